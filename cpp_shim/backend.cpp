@@ -83,10 +83,13 @@ void AcclBackend::record_facts(const Event& event, const Results& results, bool 
 
 AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, bool async_op) {
   CallRecord record;
-  if (at::hasCallbacks()) record_facts(event, results, async_op, record);
+  if (at::hasCallbacks()) {
+    record_facts(event, results, async_op, record);
+    call.args.is_profiled = names_.wants_phases();
+  }
   if (!wants_work(async_op)) {
     return complete(event, call.args.timeout_ms, [&] {
-      const auto waited = call_without_gil(*group_->group, call.finish());
+      const auto waited = make_call(call, event);
       if (waited.status.holds_memory) {
         for (const auto& list : results.outputs().lists) hold_memory(waited.status, list);
         hold_memory(waited.status, event.kept);
@@ -101,8 +104,16 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
   if (in_flight_->is_extended()) call.args.timeout_ms = extended_ms(call.args.timeout_ms, entry->key);
   if (call.args.timeout_ms >= 0) entry->timeout = std::chrono::milliseconds(call.args.timeout_ms);
   entry->keep_memory();
+  if (call.args.is_profiled) entry->record_phases(event.title);
   begun(work, bridge::group_submit(*group_->group, call.finish(), *entry->ticket), async_op);
   return work;
+}
+
+bridge::Waited AcclBackend::make_call(Call& call, const Event& event) const {
+  if (!call.args.is_profiled) return call_without_gil(*group_->group, call.finish());
+  auto ended = profiled_call_without_gil(*group_->group, call.finish());
+  record_phases(event.title, ended.phases);
+  return std::move(ended.waited);
 }
 
 template <class Blocking>

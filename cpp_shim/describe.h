@@ -208,6 +208,7 @@ struct Call {
     args.timeout_ms = -1;
     args.equal_blocks = true;
     args.seq = -1;
+    args.is_profiled = false;
   }
 
   void reduce(const c10d::ReduceOp& op) {

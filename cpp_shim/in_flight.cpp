@@ -7,6 +7,7 @@
 
 #include "held_memory.h"
 #include "interpreter.h"
+#include "profile.h"
 
 namespace accl {
 
@@ -44,6 +45,14 @@ void WorkEntry::keep_memory() {
     for (const auto& tensor : list) memory.push_back(tensor.storage());
   }
   for (const auto& tensor : kept) memory.push_back(tensor.storage());
+}
+
+void WorkEntry::record_phases(const char* title) {
+  // As whoever made the call, like the event; whoever closes that holds this entry.
+  end_event = at::wrapPropagateTLSState([this, title, end = std::move(end_event)] {
+    accl::record_phases(title, bridge::ticket_phases(*ticket));
+    if (end) end();
+  });
 }
 
 std::exception_ptr WorkEntry::error() const {

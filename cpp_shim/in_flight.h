@@ -70,6 +70,8 @@ struct WorkEntry {
   std::exception_ptr error() const;
   // Holds the memory of all tensors by itself.
   void keep_memory();
+  // Lets the profiler be told where the call's time went when its event is closed.
+  void record_phases(const char* title);
 
   rust::Box<bridge::Ticket> ticket;
   uint64_t key = 0;        // names the call to completion hooks

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <string_view>
 #include <tuple>
+#include <unordered_map>
 
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 
@@ -56,6 +57,30 @@ std::string ProfileNames::wait(const char* title, int64_t elements) const {
     case Style::Accl: break;
   }
   return "accl:wait:" + std::string(collective(title));
+}
+
+bool ProfileNames::wants_phases() const {
+  if (style_ != Style::Accl || !at::hasCallbacks()) return false;
+  const auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  return callbacks.has_value() && callbacks->needs_inputs_;
+}
+
+void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept {
+  if (!phases.is_known) return;
+  try {
+    auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+    if (!callbacks.has_value()) return;
+    const auto us = [](int64_t nanos) { return c10::IValue(static_cast<double>(nanos) / 1e3); };
+    const std::unordered_map<std::string, c10::IValue> times{{"queue_us", us(phases.queue)},
+                                                             {"peers_us", us(phases.peers)},
+                                                             {"transfer_us", us(phases.transfer)},
+                                                             {"reduce_us", us(phases.reduce)}};
+    const std::vector<c10::IValue> none;
+    at::RecordFunction event(std::move(*callbacks));
+    event.before("accl:phases:" + std::string(collective(title)), c10::ArrayRef<const c10::IValue>(none), &times);
+  } catch (const std::exception& thrown) {
+    TORCH_WARN_ONCE("accl: an event of the profiler is lost: ", thrown.what());
+  }
 }
 
 void CallRecord::begin(CallFacts facts, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs) {

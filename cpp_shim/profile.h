@@ -37,6 +37,9 @@ class ProfileNames {
 
   bool has_synchronous_calls() const { return style_ != Style::Accl; }
 
+  // Whether somebody profiles now, and is told where the time of calls goes: who asks for the inputs of events is.
+  bool wants_phases() const;
+
  private:
   Style style_;
 };
@@ -61,6 +64,9 @@ class Span {
  private:
   std::optional<at::RecordFunction> event_;
 };
+
+// An event of no length within that of a call, `accl:phases:all_reduce`: where its time went, in microseconds, as keyword arguments.
+void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept;
 
 // What execution traces are told of a call, from which it can be made again.
 struct CallFacts {

@@ -13,6 +13,12 @@ bridge::Waited call_without_gil(const bridge::Group& group, const bridge::CallAr
   return waited;
 }
 
+bridge::Profiled profiled_call_without_gil(const bridge::Group& group, const bridge::CallArgs& args) {
+  auto ended = without_gil([&] { return bridge::group_call_profiled(group, args); });
+  if (ended.waited.how == Outcome::Interrupted) note_on_python_error(std::string(ended.waited.status.message));
+  return ended;
+}
+
 bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout) {
   return without_gil([&] { return bridge::ticket_wait(ticket, timeout == kNoTimeout ? -1 : timeout.count()); });
 }

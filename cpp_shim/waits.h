@@ -13,6 +13,7 @@ namespace accl {
 
 // Working and waiting in the caller's thread, without the GIL. What returns nothing throws when the call did not end well.
 bridge::Waited call_without_gil(const bridge::Group& group, const bridge::CallArgs& args);
+bridge::Profiled profiled_call_without_gil(const bridge::Group& group, const bridge::CallArgs& args);
 bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout);
 void monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all);
 void connect_all_without_gil(const bridge::Group& group);

@@ -1,6 +1,7 @@
 """What the profiler sees: one asynchronous event a call, with its title and shapes."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -166,3 +167,92 @@ def test_calls_are_recorded_for_traces_under_a_profiler_alone(rank, world):
         dist.barrier()
         dist.all_reduce(torch.ones(3))
     assert [event.name for event in profile.function_events].count("record_param_comms") == 2
+
+
+def phases(profile, collective):
+    """Where the time of each such call went, in microseconds, by the events of a profile."""
+    found = [event for event in profile.function_events if event.name == f"accl:phases:{collective}"]
+    for event in found:
+        assert set(event.kwinputs) == {"queue_us", "peers_us", "transfer_us", "reduce_us"}, event.kwinputs
+        assert all(value >= 0 for value in event.kwinputs.values()), event.kwinputs
+    return [event.kwinputs for event in found]
+
+
+about_phases = pytest.mark.skipif(BACKEND != "accl", reason="gloo says nothing of phases")
+
+
+@on_ranks(1, 2)
+@about_phases
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("title", [title for title in calls(0, 1) if title != "sparse_all_reduce"])
+def test_who_asks_for_inputs_is_told_where_the_time_of_a_call_went(rank, world, title, async_op, monkeypatch):
+    if async_op:
+        # The same calls, each waited for by its work.
+        for name in ("broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "barrier"):
+            call = getattr(dist, name)
+            monkeypatch.setattr(dist, name, lambda *args, call=call, **more: call(*args, **more, async_op=True).wait())
+    call = calls(rank, world)[title]
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        call()
+        call()
+    (first, second) = [event for event in profile.function_events if event.name == f"accl:{title}"]
+    found = phases(profile, title)
+    assert len(found) == 2
+    # Together they are no longer than the event of the call.
+    for event, times in zip((first, second), found):
+        assert 0 < sum(times.values()) <= event.time_range.elapsed_us() + 1, (times, event)
+
+
+@on_ranks(2)
+@about_phases
+def test_phases_tell_a_late_peer_from_arithmetic(rank, world):
+    store = dist.distributed_c10d._get_default_store()
+    tensor = torch.ones(1 << 20)
+    dist.all_reduce(tensor)
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        if rank == 0:
+            store.set("phases: rank 0 makes the call", "")
+        else:
+            store.wait(["phases: rank 0 makes the call"])
+            time.sleep(0.5)
+        dist.all_reduce(tensor)
+    (times,) = phases(profile, "all_reduce")
+    assert times["reduce_us"] > 0
+    if rank == 0:
+        assert times["peers_us"] > 250_000 > times["queue_us"] + times["reduce_us"], times
+    else:
+        assert times["peers_us"] < 250_000, times
+
+
+@on_ranks(2)
+@about_phases
+def test_phases_of_calls_that_are_compressed(rank, world):
+    from torch_accl import compression
+
+    gradient = torch.randn(1 << 18)
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        compression.all_reduce(gradient, codec="maxmin:4")
+    (times,) = phases(profile, "all_reduce")
+    assert times["reduce_us"] > 0
+
+
+@on_ranks(2)
+@about_phases
+def test_phases_are_in_the_trace_that_is_exported(rank, world, tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(1000))
+        dist.all_reduce(torch.ones(1000), async_op=True).wait()
+    file = tmp_path / f"trace{rank}.json"
+    profile.export_chrome_trace(str(file))
+    events = [each for each in json.loads(file.read_text())["traceEvents"] if each.get("name") == "accl:phases:all_reduce"]
+    assert len(events) == 2
+    assert all(float(each["args"][name]) >= 0 for each in events for name in ("queue_us", "peers_us", "transfer_us", "reduce_us")), events
+
+
+@on_ranks(2)
+@about_phases
+def test_nobody_is_told_of_phases_who_does_not_ask_for_inputs(rank, world):
+    with torch.autograd.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(1000))
+        dist.all_reduce(torch.ones(1000), async_op=True).wait()
+    assert phases(profile, "all_reduce") == []

@@ -441,11 +441,16 @@ import sys, torch, torch.distributed as dist, torch_accl
 from datetime import timedelta
 from torch_accl import _native
 
+def profiled(call):
+    with torch.autograd.profiler.profile(record_shapes=True):
+        call()
+
 def actions(group):
     backend, tensor, works = group._get_backend(torch.device("cpu")), torch.ones(3), []
     keep = works.append
     yield lambda: dist.new_group()
     yield lambda: dist.all_reduce(tensor, group=group)
+    yield lambda: profiled(lambda: dist.all_reduce(tensor, group=group))
     yield lambda: keep(dist.all_reduce(tensor, group=group, async_op=True))
     yield lambda: works[-1].get_future().wait()
     yield lambda: works[-1]._get_sequence_number()
@@ -501,6 +506,7 @@ SILENT = {
     "group_first_error",
     "ticket_done",
     "ticket_held",
+    "ticket_phases",
     "ticket_poll",
     "ticket_report",
     "ticket_when_done",

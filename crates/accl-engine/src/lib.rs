@@ -28,6 +28,7 @@ pub use accl_executor::call::{
     Codecs, Encoded, Encoding, Measured, Probe, Residuals, Statistics, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
 };
 pub use accl_executor::call::{External, ExternalCollective, ExternalCopy, ExternalTask};
+pub use accl_executor::call::{PhaseTimes, Phases};
 pub use accl_executor::group::Work;
 pub use accl_executor::peers::Traffic;
 pub use api::call::Call;

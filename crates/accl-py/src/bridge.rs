@@ -169,6 +169,22 @@ pub mod ffi {
         equal_blocks: bool,
         /// A reserved number, or -1 for the next.
         seq: i64,
+        /// Whether it is noted where the time of a collective goes.
+        is_profiled: bool,
+    }
+
+    /// Where the time of a call went, in nanoseconds that are its duration together.
+    struct PhaseNanos {
+        /// Whether that was noted; if not, all are zero.
+        is_known: bool,
+        /// Until this rank began with it.
+        queue: i64,
+        /// From then until the first message of a peer came.
+        peers: i64,
+        /// Moving bytes, and waiting for more of them.
+        transfer: i64,
+        /// Arithmetic.
+        reduce: i64,
     }
 
     /// What a group is made of.
@@ -188,6 +204,12 @@ pub mod ffi {
     struct Waited {
         how: Outcome,
         status: Status,
+    }
+
+    /// How a call ended, and where its time went.
+    struct Profiled {
+        waited: Waited,
+        phases: PhaseNanos,
     }
 
     /// A number or why there is none.
@@ -219,6 +241,7 @@ pub mod ffi {
         fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &StoreRef) -> Status;
         fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &StoreRef) -> Status;
         fn group_call(group: &Group, args: &CallArgs) -> Waited;
+        fn group_call_profiled(group: &Group, args: &CallArgs) -> Profiled;
         fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status;
         fn group_spawn(group: &Group, task: UniquePtr<Task>, ticket: &mut Ticket) -> Status;
         fn group_reserve(group: &Group, count: u64) -> Numbered;
@@ -248,6 +271,7 @@ pub mod ffi {
         fn ticket_seq(ticket: &Ticket) -> Numbered;
         fn ticket_source(ticket: &Ticket) -> Numbered;
         fn ticket_nanos(ticket: &Ticket) -> Numbered;
+        fn ticket_phases(ticket: &Ticket) -> PhaseNanos;
         fn ticket_when_done(ticket: &Ticket, task: UniquePtr<CompletionTask>) -> Status;
     }
 
@@ -286,13 +310,14 @@ pub mod ffi {
 }
 
 use crate::group::{
-    group_abort, group_call, group_conclude, group_connect_all, group_create, group_create_beside, group_describe,
+    group_abort, group_call, group_call_profiled, group_conclude, group_connect_all, group_create, group_create_beside,
+    group_describe,
     group_enable_timing, group_first_error, group_monitored_barrier, group_next_seq, group_profile_names,
     group_reserve, group_set_timeout, group_shutdown, group_snapshot, group_spawn, group_submit,
 };
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{
-    ticket_abort, ticket_done, ticket_error, ticket_held, ticket_nanos, ticket_poll, ticket_report, ticket_seq,
+    ticket_abort, ticket_done, ticket_error, ticket_held, ticket_nanos, ticket_phases, ticket_poll, ticket_report, ticket_seq,
     ticket_source, ticket_wait, ticket_when_done,
 };
 

@@ -6,12 +6,14 @@ use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use accl_engine::{Blocks, Call, CallDesc, Engine, GroupSpec, Mode, Ran, TensorDesc, Waited as EngineWaited};
+use accl_engine::{Blocks, Call, CallDesc, Engine, GroupSpec, Mode, Phases, Ran, TensorDesc, Waited as EngineWaited};
 use accl_types::config::{Config, ProfileNames};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
 
-use crate::bridge::ffi::{self, CallArgs, Described, GroupArgs, Numbered, Outcome, Status, TensorView, Waited};
+use crate::bridge::ffi::{
+    self, CallArgs, Described, GroupArgs, Numbered, Outcome, PhaseNanos, Profiled, Status, TensorView, Waited,
+};
 use crate::compression;
 use crate::devices::Opener;
 use crate::guard::{FromError, bridged};
@@ -147,10 +149,19 @@ bridged! {
         complete(group.group()?, &call_desc(args, Mode::Blocking)?)
     }
 
+    /// As [`group_call`], with where its time went if the arguments ask for it.
+    fn group_call_profiled(group: &Group, args: &CallArgs) -> Profiled {
+        let desc = call_desc(args, Mode::Blocking)?;
+        let waited = complete(group.group()?, &desc).unwrap_or_else(Waited::from_error);
+        Ok(Profiled { waited, phases: PhaseNanos::of(desc.phases.as_deref()) })
+    }
+
     /// Starts a call that the caller does not wait for at once.
     fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status {
         let group = group.group()?;
-        ticket.set_call(group.clone(), group.submit(call_desc(args, Mode::Async)?)?);
+        let desc = call_desc(args, Mode::Async)?;
+        let phases = desc.phases.clone();
+        ticket.set_call(group.clone(), group.submit(desc)?, phases);
         Ok(Status::ok())
     }
 
@@ -351,6 +362,7 @@ pub(crate) fn call_desc(args: &CallArgs, mode: Mode) -> Result<CallDesc> {
         mode,
         seq: u64::try_from(args.seq).ok(),
         encoding: compression::current(),
+        phases: args.is_profiled.then(Phases::new),
         ..CallDesc::new(collective, dtype(args.dtype)?)
     })
 }

@@ -22,6 +22,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "group_create",
     "group_create_beside",
     "group_call",
+    "group_call_profiled",
     "group_submit",
     "group_spawn",
     "group_reserve",
@@ -50,6 +51,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "ticket_seq",
     "ticket_source",
     "ticket_nanos",
+    "ticket_phases",
     "ticket_when_done",
 ];
 

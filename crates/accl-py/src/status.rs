@@ -1,8 +1,11 @@
 //! Errors as data: what crosses the bridge instead of a string.
 
+use std::time::Duration;
+
+use accl_engine::{PhaseTimes, Phases};
 use accl_types::{Error, ErrorKind};
 
-use crate::bridge::ffi::{Described, Kind, Numbered, Outcome, Status, Waited};
+use crate::bridge::ffi::{Described, Kind, Numbered, Outcome, PhaseNanos, Profiled, Status, Waited};
 use crate::guard::FromError;
 
 /// Why a call is left that nothing is wrong with. A note of the exception that the handler raised, and what peers are told.
@@ -77,6 +80,28 @@ impl Numbered {
 impl FromError for Numbered {
     fn from_error(error: Error) -> Self {
         Self { value: -1, status: Status::from_error(error) }
+    }
+}
+
+impl PhaseNanos {
+    /// Of a call that has ended, if they were noted.
+    pub(crate) fn of(phases: Option<&Phases>) -> Self {
+        let nanos = |time: Duration| i64::try_from(time.as_nanos()).unwrap_or(i64::MAX);
+        let PhaseTimes { queue, peers, transfer, reduce } = phases.map(Phases::times).unwrap_or_default();
+        let [queue, peers, transfer, reduce] = [queue, peers, transfer, reduce].map(nanos);
+        Self { is_known: phases.is_some(), queue, peers, transfer, reduce }
+    }
+}
+
+impl FromError for PhaseNanos {
+    fn from_error(_: Error) -> Self {
+        Self::of(None)
+    }
+}
+
+impl FromError for Profiled {
+    fn from_error(error: Error) -> Self {
+        Self { waited: Waited::from_error(error), phases: PhaseNanos::of(None) }
     }
 }
 

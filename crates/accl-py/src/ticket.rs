@@ -4,11 +4,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use accl_engine::{Call, Engine, Waited as EngineWaited};
+use accl_engine::{Call, Engine, Phases, Waited as EngineWaited};
 use accl_types::{Error, Result};
 use cxx::UniquePtr;
 
-use crate::bridge::ffi::{self, Numbered, Outcome, Status, Waited};
+use crate::bridge::ffi::{self, Numbered, Outcome, PhaseNanos, Status, Waited};
 use crate::group::millis;
 use crate::guard::{FromError, bridged};
 
@@ -26,6 +26,8 @@ const AGAIN: Duration = Duration::from_millis(2);
 pub struct Ticket {
     group: Option<Arc<accl_engine::Group>>,
     entry: Entry,
+    /// Where the call's time goes, if somebody asked.
+    phases: Option<Arc<Phases>>,
 }
 
 #[derive(Default)]
@@ -43,9 +45,10 @@ pub(crate) fn new_ticket() -> Box<Ticket> {
 
 impl Ticket {
     /// Fills the ticket with an engine call.
-    pub(crate) fn set_call(&mut self, group: Arc<accl_engine::Group>, call: Call) {
+    pub(crate) fn set_call(&mut self, group: Arc<accl_engine::Group>, call: Call, phases: Option<Arc<Phases>>) {
         self.group = Some(group);
         self.entry = Entry::Call(call);
+        self.phases = phases;
     }
 
     /// Fills the ticket with a task and runs that on a completion thread.
@@ -285,6 +288,11 @@ bridged! {
             Entry::None => Err(empty()),
             entry @ (Entry::Call(_) | Entry::Task(_)) => Ok(Numbered::of(nanos(entry))),
         }
+    }
+
+    /// Where the time of a call went that has ended, if its arguments asked for it.
+    fn ticket_phases(ticket: &Ticket) -> PhaseNanos {
+        Ok(PhaseNanos::of(ticket.phases.as_deref()))
     }
 
     /// Lets a completion thread complete the call once it has ended.

@@ -101,6 +101,7 @@ impl Model {
             is_async: seq >= blocking,
             is_cut: false,
             is_timed: false,
+            phases: None,
             waits: Arc::default(),
         };
         let call = |seq: usize| {

@@ -10,6 +10,7 @@ use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 
 use super::encoding::{Encoded, Encoding, is_encoded};
 use super::external::External;
+use super::phases::Phases;
 use super::tensor::{Blocks, MemoryKind, TensorDesc};
 
 /// Whether the caller waits at once.
@@ -62,6 +63,8 @@ pub struct CallDesc {
     pub part: Part,
     /// Of the first part: what is over when the others are.
     pub joins: Option<Arc<dyn External>>,
+    /// Where it is noted where the time of a collective goes; nowhere as a rule, since that takes time, and never on the fast path.
+    pub phases: Option<Arc<Phases>>,
 }
 
 impl CallDesc {
@@ -87,6 +90,7 @@ impl CallDesc {
             offload: None,
             part: Part::WHOLE,
             joins: None,
+            phases: None,
         }
     }
 
@@ -135,6 +139,7 @@ impl CallDesc {
             && !matches!(self.encoding, Encoded::As(_))
             && self.offload.is_none()
             && self.part == Part::WHOLE
+            && self.phases.is_none()
             && !self.collective.is_point_to_point()
             && self.uses_tensors_as_they_are()
     }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use accl_types::{Collective, Error, Moment, Rank, Seq};
 
+use super::phases::Phases;
 use super::waits::Waits;
 
 const RUNNING: u8 = 0;
@@ -71,6 +72,8 @@ pub struct CallInfo {
     pub is_cut: bool,
     /// Whether [`CallState::duration`] tells how long it took.
     pub is_timed: bool,
+    /// Where its time goes, if somebody asked.
+    pub phases: Option<Arc<Phases>>,
     /// Of the group.
     pub waits: Arc<Waits>,
 }
@@ -150,8 +153,12 @@ impl CallState {
     /// call's tensors. Returns the callback to be run.
     #[must_use]
     pub fn finish(&self, now: Moment, error: Option<Error>) -> Option<Callback> {
-        let nanos = now.since(self.started).as_nanos().max(1);
+        let took = now.since(self.started);
+        let nanos = took.as_nanos().max(1);
         self.duration_ns.store(u64::try_from(nanos).unwrap_or(u64::MAX), Ordering::Relaxed);
+        if let Some(phases) = &self.phases {
+            phases.ended(took);
+        }
         let state = if error.is_some() { FAILED } else { DONE };
         if let Some(error) = error {
             let _ = self.error.set(error);

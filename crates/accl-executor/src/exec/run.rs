@@ -285,6 +285,9 @@ impl Run {
     /// Does all that can be done now. Returns whether anything was.
     pub(crate) fn advance(&mut self, env: &mut RunContext<'_>) -> bool {
         self.begun = true;
+        if let Some(watch) = self.compute.watch() {
+            watch.begin();
+        }
         // Later operations first: what they send has been touched last, and it is what peers can finish with.
         let mut stalled = std::mem::take(&mut self.stalled);
         stalled.sort_unstable_by(|a, b| b.cmp(a));
@@ -568,6 +571,7 @@ impl Run {
 
     /// A grant for message `edge` to `to` arrived.
     pub(crate) fn on_grant(&mut self, to: Rank, edge: u32, value: u64) {
+        self.note_peer();
         // A grant may outlive the send that it was for only within a run; an unknown edge is caught by the signature.
         if let Some(op) = self.plan.send(to, edge) {
             self.ops[op as usize].outgoing().on_grant(value);
@@ -576,6 +580,14 @@ impl Run {
     }
 
     // ---- receiving
+
+    /// A frame of this call has come from a peer.
+    #[inline]
+    fn note_peer(&self) {
+        if let Some(watch) = self.compute.watch() {
+            watch.meet();
+        }
+    }
 
     /// A frame of message `edge` from `from` arrived; `payload` is without signature.
     ///
@@ -588,6 +600,7 @@ impl Run {
         payload: &[u8],
         env: &mut RunContext<'_>,
     ) -> Result<()> {
+        self.note_peer();
         let op = self.plan.receive(from, header.edge).ok_or_else(|| {
             Error::mismatch(format!("rank {from} sent a message that this rank's part in the call does not have"))
         })?;
@@ -799,6 +812,7 @@ impl Run {
 
     /// A rank shows its signature, which is this call's. Where it cannot go on without an answer it gets one.
     pub(crate) fn on_probe(&mut self, from: Rank, header: &Header, env: &mut RunContext<'_>) {
+        self.note_peer();
         self.note_agreement(from);
         if header.flags & WANTS_GRANT != 0 {
             self.send_probe(from, 0, env);

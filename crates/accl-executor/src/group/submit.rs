@@ -11,7 +11,7 @@ use accl_wire::frame::Signature;
 use super::context::Context;
 use super::core::Core;
 use super::state::{GroupState, Stopped};
-use crate::call::{CallDesc, CallInfo, CallObserver, CallState, Mode};
+use crate::call::{CallDesc, CallInfo, CallObserver, CallState, Mode, Stopwatch};
 use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
 use crate::memory::{Buffers, Coder, Compute, MessageMemory, Sample};
 use crate::plan::Shape;
@@ -125,6 +125,9 @@ impl Caller {
             let mut compute = Compute::new(buffers, shape.reducer);
             if let Some(coder) = coder {
                 compute = compute.encoding(coder);
+            }
+            if let Some(phases) = &desc.phases {
+                compute = compute.watched(Stopwatch::new(phases.clone(), now, clock));
             }
             let mut run = Run::new(call.clone(), &shape, compute, &[], deadline);
             if let Some(wake) = wake {
@@ -243,6 +246,7 @@ impl Caller {
             is_async: desc.mode == Mode::Async,
             is_cut: desc.part.of > 1,
             is_timed: group.is_timed(),
+            phases: desc.phases.clone(),
             waits: group.waits().clone(),
         };
         CallState::new(info, observer, now)

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 
 use super::buffers::Buffers;
 use super::coder::{Coder, InFrames, TileMemory};
-use crate::call::{CallDesc, ExternalHandle, Wake};
+use crate::call::{CallDesc, ExternalHandle, Stopwatch, Wake};
 use crate::plan::{Coded, Combination, ExternalStep, PlanOpKind, Region};
 
 /// Memory and arithmetic of one call.
@@ -23,17 +23,38 @@ pub(crate) struct Compute {
     reducer: Option<(Reducer, usize)>,
     /// Of an encoded call.
     coder: Option<Box<Coder>>,
+    /// Of a call of which somebody asked where its time goes.
+    watch: Option<Box<Stopwatch>>,
 }
 
 impl Compute {
     /// `reducer` comes with the size of an element.
     pub(crate) fn new(buffers: Buffers, reducer: Option<(Reducer, usize)>) -> Self {
-        Self { buffers, reducer, coder: None }
+        Self { buffers, reducer, coder: None, watch: None }
     }
 
     /// The same for a call that is encoded.
     pub(crate) fn encoding(self, coder: Coder) -> Self {
         Self { coder: Some(Box::new(coder)), ..self }
+    }
+
+    /// The same for a call whose times are taken.
+    pub(crate) fn watched(self, watch: Stopwatch) -> Self {
+        Self { watch: Some(Box::new(watch)), ..self }
+    }
+
+    /// What takes the call's times, if something does.
+    #[inline]
+    pub(crate) fn watch(&self) -> Option<&Stopwatch> {
+        self.watch.as_deref()
+    }
+
+    #[inline]
+    fn timed(&self, work: impl FnOnce(&Self)) {
+        match self.watch() {
+            None => work(self),
+            Some(watch) => watch.time(|| work(self)),
+        }
     }
 
     /// Makes tiles of a combination. What has `come` lies in its frame still, as it would from a byte of a region on; what is to `go`
@@ -52,8 +73,10 @@ impl Compute {
             go: op.code.as_ref().zip(go).map(|(code, bytes)| (home(&code.region, code.bytes_of(tiles.start)), bytes)),
         };
         let mut memory = TileMemory { buffers: &self.buffers, frames };
-        for tile in tiles {
-            coder.combine(&mut memory, op, tile as usize);
+        let mut make = || tiles.clone().for_each(|tile| coder.combine(&mut memory, op, tile as usize));
+        match &self.watch {
+            None => make(),
+            Some(watch) => watch.time(make),
         }
     }
 
@@ -99,7 +122,11 @@ impl Compute {
 
     /// Writes staged outputs back. The last thing that touches the caller's memory.
     pub(crate) fn unpack(&mut self) {
-        self.buffers.unpack();
+        let buffers = &mut self.buffers;
+        match &self.watch {
+            None => buffers.unpack(),
+            Some(watch) => watch.time(|| buffers.unpack()),
+        }
     }
 
     /// Fills `payload` from a region, starting at its byte `at`.
@@ -123,7 +150,7 @@ impl Compute {
         match op {
             PlanOpKind::Recv { dst, .. } => self.write(dst, at, payload),
             PlanOpKind::RecvReduce { dst, local, order, finish, .. } => {
-                self.reduce_incoming(dst, local, *order, *finish, at, payload);
+                self.timed(|this| this.reduce_incoming(dst, local, *order, *finish, at, payload));
             }
             PlanOpKind::Send { .. }
             | PlanOpKind::Copy { .. }
@@ -139,8 +166,8 @@ impl Compute {
     #[inline]
     pub(crate) fn execute(&self, op: &PlanOpKind, at: u64, n: u64) {
         match op {
-            PlanOpKind::Copy { dst, src } => self.copy(dst, src, at, n),
-            PlanOpKind::Reduce { dst, srcs, finish } => self.reduce(dst, srcs, *finish, at, n),
+            PlanOpKind::Copy { dst, src } => self.timed(|this| this.copy(dst, src, at, n)),
+            PlanOpKind::Reduce { dst, srcs, finish } => self.timed(|this| this.reduce(dst, srcs, *finish, at, n)),
             PlanOpKind::Send { .. }
             | PlanOpKind::Recv { .. }
             | PlanOpKind::RecvReduce { .. }

@@ -1,0 +1,292 @@
+//! Multigrid over layers: the plan of one solve.
+//!
+//! Owns the algorithm. On every level `u` are the values of its points and `f` what is added to each step; on the finest `f` is zero. A visit relaxes,
+//! then gives the coarser level `u` of the C-points and `f = (step(u) + f) - coarse_step(u)`, in which `u` itself has cancelled; what comes back replaces the C-points.
+//! Read [`mgrit`] first.
+
+use accl_types::{Error, Rank, Result};
+
+use super::Builder;
+use crate::cycle::{Cycle, Norms, Shape, Start};
+use crate::grid::Grid;
+use crate::line::{Line, exit};
+use crate::placement::Placement;
+use crate::plan::{Op, Pass, Phase, PhaseKind, Plan, Value};
+
+/// The plan of a pass through the net. With one level it is a wave: each layer once, one rank after the other, whatever the cycle says.
+///
+/// # Errors
+/// `InvalidArgument` for a placement of another number of layers, and for a cycle without iterations.
+pub fn mgrit(grid: &Grid, placement: &Placement, pass: Pass, cycle: &Cycle) -> Result<Plan> {
+    if placement.layers() != grid.layers() {
+        let text = format!("{} layers are placed, and the net has {}", placement.layers(), grid.layers());
+        return Err(Error::invalid_argument(text));
+    }
+    cycle.check()?;
+    Ok(Solve::new(grid, placement, pass, cycle).plan(placement))
+}
+
+struct Solve<'a> {
+    cycle: &'a Cycle,
+    line: Line,
+    builder: Builder,
+    /// By level and position. Only positions that have a value.
+    u: Vec<Vec<Option<Value>>>,
+    /// What is added to the step to each position; nothing where it is zero.
+    f: Vec<Vec<Option<Value>>>,
+    iteration: u32,
+    /// The iteration whose norm nobody has waited for.
+    owed: Option<u32>,
+}
+
+impl<'a> Solve<'a> {
+    fn new(grid: &Grid, placement: &Placement, pass: Pass, cycle: &'a Cycle) -> Self {
+        let line = Line::new(grid, placement, pass);
+        let empty = || line.levels.iter().map(|level| vec![None; level.points.len()]).collect::<Vec<_>>();
+        let (u, f) = (empty(), empty());
+        Self { cycle, line, builder: Builder::new(placement.ranks(), cycle.reuses), u, f, iteration: 0, owed: None }
+    }
+
+    fn plan(mut self, placement: &Placement) -> Plan {
+        let (pass, coarsest) = (self.line.pass, self.line.levels.len() - 1);
+        let finest = self.line.finest();
+        let (end, first) = (finest.end(), (finest.homes[0], finest.points[0]));
+        let input = self.builder.value(first.1, first.0);
+        for u in &mut self.u {
+            u[0] = Some(input);
+        }
+        let mut guesses = Vec::new();
+        if coarsest > 0 {
+            guesses = self.start();
+            for _ in 0..self.cycle.cycles() {
+                self.cycle(0, self.cycle.shape);
+                self.iteration += 1;
+            }
+        }
+        let mut outputs = Vec::new();
+        let mut states = Vec::new();
+        if self.cycle.has_final_sweep || coarsest == 0 {
+            self.final_sweep();
+            let output = self.at(0, end);
+            let on = exit(placement, pass);
+            self.builder.need(pass, output, on);
+            outputs.push((on, output));
+        } else {
+            for position in self.coarse_positions(0).skip(1) {
+                let (value, on) = (self.at(0, position), self.line.finest().homes[position]);
+                self.builder.need(pass, value, on);
+                states.push((on, value));
+            }
+        }
+        self.await_norm();
+        let plan = Plan {
+            ranks: Vec::new(),
+            points: Vec::new(),
+            inputs: vec![(first.0, input)],
+            guesses,
+            outputs,
+            states,
+            intervals: self.line.levels.get(1).map_or(0, |level| level.end() as u32),
+            layers: placement.layers(),
+            micro_batches: 1,
+            finals: if self.cycle.has_final_sweep || coarsest == 0 { vec![pass] } else { Vec::new() },
+        };
+        self.builder.finish(plan)
+    }
+
+    // ---- the cycle
+
+    /// Gives every C-point of the finest level a value. Returns those that come from outside.
+    fn start(&mut self) -> Vec<(Rank, Value)> {
+        let coarsest = self.line.levels.len() - 1;
+        match self.cycle.start {
+            Start::Guess => {
+                let guess = |solve: &mut Self, position: usize| {
+                    let finest = solve.line.finest();
+                    let (point, on) = (finest.points[position], finest.homes[position]);
+                    let value = solve.builder.value(point, on);
+                    solve.u[0][position] = Some(value);
+                    (on, value)
+                };
+                let positions: Vec<_> = self.coarse_positions(0).skip(1).collect();
+                return positions.into_iter().map(|position| guess(self, position)).collect();
+            }
+            Start::Coarsest => {
+                self.march();
+                for level in (0..coarsest).rev() {
+                    self.correct(level);
+                }
+            }
+            Start::FullMultigrid => {
+                self.march();
+                for level in (0..coarsest).rev() {
+                    self.correct(level);
+                    // The finest level's cycles are those that are asked for.
+                    if level > 0 {
+                        self.cycle(level, Shape::V);
+                    }
+                }
+            }
+        }
+        self.iteration = 1;
+        Vec::new()
+    }
+
+    /// One visit to a level and those below it.
+    fn cycle(&mut self, level: usize, shape: Shape) {
+        let coarsest = self.line.levels.len() - 1;
+        if level == coarsest {
+            return self.march();
+        }
+        for _ in 0..self.cycle.relaxations_of(level) {
+            self.enter(PhaseKind::CRelax, level);
+            self.sweep(level, false);
+        }
+        self.restrict(level);
+        self.cycle(level + 1, shape);
+        if shape == Shape::F && level + 1 < coarsest {
+            self.cycle(level + 1, Shape::V);
+        }
+        self.correct(level);
+    }
+
+    /// From every C-point to the next one, which changes, too. All intervals begin with what their C-points have had.
+    fn sweep(&mut self, level: usize, is_final: bool) {
+        for (first, last) in self.intervals(level).into_iter().rev() {
+            for position in first..last {
+                self.u[level][position + 1] = Some(self.stepped(level, position, is_final));
+            }
+        }
+    }
+
+    /// As [`Solve::sweep`], without the C-points.
+    fn relax_f(&mut self, level: usize, (first, last): (usize, usize)) {
+        for position in first..last - 1 {
+            self.u[level][position + 1] = Some(self.stepped(level, position, false));
+        }
+    }
+
+    /// What the next coarser level is to solve, after a last F-relaxation.
+    fn restrict(&mut self, level: usize) {
+        let pass = self.line.pass;
+        self.enter(PhaseKind::Restrict, level);
+        let intervals = self.intervals(level);
+        let mut reached = vec![0; intervals.len()];
+        for (index, &(first, last)) in intervals.iter().enumerate().rev() {
+            self.relax_f(level, (first, last));
+            reached[index] = self.stepped(level, last - 1, false);
+            if level == 0 && self.cycle.norms != Norms::None {
+                let (a, b, on) = (reached[index], self.at(0, last), self.line.finest().homes[last]);
+                self.builder.need(pass, a, on);
+                self.builder.need(pass, b, on);
+                self.builder.emit(on, Op::SquareNorm { interval: index as u32, a, b });
+            }
+        }
+        if level == 0 {
+            self.post_norm();
+        }
+        let coarse = &self.line.levels[level + 1];
+        let places: Vec<_> = coarse.points.iter().copied().zip(coarse.homes.iter().copied()).collect();
+        let steps = coarse.steps.clone();
+        for (index, &(first, last)) in intervals.iter().enumerate().rev() {
+            let from = self.at(level, first);
+            let stepped = self.builder.step(pass, &steps[index], places[index + 1].0, from, false);
+            self.f[level + 1][index + 1] =
+                Some(self.builder.subtract(pass, places[index + 1], reached[index], stepped));
+            self.u[level + 1][index + 1] = Some(self.at(level, last));
+        }
+    }
+
+    /// Takes over what the next coarser level has found.
+    fn correct(&mut self, level: usize) {
+        for (index, position) in self.coarse_positions(level).enumerate().collect::<Vec<_>>() {
+            self.u[level][position] = self.u[level + 1][index];
+        }
+        if level > 0 {
+            self.enter(PhaseKind::FRelax, level);
+            for interval in self.intervals(level).into_iter().rev() {
+                self.relax_f(level, interval);
+            }
+        }
+    }
+
+    /// The coarsest level, from its first point to its last.
+    fn march(&mut self) {
+        let level = self.line.levels.len() - 1;
+        self.enter(PhaseKind::March, level);
+        for position in 0..self.line.levels[level].end() {
+            self.u[level][position + 1] = Some(self.stepped(level, position, false));
+        }
+    }
+
+    /// Every layer for good. On one level that is all.
+    fn final_sweep(&mut self) {
+        self.enter(PhaseKind::Final, 0);
+        if self.line.levels.len() > 1 {
+            return self.sweep(0, true);
+        }
+        for position in 0..self.line.finest().end() {
+            self.u[0][position + 1] = Some(self.stepped(0, position, true));
+        }
+    }
+
+    // ---- its parts
+
+    /// The value of a step from a position, with what is added to it.
+    fn stepped(&mut self, level: usize, position: usize, is_final: bool) -> Value {
+        let pass = self.line.pass;
+        let from = self.at(level, position);
+        let levels = &self.line.levels[level];
+        let (step, point, on) = (levels.steps[position], levels.points[position + 1], levels.homes[position + 1]);
+        let stepped = self.builder.step(pass, &step, point, from, is_final);
+        match self.f[level][position + 1] {
+            Some(more) => self.builder.add(pass, (point, on), stepped, more),
+            None => stepped,
+        }
+    }
+
+    fn at(&self, level: usize, position: usize) -> Value {
+        let Some(value) = self.u[level][position] else { unreachable!("a position is read after it was given a value") };
+        value
+    }
+
+    /// The positions of a level that the next coarser one has.
+    fn coarse_positions(&self, level: usize) -> impl Iterator<Item = usize> + use<> {
+        self.line.levels[level + 1].in_finer.clone().into_iter()
+    }
+
+    /// From each position that the next coarser level has to the next such one.
+    fn intervals(&self, level: usize) -> Vec<(usize, usize)> {
+        self.line.levels[level + 1].in_finer.windows(2).map(|ends| (ends[0], ends[1])).collect()
+    }
+
+    fn enter(&mut self, kind: PhaseKind, level: usize) {
+        self.builder.phase = Some(Phase { kind, level: level as u32, iteration: self.iteration });
+    }
+
+    fn post_norm(&mut self) {
+        let iteration = self.iteration;
+        match self.cycle.norms {
+            Norms::None => return,
+            Norms::Lagged => self.await_norm(),
+            Norms::Blocking => {}
+        }
+        self.on_all_ranks(Op::PostNorm { iteration });
+        self.owed = Some(iteration);
+        if self.cycle.norms == Norms::Blocking {
+            self.await_norm();
+        }
+    }
+
+    fn await_norm(&mut self) {
+        if let Some(iteration) = self.owed.take() {
+            self.on_all_ranks(Op::AwaitNorm { iteration });
+        }
+    }
+
+    fn on_all_ranks(&mut self, op: Op) {
+        for rank in 0..self.builder.ranks.len() as u32 {
+            self.builder.emit(Rank(rank), op);
+        }
+    }
+}

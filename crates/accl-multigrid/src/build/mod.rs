@@ -1,0 +1,257 @@
+//! The builders of plans.
+//!
+//! Owns how operations get into lists: a value that another rank is to read is sent and received where that is found, so that all ranks
+//! together could do their lists one operation after the other, each message with its receiver; what was computed before on the same rank is not computed again.
+//! Read [`Builder`] first; what is built is in `mgrit` and `pipeline`.
+
+mod mgrit;
+mod pipeline;
+
+use std::collections::{HashMap, HashSet};
+
+use accl_types::Rank;
+
+use crate::grid::Kind;
+use crate::line::LineStep;
+use crate::plan::{Op, Pass, Phase, Plan, Value};
+
+pub use mgrit::mgrit;
+pub use pipeline::{Schedule, pipeline};
+
+/// What is computed of what.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Expression {
+    Eval { pass: Pass, layer: u32, span: u32, src: Value },
+    Advance { span: u32, src: Value, increment: Value },
+    Stretch { span: u32, src: Value, stepped: Value },
+    Add { a: Value, b: Value },
+    Subtract { a: Value, b: Value },
+}
+
+/// The lists while they are made.
+struct Builder {
+    ranks: Vec<Vec<Op>>,
+    /// The point of each value, and who makes it.
+    values: Vec<(u32, Rank)>,
+    /// Where values have been sent to.
+    copies: HashSet<(Value, Rank)>,
+    known: HashMap<Expression, Value>,
+    /// Where the evaluation of a value stands.
+    evals: HashMap<Value, (Rank, usize)>,
+    reuses: bool,
+    /// Of what is evaluated next.
+    micro_batch: u32,
+    phase: Option<Phase>,
+    /// The phase that each rank's list is in.
+    phases: Vec<Option<Phase>>,
+}
+
+impl Builder {
+    fn new(ranks: u32, reuses: bool) -> Self {
+        Self {
+            ranks: vec![Vec::new(); ranks as usize],
+            values: Vec::new(),
+            copies: HashSet::new(),
+            known: HashMap::new(),
+            evals: HashMap::new(),
+            reuses,
+            micro_batch: 0,
+            phase: None,
+            phases: vec![None; ranks as usize],
+        }
+    }
+
+    /// A value that a rank makes, or has.
+    fn value(&mut self, point: u32, on: Rank) -> Value {
+        self.values.push((point, on));
+        self.values.len() as Value - 1
+    }
+
+    fn emit(&mut self, on: Rank, op: Op) -> usize {
+        let list = &mut self.ranks[on.index()];
+        if self.phases[on.index()] != self.phase
+            && let Some(phase) = self.phase
+        {
+            list.push(Op::Phase(phase));
+            self.phases[on.index()] = self.phase;
+        }
+        list.push(op);
+        list.len() - 1
+    }
+
+    /// Brings a value to a rank, unless it is there.
+    fn need(&mut self, pass: Pass, value: Value, on: Rank) {
+        let (_, maker) = self.values[value as usize];
+        if maker != on && self.copies.insert((value, on)) {
+            self.emit(maker, Op::Send { pass, to: on, value });
+            self.emit(on, Op::Recv { pass, from: maker, value });
+        }
+    }
+
+    /// The value of an expression, made by this rank if it is not known.
+    fn make(&mut self, expression: Expression, pass: Pass, point: u32, on: Rank, op: impl FnOnce(Value) -> Op) -> Value {
+        if self.reuses
+            && let Some(&value) = self.known.get(&expression)
+        {
+            return value;
+        }
+        let dst = self.value(point, on);
+        let op = op(dst);
+        for src in op.reads() {
+            self.need(pass, src, on);
+        }
+        let at = self.emit(on, op);
+        if matches!(op, Op::Eval { .. }) {
+            self.evals.insert(dst, (on, at));
+        }
+        self.known.insert(expression, dst);
+        dst
+    }
+
+    /// Evaluates a layer. Where that was done before for less it is done for good there.
+    fn eval(&mut self, pass: Pass, (layer, span, on): (u32, u32, Rank), point: u32, src: Value, is_final: bool) -> Value {
+        let expression = Expression::Eval { pass, layer, span, src };
+        let micro_batch = self.micro_batch;
+        let value = self.make(expression, pass, point, on, |dst| Op::Eval {
+            pass,
+            layer,
+            span,
+            micro_batch,
+            src,
+            dst,
+            is_final,
+        });
+        if is_final
+            && let Some(&(on, at)) = self.evals.get(&value)
+            && let Op::Eval { is_final, .. } = &mut self.ranks[on.index()][at]
+        {
+            *is_final = true;
+        }
+        value
+    }
+
+    /// One step from `src` to a point, by whoever has its layer.
+    fn step(&mut self, pass: Pass, step: &LineStep, point: u32, src: Value, is_final: bool) -> Value {
+        let &LineStep { layer, span, kind, evaluator: on } = step;
+        match (kind, pass) {
+            (Kind::Plain, _) => self.eval(pass, (layer, 1, on), point, src, is_final),
+            (Kind::Timed, Pass::Forward) => self.eval(pass, (layer, span, on), point, src, is_final),
+            (Kind::Timed, Pass::Adjoint) => {
+                // It was recorded with the length of a fine step.
+                let stepped = self.eval(pass, (layer, 1, on), point, src, is_final);
+                if span == 1 {
+                    return stepped;
+                }
+                let expression = Expression::Stretch { span, src, stepped };
+                self.make(expression, pass, point, on, |dst| Op::Stretch { span, src, stepped, dst })
+            }
+            (Kind::Increment, _) => {
+                let increment = self.eval(pass, (layer, 1, on), point, src, is_final);
+                let expression = Expression::Advance { span, src, increment };
+                self.make(expression, pass, point, on, |dst| Op::Advance { span, src, increment, dst })
+            }
+        }
+    }
+
+    fn add(&mut self, pass: Pass, (point, on): (u32, Rank), a: Value, b: Value) -> Value {
+        self.make(Expression::Add { a, b }, pass, point, on, |dst| Op::Add { a, b, dst })
+    }
+
+    fn subtract(&mut self, pass: Pass, (point, on): (u32, Rank), a: Value, b: Value) -> Value {
+        self.make(Expression::Subtract { a, b }, pass, point, on, |dst| Op::Subtract { a, b, dst })
+    }
+
+    /// The plan, with what is not needed any more given up.
+    fn finish(self, plan: Plan) -> Plan {
+        let points = self.values.iter().map(|&(point, _)| point).collect();
+        let mut plan = Plan { ranks: self.ranks, points, ..plan };
+        if self.reuses {
+            leave_out_unread(&mut plan);
+        }
+        let kept: HashSet<(Rank, Value)> = plan.outputs.iter().chain(&plan.states).copied().collect();
+        for (rank, list) in (0..).map(Rank).zip(&mut plan.ranks) {
+            *list = freed(std::mem::take(list), |value| kept.contains(&(rank, value)));
+        }
+        // What comes from outside and is never read is given up as well.
+        for &(rank, value) in plan.inputs.iter().chain(&plan.guesses) {
+            let list = &mut plan.ranks[rank.index()];
+            let is_named = list.iter().any(|op| op.reads().any(|read| read == value) || *op == Op::Free { value });
+            if !is_named && !kept.contains(&(rank, value)) {
+                list.insert(0, Op::Free { value });
+            }
+        }
+        plan
+    }
+}
+
+/// Leaves out what is made for nothing, as the last coarse point of the last march is.
+fn leave_out_unread(plan: &mut Plan) {
+    let kept = plan.outputs.iter().chain(&plan.states).copied();
+    let mut reads: HashMap<Value, Vec<Value>> = HashMap::new();
+    let mut open: Vec<Value> = kept.clone().map(|(_, value)| value).collect();
+    for op in plan.ranks.iter().flatten() {
+        match *op {
+            Op::Send { .. } | Op::Recv { .. } => {}
+            Op::Eval { is_final: true, .. } | Op::SquareNorm { .. } | Op::Loss { .. } => open.extend(op.reads()),
+            _ => {}
+        }
+        if let (Some(value), false) = (op.makes(), matches!(op, Op::Recv { .. })) {
+            reads.insert(value, op.reads().collect());
+        }
+    }
+    let mut needed = HashSet::new();
+    while let Some(value) = open.pop() {
+        if needed.insert(value) {
+            open.extend(reads.get(&value).into_iter().flatten());
+        }
+    }
+    let is_made_for_something = |op: &Op| match op {
+        Op::Recv { .. } | Op::Eval { is_final: true, .. } | Op::Loss { .. } => true,
+        _ => op.makes().is_none_or(|value| needed.contains(&value)),
+    };
+    // Where a value is received it may be read by nothing that is left.
+    let mut read_on: HashSet<(Rank, Value)> = kept.collect();
+    for (rank, list) in (0..).map(Rank).zip(&plan.ranks) {
+        let left = list.iter().filter(|op| is_made_for_something(op) && !matches!(op, Op::Send { .. }));
+        read_on.extend(left.flat_map(Op::reads).map(|value| (rank, value)));
+    }
+    for (rank, list) in (0..).map(Rank).zip(&mut plan.ranks) {
+        list.retain(|op| match *op {
+            Op::Send { to, value, .. } => read_on.contains(&(to, value)),
+            Op::Recv { value, .. } => read_on.contains(&(rank, value)),
+            _ => is_made_for_something(op),
+        });
+    }
+}
+
+/// The list with the end of every value that is not kept: after its last use; where it was sent, after the phase that follows, so that nobody waits
+/// for a message that is under way.
+fn freed(list: Vec<Op>, is_kept: impl Fn(Value) -> bool) -> Vec<Op> {
+    let mut last = HashMap::new();
+    let mut sent = HashSet::new();
+    for (at, op) in list.iter().enumerate() {
+        op.reads().chain(op.makes()).for_each(|value| {
+            last.insert(value, at);
+        });
+        if let Op::Send { value, .. } = op {
+            sent.insert(*value);
+        }
+    }
+    let phases: Vec<usize> =
+        list.iter().enumerate().filter(|(_, op)| matches!(op, Op::Phase(_))).map(|(at, _)| at).collect();
+    let mut ends: Vec<Vec<Value>> = vec![Vec::new(); list.len()];
+    let mut uses: Vec<_> = last.into_iter().filter(|&(value, _)| !is_kept(value)).collect();
+    uses.sort_unstable();
+    for (value, at) in uses {
+        let at = match sent.contains(&value) {
+            // Before the phase after the next one begins.
+            true => phases.get(phases.partition_point(|&phase| phase <= at) + 1).map_or(list.len() - 1, |&phase| phase - 1),
+            false => at,
+        };
+        ends[at].push(value);
+    }
+    let freed = |(op, ends): (Op, Vec<Value>)| {
+        std::iter::once(op).chain(ends.into_iter().map(|value| Op::Free { value }))
+    };
+    list.into_iter().zip(ends).flat_map(freed).collect()
+}

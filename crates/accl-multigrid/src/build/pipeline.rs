@@ -1,0 +1,195 @@
+//! Pipelines over the same placement: every layer once for each micro-batch.
+//!
+//! Owns the order in which ranks do micro-batches: of Huang et al., "GPipe" (2019), and of Narayanan et al., "PipeDream" (2019), as
+//! "one forward, one backward" with a flush. Read [`pipeline`] first.
+
+use accl_types::{Error, Rank, Result};
+
+use super::Builder;
+use crate::grid::Grid;
+use crate::line::{Line, exit};
+use crate::placement::Placement;
+use crate::plan::{Op, Pass, Phase, PhaseKind, Plan, Value};
+
+/// The order of micro-batches on each rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Schedule {
+    /// The forward pass alone.
+    Forward,
+    /// The adjoint pass alone.
+    Adjoint,
+    /// All forward, then all backward: GPipe.
+    FillDrain,
+    /// As few forward as keep all ranks busy, then one backward for each: 1F1B. Fewer graphs are held at a time.
+    OneForwardOneBackward,
+}
+
+/// The plan of so many micro-batches.
+///
+/// # Errors
+/// `InvalidArgument` for a placement of another number of layers, and for no micro-batches.
+pub fn pipeline(grid: &Grid, placement: &Placement, schedule: Schedule, micro_batches: u32) -> Result<Plan> {
+    if placement.layers() != grid.layers() {
+        let text = format!("{} layers are placed, and the net has {}", placement.layers(), grid.layers());
+        return Err(Error::invalid_argument(text));
+    }
+    if micro_batches == 0 {
+        return Err(Error::invalid_argument("0 micro-batches; give 1 or more"));
+    }
+    let mut pipe = Pipe::new(grid, placement, schedule, micro_batches);
+    pipe.run();
+    Ok(pipe.plan())
+}
+
+type Task = (Pass, u32);
+
+struct Pipe<'a> {
+    grid: &'a Grid,
+    placement: &'a Placement,
+    schedule: Schedule,
+    micro_batches: u32,
+    builder: Builder,
+    /// The ranks that have layers.
+    stages: Vec<Rank>,
+    inputs: Vec<(Rank, Value)>,
+    /// What came out of the last stage that did each micro-batch, by pass.
+    forward: Vec<Option<Value>>,
+    adjoint: Vec<Option<Value>>,
+}
+
+/// The order of a stage, of so many, the first being 0.
+fn tasks(schedule: Schedule, stage: usize, stages: usize, micro_batches: u32) -> Vec<Task> {
+    let all = |pass| (0..micro_batches).map(move |micro| (pass, micro));
+    match schedule {
+        Schedule::Forward => all(Pass::Forward).collect(),
+        Schedule::Adjoint => all(Pass::Adjoint).collect(),
+        Schedule::FillDrain => all(Pass::Forward).chain(all(Pass::Adjoint)).collect(),
+        Schedule::OneForwardOneBackward => {
+            let ahead = ((stages - 1 - stage) as u32).min(micro_batches);
+            let first = (0..ahead).map(|micro| (Pass::Forward, micro));
+            let turns = (ahead..micro_batches).flat_map(|micro| [(Pass::Forward, micro), (Pass::Adjoint, micro - ahead)]);
+            let rest = (micro_batches - ahead..micro_batches).map(|micro| (Pass::Adjoint, micro));
+            first.chain(turns).chain(rest).collect()
+        }
+    }
+}
+
+impl<'a> Pipe<'a> {
+    fn new(grid: &'a Grid, placement: &'a Placement, schedule: Schedule, micro_batches: u32) -> Self {
+        let mut stages: Vec<_> = (0..placement.layers()).map(|layer| placement.owner(layer)).collect();
+        stages.dedup();
+        let mut builder = Builder::new(placement.ranks(), true);
+        let (point, on, pass) = match schedule {
+            Schedule::Adjoint => (grid.layers(), exit(placement, Pass::Forward), Pass::Adjoint),
+            _ => (0, Rank(0), Pass::Forward),
+        };
+        let inputs: Vec<_> = (0..micro_batches).map(|_| (on, builder.value(point, on))).collect();
+        let given: Vec<_> = inputs.iter().map(|&(_, value)| Some(value)).collect();
+        let none = vec![None; micro_batches as usize];
+        let (forward, adjoint) = if pass == Pass::Forward { (given, none) } else { (none, given) };
+        Self { grid, placement, schedule, micro_batches, builder, stages, inputs, forward, adjoint }
+    }
+
+    /// Does all tasks in the order in which they would begin, a backward task taking twice as long as a forward one: then each value
+    /// is sent when it is there, and is received before whatever begins later.
+    fn run(&mut self) {
+        let count = self.stages.len();
+        let orders: Vec<_> = (0..count).map(|stage| tasks(self.schedule, stage, count, self.micro_batches)).collect();
+        let mut next = vec![0; count];
+        let mut free_at = vec![0_u64; count];
+        let micro_batches = self.micro_batches as usize;
+        // When each micro-batch left a stage.
+        let mut left = [vec![vec![None; micro_batches]; count], vec![vec![None; micro_batches]; count]];
+        let of = |pass| usize::from(pass == Pass::Adjoint);
+        loop {
+            let ready = |stage: usize| -> Option<u64> {
+                let &(pass, micro) = orders[stage].get(next[stage])?;
+                let before = match pass {
+                    Pass::Forward => stage.checked_sub(1),
+                    Pass::Adjoint => Some(stage + 1).filter(|&after| after < count),
+                };
+                let came = match (before, pass, self.schedule) {
+                    (Some(before), _, _) => left[of(pass)][before][micro as usize],
+                    (None, Pass::Forward, _) | (None, Pass::Adjoint, Schedule::Adjoint) => Some(0),
+                    (None, Pass::Adjoint, _) => left[of(Pass::Forward)][stage][micro as usize],
+                };
+                came.map(|came: u64| came.max(free_at[stage]))
+            };
+            let Some((start, stage)) = (0..count).filter_map(|stage| Some((ready(stage)?, stage))).min() else { break };
+            let (pass, micro) = orders[stage][next[stage]];
+            next[stage] += 1;
+            free_at[stage] = start + if pass == Pass::Forward { 1 } else { 2 };
+            left[of(pass)][stage][micro as usize] = Some(free_at[stage]);
+            self.task(stage, pass, micro);
+        }
+    }
+
+    /// All layers of a stage, and the message to the next one.
+    fn task(&mut self, stage: usize, pass: Pass, micro: u32) {
+        let rank = self.stages[stage];
+        self.builder.phase = Some(Phase { kind: PhaseKind::Chunk, level: 0, iteration: micro });
+        self.builder.micro_batch = micro;
+        let line = Line::new(self.grid, self.placement, pass);
+        let finest = line.finest();
+        let mut value = self.of(pass, micro);
+        for (position, step) in finest.steps.iter().enumerate().filter(|(_, step)| step.evaluator == rank) {
+            value = self.builder.step(pass, step, finest.points[position + 1], value, true);
+        }
+        match pass {
+            Pass::Forward => self.forward[micro as usize] = Some(value),
+            Pass::Adjoint => self.adjoint[micro as usize] = Some(value),
+        }
+        let next = match pass {
+            Pass::Forward => self.stages.get(stage + 1).copied(),
+            Pass::Adjoint => stage.checked_sub(1).map(|before| self.stages[before]),
+        };
+        match next {
+            Some(next) => self.builder.need(pass, value, next),
+            None => self.end(pass, micro, value),
+        }
+    }
+
+    /// What has been through all layers.
+    fn end(&mut self, pass: Pass, micro: u32, value: Value) {
+        let on = exit(self.placement, pass);
+        self.builder.need(pass, value, on);
+        if pass == Pass::Forward && self.schedule != Schedule::Forward {
+            self.builder.phase = Some(Phase { kind: PhaseKind::Loss, level: 0, iteration: micro });
+            let dst = self.builder.value(self.grid.layers(), on);
+            self.builder.emit(on, Op::Loss { micro_batch: micro, src: value, dst });
+            self.adjoint[micro as usize] = Some(dst);
+            if let Some(&last) = self.stages.last() {
+                self.builder.need(Pass::Adjoint, dst, last);
+            }
+        }
+    }
+
+    fn of(&self, pass: Pass, micro: u32) -> Value {
+        let values = if pass == Pass::Forward { &self.forward } else { &self.adjoint };
+        let Some(value) = values[micro as usize] else { unreachable!("a task begins when its input is there") };
+        value
+    }
+
+    fn plan(self) -> Plan {
+        let (last, finals) = match self.schedule {
+            Schedule::Forward => (Pass::Forward, vec![Pass::Forward]),
+            Schedule::Adjoint => (Pass::Adjoint, vec![Pass::Adjoint]),
+            Schedule::FillDrain | Schedule::OneForwardOneBackward => (Pass::Adjoint, vec![Pass::Forward, Pass::Adjoint]),
+        };
+        let on = exit(self.placement, last);
+        let outputs = (0..self.micro_batches).map(|micro| (on, self.of(last, micro))).collect();
+        let plan = Plan {
+            ranks: Vec::new(),
+            points: Vec::new(),
+            inputs: self.inputs,
+            guesses: Vec::new(),
+            outputs,
+            states: Vec::new(),
+            intervals: 0,
+            layers: self.placement.layers(),
+            micro_batches: self.micro_batches,
+            finals,
+        };
+        self.builder.finish(plan)
+    }
+}

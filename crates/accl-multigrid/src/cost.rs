@@ -1,0 +1,154 @@
+//! How long a plan takes.
+//!
+//! Owns the walk through all lists with a clock for each rank, in whole picoseconds, so that equal constants give equal times on every processor.
+//! Where the constants come from is the matter of whoever asks: layers are to be timed while all ranks compute, or they are too fast. Read
+//! [`simulate`] first.
+
+use std::collections::{HashMap, HashSet};
+
+use accl_types::{Bytes, Rank};
+
+use crate::plan::{Op, Pass, Plan, Value};
+
+/// How long one layer takes, in picoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LayerTimes {
+    /// Forward, of which nothing is recorded.
+    pub plain: u64,
+    /// Forward, recorded.
+    pub recorded: u64,
+    /// The vector-Jacobian product for the input alone.
+    pub input_vjp: u64,
+    /// The same for input and parameters.
+    pub full_vjp: u64,
+}
+
+/// What operations take besides, in picoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rates {
+    /// Adding up two states, a KiB of the result.
+    pub add_per_kib: u64,
+    /// Beginning to send or to receive a message, of the rank's own time.
+    pub message: u64,
+    /// From the sending of a message to its arrival, if it is empty.
+    pub latency: u64,
+    /// A KiB of a message.
+    pub wire_per_kib: u64,
+    /// From the last rank's posting of a norm until it is known.
+    pub norm: u64,
+}
+
+/// What a net costs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// Of each layer.
+    pub layers: Vec<LayerTimes>,
+    /// Bytes of a state, at each point.
+    pub state: Vec<Bytes>,
+    /// Of everything else.
+    pub rates: Rates,
+}
+
+/// What a rank did from when to when, in picoseconds from the start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Activity {
+    /// The operation, by its position in the list.
+    pub op: usize,
+    /// When it began; before that the rank waited for what it needs.
+    pub begin: u64,
+    /// When it was over.
+    pub end: u64,
+}
+
+/// When what happens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Timing {
+    /// Until the last rank is through, in picoseconds.
+    pub total: u64,
+    /// What takes time, of each rank.
+    pub ranks: Vec<Vec<Activity>>,
+}
+
+impl Costs {
+    fn of(&self, plan: &Plan, op: &Op) -> u64 {
+        let kib = |value: Value, rate: u64| self.state[plan.points[value as usize] as usize].0 * rate / 1024;
+        match *op {
+            Op::Eval { pass, layer, is_final, .. } => {
+                let times = &self.layers[layer as usize];
+                match (pass, is_final) {
+                    (Pass::Forward, false) => times.plain,
+                    (Pass::Forward, true) => times.recorded,
+                    (Pass::Adjoint, false) => times.input_vjp,
+                    (Pass::Adjoint, true) => times.full_vjp,
+                }
+            }
+            Op::Advance { dst, .. } | Op::Stretch { dst, .. } | Op::Add { dst, .. } | Op::Subtract { dst, .. } => {
+                kib(dst, self.rates.add_per_kib)
+            }
+            Op::SquareNorm { a, .. } => kib(a, self.rates.add_per_kib),
+            Op::Send { .. } | Op::Recv { .. } => self.rates.message,
+            Op::Phase(_) | Op::PostNorm { .. } | Op::AwaitNorm { .. } | Op::Loss { .. } | Op::Free { .. } => 0,
+        }
+    }
+
+    fn way(&self, plan: &Plan, value: Value) -> u64 {
+        let bytes = self.state[plan.points[value as usize] as usize].0;
+        self.rates.latency + bytes * self.rates.wire_per_kib / 1024
+    }
+}
+
+/// When each operation of a checked plan begins and ends. A message takes its way at once; what a rank does with it waits for that.
+pub fn simulate(plan: &Plan, costs: &Costs) -> Timing {
+    let ranks = plan.ranks.len();
+    let mut at = vec![0; ranks];
+    let mut clocks = vec![0_u64; ranks];
+    let mut activities: Vec<Vec<Activity>> = vec![Vec::new(); ranks];
+    // When what a rank is to receive is there, once it has been sent.
+    let mut arrivals: HashMap<(Value, Rank), u64> = HashMap::new();
+    // Values that a rank has begun to receive.
+    let mut pending: Vec<HashSet<Value>> = vec![HashSet::new(); ranks];
+    let mut norms: HashMap<u32, (usize, u64)> = HashMap::new();
+    loop {
+        let mut has_moved = false;
+        for rank in 0..ranks {
+            let me = Rank(rank as u32);
+            'list: while let Some(op) = plan.ranks[rank].get(at[rank]) {
+                let mut ready = clocks[rank];
+                for value in op.reads().filter(|value| pending[rank].contains(value)) {
+                    let Some(&arrival) = arrivals.get(&(value, me)) else { break 'list };
+                    ready = ready.max(arrival);
+                }
+                match *op {
+                    Op::AwaitNorm { iteration } => match norms.get(&iteration) {
+                        Some(&(posted, last)) if posted == ranks => ready = ready.max(last + costs.rates.norm),
+                        _ => break 'list,
+                    },
+                    Op::PostNorm { iteration } => {
+                        let (posted, last) = norms.entry(iteration).or_default();
+                        *posted += 1;
+                        *last = (*last).max(ready);
+                    }
+                    Op::Recv { value, .. } => {
+                        pending[rank].insert(value);
+                    }
+                    _ => {}
+                }
+                let took = costs.of(plan, op);
+                clocks[rank] = ready + took;
+                if took > 0 {
+                    activities[rank].push(Activity { op: at[rank], begin: ready, end: clocks[rank] });
+                }
+                if let Op::Send { to, value, .. } = *op {
+                    arrivals.insert((value, to), clocks[rank] + costs.way(plan, value));
+                }
+                at[rank] += 1;
+                has_moved = true;
+            }
+        }
+        if !has_moved {
+            debug_assert!((0..ranks).all(|rank| at[rank] == plan.ranks[rank].len()), "a checked plan comes to its end");
+            break;
+        }
+    }
+    Timing { total: clocks.into_iter().max().unwrap_or(0), ranks: activities }
+}

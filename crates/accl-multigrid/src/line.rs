@@ -1,0 +1,95 @@
+//! The points of all levels in the order in which a pass goes through them, and where they are.
+//!
+//! Owns the one difference between the passes: the adjoint goes through the same points from the end. Read [`Line`] first.
+
+use accl_types::Rank;
+
+use crate::grid::{Grid, Kind};
+use crate::placement::Placement;
+use crate::plan::Pass;
+
+/// One step of a pass on a level.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LineStep {
+    pub(crate) layer: u32,
+    pub(crate) span: u32,
+    pub(crate) kind: Kind,
+    /// Who has the layer.
+    pub(crate) evaluator: Rank,
+}
+
+/// One level of a pass.
+#[derive(Clone, Debug)]
+pub(crate) struct LineLevel {
+    pub(crate) steps: Vec<LineStep>,
+    /// Where the value of each position belongs.
+    pub(crate) homes: Vec<Rank>,
+    /// The point of each position.
+    pub(crate) points: Vec<u32>,
+    /// The positions in the next finer level.
+    pub(crate) in_finer: Vec<usize>,
+}
+
+impl LineLevel {
+    /// The last position.
+    pub(crate) fn end(&self) -> usize {
+        self.steps.len()
+    }
+}
+
+/// A net as one pass sees it. Values only ever go one way along the ranks.
+#[derive(Clone, Debug)]
+pub(crate) struct Line {
+    pub(crate) pass: Pass,
+    pub(crate) levels: Vec<LineLevel>,
+}
+
+impl Line {
+    pub(crate) fn new(grid: &Grid, placement: &Placement, pass: Pass) -> Self {
+        let levels = grid.levels().iter().map(|level| {
+            let points: Vec<u32> = level.points.clone();
+            let count = points.len();
+            let finer_end = level.in_finer.last().copied().unwrap_or(0);
+            let step = |step: &crate::grid::Step| LineStep {
+                layer: step.layer,
+                span: step.span,
+                kind: step.kind,
+                evaluator: placement.owner(step.layer),
+            };
+            let mut steps: Vec<_> = level.steps.iter().map(step).collect();
+            let mut homes: Vec<_> = points.iter().map(|&point| home(placement, pass, point)).collect();
+            let mut line_points = points;
+            let mut in_finer: Vec<usize> = level.in_finer.iter().map(|&position| position as usize).collect();
+            if pass == Pass::Adjoint {
+                steps.reverse();
+                homes.reverse();
+                line_points.reverse();
+                in_finer = (0..count).rev().map(|index| (finer_end - level.in_finer[index]) as usize).collect();
+            }
+            LineLevel { steps, homes, points: line_points, in_finer }
+        });
+        Self { pass, levels: levels.collect() }
+    }
+
+    pub(crate) fn finest(&self) -> &LineLevel {
+        &self.levels[0]
+    }
+}
+
+/// Where the value of a point belongs: with the layer that makes it; what no layer makes is at the end of the ranks where it comes from.
+fn home(placement: &Placement, pass: Pass, point: u32) -> Rank {
+    match pass {
+        Pass::Forward if point == 0 => Rank(0),
+        Pass::Forward => placement.owner(point - 1),
+        Pass::Adjoint if point == placement.layers() => Rank(placement.ranks() - 1),
+        Pass::Adjoint => placement.owner(point),
+    }
+}
+
+/// Where what comes out of a pass belongs: at the other end of the ranks.
+pub(crate) fn exit(placement: &Placement, pass: Pass) -> Rank {
+    match pass {
+        Pass::Forward => Rank(placement.ranks() - 1),
+        Pass::Adjoint => Rank(0),
+    }
+}

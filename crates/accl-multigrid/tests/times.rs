@@ -1,0 +1,77 @@
+//! The simulator agrees with the closed formulas of multigrid over layers.
+
+use accl_multigrid::cost::{Costs, LayerTimes, Rates, simulate};
+use accl_multigrid::{Cycle, Grid, Kind, Layer, Norms, Pass, Placement, Plan, Schedule, mgrit, pipeline};
+use accl_types::Bytes;
+
+fn costs(layers: u32) -> Costs {
+    let each = LayerTimes { plain: 1, recorded: 1, input_vjp: 2, full_vjp: 2 };
+    Costs { layers: vec![each; layers as usize], state: vec![Bytes(0); layers as usize + 1], rates: Rates::default() }
+}
+
+fn plan(layers: u32, ranks: u32, factors: &[u32], pass: Pass, cycle: &Cycle) -> Plan {
+    let grid = Grid::new(&vec![Layer::of(Kind::Increment); layers as usize], factors).unwrap();
+    mgrit(&grid, &Placement::even(layers, ranks).unwrap(), pass, cycle).unwrap()
+}
+
+/// Evaluations on the critical path: of the start, of each cycle, and of the last sweep.
+fn formula(layers: u64, ranks: u64, factor: u64, levels: u32, relaxations: &[u64], iterations: u64) -> u64 {
+    let n = |level: u32| layers / factor.pow(level);
+    let inner: u64 = (1..levels - 1).map(|level| n(level) * (factor - 1) / factor / ranks).sum();
+    let cycle: u64 = (0..levels - 1)
+        .map(|level| (relaxations[level as usize] + 1) * n(level) / ranks + n(level + 1) / ranks)
+        .sum::<u64>()
+        + inner
+        + n(levels - 1);
+    n(levels - 1) + inner + (iterations - 1) * cycle + layers / ranks
+}
+
+#[test]
+fn with_norms_that_block_a_plan_takes_what_the_formula_says() {
+    for (layers, factor, levels, relaxations) in
+        [(64, 4, 2, vec![0]), (64, 8, 2, vec![1]), (256, 4, 3, vec![0, 1]), (1024, 8, 3, vec![1, 1])]
+    {
+        for ranks in [1, 2, 4] {
+            for iterations in [2, 3] {
+                let factors = vec![factor as u32; levels as usize - 1];
+                let blocking = Cycle {
+                    relaxations: relaxations.iter().map(|&times| times as u32).collect(),
+                    norms: Norms::Blocking,
+                    reuses: false,
+                    ..Cycle::new(iterations)
+                };
+                let lagged = Cycle { norms: Norms::Lagged, ..blocking.clone() };
+                let reusing = Cycle { reuses: true, ..lagged.clone() };
+                let wanted = formula(u64::from(layers), ranks, factor, levels, &relaxations, u64::from(iterations));
+                for (pass, unit) in [(Pass::Forward, 1), (Pass::Adjoint, 2)] {
+                    let total = |cycle| simulate(&plan(layers, ranks as u32, &factors, pass, cycle), &costs(layers)).total;
+                    assert_eq!(total(&blocking), unit * wanted, "{layers} {factor} {levels} {ranks} {iterations} {pass:?}");
+                    assert!(total(&lagged) <= total(&blocking));
+                    assert!(total(&reusing) <= total(&lagged));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pipeline_takes_its_micro_batches_and_the_filling() {
+    let grid = Grid::new(&[Layer::of(Kind::Increment); 8], &[]).unwrap();
+    let placement = Placement::even(8, 4).unwrap();
+    for schedule in [Schedule::FillDrain, Schedule::OneForwardOneBackward] {
+        let plan = pipeline(&grid, &placement, schedule, 8).unwrap();
+        // Two layers a rank, three units each.
+        assert_eq!(simulate(&plan, &costs(8)).total, (8 + 3) * 2 * 3, "{schedule:?}");
+    }
+}
+
+#[test]
+fn messages_take_their_way_and_what_needs_them_waits() {
+    let rates = Rates { message: 1, latency: 100, wire_per_kib: 10, ..Rates::default() };
+    let costs = Costs { state: vec![Bytes(2048); 5], rates, ..costs(4) };
+    let timing = simulate(&plan(4, 2, &[], Pass::Forward, &Cycle::new(1)), &costs);
+    // Two layers, the sending, the way, two layers; the receive is posted meanwhile.
+    assert_eq!(timing.total, 2 + 1 + 120 + 2);
+    let last = timing.ranks[1].last().unwrap();
+    assert_eq!((last.begin, last.end), (124, 125));
+}
