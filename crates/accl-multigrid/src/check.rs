@@ -67,8 +67,7 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
     }
     let outside = makers.clone();
     for (rank, list) in lists(plan) {
-        let mut live: HashSet<Value> =
-            outside.iter().filter(|&(_, &on)| on == rank).map(|(&value, _)| value).collect();
+        let mut live: HashSet<Value> = outside.iter().filter(|&(_, &on)| on == rank).map(|(&value, _)| value).collect();
         let mut gone = HashSet::new();
         for (at, op) in list.iter().enumerate() {
             if let Some(value) = op.reads().find(|value| !live.contains(value)) {
@@ -93,13 +92,8 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
                 gone.insert(*value);
             }
         }
-        let kept: HashSet<Value> = plan
-            .outputs
-            .iter()
-            .chain(&plan.states)
-            .filter(|&&(on, _)| on == rank)
-            .map(|&(_, value)| value)
-            .collect();
+        let kept: HashSet<Value> =
+            plan.outputs.iter().chain(&plan.states).filter(|&&(on, _)| on == rank).map(|&(_, value)| value).collect();
         if let Some(value) = live.symmetric_difference(&kept).min() {
             let what = if kept.contains(value) { "does not have at the end" } else { "never gives up" };
             return violation(format!("rank {rank} {what} value {value}"));
@@ -138,7 +132,9 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
         }
     }
     match counts.keys().min() {
-        Some((pass, layer, _)) => violation(format!("layer {layer} is evaluated for good in a {pass:?} pass that has no such")),
+        Some((pass, layer, _)) => {
+            violation(format!("layer {layer} is evaluated for good in a {pass:?} pass that has no such"))
+        }
         None => Ok(()),
     }
 }
@@ -193,7 +189,9 @@ fn check_messages(plan: &Plan) -> Result<(), Violation> {
             return violation(format!("rank {from} sends to itself"));
         }
         if received.remove(&(pass, from, to)).as_ref() != Some(values) {
-            return violation(format!("what rank {from} sends to rank {to} is not what that expects, in the {pass:?} pass"));
+            return violation(format!(
+                "what rank {from} sends to rank {to} is not what that expects, in the {pass:?} pass"
+            ));
         }
     }
     match received.keys().next() {

@@ -74,7 +74,8 @@ impl Grid {
         let mut levels = vec![Level::of(layers, (0..=count).collect(), (0..=count).collect())];
         for (index, &factor) in factors.iter().enumerate() {
             if factor < 2 {
-                let text = format!("a coarsening factor of {factor} between levels {index} and {}; give 2 or more", index + 1);
+                let text =
+                    format!("a coarsening factor of {factor} between levels {index} and {}; give 2 or more", index + 1);
                 return Err(Error::invalid_argument(text));
             }
             let finer = &levels[index];
@@ -116,11 +117,7 @@ impl Grid {
 
 impl Level {
     fn of(layers: &[Layer], points: Vec<u32>, in_finer: Vec<u32>) -> Self {
-        let step = |ends: &[u32]| Step {
-            layer: ends[0],
-            span: ends[1] - ends[0],
-            kind: layers[ends[0] as usize].kind,
-        };
+        let step = |ends: &[u32]| Step { layer: ends[0], span: ends[1] - ends[0], kind: layers[ends[0] as usize].kind };
         let steps = points.windows(2).map(step).collect();
         Self { points, steps, in_finer }
     }
@@ -163,7 +160,10 @@ mod tests {
     #[test]
     fn levels_that_would_be_alike_are_refused_with_the_greatest_number() {
         let refused = |layers: &[Layer], factors: &[u32]| Grid::new(layers, factors).unwrap_err().to_string();
-        assert!(refused(&[ODE; 8], &[2, 2, 2, 2]).contains("5 levels, where 8 layers with these coarsening factors have at most 4"));
+        assert!(
+            refused(&[ODE; 8], &[2, 2, 2, 2])
+                .contains("5 levels, where 8 layers with these coarsening factors have at most 4")
+        );
         assert!(refused(&[PLAIN; 3], &[2]).contains("at most 1"));
         assert!(refused(&[ODE; 8], &[1]).contains("factor of 1"));
         assert!(refused(&[], &[]).contains("at least one"));

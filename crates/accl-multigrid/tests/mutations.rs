@@ -94,7 +94,9 @@ fn messages_in_another_order_are_seen() {
             (Op::Recv { from: a, pass: p, .. }, Op::Recv { from: b, pass: q, .. }) => a == b && p == q,
             _ => false,
         };
-        let Some(other) = (at + 1..list.len()).find(|&other| is_same_way(&list[at], &list[other])) else { return false };
+        let Some(other) = (at + 1..list.len()).find(|&other| is_same_way(&list[at], &list[other])) else {
+            return false;
+        };
         list.swap(at, other);
         true
     });

@@ -27,14 +27,19 @@ fn assert_near(found: &Solved, wanted: &Solved, what: &str) {
     }
     assert_eq!(found.finals.len(), wanted.finals.len(), "{what}");
     for (layer, &b) in &wanted.finals {
-        assert!(is_near(found.finals[layer], b), "{what}: layer {layer:?} was evaluated at {} for {b}", found.finals[layer]);
+        assert!(
+            is_near(found.finals[layer], b),
+            "{what}: layer {layer:?} was evaluated at {} for {b}",
+            found.finals[layer]
+        );
     }
 }
 
 /// Layers of any kind.
 fn layers() -> impl Strategy<Value = Vec<Layer>> {
     let kind = prop_oneof![4 => Just(Kind::Increment), 2 => Just(Kind::Timed), 1 => Just(Kind::Plain)];
-    let layer = (kind, prop::bool::weighted(0.1)).prop_map(|(kind, apart)| Layer { is_apart: apart, ..Layer::of(kind) });
+    let layer =
+        (kind, prop::bool::weighted(0.1)).prop_map(|(kind, apart)| Layer { is_apart: apart, ..Layer::of(kind) });
     prop::collection::vec(layer, 1..40)
 }
 
@@ -58,7 +63,7 @@ fn grid_of(layers: &[Layer], factors: &[u32]) -> Grid {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn a_plan_solves_what_the_textbook_solves(

@@ -44,8 +44,13 @@ fn with_norms_that_block_a_plan_takes_what_the_formula_says() {
                 let reusing = Cycle { reuses: true, ..lagged.clone() };
                 let wanted = formula(u64::from(layers), ranks, factor, levels, &relaxations, u64::from(iterations));
                 for (pass, unit) in [(Pass::Forward, 1), (Pass::Adjoint, 2)] {
-                    let total = |cycle| simulate(&plan(layers, ranks as u32, &factors, pass, cycle), &costs(layers)).total;
-                    assert_eq!(total(&blocking), unit * wanted, "{layers} {factor} {levels} {ranks} {iterations} {pass:?}");
+                    let total =
+                        |cycle| simulate(&plan(layers, ranks as u32, &factors, pass, cycle), &costs(layers)).total;
+                    assert_eq!(
+                        total(&blocking),
+                        unit * wanted,
+                        "{layers} {factor} {levels} {ranks} {iterations} {pass:?}"
+                    );
                     assert!(total(&lagged) <= total(&blocking));
                     assert!(total(&reusing) <= total(&lagged));
                 }

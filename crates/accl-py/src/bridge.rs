@@ -311,14 +311,13 @@ pub mod ffi {
 
 use crate::group::{
     group_abort, group_call, group_call_profiled, group_conclude, group_connect_all, group_create, group_create_beside,
-    group_describe,
-    group_enable_timing, group_first_error, group_monitored_barrier, group_next_seq, group_profile_names,
-    group_reserve, group_set_timeout, group_shutdown, group_snapshot, group_spawn, group_submit,
+    group_describe, group_enable_timing, group_first_error, group_monitored_barrier, group_next_seq,
+    group_profile_names, group_reserve, group_set_timeout, group_shutdown, group_snapshot, group_spawn, group_submit,
 };
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{
-    ticket_abort, ticket_done, ticket_error, ticket_held, ticket_nanos, ticket_phases, ticket_poll, ticket_report, ticket_seq,
-    ticket_source, ticket_wait, ticket_when_done,
+    ticket_abort, ticket_done, ticket_error, ticket_held, ticket_nanos, ticket_phases, ticket_poll, ticket_report,
+    ticket_seq, ticket_source, ticket_wait, ticket_when_done,
 };
 
 // SAFETY: a task is handed over whole and run by one thread; it holds tensors and a raw group reference that the shim

@@ -14,9 +14,9 @@ pub use desc::{CallDesc, Mode};
 pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
 pub(crate) use error_stats::Keeps;
 pub use error_stats::{Figures, Gather, Measured, Probe, Statistics};
+pub use external::{External, ExternalCollective, ExternalCopy, ExternalTask};
 pub(crate) use phases::Stopwatch;
 pub use phases::{PhaseTimes, Phases};
-pub use external::{External, ExternalCollective, ExternalCopy, ExternalTask};
 pub use state::Waited;
 pub use tensor::{Blocks, MemoryKind, TensorDesc};
 

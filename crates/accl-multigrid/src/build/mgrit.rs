@@ -246,7 +246,9 @@ impl<'a> Solve<'a> {
     }
 
     fn at(&self, level: usize, position: usize) -> Value {
-        let Some(value) = self.u[level][position] else { unreachable!("a position is read after it was given a value") };
+        let Some(value) = self.u[level][position] else {
+            unreachable!("a position is read after it was given a value")
+        };
         value
     }
 

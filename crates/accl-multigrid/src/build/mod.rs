@@ -89,7 +89,14 @@ impl Builder {
     }
 
     /// The value of an expression, made by this rank if it is not known.
-    fn make(&mut self, expression: Expression, pass: Pass, point: u32, on: Rank, op: impl FnOnce(Value) -> Op) -> Value {
+    fn make(
+        &mut self,
+        expression: Expression,
+        pass: Pass,
+        point: u32,
+        on: Rank,
+        op: impl FnOnce(Value) -> Op,
+    ) -> Value {
         if self.reuses
             && let Some(&value) = self.known.get(&expression)
         {
@@ -109,7 +116,14 @@ impl Builder {
     }
 
     /// Evaluates a layer. Where that was done before for less it is done for good there.
-    fn eval(&mut self, pass: Pass, (layer, span, on): (u32, u32, Rank), point: u32, src: Value, is_final: bool) -> Value {
+    fn eval(
+        &mut self,
+        pass: Pass,
+        (layer, span, on): (u32, u32, Rank),
+        point: u32,
+        src: Value,
+        is_final: bool,
+    ) -> Value {
         let expression = Expression::Eval { pass, layer, span, src };
         let micro_batch = self.micro_batch;
         let value = self.make(expression, pass, point, on, |dst| Op::Eval {
@@ -245,13 +259,14 @@ fn freed(list: Vec<Op>, is_kept: impl Fn(Value) -> bool) -> Vec<Op> {
     for (value, at) in uses {
         let at = match sent.contains(&value) {
             // Before the phase after the next one begins.
-            true => phases.get(phases.partition_point(|&phase| phase <= at) + 1).map_or(list.len() - 1, |&phase| phase - 1),
+            true => {
+                phases.get(phases.partition_point(|&phase| phase <= at) + 1).map_or(list.len() - 1, |&phase| phase - 1)
+            }
             false => at,
         };
         ends[at].push(value);
     }
-    let freed = |(op, ends): (Op, Vec<Value>)| {
-        std::iter::once(op).chain(ends.into_iter().map(|value| Op::Free { value }))
-    };
+    let freed =
+        |(op, ends): (Op, Vec<Value>)| std::iter::once(op).chain(ends.into_iter().map(|value| Op::Free { value }));
     list.into_iter().zip(ends).flat_map(freed).collect()
 }

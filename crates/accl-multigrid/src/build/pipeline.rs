@@ -67,7 +67,8 @@ fn tasks(schedule: Schedule, stage: usize, stages: usize, micro_batches: u32) ->
         Schedule::OneForwardOneBackward => {
             let ahead = ((stages - 1 - stage) as u32).min(micro_batches);
             let first = (0..ahead).map(|micro| (Pass::Forward, micro));
-            let turns = (ahead..micro_batches).flat_map(|micro| [(Pass::Forward, micro), (Pass::Adjoint, micro - ahead)]);
+            let turns =
+                (ahead..micro_batches).flat_map(|micro| [(Pass::Forward, micro), (Pass::Adjoint, micro - ahead)]);
             let rest = (micro_batches - ahead..micro_batches).map(|micro| (Pass::Adjoint, micro));
             first.chain(turns).chain(rest).collect()
         }
@@ -174,7 +175,9 @@ impl<'a> Pipe<'a> {
         let (last, finals) = match self.schedule {
             Schedule::Forward => (Pass::Forward, vec![Pass::Forward]),
             Schedule::Adjoint => (Pass::Adjoint, vec![Pass::Adjoint]),
-            Schedule::FillDrain | Schedule::OneForwardOneBackward => (Pass::Adjoint, vec![Pass::Forward, Pass::Adjoint]),
+            Schedule::FillDrain | Schedule::OneForwardOneBackward => {
+                (Pass::Adjoint, vec![Pass::Forward, Pass::Adjoint])
+            }
         };
         let on = exit(self.placement, last);
         let outputs = (0..self.micro_batches).map(|micro| (on, self.of(last, micro))).collect();

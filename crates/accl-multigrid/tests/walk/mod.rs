@@ -101,8 +101,11 @@ pub fn walk(plan: &Plan, net: &Net, inputs: &[f64], guesses: &[f64]) -> Solved {
                     Op::Loss { src, dst, .. } => {
                         values.insert((me, dst), 2.0 * read(src));
                     }
-                    Op::Send { to, value, .. } => {
-                        let Some(Op::Recv { .. }) = plan.ranks[to.index()].get(at[to.index()]) else { break };
+                    Op::Send { pass, to, value } => {
+                        let there = plan.ranks[to.index()].get(at[to.index()]);
+                        if there != Some(&Op::Recv { pass, from: me, value }) {
+                            break;
+                        }
                         values.insert((to, value), read(value));
                         at[to.index()] += 1;
                     }
@@ -148,7 +151,8 @@ impl<'a> Reference<'a> {
             let mut all: Vec<_> = level.steps.iter().map(|step| (step.layer, step.span)).collect();
             let end = level.steps.len();
             let next = grid.levels().get(index + 1);
-            let mut positions: Vec<usize> = next.map_or(vec![], |next| next.in_finer.iter().map(|&p| p as usize).collect());
+            let mut positions: Vec<usize> =
+                next.map_or(vec![], |next| next.in_finer.iter().map(|&p| p as usize).collect());
             if pass == Pass::Adjoint {
                 all.reverse();
                 positions = positions.into_iter().rev().map(|position| end - position).collect();
@@ -217,14 +221,16 @@ impl<'a> Reference<'a> {
     fn march(&mut self) {
         let level = self.steps.len() - 1;
         for position in 0..self.steps[level].len() {
-            self.u[level][position + 1] = self.phi(level, position, self.u[level][position]) + self.f[level][position + 1];
+            self.u[level][position + 1] =
+                self.phi(level, position, self.u[level][position]) + self.f[level][position + 1];
         }
     }
 
     fn relax_f(&mut self, level: usize) {
         for ends in self.coarse[level].clone().windows(2) {
             for position in ends[0]..ends[1] - 1 {
-                self.u[level][position + 1] = self.phi(level, position, self.u[level][position]) + self.f[level][position + 1];
+                self.u[level][position + 1] =
+                    self.phi(level, position, self.u[level][position]) + self.f[level][position + 1];
             }
         }
     }
@@ -236,20 +242,24 @@ impl<'a> Reference<'a> {
         let coarse = self.coarse[level].clone();
         for _ in 0..self.cycle.relaxations_of(level) {
             self.relax_f(level);
-            for &position in &coarse[1..] {
-                self.u[level][position] = self.phi(level, position - 1, self.u[level][position - 1]) + self.f[level][position];
+            // From the end: where an interval is one step, it begins with what its C-point has had.
+            for &position in coarse[1..].iter().rev() {
+                self.u[level][position] =
+                    self.phi(level, position - 1, self.u[level][position - 1]) + self.f[level][position];
             }
         }
         self.relax_f(level);
         let residual = |solve: &Self, position: usize| {
-            solve.phi(level, position - 1, solve.u[level][position - 1]) + solve.f[level][position] - solve.u[level][position]
+            solve.phi(level, position - 1, solve.u[level][position - 1]) + solve.f[level][position]
+                - solve.u[level][position]
         };
         if level == 0 {
             self.norms.push(coarse[1..].iter().map(|&position| residual(self, position).powi(2)).sum::<f64>().sqrt());
         }
         let v: Vec<f64> = coarse.iter().map(|&position| self.u[level][position]).collect();
         for index in 1..coarse.len() {
-            self.f[level + 1][index] = v[index] - self.phi(level + 1, index - 1, v[index - 1]) + residual(self, coarse[index]);
+            self.f[level + 1][index] =
+                v[index] - self.phi(level + 1, index - 1, v[index - 1]) + residual(self, coarse[index]);
         }
         self.u[level + 1] = v.clone();
         self.cycle(level + 1, shape);
