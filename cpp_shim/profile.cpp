@@ -75,9 +75,9 @@ void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept
                                                              {"peers_us", us(phases.peers)},
                                                              {"transfer_us", us(phases.transfer)},
                                                              {"reduce_us", us(phases.reduce)}};
-    const std::vector<c10::IValue> none;
+    const auto name = "accl:phases:" + std::string(collective(title));
     at::RecordFunction event(std::move(*callbacks));
-    event.before("accl:phases:" + std::string(collective(title)), c10::ArrayRef<const c10::IValue>(none), &times);
+    event.before(std::string_view(name), c10::ArrayRef<const c10::IValue>(), &times);
   } catch (const std::exception& thrown) {
     TORCH_WARN_ONCE("accl: an event of the profiler is lost: ", thrown.what());
   }

@@ -450,7 +450,6 @@ def actions(group):
     keep = works.append
     yield lambda: dist.new_group()
     yield lambda: dist.all_reduce(tensor, group=group)
-    yield lambda: profiled(lambda: dist.all_reduce(tensor, group=group))
     yield lambda: keep(dist.all_reduce(tensor, group=group, async_op=True))
     yield lambda: works[-1].get_future().wait()
     yield lambda: works[-1]._get_sequence_number()
@@ -468,6 +467,7 @@ def actions(group):
     yield lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group)
     yield lambda: group.monitored_barrier(timedelta(seconds=5))
     yield lambda: backend._get_sequence_number_for_group()
+    yield lambda: profiled(lambda: dist.all_reduce(tensor, group=group))
     yield lambda: backend.set_timeout(timedelta(seconds=5))
     yield lambda: (backend.get_error(), backend.first_error(), backend.describe())
     yield lambda: backend.snapshot()

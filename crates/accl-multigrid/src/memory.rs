@@ -28,7 +28,7 @@ impl Memory {
         let mut vacant: HashMap<Bytes, Vec<usize>> = HashMap::new();
         let (mut live, mut held) = (0, 0);
         let given = plan.inputs.iter().chain(&plan.guesses).filter(|&&(on, _)| on == rank);
-        let mut enter = |memory: &mut Self, vacant: &mut HashMap<Bytes, Vec<usize>>, live: &mut u64, value: Value| {
+        let enter = |memory: &mut Self, vacant: &mut HashMap<Bytes, Vec<usize>>, live: &mut u64, value: Value| {
             let bytes = state[plan.points[value as usize] as usize];
             let place = vacant.get_mut(&bytes).and_then(Vec::pop).unwrap_or_else(|| {
                 memory.places.push(bytes);

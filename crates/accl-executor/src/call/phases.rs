@@ -105,6 +105,11 @@ impl Stopwatch {
         }
     }
 
+    /// This part is done. A call that is told so later may be told by a moment that was taken before.
+    pub(crate) fn end(&self) {
+        self.phases.ended((self.clock)().since(self.made));
+    }
+
     /// Does a piece of arithmetic.
     pub(crate) fn time<T>(&self, work: impl FnOnce() -> T) -> T {
         let from = (self.clock)();

@@ -280,6 +280,9 @@ impl Run {
     pub(crate) fn end(&mut self) {
         self.compute.end();
         self.compute.unpack();
+        if let Some(watch) = self.compute.watch() {
+            watch.end();
+        }
     }
 
     /// Does all that can be done now. Returns whether anything was.
