@@ -7,7 +7,6 @@
 
 #include "held_memory.h"
 #include "interpreter.h"
-#include "profile.h"
 
 namespace accl {
 
@@ -48,11 +47,8 @@ void WorkEntry::keep_memory() {
 }
 
 void WorkEntry::record_phases(const char* title) {
-  // As whoever made the call, like the event; whoever closes that holds this entry.
-  end_event = at::wrapPropagateTLSState([this, title, end = std::move(end_event)] {
-    accl::record_phases(title, bridge::ticket_phases(*ticket));
-    if (end) end();
-  });
+  // Whoever closes it holds this entry.
+  event.before_close([this, title] { accl::record_phases(title, bridge::ticket_phases(*ticket)); });
 }
 
 std::exception_ptr WorkEntry::error() const {
@@ -126,6 +122,8 @@ void InFlight::drain(size_t budget) {
 }
 
 void InFlight::complete(WorkEntry& entry) noexcept {
+  // First, since who waits for the call may end the profile next.
+  entry.event.close();
   const bool has_hooks = completion_hooks_.any() || abort_hooks_.any();
   bool calls_out = has_hooks;
   {
@@ -148,10 +146,6 @@ void InFlight::complete(WorkEntry& entry) noexcept {
   if (calls_out) {
     std::lock_guard<std::mutex> lock(mutex_);
     completers_.erase(std::find(completers_.rbegin(), completers_.rend(), ::pthread_self()).base() - 1);
-  }
-  if (entry.end_event) {
-    entry.end_event();
-    entry.end_event = nullptr;
   }
   if (is_extended()) expire(entry.key);
   // The last touch: from here on another thread may free the entry. In one order with the count of waiters: either they

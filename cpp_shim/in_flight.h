@@ -21,6 +21,7 @@
 
 #include "errors.h"
 #include "hooks.h"
+#include "profile.h"
 #include "torch_compat.h"
 
 namespace accl {
@@ -79,7 +80,7 @@ struct WorkEntry {
   Outputs outputs;
   Tensors kept;  // what else must live until the end
   std::vector<c10::Storage> memory;  // stays although a tensor may be given another
-  std::function<void()> end_event;  // closes the profiler's event; called once
+  AsyncEvent event;
   std::chrono::milliseconds timeout{0};
   std::atomic<uint8_t> state{kRunning};
   std::atomic<bool> task_has_run{false};  // the completion thread is through with it

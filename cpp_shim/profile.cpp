@@ -1,6 +1,8 @@
 // See profile.h.
 #include "profile.h"
 
+#include "interpreter.h"
+
 #include <algorithm>
 #include <numeric>
 #include <string_view>
@@ -34,6 +36,28 @@ auto note_seq(Info& info, int64_t seq, int) -> decltype(info.setSequenceInfo(seq
 template <class Info>
 void note_seq(Info&, int64_t, long) {}
 
+using ProfilerState = torch::profiler::impl::ProfilerStateBase;
+
+// Of this thread, or null.
+ProfilerState* local_profiler() {
+  return static_cast<ProfilerState*>(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE));
+}
+
+// Of all threads, or null. Older releases of torch hand out a plain pointer.
+template <class State>
+auto global_profiler(int) -> decltype(std::shared_ptr<ProfilerState>(State::getGlobal())) {
+  return State::getGlobal();
+}
+template <class State>
+auto global_profiler(long) -> decltype(State::get(true), std::shared_ptr<ProfilerState>()) {
+  return {std::shared_ptr<ProfilerState>(), State::get(true)};
+}
+
+// A profile that ends gives up its callback before anything else.
+struct OpenState : ProfilerState {
+  static bool is_on(const ProfilerState& state) { return state.*(&OpenState::handle_) != 0; }
+};
+
 }  // namespace
 
 int64_t elements_of(at::TensorList tensors) {
@@ -60,9 +84,65 @@ std::string ProfileNames::wait(const char* title, int64_t elements) const {
 }
 
 bool ProfileNames::wants_phases() const {
-  if (style_ != Style::Accl || !at::hasCallbacks()) return false;
-  const auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
-  return callbacks.has_value() && callbacks->needs_inputs_;
+  if (style_ != Style::Accl) return false;
+  const auto global = global_profiler<ProfilerState>(0);
+  const auto* state = global != nullptr ? global.get() : local_profiler();
+  return state != nullptr && state->config().report_input_shapes;
+}
+
+AsyncEvent::AsyncEvent(std::function<void()> close) : close_(std::move(close)) {
+  if (!close_) return;
+  infos_ = c10::ThreadLocalDebugInfo::current();
+  local_ = local_profiler();
+  global_ = global_profiler<ProfilerState>(0);
+}
+
+AsyncEvent& AsyncEvent::operator=(AsyncEvent&& other) noexcept {
+  close();
+  close_ = std::exchange(other.close_, nullptr);
+  infos_ = std::move(other.infos_);
+  local_ = other.local_;
+  global_ = std::move(other.global_);
+  return *this;
+}
+
+void AsyncEvent::before_close(std::function<void()> what) {
+  if (!close_) return;
+  close_ = at::wrapPropagateTLSState([what = std::move(what), close = std::move(close_)] {
+    what();
+    close();
+  });
+}
+
+bool AsyncEvent::is_of_this_thread() const { return global_ == nullptr && local_profiler() == local_; }
+
+bool AsyncEvent::is_on() const {
+  if (global_ != nullptr && (global_profiler<ProfilerState>(0) != global_ || !OpenState::is_on(*global_))) return false;
+  return local_ == nullptr || OpenState::is_on(*local_);
+}
+
+void AsyncEvent::close() noexcept {
+  if (!close_) return;
+  auto close = std::exchange(close_, nullptr);
+  try {
+    // The thread that has begun a profile ends it, and not now.
+    if (is_of_this_thread()) return close();
+    if (python_is_up()) {
+      py::gil_scoped_acquire gil;
+      if (is_on()) return close();
+    }
+    // An event that goes is closed by torch, unless it finds no profiler.
+    if (global_ != nullptr) {
+      new std::function<void()>(std::move(close));
+      return;
+    }
+    auto mine = c10::ThreadLocalDebugInfo::current();
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+    close = nullptr;
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(mine));
+  } catch (const std::exception& thrown) {
+    TORCH_WARN_ONCE("accl: an event of the profiler is lost: ", thrown.what());
+  }
 }
 
 void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept {

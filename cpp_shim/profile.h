@@ -4,12 +4,15 @@
 // event of a call is made by torch of its work's title. Nothing here takes longer than a look where nobody profiles.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "bridge_types.h"
@@ -37,7 +40,7 @@ class ProfileNames {
 
   bool has_synchronous_calls() const { return style_ != Style::Accl; }
 
-  // Whether somebody profiles now, and is told where the time of calls goes: who asks for the inputs of events is.
+  // Whether torch's profiler is on in this thread, and is told where the time of calls goes: with `record_shapes` it is.
   bool wants_phases() const;
 
  private:
@@ -67,6 +70,33 @@ class Span {
 
 // An event of no length within that of a call, `accl:phases:all_reduce`: where its time went, in microseconds, as keyword arguments.
 void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept;
+
+// The asynchronous event of a call, which whoever completes the call closes, in whatever thread. Torch frees what the end of an event is
+// written to when its profile ends, and does not look whether that has happened: so an event that outlives its profile is never closed.
+// A profile ends under Python's lock, which is what keeps it from ending meanwhile.
+class AsyncEvent {
+ public:
+  AsyncEvent() = default;
+  // Of this thread's profile; `close` closes it, in this thread's name. It may be empty.
+  explicit AsyncEvent(std::function<void()> close);
+  ~AsyncEvent() { close(); }
+  AsyncEvent(AsyncEvent&&) = default;
+  AsyncEvent& operator=(AsyncEvent&& other) noexcept;
+
+  // Has this done, in this thread's name, before the event is closed.
+  void before_close(std::function<void()> what);
+  // Once; not while a lock is held.
+  void close() noexcept;
+
+ private:
+  bool is_of_this_thread() const;
+  bool is_on() const;
+
+  std::function<void()> close_;
+  std::shared_ptr<c10::ThreadLocalDebugInfo> infos_;  // has the state below as long as this event has it
+  torch::profiler::impl::ProfilerStateBase* local_ = nullptr;
+  std::shared_ptr<torch::profiler::impl::ProfilerStateBase> global_;
+};
 
 // What execution traces are told of a call, from which it can be made again.
 struct CallFacts {

@@ -21,7 +21,7 @@ AcclWork::AcclWork(int rank, c10d::OpType type, const char* title, const std::op
   entry_->outputs = std::move(outputs);
   entry_->key = home_->next_key();
   // The entry outlives a handle that was dropped, and its event must be closed all the same.
-  entry_->end_event = std::exchange(recordFunctionEndCallback_, nullptr);
+  entry_->event = AsyncEvent(std::exchange(recordFunctionEndCallback_, nullptr));
 }
 
 AcclWork::~AcclWork() {

@@ -246,6 +246,8 @@ if [ "$host" = nowhere ]; then
   echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2
   exit 255
 fi
+SSH_CONNECTION="192.0.2.9 5 192.0.2.1 22"
+export SSH_CONNECTION
 echo "Welcome to $host"
 printf '\\033]0;a title\\007'
 [ "$host" = cut ] && (until [ -s here0 ] && [ -s here1 ]; do sleep 0.1; done; kill -9 $$) &
@@ -253,7 +255,8 @@ case $host in
 late) sleep 3; eval "$@" ;;
 dies) sh -c "$*" </dev/null ;;
 old) eval "$@" | sed -u 's/"version": "[^"]*"/"version": "0.0.1"/' ;;
-me@looped) SSH_CONNECTION="127.0.0.1 5 127.0.1.1 22" exec sh -c "$*" ;;
+me@* | loop*) SSH_CONNECTION="127.0.0.1 5 127.0.1.1 22" exec sh -c "$*" ;;
+local*) SSH_CONNECTION= exec sh -c "$*" ;;
 *) eval "$@" ;;
 esac
 """
@@ -280,7 +283,7 @@ def test_hosts_are_reached_by_ssh_and_their_lines_have_the_rank(tmp_path, ssh):
     lines = ended.stdout.splitlines()
     for rank, local, local_world, host in [(0, 0, 1, 0), (1, 0, 2, 1), (2, 1, 2, 1)]:
         assert f"[{rank}] of 65536 one" in lines and f"[{rank}] to stderr" in ended.stderr.splitlines()
-        assert f"[{rank}] {rank} 3 {local} {local_world} {host} a []" in lines
+        assert f"[{rank}] {rank} 3 {local} {local_world} {host} 192.0.2.1 []" in lines
     assert sorted((tmp_path / "hosts").read_text().split()) == ["a", "b"]
     assert "rank 2 on b: process" in ended.stderr
 
@@ -350,8 +353,27 @@ def test_hosts_are_not_sent_to_their_own_loopback(tmp_path, ssh):
     say = script(tmp_path, "say(os.environ['MASTER_ADDR'])")
     ended = run("-n", 1, "--hosts", "localhost,b", "--ssh", ssh, say, cwd=tmp_path)
     assert {line.split()[1] for line in ended.stdout.splitlines()} == {socket.gethostname()}, ended.stderr
-    ended = run("-n", 1, "--hosts", "me@looped,b", "--ssh", ssh, say, cwd=tmp_path)
-    assert {line.split()[1] for line in ended.stdout.splitlines()} == {"looped"}, ended.stderr
+    ended = run("-n", 1, "--hosts", f"me@{socket.gethostname()},b", "--ssh", ssh, say, cwd=tmp_path)
+    assert {line.split()[1] for line in ended.stdout.splitlines()} == {socket.gethostname()}, ended.stderr
+
+
+def test_names_that_only_ssh_knows_for_this_host_are_not_what_ranks_meet_at(tmp_path, ssh):
+    say = script(tmp_path, "say(os.environ['MASTER_ADDR'])")
+    ended = run("-n", 1, "--hosts", "loop-a,loop-b", "--ssh", ssh, say, cwd=tmp_path)
+    assert {line.split()[1] for line in ended.stdout.splitlines()} == {"127.0.0.1"}, ended.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--master-addr", "no.such.name.invalid"]])
+def test_a_meeting_place_without_an_address_is_named_before_anything_runs(more, tmp_path, ssh):
+    # The name of the first host is ssh's alone, and the second one is elsewhere.
+    start = time.monotonic()
+    ended = run(
+        "-n", 1, "--hosts", "loop.invalid,b", *more, "--ssh", ssh, script(tmp_path, "open('ran', 'w')"), cwd=tmp_path
+    )
+    name = more[1] if more else "loop.invalid"
+    assert ended.returncode == 127 and time.monotonic() - start < 60
+    assert f"{name}, where rank 0 is to be met, has no address here" in ended.stderr and "--master-addr" in ended.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("hosts", [[], ["--hosts", "a:1,b:1"]], ids=["here", "hosts"])

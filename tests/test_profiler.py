@@ -2,6 +2,7 @@
 
 import json
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -197,6 +198,109 @@ def test_who_asks_for_inputs_is_told_where_the_time_of_a_call_went(rank, world, 
     # Together they are no longer than the event of the call.
     for event, times in zip((first, second), found):
         assert 0 < sum(times.values()) <= event.time_range.elapsed_us() + 1, (times, event)
+
+
+@on_ranks(2)
+@about_phases
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_phases_are_the_whole_call_that_packs_tensors_too(rank, world, layout, async_op):
+    tensor = torch.ones(1 << 21, 2)
+    tensor = tensor[:, 0] if layout == "strided" else tensor
+    dist.all_reduce(tensor)
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        for _ in range(5):
+            work = dist.all_reduce(tensor, async_op=async_op)
+            if async_op:
+                work.wait()
+    calls = [event.time_range.elapsed_us() for event in profile.function_events if event.name == "accl:all_reduce"]
+    # Of one of them at least, since a thread may be put to sleep between the two.
+    assert any(sum(times.values()) > 0.8 * call for call, times in zip(calls, phases(profile, "all_reduce"))), calls
+
+
+@on_ranks(2)
+@about_phases
+def test_messages_and_calls_that_are_refused_have_no_phases(rank, world):
+    tensor = torch.ones(4)
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        if rank == 0:
+            dist.send(tensor, 1)
+        else:
+            dist.recv(tensor, 0)
+        for async_op in (False, True):
+            with pytest.raises(RuntimeError, match="AVG"):
+                dist.all_reduce(torch.ones(4, dtype=torch.bool), op=dist.ReduceOp.AVG, async_op=async_op)
+    assert not any(event.name.startswith("accl:phases") for event in profile.function_events)
+
+
+@on_ranks(2)
+@about_phases
+def test_a_call_to_which_nobody_came_has_waited_for_its_peers(rank, world):
+    group, store = dist.new_group(timeout=timedelta(seconds=0.5)), dist.distributed_c10d._get_default_store()
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match="Timed out"):
+                dist.all_reduce(torch.ones(4), group=group)
+    if rank == 1:
+        store.wait(["phases: rank 0 has waited enough"])
+    else:
+        store.set("phases: rank 0 has waited enough", "")
+        (times,) = phases(profile, "all_reduce")
+        assert times["peers_us"] > 400_000 > times["transfer_us"], times
+
+
+def ends_before_its_calls(how, tensors):
+    if how == "waited for by futures":
+        for future in [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]:
+            future.wait()
+        return []
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    return [] if how == "never waited for" else works
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shapes", [False, True])
+@pytest.mark.parametrize("how", ["waited for by futures", "never waited for", "waited for after it"])
+def test_a_profile_that_ends_before_its_calls_do_does_not_crash_the_process(rank, world, how, shapes):
+    tensors = [torch.ones(1 << 14) for _ in range(8)]
+    left = []
+    for _ in range(30):
+        with torch.autograd.profiler.profile(record_shapes=shapes) as profile:
+            # Also in a profile that has begun since.
+            for work in left:
+                work.wait()
+            left = ends_before_its_calls(how, tensors)
+        names = [event.name for event in profile.function_events]
+        if how == "waited for by futures" and BACKEND == "accl":
+            assert names.count("accl:all_reduce") == len(tensors)
+            assert names.count("accl:phases:all_reduce") == (len(tensors) if shapes else 0)
+    for work in left:
+        work.wait()
+    dist.barrier()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_ddp_under_a_profiler_does_not_crash_the_process(rank, world, scheduled):
+    layers = [torch.nn.Linear(200, 200) for _ in range(10)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.2)
+    batch = torch.randn(8, 200)
+    model(batch).sum().backward()
+    if scheduled:
+        schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=10)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, schedule=schedule
+        ) as profile:
+            for _ in range(40):
+                model(batch).sum().backward()
+                profile.step()
+        return
+    for _ in range(30):
+        with torch.autograd.profiler.profile(record_shapes=True) as profile:
+            model(batch).sum().backward()
+        if BACKEND == "accl":
+            names = [event.name for event in profile.function_events]
+            assert names.count("accl:all_reduce") == names.count("accl:phases:all_reduce") > 1
 
 
 @on_ranks(2)

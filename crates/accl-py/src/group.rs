@@ -362,7 +362,7 @@ pub(crate) fn call_desc(args: &CallArgs, mode: Mode) -> Result<CallDesc> {
         mode,
         seq: u64::try_from(args.seq).ok(),
         encoding: compression::current(),
-        phases: args.is_profiled.then(Phases::new),
+        phases: (args.is_profiled && !collective.is_point_to_point()).then(Phases::new),
         ..CallDesc::new(collective, dtype(args.dtype)?)
     })
 }

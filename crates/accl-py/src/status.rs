@@ -87,9 +87,10 @@ impl PhaseNanos {
     /// Of a call that has ended, if they were noted.
     pub(crate) fn of(phases: Option<&Phases>) -> Self {
         let nanos = |time: Duration| i64::try_from(time.as_nanos()).unwrap_or(i64::MAX);
-        let PhaseTimes { queue, peers, transfer, reduce } = phases.map(Phases::times).unwrap_or_default();
+        let times = phases.and_then(Phases::times);
+        let PhaseTimes { queue, peers, transfer, reduce } = times.unwrap_or_default();
         let [queue, peers, transfer, reduce] = [queue, peers, transfer, reduce].map(nanos);
-        Self { is_known: phases.is_some(), queue, peers, transfer, reduce }
+        Self { is_known: times.is_some(), queue, peers, transfer, reduce }
     }
 }
 

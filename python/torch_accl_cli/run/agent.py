@@ -20,6 +20,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import IO, Any
 
 from .layout import Seat, ranges, share_out, topology
@@ -107,7 +108,13 @@ def serve() -> int:
     holder, port = free_port()
     served = os.environ.get("SSH_CONNECTION", "").split()
     address = served[2] if len(served) == 4 else ""
-    first = {"port": port, "address": address, "name": socket.gethostname(), "version": version()}
+    first = {
+        "port": port,
+        "address": address,
+        "name": socket.gethostname(),
+        "machine": _machine(),
+        "version": version(),
+    }
     with contextlib.suppress(OSError):
         print(HELLO + json.dumps(first), file=out, flush=True)
     # Not through `sys.stdin`, which would read on what is to be waited for.
@@ -115,8 +122,30 @@ def serve() -> int:
     if not line:
         return 1
     order = Order(**json.loads(line))
+    if why := _unresolved(order.master):
+        report(
+            failed=f"{order.master}, where rank 0 is to be met, has no address here: {why}; give one with --master-addr"
+        )
+        return 127
     with holder:
         return Team(order, report).run(0)
+
+
+def _machine() -> str:
+    """The same for all that runs since this system was started, or empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _unresolved(name: str) -> str:
+    """Why a name has no address on this host; empty if it has one. torch's store would look for it until its own timeout."""
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
 
 
 def _first_line(source: int) -> bytes:

@@ -290,11 +290,13 @@ class _Crowd:
 
     def _meeting_place(self) -> tuple[str, int]:
         """Where rank 0's store is, as the other hosts reach it: at the address by which ssh has, or by the host's own name."""
-        first = self._agents[0].first
-        assert first is not None
+        hosts = [agent.first for agent in self._agents if agent.first is not None]
+        first = hosts[0]
         candidates = [self._order.master, first["address"], self._agents[0].host.name.rpartition("@")[2], first["name"]]
         master = next((name for name in candidates if name and not _is_loopback(name)), "")
-        if not master or len(self._agents) == 1:
+        # All of them reached over the loopback of one machine, as a name that only ssh knows may say.
+        machines = {host["machine"] if _is_loopback(host["address"]) else "" for host in hosts}
+        if not master or len(hosts) == 1 or (len(machines) == 1 and "" not in machines):
             master = self._order.master or "127.0.0.1"
         return master, self._order.port or first["port"]
 

@@ -40,6 +40,14 @@ pub enum Ran {
     Pending(Box<Call>),
 }
 
+/// From here on the time of a call counts of which somebody asked where it goes.
+#[inline]
+fn make_phases(desc: &CallDesc) {
+    if let Some(phases) = &desc.phases {
+        phases.make(time::now());
+    }
+}
+
 fn pending(call: Call) -> Ran {
     Ran::Pending(Box::new(call))
 }
@@ -109,6 +117,7 @@ impl Group {
     /// the group is usable. `Aborted`: the group failed earlier or was destroyed. Everything later comes through the
     /// call.
     pub fn submit(&self, desc: CallDesc) -> Result<Call> {
+        make_phases(&desc);
         let default = self.default_codec_of(&desc);
         match self.placed(&desc, default) {
             Some(desc) => self.start_placed(&desc),
@@ -136,6 +145,7 @@ impl Group {
     /// # Errors
     /// As [`Group::submit`].
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
+        make_phases(desc);
         let default = self.default_codec_of(desc);
         if let Some(desc) = self.placed(desc, default) {
             return self.start_placed(&desc).map(pending);
@@ -246,6 +256,9 @@ impl Group {
         let prepared = self.prepare(desc).map_err(placed);
         // That the group has failed says more than what is wrong with a call that it would not take anyway.
         let prepared = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
+        if let Some(phases) = &desc.phases {
+            phases.prepare(time::now());
+        }
         let algorithm = prepared.algorithm();
         let notifier: Arc<Notifier> = Arc::default();
         let shape_of = |desc: &CallDesc| self.planning.get(desc);

@@ -6,7 +6,7 @@
 use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use accl_types::Moment;
@@ -14,14 +14,21 @@ use accl_types::Moment;
 /// The times of one call. All of its parts, which different lanes do, enter theirs here.
 #[derive(Debug)]
 pub struct Phases {
-    /// Nanoseconds from the call's making to the beginning of the first part that began.
-    queue: AtomicU64,
-    /// From then, without arithmetic, to the first message of a peer.
-    peers: AtomicU64,
-    /// Arithmetic of the part that had most.
-    reduce: AtomicU64,
-    /// From the call's making to its end.
+    /// When the caller came with the call, on the clock that all others are read from.
+    made: AtomicU64,
+    /// From then on: until its memory was ready,
+    prepared: AtomicU64,
+    /// until the first part began,
+    begun: AtomicU64,
+    /// until the first message of a peer came,
+    met: AtomicU64,
+    /// and until the call was over.
     total: AtomicU64,
+    /// Arithmetic of the part that met a peer first, until then.
+    worked_alone: AtomicU64,
+    /// Arithmetic of the part that had most.
+    worked: AtomicU64,
+    has_failed: AtomicBool,
 }
 
 /// What has not happened yet.
@@ -30,38 +37,69 @@ const NEVER: u64 = u64::MAX;
 /// Where the time of a call went. Together they are the time from its making to its end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PhaseTimes {
-    /// Until this rank began with it.
+    /// Until this rank began with it, but for preparing its memory.
     pub queue: Duration,
-    /// From then until the first message of a peer came, but for arithmetic; zero where none came.
+    /// From then until the first message of a peer came, but for arithmetic; zero where a call needed none to be done.
     pub peers: Duration,
     /// Moving bytes, and waiting for more of them.
     pub transfer: Duration,
-    /// Reducing, encoding, decoding and copying from tensor to tensor; of the lane that took longest for it.
+    /// Preparing memory, reducing, encoding, decoding and copying from tensor to tensor; of the lane that took longest for it.
     pub reduce: Duration,
 }
 
 impl Phases {
     /// Of a call that is to be made.
     pub fn new() -> Arc<Self> {
-        let never = || AtomicU64::new(NEVER);
-        Arc::new(Self { queue: never(), peers: never(), reduce: AtomicU64::new(0), total: AtomicU64::new(0) })
+        let [zero, never] = [|| AtomicU64::new(0), || AtomicU64::new(NEVER)];
+        Arc::new(Self {
+            made: zero(),
+            prepared: zero(),
+            begun: never(),
+            met: never(),
+            total: zero(),
+            worked_alone: zero(),
+            worked: zero(),
+            has_failed: AtomicBool::new(false),
+        })
     }
 
-    /// Of a call that has ended.
-    pub fn times(&self) -> PhaseTimes {
+    /// The caller comes with the call now.
+    pub fn make(&self, now: Moment) {
+        self.made.store(nanos(now.since(Moment::default())), Ordering::Relaxed);
+    }
+
+    /// Its memory is ready now.
+    pub fn prepare(&self, now: Moment) {
+        self.prepared.store(self.since_made(now), Ordering::Relaxed);
+    }
+
+    /// Of a call that has ended; `None` of one that never was one, as it was refused.
+    pub fn times(&self) -> Option<PhaseTimes> {
         let of = |nanos: &AtomicU64| nanos.load(Ordering::Relaxed);
-        let total = of(&self.total);
-        let queue = of(&self.queue).min(total);
-        let reduce = of(&self.reduce).min(total - queue);
-        let peers = Some(of(&self.peers)).filter(|&nanos| nanos != NEVER).unwrap_or(0).min(total - queue - reduce);
-        let [queue, peers, transfer, reduce] =
-            [queue, peers, total - queue - peers - reduce, reduce].map(Duration::from_nanos);
-        PhaseTimes { queue, peers, transfer, reduce }
+        let total = Some(of(&self.total)).filter(|&total| total > 0)?;
+        let prepared = of(&self.prepared).min(total);
+        let begun = of(&self.begun).clamp(prepared, total);
+        let queue = begun - prepared;
+        let reduce = (prepared + of(&self.worked)).min(total - queue);
+        let left = total - queue - reduce;
+        let peers = match of(&self.met) {
+            // Nobody ever came, and that is what it has failed for.
+            NEVER if self.has_failed.load(Ordering::Relaxed) => left,
+            NEVER => 0,
+            met => met.saturating_sub(begun + of(&self.worked_alone)).min(left),
+        };
+        let [queue, peers, transfer, reduce] = [queue, peers, left - peers, reduce].map(Duration::from_nanos);
+        Some(PhaseTimes { queue, peers, transfer, reduce })
     }
 
-    /// A part of the call has ended, so long after the call was made.
-    pub(super) fn ended(&self, after: Duration) {
-        self.total.fetch_max(nanos(after), Ordering::Relaxed);
+    /// A part of the call has ended.
+    pub(super) fn end(&self, now: Moment, has_failed: bool) {
+        self.total.fetch_max(self.since_made(now).max(1), Ordering::Relaxed);
+        self.has_failed.fetch_or(has_failed, Ordering::Relaxed);
+    }
+
+    fn since_made(&self, now: Moment) -> u64 {
+        nanos(now.since(Moment::default())).saturating_sub(self.made.load(Ordering::Relaxed))
     }
 }
 
@@ -72,52 +110,54 @@ fn nanos(duration: Duration) -> u64 {
 /// Takes the times of one part of a call.
 pub(crate) struct Stopwatch {
     clock: fn() -> Moment,
-    made: Moment,
     phases: Arc<Phases>,
-    /// When this part began.
-    begun: Cell<Option<Moment>>,
+    has_begun: Cell<bool>,
     has_met: Cell<bool>,
     /// Arithmetic until now.
-    worked: Cell<Duration>,
+    worked: Cell<u64>,
 }
 
 impl Stopwatch {
-    /// Of a call that was made then.
-    pub(crate) fn new(phases: Arc<Phases>, made: Moment, clock: fn() -> Moment) -> Self {
-        Self { clock, made, phases, begun: Cell::default(), has_met: Cell::default(), worked: Cell::default() }
+    /// Of a call whose times are taken.
+    pub(crate) fn new(phases: Arc<Phases>, clock: fn() -> Moment) -> Self {
+        Self { clock, phases, has_begun: Cell::default(), has_met: Cell::default(), worked: Cell::default() }
     }
 
     /// This part begins, unless it has begun before.
-    pub(crate) fn begin(&self) -> Moment {
-        self.begun.get().unwrap_or_else(|| {
-            let now = (self.clock)();
-            self.begun.set(Some(now));
-            self.phases.queue.fetch_min(nanos(now.since(self.made)), Ordering::Relaxed);
-            now
-        })
+    pub(crate) fn begin(&self) {
+        if !self.has_begun.replace(true) {
+            self.phases.begun.fetch_min(self.now(), Ordering::Relaxed);
+        }
     }
 
     /// A message of a peer has come.
     pub(crate) fn meet(&self) {
         if !self.has_met.replace(true) {
-            let waited = (self.clock)().since(self.begin()).saturating_sub(self.worked.get());
-            self.phases.peers.fetch_min(nanos(waited), Ordering::Relaxed);
+            self.begin();
+            let now = self.now();
+            if self.phases.met.fetch_min(now, Ordering::Relaxed) > now {
+                self.phases.worked_alone.store(self.worked.get(), Ordering::Relaxed);
+            }
         }
     }
 
     /// This part is done. A call that is told so later may be told by a moment that was taken before.
     pub(crate) fn end(&self) {
-        self.phases.ended((self.clock)().since(self.made));
+        self.phases.end((self.clock)(), false);
     }
 
     /// Does a piece of arithmetic.
     pub(crate) fn time<T>(&self, work: impl FnOnce() -> T) -> T {
-        let from = (self.clock)();
+        let from = self.now();
         let done = work();
-        let worked = self.worked.get() + (self.clock)().since(from);
-        self.worked.set(worked);
-        self.phases.reduce.fetch_max(nanos(worked), Ordering::Relaxed);
+        self.worked.set(self.worked.get() + (self.now() - from));
+        self.phases.worked.fetch_max(self.worked.get(), Ordering::Relaxed);
         done
+    }
+
+    /// Nanoseconds since the call was made.
+    fn now(&self) -> u64 {
+        self.phases.since_made((self.clock)())
     }
 }
 
@@ -145,53 +185,76 @@ mod tests {
         Moment::default() + Duration::from_millis(NOW.get())
     }
 
-    fn times_in_ms(phases: &Phases) -> [u128; 4] {
-        let PhaseTimes { queue, peers, transfer, reduce } = phases.times();
+    /// The times of a call that is made now and then goes on as it does.
+    fn times(has_failed: bool, go: impl FnOnce(&Phases, &dyn Fn() -> Stopwatch)) -> [u128; 4] {
+        let phases = Phases::new();
+        pass(7);
+        phases.make(clock());
+        go(&phases, &|| Stopwatch::new(phases.clone(), clock));
+        phases.end(clock(), has_failed);
+        let PhaseTimes { queue, peers, transfer, reduce } = phases.times().unwrap();
         [queue, peers, transfer, reduce].map(|time| time.as_millis())
     }
 
     #[test]
     fn every_millisecond_of_a_call_is_in_one_of_its_phases() {
-        let phases = Phases::new();
-        let watch = Stopwatch::new(phases.clone(), clock(), clock);
-        pass(1);
-        watch.begin();
-        watch.time(|| pass(2));
-        pass(4);
-        watch.meet();
-        pass(8);
-        watch.meet();
-        watch.time(|| pass(16));
-        phases.ended(Duration::from_millis(31));
-        assert_eq!(times_in_ms(&phases), [1, 4, 8, 18]);
+        let found = times(false, |phases, watch| {
+            pass(32);
+            phases.prepare(clock());
+            pass(1);
+            let watch = watch();
+            watch.begin();
+            watch.time(|| pass(2));
+            pass(4);
+            watch.meet();
+            pass(8);
+            watch.meet();
+            watch.time(|| pass(16));
+        });
+        assert_eq!(found, [1, 4, 8, 32 + 18]);
     }
 
     #[test]
-    fn a_call_that_hears_of_nobody_waits_for_nobody() {
-        let phases = Phases::new();
-        let watch = Stopwatch::new(phases.clone(), clock(), clock);
-        watch.begin();
-        watch.time(|| pass(2));
-        phases.ended(Duration::from_millis(5));
-        assert_eq!(times_in_ms(&phases), [0, 0, 3, 2]);
+    fn a_call_that_hears_of_nobody_waits_for_nobody_unless_it_fails() {
+        let go = |_: &Phases, watch: &dyn Fn() -> Stopwatch| {
+            let watch = watch();
+            watch.begin();
+            watch.time(|| pass(2));
+            pass(3);
+        };
+        assert_eq!(times(false, go), [0, 0, 3, 2]);
+        assert_eq!(times(true, go), [0, 3, 0, 2]);
     }
 
     #[test]
     fn a_call_that_never_began_was_in_the_queue_all_the_time() {
-        let phases = Phases::new();
-        phases.ended(Duration::from_millis(5));
-        assert_eq!(times_in_ms(&phases), [5, 0, 0, 0]);
+        assert_eq!(times(true, |_, _| pass(5)), [5, 0, 0, 0]);
+        assert_eq!(Phases::new().times(), None, "and one that was refused has none");
     }
 
     #[test]
     fn of_parts_that_go_on_at_once_the_one_with_most_arithmetic_counts() {
-        let phases = Phases::new();
-        let [first, second] = [(); 2].map(|()| Stopwatch::new(phases.clone(), clock(), clock));
-        first.begin();
-        first.time(|| pass(2));
-        second.begin();
-        second.time(|| pass(3));
-        phases.ended(Duration::from_millis(5));
-        assert_eq!(times_in_ms(&phases), [0, 0, 2, 3]);
+        let found = times(false, |_, watch| {
+            let [first, second] = [watch(), watch()];
+            first.begin();
+            first.time(|| pass(2));
+            second.begin();
+            second.time(|| pass(3));
+        });
+        assert_eq!(found, [0, 0, 2, 3]);
+    }
+
+    #[test]
+    fn a_part_that_begins_when_the_peers_are_there_does_not_hide_that_another_has_waited() {
+        let found = times(false, |_, watch| {
+            let [first, second] = [watch(), watch()];
+            first.begin();
+            pass(10);
+            second.begin();
+            second.meet();
+            pass(1);
+            first.meet();
+        });
+        assert_eq!(found, [0, 10, 1, 0]);
     }
 }

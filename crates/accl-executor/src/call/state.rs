@@ -153,11 +153,10 @@ impl CallState {
     /// call's tensors. Returns the callback to be run.
     #[must_use]
     pub fn finish(&self, now: Moment, error: Option<Error>) -> Option<Callback> {
-        let took = now.since(self.started);
-        let nanos = took.as_nanos().max(1);
+        let nanos = now.since(self.started).as_nanos().max(1);
         self.duration_ns.store(u64::try_from(nanos).unwrap_or(u64::MAX), Ordering::Relaxed);
         if let Some(phases) = &self.phases {
-            phases.ended(took);
+            phases.end(now, error.is_some());
         }
         let state = if error.is_some() { FAILED } else { DONE };
         if let Some(error) = error {

@@ -127,7 +127,7 @@ impl Caller {
                 compute = compute.encoding(coder);
             }
             if let Some(phases) = &desc.phases {
-                compute = compute.watched(Stopwatch::new(phases.clone(), now, clock));
+                compute = compute.watched(Stopwatch::new(phases.clone(), clock));
             }
             let mut run = Run::new(call.clone(), &shape, compute, &[], deadline);
             if let Some(wake) = wake {

@@ -88,13 +88,19 @@ impl Compute {
         let Some(coder) = &self.coder else { unreachable!("an encoded call has a coder") };
         let home = || self.buffers.address(&coded.region.at(coded.bytes_of(tiles.start)));
         let frames = InFrames { come: frame.map(|bytes| (home(), bytes)), go: None };
-        coder.check(&TileMemory { buffers: &self.buffers, frames }, coded, tiles)
+        let look = || coder.check(&TileMemory { buffers: &self.buffers, frames }, coded, tiles);
+        match &self.watch {
+            None => look(),
+            Some(watch) => watch.time(look),
+        }
     }
 
     /// Enters what was measured of an encoded call that is done.
     pub(crate) fn end(&mut self) {
-        if let Some(coder) = &mut self.coder {
-            coder.end(&self.buffers);
+        let Some(coder) = &mut self.coder else { return };
+        match &self.watch {
+            None => coder.end(&self.buffers),
+            Some(watch) => watch.time(|| coder.end(&self.buffers)),
         }
     }
 
