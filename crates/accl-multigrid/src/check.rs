@@ -38,6 +38,7 @@ pub struct Report {
 /// # Errors
 /// The first thing found wrong.
 pub fn check(plan: &Plan) -> Result<Report, Violation> {
+    check_names(plan)?;
     check_values(plan)?;
     check_finals(plan)?;
     check_norms(plan)?;
@@ -102,21 +103,110 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
     Ok(())
 }
 
-fn check_finals(plan: &Plan) -> Result<(), Violation> {
-    let mut owners: HashMap<u32, Rank> = HashMap::new();
-    let mut counts: HashMap<(Pass, u32, u32), u32> = HashMap::new();
+/// Everything that is named exists: ranks, layers, points, micro-batches, passes.
+fn check_names(plan: &Plan) -> Result<(), Violation> {
+    let ranks = plan.ranks.len();
+    let sides = [&plan.inputs, &plan.guesses, &plan.outputs, &plan.states];
+    for &(rank, value) in sides.into_iter().flatten() {
+        if rank.index() >= ranks || value as usize >= plan.points.len() {
+            return violation(format!(
+                "value {value} comes from outside or goes there at rank {rank}, and there is no such"
+            ));
+        }
+    }
+    if let Some(point) = plan.points.iter().find(|&&point| point > plan.layers) {
+        return violation(format!("a value has the shape of point {point}, and the net ends at point {}", plan.layers));
+    }
+    let is_pipeline =
+        !plan.inputs.is_empty() && plan.guesses.is_empty() && plan.norms.is_empty() && plan.micro_batches > 1;
+    if is_pipeline && [plan.inputs.len(), plan.outputs.len()] != [plan.micro_batches as usize; 2] {
+        return violation(format!("{} micro-batches have other numbers of inputs or outputs", plan.micro_batches));
+    }
     for (rank, list) in lists(plan) {
         for op in list {
-            let &Op::Eval { pass, layer, micro_batch, is_final, .. } = op else { continue };
-            if *owners.entry(layer).or_insert(rank) != rank {
-                return violation(format!("layer {layer} is evaluated by rank {rank} and another one"));
-            }
-            if is_final {
-                *counts.entry((pass, layer, micro_batch)).or_default() += 1;
+            let is_known = match *op {
+                Op::Eval { pass, layer, span, micro_batch, .. } => {
+                    plan.passes.contains(&pass)
+                        && layer < plan.layers
+                        && (1..=plan.layers - layer).contains(&span)
+                        && micro_batch < plan.micro_batches
+                }
+                Op::Forget { layer, micro_batch } => layer < plan.layers && micro_batch < plan.micro_batches,
+                Op::Loss { micro_batch, .. } => micro_batch < plan.micro_batches && plan.passes.len() == 2,
+                Op::Send { pass, .. } | Op::Recv { pass, .. } => plan.passes.contains(&pass),
+                _ => true,
+            };
+            if !is_known {
+                return violation(format!("rank {rank} does what the plan does not have: {op:?}"));
             }
         }
     }
-    let wanted = plan.finals.iter().flat_map(|&pass| {
+    Ok(())
+}
+
+/// Each layer is evaluated for good once for each micro-batch and pass, all by its owner; its adjoint comes after that, and then it is forgotten.
+/// What is computed of a micro-batch is of that one alone.
+fn check_finals(plan: &Plan) -> Result<(), Violation> {
+    let mut owners: HashMap<u32, Rank> = HashMap::new();
+    let mut counts: HashMap<(Pass, u32, u32), u32> = HashMap::new();
+    let mut losses: HashMap<u32, u32> = HashMap::new();
+    let (makes_forward, makes_adjoint) = (plan.passes.contains(&Pass::Forward), plan.passes.contains(&Pass::Adjoint));
+    for (rank, list) in lists(plan) {
+        let mut recorded: HashSet<(u32, u32)> = HashSet::new();
+        let mut forgotten: HashSet<(u32, u32)> = HashSet::new();
+        for op in list {
+            match *op {
+                Op::Eval { pass, layer, micro_batch, is_final, .. } => {
+                    if *owners.entry(layer).or_insert(rank) != rank {
+                        return violation(format!("layer {layer} is evaluated by rank {rank} and another one"));
+                    }
+                    let key = (layer, micro_batch);
+                    if is_final {
+                        *counts.entry((pass, layer, micro_batch)).or_default() += 1;
+                    }
+                    match pass {
+                        Pass::Forward => {
+                            if is_final {
+                                recorded.insert(key);
+                            }
+                        }
+                        Pass::Adjoint if makes_forward && !recorded.contains(&key) => {
+                            return violation(format!(
+                                "the adjoint of layer {layer} comes before its evaluation on rank {rank}"
+                            ));
+                        }
+                        Pass::Adjoint if forgotten.contains(&key) => {
+                            return violation(format!(
+                                "the adjoint of layer {layer} comes after it was forgotten on rank {rank}"
+                            ));
+                        }
+                        Pass::Adjoint => {}
+                    }
+                }
+                Op::Forget { layer, micro_batch } if !forgotten.insert((layer, micro_batch)) => {
+                    return violation(format!("layer {layer} is forgotten twice on rank {rank}"));
+                }
+                Op::Loss { micro_batch, .. } => *losses.entry(micro_batch).or_default() += 1,
+                _ => {}
+            }
+        }
+        let evaluated = list.iter().filter_map(|op| match *op {
+            Op::Eval { pass: Pass::Adjoint, layer, micro_batch, .. } => Some((layer, micro_batch)),
+            _ => None,
+        });
+        if evaluated.collect::<HashSet<_>>() != forgotten {
+            return violation(format!("rank {rank} forgets other layers than it has"));
+        }
+    }
+    if makes_forward && makes_adjoint {
+        for micro in 0..plan.micro_batches {
+            if losses.get(&micro) != Some(&1) {
+                return violation(format!("micro-batch {micro} has no loss, or several"));
+            }
+        }
+    }
+    let passes = plan.passes.iter().filter(|_| plan.is_final);
+    let wanted = passes.flat_map(|&pass| {
         (0..plan.layers).flat_map(move |layer| (0..plan.micro_batches).map(move |micro| (pass, layer, micro)))
     });
     for key in wanted {
@@ -131,10 +221,48 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
             }
         }
     }
-    match counts.keys().min() {
-        Some((pass, layer, _)) => {
-            violation(format!("layer {layer} is evaluated for good in a {pass:?} pass that has no such"))
+    if let Some((pass, layer, _)) = counts.keys().min() {
+        return violation(format!("layer {layer} is evaluated for good in a {pass:?} pass that has no such"));
+    }
+    check_micro_batches(plan)
+}
+
+/// Values of different micro-batches never meet.
+fn check_micro_batches(plan: &Plan) -> Result<(), Violation> {
+    if plan.micro_batches == 1 {
+        return Ok(());
+    }
+    let mut of: HashMap<Value, u32> = (0..).zip(&plan.inputs).map(|(micro, &(_, value))| (value, micro)).collect();
+    let all = || plan.ranks.iter().flatten();
+    for op in all() {
+        if let Op::Eval { micro_batch, dst, .. } | Op::Loss { micro_batch, dst, .. } = *op {
+            of.insert(dst, micro_batch);
         }
+    }
+    for op in all() {
+        let micro = match *op {
+            Op::Eval { micro_batch, .. } | Op::Loss { micro_batch, .. } => Some(micro_batch),
+            Op::Advance { increment, .. } => of.get(&increment).copied(),
+            _ => None,
+        };
+        let Some(micro) = micro else { continue };
+        if let Some(dst) = op.makes() {
+            of.insert(dst, micro);
+        }
+    }
+    for op in all() {
+        let micro = match *op {
+            Op::Eval { micro_batch, .. } | Op::Loss { micro_batch, .. } => Some(micro_batch),
+            _ => op.makes().and_then(|dst| of.get(&dst).copied()),
+        };
+        let other = op.reads().find(|value| of.get(value).copied() != micro);
+        if let (Some(value), Some(micro), false) = (other, micro, matches!(op, Op::Send { .. })) {
+            return violation(format!("micro-batch {micro} reads value {value}, which is of another one: {op:?}"));
+        }
+    }
+    let outputs = (0..).zip(&plan.outputs).find(|&(micro, &(_, value))| of.get(&value) != Some(&micro));
+    match outputs {
+        Some((micro, _)) => violation(format!("the output of micro-batch {micro} is of another one")),
         None => Ok(()),
     }
 }
@@ -142,7 +270,6 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
 /// All ranks post the same norms in the same order and await each, and each interval is in each once.
 fn check_norms(plan: &Plan) -> Result<(), Violation> {
     let mut intervals: HashMap<u32, Vec<u32>> = HashMap::new();
-    let mut first: Option<Vec<u32>> = None;
     for (rank, list) in lists(plan) {
         let (mut squares, mut posted, mut awaited) = (Vec::new(), Vec::new(), Vec::new());
         for op in list {
@@ -159,8 +286,8 @@ fn check_norms(plan: &Plan) -> Result<(), Violation> {
         if !squares.is_empty() || posted != awaited {
             return violation(format!("rank {rank} has squares or norms that nobody waits for"));
         }
-        if *first.get_or_insert_with(|| posted.clone()) != posted {
-            return violation(format!("rank {rank} posts other norms than rank 0"));
+        if posted != plan.norms {
+            return violation(format!("rank {rank} posts other norms than the plan has"));
         }
     }
     for (iteration, mut found) in intervals {

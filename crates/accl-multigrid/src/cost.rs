@@ -87,7 +87,12 @@ impl Costs {
             }
             Op::SquareNorm { a, .. } => kib(a, self.rates.add_per_kib),
             Op::Send { .. } | Op::Recv { .. } => self.rates.message,
-            Op::Phase(_) | Op::PostNorm { .. } | Op::AwaitNorm { .. } | Op::Loss { .. } | Op::Free { .. } => 0,
+            Op::Phase(_)
+            | Op::PostNorm { .. }
+            | Op::AwaitNorm { .. }
+            | Op::Loss { .. }
+            | Op::Free { .. }
+            | Op::Forget { .. } => 0,
         }
     }
 
@@ -97,7 +102,11 @@ impl Costs {
     }
 }
 
-/// When each operation of a checked plan begins and ends. A message takes its way at once; what a rank does with it waits for that.
+/// When each operation of a checked plan begins and ends. A message takes its way at once, as if its receive had been posted by then; what a rank does with
+/// it waits for that.
+///
+/// # Panics
+/// For a plan that the checker refuses, and for costs of fewer layers or points than it has.
 pub fn simulate(plan: &Plan, costs: &Costs) -> Timing {
     let ranks = plan.ranks.len();
     let mut at = vec![0; ranks];
@@ -146,9 +155,11 @@ pub fn simulate(plan: &Plan, costs: &Costs) -> Timing {
             }
         }
         if !has_moved {
-            debug_assert!((0..ranks).all(|rank| at[rank] == plan.ranks[rank].len()), "a checked plan comes to its end");
+            assert!((0..ranks).all(|rank| at[rank] == plan.ranks[rank].len()), "a checked plan comes to its end");
             break;
         }
     }
-    Timing { total: clocks.into_iter().max().unwrap_or(0), ranks: activities }
+    let outcomes = plan.outputs.iter().chain(&plan.states);
+    let arrived = outcomes.filter_map(|&(rank, value)| arrivals.get(&(value, rank)).copied());
+    Timing { total: clocks.into_iter().chain(arrived).max().unwrap_or(0), ranks: activities }
 }

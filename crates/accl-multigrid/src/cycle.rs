@@ -38,6 +38,19 @@ pub enum Norms {
     Lagged,
 }
 
+/// What is not computed again where it is known. It is the same for all ranks and changes no bit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Reuse {
+    /// Nothing: every step is computed anew.
+    Nothing,
+    /// What was computed before; but each evaluation for good is one of its own, in the last sweep, which all ranks do at once.
+    Values,
+    /// That as well: what was evaluated before is evaluated for good there, also by the march, in which one rank waits for the other. With P ranks it pays
+    /// where that takes less than P / (P - 1) times as long as evaluating for now.
+    #[default]
+    All,
+}
+
 /// How a net is solved.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Cycle {
@@ -54,8 +67,8 @@ pub struct Cycle {
     pub norms: Norms,
     /// Whether the last sweep is made, in which every layer is evaluated for good.
     pub has_final_sweep: bool,
-    /// Whether what was computed is used again where the same is computed. It is the same for all ranks and changes no bit.
-    pub reuses: bool,
+    /// What is not computed again.
+    pub reuse: Reuse,
 }
 
 impl Cycle {
@@ -68,7 +81,7 @@ impl Cycle {
             start: Start::Coarsest,
             norms: Norms::Lagged,
             has_final_sweep: true,
-            reuses: true,
+            reuse: Reuse::All,
         }
     }
 
@@ -80,7 +93,7 @@ impl Cycle {
     /// Cycles after the start.
     pub fn cycles(&self) -> u32 {
         match self.start {
-            Start::Coarsest | Start::FullMultigrid => self.iterations - 1,
+            Start::Coarsest | Start::FullMultigrid => self.iterations.saturating_sub(1),
             Start::Guess => self.iterations,
         }
     }

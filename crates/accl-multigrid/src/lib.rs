@@ -21,7 +21,7 @@ mod placement;
 mod plan;
 
 pub use build::{Schedule, mgrit, pipeline};
-pub use cycle::{Cycle, Norms, Shape, Start};
+pub use cycle::{Cycle, Norms, Reuse, Shape, Start};
 pub use grid::{Grid, Kind, Layer, Level, Step};
 pub use placement::Placement;
 pub use plan::{Op, Pass, Phase, PhaseKind, Plan, Value};

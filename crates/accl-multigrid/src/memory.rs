@@ -15,7 +15,7 @@ pub struct Memory {
     pub places: Vec<Bytes>,
     /// The place of each value of the rank.
     pub place_of: HashMap<Value, usize>,
-    /// Most bytes of values at a time.
+    /// Most bytes of values at a time. Where states differ in size the places together may have more.
     pub peak: Bytes,
     /// Most bytes at a time of the graphs that evaluations for good leave until their adjoint, or the end of the plan.
     pub graphs: Bytes,
@@ -26,7 +26,14 @@ impl Memory {
     pub fn of(plan: &Plan, rank: Rank, state: &[Bytes], graph: &[Bytes]) -> Self {
         let mut memory = Self::default();
         let mut vacant: HashMap<Bytes, Vec<usize>> = HashMap::new();
-        let (mut live, mut held) = (0, 0);
+        let has_forward = plan.passes.contains(&Pass::Forward);
+        let forgets = |op: &Op| match *op {
+            Op::Forget { layer, .. } => graph[layer as usize].0,
+            _ => 0,
+        };
+        // What a forward plan has left is there from the start.
+        let left: u64 = plan.ranks[rank.index()].iter().map(forgets).sum();
+        let (mut live, mut held) = (0, if has_forward { 0 } else { left });
         let given = plan.inputs.iter().chain(&plan.guesses).filter(|&&(on, _)| on == rank);
         let enter = |memory: &mut Self, vacant: &mut HashMap<Bytes, Vec<usize>>, live: &mut u64, value: Value| {
             let bytes = state[plan.points[value as usize] as usize];
@@ -53,12 +60,10 @@ impl Memory {
                     }
                 }
                 Op::Eval { pass: Pass::Forward, layer, is_final: true, .. } => held += graph[layer as usize].0,
-                Op::Eval { pass: Pass::Adjoint, layer, is_final: true, .. } if plan.finals.contains(&Pass::Forward) => {
-                    held -= graph[layer as usize].0;
-                }
                 _ => {}
             }
             memory.graphs = memory.graphs.max(Bytes(held));
+            held = held.saturating_sub(forgets(op));
         }
         memory
     }

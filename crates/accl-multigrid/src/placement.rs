@@ -5,6 +5,8 @@
 
 use accl_types::{Error, Rank, Result};
 
+use crate::grid::Grid;
+
 /// The owner of each layer. A layer is with the rank that evaluates it, and so is the point after it; only states travel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
@@ -20,6 +22,9 @@ impl Placement {
     pub fn of_counts(counts: &[u32]) -> Result<Self> {
         let owners: Vec<_> =
             (0..).map(Rank).zip(counts).flat_map(|(rank, &count)| (0..count).map(move |_| rank)).collect();
+        if counts.is_empty() {
+            return Err(Error::invalid_argument("0 ranks; give 1 or more"));
+        }
         if owners.is_empty() {
             return Err(Error::invalid_argument("no rank has a layer; give at least one rank some"));
         }
@@ -31,23 +36,33 @@ impl Placement {
     /// # Errors
     /// As [`Placement::of_counts`].
     pub fn even(layers: u32, ranks: u32) -> Result<Self> {
-        Self::aligned(layers, ranks, 1)
+        let first = |rank: u32| rank * (layers / ranks.max(1)) + rank.min(layers % ranks.max(1));
+        let counts: Vec<_> = (0..ranks).map(|rank| first(rank + 1) - first(rank)).collect();
+        Self::of_counts(&counts)
     }
 
-    /// As equal as they can be while each rank but the last begins at a multiple of `block` layers. Where there are fewer blocks than
-    /// ranks the layers are divided as if there were none.
+    /// Nearly as equal, each rank beginning at a point of the coarsest level that allows it: then fewer states travel. No rank has more than an
+    /// eighth above an equal share.
     ///
     /// # Errors
     /// As [`Placement::of_counts`].
-    pub fn aligned(layers: u32, ranks: u32, block: u32) -> Result<Self> {
-        let block = if layers / block.max(1) >= ranks { block.max(1) } else { 1 };
-        let blocks = layers.div_ceil(block);
-        let first = |rank: u32| {
-            let (each, more) = (blocks / ranks.max(1), blocks % ranks.max(1));
-            ((rank * each + rank.min(more)) * block).min(layers)
+    pub fn aligned(grid: &Grid, ranks: u32) -> Result<Self> {
+        let layers = grid.layers();
+        if ranks == 0 {
+            return Self::even(layers, ranks);
+        }
+        let share = layers.div_ceil(ranks);
+        let counts_at = |points: &[u32]| {
+            let nearest = |rank: u32| {
+                let wanted = u64::from(layers) * u64::from(rank);
+                points.iter().copied().min_by_key(|&point| (u64::from(point) * u64::from(ranks)).abs_diff(wanted))
+            };
+            let cuts: Option<Vec<_>> = (0..=ranks).map(nearest).collect();
+            cuts.map(|cuts| cuts.windows(2).map(|ends| ends[1] - ends[0]).collect::<Vec<_>>())
         };
-        let counts: Vec<_> = (0..ranks).map(|rank| first(rank + 1) - first(rank)).collect();
-        Self::of_counts(&counts)
+        let is_fair = |counts: &Vec<u32>| counts.iter().all(|&count| count > 0 && count <= share + share / 8);
+        let fair = grid.levels().iter().rev().filter_map(|level| counts_at(&level.points)).find(is_fair);
+        fair.map_or_else(|| Self::even(layers, ranks), |counts| Self::of_counts(&counts))
     }
 
     /// Number of ranks.
@@ -69,6 +84,7 @@ impl Placement {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::grid::{Kind, Layer};
 
     fn counts(placement: &Placement) -> Vec<usize> {
         let of = |rank| (0..placement.layers()).filter(|&layer| placement.owner(layer) == Rank(rank)).count();
@@ -83,15 +99,24 @@ mod tests {
     }
 
     #[test]
-    fn ranks_begin_at_coarse_points_where_there_are_enough() {
-        assert_eq!(counts(&Placement::aligned(64, 3, 8).unwrap()), [24, 24, 16]);
-        assert_eq!(counts(&Placement::aligned(20, 2, 8).unwrap()), [16, 4]);
-        assert_eq!(counts(&Placement::aligned(8, 4, 4).unwrap()), [2, 2, 2, 2]);
+    fn ranks_begin_at_coarse_points_where_that_is_fair() {
+        let aligned = |layers: &[Layer], factors: &[u32], ranks| {
+            counts(&Placement::aligned(&Grid::new(layers, factors).unwrap(), ranks).unwrap())
+        };
+        let ode = [Layer::of(Kind::Increment); 64];
+        assert_eq!(aligned(&ode, &[4, 4], 4), [16; 4]);
+        assert_eq!(aligned(&ode, &[4, 4], 3), [20, 24, 20], "at points of the middle level");
+        assert_eq!(aligned(&ode[..8], &[4], 3), [3, 2, 3]);
+        let mut opened = vec![Layer::of(Kind::Plain)];
+        opened.extend(ode);
+        assert_eq!(aligned(&opened, &[4, 4], 4), [17, 16, 16, 16]);
+        assert_eq!(aligned(&ode[..2], &[2], 4), [1, 1, 0, 0]);
     }
 
     #[test]
     fn nobody_has_nothing() {
         assert!(Placement::even(0, 3).is_err());
         assert!(Placement::of_counts(&[]).is_err());
+        assert!(Placement::even(8, 0).unwrap_err().to_string().contains("0 ranks"));
     }
 }

@@ -47,7 +47,8 @@ pub struct Phase {
     pub iteration: u32,
 }
 
-/// One thing that a rank does. A rank does its list in order. What it does with values that are to be received waits for them.
+/// One thing that a rank does. A rank does its list in order. What it does with values that are to be received waits for them. A receive stands where
+/// all lists could meet even if a message left only when it is received; it may be posted earlier, as long as the order for each pair of ranks and pass is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the sentence of an operation names its fields")]
 pub enum Op {
@@ -88,8 +89,10 @@ pub enum Op {
     Send { pass: Pass, to: Rank, value: Value },
     /// The value will come from a rank.
     Recv { pass: Pass, from: Rank, value: Value },
-    /// The value is not needed any more. Waits until it has left.
+    /// The value is not needed any more; whoever walks the list keeps it until what was sent of it has left.
     Free { value: Value },
+    /// What evaluating a layer for good has left for its adjoint is not needed any more.
+    Forget { layer: u32, micro_batch: u32 },
 }
 
 impl Op {
@@ -101,9 +104,12 @@ impl Op {
             Self::Stretch { src, stepped, .. } => [Some(src), Some(stepped)],
             Self::Add { a, b, .. } | Self::Subtract { a, b, .. } | Self::SquareNorm { a, b, .. } => [Some(a), Some(b)],
             Self::Send { value, .. } => [Some(value), None],
-            Self::Phase(_) | Self::PostNorm { .. } | Self::AwaitNorm { .. } | Self::Recv { .. } | Self::Free { .. } => {
-                [None, None]
-            }
+            Self::Phase(_)
+            | Self::PostNorm { .. }
+            | Self::AwaitNorm { .. }
+            | Self::Recv { .. }
+            | Self::Free { .. }
+            | Self::Forget { .. } => [None, None],
         };
         read.into_iter().flatten()
     }
@@ -123,7 +129,8 @@ impl Op {
             | Self::PostNorm { .. }
             | Self::AwaitNorm { .. }
             | Self::Send { .. }
-            | Self::Free { .. } => None,
+            | Self::Free { .. }
+            | Self::Forget { .. } => None,
         }
     }
 }
@@ -143,12 +150,16 @@ pub struct Plan {
     pub outputs: Vec<(Rank, Value)>,
     /// What C-points have at the end where there is no final sweep, as [`Plan::guesses`].
     pub states: Vec<(Rank, Value)>,
-    /// Intervals whose squares make a norm.
+    /// The iterations that have a norm.
+    pub norms: Vec<u32>,
+    /// Number of intervals, whose squares make it.
     pub intervals: u32,
     /// Number of layers, and of micro-batches in which each is evaluated.
     pub layers: u32,
     /// Number of micro-batches.
     pub micro_batches: u32,
-    /// The passes in which layers are evaluated for good.
-    pub finals: Vec<Pass>,
+    /// The passes that the plan makes.
+    pub passes: Vec<Pass>,
+    /// Whether each layer is evaluated for good in them.
+    pub is_final: bool,
 }

@@ -3,7 +3,9 @@
 mod walk;
 
 use accl_multigrid::check::check;
-use accl_multigrid::{Cycle, Grid, Kind, Layer, Norms, Pass, Placement, Schedule, Shape, Start, mgrit, pipeline};
+use accl_multigrid::{
+    Cycle, Grid, Kind, Layer, Norms, Pass, Placement, Reuse, Schedule, Shape, Start, mgrit, pipeline,
+};
 use accl_types::Rank;
 use proptest::prelude::*;
 use walk::{Net, Reference, Solved, walk};
@@ -91,9 +93,9 @@ proptest! {
             let wanted = Reference::new(&grid, &net, pass, &cycle).solve(0.7, &guesses);
             assert_near(&found, &wanted, &format!("{pass:?} {counts:?} {factors:?} {cycle:?}"));
             // Neither what is used again nor who has what changes a bit.
-            let anew = Cycle { reuses: false, ..cycle.clone() };
             let alone = Placement::even(net.layers.len() as u32, 1).unwrap();
-            for plan in [mgrit(&grid, &placement, pass, &anew), mgrit(&grid, &alone, pass, &cycle)] {
+            let anew = |reuse| mgrit(&grid, &placement, pass, &Cycle { reuse, ..cycle.clone() });
+            for plan in [anew(Reuse::Nothing), anew(Reuse::Values), mgrit(&grid, &alone, pass, &cycle)] {
                 let plan = plan.unwrap();
                 prop_assert!(check(&plan).is_ok());
                 prop_assert_eq!(&walk(&plan, &net, &[0.7], &guesses), &found);
@@ -169,15 +171,17 @@ fn every_plan_of_up_to_64_layers_and_8_ranks_is_right() {
 fn evaluations_are_as_many_as_the_formulas_say_and_fewer_where_values_are_used_again() {
     let grid = Grid::new(&ode(64), &[4]).unwrap();
     let placement = Placement::even(64, 2).unwrap();
-    let evaluations = |reuses| {
-        let plan = mgrit(&grid, &placement, Pass::Forward, &Cycle { reuses, ..Cycle::new(2) }).unwrap();
-        check(&plan).unwrap()
+    let evaluations = |reuse| {
+        let plan = mgrit(&grid, &placement, Pass::Forward, &Cycle { reuse, ..Cycle::new(2) }).unwrap();
+        check(&plan).unwrap().evaluations
     };
     // Fine: two sweeps. Coarse: the start, the right-hand side and the march of one cycle.
-    assert_eq!(evaluations(false).evaluations, 128 + 48);
+    assert_eq!(evaluations(Reuse::Nothing), 128 + 48);
     // The start; a sweep without the first steps, which the march has done; the march but for its first step; the last sweep without the first
     // steps, and without the first interval, which is exact.
-    assert_eq!(evaluations(true).evaluations, 16 + 48 + 15 + 45);
+    assert_eq!(evaluations(Reuse::All), 16 + 48 + 15 + 45);
+    // The last sweep is its own.
+    assert_eq!(evaluations(Reuse::Values), 16 + 48 + 15 + 64);
 }
 
 #[test]

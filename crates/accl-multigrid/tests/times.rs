@@ -1,7 +1,7 @@
 //! The simulator agrees with the closed formulas of multigrid over layers.
 
 use accl_multigrid::cost::{Costs, LayerTimes, Rates, simulate};
-use accl_multigrid::{Cycle, Grid, Kind, Layer, Norms, Pass, Placement, Plan, Schedule, mgrit, pipeline};
+use accl_multigrid::{Cycle, Grid, Kind, Layer, Norms, Pass, Placement, Plan, Reuse, Schedule, mgrit, pipeline};
 use accl_types::Bytes;
 
 fn costs(layers: u32) -> Costs {
@@ -37,11 +37,11 @@ fn with_norms_that_block_a_plan_takes_what_the_formula_says() {
                 let blocking = Cycle {
                     relaxations: relaxations.iter().map(|&times| times as u32).collect(),
                     norms: Norms::Blocking,
-                    reuses: false,
+                    reuse: Reuse::Nothing,
                     ..Cycle::new(iterations)
                 };
                 let lagged = Cycle { norms: Norms::Lagged, ..blocking.clone() };
-                let reusing = Cycle { reuses: true, ..lagged.clone() };
+                let reusing = Cycle { reuse: Reuse::Values, ..lagged.clone() };
                 let wanted = formula(u64::from(layers), ranks, factor, levels, &relaxations, u64::from(iterations));
                 for (pass, unit) in [(Pass::Forward, 1), (Pass::Adjoint, 2)] {
                     let total =
@@ -53,6 +53,11 @@ fn with_norms_that_block_a_plan_takes_what_the_formula_says() {
                     );
                     assert!(total(&lagged) <= total(&blocking));
                     assert!(total(&reusing) <= total(&lagged));
+                    // Also where evaluating for good takes longer.
+                    let each = LayerTimes { plain: 10, recorded: 15, input_vjp: 20, full_vjp: 35 };
+                    let dear = Costs { layers: vec![each; layers as usize], ..costs(layers) };
+                    let total = |cycle| simulate(&plan(layers, ranks as u32, &factors, pass, cycle), &dear).total;
+                    assert!(total(&reusing) <= total(&lagged), "{layers} {factor} {levels} {ranks} {pass:?}");
                 }
             }
         }
@@ -79,4 +84,26 @@ fn messages_take_their_way_and_what_needs_them_waits() {
     assert_eq!(timing.total, 2 + 1 + 120 + 2);
     let last = timing.ranks[1].last().unwrap();
     assert_eq!((last.begin, last.end), (124, 125));
+}
+
+#[test]
+fn on_two_ranks_it_pays_that_the_march_evaluates_for_good_and_on_many_it_does_not() {
+    let each = LayerTimes { plain: 100, recorded: 150, ..LayerTimes::default() };
+    let total = |ranks, reuse| {
+        let costs = Costs { layers: vec![each; 64], ..costs(64) };
+        simulate(&plan(64, ranks, &[4], Pass::Forward, &Cycle { reuse, ..Cycle::new(2) }), &costs).total
+    };
+    assert!(total(2, Reuse::All) < total(2, Reuse::Values) && total(2, Reuse::Values) < total(2, Reuse::Nothing));
+    assert!(total(16, Reuse::Values) < total(16, Reuse::All));
+}
+
+#[test]
+fn what_comes_out_is_waited_for_where_it_belongs() {
+    let rates = Rates { latency: 1000, ..Rates::default() };
+    let total = |counts: &[u32]| {
+        let grid = Grid::new(&[Layer::of(Kind::Increment); 4], &[]).unwrap();
+        let plan = mgrit(&grid, &Placement::of_counts(counts).unwrap(), Pass::Forward, &Cycle::new(1)).unwrap();
+        simulate(&plan, &Costs { rates, ..costs(4) }).total
+    };
+    assert_eq!([total(&[2, 2]), total(&[2, 2, 0]), total(&[0, 2, 2])], [1004, 2004, 2004]);
 }

@@ -22,7 +22,9 @@ pub fn mgrit(grid: &Grid, placement: &Placement, pass: Pass, cycle: &Cycle) -> R
         let text = format!("{} layers are placed, and the net has {}", placement.layers(), grid.layers());
         return Err(Error::invalid_argument(text));
     }
-    cycle.check()?;
+    if grid.levels().len() > 1 {
+        cycle.check()?;
+    }
     Ok(Solve::new(grid, placement, pass, cycle).plan(placement))
 }
 
@@ -37,6 +39,8 @@ struct Solve<'a> {
     iteration: u32,
     /// The iteration whose norm nobody has waited for.
     owed: Option<u32>,
+    /// Those that were posted.
+    norms: Vec<u32>,
 }
 
 impl<'a> Solve<'a> {
@@ -44,7 +48,16 @@ impl<'a> Solve<'a> {
         let line = Line::new(grid, placement, pass);
         let empty = || line.levels.iter().map(|level| vec![None; level.points.len()]).collect::<Vec<_>>();
         let (u, f) = (empty(), empty());
-        Self { cycle, line, builder: Builder::new(placement.ranks(), cycle.reuses), u, f, iteration: 0, owed: None }
+        Self {
+            cycle,
+            line,
+            builder: Builder::new(placement.ranks(), cycle.reuse),
+            u,
+            f,
+            iteration: 0,
+            owed: None,
+            norms: Vec::new(),
+        }
     }
 
     fn plan(mut self, placement: &Placement) -> Plan {
@@ -86,10 +99,12 @@ impl<'a> Solve<'a> {
             guesses,
             outputs,
             states,
+            norms: self.norms,
             intervals: self.line.levels.get(1).map_or(0, |level| level.end() as u32),
             layers: placement.layers(),
             micro_batches: 1,
-            finals: if self.cycle.has_final_sweep || coarsest == 0 { vec![pass] } else { Vec::new() },
+            passes: vec![pass],
+            is_final: self.cycle.has_final_sweep || coarsest == 0,
         };
         self.builder.finish(plan)
     }
@@ -274,6 +289,7 @@ impl<'a> Solve<'a> {
             Norms::Blocking => {}
         }
         self.on_all_ranks(Op::PostNorm { iteration });
+        self.norms.push(iteration);
         self.owed = Some(iteration);
         if self.cycle.norms == Norms::Blocking {
             self.await_norm();

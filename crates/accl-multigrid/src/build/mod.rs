@@ -11,6 +11,7 @@ use std::collections::{HashMap, HashSet};
 
 use accl_types::Rank;
 
+use crate::cycle::Reuse;
 use crate::grid::Kind;
 use crate::line::LineStep;
 use crate::plan::{Op, Pass, Phase, Plan, Value};
@@ -38,7 +39,7 @@ struct Builder {
     known: HashMap<Expression, Value>,
     /// Where the evaluation of a value stands.
     evals: HashMap<Value, (Rank, usize)>,
-    reuses: bool,
+    reuse: Reuse,
     /// Of what is evaluated next.
     micro_batch: u32,
     phase: Option<Phase>,
@@ -47,14 +48,14 @@ struct Builder {
 }
 
 impl Builder {
-    fn new(ranks: u32, reuses: bool) -> Self {
+    fn new(ranks: u32, reuse: Reuse) -> Self {
         Self {
             ranks: vec![Vec::new(); ranks as usize],
             values: Vec::new(),
             copies: HashSet::new(),
             known: HashMap::new(),
             evals: HashMap::new(),
-            reuses,
+            reuse,
             micro_batch: 0,
             phase: None,
             phases: vec![None; ranks as usize],
@@ -97,7 +98,7 @@ impl Builder {
         on: Rank,
         op: impl FnOnce(Value) -> Op,
     ) -> Value {
-        if self.reuses
+        if self.reuse != Reuse::Nothing
             && let Some(&value) = self.known.get(&expression)
         {
             return value;
@@ -115,7 +116,7 @@ impl Builder {
         dst
     }
 
-    /// Evaluates a layer. Where that was done before for less it is done for good there.
+    /// Evaluates a layer. Where that was done before for less it is done for good there, or a second time.
     fn eval(
         &mut self,
         pass: Pass,
@@ -135,11 +136,18 @@ impl Builder {
             dst,
             is_final,
         });
-        if is_final
-            && let Some(&(on, at)) = self.evals.get(&value)
-            && let Op::Eval { is_final, .. } = &mut self.ranks[on.index()][at]
-        {
-            *is_final = true;
+        if is_final && let Some(&(on, at)) = self.evals.get(&value) {
+            let Op::Eval { is_final, .. } = &mut self.ranks[on.index()][at] else {
+                unreachable!("an evaluation stands where it was put")
+            };
+            if !*is_final && self.reuse == Reuse::Values {
+                // Its result is that one's, bit for bit, and is not read.
+                let dst = self.value(point, on);
+                self.need(pass, src, on);
+                self.emit(on, Op::Eval { pass, layer, span, micro_batch, src, dst, is_final: true });
+            } else {
+                *is_final = true;
+            }
         }
         value
     }
@@ -179,20 +187,20 @@ impl Builder {
     fn finish(self, plan: Plan) -> Plan {
         let points = self.values.iter().map(|&(point, _)| point).collect();
         let mut plan = Plan { ranks: self.ranks, points, ..plan };
-        if self.reuses {
+        if self.reuse != Reuse::Nothing {
             leave_out_unread(&mut plan);
         }
         let kept: HashSet<(Rank, Value)> = plan.outputs.iter().chain(&plan.states).copied().collect();
         for (rank, list) in (0..).map(Rank).zip(&mut plan.ranks) {
             *list = freed(std::mem::take(list), |value| kept.contains(&(rank, value)));
-        }
-        // What comes from outside and is never read is given up as well.
-        for &(rank, value) in plan.inputs.iter().chain(&plan.guesses) {
-            let list = &mut plan.ranks[rank.index()];
-            let is_named = list.iter().any(|op| op.reads().any(|read| read == value) || *op == Op::Free { value });
-            if !is_named && !kept.contains(&(rank, value)) {
-                list.insert(0, Op::Free { value });
-            }
+            let mut read: HashSet<Value> = list.iter().flat_map(Op::reads).collect();
+            // What comes from outside and is never read is given up as well.
+            let given = plan.inputs.iter().chain(&plan.guesses).filter(|&&(on, _)| on == rank);
+            let unread: Vec<Op> = given
+                .filter(|&&key| !kept.contains(&key) && read.insert(key.1))
+                .map(|&(_, value)| Op::Free { value })
+                .collect();
+            list.splice(0..0, unread);
         }
         plan
     }
@@ -238,8 +246,8 @@ fn leave_out_unread(plan: &mut Plan) {
     }
 }
 
-/// The list with the end of every value that is not kept: after its last use; where it was sent, after the phase that follows, so that nobody waits
-/// for a message that is under way.
+/// The list with the end of every value that is not kept: after its last use; where it was sent, after the phase that follows, by which it has left as
+/// a rule. And with the end of what each layer has left for its adjoint.
 fn freed(list: Vec<Op>, is_kept: impl Fn(Value) -> bool) -> Vec<Op> {
     let mut last = HashMap::new();
     let mut sent = HashSet::new();
@@ -266,7 +274,17 @@ fn freed(list: Vec<Op>, is_kept: impl Fn(Value) -> bool) -> Vec<Op> {
         };
         ends[at].push(value);
     }
-    let freed =
-        |(op, ends): (Op, Vec<Value>)| std::iter::once(op).chain(ends.into_iter().map(|value| Op::Free { value }));
-    list.into_iter().zip(ends).flat_map(freed).collect()
+    let mut forgotten = HashMap::new();
+    for (at, op) in list.iter().enumerate() {
+        if let &Op::Eval { pass: Pass::Adjoint, layer, micro_batch, .. } = op {
+            forgotten.insert((layer, micro_batch), at);
+        }
+    }
+    let forgotten: HashMap<usize, Op> =
+        forgotten.into_iter().map(|((layer, micro_batch), at)| (at, Op::Forget { layer, micro_batch })).collect();
+    let freed = |(at, (op, ends)): (usize, (Op, Vec<Value>))| {
+        let forget = forgotten.get(&at).copied();
+        [op].into_iter().chain(forget).chain(ends.into_iter().map(|value| Op::Free { value }))
+    };
+    list.into_iter().zip(ends).enumerate().flat_map(freed).collect()
 }

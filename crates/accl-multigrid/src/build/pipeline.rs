@@ -3,11 +3,14 @@
 //! Owns the order in which ranks do micro-batches: of Huang et al., "GPipe" (2019), and of Narayanan et al., "PipeDream" (2019), as
 //! "one forward, one backward" with a flush. Read [`pipeline`] first.
 
+use std::ops::Range;
+
 use accl_types::{Error, Rank, Result};
 
 use super::Builder;
+use crate::cycle::Reuse;
 use crate::grid::Grid;
-use crate::line::{Line, exit};
+use crate::line::{Line, LineStep, exit};
 use crate::placement::Placement;
 use crate::plan::{Op, Pass, Phase, PhaseKind, Plan, Value};
 
@@ -51,6 +54,8 @@ struct Pipe<'a> {
     builder: Builder,
     /// The ranks that have layers.
     stages: Vec<Rank>,
+    /// The steps of each pass with the points that they lead to, forward first.
+    lines: [Vec<(LineStep, u32)>; 2],
     inputs: Vec<(Rank, Value)>,
     /// What came out of the last stage that did each micro-batch, by pass.
     forward: Vec<Option<Value>>,
@@ -79,7 +84,7 @@ impl<'a> Pipe<'a> {
     fn new(grid: &'a Grid, placement: &'a Placement, schedule: Schedule, micro_batches: u32) -> Self {
         let mut stages: Vec<_> = (0..placement.layers()).map(|layer| placement.owner(layer)).collect();
         stages.dedup();
-        let mut builder = Builder::new(placement.ranks(), true);
+        let mut builder = Builder::new(placement.ranks(), Reuse::All);
         let (point, on, pass) = match schedule {
             Schedule::Adjoint => (grid.layers(), exit(placement, Pass::Forward), Pass::Adjoint),
             _ => (0, Rank(0), Pass::Forward),
@@ -88,7 +93,12 @@ impl<'a> Pipe<'a> {
         let given: Vec<_> = inputs.iter().map(|&(_, value)| Some(value)).collect();
         let none = vec![None; micro_batches as usize];
         let (forward, adjoint) = if pass == Pass::Forward { (given, none) } else { (none, given) };
-        Self { grid, placement, schedule, micro_batches, builder, stages, inputs, forward, adjoint }
+        let lines = [Pass::Forward, Pass::Adjoint].map(|pass| {
+            let line = Line::new(grid, placement, pass);
+            let finest = line.finest();
+            finest.steps.iter().copied().zip(finest.points[1..].iter().copied()).collect()
+        });
+        Self { grid, placement, lines, schedule, micro_batches, builder, stages, inputs, forward, adjoint }
     }
 
     /// Does all tasks in the order in which they would begin, a backward task taking twice as long as a forward one: then each value
@@ -130,11 +140,10 @@ impl<'a> Pipe<'a> {
         let rank = self.stages[stage];
         self.builder.phase = Some(Phase { kind: PhaseKind::Chunk, level: 0, iteration: micro });
         self.builder.micro_batch = micro;
-        let line = Line::new(self.grid, self.placement, pass);
-        let finest = line.finest();
         let mut value = self.of(pass, micro);
-        for (position, step) in finest.steps.iter().enumerate().filter(|(_, step)| step.evaluator == rank) {
-            value = self.builder.step(pass, step, finest.points[position + 1], value, true);
+        let (steps, points) = (&self.lines[usize::from(pass == Pass::Adjoint)], self.ranges(pass, rank));
+        for (step, point) in &steps[points] {
+            value = self.builder.step(pass, step, *point, value, true);
         }
         match pass {
             Pass::Forward => self.forward[micro as usize] = Some(value),
@@ -165,6 +174,17 @@ impl<'a> Pipe<'a> {
         }
     }
 
+    /// Which steps of a pass a rank does: one after the other, since its layers are.
+    fn ranges(&self, pass: Pass, rank: Rank) -> Range<usize> {
+        let steps = &self.lines[usize::from(pass == Pass::Adjoint)];
+        let is_before = |step: &LineStep| match pass {
+            Pass::Forward => step.evaluator < rank,
+            Pass::Adjoint => step.evaluator > rank,
+        };
+        let begin = steps.partition_point(|(step, _)| is_before(step));
+        begin..begin + steps[begin..].partition_point(|(step, _)| step.evaluator == rank)
+    }
+
     fn of(&self, pass: Pass, micro: u32) -> Value {
         let values = if pass == Pass::Forward { &self.forward } else { &self.adjoint };
         let Some(value) = values[micro as usize] else { unreachable!("a task begins when its input is there") };
@@ -172,7 +192,7 @@ impl<'a> Pipe<'a> {
     }
 
     fn plan(self) -> Plan {
-        let (last, finals) = match self.schedule {
+        let (last, passes) = match self.schedule {
             Schedule::Forward => (Pass::Forward, vec![Pass::Forward]),
             Schedule::Adjoint => (Pass::Adjoint, vec![Pass::Adjoint]),
             Schedule::FillDrain | Schedule::OneForwardOneBackward => {
@@ -188,10 +208,12 @@ impl<'a> Pipe<'a> {
             guesses: Vec::new(),
             outputs,
             states: Vec::new(),
+            norms: Vec::new(),
             intervals: 0,
             layers: self.placement.layers(),
             micro_batches: self.micro_batches,
-            finals,
+            passes,
+            is_final: true,
         };
         self.builder.finish(plan)
     }

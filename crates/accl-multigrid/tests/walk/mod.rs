@@ -113,7 +113,7 @@ pub fn walk(plan: &Plan, net: &Net, inputs: &[f64], guesses: &[f64]) -> Solved {
                     Op::Free { value } => {
                         values.remove(&(me, value));
                     }
-                    Op::Phase(_) | Op::AwaitNorm { .. } => {}
+                    Op::Phase(_) | Op::AwaitNorm { .. } | Op::Forget { .. } => {}
                 }
                 at[rank] += 1;
             }
