@@ -1,6 +1,8 @@
 """`accl run`: which cores ranks get, what they see, and how all end when one does."""
 
+import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -373,6 +375,61 @@ def test_a_meeting_place_without_an_address_is_named_before_anything_runs(more, 
     name = more[1] if more else "loop.invalid"
     assert ended.returncode == 127 and time.monotonic() - start < 60
     assert f"{name}, where rank 0 is to be met, has no address here" in ended.stderr and "--master-addr" in ended.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def real_ssh(tmp_path):
+    """A command like ssh that reaches this host as `a` and `b`, through a server of its own."""
+    server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if server is None or shutil.which("ssh") is None:
+        pytest.skip("there is no sshd or no ssh on this machine (Debian's openssh-server and openssh-client)")
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+    (tmp_path / "sshd").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/host\nAuthorizedKeysFile {tmp_path}/user.pub\n"
+        "PermitRootLogin yes\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nPidFile none\n"
+    )
+    (tmp_path / "config").write_text(
+        f"Host a b\n  HostName 127.0.0.1\nHost *\n  Port {port}\n  IdentityFile {tmp_path}/user\n  IdentitiesOnly yes\n"
+        f"  UserKnownHostsFile {tmp_path}/known\n  StrictHostKeyChecking accept-new\n"
+    )
+    with contextlib.suppress(OSError):
+        os.makedirs("/run/sshd", exist_ok=True)
+    daemon = subprocess.Popen([server, "-D", "-f", tmp_path / "sshd", "-E", tmp_path / "log"])
+    command = f"ssh -F {tmp_path}/config"
+    try:
+        end = time.monotonic() + 30
+        while subprocess.run([*command.split(), "-o", "BatchMode=yes", "a", "true"], capture_output=True).returncode:
+            if daemon.poll() is not None or time.monotonic() > end:
+                pytest.skip(f"no sshd of our own can be reached here: {(tmp_path / 'log').read_text().strip()[-300:]}")
+            time.sleep(0.1)
+        yield command
+    finally:
+        daemon.terminate()
+        daemon.wait()
+
+
+def test_ranks_on_hosts_that_a_real_sshd_serves_sum(tmp_path, real_ssh):
+    code = (
+        "import torch, torch.distributed as dist, torch_accl\n"
+        "dist.init_process_group('accl')\n"
+        "tensor = torch.ones(3) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(tensor)\n"
+        "say(tensor.tolist())\n"
+        "dist.destroy_process_group()"
+    )
+    ended = run("--hosts", "a:2,b:1", "--ssh", real_ssh, script(tmp_path, code), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [f"[{rank}] [6.0, 6.0, 6.0]" for rank in range(3)]
+
+
+def test_a_key_that_a_real_sshd_does_not_know_is_named_and_asks_for_nothing(tmp_path, real_ssh):
+    (tmp_path / "config").write_text((tmp_path / "config").read_text().replace("/user\n", "/host\n"))
+    ended = run("--hosts", "a,b", "--ssh", real_ssh, script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
+    assert ended.returncode == 1 and "Permission denied" in ended.stderr, ended.stderr
     assert not (tmp_path / "ran").exists()
 
 
