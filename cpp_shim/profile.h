@@ -80,7 +80,7 @@ class AsyncEvent {
   // Of this thread's profile; `close` closes it, in this thread's name. It may be empty.
   explicit AsyncEvent(std::function<void()> close);
   ~AsyncEvent() { close(); }
-  AsyncEvent(AsyncEvent&&) = default;
+  AsyncEvent(AsyncEvent&&) = delete;
   AsyncEvent& operator=(AsyncEvent&& other) noexcept;
 
   // Has this done, in this thread's name, before the event is closed.

@@ -51,10 +51,7 @@ impl Compute {
 
     #[inline]
     fn timed(&self, work: impl FnOnce(&Self)) {
-        match self.watch() {
-            None => work(self),
-            Some(watch) => watch.time(|| work(self)),
-        }
+        timed(self.watch(), || work(self));
     }
 
     /// Makes tiles of a combination. What has `come` lies in its frame still, as it would from a byte of a region on; what is to `go`
@@ -73,11 +70,8 @@ impl Compute {
             go: op.code.as_ref().zip(go).map(|(code, bytes)| (home(&code.region, code.bytes_of(tiles.start)), bytes)),
         };
         let mut memory = TileMemory { buffers: &self.buffers, frames };
-        let mut make = || tiles.clone().for_each(|tile| coder.combine(&mut memory, op, tile as usize));
-        match &self.watch {
-            None => make(),
-            Some(watch) => watch.time(make),
-        }
+        let make = || tiles.clone().for_each(|tile| coder.combine(&mut memory, op, tile as usize));
+        timed(self.watch.as_deref(), make);
     }
 
     /// Looks at tiles that have come, and lie in their frame or where they belong.
@@ -89,19 +83,13 @@ impl Compute {
         let home = || self.buffers.address(&coded.region.at(coded.bytes_of(tiles.start)));
         let frames = InFrames { come: frame.map(|bytes| (home(), bytes)), go: None };
         let look = || coder.check(&TileMemory { buffers: &self.buffers, frames }, coded, tiles);
-        match &self.watch {
-            None => look(),
-            Some(watch) => watch.time(look),
-        }
+        timed(self.watch(), look)
     }
 
     /// Enters what was measured of an encoded call that is done.
     pub(crate) fn end(&mut self) {
         let Some(coder) = &mut self.coder else { return };
-        match &self.watch {
-            None => coder.end(&self.buffers),
-            Some(watch) => watch.time(|| coder.end(&self.buffers)),
-        }
+        timed(self.watch.as_deref(), || coder.end(&self.buffers));
     }
 
     /// As [`Compute::new`] with the addresses of the call's tensors; `false` where they do not suffice.
@@ -129,10 +117,7 @@ impl Compute {
     /// Writes staged outputs back. The last thing that touches the caller's memory.
     pub(crate) fn unpack(&mut self) {
         let buffers = &mut self.buffers;
-        match &self.watch {
-            None => buffers.unpack(),
-            Some(watch) => watch.time(|| buffers.unpack()),
-        }
+        timed(self.watch.as_deref(), || buffers.unpack());
     }
 
     /// Fills `payload` from a region, starting at its byte `at`.
@@ -260,6 +245,15 @@ impl Compute {
             }
             at += len;
         }
+    }
+}
+
+/// Does a piece of arithmetic, whose time is taken if there is a watch.
+#[inline]
+fn timed<T>(watch: Option<&Stopwatch>, work: impl FnOnce() -> T) -> T {
+    match watch {
+        None => work(),
+        Some(watch) => watch.time(work),
     }
 }
 
