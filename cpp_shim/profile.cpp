@@ -1,8 +1,6 @@
 // See profile.h.
 #include "profile.h"
 
-#include "interpreter.h"
-
 #include <algorithm>
 #include <numeric>
 #include <string_view>
@@ -10,6 +8,8 @@
 #include <unordered_map>
 
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+
+#include "interpreter.h"
 
 namespace accl {
 

@@ -117,9 +117,8 @@ fn check_names(plan: &Plan) -> Result<(), Violation> {
     if let Some(point) = plan.points.iter().find(|&&point| point > plan.layers) {
         return violation(format!("a value has the shape of point {point}, and the net ends at point {}", plan.layers));
     }
-    let is_pipeline =
-        !plan.inputs.is_empty() && plan.guesses.is_empty() && plan.norms.is_empty() && plan.micro_batches > 1;
-    if is_pipeline && [plan.inputs.len(), plan.outputs.len()] != [plan.micro_batches as usize; 2] {
+    let outputs = if plan.is_final { plan.micro_batches } else { 0 };
+    if [plan.inputs.len(), plan.outputs.len()] != [plan.micro_batches, outputs].map(|count| count as usize) {
         return violation(format!("{} micro-batches have other numbers of inputs or outputs", plan.micro_batches));
     }
     for (rank, list) in lists(plan) {

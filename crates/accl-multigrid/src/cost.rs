@@ -71,7 +71,7 @@ pub struct Timing {
 
 impl Costs {
     fn of(&self, plan: &Plan, op: &Op) -> u64 {
-        let kib = |value: Value, rate: u64| self.state[plan.points[value as usize] as usize].0 * rate / 1024;
+        let kib = |value, rate| self.bytes(plan, value) * rate / 1024;
         match *op {
             Op::Eval { pass, layer, is_final, .. } => {
                 let times = &self.layers[layer as usize];
@@ -97,8 +97,11 @@ impl Costs {
     }
 
     fn way(&self, plan: &Plan, value: Value) -> u64 {
-        let bytes = self.state[plan.points[value as usize] as usize].0;
-        self.rates.latency + bytes * self.rates.wire_per_kib / 1024
+        self.rates.latency + self.bytes(plan, value) * self.rates.wire_per_kib / 1024
+    }
+
+    fn bytes(&self, plan: &Plan, value: Value) -> u64 {
+        self.state[plan.points[value as usize] as usize].0
     }
 }
 

@@ -4,7 +4,7 @@
 
 use accl_types::Rank;
 
-use crate::grid::{Grid, Kind};
+use crate::grid::{Grid, Kind, Step};
 use crate::placement::Placement;
 use crate::plan::Pass;
 
@@ -47,26 +47,25 @@ pub(crate) struct Line {
 impl Line {
     pub(crate) fn new(grid: &Grid, placement: &Placement, pass: Pass) -> Self {
         let levels = grid.levels().iter().map(|level| {
-            let points: Vec<u32> = level.points.clone();
-            let count = points.len();
-            let finer_end = level.in_finer.last().copied().unwrap_or(0);
-            let step = |step: &crate::grid::Step| LineStep {
+            let step = |step: &Step| LineStep {
                 layer: step.layer,
                 span: step.span,
                 kind: step.kind,
                 evaluator: placement.owner(step.layer),
             };
             let mut steps: Vec<_> = level.steps.iter().map(step).collect();
-            let mut homes: Vec<_> = points.iter().map(|&point| home(placement, pass, point)).collect();
-            let mut line_points = points;
-            let mut in_finer: Vec<usize> = level.in_finer.iter().map(|&position| position as usize).collect();
+            let mut points = level.points.clone();
+            let mut in_finer: Vec<_> = level.in_finer.iter().map(|&position| position as usize).collect();
             if pass == Pass::Adjoint {
                 steps.reverse();
-                homes.reverse();
-                line_points.reverse();
-                in_finer = (0..count).rev().map(|index| (finer_end - level.in_finer[index]) as usize).collect();
+                points.reverse();
+                in_finer.reverse();
+                // Counted from the other end.
+                let end = in_finer[0];
+                in_finer.iter_mut().for_each(|position| *position = end - *position);
             }
-            LineLevel { steps, homes, points: line_points, in_finer }
+            let homes = points.iter().map(|&point| home(placement, pass, point)).collect();
+            LineLevel { steps, homes, points, in_finer }
         });
         Self { pass, levels: levels.collect() }
     }

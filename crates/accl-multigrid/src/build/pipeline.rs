@@ -54,12 +54,16 @@ struct Pipe<'a> {
     builder: Builder,
     /// The ranks that have layers.
     stages: Vec<Rank>,
-    /// The steps of each pass with the points that they lead to, forward first.
+    /// By pass: its steps with the points that they lead to.
     lines: [Vec<(LineStep, u32)>; 2],
     inputs: Vec<(Rank, Value)>,
-    /// What came out of the last stage that did each micro-batch, by pass.
-    forward: Vec<Option<Value>>,
-    adjoint: Vec<Option<Value>>,
+    /// By pass: what came out of the last stage that did each micro-batch.
+    came_out: [Vec<Option<Value>>; 2],
+}
+
+/// Where a pass has its place in what is there by pass.
+fn of(pass: Pass) -> usize {
+    usize::from(pass == Pass::Adjoint)
 }
 
 /// The order of a stage, of so many, the first being 0.
@@ -90,15 +94,14 @@ impl<'a> Pipe<'a> {
             _ => (0, Rank(0), Pass::Forward),
         };
         let inputs: Vec<_> = (0..micro_batches).map(|_| (on, builder.value(point, on))).collect();
-        let given: Vec<_> = inputs.iter().map(|&(_, value)| Some(value)).collect();
-        let none = vec![None; micro_batches as usize];
-        let (forward, adjoint) = if pass == Pass::Forward { (given, none) } else { (none, given) };
+        let mut came_out = [vec![None; inputs.len()], vec![None; inputs.len()]];
+        came_out[of(pass)] = inputs.iter().map(|&(_, value)| Some(value)).collect();
         let lines = [Pass::Forward, Pass::Adjoint].map(|pass| {
             let line = Line::new(grid, placement, pass);
             let finest = line.finest();
             finest.steps.iter().copied().zip(finest.points[1..].iter().copied()).collect()
         });
-        Self { grid, placement, lines, schedule, micro_batches, builder, stages, inputs, forward, adjoint }
+        Self { grid, placement, lines, schedule, micro_batches, builder, stages, inputs, came_out }
     }
 
     /// Does all tasks in the order in which they would begin, a backward task taking twice as long as a forward one: then each value
@@ -111,7 +114,6 @@ impl<'a> Pipe<'a> {
         let micro_batches = self.micro_batches as usize;
         // When each micro-batch left a stage.
         let mut left = [vec![vec![None; micro_batches]; count], vec![vec![None; micro_batches]; count]];
-        let of = |pass| usize::from(pass == Pass::Adjoint);
         loop {
             let ready = |stage: usize| -> Option<u64> {
                 let &(pass, micro) = orders[stage].get(next[stage])?;
@@ -140,15 +142,12 @@ impl<'a> Pipe<'a> {
         let rank = self.stages[stage];
         self.builder.phase = Some(Phase { kind: PhaseKind::Chunk, level: 0, iteration: micro });
         self.builder.micro_batch = micro;
-        let mut value = self.of(pass, micro);
-        let (steps, points) = (&self.lines[usize::from(pass == Pass::Adjoint)], self.ranges(pass, rank));
+        let mut value = self.came_out(pass, micro);
+        let (steps, points) = (&self.lines[of(pass)], self.ranges(pass, rank));
         for (step, point) in &steps[points] {
             value = self.builder.step(pass, step, *point, value, true);
         }
-        match pass {
-            Pass::Forward => self.forward[micro as usize] = Some(value),
-            Pass::Adjoint => self.adjoint[micro as usize] = Some(value),
-        }
+        self.came_out[of(pass)][micro as usize] = Some(value);
         let next = match pass {
             Pass::Forward => self.stages.get(stage + 1).copied(),
             Pass::Adjoint => stage.checked_sub(1).map(|before| self.stages[before]),
@@ -167,7 +166,7 @@ impl<'a> Pipe<'a> {
             self.builder.phase = Some(Phase { kind: PhaseKind::Loss, level: 0, iteration: micro });
             let dst = self.builder.value(self.grid.layers(), on);
             self.builder.emit(on, Op::Loss { micro_batch: micro, src: value, dst });
-            self.adjoint[micro as usize] = Some(dst);
+            self.came_out[of(Pass::Adjoint)][micro as usize] = Some(dst);
             if let Some(&last) = self.stages.last() {
                 self.builder.need(Pass::Adjoint, dst, last);
             }
@@ -176,7 +175,7 @@ impl<'a> Pipe<'a> {
 
     /// Which steps of a pass a rank does: one after the other, since its layers are.
     fn ranges(&self, pass: Pass, rank: Rank) -> Range<usize> {
-        let steps = &self.lines[usize::from(pass == Pass::Adjoint)];
+        let steps = &self.lines[of(pass)];
         let is_before = |step: &LineStep| match pass {
             Pass::Forward => step.evaluator < rank,
             Pass::Adjoint => step.evaluator > rank,
@@ -185,9 +184,10 @@ impl<'a> Pipe<'a> {
         begin..begin + steps[begin..].partition_point(|(step, _)| step.evaluator == rank)
     }
 
-    fn of(&self, pass: Pass, micro: u32) -> Value {
-        let values = if pass == Pass::Forward { &self.forward } else { &self.adjoint };
-        let Some(value) = values[micro as usize] else { unreachable!("a task begins when its input is there") };
+    fn came_out(&self, pass: Pass, micro: u32) -> Value {
+        let Some(value) = self.came_out[of(pass)][micro as usize] else {
+            unreachable!("a task begins when its input is there")
+        };
         value
     }
 
@@ -200,7 +200,7 @@ impl<'a> Pipe<'a> {
             }
         };
         let on = exit(self.placement, last);
-        let outputs = (0..self.micro_batches).map(|micro| (on, self.of(last, micro))).collect();
+        let outputs = (0..self.micro_batches).map(|micro| (on, self.came_out(last, micro))).collect();
         let plan = Plan {
             ranks: Vec::new(),
             points: Vec::new(),
