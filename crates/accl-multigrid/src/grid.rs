@@ -12,6 +12,8 @@ pub enum Kind {
     Increment,
     /// A step `f(x, dt)` of one.
     Timed,
+    /// A step `f(x)` of one, as a block with its own skip connection is: a coarse step goes as many times as far as it spans.
+    Residual,
     /// `f(x)`: no step of any equation; it may change the shape of the state.
     Plain,
 }

@@ -12,6 +12,7 @@ mod group;
 mod guard;
 mod info;
 mod log;
+mod multigrid;
 mod repeat;
 mod simulate;
 mod snapshot;
@@ -94,7 +95,8 @@ fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
     transports::add_functions(module)?;
     compression::add_functions(module)?;
     devices::add_functions(module)?;
-    simulate::add_functions(module)
+    simulate::add_functions(module)?;
+    multigrid::add_functions(module)
 }
 
 // The build backend looks for this sentence in the file, to know which torch a module is for without loading it.

@@ -158,8 +158,8 @@ impl Builder {
         match (kind, pass) {
             (Kind::Plain, _) => self.eval(pass, (layer, 1, on), point, src, is_final),
             (Kind::Timed, Pass::Forward) => self.eval(pass, (layer, span, on), point, src, is_final),
-            (Kind::Timed, Pass::Adjoint) => {
-                // It was recorded with the length of a fine step.
+            (Kind::Timed, Pass::Adjoint) | (Kind::Residual, _) => {
+                // It is recorded with the length of a fine step.
                 let stepped = self.eval(pass, (layer, 1, on), point, src, is_final);
                 if span == 1 {
                     return stepped;

@@ -34,10 +34,10 @@ impl Net {
     pub fn eval(&self, pass: Pass, layer: u32, span: u32, x: f64) -> f64 {
         match (pass, self.layers[layer as usize].kind) {
             (Pass::Forward, Kind::Increment) => self.f(layer, x),
-            (Pass::Forward, Kind::Timed) => x + f64::from(span) * self.dt * self.f(layer, x),
+            (Pass::Forward, Kind::Timed | Kind::Residual) => x + f64::from(span) * self.dt * self.f(layer, x),
             (Pass::Forward, Kind::Plain) => 0.9 * x + 0.1 * self.f(layer, x),
             (Pass::Adjoint, Kind::Increment) => self.slope(layer, self.states[layer as usize]) * x,
-            (Pass::Adjoint, Kind::Timed) => x + self.dt * self.slope(layer, self.states[layer as usize]) * x,
+            (Pass::Adjoint, Kind::Timed | Kind::Residual) => x + self.dt * self.slope(layer, self.states[layer as usize]) * x,
             (Pass::Adjoint, Kind::Plain) => (0.9 + 0.1 * self.slope(layer, self.states[layer as usize])) * x,
         }
     }
@@ -46,6 +46,7 @@ impl Net {
     fn step(&self, pass: Pass, layer: u32, span: u32, x: f64) -> f64 {
         match self.layers[layer as usize].kind {
             Kind::Increment => x + f64::from(span) * self.dt * self.eval(pass, layer, 1, x),
+            Kind::Residual => x + f64::from(span) * (self.eval(pass, layer, 1, x) - x),
             Kind::Timed if pass == Pass::Adjoint => x + f64::from(span) * (self.eval(pass, layer, 1, x) - x),
             Kind::Timed => self.eval(pass, layer, span, x),
             Kind::Plain => self.eval(pass, layer, 1, x),

@@ -1,0 +1,322 @@
+//! Plans of layer-parallel training as Python values.
+//!
+//! Owns the translation, both ways. What a plan is, and how it is made and checked, is `accl-multigrid`'s; who walks one is Python. Read
+//! [`LayerPlan`] first.
+
+use accl_multigrid::cost::{Costs, LayerTimes, Rates, simulate};
+use accl_multigrid::memory::Memory;
+use accl_multigrid::{
+    Cycle, Grid, Kind, Layer, Norms, Op, Pass, Phase, PhaseKind, Placement, Plan, Reuse, Schedule, Shape, Start, Value,
+    check, mgrit, pipeline,
+};
+use accl_types::{Bytes, Error, Rank};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+/// What a layer is, by its name, and whether it is apart.
+type LayerSpec = (String, bool);
+
+/// iterations, shape, relaxations, start, norms, `has_final_sweep`, reuse.
+type CycleSpec = (u32, String, Vec<u32>, String, String, bool, String);
+
+/// Picoseconds of a layer: plain, recorded, VJP of its input, VJP of everything.
+type LayerPs = (u64, u64, u64, u64);
+
+/// Picoseconds: adding up a KiB, a message, its latency, a KiB on its way, a norm.
+type RatesPs = (u64, u64, u64, u64, u64);
+
+/// What all ranks do in a solve, or in a pipeline: see the documentation of the crate `accl-multigrid`.
+#[pyclass(frozen, module = "torch_accl._native")]
+struct LayerPlan {
+    plan: Plan,
+}
+
+#[pymethods]
+impl LayerPlan {
+    /// A solve by multigrid; of one level a wave. `counts` has the number of layers of each rank.
+    #[staticmethod]
+    fn mgrit(
+        py: Python<'_>,
+        layers: Vec<LayerSpec>,
+        factors: Vec<u32>,
+        counts: Vec<u32>,
+        pass: &str,
+        cycle: CycleSpec,
+    ) -> PyResult<Self> {
+        let (layers, pass, cycle) = (layers_of(&layers)?, one_of("pass", pass, &PASSES)?, cycle_of(cycle)?);
+        py.detach(|| {
+            let grid = Grid::new(&layers, &factors)?;
+            checked(mgrit(&grid, &Placement::of_counts(&counts)?, pass, &cycle)?)
+        })
+        .map_err(refused)
+    }
+
+    /// A pipeline on the same placement.
+    #[staticmethod]
+    fn pipeline(
+        py: Python<'_>,
+        layers: Vec<LayerSpec>,
+        counts: Vec<u32>,
+        schedule: &str,
+        micro_batches: u32,
+    ) -> PyResult<Self> {
+        let (layers, schedule) = (layers_of(&layers)?, one_of("schedule", schedule, &SCHEDULES)?);
+        py.detach(|| {
+            let grid = Grid::new(&layers, &[])?;
+            checked(pipeline(&grid, &Placement::of_counts(&counts)?, schedule, micro_batches)?)
+        })
+        .map_err(refused)
+    }
+
+    /// The list of a rank, each operation a tuple that begins with its name.
+    fn ops<'py>(&self, py: Python<'py>, rank: usize) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        self.list(rank)?.iter().map(|op| tuple_of(py, op)).collect()
+    }
+
+    /// Number of operations of a rank, by their names.
+    fn counts<'py>(&self, py: Python<'py>, rank: usize) -> PyResult<Bound<'py, PyDict>> {
+        let counts = PyDict::new(py);
+        for op in self.list(rank)? {
+            let name = name_of(op);
+            let before = counts.get_item(name)?.map_or(Ok(0), |count| count.extract::<u64>())?;
+            counts.set_item(name, before + 1)?;
+        }
+        Ok(counts)
+    }
+
+    /// The point that each value is a state of.
+    #[getter]
+    fn points(&self) -> Vec<u32> {
+        self.plan.points.clone()
+    }
+
+    /// The values that come from outside, with the ranks that have them.
+    #[getter]
+    fn inputs(&self) -> Vec<(u32, Value)> {
+        plain(&self.plan.inputs)
+    }
+
+    /// Those that a guess gives, by C-points.
+    #[getter]
+    fn guesses(&self) -> Vec<(u32, Value)> {
+        plain(&self.plan.guesses)
+    }
+
+    /// What comes out.
+    #[getter]
+    fn outputs(&self) -> Vec<(u32, Value)> {
+        plain(&self.plan.outputs)
+    }
+
+    /// What C-points have at the end where there is no final sweep.
+    #[getter]
+    fn states(&self) -> Vec<(u32, Value)> {
+        plain(&self.plan.states)
+    }
+
+    /// The iterations that have a norm.
+    #[getter]
+    fn norms(&self) -> Vec<u32> {
+        self.plan.norms.clone()
+    }
+
+    /// Number of intervals, whose squares make a norm.
+    #[getter]
+    fn intervals(&self) -> u32 {
+        self.plan.intervals
+    }
+
+    /// Bytes at a time: most of values, and most of what evaluations for good leave. `state` has the bytes of a value at each point, `graph` those
+    /// that each layer leaves.
+    fn memory(&self, rank: usize, state: Vec<u64>, graph: Vec<u64>) -> PyResult<(u64, u64)> {
+        self.list(rank)?;
+        self.sizes("state", &state, 1)?;
+        self.sizes("graph", &graph, 0)?;
+        let bytes = |sizes: Vec<u64>| sizes.into_iter().map(Bytes).collect::<Vec<_>>();
+        let memory = Memory::of(&self.plan, Rank(rank as u32), &bytes(state), &bytes(graph));
+        Ok((memory.peak.0, memory.graphs.0))
+    }
+
+    /// When each rank does what, by (operation, begin, end), and the time of all, in picoseconds.
+    #[allow(clippy::type_complexity, reason = "it is what Python is given")]
+    fn simulate(
+        &self,
+        py: Python<'_>,
+        layers: Vec<LayerPs>,
+        state: Vec<u64>,
+        rates: RatesPs,
+    ) -> PyResult<(u64, Vec<Vec<(usize, u64, u64)>>)> {
+        self.sizes("state", &state, 1)?;
+        self.sizes("layers", &layers, 0)?;
+        let times = |(plain, recorded, input_vjp, full_vjp)| LayerTimes { plain, recorded, input_vjp, full_vjp };
+        let (add_per_kib, message, latency, wire_per_kib, norm) = rates;
+        let costs = Costs {
+            layers: layers.into_iter().map(times).collect(),
+            state: state.into_iter().map(Bytes).collect(),
+            rates: Rates { add_per_kib, message, latency, wire_per_kib, norm },
+        };
+        let timing = py.detach(|| simulate(&self.plan, &costs));
+        let rank = |rank: Vec<accl_multigrid::cost::Activity>| {
+            rank.into_iter().map(|activity| (activity.op, activity.begin, activity.end)).collect()
+        };
+        Ok((timing.total, timing.ranks.into_iter().map(rank).collect()))
+    }
+}
+
+impl LayerPlan {
+    fn list(&self, rank: usize) -> PyResult<&[Op]> {
+        self.plan.ranks.get(rank).map(Vec::as_slice).ok_or_else(|| {
+            refused(Error::invalid_argument(format!("rank {rank} of a plan for {} ranks", self.plan.ranks.len())))
+        })
+    }
+
+    fn sizes<T>(&self, name: &str, given: &[T], more: u32) -> PyResult<()> {
+        let wanted = (self.plan.layers + more) as usize;
+        if given.len() == wanted {
+            return Ok(());
+        }
+        Err(refused(Error::invalid_argument(format!("{name} has {} numbers, and the plan needs {wanted}", given.len()))))
+    }
+}
+
+/// Number of layers of each rank: `even`, or `aligned` to the points of coarse levels.
+#[pyfunction]
+fn layer_placement(layers: Vec<LayerSpec>, factors: Vec<u32>, ranks: u32, how: &str) -> PyResult<Vec<u32>> {
+    let layers = layers_of(&layers)?;
+    let placement = match how {
+        "even" => Placement::even(layers.len() as u32, ranks),
+        "aligned" => Grid::new(&layers, &factors).and_then(|grid| Placement::aligned(&grid, ranks)),
+        _ => return Err(unknown("placement", how, "even, aligned")),
+    };
+    let placement = placement.map_err(refused)?;
+    let mut counts = vec![0; ranks as usize];
+    (0..placement.layers()).for_each(|layer| counts[placement.owner(layer).index()] += 1);
+    Ok(counts)
+}
+
+/// The points of each level, the finest first.
+#[pyfunction]
+fn layer_levels(layers: Vec<LayerSpec>, factors: Vec<u32>) -> PyResult<Vec<Vec<u32>>> {
+    let grid = Grid::new(&layers_of(&layers)?, &factors).map_err(refused)?;
+    Ok(grid.levels().iter().map(|level| level.points.clone()).collect())
+}
+
+// ---- what names mean
+
+const KINDS: [(&str, Kind); 4] =
+    [("ode", Kind::Increment), ("timed", Kind::Timed), ("residual", Kind::Residual), ("plain", Kind::Plain)];
+const PASSES: [(&str, Pass); 2] = [("forward", Pass::Forward), ("adjoint", Pass::Adjoint)];
+const SHAPES: [(&str, Shape); 2] = [("V", Shape::V), ("F", Shape::F)];
+const STARTS: [(&str, Start); 3] =
+    [("coarsest", Start::Coarsest), ("full", Start::FullMultigrid), ("guess", Start::Guess)];
+const NORMS: [(&str, Norms); 3] = [("none", Norms::None), ("blocking", Norms::Blocking), ("lagged", Norms::Lagged)];
+const REUSES: [(&str, Reuse); 3] = [("nothing", Reuse::Nothing), ("values", Reuse::Values), ("all", Reuse::All)];
+const SCHEDULES: [(&str, Schedule); 4] = [
+    ("forward", Schedule::Forward),
+    ("adjoint", Schedule::Adjoint),
+    ("gpipe", Schedule::FillDrain),
+    ("1f1b", Schedule::OneForwardOneBackward),
+];
+const PHASES: [(&str, PhaseKind); 7] = [
+    ("F-relaxation", PhaseKind::FRelax),
+    ("C-relaxation", PhaseKind::CRelax),
+    ("restriction", PhaseKind::Restrict),
+    ("coarse march", PhaseKind::March),
+    ("final sweep", PhaseKind::Final),
+    ("chunk", PhaseKind::Chunk),
+    ("loss", PhaseKind::Loss),
+];
+
+fn one_of<T: Copy>(what: &str, name: &str, known: &[(&str, T)]) -> PyResult<T> {
+    let found = known.iter().find(|&&(known, _)| known == name).map(|&(_, value)| value);
+    found.ok_or_else(|| unknown(what, name, &known.iter().map(|&(name, _)| name).collect::<Vec<_>>().join(", ")))
+}
+
+fn unknown(what: &str, name: &str, known: &str) -> PyErr {
+    refused(Error::invalid_argument(format!("`{name}` is no {what}; give one of {known}")))
+}
+
+fn layers_of(layers: &[LayerSpec]) -> PyResult<Vec<Layer>> {
+    layers.iter().map(|(kind, is_apart)| Ok(Layer { kind: one_of("layer", kind, &KINDS)?, is_apart: *is_apart })).collect()
+}
+
+fn cycle_of((iterations, shape, relaxations, start, norms, has_final_sweep, reuse): CycleSpec) -> PyResult<Cycle> {
+    Ok(Cycle {
+        iterations,
+        shape: one_of("shape", &shape, &SHAPES)?,
+        relaxations,
+        start: one_of("start", &start, &STARTS)?,
+        norms: one_of("way of norms", &norms, &NORMS)?,
+        has_final_sweep,
+        reuse: one_of("reuse", &reuse, &REUSES)?,
+    })
+}
+
+/// A plan that the checker takes. It takes all that builders make; if ever not, nobody walks it.
+fn checked(plan: Plan) -> accl_types::Result<LayerPlan> {
+    check::check(&plan).map_err(|wrong| Error::internal(format!("a plan that its checker refuses: {wrong}")))?;
+    Ok(LayerPlan { plan })
+}
+
+// ---- operations
+
+fn name_of(op: &Op) -> &'static str {
+    match op {
+        Op::Phase(_) => "phase",
+        Op::Eval { .. } => "eval",
+        Op::Advance { .. } => "advance",
+        Op::Stretch { .. } => "stretch",
+        Op::Add { .. } => "add",
+        Op::Subtract { .. } => "subtract",
+        Op::SquareNorm { .. } => "square_norm",
+        Op::PostNorm { .. } => "post_norm",
+        Op::AwaitNorm { .. } => "await_norm",
+        Op::Loss { .. } => "loss",
+        Op::Send { .. } => "send",
+        Op::Recv { .. } => "recv",
+        Op::Free { .. } => "free",
+        Op::Forget { .. } => "forget",
+    }
+}
+
+fn tuple_of<'py>(py: Python<'py>, op: &Op) -> PyResult<Bound<'py, PyTuple>> {
+    let name = name_of(op);
+    match *op {
+        Op::Phase(Phase { kind, level, iteration }) => {
+            let known = PHASES.iter().find(|&&(_, known)| known == kind).map_or("", |&(name, _)| name);
+            (name, known, level, iteration).into_pyobject(py)
+        }
+        Op::Eval { pass, layer, span, micro_batch, src, dst, is_final } => {
+            (name, pass_of(pass), layer, span, micro_batch, src, dst, is_final).into_pyobject(py)
+        }
+        Op::Advance { span, src, increment, dst } => (name, span, src, increment, dst).into_pyobject(py),
+        Op::Stretch { span, src, stepped, dst } => (name, span, src, stepped, dst).into_pyobject(py),
+        Op::Add { a, b, dst } | Op::Subtract { a, b, dst } => (name, a, b, dst).into_pyobject(py),
+        Op::SquareNorm { interval, a, b } => (name, interval, a, b).into_pyobject(py),
+        Op::PostNorm { iteration } | Op::AwaitNorm { iteration } => (name, iteration).into_pyobject(py),
+        Op::Loss { micro_batch, src, dst } => (name, micro_batch, src, dst).into_pyobject(py),
+        Op::Send { pass, to, value } => (name, pass_of(pass), to.0, value).into_pyobject(py),
+        Op::Recv { pass, from, value } => (name, pass_of(pass), from.0, value).into_pyobject(py),
+        Op::Free { value } => (name, value).into_pyobject(py),
+        Op::Forget { layer, micro_batch } => (name, layer, micro_batch).into_pyobject(py),
+    }
+}
+
+fn pass_of(pass: Pass) -> &'static str {
+    PASSES.iter().find(|&&(_, known)| known == pass).map_or("", |&(name, _)| name)
+}
+
+fn plain(values: &[(Rank, Value)]) -> Vec<(u32, Value)> {
+    values.iter().map(|&(rank, value)| (rank.0, value)).collect()
+}
+
+fn refused(error: Error) -> PyErr {
+    pyo3::exceptions::PyValueError::new_err(error.to_string())
+}
+
+/// Adds this file's functions to the module.
+pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<LayerPlan>()?;
+    module.add_function(wrap_pyfunction!(layer_placement, module)?)?;
+    module.add_function(wrap_pyfunction!(layer_levels, module)?)
+}

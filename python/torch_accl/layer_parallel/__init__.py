@@ -1,0 +1,28 @@
+"""Layer-parallel training: a deep net whose layers lie on several ranks, all of which work on one batch at once.
+
+    net = LayerParallel([ode(lambda i: Block()) for i in range(64)], group=None, fwd=Cycle(factor=8), bwd=Cycle(factor=8, iterations=1))
+    loss = net.step(x, target, loss_fn)
+
+The layers are steps of a differential equation, `x + dt * f(x)`, and the net is solved by multigrid over layers (MGRIT; Guenther et al., "Layer-parallel
+training of deep residual neural networks", 2020), to as many iterations as are asked for; or exactly, as a wave or a pipeline over the
+same ranks. It needs a process group with `isend` and `irecv`, and none on one rank.
+"""
+
+from ._blocks import Block, ode, plain, residual, timed
+from ._cycle import Cycle
+from ._failures import LayerParallelError
+from ._model import LayerParallel, step
+from ._solve import Norms
+
+__all__ = [
+    "Block",
+    "Cycle",
+    "LayerParallel",
+    "LayerParallelError",
+    "Norms",
+    "ode",
+    "plain",
+    "residual",
+    "step",
+    "timed",
+]

@@ -1,0 +1,85 @@
+"""What a layer of a layer-parallel net is to the solver.
+
+Owns the four kinds, and that a layer is built from a seed of its own. How a layer is evaluated is in `_net.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+Kind = Literal["ode", "timed", "residual", "plain"]
+Builder = Callable[[int], nn.Module]
+
+_WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer: what it computes, and how a coarse step is made of it."""
+
+    module: nn.Module | Builder
+    kind: Kind = "plain"
+    is_apart: bool = False
+
+    def apart(self) -> Block:
+        """The same, as an interval of its own on every level: never part of a coarse step."""
+        return replace(self, is_apart=True)
+
+
+def ode(f: nn.Module | Builder) -> Block:
+    """A step `x + dt * f(x)`; a coarse step takes a longer dt. `f`: a module, or a function of the layer's number that builds it."""
+    return Block(f, "ode")
+
+
+def timed(f: nn.Module | Builder) -> Block:
+    """A step `f(x, dt)`, which takes the length of the step, a float, itself."""
+    return Block(f, "timed")
+
+
+def residual(block: nn.Module | Builder) -> Block:
+    """A step `block(x)` that holds its own skip connection, as transformer blocks do. A coarse step over n layers is `x + n * (block(x) - x)`."""
+    return Block(block, "residual")
+
+
+def plain(layer: nn.Module | Builder) -> Block:
+    """A layer `layer(x)` that is no step: a head, a tail, or one that changes shapes. So is a module that stands in the list by itself."""
+    return Block(layer, "plain")
+
+
+def mixed(*numbers: int) -> int:
+    """64 bits of several whole numbers (splitmix64, Steele, Lea and Flood 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ (number & _WORD)) + 0x9E3779B97F4A7C15 & _WORD
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _WORD
+        state ^= state >> 31
+    return state
+
+
+def built(block: Block, number: int, seed: int) -> nn.Module:
+    """The module of a block; what builds one does so with random numbers that depend on the seed and its number alone."""
+    if isinstance(block.module, nn.Module):
+        return block.module
+    with seeded(mixed(seed, number)):
+        module = block.module(number)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"layer {number}: what was to build it returned {type(module).__name__}; return a torch.nn.Module")
+    return module
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """torch's random numbers of the CPU come from this seed meanwhile, and go on afterwards as if nothing had been."""
+    before = torch.random.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(before)

@@ -1,0 +1,84 @@
+"""How a net is solved, as a user says it.
+
+Owns the settings of one pass. What they mean for a plan is the matter of the crate `accl-multigrid`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Reuse = Literal["auto", "nothing", "values", "all"]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A solve by multigrid over layers (MGRIT).
+
+    levels: how many, the finest among them; one is a wave, which is exact.
+    factor: how many steps of a level are one of the next: a number, or one for each level but the coarsest.
+    iterations: the start and all cycles together.
+    relax: `"F"`, `"FCF"`, or how often C-points are relaxed besides: one for all levels, or one for each from the finest, the last for the rest.
+    shape: `"V"` or `"F"`.
+    start: `"coarsest"` begins with the solution of the coarsest level, `"full"` improves that on every level.
+    norms: `"lagged"`: residuals are known one iteration later, and nobody waits; `"blocking"`; `"none"`.
+    reuse: what is not computed a second time. It changes no bit; `"auto"` takes what is fastest for the number of ranks.
+    """
+
+    levels: int = 2
+    factor: int | Sequence[int] = 4
+    iterations: int = 2
+    relax: str | int | Sequence[str | int] = "F"
+    shape: Literal["V", "F"] = "V"
+    start: Literal["coarsest", "full"] = "coarsest"
+    norms: Literal["lagged", "blocking", "none"] = "lagged"
+    reuse: Reuse = "auto"
+
+    def __post_init__(self) -> None:
+        if self.levels < 1:
+            raise ValueError(f"Cycle(levels={self.levels}): give 1 or more")
+        if self.iterations < 1:
+            raise ValueError(f"Cycle(iterations={self.iterations}): the first one makes the start, so give 1 or more")
+        self.factors()
+        self.relaxations()
+        choices = {
+            "shape": ("V", "F"),
+            "start": ("coarsest", "full"),
+            "norms": ("lagged", "blocking", "none"),
+            "reuse": ("auto", "nothing", "values", "all"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"Cycle({name}={getattr(self, name)!r}): give one of {', '.join(known)}")
+
+    def factors(self) -> list[int]:
+        """One for each level but the coarsest."""
+        factors = [self.factor] * (self.levels - 1) if isinstance(self.factor, int) else list(self.factor)
+        if len(factors) != self.levels - 1:
+            raise ValueError(f"Cycle(levels={self.levels}, factor={factors}): give {self.levels - 1} factors, or one number for all")
+        for factor in factors:
+            if factor < 2:
+                raise ValueError(f"Cycle(factor={self.factor}): a coarsening factor is 2 or more")
+        return factors
+
+    def relaxations(self) -> list[int]:
+        """How often C-points are relaxed, from the finest level."""
+        each = [self.relax] if isinstance(self.relax, str | int) else list(self.relax)
+        return [self._relaxations_of(relax) for relax in each]
+
+    def _relaxations_of(self, relax: str | int) -> int:
+        if isinstance(relax, str):
+            # F, FCF, FCFCF and so on.
+            if relax == "F" + "CF" * (len(relax) // 2):
+                return len(relax) // 2
+        elif relax >= 0:
+            return relax
+        raise ValueError(f"Cycle(relax={self.relax!r}): give F, FCF, or a number from 0")
+
+    def reuse_for(self, ranks: int, *, is_adjoint: bool) -> str:
+        """A march that evaluates for good lets the other ranks wait longer, and saves them a share of the last sweep."""
+        if self.reuse != "auto":
+            return self.reuse
+        # Recording costs little beside evaluating, and the gradients of parameters about as much as those of the input.
+        return "all" if ranks <= (1 if is_adjoint else 8) else "values"

@@ -1,0 +1,207 @@
+"""Evaluating layers: for now, for good, and the other way.
+
+Owns what surrounds a call of a layer: its random numbers, its buffers, the graph of an evaluation for good, and the gradients that come of it.
+Which layer is evaluated at what, and when, is in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from ._blocks import mixed
+from ._tree import Form, Leaf, form_of, ordered
+
+States = list[Tensor]
+
+
+@dataclass
+class Record:
+    """What evaluating a layer for good has left for its adjoint."""
+
+    inputs: States
+    outputs: States
+    parameters: list[Tensor]
+    slots: list[int]
+
+
+class Layers:
+    """The layers of one rank."""
+
+    def __init__(self, modules: dict[int, nn.Module], kinds: Sequence[str], dt: float, seed: int) -> None:
+        self.modules = modules
+        self.kinds = kinds
+        self.dt = dt
+        self.seed = seed
+
+    def parameters(self) -> tuple[list[Tensor], dict[int, list[tuple[str, int]]]]:
+        """Those that want a gradient, each once, and for each layer the names and places of its own."""
+        places: dict[int, int] = {}
+        found: list[Tensor] = []
+        of_layer: dict[int, list[tuple[str, int]]] = {}
+        for layer, module in self.modules.items():
+            mine = of_layer[layer] = []
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    if id(parameter) not in places:
+                        places[id(parameter)] = len(found)
+                        found.append(parameter)
+                    mine.append((name, places[id(parameter)]))
+        return found, of_layer
+
+
+class Evaluation:
+    """What one batch does with the layers of a rank."""
+
+    def __init__(self, layers: Layers, key: tuple[int, ...], *, is_recorded: bool) -> None:
+        self.layers = layers
+        self.is_recorded = is_recorded
+        self.parameters, self._of_layer = layers.parameters()
+        self.gradients: list[Tensor | None] = [None] * len(self.parameters)
+        self.tape: dict[tuple[int, int], Record] = {}
+        self._key = mixed(layers.seed, *key)
+        self._buffered: dict[int, bool] = {}
+
+    # ---- forward
+
+    def for_now(self, layer: int, span: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
+        """What a layer returns; it leaves no trace."""
+        module = self.layers.modules[layer]
+        with torch.no_grad(), self._random(layer, micro_batch, states):
+            arguments = self._arguments(layer, span, form, states, constants)
+            if module.training and self._has_buffers(layer):
+                copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+                return functional_call(module, copies, arguments)
+            return module(*arguments)
+
+    def for_good(self, layer: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
+        """What a layer returns, with the graph that its adjoint needs if there will be one."""
+        module = self.layers.modules[layer]
+        with self._random(layer, micro_batch, states):
+            if not self.is_recorded:
+                with torch.no_grad():
+                    return module(*self._arguments(layer, 1, form, states, constants))
+            inputs = [state.detach().requires_grad_() for state in states]
+            own = self._of_layer[layer]
+            parameters = [self.parameters[slot] for _, slot in own]
+            with torch.enable_grad():
+                arguments = self._arguments(layer, 1, form, inputs, constants)
+                # A hook of a parameter is for the gradient that it gets in the end, and for no part of it.
+                if any(parameter._backward_hooks for parameter in parameters):
+                    parameters = [parameter.detach().requires_grad_() for parameter in parameters]
+                    returned = functional_call(module, {name: alias for (name, _), alias in zip(own, parameters)}, arguments)
+                else:
+                    returned = module(*arguments)
+            self.tape[layer, micro_batch] = Record(inputs, [], parameters, [slot for _, slot in own])
+            return returned
+
+    def keep(self, layer: int, micro_batch: int, outputs: States) -> States:
+        """Takes over what was returned for good, once it is known to be in order; gives it without the graph."""
+        record = self.tape.get((layer, micro_batch))
+        if record is None:
+            return outputs
+        record.outputs = outputs
+        return [output.detach() for output in outputs]
+
+    def _arguments(self, layer: int, span: int, form: Form, states: States, constants: States) -> tuple[Any, ...]:
+        given = [ordered(state.to(leaf.dtype), leaf) for state, leaf in zip(states, form.states)]
+        state = form.joined(given, constants)
+        return (state, span * self.layers.dt) if self.layers.kinds[layer] == "timed" else (state,)
+
+    def _has_buffers(self, layer: int) -> bool:
+        if layer not in self._buffered:
+            self._buffered[layer] = next(self.layers.modules[layer].buffers(), None) is not None
+        return self._buffered[layer]
+
+    @contextmanager
+    def _random(self, layer: int, micro_batch: int, states: States) -> Iterator[None]:
+        # The generator of the CPU is put back when the solve is over.
+        seed = mixed(self._key, layer, micro_batch)
+        torch.default_generator.manual_seed(seed)
+        if states and states[0].is_cuda:
+            torch.cuda.manual_seed(seed)
+        yield
+
+    # ---- the other way
+
+    def pulled_back(self, layer: int, micro_batch: int, cotangents: States, *, is_final: bool) -> States:
+        """The vector-Jacobian product of a layer; for good, its parameters get their gradients."""
+        record = self.tape[layer, micro_batch]
+        wanted = record.inputs + record.parameters if is_final else record.inputs
+        outputs, given = [], []
+        for output, cotangent in zip(record.outputs, cotangents):
+            if output.requires_grad:
+                outputs.append(output)
+                given.append(cotangent.to(output.dtype))
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if outputs and wanted:
+            found = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
+        if is_final:
+            self._add(layer, record.slots, found[len(record.inputs) :])
+        states = zip(record.inputs, found)
+        return [torch.zeros_like(state) if gradient is None else gradient for state, gradient in states]
+
+    def _add(self, layer: int, slots: Sequence[int], found: Sequence[Tensor | None]) -> None:
+        # The plan goes from the increment to the state by a product that the layer does not know of.
+        scale = self.layers.dt if self.layers.kinds[layer] == "ode" else 1.0
+        for slot, gradient in zip(slots, found):
+            if gradient is None:
+                continue
+            if scale != 1.0:
+                gradient = gradient * scale
+            before = self.gradients[slot]
+            self.gradients[slot] = gradient if before is None else before + gradient
+
+    def forget(self, layer: int, micro_batch: int) -> None:
+        """Lets the graph of a layer go."""
+        self.tape.pop((layer, micro_batch), None)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """What was drawn meanwhile leaves no trace in torch's random numbers."""
+    before = torch.random.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(before)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+def states_of(returned: Any, form: Form, layer: int, name: str, *, may_be_states: bool) -> tuple[States, States]:
+    """The states and constants of what a layer has returned, which must look like `form`."""
+    who = f"layer {layer} ({name})"
+    leaves, tree = pytree.tree_flatten(returned)
+    wanted: Sequence[Leaf] = form.leaves
+    # An increment of (state, mask) may be that of the state alone.
+    if may_be_states and len(leaves) != len(wanted) and len(leaves) == len(form.states):
+        wanted = form.states
+    elif tree != form.tree:
+        raise TypeError(f"{who} returned another structure than planned: {tree}, and it is to be {form.tree}")
+    states, constants = [], []
+    for leaf, like in zip(leaves, wanted):
+        if not like.is_state:
+            constants.append(leaf)
+            continue
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{who} returned {type(leaf).__name__}, where a tensor {like} was planned")
+        if leaf.shape != like.shape:
+            raise ValueError(f"{who} returned the shape {list(leaf.shape)}, and {list(like.shape)} was planned")
+        if leaf.dtype != like.dtype and torch.promote_types(leaf.dtype, like.dtype) != like.dtype:
+            raise TypeError(f"{who} returned {leaf.dtype}, and {like.dtype} was planned")
+        states.append(leaf)
+    return states, constants
+
+
+def form_returned(returned: Any, layer: int, name: str) -> Form:
+    """The form of what a plain layer has returned."""
+    return form_of(returned, f"what layer {layer} ({name}) returned")[0]

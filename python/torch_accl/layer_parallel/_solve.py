@@ -1,0 +1,274 @@
+"""One batch through the net, on all ranks together.
+
+Owns how a solve opens and ends: what must be the same on all ranks is compared, the forms of all states are agreed on, and what went wrong
+on one rank is raised on all. Between the two everybody walks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ._failures import LayerParallelError, described, sentence
+from ._net import Evaluation, Layers, States, form_returned, undisturbed
+from ._plans import Plans, Program
+from ._tree import Form, digest, form_of, ordered, packed, zeros
+from ._walk import Batch, Walk
+from ._wire import Wire
+
+# Forms of so many kinds of input are remembered.
+_REMEMBERED = 256
+_LEAST = -(1 << 63)
+
+# The loss of an output, of a micro-batch of so many: its share of the batch's.
+Loss = Callable[[Any, int, int], Tensor]
+
+
+@dataclass
+class Norms:
+    """Residual norms of the last solve, by iteration: how far the states of C-points are from those that their layers give."""
+
+    forward: dict[int, float] = field(default_factory=dict)
+    backward: dict[int, float] = field(default_factory=dict)
+
+
+class Solver:
+    """What a rank has for all batches."""
+
+    def __init__(self, wire: Wire, plans: Plans, layers: Layers, names: Sequence[str]) -> None:
+        self.wire = wire
+        self.plans = plans
+        self.layers = layers
+        self.names = names
+        self.number = 0
+        self._forms: dict[int, list[Form]] = {}
+
+    @contextmanager
+    def batch(
+        self, x: Any, settings: str, wrong: BaseException | None, *, micro_batches: int = 1, is_recorded: bool
+    ) -> Iterator[Solve]:
+        """A solve, from its header to the status that ends it. `x` counts on the first rank; `wrong` is what this rank cannot begin with."""
+        with undisturbed():
+            solve = self._open(x, settings, wrong, micro_batches, is_recorded=is_recorded)
+            yield solve
+            self.close(solve)
+
+    def close(self, solve: Solve) -> None:
+        """Ends a solve, or a part of one: the loss is known on all ranks, and so is what went wrong on any."""
+        batch = solve.batch
+        loss = torch.tensor(solve.loss, dtype=torch.float64).view(torch.int64)
+        status = torch.stack([torch.tensor(int(batch.cause is not None)), loss]).to(self.wire.device)
+        if (work := self.wire.add_up(status)) is not None:
+            work.wait()
+        status = status.cpu()
+        if status[0]:
+            raise LayerParallelError(sentence(self.wire.gathered(batch.cause))) from batch.error
+        solve.loss = float(status[1].view(torch.float64))
+
+    def _open(
+        self, x: Any, settings: str, wrong: BaseException | None, micro_batches: int, *, is_recorded: bool
+    ) -> Solve:
+        wire, form = self.wire, None
+        lots: list[tuple[States, States]] = []
+        mine = digest(settings.encode())
+        header = [mine, -mine, int(wrong is not None), _LEAST, _LEAST]
+        if wire.rank == 0 and wrong is None:
+            try:
+                form, lots = split(x, micro_batches)
+                header[3] = digest(packed((form, _autocast())))
+            except Exception as error:
+                wrong, header[2] = error, 1
+        if wire.rank == 0:
+            header[4] = self.number
+        numbers = torch.tensor(header, device=wire.device)
+        if (work := wire.greatest(numbers)) is not None:
+            work.wait()
+        most, least, has_failed, key, number = numbers.tolist()
+        if has_failed:
+            cause = None if wrong is None else f"the start of batch {self.number}: {described(wrong)}"
+            raise LayerParallelError(sentence(wire.gathered(cause))) from wrong
+        if most != -least:
+            raise ValueError(_difference(wire.gathered(settings)))
+        self.number = number + 1
+        evaluation = Evaluation(self.layers, (number,), is_recorded=is_recorded)
+        if key not in self._forms:
+            self._remember(key, self._forms_from(form, lots, evaluation))
+        given = [tensor for lot in lots[:1] for tensor in (*lot[0], *lot[1])]
+        device = given[0].device if given else _device(self.layers)
+        return Solve(self, Batch(number, self._forms[key], self.names, device, evaluation, self.plans.segment, micro_batches), lots)
+
+    def _remember(self, key: int, forms: list[Form]) -> None:
+        # All ranks forget the same ones: they have had the same batches.
+        if len(self._forms) >= _REMEMBERED:
+            self._forms.pop(next(iter(self._forms)))
+        self._forms[key] = forms
+
+    def _forms_from(
+        self, form: Form | None, lots: Sequence[tuple[States, States]], evaluation: Evaluation
+    ) -> list[Form]:
+        """The form of each point's state. Only plain layers change it; their owners try that out."""
+        form = self.wire.pass_on(form, 0)
+        assert form is not None
+        forms = [form]
+        for layer, (kind, _) in enumerate(self.plans.net.layers):
+            if kind == "plain":
+                owner = self.plans.net.owner(layer)
+                tried: Form | str | None = None
+                error: Exception | None = None
+                if owner == self.wire.rank:
+                    try:
+                        given = lots[0] if layer == 0 and lots else zeros(form, _device(self.layers))
+                        returned = evaluation.for_now(layer, 1, 0, form, *given)
+                        tried = form_returned(returned, layer, self.names[layer])
+                    except Exception as caught:
+                        tried, error = described(caught), caught
+                tried = self.wire.pass_on(tried, owner)
+                if not isinstance(tried, Form):
+                    text = f"rank {owner} of the layers: layer {layer} ({self.names[layer]}) cannot take {form}: {tried}"
+                    raise LayerParallelError(text) from error
+                form = tried
+            forms.append(form)
+        return forms
+
+
+class Solve:
+    """One batch on its way."""
+
+    def __init__(self, solver: Solver, batch: Batch, lots: Sequence[tuple[States, States]]) -> None:
+        self.solver = solver
+        self.batch = batch
+        self.norms = Norms()
+        self.loss = 0.0
+        # Of each micro-batch, on the first rank.
+        self._lots = lots
+
+    @property
+    def output_form(self) -> Form:
+        """Of what the last layer returns."""
+        return self.batch.forms[-1]
+
+    def forward(self, program: Program) -> list[States]:
+        """The states of the last point, on the last rank, of each micro-batch."""
+        walk = Walk(program, self.batch, self.solver.wire)
+        outputs = walk.run(self._inputs(program))
+        self.norms.forward = walk.norms
+        return outputs
+
+    def backward(self, program: Program, cotangents: Sequence[States]) -> list[States]:
+        """From the gradient of the last point's states, on the last rank, to that of the input, on the first."""
+        walk = Walk(program, self.batch, self.solver.wire)
+        leaves = self.output_form.states
+        is_exact = program.is_exact
+        given = [[c.to(leaf.work_dtype(is_exact=is_exact)) for c, leaf in zip(lot, leaves)] for lot in cotangents]
+        outputs = walk.run(given)
+        self.norms.backward = walk.norms
+        return outputs
+
+    def pipeline(self, program: Program, loss: Loss) -> None:
+        """Both passes of all micro-batches."""
+        Walk(program, self.batch, self.solver.wire, lambda micro, states: self._lost(micro, states, loss)).run(self._inputs(program))
+
+    def lost(self, micro_batch: int, states: States, loss: Loss) -> States:
+        """The gradient of the loss of the last point's states; its value is added up."""
+        if self.batch.cause is None:
+            try:
+                return self._lost(micro_batch, states, loss)
+            except Exception as error:
+                self.batch.fail(f"the loss, batch {self.batch.number}", error)
+        return [torch.zeros_like(state) for state in states]
+
+    def _lost(self, micro_batch: int, states: States, loss: Loss) -> States:
+        with torch.enable_grad():
+            leaves = self.output_form.states
+            outputs = [state.detach().to(leaf.dtype).requires_grad_() for state, leaf in zip(states, leaves)]
+            found = loss(self.output_form.joined(outputs, self._constants_at_end(micro_batch)), micro_batch, self.batch.micro_batches)
+            if not isinstance(found, Tensor) or found.numel() != 1:
+                shown = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                raise ValueError(f"the loss function returned {shown}; it must return a tensor with one element")
+            gradients = torch.autograd.grad(found, outputs, allow_unused=True)
+        self.loss += float(found)
+        return [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, gradients)]
+
+    # ---- what callers see
+
+    def shown(self, found: Sequence[States]) -> States:
+        """The states of the last point as the net returns them, micro-batches one after the other."""
+        states = self.together(found)
+        return [state.to(leaf.dtype) for state, leaf in zip(states, self.output_form.states)]
+
+    def together(self, lots: Sequence[States]) -> States:
+        """The states of all micro-batches in one."""
+        return list(lots[0]) if len(lots) == 1 else [torch.cat(parts) for parts in zip(*lots)]
+
+    def joined(self, states: Sequence[Tensor]) -> Any:
+        """What the net returns."""
+        lots = [self._constants_at_end(micro) for micro in range(self.batch.micro_batches)]
+        return self.output_form.joined(states, self.together(lots))
+
+    def output(self, found: Sequence[States]) -> Any:
+        """The same of states of the last point."""
+        return self.joined(self.shown(found))
+
+    def cut(self, cotangents: Sequence[Tensor | None]) -> list[States]:
+        """The gradient of what the net has returned, for each micro-batch; zero where nothing depends on it."""
+        count = self.batch.micro_batches
+        lots: list[States] = [[] for _ in range(count)]
+        for cotangent, leaf in zip(cotangents, self.output_form.states):
+            if cotangent is None:
+                shape = torch.Size((leaf.shape[0] * count, *leaf.shape[1:])) if count > 1 else leaf.shape
+                cotangent = torch.zeros(shape, dtype=leaf.dtype, device=self.batch.device)
+            for lot, part in zip(lots, cotangent.chunk(count) if count > 1 else [cotangent]):
+                lot.append(ordered(part, leaf))
+        return lots
+
+    def _constants_at_end(self, micro_batch: int) -> States:
+        plans = self.solver.plans
+        return self.batch.constants.get((plans.segment(len(plans.net.layers)), micro_batch), [])
+
+    def _inputs(self, program: Program) -> list[States]:
+        inputs = []
+        leaves = self.batch.forms[0].states
+        for micro_batch, (states, constants) in enumerate(self._lots):
+            self.batch.constants[0, micro_batch] = constants
+            inputs.append([s.detach().to(leaf.work_dtype(is_exact=program.is_exact)) for s, leaf in zip(states, leaves)])
+        return inputs
+
+
+def split(x: Any, micro_batches: int) -> tuple[Form, list[tuple[States, States]]]:
+    """The form of a micro-batch of an input, and the states and constants of each."""
+    if micro_batches == 1:
+        form, states, constants = form_of(x, "the input")
+        return form, [(states, constants)]
+    for leaf in pytree.tree_leaves(x):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] % micro_batches):
+            text = f"the input has a leaf of shape {list(leaf.shape)}, whose first dimension {micro_batches} micro-batches do not divide"
+            raise ValueError(text)
+    parts = [pytree.tree_map(lambda leaf: leaf.chunk(micro_batches)[micro], x) for micro in range(micro_batches)]  # noqa: B023
+    formed = [form_of(part, "the input") for part in parts]
+    return formed[0][0], [(states, constants) for _, states, constants in formed]
+
+
+def _device(layers: Layers) -> torch.device:
+    for module in layers.modules.values():
+        for parameter in module.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+def _autocast() -> tuple[Any, ...]:
+    """What changes the types that layers return."""
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def _difference(of_all: Sequence[str]) -> str:
+    """Which ranks have other settings than the first."""
+    other = next(rank for rank, settings in enumerate(of_all) if settings != of_all[0])
+    theirs, ours = of_all[other].split("; "), of_all[0].split("; ")
+    pairs = [f"`{a}` and `{b}`" for a, b in zip(ours, theirs) if a != b] or ["their number"]
+    return f"ranks 0 and {other} of the layers differ in {', '.join(pairs)}; all ranks must build the same net and ask for the same"

@@ -1,0 +1,111 @@
+"""States: which of the leaves of what passes from layer to layer are computed with, and what they look like.
+
+Owns the form of a point's state. Floating-point and complex leaves are the state; integer and bool ones are constants of a solve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_SHORT = {torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a state."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    format: torch.memory_format
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is computed with."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def work_dtype(self, *, is_exact: bool) -> torch.dtype:
+        """What the solver computes in: differences of states need more than 16 bits."""
+        return torch.float32 if self.dtype in _SHORT and not is_exact else self.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The state of a point."""
+
+    leaves: tuple[Leaf, ...]
+    tree: pytree.TreeSpec
+
+    @property
+    def states(self) -> list[Leaf]:
+        """Those leaves that are computed with."""
+        return [leaf for leaf in self.leaves if leaf.is_state]
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether there are others."""
+        return any(not leaf.is_state for leaf in self.leaves)
+
+    def joined(self, states: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
+        """What a layer is given."""
+        left, right = iter(states), iter(constants)
+        return pytree.tree_unflatten([next(left if leaf.is_state else right) for leaf in self.leaves], self.tree)
+
+    def bytes(self) -> int:
+        """Of what is computed with."""
+        return sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.states)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.leaves))
+
+
+def form_of(value: Any, what: str) -> tuple[Form, list[Tensor], list[Tensor]]:
+    """The form of a value, its states and its constants."""
+    leaves, tree = pytree.tree_flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{what} has {type(leaf).__name__} among its leaves; all must be tensors")
+    form = Form(tuple(Leaf(leaf.shape, leaf.dtype, format_of(leaf)) for leaf in leaves), tree)
+    states = [leaf for leaf, like in zip(leaves, form.leaves) if like.is_state]
+    return form, states, [leaf for leaf, like in zip(leaves, form.leaves) if not like.is_state]
+
+
+def format_of(tensor: Tensor) -> torch.memory_format:
+    """The order of its elements that is kept."""
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    for dims, other in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == dims and tensor.is_contiguous(memory_format=other):
+            return other
+    return torch.contiguous_format
+
+
+def ordered(tensor: Tensor, leaf: Leaf) -> Tensor:
+    """The same in the order of its leaf, so that what a layer computes does not depend on where its input comes from."""
+    return tensor if tensor.is_contiguous(memory_format=leaf.format) else tensor.contiguous(memory_format=leaf.format)
+
+
+def packed(forms: Any) -> bytes:
+    """Forms as bytes, for other ranks of the same program."""
+    return pickle.dumps(forms)
+
+
+def digest(data: bytes) -> int:
+    """63 bits of some bytes."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def zeros(form: Form, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """States and constants of this form, all zero."""
+    made = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device).contiguous(memory_format=leaf.format) for leaf in form.leaves]
+    return [t for t, leaf in zip(made, form.leaves) if leaf.is_state], [t for t, leaf in zip(made, form.leaves) if not leaf.is_state]

@@ -1,0 +1,92 @@
+"""Messages of a solve over a process group, or over none.
+
+Owns how states travel: leaf by leaf, in order for each pair of ranks and pass, by `isend` and `irecv` of whatever backend there is; and the
+three small reductions of a solve, which are of whole numbers, so that nothing rounds or compresses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Passes are told apart by their tags. A backend that knows no tags runs one pass at a time.
+TAGS = {"forward": 0, "adjoint": 1}
+
+
+class Wire:
+    """The ranks that a net lies on."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+
+    @property
+    def device(self) -> torch.device:
+        """Where small messages lie."""
+        if self.group is None:
+            return torch.device("cpu")
+        devices = self.group._device_types
+        return devices[0] if devices else torch.device("cpu")
+
+    def send(self, tensor: Tensor, to: int, pass_: str) -> dist.Work:
+        """Begins to send; the tensor stays as it is until that is over."""
+        work = dist.isend(_flat(tensor), group=self.group, group_dst=to, tag=TAGS[pass_])
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, source: int, pass_: str) -> dist.Work:
+        """Begins to receive."""
+        work = dist.irecv(_flat(tensor), group=self.group, group_src=source, tag=TAGS[pass_])
+        assert work is not None
+        return work
+
+    def add_up(self, numbers: Tensor) -> dist.Work | None:
+        """Whole numbers of all ranks are added up in place."""
+        return self._reduce(numbers, dist.ReduceOp.SUM)
+
+    def greatest(self, numbers: Tensor) -> dist.Work | None:
+        """The greatest of all ranks' whole numbers, in place."""
+        return self._reduce(numbers, dist.ReduceOp.MAX)
+
+    def _reduce(self, numbers: Tensor, operator: Any) -> dist.Work | None:
+        if self.group is None:
+            return None
+        return dist.all_reduce(numbers, operator, group=self.group, async_op=True)
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """One object of each rank, on all of them."""
+        if self.group is None:
+            return [mine]
+        of_all: list[Any] = [None] * self.size
+        dist.all_gather_object(of_all, mine, group=self.group)
+        return of_all
+
+    def pass_on(self, mine: Any, source: int) -> Any:
+        """An object of one rank, on all of them."""
+        if self.group is None:
+            return mine
+        objects = [mine]
+        dist.broadcast_object_list(objects, group=self.group, group_src=source)
+        return objects[0]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The same elements as a backend takes them: dense, real."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # What is dense in another order travels in that; the other side has the same.
+    if not tensor.is_contiguous():
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(order)
+    return tensor
+
+
+def waited(works: Sequence[dist.Work]) -> None:
+    """Waits for all."""
+    for work in works:
+        work.wait()
