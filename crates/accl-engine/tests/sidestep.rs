@@ -315,6 +315,30 @@ fn a_rank_that_leaves_during_a_collective_of_the_library_ends_it_soon() {
 }
 
 #[test]
+fn a_library_may_go_on_with_a_gathering_in_place_that_was_given_up() {
+    let turn = Turn::take();
+    turn.is_stuck.store(true, Ordering::Relaxed);
+    // More than allocators keep for later: what is given back is gone.
+    let (count, world) = (9 << 20, 2);
+    let kept = World::new(options(2).timeout(Duration::from_millis(400))).run("g", |member| {
+        let mut data = vec![0.0_f32; count * world];
+        data[member.rank * count..][..count].fill(1.0 + member.rank as f32);
+        let block = |at: usize| {
+            TensorDesc::dense(data[at * count..].as_ptr().cast_mut().cast(), Dtype::F32, Elems(count as u64))
+        };
+        let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
+        desc.inputs = Blocks::of(block(member.rank));
+        desc.outputs = (0..world).map(|at| [block(at)]).collect();
+        assert!(member.call(desc).unwrap_err().context.holds_memory);
+        data
+    });
+    // It reads what it was given to read, and writes into what the caller has left to it.
+    turn.go_on();
+    let all = [vec![1.0; count], vec![2.0; count]].concat();
+    assert!(kept.iter().all(|data| *data == all));
+}
+
+#[test]
 fn copies_of_tensors_apart_are_given_back_when_their_collective_is_given_up() {
     let turn = Turn::take();
     turn.is_stuck.store(true, Ordering::Relaxed);

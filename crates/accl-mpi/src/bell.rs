@@ -12,6 +12,8 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 /// What is said: a word and a number of frames, 8 bytes.
 const WORD_BYTES: usize = 8;
+/// More words than wait to be heard.
+const PEEKED_BYTES: usize = 64 * WORD_BYTES;
 /// The peer sleeps and has taken in so many frames.
 const ASLEEP: u8 = 1;
 /// So many frames were sent to the peer, which had said that it sleeps.
@@ -31,6 +33,8 @@ pub(crate) struct Bell {
     unsaid: Vec<u8>,
     /// The peer sleeps, and had so many frames then.
     peer_asleep: Option<u32>,
+    /// Of which sleep it was woken last.
+    rung_for: Option<u32>,
     /// The peer knows that this side sleeps.
     has_told: bool,
     /// How many frames the peer has sent, as far as it has said.
@@ -48,6 +52,7 @@ impl Bell {
             begun: Vec::new(),
             unsaid: Vec::new(),
             peer_asleep: None,
+            rung_for: None,
             has_told: false,
             announced: 0,
             has_said_end: false,
@@ -57,8 +62,10 @@ impl Bell {
 
     /// Rings if the peer sleeps and has fewer frames than were sent.
     pub(crate) fn ring(&mut self, sent: u32) {
-        if self.peer_asleep.is_some_and(|had| had != sent) {
+        if let Some(had) = self.peer_asleep.filter(|&had| had != sent) {
             self.peer_asleep = None;
+            // It sleeps with so many frames no second time: it gets more.
+            self.rung_for = Some(had);
             self.say(RING, sent);
         }
     }
@@ -95,6 +102,21 @@ impl Bell {
         self.has_died() && self.gone.is_some_and(|since| since.elapsed() >= LAST_FRAMES)
     }
 
+    /// Looks whether the peer sleeps, and leaves what it has said to who listens: a thread that sleeps until the socket has an edge would not be
+    /// woken by words that somebody else has taken in.
+    pub(crate) fn listen_for_sleep(&mut self) {
+        let mut bytes = [0; PEEKED_BYTES];
+        // SAFETY: the socket stays open until the link is destroyed, and this with it.
+        let socket = unsafe { BorrowedFd::borrow_raw(self.socket) };
+        // An end, or an error, is found out by who takes in what was said.
+        let Ok((count, _)) = recv(socket, &mut bytes[..], RecvFlags::DONTWAIT | RecvFlags::PEEK) else { return };
+        let said: Vec<u8> = self.begun.iter().chain(&bytes[..count.min(bytes.len())]).copied().collect();
+        let asleep = said.chunks_exact(WORD_BYTES).filter(|word| word[0] == ASLEEP).map(count_of).next_back();
+        if let Some(had) = asleep.filter(|&had| self.rung_for != Some(had)) {
+            self.peer_asleep = Some(had);
+        }
+    }
+
     /// Takes in what the peer has said.
     pub(crate) fn hear(&mut self) {
         self.push();
@@ -122,8 +144,10 @@ impl Bell {
         let whole = self.begun.len() / WORD_BYTES * WORD_BYTES;
         let words: Vec<u8> = self.begun.drain(..whole).collect();
         for word in words.chunks_exact(WORD_BYTES) {
-            let count = u32::from_le_bytes([word[4], word[5], word[6], word[7]]);
+            let count = count_of(word);
             match word[0] {
+                // It was rung for that already, unheard.
+                ASLEEP if self.rung_for == Some(count) => {}
                 ASLEEP => self.peer_asleep = Some(count),
                 RING => (self.announced, self.has_told) = (count, false),
                 END => (self.announced, self.has_said_end) = (count, true),
@@ -163,6 +187,11 @@ impl Bell {
     }
 }
 
+/// The number of frames in a word.
+fn count_of(word: &[u8]) -> u32 {
+    u32::from_le_bytes([word[4], word[5], word[6], word[7]])
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsRawFd;
@@ -197,6 +226,29 @@ mod tests {
         sender.ring(5);
         sleeper.hear();
         assert!(sleeper.announces_more_than(4), "what was sent before it slept is told, too");
+    }
+
+    #[test]
+    fn who_sends_wakes_a_sleeper_once_and_leaves_what_was_said_to_who_listens() {
+        let (_one, _other, mut sleeper, mut sender) = pair();
+        sleeper.tell_asleep(3);
+        // What the sender's own listener is to be woken by.
+        sleeper.peer_asleep = Some(0);
+        sleeper.ring(9);
+        for sent in 4..7 {
+            sender.listen_for_sleep();
+            sender.ring(sent);
+        }
+        assert!(!sender.announces_more_than(0), "it has taken in nothing");
+        sleeper.hear();
+        assert!(sleeper.announces_more_than(3) && !sleeper.announces_more_than(4), "it is rung once");
+        sender.hear();
+        assert!(sender.announces_more_than(8) && sender.peer_asleep.is_none());
+        sleeper.tell_asleep(6);
+        sender.listen_for_sleep();
+        sender.ring(7);
+        sleeper.hear();
+        assert!(sleeper.announces_more_than(6), "its next sleep is another one");
     }
 
     #[test]

@@ -144,6 +144,14 @@ impl Group {
     }
 }
 
+/// How many collectives MPI has begun and not ended. What is given up, or has failed, stays among them: nobody knows when MPI is through with it.
+static UNDER_WAY: AtomicU64 = AtomicU64::new(0);
+
+/// Whether MPI works on a collective.
+pub(crate) fn are_under_way() -> bool {
+    UNDER_WAY.load(Ordering::SeqCst) > 0
+}
+
 /// A collective that was asked for.
 pub(crate) struct Call {
     group: Arc<Group>,
@@ -159,6 +167,9 @@ impl Call {
     pub(crate) fn step(&mut self) -> Option<Checked<()>> {
         if self.ended.is_none() {
             self.ended = self.go_on().transpose();
+            if matches!(self.ended, Some(Ok(()))) {
+                UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
+            }
         }
         self.ended.clone()
     }
@@ -171,6 +182,7 @@ impl Call {
             }
             // SAFETY: whoever starts it keeps the memory until it has ended, or for ever.
             self.request = Some(unsafe { communicator.collective(&self.what) }?);
+            UNDER_WAY.fetch_add(1, Ordering::SeqCst);
             self.group.begun.store(self.turn + 1, Ordering::Relaxed);
         }
         let Some(request) = &mut self.request else { return Ok(None) };

@@ -145,6 +145,16 @@ impl Link {
     pub(crate) fn ring(&mut self) {
         let sent = self.sent;
         if let Some(bell) = &mut self.bell {
+            bell.push();
+            bell.listen_for_sleep();
+            bell.ring(sent);
+        }
+    }
+
+    /// Takes in what the peer has said, and rings as [`Link::ring`] does.
+    fn heed(&mut self) {
+        let sent = self.sent;
+        if let Some(bell) = &mut self.bell {
             bell.hear();
             bell.ring(sent);
         }
@@ -205,8 +215,8 @@ impl Link {
 
     /// Nobody looks any more. How long it may be left alone; `None`: until the carrier has an edge.
     pub(crate) fn arm(&mut self) -> Option<Duration> {
-        // Here and with what is sent, and nowhere else: a look that follows this one would take in the bell that is to end the sleep.
-        self.ring();
+        // Here and nowhere else: a look that follows this one would take in the bell that is to end the sleep.
+        self.heed();
         let is_at_rest = self.is_at_rest();
         let Some(bell) = &mut self.bell else { return Some(LAST_INTERVAL) };
         let waits_for_death = bell.has_died() && !bell.is_silent();

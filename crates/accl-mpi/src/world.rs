@@ -16,7 +16,7 @@ use accl_wire::HEAD_BYTES;
 
 use crate::address::{self, Address};
 use crate::calls::{self, Checked, Communicator, Level, Message, Request};
-use crate::collectives::{Call, are_at_work, end_all, lock as lock_of, unless_over};
+use crate::collectives::{Call, are_at_work, are_under_way, end_all, lock as lock_of, unless_over};
 use crate::frames::{Buffer, Spare};
 use crate::link::{Incoming, Link, Look, Outgoing, Peer};
 
@@ -726,7 +726,15 @@ impl World {
         let mut buffer = self.spare.take(bytes.max(1));
         // SAFETY: there is room for it, which stays in `incoming` or `unwanted` until the request has completed.
         let mut request = unsafe { message.receive(buffer.as_mut_ptr()) }?;
-        let request = if request.is_complete()? { None } else { Some(request) };
+        let request = match request.is_complete() {
+            Ok(true) => None,
+            Ok(false) => Some(request),
+            Err(why) => {
+                // Nobody knows whether the library still writes to it.
+                std::mem::forget(buffer);
+                return Err(why);
+            }
+        };
         let incoming = Incoming { buffer, bytes, request };
         let link = self.by_tag.get(&tag).and_then(|&index| self.links[index].as_mut());
         match link.filter(|link| link.peer.is_none_or(|peer| peer.rank == source)) {
@@ -812,6 +820,7 @@ impl World {
             && self.unwanted.is_empty()
             && self.calls.is_empty()
             && !are_at_work()
+            && !are_under_way()
             && self.broadcast.as_ref().is_none_or(|broadcast| broadcast.ended.is_some())
             && self.links.iter().flatten().all(Link::is_at_rest)
     }

@@ -175,7 +175,10 @@ impl LayerPlan {
         if given.len() == wanted {
             return Ok(());
         }
-        Err(refused(Error::invalid_argument(format!("{name} has {} numbers, and the plan needs {wanted}", given.len()))))
+        Err(refused(Error::invalid_argument(format!(
+            "{name} has {} numbers, and the plan needs {wanted}",
+            given.len()
+        ))))
     }
 }
 
@@ -237,7 +240,10 @@ fn unknown(what: &str, name: &str, known: &str) -> PyErr {
 }
 
 fn layers_of(layers: &[LayerSpec]) -> PyResult<Vec<Layer>> {
-    layers.iter().map(|(kind, is_apart)| Ok(Layer { kind: one_of("layer", kind, &KINDS)?, is_apart: *is_apart })).collect()
+    layers
+        .iter()
+        .map(|(kind, is_apart)| Ok(Layer { kind: one_of("layer", kind, &KINDS)?, is_apart: *is_apart }))
+        .collect()
 }
 
 fn cycle_of((iterations, shape, relaxations, start, norms, has_final_sweep, reuse): CycleSpec) -> PyResult<Cycle> {

@@ -31,7 +31,8 @@ class Wire:
         if self.group is None:
             return torch.device("cpu")
         devices = self.group._device_types
-        return devices[0] if devices else torch.device("cpu")
+        cpu = torch.device("cpu")
+        return cpu if cpu in devices or not devices else devices[0]
 
     def send(self, tensor: Tensor, to: int, pass_: str) -> dist.Work:
         """Begins to send; the tensor stays as it is until that is over."""

@@ -209,11 +209,12 @@ impl Running {
 /// Ends a task, and leaves to the library what it works on.
 fn abandon(task: ExternalTask, memory: Memory, call: Box<dyn CollectiveCall>, error: Error) {
     call.abandon();
-    if memory.is_direct() {
+    let is_direct = memory.is_direct();
+    // The copies stay; the library may read one also where it writes to the caller's memory.
+    std::mem::forget(memory);
+    if is_direct {
         task.abandon(error);
     } else {
-        // The copies stay.
-        std::mem::forget(memory);
         task.fail_with(error);
     }
 }

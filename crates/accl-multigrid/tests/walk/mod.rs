@@ -37,7 +37,9 @@ impl Net {
             (Pass::Forward, Kind::Timed | Kind::Residual) => x + f64::from(span) * self.dt * self.f(layer, x),
             (Pass::Forward, Kind::Plain) => 0.9 * x + 0.1 * self.f(layer, x),
             (Pass::Adjoint, Kind::Increment) => self.slope(layer, self.states[layer as usize]) * x,
-            (Pass::Adjoint, Kind::Timed | Kind::Residual) => x + self.dt * self.slope(layer, self.states[layer as usize]) * x,
+            (Pass::Adjoint, Kind::Timed | Kind::Residual) => {
+                x + self.dt * self.slope(layer, self.states[layer as usize]) * x
+            }
             (Pass::Adjoint, Kind::Plain) => (0.9 + 0.1 * self.slope(layer, self.states[layer as usize])) * x,
         }
     }

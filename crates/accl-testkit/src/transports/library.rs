@@ -67,6 +67,28 @@ pub fn library() -> &'static Library {
     })
 }
 
+impl Library {
+    /// Does what all ranks have come for and none has seen done, as a library may that was told to give it up.
+    pub fn go_on(&self) {
+        for meeting in self.groups.lock().values() {
+            for coming in meeting.calls.lock().values_mut() {
+                if !coming.is_done && coming.parts.len() == meeting.world {
+                    coming.do_it();
+                }
+            }
+        }
+    }
+}
+
+impl Coming {
+    fn do_it(&mut self) {
+        self.parts.sort_unstable_by_key(|(rank, _)| *rank);
+        let parts: Vec<CollectiveV1> = self.parts.iter().map(|(_, part)| part.0).collect();
+        perform(&parts);
+        self.is_done = true;
+    }
+}
+
 impl Collectives for Library {
     fn address(&self) -> Result<Vec<u8>, String> {
         Ok(b"here".to_vec())
@@ -106,10 +128,7 @@ impl CollectiveGroup for Group {
         let coming = calls.entry(number).or_default();
         coming.parts.push((self.rank, Part(*collective)));
         if coming.parts.len() == self.meeting.world && !self.library.is_stuck.load(Ordering::Relaxed) {
-            coming.parts.sort_unstable_by_key(|(rank, _)| *rank);
-            let parts: Vec<CollectiveV1> = coming.parts.iter().map(|(_, part)| part.0).collect();
-            perform(&parts);
-            coming.is_done = true;
+            coming.do_it();
         }
         Ok(Box::new(Call { library: self.library, meeting: self.meeting.clone(), number }))
     }
