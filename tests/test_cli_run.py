@@ -365,6 +365,59 @@ def test_names_that_only_ssh_knows_for_this_host_are_not_what_ranks_meet_at(tmp_
     assert {line.split()[1] for line in ended.stdout.splitlines()} == {"127.0.0.1"}, ended.stderr
 
 
+@pytest.mark.parametrize("named", ["127.0.0.1", "localhost"])
+def test_a_meeting_place_that_is_named_is_taken_as_it_is(named, tmp_path, ssh):
+    say = script(tmp_path, "say(os.environ['MASTER_ADDR'])")
+    ended = run("-n", 1, "--master-addr", named, "--hosts", "local-a,b", "--ssh", ssh, say, cwd=tmp_path)
+    assert {line.split()[1] for line in ended.stdout.splitlines()} == {named}, ended.stderr
+
+
+IMPATIENT = """
+import torch_accl_cli.run.agent as agent
+agent._SILENCE_S, agent.ALIVE_S = 2.0, 0.2
+"""
+
+
+def impatient(tmp_path):
+    """The environment in which agents and whoever starts them take seconds for minutes."""
+    (tmp_path / "patched").mkdir()
+    (tmp_path / "patched" / "sitecustomize.py").write_text(IMPATIENT)
+    return {**os.environ, "PYTHONPATH": str(tmp_path / "patched")}
+
+
+def test_ranks_on_hosts_go_on_while_nobody_reads_what_they_print(tmp_path, ssh):
+    code = "[say('x' * 1000) for _ in range(2000)]"
+    command = [*RUN, "-n", "1", "--hosts", "a,b", "--ssh", str(ssh), script(tmp_path, code)]
+    process = subprocess.Popen(
+        list(map(str, command)),
+        cwd=tmp_path,
+        env=impatient(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(6)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0 and len(out.splitlines()) == 4000, err
+
+
+def test_an_agent_that_nobody_speaks_to_says_so_and_ends_its_ranks(tmp_path, ssh):
+    code = "open('here' + os.environ['RANK'], 'w').close(); time.sleep(60)"
+    command = [*RUN, "-n", "1", "--grace", "1", "--hosts", "a,b", "--ssh", str(ssh), script(tmp_path, code)]
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=tmp_path, env=impatient(tmp_path), stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + TIMEOUT_S
+    while len(list(tmp_path.glob("here*"))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    process.send_signal(signal.SIGCONT)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode and "2 s passed without a word of who has started the ranks" in err, err
+
+
 @pytest.mark.parametrize("more", [[], ["--master-addr", "no.such.name.invalid"]])
 def test_a_meeting_place_without_an_address_is_named_before_anything_runs(more, tmp_path, ssh):
     # The name of the first host is ssh's alone, and the second one is elsewhere.
@@ -556,6 +609,7 @@ if os.environ["RANK"] == "0":
         (["-n", "0", "x.py"], "-n: there cannot be 0 ranks", 2),
         (["--master-port", "70000", "x.py"], "--master-port: 70000 is not a port", 2),
         (["--grace", "-1", "x.py"], "--grace: -1 is not a number of seconds", 2),
+        (["--grace", "inf", "x.py"], "--grace: inf is not a number of seconds", 2),
         (["--hosts", "a,,b", "x.py"], "--hosts: '' is no host", 2),
         (["--env", "NOT_THERE", "-m", "x"], "--env: NOT_THERE is not set here", 2),
         (["--no-python", "./nothing"], "./nothing cannot be started: No such file", 127),

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -664,6 +665,43 @@ def test_a_transport_whose_package_cannot_be_loaded_is_an_error_that_says_why(mo
     monkeypatch.setattr("torch_accl._transports.entry_points", lambda **_: [Broken()])
     with pytest.raises(dist.DistBackendError, match=r"transport `mpi` cannot be used: libmpi.so.40: cannot open"):
         find_transports("mpi")
+
+
+def test_a_package_whose_library_is_missing_is_named_also_where_ranks_meet_by_it(tmp_path, monkeypatch):
+    import torch.distributed as dist
+    from torch_accl._from_mpi import store_by_mpi
+    from torch_accl_launch.places import Place
+
+    package = tmp_path / "torch_accl_mpi"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch_accl_mpi", raising=False)
+    place = Place("Open MPI", 0, 2)
+    with pytest.raises(dist.DistBackendError, match=r"cannot learn by MPI where rank 0 is: libmpi.so.40: cannot open"):
+        store_by_mpi(place, timedelta(seconds=1))
+
+
+def test_a_communicator_that_was_freed_is_not_used(monkeypatch):
+    import torch.distributed as dist
+    from torch_accl import _transports
+
+    class Freed:
+        def __bool__(self):
+            return False
+
+        def py2f(self):
+            raise AssertionError("its handle is another one's by now")
+
+    class Package:
+        def load(self):
+            return lambda **_: pytest.fail("it is not to be loaded")
+
+    monkeypatch.setattr("torch_accl._transports.entry_points", lambda **_: [Package()])
+    monkeypatch.setattr(_transports, "_communicator", [])
+    _transports.lend_communicator(Freed())
+    with pytest.raises(dist.DistBackendError, match="that init_from_mpi was given was freed"):
+        _transports.find_transports("mpi")
 
 
 def test_the_folder_of_each_library_has_the_entry_point(library):

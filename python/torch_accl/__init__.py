@@ -5,6 +5,9 @@ newer not even the import is needed: `torch.distributed.init_process_group("accl
 mpirun or srun it is: the import sets torch's rank variables where they are unset, and ranks meet without MASTER_ADDR.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torch_accl_launch import env
 
 from ._gate import load_native
@@ -24,14 +27,29 @@ env.prepare(store_by_mpi)
 Backend = _native.Backend
 __version__: str = _native.built_for()["version"]
 
+if TYPE_CHECKING:
+    from . import layer_parallel
+    from .layer_parallel import LayerParallel
+
 __all__ = [
     "Backend",
     "InvalidArgumentError",
     "InvalidTypeError",
+    "LayerParallel",
     "Options",
     "__version__",
     "get_include",
     "init_from_mpi",
+    "layer_parallel",
     "register",
     "register_transport",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # What few need is loaded when it is asked for.
+    if name == "layer_parallel":
+        return importlib.import_module(".layer_parallel", __name__)
+    if name == "LayerParallel":
+        return importlib.import_module(".layer_parallel", __name__).LayerParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

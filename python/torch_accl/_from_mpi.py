@@ -24,6 +24,7 @@ _T = TypeVar("_T")
 # How long an address has to answer before the next is tried, besides what the group's timeout leaves.
 _ADDRESS_S = 3.0
 _TOKEN = "torch_accl/mpi"
+_CANNOT_LEARN = "accl: rank {rank} cannot learn by MPI where rank 0 is: {why}"
 
 
 class Communicator(Protocol):
@@ -39,7 +40,8 @@ def init_from_mpi(
 ) -> None:
     """Makes torch's default group of the ranks of an MPI communicator, as `init_process_group` does of a launcher's.
 
-    Collective over the communicator, which is used for one broadcast and may be freed after.
+    Collective over the communicator, which is used for one broadcast, and by the transport `mpi` when a group first names it: it may be freed
+    once no more groups are made.
 
     Args:
         comm: an intracommunicator of mpi4py, such as `MPI.COMM_WORLD` or what `Split` has returned.
@@ -62,9 +64,8 @@ def init_from_mpi(
     if not all(callable(getattr(comm, name, None)) for name in ("Get_rank", "Get_size", "bcast")):
         raise TypeError(f"init_from_mpi: expected a communicator of mpi4py, and not {type(comm).__name__}")
     # The transport `mpi` has its messages among these ranks, too. Not every object that has the rest has this.
-    handle = getattr(comm, "py2f", None)
-    if callable(handle):
-        lend_communicator(int(handle()))
+    if callable(getattr(comm, "py2f", None)):
+        lend_communicator(comm)
     # All ranks are here. A transport that is theirs together is opened now, and not while some wait for rank 0.
     find_transports()
     rank, world = comm.Get_rank(), comm.Get_size()
@@ -79,12 +80,16 @@ def store_by_mpi(found: Place, timeout: timedelta) -> Store | None:
     """The store in which a launcher's ranks meet, whose place MPI tells them: on several hosts nothing else may know it. None without the
     package that has MPI. Collective over the job's ranks.
     """
-    try:
-        import torch_accl_mpi
-    except ImportError:
-        return None
     from torch.distributed import DistBackendError, DistError
 
+    try:
+        import torch_accl_mpi
+    except ModuleNotFoundError as why:
+        if why.name == "torch_accl_mpi":
+            return None
+        raise DistBackendError(_CANNOT_LEARN.format(rank=found.rank, why=why)) from why
+    except ImportError as why:
+        raise DistBackendError(_CANNOT_LEARN.format(rank=found.rank, why=why)) from why
     try:
         comm = torch_accl_mpi.JobCommunicator()
         add_finish(torch_accl_mpi.finish)
@@ -94,7 +99,7 @@ def store_by_mpi(found: Place, timeout: timedelta) -> Store | None:
     except RuntimeError as why:
         if isinstance(why, DistError):
             raise
-        raise DistBackendError(f"accl: rank {found.rank} cannot learn by MPI where rank 0 is: {why}") from why
+        raise DistBackendError(_CANNOT_LEARN.format(rank=found.rank, why=why)) from why
 
 
 def _serve(comm: Communicator, timeout: timedelta) -> Store:

@@ -38,7 +38,7 @@ _PACKAGES = {"mpi": "pip install 'torch-accl[mpi]' on a machine with mpicc"}
 
 _known = set(_OWN)
 _finishes: list[Callable[[], None]] = []
-_communicator: list[int] = []
+_communicator: list[Any] = []
 _finding = threading.Lock()
 
 
@@ -80,9 +80,9 @@ def finish_transports() -> None:
         _finishes.pop()()
 
 
-def lend_communicator(handle: int) -> None:
-    """Transports that are found from now on may use this MPI communicator, given by its handle in Fortran."""
-    _communicator[:] = [handle]
+def lend_communicator(communicator: Any) -> None:
+    """Transports that are found from now on may use this MPI communicator, one of mpi4py."""
+    _communicator[:] = [communicator]
 
 
 def announce_transports(names: str | None = None) -> list[EntryPoint]:
@@ -158,8 +158,14 @@ def _find(name: str, setting: _Setting) -> None:
     # The engine says which there are.
     if not found:
         return
+    # One of mpi4py is false once it was freed, and its handle is that of another one then, or of none.
+    if not all(_communicator):
+        raise DistBackendError(
+            f"accl: transport `{name}` cannot be used: the communicator that init_from_mpi was given was freed; keep it until the first "
+            "group that uses this transport is made"
+        )
     try:
-        table, finish = found[0].load()(**({"communicator": _communicator[0]} if _communicator else {}))
+        table, finish = found[0].load()(**({"communicator": int(_communicator[0].py2f())} if _communicator else {}))
     except (ImportError, RuntimeError, OSError) as why:
         raise DistBackendError(f"accl: transport `{name}` cannot be used: {why}") from why
     register_transport(table, finish=finish)

@@ -70,7 +70,9 @@ def built(block: Block, number: int, seed: int) -> nn.Module:
     with seeded(mixed(seed, number)):
         module = block.module(number)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"layer {number}: what was to build it returned {type(module).__name__}; return a torch.nn.Module")
+        raise TypeError(
+            f"layer {number}: what was to build it returned {type(module).__name__}; return a torch.nn.Module"
+        )
     return module
 
 

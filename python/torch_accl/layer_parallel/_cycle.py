@@ -56,7 +56,9 @@ class Cycle:
         """One for each level but the coarsest."""
         factors = [self.factor] * (self.levels - 1) if isinstance(self.factor, int) else list(self.factor)
         if len(factors) != self.levels - 1:
-            raise ValueError(f"Cycle(levels={self.levels}, factor={factors}): give {self.levels - 1} factors, or one number for all")
+            raise ValueError(
+                f"Cycle(levels={self.levels}, factor={factors}): give {self.levels - 1} factors, or one number for all"
+            )
         for factor in factors:
             if factor < 2:
                 raise ValueError(f"Cycle(factor={self.factor}): a coarsening factor is 2 or more")

@@ -76,7 +76,9 @@ class LayerParallel(nn.Module):
         own = {layer: built(blocks[layer], layer, seed) for layer in net.owned(self._wire.rank)}
         self.layers = nn.ModuleDict({str(layer): module for layer, module in own.items()})
         self._plans = Plans(net, self._wire.rank)
-        self._solver = Solver(self._wire, self._plans, Layers(own, kinds, horizon / max(steps, 1), seed), _names(blocks, own))
+        self._solver = Solver(
+            self._wire, self._plans, Layers(own, kinds, horizon / max(steps, 1), seed), _names(blocks, own)
+        )
         self._settings = f"layers {specs}; placement {counts}; horizon {horizon}; seed {seed}"
         self._anchor = torch.zeros((), requires_grad=True)
         self.norms = Norms()
@@ -132,12 +134,28 @@ class LayerParallel(nn.Module):
         """The numbers of this rank's layers."""
         return self._plans.net.owned(self._wire.rank)
 
+    def owner(self, layer: int) -> int:
+        """The rank of the layers that has one."""
+        return self._plans.net.owner(layer)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank gives the input."""
+        return self._wire.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the output, the target and the loss."""
+        return self._wire.rank == self._wire.size - 1
+
     def _check(self, cycle: Cycle) -> None:
         _native.layer_levels(list(self._plans.net.layers), cycle.factors())
 
     # ---- a batch
 
-    def step(self, x: Any = None, target: Any = None, loss_fn: LossFunction | None = None, *, loss_scale: float = 1.0) -> Tensor:
+    def step(
+        self, x: Any = None, target: Any = None, loss_fn: LossFunction | None = None, *, loss_scale: float = 1.0
+    ) -> Tensor:
         """Forward, loss and backward of one batch, on all ranks together; the gradients are added to `.grad`.
 
         x counts on the first rank, target and loss_fn on the last. Returns the same detached loss on all ranks. `loss_scale` multiplies the
@@ -190,9 +208,11 @@ def step(
     job = _Job(x, target, loss_fn, loss_scale)
     anchor = model(job)
     if not isinstance(anchor, Tensor) or job.loss is None:
-        raise TypeError(f"step() takes a LayerParallel, or a wrapper around one whose forward hands its argument on, and got {type(model).__name__}")
+        raise TypeError(
+            f"step() takes a LayerParallel, or a wrapper around one whose forward hands its argument on, and got {type(model).__name__}"
+        )
     anchor.backward()  # type: ignore[no-untyped-call]
-    return torch.tensor(job.loss)
+    return job.loss
 
 
 @dataclass
@@ -203,7 +223,7 @@ class _Job:
     target: Any
     loss_fn: LossFunction | None
     loss_scale: float
-    loss: float | None = None
+    loss: Tensor | None = None
 
     def loss_of(self, y: Any, micro_batch: int, micro_batches: int) -> Tensor:
         """Of the output of a micro-batch: its share of the batch's loss."""
@@ -222,7 +242,9 @@ class _Job:
         if self.target is None:
             return ValueError("there is no target; give one on the last rank")
         if isinstance(self.loss_fn, nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters()):
-            return ValueError("the loss function has parameters, which would get no gradient; make them a last plain layer of the net")
+            return ValueError(
+                "the loss function has parameters, which would get no gradient; make them a last plain layer of the net"
+            )
         if micro_batches > 1:
             try:
                 split(self.target, micro_batches)
@@ -262,7 +284,11 @@ class _Run:
                 self.wrong = ValueError("there is no input; give one on the first rank")
             else:
                 leaves = pytree.tree_leaves(x)
-                self.given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())]
+                self.given = [
+                    leaf
+                    for leaf in leaves
+                    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+                ]
 
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
         """The solve."""
@@ -290,7 +316,9 @@ class _Through(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
         if run.is_over:
-            raise RuntimeError("backward() of a layer-parallel net a second time: what its layers had left for it is gone; run forward again")
+            raise RuntimeError(
+                "backward() of a layer-parallel net a second time: what its layers had left for it is gone; run forward again"
+            )
         run.is_over = True
         solve = run.solve
         with undisturbed():
@@ -317,7 +345,7 @@ class _Everything(torch.autograd.Function):
                 found = solve.forward(way.forward)
                 solve.backward(way.adjoint, [solve.lost(0, states, job.loss_of) for states in found])
         model.norms = solve.norms
-        job.loss = solve.loss
+        job.loss = solve.known_loss
         ctx.gradients = solve.batch.evaluation.gradients
         return anchor.detach().clone()
 
@@ -359,11 +387,15 @@ def _apart(blocks: list[Block], buffer_layers: tuple[int, int]) -> list[Block]:
     return [block.apart() if number in outside else block for number, block in enumerate(blocks)]
 
 
-def _placed(specs: tuple[tuple[str, bool], ...], placement: str | Sequence[int], ranks: int, cycle: Cycle) -> tuple[int, ...]:
+def _placed(
+    specs: tuple[tuple[str, bool], ...], placement: str | Sequence[int], ranks: int, cycle: Cycle
+) -> tuple[int, ...]:
     if not isinstance(placement, str):
         counts = tuple(placement)
         if len(counts) != ranks or sum(counts) != len(specs) or min(counts) < 0:
-            raise ValueError(f"placement={list(counts)}: give {ranks} numbers, one a rank, that make {len(specs)} layers together")
+            raise ValueError(
+                f"placement={list(counts)}: give {ranks} numbers, one a rank, that make {len(specs)} layers together"
+            )
         return counts
     return tuple(_native.layer_placement(list(specs), cycle.factors(), ranks, placement))
 

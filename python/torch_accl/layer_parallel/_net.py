@@ -96,7 +96,9 @@ class Evaluation:
                 # A hook of a parameter is for the gradient that it gets in the end, and for no part of it.
                 if any(parameter._backward_hooks for parameter in parameters):
                     parameters = [parameter.detach().requires_grad_() for parameter in parameters]
-                    returned = functional_call(module, {name: alias for (name, _), alias in zip(own, parameters)}, arguments)
+                    returned = functional_call(
+                        module, {name: alias for (name, _), alias in zip(own, parameters)}, arguments
+                    )
                 else:
                     returned = module(*arguments)
             self.tape[layer, micro_batch] = Record(inputs, [], parameters, [slot for _, slot in own])
@@ -168,7 +170,7 @@ class Evaluation:
 def undisturbed() -> Iterator[None]:
     """What was drawn meanwhile leaves no trace in torch's random numbers."""
     before = torch.random.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -25,6 +25,8 @@ from ._wire import Wire
 # Forms of so many kinds of input are remembered.
 _REMEMBERED = 256
 _LEAST = -(1 << 63)
+# Of losses.
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 # The loss of an output, of a micro-batch of so many: its share of the batch's.
 Loss = Callable[[Any, int, int], Tensor]
@@ -62,14 +64,13 @@ class Solver:
     def close(self, solve: Solve) -> None:
         """Ends a solve, or a part of one: the loss is known on all ranks, and so is what went wrong on any."""
         batch = solve.batch
+        # Whole numbers, each zero on all ranks but one.
         loss = torch.tensor(solve.loss, dtype=torch.float64).view(torch.int64)
-        status = torch.stack([torch.tensor(int(batch.cause is not None)), loss]).to(self.wire.device)
-        if (work := self.wire.add_up(status)) is not None:
-            work.wait()
-        status = status.cpu()
-        if status[0]:
+        status = torch.tensor([int(batch.cause is not None), int(loss), solve.loss_dtype], device=self.wire.device)
+        failed, bits, solve.loss_dtype = self.wire.together(status, f"the end of batch {batch.number}")
+        if failed:
             raise LayerParallelError(sentence(self.wire.gathered(batch.cause))) from batch.error
-        solve.loss = float(status[1].view(torch.float64))
+        solve.loss = float(torch.tensor(bits).view(torch.float64))
 
     def _open(
         self, x: Any, settings: str, wrong: BaseException | None, micro_batches: int, *, is_recorded: bool
@@ -87,11 +88,10 @@ class Solver:
         if wire.rank == 0:
             header[4] = self.number
         numbers = torch.tensor(header, device=wire.device)
-        if (work := wire.greatest(numbers)) is not None:
-            work.wait()
-        most, least, has_failed, key, number = numbers.tolist()
+        what = f"the start of batch {self.number}"
+        most, least, has_failed, key, number = wire.together(numbers, what, is_greatest=True)
         if has_failed:
-            cause = None if wrong is None else f"the start of batch {self.number}: {described(wrong)}"
+            cause = None if wrong is None else f"{what}: {described(wrong)}"
             raise LayerParallelError(sentence(wire.gathered(cause))) from wrong
         if most != -least:
             raise ValueError(_difference(wire.gathered(settings)))
@@ -101,7 +101,11 @@ class Solver:
             self._remember(key, self._forms_from(form, lots, evaluation))
         given = [tensor for lot in lots[:1] for tensor in (*lot[0], *lot[1])]
         device = given[0].device if given else _device(self.layers)
-        return Solve(self, Batch(number, self._forms[key], self.names, device, evaluation, self.plans.segment, micro_batches), lots)
+        return Solve(
+            self,
+            Batch(number, self._forms[key], self.names, device, evaluation, self.plans.segment, micro_batches),
+            lots,
+        )
 
     def _remember(self, key: int, forms: list[Form]) -> None:
         # All ranks forget the same ones: they have had the same batches.
@@ -130,7 +134,9 @@ class Solver:
                         tried, error = described(caught), caught
                 tried = self.wire.pass_on(tried, owner)
                 if not isinstance(tried, Form):
-                    text = f"rank {owner} of the layers: layer {layer} ({self.names[layer]}) cannot take {form}: {tried}"
+                    text = (
+                        f"rank {owner} of the layers: layer {layer} ({self.names[layer]}) cannot take {form}: {tried}"
+                    )
                     raise LayerParallelError(text) from error
                 form = tried
             forms.append(form)
@@ -145,6 +151,8 @@ class Solve:
         self.batch = batch
         self.norms = Norms()
         self.loss = 0.0
+        # By its place.
+        self.loss_dtype = 0
         # Of each micro-batch, on the first rank.
         self._lots = lots
 
@@ -152,6 +160,11 @@ class Solve:
     def output_form(self) -> Form:
         """Of what the last layer returns."""
         return self.batch.forms[-1]
+
+    @property
+    def known_loss(self) -> Tensor:
+        """The loss as the last rank has it."""
+        return torch.tensor(self.loss, dtype=_DTYPES[self.loss_dtype])
 
     def forward(self, program: Program) -> list[States]:
         """The states of the last point, on the last rank, of each micro-batch."""
@@ -172,7 +185,9 @@ class Solve:
 
     def pipeline(self, program: Program, loss: Loss) -> None:
         """Both passes of all micro-batches."""
-        Walk(program, self.batch, self.solver.wire, lambda micro, states: self._lost(micro, states, loss)).run(self._inputs(program))
+        Walk(program, self.batch, self.solver.wire, lambda micro, states: self._lost(micro, states, loss)).run(
+            self._inputs(program)
+        )
 
     def lost(self, micro_batch: int, states: States, loss: Loss) -> States:
         """The gradient of the loss of the last point's states; its value is added up."""
@@ -187,12 +202,17 @@ class Solve:
         with torch.enable_grad():
             leaves = self.output_form.states
             outputs = [state.detach().to(leaf.dtype).requires_grad_() for state, leaf in zip(states, leaves)]
-            found = loss(self.output_form.joined(outputs, self._constants_at_end(micro_batch)), micro_batch, self.batch.micro_batches)
+            found = loss(
+                self.output_form.joined(outputs, self._constants_at_end(micro_batch)),
+                micro_batch,
+                self.batch.micro_batches,
+            )
             if not isinstance(found, Tensor) or found.numel() != 1:
                 shown = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
                 raise ValueError(f"the loss function returned {shown}; it must return a tensor with one element")
             gradients = torch.autograd.grad(found, outputs, allow_unused=True)
         self.loss += float(found)
+        self.loss_dtype = _DTYPES.index(found.dtype) if found.dtype in _DTYPES else 0
         return [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, gradients)]
 
     # ---- what callers see
@@ -236,7 +256,9 @@ class Solve:
         leaves = self.batch.forms[0].states
         for micro_batch, (states, constants) in enumerate(self._lots):
             self.batch.constants[0, micro_batch] = constants
-            inputs.append([s.detach().to(leaf.work_dtype(is_exact=program.is_exact)) for s, leaf in zip(states, leaves)])
+            inputs.append(
+                [s.detach().to(leaf.work_dtype(is_exact=program.is_exact)) for s, leaf in zip(states, leaves)]
+            )
         return inputs
 
 

@@ -107,5 +107,10 @@ def digest(data: bytes) -> int:
 
 def zeros(form: Form, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """States and constants of this form, all zero."""
-    made = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device).contiguous(memory_format=leaf.format) for leaf in form.leaves]
-    return [t for t, leaf in zip(made, form.leaves) if leaf.is_state], [t for t, leaf in zip(made, form.leaves) if not leaf.is_state]
+    made = [
+        torch.zeros(leaf.shape, dtype=leaf.dtype, device=device).contiguous(memory_format=leaf.format)
+        for leaf in form.leaves
+    ]
+    return [t for t, leaf in zip(made, form.leaves) if leaf.is_state], [
+        t for t, leaf in zip(made, form.leaves) if not leaf.is_state
+    ]

@@ -18,7 +18,7 @@ from ._failures import described
 from ._net import Evaluation, States, states_of
 from ._plans import Lot, Program, Receive
 from ._tree import Form, Leaf, ordered
-from ._wire import Wire
+from ._wire import Wire, tried
 
 # So many receives are posted before their place in the list: who sends a state needs not wait for us to come there.
 _AHEAD = 3
@@ -250,7 +250,9 @@ class Walk:
             self._posted += 1
             form = self._form(receive.value)
             states = self._empty(form.states)
-            constants = self._empty([leaf for leaf in form.leaves if not leaf.is_state]) if receive.lot is not None else []
+            constants = (
+                self._empty([leaf for leaf in form.leaves if not leaf.is_state]) if receive.lot is not None else []
+            )
             what = f"receiving from rank {receive.source} of the layers"
             works = self._tried(
                 what,
@@ -262,11 +264,7 @@ class Walk:
         self._tried(what, lambda: [work.wait() for work in works])
 
     def _tried(self, what: str, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except RuntimeError as error:
-            text = f"{error} [{what}, {self._where()}]"
-            raise type(error)(text) from error
+        return tried(f"{what}, {self._where()}", call)
 
     def _where(self) -> str:
         name, level, iteration = self._part

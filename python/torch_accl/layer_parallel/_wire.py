@@ -6,12 +6,14 @@ three small reductions of a solve, which are of whole numbers, so that nothing r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 # Passes are told apart by their tags. A backend that knows no tags runs one pass at a time.
 TAGS = {"forward": 0, "adjoint": 1}
@@ -46,13 +48,17 @@ class Wire:
         assert work is not None
         return work
 
+    def together(self, numbers: Tensor, what: str, *, is_greatest: bool = False) -> list[int]:
+        """Whole numbers of all ranks: their sums, or the greatest."""
+        work = self._reduce(numbers, dist.ReduceOp.MAX if is_greatest else dist.ReduceOp.SUM)
+        if work is not None:
+            tried(what, work.wait)
+        found: list[int] = numbers.tolist()
+        return found
+
     def add_up(self, numbers: Tensor) -> dist.Work | None:
         """Whole numbers of all ranks are added up in place."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
-
-    def greatest(self, numbers: Tensor) -> dist.Work | None:
-        """The greatest of all ranks' whole numbers, in place."""
-        return self._reduce(numbers, dist.ReduceOp.MAX)
 
     def _reduce(self, numbers: Tensor, operator: Any) -> dist.Work | None:
         if self.group is None:
@@ -87,7 +93,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def waited(works: Sequence[dist.Work]) -> None:
-    """Waits for all."""
-    for work in works:
-        work.wait()
+def tried(what: str, call: Callable[[], _T]) -> _T:
+    """Calls the group; an error of it is told what for."""
+    try:
+        return call()
+    except RuntimeError as error:
+        raise type(error)(f"{error} [{what}]") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import sys
 from typing import Any, TextIO
@@ -125,7 +126,7 @@ def _check(given: argparse.Namespace) -> None:
         raise WrongInput(f"-n: there cannot be {given.ranks} ranks")
     if not 0 <= given.master_port < 1 << 16:
         raise WrongInput(f"--master-port: {given.master_port} is not a port")
-    if not given.grace >= 0:
+    if not 0 <= given.grace < math.inf:
         raise WrongInput(f"--grace: {given.grace:g} is not a number of seconds")
     if not given.module and not given.no_python and not given.hosts and not os.path.exists(given.script):
         raise WrongInput(

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import re
+import select
 import selectors
 import signal
 import socket
@@ -101,6 +102,9 @@ def serve() -> int:
     os.dup2(2, 1)
 
     def report(**what: Any) -> None:
+        # Who does not read what ranks print has not to hear either why they end, which must not wait for that.
+        if "failed" in what and not select.select([], [out], [], 0)[1]:
+            return
         # Who listened is gone, and with it our input: the ranks are ended for that.
         with contextlib.suppress(OSError, ValueError):
             print(json.dumps(what), file=out, flush=True)
@@ -201,6 +205,7 @@ class Team:
         self._pipes = 0
         self._selector = selectors.DefaultSelector()
         self._orders = b""
+        self._listens_to: int | None = None
         # When the agent gives up listening to nobody; when ranks are killed that have been asked to end; and until when the outputs are read
         # of ranks that all have ended.
         self._lonely_at: float | None = None
@@ -226,6 +231,7 @@ class Team:
                 self.end(signal.SIGKILL)
             if orders is not None:
                 self._lonely_at = time.monotonic() + _SILENCE_S
+                self._listens_to = orders
                 self._selector.register(orders, selectors.EVENT_READ, lambda: self._obey(orders))
             while any(not rank.is_over for rank in self._ranks) or self._pipes:
                 for key, _ in self._selector.select(self._patience()):
@@ -327,8 +333,11 @@ class Team:
     def _is_in_time(self) -> bool:
         """Sees to those whose time is up; false when nothing is awaited any more."""
         now = time.monotonic()
-        if self._lonely_at is not None and now >= self._lonely_at:
+        if self._lonely_at is not None and now >= self._lonely_at and not self._hears_something():
             self._lonely_at = None
+            self._report(
+                failed=f"{_SILENCE_S:.0f} s passed without a word of who has started the ranks; they are ended"
+            )
             self.end(signal.SIGTERM)
         if self._kill_at is not None and not self._has_killed and now >= self._kill_at:
             self._has_killed = True
@@ -344,6 +353,14 @@ class Team:
             # What a rank has left behind may hold its outputs open.
             self._leave_at = now + _LINGER_S
         return self._leave_at is None or now < self._leave_at
+
+    def _hears_something(self) -> bool:
+        """Takes in what has been said while this side was kept from listening, by a report that nobody took."""
+        assert self._listens_to is not None
+        if not select.select([self._listens_to], [], [], 0)[0]:
+            return False
+        self._obey(self._listens_to)
+        return True
 
     def _forward(self, caught: socket.socket) -> None:
         for number in caught.recv(64):

@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -83,6 +84,8 @@ class _Agent:
             stderr=subprocess.PIPE,
             process_group=0,
         )
+        # Whoever says that this side is there does so beside whoever gives orders.
+        self._speaking = threading.Lock()
         self.out, self.err = bytearray(), bytearray()
         self.first: dict[str, Any] | None = None
         self.running: set[int] = set()
@@ -91,15 +94,15 @@ class _Agent:
     def say(self, what: dict[str, Any]) -> None:
         """An order, or a word that orders nothing."""
         assert self.process.stdin is not None
-        if not self.process.stdin.closed:
-            # The end of its reports says that it is gone.
-            with contextlib.suppress(BrokenPipeError):
+        # The end of its reports says that it is gone.
+        with self._speaking, contextlib.suppress(BrokenPipeError):
+            if not self.process.stdin.closed:
                 self.process.stdin.write(json.dumps(what).encode() + b"\n")
                 self.process.stdin.flush()
 
     def end(self) -> None:
         """The end of its orders is the end of its ranks."""
-        with contextlib.suppress(BrokenPipeError):
+        with self._speaking, contextlib.suppress(BrokenPipeError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
 
@@ -125,7 +128,7 @@ class _Crowd:
         self._leave_at: float | None = None
         self._answer_by = time.monotonic() + _ANSWER_S
         self._has_begun = False
-        self._speak_at = float("inf")
+        self._is_over = threading.Event()
 
     def run(self) -> int:
         try:
@@ -144,6 +147,7 @@ class _Crowd:
                     if not self._is_in_time():
                         break
         finally:
+            self._is_over.set()
             for agent in self._agents:
                 agent.end()
                 if agent.process.poll() is None:
@@ -161,21 +165,17 @@ class _Crowd:
             self._tell = lambda **what: None
             self._stop(128 + signal.SIGPIPE)
 
-    def _patience(self) -> float:
-        ends = [self._speak_at, self._leave_at or self._speak_at]
+    def _patience(self) -> float | None:
+        ends = [] if self._leave_at is None else [self._leave_at]
         if not self._has_begun:
             ends.append(self._answer_by)
-        return max(min(ends) - time.monotonic(), 0)
+        return max(min(ends) - time.monotonic(), 0) if ends else None
 
     def _is_in_time(self) -> bool:
         now = time.monotonic()
         if not self._has_begun and now >= self._answer_by:
             silent = next(agent for agent in self._agents if agent.first is None)
             raise Unreachable(f"{silent.host.name} did not answer within {_ANSWER_S:.0f} s{_said(silent)}")
-        if now >= self._speak_at:
-            self._speak_at = now + ALIVE_S
-            for agent in self._agents:
-                agent.say({})
         return self._leave_at is None or now < self._leave_at
 
     def _forward(self, numbers: bytes) -> None:
@@ -275,7 +275,8 @@ class _Crowd:
     def _begin(self) -> None:
         """All agents are there: each gets its part."""
         self._has_begun = True
-        self._speak_at = time.monotonic() + ALIVE_S
+        # What is shown may find nobody who reads it for long.
+        threading.Thread(target=self._say_that_all_is_well, daemon=True).start()
         master, port = self._meeting_place()
         number, world = 0, sum(agent.host.ranks for agent in self._agents)
         for host, agent in enumerate(self._agents):
@@ -288,16 +289,24 @@ class _Crowd:
             )
             number += ranks
 
+    def _say_that_all_is_well(self) -> None:
+        while not self._is_over.wait(ALIVE_S):
+            for agent in self._agents:
+                agent.say({})
+
     def _meeting_place(self) -> tuple[str, int]:
         """Where rank 0's store is, as the other hosts reach it: at the address by which ssh has, or by the host's own name."""
         hosts = [agent.first for agent in self._agents if agent.first is not None]
         first = hosts[0]
-        candidates = [self._order.master, first["address"], self._agents[0].host.name.rpartition("@")[2], first["name"]]
+        # Who names a place knows how hosts reach it, by a tunnel perhaps.
+        if self._order.master:
+            return self._order.master, self._order.port or first["port"]
+        candidates = [first["address"], self._agents[0].host.name.rpartition("@")[2], first["name"]]
         master = next((name for name in candidates if name and not _is_loopback(name)), "")
         # All of them reached over the loopback of one machine, as a name that only ssh knows may say.
         machines = {host["machine"] if _is_loopback(host["address"]) else "" for host in hosts}
         if not master or len(hosts) == 1 or (len(machines) == 1 and "" not in machines):
-            master = self._order.master or "127.0.0.1"
+            master = "127.0.0.1"
         return master, self._order.port or first["port"]
 
 
