@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::address::Address;
 use crate::calls::{self, Checked, Level};
 use crate::collectives::Group;
-use crate::world::{self, Job};
+use crate::world::{self, ELSEWHERE, Job};
 
 /// What an address says in place of a tag: the process may call MPI from any thread,
 const IS_MULTIPLE: c_int = 1;
@@ -51,7 +51,7 @@ pub(crate) fn open(rank: u32, addresses: &[Address], key: u64) -> Checked<Opened
                 ));
             }
             if address.job != job.id || address.rank < 0 || address.rank >= job.size {
-                return Err(format!("rank {other} is of another MPI job than rank {rank}"));
+                return Err(format!("rank {other}, seen from rank {rank}, is {ELSEWHERE}"));
             }
         }
         let ranks: Vec<c_int> = addresses.iter().map(|address| address.rank).collect();

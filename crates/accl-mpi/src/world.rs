@@ -105,6 +105,9 @@ struct Broadcast {
     ended: Option<Checked<()>>,
 }
 
+/// Of a process with another identity of its job: it belongs to another one, or to another communicator, of which it was told.
+pub(crate) const ELSEWHERE: &str = "of another MPI job, or not among the ranks of the communicator that this transport was opened over: of several, call init_from_mpi with the largest first";
+
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
 /// The process that has begun to start MPI. What a forked child has of all this is its parent's, the lock's state as well.
 static STARTED_IN: AtomicU32 = AtomicU32::new(0);
@@ -606,7 +609,7 @@ impl World {
             ));
         }
         if peer.job != self.job.id || peer.rank < 0 || peer.rank >= self.job.size {
-            return Err("the peer is of another MPI job".to_owned());
+            return Err(format!("the peer is {ELSEWHERE}"));
         }
         let link = self.link(index)?;
         link.max_payload_bytes = max_payload_bytes.min(link.max_payload_bytes);

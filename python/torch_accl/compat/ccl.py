@@ -61,8 +61,14 @@ def _fill_pmi() -> None:
         # Who makes a group hears of it.
         return
     if found is not None:
-        for name, value in (("PMI_RANK", found.rank), ("PMI_SIZE", found.world)):
-            if not os.environ.get(name):
+        known = {
+            "PMI_RANK": found.rank,
+            "PMI_SIZE": found.world,
+            "MPI_LOCALRANKID": found.local_rank,
+            "MPI_LOCALNRANKS": found.local_world,
+        }
+        for name, value in known.items():
+            if value is not None and not os.environ.get(name):
                 os.environ[name] = str(value)
 
 

@@ -212,8 +212,8 @@ impl Driver {
             return Ok(());
         }
         Err(Error::aborted(
-            "this process was forked from the one that made the group, and a group does not survive a fork; make a group of \
-             its own in the child, or start the child with spawn",
+            "this process was forked from the one that made the group, and a group does not survive a fork; start the child \
+             with spawn, or let it call destroy_process_group(), which leaves the parent's group as it is, and make a group of its own",
         ))
     }
 

@@ -37,6 +37,8 @@ use accl_types::hash::hash_words;
 /// How often a rank that waits for links looks whether it was interrupted, and whether the others go on.
 const CONNECT_TICK: Duration = Duration::from_millis(50);
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
+/// A rank that has waited for links for so long says to whom.
+const WORTH_A_WORD: Duration = Duration::from_secs(5);
 
 /// While a device opens the store is asked after this part of the time before, or after so long.
 const ASKED_PART: u32 = 4;
@@ -445,7 +447,8 @@ impl Engine {
             return Ok(Some(peers));
         }
         parts.connector.want(0, first.iter().map(|rank| others[rank.index()].clone()).collect());
-        let mut asked = Instant::now();
+        let begin = Instant::now();
+        let (mut asked, mut is_told) = (begin, false);
         let outcome = loop {
             parts.connector.await_change(CONNECT_TICK, || missing().is_empty());
             if missing().is_empty() {
@@ -457,6 +460,19 @@ impl Engine {
             let now = Instant::now();
             if now >= deadline {
                 break Err(self.unlinked(&missing(), &peers));
+            }
+            // What does not pass, such as another MPI job, would else be known when the time is up.
+            if !is_told && now.saturating_duration_since(begin) >= WORTH_A_WORD {
+                is_told = true;
+                let missing = missing();
+                tracing::warn!(
+                    "group {}, rank {}: after {} s {}; it waits for them for {} s more",
+                    spec.id,
+                    spec.rank,
+                    WORTH_A_WORD.as_secs(),
+                    self.listed(&missing, &peers),
+                    deadline.saturating_duration_since(now).as_secs()
+                );
             }
             // A rank may have been replaced or given up.
             if now.saturating_duration_since(asked) >= CONNECT_SLICE {
@@ -500,13 +516,14 @@ impl Engine {
 
     /// The error when links are missing and the time is up.
     fn unlinked(&self, missing: &[Rank], peers: &[PeerId]) -> Error {
+        Error::timeout(format!("the deadline passed; {}", self.listed(missing, peers)))
+    }
+
+    /// Which peers have no link, and why, as a clause.
+    fn listed(&self, missing: &[Rank], peers: &[PeerId]) -> String {
         let missing: Vec<_> = missing.iter().map(|&rank| (rank, peers[rank.index()])).collect();
         let listed = self.driver.with_core(|core| missing::unlinked(&missing, &core.net));
-        Error::timeout(format!(
-            "the deadline passed; {} of {} peers have no link: {listed}",
-            missing.len(),
-            peers.len() - 1
-        ))
+        format!("{} of {} peers have no link: {listed}", missing.len(), peers.len() - 1)
     }
 }
 

@@ -132,7 +132,7 @@ impl Engine {
         self.other_lanes().iter().take(threads).zip(own).for_each(|(driver, &cpu)| driver.place.move_to(cpu));
         if own.len() < threads {
             tracing::warn!(
-                "ACCL_WORKER_AFFINITY names {} CPUs, and this host has {} threads up to those of this rank: those beyond stay where they were",
+                "worker_affinity (ACCL_WORKER_AFFINITY, or CCL_WORKER_AFFINITY) names {} CPUs, and this host has {} threads up to those of this rank: those beyond stay where they were",
                 cpus.len(),
                 first + threads
             );
