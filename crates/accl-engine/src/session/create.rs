@@ -466,8 +466,8 @@ impl Engine {
                 is_told = true;
                 let missing = missing();
                 tracing::warn!(
-                    "group {}, rank {}: after {} s {}; it waits for them for {} s more",
-                    spec.id,
+                    group = spec.name,
+                    "rank {}: after {} s {}; it waits for them for {} s more",
                     spec.rank,
                     WORTH_A_WORD.as_secs(),
                     self.listed(&missing, &peers),
