@@ -189,25 +189,27 @@ def small(number, width=6):
     return block
 
 
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x, dt):
+        return x + dt * torch.tanh(self.inner(x))
+
+
+class Skip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) / 16
+
+
 def mixed_list():
     """Every kind of layer, and shapes that change."""
     torch.manual_seed(5)
-
-    class Timed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-
-        def forward(self, x, dt):
-            return x + dt * torch.tanh(self.inner(x))
-
-    class Skip(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-
-        def forward(self, x):
-            return x + torch.tanh(self.inner(x)) / 16
 
     layers = [nn.Linear(4, 6)]
     layers += [ode(small(number)) for number in range(5)]
@@ -600,6 +602,67 @@ def test_two_replicas_on_two_ranks_each_train_like_one_on_one(rank, world, optio
             optimizer.step()
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(parameter, one.get_parameter(name), rtol=1e-7, atol=1e-9)
+
+
+@on_ranks(1, 2, 3)
+def test_a_net_is_exported_to_one_rank_and_taken_back(rank, world):
+    layers, (x, target) = mixed_list(), batch()
+    net = LayerParallel(layers, mode="exact-wave", seed=2)
+    net.step(x, target, squared)
+    whole = net.to_serial()
+    with torch.no_grad():
+        y = net(x)
+        assert not net.is_last or torch.equal(y, whole(x))
+    squared(whole(x), target).backward()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
+    again = LayerParallel.from_serial(whole, mode="exact-wave", placement="even")
+    with torch.no_grad():
+        y = again(x)
+        assert not net.is_last or torch.equal(y, whole(x))
+    # A checkpoint has the names of all layers, whoever has them.
+    names = [name for part in net._wire.gathered(list(net.state_dict())) for name in part]
+    assert sorted(names) == sorted(whole.state_dict())
+    net.load_state_dict({name: value for name, value in whole.state_dict().items() if name in net.state_dict()})
+
+
+@on_ranks(2)
+def test_a_distributed_checkpoint_is_read_on_another_number_of_ranks(rank, world, tmp_path):
+    from torch.distributed import checkpoint
+
+    net = LayerParallel(mixed_list(), mode="exact-wave")
+    net.step(*batch(), squared)
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    checkpoint.save({"net": net.state_dict()}, checkpoint_id=tmp_path)
+    whole, one = net.to_serial(), LayerParallel(mixed_list(), group=alone(), mode="exact-wave")
+    read = {"net": one.state_dict()}
+    checkpoint.load(read, checkpoint_id=tmp_path)
+    one.load_state_dict(read["net"])
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_gradients_are_clipped_by_the_norm_of_all_layers(rank, world, norm_type):
+    layers, (x, target) = mixed_list(), batch()
+    one = LayerParallel(copy.deepcopy(layers), group=alone(), mode="exact-wave")
+    net = LayerParallel(layers, mode="exact-wave")
+    for module in (one, net):
+        module.step(x, target, squared)
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in one.parameters()], norm_type)
+    assert torch.equal(
+        layer_parallel.clip_grad_norm_(one, 0.1, norm_type), layer_parallel.clip_grad_norm_(net, 0.1, norm_type)
+    )
+    torch.testing.assert_close(
+        torch.nn.utils.get_total_norm([p.grad for p in one.parameters()], norm_type), torch.tensor(0.1)
+    )
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter.grad, one.get_parameter(name).grad)
+    assert float(wanted) > 0.1
+    next(net.parameters()).grad.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="the total norm of the gradients of all layers is nan"):
+        layer_parallel.clip_grad_norm_(net, 0.1, norm_type, error_if_nonfinite=True)
 
 
 # ---- what goes wrong

@@ -11,7 +11,9 @@ same ranks. It needs a process group with `isend` and `irecv`, and none on one r
 from ._blocks import Block, ode, plain, residual, timed
 from ._cycle import Cycle
 from ._failures import LayerParallelError
+from ._gradients import clip_grad_norm_
 from ._model import LayerParallel, step
+from ._serial import Serial
 from ._solve import Norms
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "LayerParallel",
     "LayerParallelError",
     "Norms",
+    "Serial",
+    "clip_grad_norm_",
     "ode",
     "plain",
     "residual",

@@ -21,8 +21,10 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def sentence(causes: Sequence[str | None]) -> str:
+def sentence(
+    causes: Sequence[str | None], remedy: str = "No gradient was taken over; mend it and go on with the next batch."
+) -> str:
     """What all ranks say, given each rank's own cause."""
     failed = [f"rank {rank} of the layers failed in {cause}" for rank, cause in enumerate(causes) if cause is not None]
     more = f"; and {len(failed) - _SHOWN} more ranks" if len(failed) > _SHOWN else ""
-    return "; ".join(failed[:_SHOWN]) + more + ". No gradient was taken over; mend it and go on with the next batch."
+    return f"{'; '.join(failed[:_SHOWN])}{more}. {remedy}"

@@ -5,6 +5,7 @@ Owns the net's construction, its modes, and the two ways to run a batch: `step`,
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from torch.utils import _pytree as pytree
 
 from torch_accl import _native
 
-from ._blocks import Block, built
+from ._blocks import Block, Kind, built
 from ._cycle import Cycle
+from ._failures import LayerParallelError, described, sentence
 from ._net import Layers, undisturbed
 from ._plans import Net, Plans, Program
+from ._serial import Serial
 from ._solve import Norms, Solve, Solver, split
 from ._wire import Wire
 
@@ -150,6 +153,33 @@ class LayerParallel(nn.Module):
 
     def _check(self, cycle: Cycle) -> None:
         _native.layer_levels(list(self._plans.net.layers), cycle.factors())
+
+    # ---- the same net on one rank
+
+    @classmethod
+    def from_serial(cls, layers: Serial | nn.ModuleList, kind: Kind = "residual", **settings: Any) -> LayerParallel:
+        """A net of these layers, on all ranks the same: what `to_serial` has returned, or a list, all of one kind. The others' layers are let go."""
+        if isinstance(layers, Serial):
+            blocks = layers.blocks()
+            settings.setdefault("horizon", layers.dt * max(sum(k != "plain" for k in layers.kinds), 1))
+        else:
+            blocks = [Block(layer, kind) for layer in layers]
+        return cls(blocks, **settings)
+
+    def to_serial(self) -> Serial:
+        """A copy of the whole net, on all ranks, which call this together: parameters, buffers, dt."""
+        layers = self._solver.layers
+        try:
+            mine, cause = pickle.dumps(layers.modules), None
+        except Exception as error:
+            mine, cause = b"", described(error)
+        of_all = self._wire.gathered((mine, cause))
+        if any(cause is not None for _, cause in of_all):
+            causes = [f"exporting its layers: {cause}" if cause else None for _, cause in of_all]
+            raise LayerParallelError(sentence(causes, "Layers that are exported must be picklable."))
+        found = {layer: module for part, _ in of_all for layer, module in pickle.loads(part).items()}
+        modules = [found[layer] for layer in range(len(found))]
+        return Serial(modules, layers.kinds, layers.dt).train(self.training)
 
     # ---- a batch
 

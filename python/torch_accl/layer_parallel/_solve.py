@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ._failures import LayerParallelError, described, sentence
-from ._net import Evaluation, Layers, States, form_returned, undisturbed
+from ._net import Evaluation, Layers, States, form_returned, keep_freed_memory, undisturbed
 from ._plans import Plans, Program
 from ._tree import Form, digest, form_of, ordered, packed, zeros
 from ._walk import Batch, Walk
@@ -50,6 +50,7 @@ class Solver:
         self.names = names
         self.number = 0
         self._forms: dict[int, list[Form]] = {}
+        keep_freed_memory()
 
     @contextmanager
     def batch(

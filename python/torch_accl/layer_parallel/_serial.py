@@ -1,0 +1,48 @@
+"""The same net on one rank, without any solver.
+
+Owns the loop over layers that exact modes are compared with, and to which a trained net is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ._blocks import Block, Kind
+
+
+class Serial(nn.Module):
+    """Layers one after the other, as an `exact-wave` has them; its parameters have the names of `LayerParallel`, `layers.<number>...`."""
+
+    def __init__(self, layers: Sequence[nn.Module], kinds: Sequence[Kind], dt: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.kinds = list(kinds)
+        self.dt = dt
+
+    def forward(self, x: Any) -> Any:
+        """The net of x."""
+        for layer, kind in zip(self.layers, self.kinds):
+            # What `timed` returns, and the others, is the state after.
+            returned = layer(x, self.dt) if kind == "timed" else layer(x)
+            x = advanced(x, returned, self.dt) if kind == "ode" else returned
+        return x
+
+    def blocks(self) -> list[Block]:
+        """What `LayerParallel` is made of."""
+        return [Block(layer, kind) for layer, kind in zip(self.layers, self.kinds)]
+
+
+def advanced(state: Any, increment: Any, dt: float) -> Any:
+    """`state + dt * increment`, leaf by leaf; whole numbers stay, and an increment may be that of the other leaves alone."""
+    leaves, tree = pytree.tree_flatten(state)
+    changes = pytree.tree_leaves(increment)
+    is_state = [isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in leaves]
+    if len(changes) == len(leaves):
+        changes = [change for change, counts in zip(changes, is_state) if counts]
+    left = iter(changes)
+    moved = [(leaf + dt * next(left)).to(leaf.dtype) if counts else leaf for leaf, counts in zip(leaves, is_state)]
+    return pytree.tree_unflatten(moved, tree)
