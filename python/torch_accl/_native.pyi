@@ -140,7 +140,6 @@ class LayerPlan:
         counts: list[int],
         pass_: str,
         cycle: tuple[int, str, list[int], str, str, bool, str],
-        /,
     ) -> LayerPlan: ...
     @staticmethod
     def pipeline(layers: list[tuple[str, bool]], counts: list[int], schedule: str, micro_batches: int) -> LayerPlan: ...

@@ -40,10 +40,10 @@ impl LayerPlan {
         layers: Vec<LayerSpec>,
         factors: Vec<u32>,
         counts: Vec<u32>,
-        pass: &str,
+        pass_: &str,
         cycle: CycleSpec,
     ) -> PyResult<Self> {
-        let (layers, pass, cycle) = (layers_of(&layers)?, one_of("pass", pass, &PASSES)?, cycle_of(cycle)?);
+        let (layers, pass, cycle) = (layers_of(&layers)?, one_of("pass", pass_, &PASSES)?, cycle_of(cycle)?);
         py.detach(|| {
             let grid = Grid::new(&layers, &factors)?;
             checked(mgrit(&grid, &Placement::of_counts(&counts)?, pass, &cycle)?)

@@ -13,6 +13,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+__all__ = ["Block", "Kind", "built", "mixed", "ode", "plain", "residual", "timed"]
+
+
 Kind = Literal["ode", "timed", "residual", "plain"]
 Builder = Callable[[int], nn.Module]
 

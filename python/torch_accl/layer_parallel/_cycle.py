@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+__all__ = ["Cycle"]
+
+
 Reuse = Literal["auto", "nothing", "values", "all"]
 
 

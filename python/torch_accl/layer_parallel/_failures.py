@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+__all__ = ["LayerParallelError", "described", "sentence"]
+
+
 # A list of what went wrong on many ranks helps nobody: what went wrong on the first has often made the others fail.
 _SHOWN = 3
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ._model import LayerParallel
 
+__all__ = ["clip_grad_norm_"]
+
 
 def clip_grad_norm_(
     net: LayerParallel, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -29,6 +29,9 @@ from ._serial import Serial
 from ._solve import Norms, Solve, Solver, split
 from ._wire import Wire
 
+__all__ = ["LayerParallel", "step"]
+
+
 Mode = Literal["inexact", "exact-forward", "exact-wave", "exact-pipeline"]
 MODES: tuple[Mode, ...] = ("inexact", "exact-forward", "exact-wave", "exact-pipeline")
 WAVE = Cycle(levels=1)

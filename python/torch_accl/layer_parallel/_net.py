@@ -20,6 +20,9 @@ from torch.utils import _pytree as pytree
 from ._blocks import Kind, mixed
 from ._tree import Form, Leaf, form_of, ordered
 
+__all__ = ["Evaluation", "Layers", "States", "form_returned", "keep_freed_memory", "states_of", "undisturbed"]
+
+
 States = list[Tensor]
 
 # Just below what glibc learns from.

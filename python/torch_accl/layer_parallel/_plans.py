@@ -14,6 +14,9 @@ from torch_accl import _native
 
 from ._cycle import Cycle
 
+__all__ = ["Lot", "Net", "Plans", "Program", "Receive"]
+
+
 Op = tuple[Any, ...]
 # Which constants: those of a segment (0, or a plain layer's number and one more), and of a micro-batch.
 Lot = tuple[int, int]

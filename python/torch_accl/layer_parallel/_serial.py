@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ._blocks import Block, Kind
 
+__all__ = ["Serial"]
+
 
 class Serial(nn.Module):
     """Layers one after the other, as an `exact-wave` has them; its parameters have the names of `LayerParallel`, `layers.<number>...`."""

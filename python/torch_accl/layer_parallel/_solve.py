@@ -22,6 +22,9 @@ from ._tree import Form, digest, form_of, ordered, packed, zeros
 from ._walk import Batch, Walk
 from ._wire import Wire
 
+__all__ = ["Norms", "Solve", "Solver", "split"]
+
+
 # Forms of so many kinds of input are remembered.
 _REMEMBERED = 256
 _LEAST = -(1 << 63)

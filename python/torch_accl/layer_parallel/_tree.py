@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+__all__ = ["Form", "Leaf", "digest", "form_of", "ordered", "packed", "zeros"]
+
+
 _SHORT = {torch.float16, torch.bfloat16}
 
 

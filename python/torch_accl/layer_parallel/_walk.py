@@ -20,6 +20,9 @@ from ._plans import Lot, Program, Receive
 from ._tree import Form, Leaf, ordered
 from ._wire import Wire, tried
 
+__all__ = ["Batch", "Walk"]
+
+
 # So many receives are posted before their place in the list: who sends a state needs not wait for us to come there.
 _AHEAD = 3
 # Squares of float32 are added up in rows of so many, and the rows in float64.

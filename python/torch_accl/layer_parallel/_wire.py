@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+__all__ = ["Wire", "tried"]
+
+
 _T = TypeVar("_T")
 
 # Passes are told apart by their tags. A backend that knows no tags runs one pass at a time.
