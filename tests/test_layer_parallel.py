@@ -461,6 +461,126 @@ def test_the_order_of_elements_is_the_inputs_on_every_rank(rank, world):
     assert not net.is_last or y.is_contiguous(memory_format=torch.channels_last)
 
 
+class Turned(nn.Module):
+    """Returns, and pulls back, tensors whose elements lie in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x.transpose(1, 2))).transpose(1, 2)
+
+
+class Summed(nn.Module):
+    """Its gradient is one element seen many times."""
+
+    def forward(self, x):
+        return x.sum(1)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("mode", ["inexact", "exact-wave", "exact-pipeline"])
+def test_gradients_that_lie_in_another_order_are_sent_in_the_right_one(rank, world, mode):
+    torch.manual_seed(3)
+    layers = [*(ode(Turned()) for _ in range(8)), *(plain(Turned()) for _ in range(4)), Summed()]
+    x, target = torch.randn(4, 5, 6), torch.randn(4, 6)
+    loss, wanted = serial_gradients(None, layers, x, target)
+    groups = [None] if world != 2 else [None, gloo_group()]
+    for group in groups:
+        cycle = Cycle(factor=2, iterations=6)
+        net = LayerParallel(
+            copy.deepcopy(layers), group=group, mode=mode, fwd=cycle, bwd=cycle, placement="even", micro_batches=2
+        )
+        assert float(net.step(x, target, squared)) == pytest.approx(float(loss), rel=1e-5)
+        for name, gradient in gradients_of(net).items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+class Weighed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, state):
+        x, weights = state
+        return torch.tanh(self.inner(x)) * weights
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["turned", "expanded"])
+def test_constants_that_lie_in_another_order_arrive_in_the_right_one(rank, world, how):
+    torch.manual_seed(3)
+    layers = [ode(Weighed()) for _ in range(6)]
+    x = torch.randn(6, 6)
+    weights = torch.arange(36).view(6, 6).t() if how == "turned" else torch.arange(6).view(1, 6).expand(6, 6)
+    state = x
+    for layer in layers:
+        state = state + layer.module((state, weights)) / 6
+    with torch.no_grad():
+        y = LayerParallel(layers, mode="exact-wave")((x, weights))
+    if rank == 1:
+        torch.testing.assert_close(y[0], state)
+        assert torch.equal(y[1], weights)
+
+
+class Named(nn.Module):
+    """Its leaves in another order, without the mask."""
+
+    def forward(self, state):
+        return {"b": 2 * state["b"], "a": -state["a"]}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_leaves_are_known_by_their_names(rank, world, has_mask):
+    state = {"a": torch.full((2,), 4.0), "b": torch.full((2,), 8.0)}
+    if has_mask:
+        state["mask"] = torch.tensor([True, False])
+    with torch.no_grad():
+        y = LayerParallel([ode(Named()) for _ in range(2)], mode="exact-wave")(state)
+    if rank == world - 1:
+        assert torch.equal(y["a"], torch.full((2,), 1.0)) and torch.equal(y["b"], torch.full((2,), 32.0))
+
+
+class Counting(nn.Module):
+    def forward(self, state):
+        x, count = state
+        return x + 1, count + 1
+
+
+@on_ranks(2)
+def test_whole_numbers_that_a_step_changes_are_refused(rank, world):
+    net = LayerParallel([residual(Counting()) for _ in range(4)], mode="exact-wave")
+    with (
+        torch.no_grad(),
+        pytest.raises(LayerParallelError, match="changes a leaf of whole numbers, which only a plain layer may"),
+    ):
+        net((torch.ones(2), torch.ones(2, dtype=torch.int64)))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("mode", ["inexact", "exact-wave"])
+def test_it_runs_in_inference_mode(rank, world, mode):
+    net = LayerParallel(mixed_list(), mode=mode, fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
+    with torch.no_grad():
+        wanted = net(batch()[0])
+    with torch.inference_mode():
+        assert torch.equal(net(batch()[0]), wanted)
+
+
+@on_ranks(1, 2)
+def test_a_net_of_another_type_is_planned_anew(rank, world):
+    layers = [Tokens(), *(ode(Masked()) for _ in range(4)), Pooled()]
+    net = LayerParallel(layers, mode="exact-wave")
+    ids = torch.randint(0, 10, (4, 5))
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        net.to(dtype)
+        with torch.no_grad():
+            y = net(ids)
+        assert not net.is_last or y.dtype == dtype
+
+
 # ---- layers with random numbers and buffers
 
 
@@ -537,6 +657,69 @@ def test_a_hook_of_a_parameter_sees_its_gradient_once(rank, world):
     assert len(seen) == len(wanted)
     for name, gradient in gradients_of(net).items():
         torch.testing.assert_close(gradient, 3 * wanted[name])
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("mode", ["inexact", "exact-pipeline"])
+def test_gradients_have_the_scale_and_the_loss_has_not(rank, world, mode):
+    layers, (x, target) = mixed_list(), batch()
+    cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
+    nets = [LayerParallel(copy.deepcopy(layers), mode=mode, micro_batches=2, **cycles) for _ in range(2)]
+    inputs = [x.clone().requires_grad_() for _ in nets]
+    losses = [net.step(given, target, squared, loss_scale=scale) for net, given, scale in zip(nets, inputs, (1, 1024))]
+    assert torch.equal(*losses)
+    for one, scaled in zip(nets[0].parameters(), nets[1].parameters()):
+        torch.testing.assert_close(scaled.grad, 1024 * one.grad)
+    if rank == 0:
+        # What has made the input gets its gradient as well.
+        torch.testing.assert_close(inputs[1].grad, 1024 * inputs[0].grad)
+        assert inputs[0].grad.abs().sum() > 0
+
+
+@on_ranks(2)
+def test_backward_passes_in_another_order_on_another_rank_are_refused(rank, world):
+    net = LayerParallel(mixed_list(), mode="exact-wave")
+    x, _ = batch()
+    outputs = [net(x), net(2 * x)]
+    with pytest.raises(LayerParallelError, match="at different batches: .*in the same order on all of them"):
+        for y in outputs if rank else reversed(outputs):
+            y.sum().backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+@on_ranks(1, 2)
+def test_a_layer_that_is_put_in_the_place_of_another_is_used(rank, world):
+    net = LayerParallel([nn.Linear(6, 6) for _ in range(4)], mode="exact-wave")
+    number = str(net.owned[0])
+    net.layers[number] = nn.Linear(6, 6)
+    net.step(torch.randn(2, 6), torch.randn(2, 6), squared)
+    assert net.layers[number].weight.grad is not None
+
+
+@on_ranks(2)
+def test_a_net_can_be_copied(rank, world):
+    layers, (x, target) = mixed_list(), batch()
+    net = LayerParallel(layers, mode="exact-wave")
+    loss = net.step(x, target, squared)
+    twin = copy.deepcopy(net)
+    assert torch.equal(twin.step(x, target, squared), loss)
+    for parameter in twin.parameters():
+        parameter.data.zero_()
+    assert torch.equal(net.step(x, target, squared), loss)
+
+
+@on_ranks(2)
+def test_statistics_of_a_part_in_training_of_a_layer_in_evaluation_are_taken_once(rank, world):
+    net = LayerParallel(
+        [ode(nn.Sequential(nn.BatchNorm1d(6))) for _ in range(8)],
+        fwd=Cycle(factor=2),
+        bwd=Cycle(factor=2, iterations=1),
+    )
+    for layer in net.layers.values():
+        layer.eval()
+        layer[0].train()
+    net.step(torch.randn(8, 6), torch.randn(8, 6), squared)
+    assert {int(layer[0].num_batches_tracked) for layer in net.layers.values()} == {1}
 
 
 @on_ranks(2)
@@ -687,6 +870,12 @@ class Breaks(nn.Module):
             return y, y
         if self.how == "in place":
             x.mul_(2)
+        if self.how == "sparse":
+            return y.to_sparse()
+        if self.how == "device":
+            return y.to("meta")
+        if self.how == "exits":
+            raise SystemExit(3)
         if self.how == "backward":
             y = Thrower.apply(y)
         return y
@@ -709,6 +898,9 @@ WRONG = {
     "structure": "returned another structure than planned",
     "in place": "in-?place|in place",
     "backward": "it is tired of going back",
+    "sparse": "returned a tensor of layout torch.sparse_coo",
+    "device": "on meta",
+    "exits": "SystemExit: 3",
 }
 
 
@@ -727,7 +919,9 @@ def test_what_a_layer_does_wrong_is_raised_on_every_rank_and_the_next_batch_is_r
         modules[broken].how = how
         owner = net.owner(broken)
         said = f"rank {owner} of the layers failed in layer {broken} .Breaks..*({WRONG[how]})"
-        with pytest.raises(LayerParallelError, match=said):
+        # What is to end a process ends that one alone.
+        is_exit = how == "exits" and rank == owner
+        with pytest.raises(SystemExit) if is_exit else pytest.raises(LayerParallelError, match=said):
             net.step(x, target, squared)
         assert all(parameter.grad is None for parameter in net.parameters())
         modules[broken].how = "nothing"
@@ -738,6 +932,7 @@ def test_what_a_layer_does_wrong_is_raised_on_every_rank_and_the_next_batch_is_r
 def test_what_is_missing_or_wrong_at_the_start_is_said_on_every_rank(rank, world):
     net = LayerParallel(mixed_list(), fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
     x, target = batch()
+    head = nn.Linear(3, 3)
     for arguments, said in [
         ((None, target, squared), "there is no input; give one on the first rank"),
         ((x, None, squared), "there is no target; give one on the last rank"),
@@ -746,6 +941,10 @@ def test_what_is_missing_or_wrong_at_the_start_is_said_on_every_rank(rank, world
         ((x[:, :3], target, squared), r"layer 0 \(Linear\) cannot take float32\[8, 3\]"),
         ((x, target, lambda y, t: y), r"the loss function returned the shape \[8, 3\]"),
         ((x, target, nn.Sequential(nn.Linear(3, 1))), "the loss function has parameters"),
+        (
+            (x, target, lambda y, t: squared(head(y), t)),
+            "the loss depends on a parameter besides",
+        ),
     ]:
         with pytest.raises(LayerParallelError, match=said):
             net.step(*arguments)
@@ -795,6 +994,11 @@ def test_settings_that_cannot_be_are_refused(rank, world):
     ]:
         with pytest.raises(ValueError, match=said):
             Cycle(**settings)
+    cycle = Cycle(levels=3, factor=[2, 2], relax=["F", "FCF"])
+    LayerParallel(blocks, fwd=cycle, mode="inexact").step(torch.ones(2, 2), torch.ones(2, 2), squared)
+    LayerParallel([nn.Linear(2, 2) for _ in range(4)], mode="exact-wave").step(
+        torch.ones(2, 2), torch.ones(2, 2), squared
+    )
     with pytest.raises(ValueError, match="a net without layers"):
         LayerParallel([])
     with pytest.raises(TypeError, match="layer 0 is str"):

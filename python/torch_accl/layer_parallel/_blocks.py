@@ -81,10 +81,15 @@ def built(block: Block, number: int, seed: int) -> nn.Module:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """torch's random numbers of the CPU come from this seed meanwhile, and go on afterwards as if nothing had been."""
+    """torch's random numbers come from this seed meanwhile, and go on afterwards as if nothing had been."""
     before = torch.random.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     torch.default_generator.manual_seed(seed)
+    if cuda is not None:
+        torch.cuda.manual_seed(seed)
     try:
         yield
     finally:
         torch.random.set_rng_state(before)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)

@@ -39,6 +39,11 @@ class Cycle:
     reuse: Reuse = "auto"
 
     def __post_init__(self) -> None:
+        for name in ("factor", "relax"):
+            given = getattr(self, name)
+            if not isinstance(given, int | str):
+                # What plans are remembered by.
+                object.__setattr__(self, name, tuple(given))
         if self.levels < 1:
             raise ValueError(f"Cycle(levels={self.levels}): give 1 or more")
         if self.iterations < 1:

@@ -76,14 +76,15 @@ class LayerParallel(nn.Module):
         self._wire = Wire(_group(mesh, group))
         kinds = [block.kind for block in blocks]
         specs = tuple((block.kind, block.is_apart) for block in blocks)
-        counts = _placed(specs, placement, self._wire.size, fwd)
+        aligned = fwd if mode == "inexact" else bwd if mode == "exact-forward" else WAVE
+        counts = _placed(specs, placement, self._wire.size, aligned)
         net = Net(specs, counts)
         steps = sum(kind != "plain" for kind in kinds)
         own = {layer: built(blocks[layer], layer, seed) for layer in net.owned(self._wire.rank)}
         self.layers = nn.ModuleDict({str(layer): module for layer, module in own.items()})
         self._plans = Plans(net, self._wire.rank)
         self._solver = Solver(
-            self._wire, self._plans, Layers(own, kinds, horizon / max(steps, 1), seed), _names(blocks, own)
+            self._wire, self._plans, Layers(self.layers, kinds, horizon / max(steps, 1), seed), _names(blocks, own)
         )
         self._settings = f"layers {specs}; placement {counts}; horizon {horizon}; seed {seed}"
         self._anchor = torch.zeros((), requires_grad=True)
@@ -213,8 +214,8 @@ class LayerParallel(nn.Module):
         return run.solve.joined(outputs) if run.has_output else outputs[0]
 
     def _everything(self, job: _Job) -> Tensor:
-        run = _Run(self, job.x)
-        anchor: Tensor = _Everything.apply(run, job, self._anchor, *run.parameters)
+        run = _Run(self, job.x, is_step=True)
+        anchor: Tensor = _Everything.apply(run, job, self._anchor, len(run.given), *run.given, *run.parameters)
         return anchor
 
     def _way(self) -> _Way:
@@ -300,8 +301,9 @@ class _Way:
 class _Run:
     """A batch between its forward and its backward pass."""
 
-    def __init__(self, model: LayerParallel, x: Any) -> None:
+    def __init__(self, model: LayerParallel, x: Any, *, is_step: bool = False) -> None:
         self.model = model
+        self._is_step = is_step
         self.way = model._way()
         self.solver = model._solver
         self.parameters = self.solver.layers.parameters()[0]
@@ -310,6 +312,14 @@ class _Run:
         self.is_over = False
         self._x = x
         self.wrong: BaseException | None = None
+        if is_step and not torch.is_grad_enabled():
+            self.wrong = RuntimeError(
+                "step() makes gradients, and they are off here; leave no_grad, or call the net itself"
+            )
+        try:
+            self.solver.layers.check()
+        except TypeError as error:
+            self.wrong = error
         # The leaves of the input that may want a gradient.
         self.given: list[Tensor] = []
         if model._wire.rank == 0:
@@ -326,8 +336,10 @@ class _Run:
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
         """The solve."""
         way = self.way
+        call = "step()" if self._is_step else "forward()"
+        settings = f"{way.settings}; called by {call} with gradients {'on' if is_recorded else 'off'}"
         return self.solver.batch(
-            self._x, way.settings, self.wrong or wrong, micro_batches=way.micro_batches, is_recorded=is_recorded
+            self._x, settings, self.wrong or wrong, micro_batches=way.micro_batches, is_recorded=is_recorded
         )
 
 
@@ -368,18 +380,21 @@ class _Everything(torch.autograd.Function):
     """A whole batch in the forward pass; the backward pass hands its gradients out."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, job: _Job, anchor: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, run: _Run, job: _Job, anchor: Tensor, given: int, *tensors: Tensor) -> Tensor:
         model, way = run.model, run.way
         wire = model._wire
         with run.begun(job.wrong(wire, way.micro_batches), is_recorded=True) as solve:
             if way.mode == "exact-pipeline":
-                solve.pipeline(model._plans.pipeline(model._schedule, way.micro_batches), job.loss_of)
+                program = model._plans.pipeline(model._schedule, way.micro_batches)
+                inputs = solve.pipeline(program, job.loss_of, job.loss_scale)
             else:
                 found = solve.forward(way.forward)
-                solve.backward(way.adjoint, [solve.lost(0, states, job.loss_of) for states in found])
+                cotangents = [solve.lost(0, states, job.loss_of, job.loss_scale) for states in found]
+                inputs = solve.backward(way.adjoint, cotangents)
         model.norms = solve.norms
         job.loss = solve.known_loss
-        ctx.gradients = solve.batch.evaluation.gradients
+        of_input: list[Tensor | None] = [*solve.together(inputs)] if inputs else [None] * given
+        ctx.gradients = [*of_input, *solve.batch.evaluation.gradients]
         return anchor.detach().clone()
 
     @staticmethod
@@ -389,7 +404,7 @@ class _Everything(torch.autograd.Function):
         by = float(scale)
         if by != 1.0:
             gradients = [None if gradient is None else gradient * by for gradient in gradients]
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
 # ---- construction

@@ -7,6 +7,7 @@ Which layer is evaluated at what, and when, is in the plan.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,11 +43,38 @@ class Record:
 class Layers:
     """The layers of one rank."""
 
-    def __init__(self, modules: dict[int, nn.Module], kinds: Sequence[Kind], dt: float, seed: int) -> None:
-        self.modules = modules
+    def __init__(self, holder: nn.ModuleDict, kinds: Sequence[Kind], dt: float, seed: int) -> None:
+        self._holder = holder
         self.kinds = kinds
         self.dt = dt
         self.seed = seed
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """By their numbers, as they are now: somebody may have put another one in a place."""
+        return {int(number): module for number, module in self._holder.items()}
+
+    def state(self) -> int:
+        """What the types and shapes depend on that layers return: another number is another state."""
+        return hash(
+            tuple(
+                (
+                    module.training,
+                    *(parameter.dtype for parameter in module._parameters.values() if parameter is not None),
+                )
+                for module in self._holder.modules()
+            )
+        )
+
+    def check(self) -> None:
+        """Raises for what would leave parameters without gradients."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        kind = getattr(fsdp, "FSDPModule", None)
+        for number, layer in self._holder.items():
+            if kind is not None and any(isinstance(module, kind) for module in layer.modules()):
+                raise TypeError(
+                    f"layer {number} is in fully_shard by itself; give the whole net to fully_shard, and none of its layers"
+                )
 
     def parameters(self) -> tuple[list[Tensor], dict[int, list[tuple[str, int]]]]:
         """Those that want a gradient, each once, and for each layer the names and places of its own."""
@@ -67,8 +95,10 @@ class Layers:
 class Evaluation:
     """What one batch does with the layers of a rank."""
 
-    def __init__(self, layers: Layers, key: tuple[int, ...], *, is_recorded: bool) -> None:
+    def __init__(self, layers: Layers, key: tuple[int, ...], device: torch.device, *, is_recorded: bool) -> None:
         self.layers = layers
+        self.modules = layers.modules
+        self.device = device
         self.is_recorded = is_recorded
         self.parameters, self._of_layer = layers.parameters()
         self.gradients: list[Tensor | None] = [None] * len(self.parameters)
@@ -80,18 +110,18 @@ class Evaluation:
 
     def for_now(self, layer: int, span: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
         """What a layer returns; it leaves no trace."""
-        module = self.layers.modules[layer]
-        with torch.no_grad(), self._random(layer, micro_batch, states):
+        module = self.modules[layer]
+        with torch.no_grad(), self._random(layer, micro_batch):
             arguments = self._arguments(layer, span, form, states, constants)
-            if module.training and self._has_buffers(layer):
+            if self._has_buffers(layer):
                 copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
                 return functional_call(module, copies, arguments)
             return module(*arguments)
 
     def for_good(self, layer: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
         """What a layer returns, with the graph that its adjoint needs if there will be one."""
-        module = self.layers.modules[layer]
-        with self._random(layer, micro_batch, states):
+        module = self.modules[layer]
+        with self._random(layer, micro_batch):
             if not self.is_recorded:
                 with torch.no_grad():
                     return module(*self._arguments(layer, 1, form, states, constants))
@@ -126,15 +156,15 @@ class Evaluation:
 
     def _has_buffers(self, layer: int) -> bool:
         if layer not in self._buffered:
-            self._buffered[layer] = next(self.layers.modules[layer].buffers(), None) is not None
+            self._buffered[layer] = next(self.modules[layer].buffers(), None) is not None
         return self._buffered[layer]
 
     @contextmanager
-    def _random(self, layer: int, micro_batch: int, states: States) -> Iterator[None]:
+    def _random(self, layer: int, micro_batch: int) -> Iterator[None]:
         # The generator of the CPU is put back when the solve is over.
         seed = mixed(self._key, layer, micro_batch)
         torch.default_generator.manual_seed(seed)
-        if states and states[0].is_cuda:
+        if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
         yield
 
@@ -194,29 +224,48 @@ def undisturbed() -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
 
 
-def states_of(returned: Any, form: Form, layer: int, name: str, *, may_be_states: bool) -> tuple[States, States]:
-    """The states and constants of what a layer has returned, which must look like `form`."""
-    who = f"layer {layer} ({name})"
-    leaves, tree = pytree.tree_flatten(returned)
-    wanted: Sequence[Leaf] = form.leaves
-    # An increment of (state, mask) may be that of the state alone.
-    if may_be_states and len(leaves) != len(wanted) and len(leaves) == len(form.states):
-        wanted = form.states
-    elif tree != form.tree:
-        raise TypeError(f"{who} returned another structure than planned: {tree}, and it is to be {form.tree}")
+def states_of(returned: Any, form: Form, who: str, *, may_be_states: bool) -> tuple[States, States]:
+    """The states and constants of what a layer has returned, which must look like `form`; with `may_be_states` it may be that of its states alone."""
     states, constants = [], []
-    for leaf, like in zip(leaves, wanted):
-        if not like.is_state:
-            constants.append(leaf)
-            continue
+    for leaf, like in _matched(returned, form, who, may_be_states=may_be_states):
         if not isinstance(leaf, Tensor):
+            if may_be_states and not like.is_state:
+                continue
             raise TypeError(f"{who} returned {type(leaf).__name__}, where a tensor {like} was planned")
+        if leaf.layout != torch.strided:
+            raise TypeError(f"{who} returned a tensor of layout {leaf.layout}, and states are dense")
         if leaf.shape != like.shape:
+            if may_be_states and not like.is_state:
+                continue
             raise ValueError(f"{who} returned the shape {list(leaf.shape)}, and {list(like.shape)} was planned")
+        if not like.is_state:
+            if leaf.dtype == like.dtype:
+                constants.append(leaf)
+            elif not may_be_states:
+                raise TypeError(f"{who} returned {leaf.dtype}, and {like.dtype} was planned")
+            continue
         if leaf.dtype != like.dtype and torch.promote_types(leaf.dtype, like.dtype) != like.dtype:
             raise TypeError(f"{who} returned {leaf.dtype}, and {like.dtype} was planned")
         states.append(leaf)
-    return states, constants
+    # An increment says nothing of whole numbers.
+    return states, [] if may_be_states else constants
+
+
+def _matched(returned: Any, form: Form, who: str, *, may_be_states: bool) -> list[tuple[Any, Leaf]]:
+    """The leaves of what was returned, with what they are to be like."""
+    leaves, tree = pytree.tree_flatten(returned)
+    if tree == form.tree:
+        return list(zip(leaves, form.leaves))
+    if may_be_states and isinstance(returned, Tensor) and len(form.states) == 1:
+        return [(returned, form.states[0])]
+    # By their names or places, in whatever order.
+    found = dict(pytree.tree_flatten_with_path(returned)[0])
+    planned = dict(pytree.tree_flatten_with_path(pytree.tree_unflatten(list(form.leaves), form.tree))[0])
+    if may_be_states and found.keys() != planned.keys():
+        planned = {path: leaf for path, leaf in planned.items() if leaf.is_state}
+    if found.keys() != planned.keys():
+        raise TypeError(f"{who} returned another structure than planned: {tree}, and it is to be {form.tree}")
+    return [(found[path], leaf) for path, leaf in planned.items()]
 
 
 def form_returned(returned: Any, layer: int, name: str) -> Form:

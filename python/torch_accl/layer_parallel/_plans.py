@@ -87,6 +87,10 @@ class Plans:
             self._segments.append(layer + 1 if kind == "plain" else self._segments[-1])
         self._made: dict[Any, Program] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plans:
+        """Those of the same net."""
+        return self
+
     def segment(self, point: int) -> int:
         """Which plain layer has made the form of a point's state: its number and one more, 0 for the input."""
         return self._segments[point]

@@ -53,6 +53,10 @@ class Solver:
         self.names = names
         self.number = 0
         self._forms: dict[int, list[Form]] = {}
+        # Forms of outputs whose losses are known to depend on nothing else.
+        self.checked_losses: set[str] = set()
+        # What the forms hold for.
+        self._state = 0
         keep_freed_memory()
 
     @contextmanager
@@ -70,10 +74,23 @@ class Solver:
         batch = solve.batch
         # Whole numbers, each zero on all ranks but one.
         loss = torch.tensor(solve.loss, dtype=torch.float64).view(torch.int64)
-        status = torch.tensor([int(batch.cause is not None), int(loss), solve.loss_dtype], device=self.wire.device)
-        failed, bits, solve.loss_dtype = self.wire.together(status, f"the end of batch {batch.number}")
+        # And the numbers of the batches, which are all the same if the mean of their squares is the square of their mean.
+        numbers = [batch.number, batch.number**2]
+        status = torch.tensor(
+            [int(batch.cause is not None), int(loss), solve.loss_dtype, *numbers], device=self.wire.device
+        )
+        failed, bits, solve.loss_dtype, first, second = self.wire.together(status, f"the end of batch {batch.number}")
         if failed:
-            raise LayerParallelError(sentence(self.wire.gathered(batch.cause))) from batch.error
+            causes = self.wire.gathered(batch.cause)
+            if batch.error is not None and not isinstance(batch.error, Exception):
+                # Somebody wants this process to end.
+                raise batch.error
+            raise LayerParallelError(sentence(causes)) from batch.error
+        if first**2 != self.wire.size * second:
+            of_all = self.wire.gathered(batch.number)
+            raise LayerParallelError(
+                f"ranks of the layers are at different batches: {of_all}; call backward() of several batches in the same order on all of them"
+            )
         solve.loss = float(torch.tensor(bits).view(torch.float64))
 
     def _open(
@@ -82,7 +99,8 @@ class Solver:
         wire, form = self.wire, None
         lots: list[tuple[States, States]] = []
         mine = digest(settings.encode())
-        header = [mine, -mine, int(wrong is not None), _LEAST, _LEAST]
+        state = self.layers.state()
+        header = [mine, -mine, int(wrong is not None), _LEAST, _LEAST, int(state != self._state)]
         if wire.rank == 0 and wrong is None:
             try:
                 form, lots = split(x, micro_batches)
@@ -93,18 +111,26 @@ class Solver:
             header[4] = self.number
         numbers = torch.tensor(header, device=wire.device)
         what = f"the start of batch {self.number}"
-        most, least, has_failed, key, number = wire.together(numbers, what, is_greatest=True)
+        most, least, has_failed, key, number, has_changed = wire.together(numbers, what, is_greatest=True)
         if has_failed:
             cause = None if wrong is None else f"{what}: {described(wrong)}"
             raise LayerParallelError(sentence(wire.gathered(cause))) from wrong
         if most != -least:
             raise ValueError(_difference(wire.gathered(settings)))
         self.number = number + 1
-        evaluation = Evaluation(self.layers, (number,), is_recorded=is_recorded)
-        if key not in self._forms:
-            self._remember(key, self._forms_from(form, lots, evaluation))
+        if has_changed:
+            # On some rank; then the forms may be others.
+            self._forms.clear()
+            self._state = state
         given = [tensor for lot in lots[:1] for tensor in (*lot[0], *lot[1])]
         device = given[0].device if given else _device(self.layers)
+        evaluation = Evaluation(self.layers, (number,), device, is_recorded=is_recorded)
+        if key not in self._forms:
+            self._remember(key, self._forms_from(form, lots, evaluation))
+        if micro_batches > 1 and any(not leaf.shape for leaf in self._forms[key][-1].leaves):
+            raise ValueError(
+                "the net returns a number, which micro-batches cannot be put together from; take another mode"
+            )
         return Solve(
             self,
             Batch(number, self._forms[key], self.names, device, evaluation, self.plans.segment, micro_batches),
@@ -134,6 +160,7 @@ class Solver:
                         given = lots[0] if layer == 0 and lots else zeros(form, _device(self.layers))
                         returned = evaluation.for_now(layer, 1, 0, form, *given)
                         tried = form_returned(returned, layer, self.names[layer])
+                        packed(tried)
                     except Exception as caught:
                         tried, error = described(caught), caught
                 tried = self.wire.pass_on(tried, owner)
@@ -187,22 +214,21 @@ class Solve:
         self.norms.backward = walk.norms
         return outputs
 
-    def pipeline(self, program: Program, loss: Loss) -> None:
-        """Both passes of all micro-batches."""
-        Walk(program, self.batch, self.solver.wire, lambda micro, states: self._lost(micro, states, loss)).run(
-            self._inputs(program)
-        )
+    def pipeline(self, program: Program, loss: Loss, scale: float) -> list[States]:
+        """Both passes of all micro-batches; gives the gradients of the inputs, on the first rank."""
+        walk = Walk(program, self.batch, self.solver.wire, lambda micro, states: self._lost(micro, states, loss, scale))
+        return walk.run(self._inputs(program))
 
-    def lost(self, micro_batch: int, states: States, loss: Loss) -> States:
-        """The gradient of the loss of the last point's states; its value is added up."""
+    def lost(self, micro_batch: int, states: States, loss: Loss, scale: float) -> States:
+        """The gradient of the loss of the last point's states, times `scale`; its value is added up."""
         if self.batch.cause is None:
             try:
-                return self._lost(micro_batch, states, loss)
-            except Exception as error:
+                return self._lost(micro_batch, states, loss, scale)
+            except BaseException as error:
                 self.batch.fail(f"the loss, batch {self.batch.number}", error)
         return [torch.zeros_like(state) for state in states]
 
-    def _lost(self, micro_batch: int, states: States, loss: Loss) -> States:
+    def _lost(self, micro_batch: int, states: States, loss: Loss, scale: float) -> States:
         with torch.enable_grad():
             leaves = self.output_form.states
             outputs = [state.detach().to(leaf.dtype).requires_grad_() for state, leaf in zip(states, leaves)]
@@ -214,10 +240,34 @@ class Solve:
             if not isinstance(found, Tensor) or found.numel() != 1:
                 shown = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
                 raise ValueError(f"the loss function returned {shown}; it must return a tensor with one element")
+            self._check_leaves(found, outputs)
             gradients = torch.autograd.grad(found, outputs, allow_unused=True)
         self.loss += float(found)
         self.loss_dtype = _DTYPES.index(found.dtype) if found.dtype in _DTYPES else 0
-        return [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, gradients)]
+        scaled = gradients if scale == 1 else [None if g is None else g * scale for g in gradients]
+        return [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, scaled)]
+
+    def _check_leaves(self, found: Tensor, outputs: Sequence[Tensor]) -> None:
+        """What else the loss depends on would get no gradient. Looked at once for each form of the output."""
+        checked = self.solver.checked_losses
+        key = str(self.output_form)
+        if key in checked or found.grad_fn is None:
+            return
+        own = {id(output) for output in outputs}
+        todo, seen = [found.grad_fn], set()
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in own:
+                raise ValueError(
+                    "the loss depends on a parameter besides the net's output, which would get no gradient; make what has it a last plain "
+                    "layer of the net"
+                )
+            todo += [after for after, _ in node.next_functions if after is not None]
+        checked.add(key)
 
     # ---- what callers see
 
@@ -271,10 +321,17 @@ def split(x: Any, micro_batches: int) -> tuple[Form, list[tuple[States, States]]
     if micro_batches == 1:
         form, states, constants = form_of(x, "the input")
         return form, [(states, constants)]
+    rows: set[int] = set()
     for leaf in pytree.tree_leaves(x):
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] % micro_batches):
-            text = f"the input has a leaf of shape {list(leaf.shape)}, whose first dimension {micro_batches} micro-batches do not divide"
-            raise ValueError(text)
+        if isinstance(leaf, Tensor):
+            if leaf.dim() == 0 or leaf.shape[0] % micro_batches:
+                text = f"the input has a leaf of shape {list(leaf.shape)}, whose first dimension {micro_batches} micro-batches do not divide"
+                raise ValueError(text)
+            rows.add(leaf.shape[0])
+    if len(rows) > 1:
+        raise ValueError(
+            f"the input has leaves of {sorted(rows)} rows, and micro-batches are parts of one batch; give all as many"
+        )
     parts = [pytree.tree_map(lambda leaf: leaf.chunk(micro_batches)[micro], x) for micro in range(micro_batches)]  # noqa: B023
     formed = [form_of(part, "the input") for part in parts]
     return formed[0][0], [(states, constants) for _, states, constants in formed]

@@ -55,9 +55,9 @@ class Form:
         return [leaf for leaf in self.leaves if leaf.is_state]
 
     @property
-    def has_constants(self) -> bool:
-        """Whether there are others."""
-        return any(not leaf.is_state for leaf in self.leaves)
+    def constants(self) -> list[Leaf]:
+        """The others."""
+        return [leaf for leaf in self.leaves if not leaf.is_state]
 
     def joined(self, states: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
         """What a layer is given."""

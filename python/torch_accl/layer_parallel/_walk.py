@@ -95,39 +95,55 @@ class Walk:
 
     def _eval(self, pass_: str, layer: int, span: int, micro_batch: int, src: int, dst: int, is_final: bool) -> None:
         states = self._read(src)
+        evaluation = self.batch.evaluation
+
+        def found() -> States:
+            if pass_ == "forward":
+                return self._forward(layer, span, micro_batch, states, is_final)
+            pulled = evaluation.pulled_back(layer, micro_batch, states, is_final=is_final)
+            return [ordered(state, leaf) for state, leaf in zip(pulled, self._form(dst).states)]
+
+        self._make(dst, lambda: f"layer {layer} ({self.batch.names[layer]}), {pass_} pass", found)
+
+    def _make(self, dst: int, what: Callable[[], str], found: Callable[[], States]) -> None:
+        """A value of this rank; zeros once something has gone wrong here, so that nobody waits for it."""
         if self.batch.cause is None:
             try:
-                if pass_ == "forward":
-                    self._values[dst] = self._forward(layer, span, micro_batch, states, is_final)
-                else:
-                    evaluation = self.batch.evaluation
-                    self._values[dst] = evaluation.pulled_back(layer, micro_batch, states, is_final=is_final)
+                self._values[dst] = found()
                 return
-            except Exception as error:
-                self.batch.fail(f"layer {layer} ({self.batch.names[layer]}), {pass_} pass, {self._where()}", error)
+            # An interrupt, too, is raised when the others have what they wait for.
+            except BaseException as error:
+                self.batch.fail(f"{what()}, {self._where()}", error)
         self._values[dst] = self._zeros(dst)
 
     def _forward(self, layer: int, span: int, micro_batch: int, states: States, is_final: bool) -> States:
         batch, evaluation = self.batch, self.batch.evaluation
         form, after = batch.forms[layer], batch.forms[layer + 1]
         constants = batch.constants.get((batch.segment(layer), micro_batch), [])
-        before = [state._version for state in states]
+        # Tensors of inference mode do not count.
+        before = [(state, state._version) for state in states if not state.is_inference()]
         if is_final:
             returned = evaluation.for_good(layer, micro_batch, form, states, constants)
         else:
             returned = evaluation.for_now(layer, span, micro_batch, form, states, constants)
-        if any(state._version != version for state, version in zip(states, before)):
+        if any(state._version != version for state, version in before):
             raise RuntimeError("it changes its input in place; let it work on a copy (of activations: inplace=False)")
         kind = evaluation.layers.kinds[layer]
-        found, made = states_of(returned, after, layer, batch.names[layer], may_be_states=kind == "ode")
-        if kind == "plain" and after.has_constants:
+        found, made = states_of(returned, after, f"layer {layer} ({batch.names[layer]})", may_be_states=kind == "ode")
+        if any(state.device != self.batch.device for state in found):
+            raise ValueError(f"it returned a tensor on {found[0].device}, and its input is on {self.batch.device}")
+        if kind == "plain":
             self._keep_constants((batch.segment(layer + 1), micro_batch), made)
+        elif any(made_ is not given and not torch.equal(made_, given) for made_, given in zip(made, constants)):
+            raise ValueError("it changes a leaf of whole numbers, which only a plain layer may")
         if is_final:
             found = evaluation.keep(layer, micro_batch, found)
         # An increment stays as it is: what is added to a state takes its form there.
         return found if kind == "ode" else [self._worked(state, leaf) for state, leaf in zip(found, after.states)]
 
     def _keep_constants(self, lot: Lot, made: States) -> None:
+        if not made:
+            return
         known = self.batch.constants.setdefault(lot, made)
         if known is not made and not all(torch.equal(a, b) for a, b in zip(known, made)):
             raise RuntimeError(
@@ -137,24 +153,30 @@ class Walk:
 
     def _advance(self, span: int, src: int, increment: int, dst: int) -> None:
         scale = span * self.batch.evaluation.layers.dt
-        moved = []
-        for state, change, leaf in zip(self._read(src), self._read(increment), self._form(dst).states):
+        states, changes = self._read(src), self._read(increment)
+
+        def moved(state: Tensor, change: Tensor, leaf: Leaf) -> Tensor:
             if change.dtype == state.dtype:
                 # Two roundings, as in `x + dt * f(x)`.
-                moved.append(ordered(torch.mul(change, scale).add_(state), leaf))
-            else:
-                moved.append(ordered((state + change * scale).to(state.dtype), leaf))
-        self._values[dst] = moved
+                return ordered(torch.mul(change, scale).add_(state), leaf)
+            return ordered((state + change * scale).to(state.dtype), leaf)
+
+        self._make(dst, self._sum, lambda: [moved(*each) for each in zip(states, changes, self._form(dst).states)])
 
     def _stretch(self, span: int, src: int, stepped: int, dst: int) -> None:
-        pairs = zip(self._read(src), self._read(stepped))
-        self._values[dst] = [torch.sub(b, a).mul_(span).add_(a) for a, b in pairs]
+        pairs = list(zip(self._read(src), self._read(stepped)))
+        self._make(dst, self._sum, lambda: [torch.sub(b, a).mul_(span).add_(a) for a, b in pairs])
 
     def _add(self, a: int, b: int, dst: int) -> None:
-        self._values[dst] = [x + y for x, y in zip(self._read(a), self._read(b))]
+        pairs = list(zip(self._read(a), self._read(b)))
+        self._make(dst, self._sum, lambda: [x + y for x, y in pairs])
 
     def _subtract(self, a: int, b: int, dst: int) -> None:
-        self._values[dst] = [x - y for x, y in zip(self._read(a), self._read(b))]
+        pairs = list(zip(self._read(a), self._read(b)))
+        self._make(dst, self._sum, lambda: [x - y for x, y in pairs])
+
+    def _sum(self) -> str:
+        return "a sum of states"
 
     def _square_norm(self, interval: int, a: int, b: int) -> None:
         if self._squares is None:
@@ -177,17 +199,14 @@ class Walk:
         self.norms[iteration] = sum(bits.cpu().view(torch.float64).tolist()) ** 0.5
 
     def _loss(self, micro_batch: int, src: int, dst: int) -> None:
-        states = self._read(src)
-        if self.batch.cause is None and self._loss_of is not None:
-            try:
-                self._values[dst] = self._loss_of(micro_batch, states)
-                return
-            except Exception as error:
-                self.batch.fail(f"the loss, batch {self.batch.number}, micro-batch {micro_batch}", error)
-        self._values[dst] = self._zeros(dst)
+        states, loss = self._read(src), self._loss_of
+        assert loss is not None
+        self._make(dst, lambda: f"the loss of micro-batch {micro_batch}", lambda: loss(micro_batch, states))
 
     def _send(self, position: int, pass_: str, to: int, value: int) -> None:
-        tensors = self._read(value)
+        form = self._form(value)
+        # Who receives them has room in the order of their leaves.
+        tensors = [ordered(state, leaf) for state, leaf in zip(self._read(value), form.states)]
         if (lot := self.program.carrying.get(position)) is not None:
             tensors = self._constants(lot, value) + tensors
         what = f"sending the state of point {self.program.points[value]} to rank {to} of the layers"
@@ -239,9 +258,9 @@ class Walk:
         ]
 
     def _constants(self, lot: Lot, value: int) -> States:
-        leaves = [leaf for leaf in self._form(value).leaves if not leaf.is_state]
+        leaves = self._form(value).constants
         if lot in self.batch.constants:
-            return self.batch.constants[lot]
+            return [ordered(constant, leaf) for constant, leaf in zip(self.batch.constants[lot], leaves)]
         # The layer that makes them has failed.
         return [tensor.zero_() for tensor in self._empty(leaves)]
 
@@ -253,9 +272,7 @@ class Walk:
             self._posted += 1
             form = self._form(receive.value)
             states = self._empty(form.states)
-            constants = (
-                self._empty([leaf for leaf in form.leaves if not leaf.is_state]) if receive.lot is not None else []
-            )
+            constants = self._empty(form.constants) if receive.lot is not None else []
             what = f"receiving from rank {receive.source} of the layers"
             works = self._tried(
                 what,

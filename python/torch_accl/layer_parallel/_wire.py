@@ -30,6 +30,10 @@ class Wire:
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wire:
+        """The same ranks."""
+        return self
+
     @property
     def device(self) -> torch.device:
         """Where small messages lie."""
