@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import layer_parallel
 from torch_accl.layer_parallel import Cycle, LayerParallel, LayerParallelError, ode, plain, residual, timed
+from torch_accl.layer_parallel._model import replica_of
 
 RANKS = (1, 2, 3, 4)
 
@@ -621,6 +622,36 @@ def test_masks_are_the_same_in_every_iteration_and_new_in_every_batch(rank, worl
         norm = net.layers[str(layer)].norm
         assert norm.num_batches_tracked == 3
         torch.testing.assert_close(norm.running_mean, one.layers[str(layer)].norm.running_mean, rtol=0, atol=0)
+
+
+@on_ranks(1)
+def test_a_groups_place_among_groups_like_it_is_its_replica(rank, world):
+    for size, stride, count in [(1, 1, 6), (2, 1, 6), (3, 2, 12), (2, 4, 16), (4, 1, 16)]:
+        groups = [
+            [first + stride * at for at in range(size)]
+            for block in range(0, count, stride * size)
+            for first in range(block, block + stride)
+        ]
+        assert sorted(each for group in groups for each in group) == list(range(count))
+        assert [replica_of(group) for group in groups] == list(range(count // size))
+
+
+@on_ranks(4)
+def test_replicas_draw_other_numbers_and_the_same_on_any_number_of_ranks(rank, world):
+    torch.manual_seed(7)
+    blocks = [Noisy() for _ in range(8)]
+    x = torch.randn(16, 6)
+    pairs = dist.new_subgroups(group_size=2)[0]
+    one = LayerParallel(
+        [ode(copy.deepcopy(block)) for block in blocks], group=alone(), mode="exact-wave", replica=rank // 2
+    )
+    net = LayerParallel([ode(block) for block in blocks], group=pairs, mode="exact-wave")
+    y = net(x).detach()
+    if net.is_last:
+        assert torch.equal(y, one(x))
+    outputs = [torch.empty(16, 6) for _ in range(4)]
+    dist.all_gather(outputs, y if net.is_last else torch.zeros(16, 6))
+    assert not torch.equal(outputs[1], outputs[3])
 
 
 @on_ranks(2)

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import algorithms, bench, codecs, config, device, emulator, info, run, simulate
+from . import algorithms, bench, codecs, config, device, emulator, info, plan, run, simulate
 from ._package import CannotLoad
 from ._wrong import WrongInput
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = (config, algorithms, codecs, info, run, bench, simulate, device, emulator)
+COMMANDS = (config, algorithms, codecs, info, run, bench, simulate, plan, device, emulator)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

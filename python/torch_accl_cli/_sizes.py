@@ -6,7 +6,7 @@ import re
 
 from ._wrong import WrongInput
 
-__all__ = ["parse_sizes", "show_size"]
+__all__ = ["parse_size", "parse_sizes", "show_size"]
 
 # Powers of 1024 and of 1000, as the ACCL_* settings take them.
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -24,6 +24,15 @@ def parse_sizes(text: str) -> list[int]:
         WrongInput: an entry is neither a size nor a range.
     """
     return [size for entry in text.split(",") for size in _entry(entry.strip())]
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes of an argument."""
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if not match or not unit:
+        raise WrongInput(f"{name}: {text!r} is no size; expected something like 64KiB")
+    return int(match[1]) * unit
 
 
 def _entry(entry: str) -> list[int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from ._figures import empty_figure, save
 from ._package import load_native
+from ._quantities import parse_link
 from ._sizes import parse_sizes, show_size
 from ._wrong import WrongInput, nearest
 
@@ -29,12 +30,6 @@ examples:
   accl simulate --ranks 16 --ranks-per-host 16 --cores-per-host 4 --collective all_gather --sizes 4-64MiB
   accl simulate --ranks 1024 --ranks-per-host 8 --machine other.txt --json"""
 
-# Picoseconds of a second.
-_SECOND_PS = 10**12
-_BITS = {"bit/s": 1, "Kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9, "Tbit/s": 10**12}
-_RATES = _BITS | {"MB/s": 8 * 10**6, "GB/s": 8 * 10**9}
-_TIMES = {"ns": 10**3, "us": 10**6, "ms": 10**9, "s": 10**12}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z/]+)")
 _DEFAULT_SIZES = "4-64MiB:x4"
 
 
@@ -62,8 +57,8 @@ def run(given: argparse.Namespace) -> int:
         if value < 1:
             raise WrongInput(f"{name}: expected a number above zero, not {value}")
     sizes = parse_sizes(given.sizes)
-    link = None if given.link is None else _link(given.link)
-    figure = _figure(given.plot)
+    link = None if given.link is None else parse_link(given.link)
+    figure = empty_figure(given.plot)
     native = load_native()
     known = list(dict.fromkeys(row["collective"] for row in native.algorithms()))
     world = {"ranks": given.ranks, "ranks_per_host": per_host, "cores_per_host": cores}
@@ -88,25 +83,6 @@ def _collectives(text: str, known: list[str]) -> list[str]:
         if name not in known:
             raise WrongInput(f"--collective: {name!r} is no collective{nearest(name, known)}")
     return names
-
-
-def _link(text: str) -> tuple[int, int]:
-    """Picoseconds for a KiB and for the way."""
-    rate, comma, latency = text.partition(",")
-    try:
-        per_second, way_ps = _quantity(rate, _RATES), _quantity(latency, _TIMES)
-        if comma and per_second > 0:
-            return max(1, round(8192 * _SECOND_PS / per_second)), round(way_ps)
-    except KeyError:
-        pass
-    raise WrongInput(f"--link: {text!r} is no rate and time; expected something like 100Gbit/s,2us")
-
-
-def _quantity(text: str, units: dict[str, int]) -> float:
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None:
-        raise KeyError(text)
-    return float(match[1]) * units[match[2]]
 
 
 def _tables(found: dict[str, list[dict[str, Any]]], world: dict[str, int]) -> str:
@@ -134,22 +110,6 @@ def _cell(prediction: dict[str, Any], name: str) -> str:
     return "-" if time_us is None else f"{time_us:.2f}{mark}"
 
 
-def _figure(path: Path | None) -> Any:
-    """An empty figure, after a look at whether it can be drawn and written."""
-    if path is None:
-        return None
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise WrongInput("--plot: matplotlib is not installed; `pip install matplotlib` has it") from None
-    figure = Figure(layout="constrained")
-    if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
-        raise WrongInput(f"--plot: {str(path)!r} does not end like a picture, such as .png or .svg")
-    if not path.parent.is_dir():
-        raise WrongInput(f"--plot: the directory of {str(path)!r} does not exist")
-    return figure
-
-
 def _draw(figure: Any, found: dict[str, list[dict[str, Any]]], given: argparse.Namespace) -> None:
     figure.set_size_inches(8, 4.5 * len(found))
     for picture, (name, predictions) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found.items()):
@@ -163,7 +123,4 @@ def _draw(figure: Any, found: dict[str, list[dict[str, Any]]], given: argparse.N
         picture.set_yscale("log")
         picture.grid(alpha=0.3)
         picture.legend()
-    try:
-        figure.savefig(given.plot)
-    except OSError as error:
-        raise WrongInput(f"--plot: {str(given.plot)!r} cannot be written: {error.strerror}") from None
+    save(figure, given.plot)

@@ -53,6 +53,7 @@ class LayerParallel(nn.Module):
     buffer_layers: so many steps at the beginning and at the end are never part of a coarse step.
     placement: `"aligned"`, `"even"`, or the number of layers of each rank.
     micro_batches, schedule: of `"exact-pipeline"`: into how many parts a batch is split, by default one for each rank, and `"1f1b"` or `"gpipe"`.
+    replica: which of the data-parallel copies this is, each of which draws other random numbers; by default its place among groups like `group`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class LayerParallel(nn.Module):
         placement: str | Sequence[int] = "aligned",
         micro_batches: int | None = None,
         schedule: Literal["1f1b", "gpipe"] = "1f1b",
+        replica: int | None = None,
     ) -> None:
         super().__init__()
         blocks = _apart(_blocks(layers), buffer_layers)
@@ -84,7 +86,11 @@ class LayerParallel(nn.Module):
         self.layers = nn.ModuleDict({str(layer): module for layer, module in own.items()})
         self._plans = Plans(net, self._wire.rank)
         self._solver = Solver(
-            self._wire, self._plans, Layers(self.layers, kinds, horizon / max(steps, 1), seed), _names(blocks, own)
+            self._wire,
+            self._plans,
+            Layers(self.layers, kinds, horizon / max(steps, 1), seed),
+            _names(blocks, own),
+            replica_of(self._wire.ranks) if replica is None else replica,
         )
         self._settings = f"layers {specs}; placement {counts}; horizon {horizon}; seed {seed}"
         self._anchor = torch.zeros((), requires_grad=True)
@@ -454,6 +460,14 @@ def _names(blocks: Sequence[Block], own: dict[int, nn.Module]) -> list[str]:
         return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "layer")
 
     return [name(number, block) for number, block in enumerate(blocks)]
+
+
+def replica_of(ranks: Sequence[int]) -> int:
+    """The place of a group, by the ranks that it has of all, among the groups of as many ranks with the same stride that all fall into."""
+    if len(ranks) < 2:
+        return ranks[0]
+    stride = ranks[1] - ranks[0]
+    return ranks[0] if stride < 1 else ranks[0] % stride + ranks[0] // (stride * len(ranks)) * stride
 
 
 def _group(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

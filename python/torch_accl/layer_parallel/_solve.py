@@ -28,6 +28,8 @@ __all__ = ["Norms", "Solve", "Solver", "split"]
 # Forms of so many kinds of input are remembered.
 _REMEMBERED = 256
 _LEAST = -(1 << 63)
+# Numbers of batches are compared up to here, so that sums of their squares have room.
+_COMPARED = 1 << 20
 # Of losses.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -46,15 +48,14 @@ class Norms:
 class Solver:
     """What a rank has for all batches."""
 
-    def __init__(self, wire: Wire, plans: Plans, layers: Layers, names: Sequence[str]) -> None:
+    def __init__(self, wire: Wire, plans: Plans, layers: Layers, names: Sequence[str], replica: int) -> None:
         self.wire = wire
+        self.replica = replica
         self.plans = plans
         self.layers = layers
         self.names = names
         self.number = 0
         self._forms: dict[int, list[Form]] = {}
-        # Forms of outputs whose losses are known to depend on nothing else.
-        self.checked_losses: set[str] = set()
         # What the forms hold for.
         self._state = 0
         keep_freed_memory()
@@ -75,7 +76,7 @@ class Solver:
         # Whole numbers, each zero on all ranks but one.
         loss = torch.tensor(solve.loss, dtype=torch.float64).view(torch.int64)
         # And the numbers of the batches, which are all the same if the mean of their squares is the square of their mean.
-        numbers = [batch.number, batch.number**2]
+        numbers = [batch.number % _COMPARED, (batch.number % _COMPARED) ** 2]
         status = torch.tensor(
             [int(batch.cause is not None), int(loss), solve.loss_dtype, *numbers], device=self.wire.device
         )
@@ -124,7 +125,7 @@ class Solver:
             self._state = state
         given = [tensor for lot in lots[:1] for tensor in (*lot[0], *lot[1])]
         device = given[0].device if given else _device(self.layers)
-        evaluation = Evaluation(self.layers, (number,), device, is_recorded=is_recorded)
+        evaluation = Evaluation(self.layers, (number, self.replica), device, is_recorded=is_recorded)
         if key not in self._forms:
             self._remember(key, self._forms_from(form, lots, evaluation))
         if micro_batches > 1 and any(not leaf.shape for leaf in self._forms[key][-1].leaves):
@@ -248,13 +249,9 @@ class Solve:
         return [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, scaled)]
 
     def _check_leaves(self, found: Tensor, outputs: Sequence[Tensor]) -> None:
-        """What else the loss depends on would get no gradient. Looked at once for each form of the output."""
-        checked = self.solver.checked_losses
-        key = str(self.output_form)
-        if key in checked or found.grad_fn is None:
-            return
+        """What else the loss depends on would get no gradient."""
         own = {id(output) for output in outputs}
-        todo, seen = [found.grad_fn], set()
+        todo, seen = [] if found.grad_fn is None else [found.grad_fn], set()
         while todo:
             node = todo.pop()
             if node in seen:
@@ -267,7 +264,6 @@ class Solve:
                     "layer of the net"
                 )
             todo += [after for after, _ in node.next_functions if after is not None]
-        checked.add(key)
 
     # ---- what callers see
 

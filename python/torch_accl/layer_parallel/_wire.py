@@ -30,6 +30,11 @@ class Wire:
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
 
+    @property
+    def ranks(self) -> list[int]:
+        """Their numbers among all."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Wire:
         """The same ranks."""
         return self

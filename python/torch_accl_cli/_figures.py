@@ -1,0 +1,34 @@
+"""Pictures that commands draw, with matplotlib where that is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ._wrong import WrongInput
+
+__all__ = ["empty_figure", "save"]
+
+
+def empty_figure(path: Path | None) -> Any:
+    """An empty figure, after a look at whether it can be drawn and written; None without a path."""
+    if path is None:
+        return None
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise WrongInput("--plot: matplotlib is not installed; `pip install matplotlib` has it") from None
+    figure = Figure(layout="constrained")
+    if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
+        raise WrongInput(f"--plot: {str(path)!r} does not end like a picture, such as .png or .svg")
+    if not path.parent.is_dir():
+        raise WrongInput(f"--plot: the directory of {str(path)!r} does not exist")
+    return figure
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure."""
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise WrongInput(f"--plot: {str(path)!r} cannot be written: {error.strerror}") from None

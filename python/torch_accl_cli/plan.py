@@ -1,0 +1,313 @@
+"""`accl plan`: what each rank does when in a layer-parallel solve, how long it takes, and which setting is best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ._figures import empty_figure, save
+from ._package import load_native
+from ._quantities import parse_link, parse_time
+from ._sizes import parse_size, show_size
+from ._wrong import WrongInput
+
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
+NAME = "plan"
+SUMMARY = "predict a layer-parallel training step, and draw who computes what when"
+
+_DESCRIPTION = """\
+Predicts the step of a net whose layers lie on several ranks: serial, as pipelines, and by multigrid over layers with every setting that is
+asked for; and draws the best one, or the one that --factor names. Nothing is computed or sent. Times of a layer are to be taken while
+all ranks compute. Of a pipeline's micro-batch a layer is taken to need its share of the time, which small kernels do not do."""
+
+_EPILOG = """\
+exit status: 0; 1 when this installation cannot be loaded; 2 when the arguments make no sense
+
+examples:
+  accl plan --layers 64 --ranks 4
+  accl plan --layers 64 --ranks 4 --factor 8 --forward 2 --backward 1 --layer 0.9ms,0.95ms,1.2ms,2.5ms --state 800KiB
+  accl plan --layers 1024 --ranks 128 --link 100Gbit/s,2us --plot plan.png"""
+
+_PASSES = ("forward", "adjoint")
+_COLUMNS = 96
+_SYMBOLS = {
+    "coarse march": "m",
+    "restriction": "r",
+    "C-relaxation": "c",
+    "F-relaxation": "f",
+    "final sweep": "S",
+    "chunk": "S",
+    "loss": "l",
+}
+_FACTORS = (2, 4, 8, 16, 32)
+_MOST_LEVELS = 4
+_FORECAST = 64
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One way to run a step."""
+
+    name: str
+    factor: int = 0
+    levels: int = 1
+    forward: int = 1
+    backward: int = 1
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What it takes."""
+
+    setting: _Setting
+    milliseconds: float
+    speedup: float
+    # Most bytes at a time of one rank: of states, and of graphs.
+    state_bytes: int
+    graph_bytes: int
+
+
+class _Net:
+    """What the arguments say of the net."""
+
+    def __init__(self, given: argparse.Namespace, native: Any) -> None:
+        self.native = native
+        self.ranks = given.ranks
+        self.layers = [("ode", False)] * given.layers
+        times = [parse_time("--layer", part) for part in given.layer.split(",")]
+        if len(times) != 4:
+            raise WrongInput(
+                f"--layer: {given.layer!r} has {len(times)} times; give 4: plain, recorded, VJP of the input, VJP of everything"
+            )
+        self.times = times
+        self.state = parse_size("--state", given.state)
+        self.graph = parse_size("--graph", given.graph)
+        self.link = parse_link(given.link)
+        self.relax = [given.relax]
+
+    @property
+    def serial_ps(self) -> int:
+        return len(self.layers) * (self.times[1] + self.times[3])
+
+    def plans(self, setting: _Setting) -> list[Any]:
+        """The plans of a step, one after the other."""
+        if setting.name in ("gpipe", "1f1b"):
+            return [self.native.LayerPlan.pipeline(self.layers, self.counts([]), setting.name, setting.forward)]
+        factors = [setting.factor] * (setting.levels - 1)
+        return [
+            self.native.LayerPlan.mgrit(
+                self.layers,
+                factors,
+                self.counts(factors),
+                pass_,
+                (iterations, "V", self.relax, "coarsest", "lagged", True, self.reuse(pass_)),
+            )
+            for pass_, iterations in zip(_PASSES, (setting.forward, setting.backward))
+        ]
+
+    def looked_at(self) -> Sequence[int]:
+        """The ranks whose memory is forecast: of many, the first, the middle and the last one."""
+        return range(self.ranks) if self.ranks <= _FORECAST else (0, self.ranks // 2, self.ranks - 1)
+
+    def counts(self, factors: list[int]) -> list[int]:
+        counts: list[int] = self.native.layer_placement(self.layers, factors, self.ranks, "aligned")
+        return counts
+
+    def reuse(self, pass_: str) -> str:
+        """What pays with so many ranks, as `LayerParallel` takes it."""
+        return "all" if self.ranks <= (8 if pass_ == "forward" else 1) else "values"
+
+    def simulate(self, setting: _Setting) -> Iterator[tuple[Any, int, Any]]:
+        """Of each plan: the plan, its time, and what each rank does when."""
+        micro = setting.forward if setting.name in ("gpipe", "1f1b") else 1
+        times = tuple(max(time // micro, 1) for time in self.times)
+        state = max(self.state // micro, 1)
+        # Sums of states are free here, and a norm goes there and back.
+        rates = (0, 0, self.link[1], self.link[0], 2 * self.link[1])
+        for plan in self.plans(setting):
+            total, ranks = plan.simulate([times] * len(self.layers), [state] * (len(self.layers) + 1), rates)
+            yield plan, total, ranks
+
+    def find(self, setting: _Setting) -> _Found:
+        total_ps, states, graphs = 0, 0, 0
+        micro = setting.forward if setting.name in ("gpipe", "1f1b") else 1
+        for plan, total, _ in self.simulate(setting):
+            total_ps += total
+            sizes = [self.state // micro] * (len(self.layers) + 1), [self.graph // micro] * len(self.layers)
+            for rank in self.looked_at():
+                state, graph = plan.memory(rank, *sizes)
+                states, graphs = max(states, state), max(graphs, graph)
+        return _Found(setting, total_ps / 1e9, self.serial_ps / total_ps, states, graphs)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    add = parser.add_argument
+    add("--layers", type=int, required=True, metavar="N", help="layers of the net")
+    add("--ranks", type=int, required=True, metavar="P", help="ranks that they lie on")
+    add("--factor", type=int, metavar="C", help="steps of a level that are one of the next (default: the best)")
+    add("--levels", type=int, metavar="L", help="levels, with --factor (default: 2)")
+    add("--forward", type=int, default=2, metavar="K", help="iterations of the forward pass (default %(default)s)")
+    add("--backward", type=int, default=1, metavar="K", help="iterations of the backward pass (default %(default)s)")
+    add(
+        "--relax",
+        type=int,
+        default=0,
+        metavar="N",
+        help="relaxations of C-points: 0 is F, 1 is FCF (default %(default)s)",
+    )
+    add("--micro-batches", type=int, metavar="M", help="of the pipelines (default: 4 times the ranks)")
+    add(
+        "--layer",
+        default="1ms,1ms,1ms,2ms",
+        metavar="TIMES",
+        help="of one layer: plain, recorded, VJP of its input, VJP of everything (default %(default)s)",
+    )
+    add("--state", default="1MiB", metavar="SIZE", help="bytes of a state of a batch (default %(default)s)")
+    add("--graph", default="4MiB", metavar="SIZE", help="bytes that a recorded layer keeps (default %(default)s)")
+    add("--link", default="100Gbit/s,10us", metavar="RATE,TIME", help="between ranks (default %(default)s)")
+    add("--json", action="store_true", help="print one JSON document instead of text")
+    add("--plot", type=Path, metavar="FILE", help="draw the step, such as plan.png")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the prediction."""
+    for name in ("layers", "ranks", "forward", "backward", "micro_batches"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise WrongInput(f"--{name.replace('_', '-')}: expected a number above zero, not {value}")
+    if given.levels is not None and given.factor is None:
+        raise WrongInput("--levels: it goes with --factor; without, all are tried")
+    figure = empty_figure(given.plot)
+    net = _Net(given, load_native())
+    try:
+        found = [net.find(setting) for setting in _settings(given, net)]
+    except (ValueError, OverflowError) as error:
+        raise WrongInput(str(error)) from None
+    solved = [each for each in found if each.setting.name == "multigrid"]
+    shown = min(solved or found, key=lambda each: each.milliseconds)
+    if figure is not None:
+        _draw(figure, net, shown)
+        save(figure, given.plot)
+    if given.json:
+        rows = [
+            {**asdict(each.setting), **{name: value for name, value in asdict(each).items() if name != "setting"}}
+            for each in found
+        ]
+        print(
+            json.dumps(
+                {"serial_ms": net.serial_ps / 1e9, "settings": rows, "steps": list(_steps(net, shown))}, indent=2
+            )
+        )
+    else:
+        print(_text(net, found, shown, given))
+    return 0
+
+
+def _settings(given: argparse.Namespace, net: _Net) -> Iterator[_Setting]:
+    yield _Setting("wave")
+    micro = given.micro_batches or 4 * given.ranks
+    yield _Setting("gpipe", forward=micro)
+    yield _Setting("1f1b", forward=micro)
+    if given.factor is not None:
+        yield _Setting("multigrid", given.factor, given.levels or 2, given.forward, given.backward)
+        return
+    for factor in _FACTORS:
+        for levels in range(2, _MOST_LEVELS + 1):
+            try:
+                net.native.layer_levels(net.layers, [factor] * (levels - 1))
+            except ValueError:
+                break
+            yield _Setting("multigrid", factor, levels, given.forward, given.backward)
+
+
+def _text(net: _Net, found: Sequence[_Found], shown: _Found, given: argparse.Namespace) -> str:
+    lines = [f"# {len(net.layers)} layers on {net.ranks} ranks; serial on one: {net.serial_ps / 1e9:.2f} ms"]
+    lines.append(f"{'':>10}{'factor':>8}{'levels':>8}{'time, ms':>12}{'speed-up':>10}{'states':>10}{'graphs':>10}")
+    for each in sorted(found, key=lambda each: each.milliseconds):
+        setting = each.setting
+        factor, levels = (setting.factor, setting.levels) if setting.name == "multigrid" else ("-", "-")
+        mark = "*" if each is shown else " "
+        lines.append(
+            f"{setting.name:>10}{factor:>8}{levels:>8}{each.milliseconds:>12.2f}{each.speedup:>9.2f}{mark}"
+            f"{show_size(each.state_bytes):>10}{show_size(each.graph_bytes):>10}"
+        )
+    lines.append("")
+    lines.append(
+        f"* below: {_named(shown.setting)}; . waits, {', '.join(f'{s} {n}' for n, s in _SYMBOLS.items() if n not in ('chunk', 'loss'))}"
+    )
+    for name, (_, total, ranks), symbols in _timelines(net, shown):
+        lines.append(f"{name}, {total / 1e9:.2f} ms")
+        for rank, activities in enumerate(ranks):
+            lines.append(f"{rank:>5} {_bar(activities, symbols[rank], total)}")
+    return "\n".join(lines)
+
+
+def _named(setting: _Setting) -> str:
+    if setting.name != "multigrid":
+        return setting.name
+    return f"factor {setting.factor}, {setting.levels} levels, {setting.forward} forward and {setting.backward} backward iterations"
+
+
+def _timelines(net: _Net, shown: _Found) -> Iterator[tuple[str, tuple[Any, int, Any], list[list[str]]]]:
+    """Of each plan: its name, itself, and the part that each operation of each rank belongs to."""
+    names = ("step",) if shown.setting.name in ("gpipe", "1f1b") else ("forward", "backward")
+    for name, simulated in zip(names, net.simulate(shown.setting)):
+        parts = []
+        for rank in range(net.ranks):
+            part, of = "", []
+            for op in simulated[0].ops(rank):
+                part = op[1] if op[0] == "phase" else part
+                of.append(part)
+            parts.append(of)
+        yield name, simulated, parts
+
+
+def _bar(activities: Sequence[tuple[int, int, int]], parts: Sequence[str], total: int) -> str:
+    cells = ["."] * _COLUMNS
+    for op, begin, end in activities:
+        first, last = begin * _COLUMNS // total, max(end * _COLUMNS // total, begin * _COLUMNS // total + 1)
+        for cell in range(first, min(last, _COLUMNS)):
+            cells[cell] = _SYMBOLS.get(parts[op], "?")
+    return "".join(cells)
+
+
+def _steps(net: _Net, shown: _Found) -> Iterator[dict[str, Any]]:
+    for name, (plan, total, ranks), parts in _timelines(net, shown):
+        yield {
+            "name": name,
+            "ms": total / 1e9,
+            "operations": [plan.counts(rank) for rank in range(net.ranks)],
+            "ranks": [
+                [
+                    {"part": parts[rank][op], "begin_ms": begin / 1e9, "end_ms": end / 1e9}
+                    for op, begin, end in activities
+                ]
+                for rank, activities in enumerate(ranks)
+            ],
+        }
+
+
+def _draw(figure: Any, net: _Net, shown: _Found) -> None:
+    timelines = list(_timelines(net, shown))
+    figure.set_size_inches(10, 1.2 + len(timelines) * (0.8 + 0.28 * net.ranks))
+    names = [name for name in _SYMBOLS if name not in ("chunk", "loss")]
+    colours = {name: f"C{number}" for number, name in enumerate(names)} | {"chunk": "C4", "loss": "C5"}
+    for picture, (name, (_, total, ranks), parts) in zip(
+        figure.subplots(len(timelines), 1, squeeze=False)[:, 0], timelines
+    ):
+        for rank, activities in enumerate(ranks):
+            bars = [(begin / 1e9, (end - begin) / 1e9) for _, begin, end in activities]
+            picture.broken_barh(bars, (rank - 0.4, 0.8), facecolors=[colours[parts[rank][op]] for op, *_ in activities])
+        picture.set(title=f"{name}: {_named(shown.setting)}", xlabel="time (ms)", ylabel="rank", xlim=(0, total / 1e9))
+        picture.invert_yaxis()
+        for part in dict.fromkeys(parts[rank][op] for rank, activities in enumerate(ranks) for op, *_ in activities):
+            picture.plot([], [], "s", color=colours[part], label=part)
+        picture.legend(loc="upper left", bbox_to_anchor=(1, 1))

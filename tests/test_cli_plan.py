@@ -1,0 +1,85 @@
+"""`accl plan`: predictions of layer-parallel steps."""
+
+import json
+
+import pytest
+from support import BACKEND, run_command
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+# No message takes any time, as in the model that the closed formula is of.
+FREE = ("--link", "100Tbit/s,0us", "--layer", "1ms,1ms,2ms,2ms")
+
+
+def accl(*arguments: str, status: int = 0):
+    ended = run_command(["plan", *arguments])
+    assert ended.returncode == status, ended.stderr
+    return ended
+
+
+def settings(*arguments: str) -> dict:
+    document = json.loads(accl(*arguments, "--json").stdout)
+    return {(row["name"], row["factor"], row["levels"]): row for row in document["settings"]}
+
+
+def test_every_setting_that_there_is_has_a_time():
+    found = settings("--layers", "64", "--ranks", "4")
+    assert {name for name, *_ in found} == {"wave", "gpipe", "1f1b", "multigrid"}
+    assert ("multigrid", 4, 3) in found and ("multigrid", 32, 3) not in found
+    assert found["wave", 0, 1]["speedup"] == pytest.approx(1, abs=0.01)
+    # With 16 micro-batches on 4 ranks.
+    assert found["gpipe", 0, 1]["speedup"] == pytest.approx(4 * 16 / 19, rel=0.02)
+    assert found["1f1b", 0, 1]["graph_bytes"] < found["gpipe", 0, 1]["graph_bytes"]
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(2, 4), (4, 8), (8, 8), (4, 16)])
+def test_a_solve_is_never_slower_than_the_closed_formula(ranks, factor):
+    row = settings("--layers", "64", "--ranks", str(ranks), "--factor", str(factor), *FREE)["multigrid", factor, 2]
+    assert row["speedup"] >= 3 / (4 / ranks + 1 / (factor * ranks) + 4 / factor) * 0.999
+
+
+def test_the_text_draws_each_rank_in_each_pass():
+    lines = accl("--layers", "64", "--ranks", "4", "--factor", "8").stdout.splitlines()
+    assert lines[0].startswith("# 64 layers on 4 ranks; serial on one: 192.00 ms")
+    bars = [line.split()[1] for line in lines if line[:5].strip().isdigit()]
+    assert len(bars) == 8 and all(len(bar) == 96 and set(bar) <= set(".mrcfS") for bar in bars)
+    # The march goes from the first rank to the last, and all end with their layers.
+    assert bars[0].startswith("m") and bars[3].startswith(".") and bars[3].endswith("S")
+
+
+def test_a_step_has_what_each_rank_does_when():
+    document = json.loads(accl("--layers", "16", "--ranks", "2", "--factor", "4", "--json").stdout)
+    assert [step["name"] for step in document["steps"]] == ["forward", "backward"]
+    for step in document["steps"]:
+        assert len(step["ranks"]) == len(step["operations"]) == 2
+        for activities in step["ranks"]:
+            ends = [each["end_ms"] for each in activities]
+            assert ends == sorted(ends) and ends[-1] <= step["ms"]
+    assert sum(operations["eval"] for operations in document["steps"][0]["operations"]) > 16
+
+
+def test_worlds_that_nobody_has_here_are_planned(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    picture = tmp_path / "plan.png"
+    found = settings("--layers", "1024", "--ranks", "128", "--plot", str(picture))
+    assert max(row["speedup"] for row in found.values() if row["name"] == "multigrid") > 10
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layers", "0", "--ranks", "2"], "--layers: expected a number above zero, not 0"),
+        (["--layers", "8", "--ranks", "2", "--levels", "3"], "--levels: it goes with --factor"),
+        (["--layers", "8", "--ranks", "2", "--factor", "1"], "a coarsening factor of 1"),
+        (["--layers", "8", "--ranks", "2", "--factor", "2", "--levels", "9"], "have at most 4"),
+        (["--layers", "8", "--ranks", "2", "--layer", "1ms"], "--layer: '1ms' has 1 times; give 4"),
+        (["--layers", "8", "--ranks", "2", "--layer", "1,1,1,1"], "--layer: '1' is no time"),
+        (["--layers", "8", "--ranks", "2", "--state", "big"], "--state: 'big' is no size"),
+        (["--layers", "8", "--ranks", "2", "--link", "fast"], "--link: 'fast' is no rate and time"),
+        (["--layers", "8", "--ranks", "2", "--plot", "no/where.png"], "does not exist"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_sentence(arguments, said):
+    ended = accl(*arguments, status=2)
+    assert said in ended.stderr and len(ended.stderr.splitlines()) == 1 and ended.stdout == ""
