@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import warnings
 
 import pytest
 import torch
@@ -602,7 +603,7 @@ def test_masks_are_the_same_in_every_iteration_and_new_in_every_batch(rank, worl
     blocks = [Noisy() for _ in range(8)]
     x = torch.randn(16, 6)
     cycle = Cycle(factor=2, iterations=9)
-    one = LayerParallel([ode(copy.deepcopy(block)) for block in blocks], group=alone(), fwd=cycle)
+    one = LayerParallel([ode(copy.deepcopy(block)) for block in blocks], group=alone(), replica=0, fwd=cycle)
     exact = LayerParallel([ode(copy.deepcopy(block)) for block in blocks], mode="exact-wave")
     net = LayerParallel([ode(block) for block in blocks], fwd=cycle)
     outputs = []
@@ -877,6 +878,72 @@ def test_gradients_are_clipped_by_the_norm_of_all_layers(rank, world, norm_type)
     next(net.parameters()).grad.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="the total norm of the gradients of all layers is nan"):
         layer_parallel.clip_grad_norm_(net, 0.1, norm_type, error_if_nonfinite=True)
+
+
+# ---- audits
+
+
+@on_ranks(1, 2, 3)
+def test_an_audit_says_how_wrong_gradients_are(rank, world):
+    torch.manual_seed(7)
+    blocks = [Noisy() for _ in range(16)]
+    x, target = torch.randn(16, 6), torch.randn(16, 6)
+    cycles = dict(fwd=Cycle(factor=4), bwd=Cycle(factor=4, iterations=1))
+    exact = LayerParallel([ode(copy.deepcopy(block)) for block in blocks], group=alone(), replica=0, mode="exact-wave")
+    plainly = LayerParallel([ode(copy.deepcopy(block)) for block in blocks], group=alone(), replica=0, **cycles)
+    net = LayerParallel([ode(block) for block in blocks], audit_every=2, **cycles)
+    one = LayerParallel(
+        [ode(copy.deepcopy(block)) for block in blocks], group=alone(), replica=0, audit_every=2, **cycles
+    )
+    for number in range(3):
+        for module in (exact, plainly, net, one):
+            module.zero_grad()
+        exact_loss, loss = exact.step(x, target, squared), plainly.step(x, target, squared)
+        # An audit leaves no trace: same loss, same gradients, statistics taken once.
+        assert torch.equal(net.step(x, target, squared), loss)
+        one.step(x, target, squared)
+        for name, parameter in net.named_parameters():
+            assert torch.equal(parameter.grad, plainly.get_parameter(name).grad)
+        for name, buffer in net.named_buffers():
+            assert torch.equal(buffer, plainly.get_buffer(name))
+        assert len(net.audits) == number // 2 + 1
+        if number % 2 == 0:
+            audit = net.audits[-1]
+            found = torch.cat([p.grad.flatten() for p in plainly.parameters()]).double()
+            right = torch.cat([p.grad.flatten() for p in exact.parameters()]).double()
+            assert audit.batch == number and audit.loss == float(loss)
+            assert audit.exact_loss == pytest.approx(float(exact_loss), rel=1e-6)
+            assert audit.gradient_error == pytest.approx(float((found - right).norm() / right.norm()), rel=1e-3)
+            assert audit.cosine == pytest.approx(float(torch.cosine_similarity(found, right, dim=0)), rel=1e-5)
+            assert 0 < audit.output_error < 1 and len(audit.residuals) == 1
+            # The same on any number of ranks.
+            assert audit == one.audits[-1]
+        for name, parameter in exact.named_parameters():
+            parameter.data.copy_(plainly.get_parameter(name))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("on_excess", ["warn", "more", "exact"])
+def test_gradients_that_are_too_far_off_are_told_and_something_is_done(rank, world, on_excess):
+    layers, (x, target) = mixed_list(), batch()
+    cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
+    net = LayerParallel(layers, audit_every=1, audit_limit=1e-6, on_excess=on_excess, **cycles)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net.step(x, target, squared)
+    texts = [str(each.message) for each in caught if "layer-parallel" in str(each.message)]
+    assert len(texts) == (1 if rank == 0 else 0)
+    assert all("gradients" in text and "% off (cosine" in text for text in texts)
+    assert (net.fwd.iterations, net.bwd.iterations) == ((3, 2) if on_excess == "more" else (2, 1))
+    assert net.mode == ("exact-pipeline" if on_excess == "exact" else "inexact")
+    before = net.audits[-1].gradient_error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net.step(x, target, squared)
+    if on_excess == "more":
+        assert net.audits[-1].gradient_error < before
+    # An exact batch is not audited.
+    assert len(net.audits) == (1 if on_excess == "exact" else 2)
 
 
 # ---- what goes wrong

@@ -8,6 +8,7 @@ training of deep residual neural networks", 2020), to as many iterations as are 
 same ranks. It needs a process group with `isend` and `irecv`, and none on one rank.
 """
 
+from ._audit import Audit
 from ._blocks import Block, ode, plain, residual, timed
 from ._cycle import Cycle
 from ._failures import LayerParallelError
@@ -17,6 +18,7 @@ from ._serial import Serial
 from ._solve import Norms
 
 __all__ = [
+    "Audit",
     "Block",
     "Cycle",
     "LayerParallel",

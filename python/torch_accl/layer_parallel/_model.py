@@ -6,9 +6,11 @@ Owns the net's construction, its modes, and the two ways to run a batch: `step`,
 from __future__ import annotations
 
 import pickle
+import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from torch_accl import _native
 
+from ._audit import Audit, Excess
 from ._blocks import Block, Kind, built
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
@@ -35,6 +38,7 @@ __all__ = ["LayerParallel", "step"]
 Mode = Literal["inexact", "exact-forward", "exact-wave", "exact-pipeline"]
 MODES: tuple[Mode, ...] = ("inexact", "exact-forward", "exact-wave", "exact-pipeline")
 WAVE = Cycle(levels=1)
+_KEPT_AUDITS = 1000
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -54,6 +58,10 @@ class LayerParallel(nn.Module):
     placement: `"aligned"`, `"even"`, or the number of layers of each rank.
     micro_batches, schedule: of `"exact-pipeline"`: into how many parts a batch is split, by default one for each rank, and `"1f1b"` or `"gpipe"`.
     replica: which of the data-parallel copies this is, each of which draws other random numbers; by default its place among groups like `group`.
+    audit_every: every so many batches of an inexact mode `step` runs the batch a second time, exactly, with the same random numbers, and says in `audits` how wrong
+        it was; it takes the time of a wave and the memory of a second set of gradients. 0: never.
+    audit_limit, on_excess: where gradients are further off than this share, `"warn"` says so, `"more"` adds an iteration to both passes as well, and
+        `"exact"` goes on in `exact-pipeline`.
     """
 
     def __init__(
@@ -72,6 +80,9 @@ class LayerParallel(nn.Module):
         micro_batches: int | None = None,
         schedule: Literal["1f1b", "gpipe"] = "1f1b",
         replica: int | None = None,
+        audit_every: int = 0,
+        audit_limit: float = 0.5,
+        on_excess: Excess = "warn",
     ) -> None:
         super().__init__()
         blocks = _apart(_blocks(layers), buffer_layers)
@@ -92,7 +103,7 @@ class LayerParallel(nn.Module):
             _names(blocks, own),
             replica_of(self._wire.ranks) if replica is None else replica,
         )
-        self._settings = f"layers {specs}; placement {counts}; horizon {horizon}; seed {seed}"
+        self._settings = f"layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; audits {audit_every} {audit_limit} {on_excess}"
         self._anchor = torch.zeros((), requires_grad=True)
         self.norms = Norms()
         self._cycles = {"forward": fwd, "adjoint": bwd}
@@ -102,6 +113,13 @@ class LayerParallel(nn.Module):
             raise ValueError(f"micro_batches={micro_batches}: give 1 or more")
         if schedule not in ("1f1b", "gpipe"):
             raise ValueError(f"schedule={schedule!r}: give 1f1b or gpipe")
+        if audit_every < 0:
+            raise ValueError(f"audit_every={audit_every}: give a number of batches, or 0 for never")
+        if on_excess not in ("warn", "more", "exact"):
+            raise ValueError(f"on_excess={on_excess!r}: give one of warn, more, exact")
+        self._audit_every, self._audit_limit, self._on_excess = audit_every, audit_limit, on_excess
+        # The last ones, the newest last.
+        self.audits: deque[Audit] = deque(maxlen=_KEPT_AUDITS)
         self._mode: Mode = "exact-wave"
         self.mode = mode
 
@@ -163,6 +181,31 @@ class LayerParallel(nn.Module):
 
     def _check(self, cycle: Cycle) -> None:
         _native.layer_levels(list(self._plans.net.layers), cycle.factors())
+
+    # ---- audits
+
+    def _is_audited(self, mode: Mode, number: int) -> bool:
+        return self._audit_every > 0 and mode in ("inexact", "exact-forward") and number % self._audit_every == 0
+
+    def _take_over(self, audit: Audit) -> None:
+        """Keeps an audit, and does what is to be done about it: the same on all ranks, since all have the same figures."""
+        self.audits.append(audit)
+        if audit.gradient_error <= self._audit_limit:
+            return
+        remedy = "more iterations or an exact mode make it better"
+        if self._on_excess == "more":
+            self._cycles = {
+                name: replace(cycle, iterations=cycle.iterations + 1) for name, cycle in self._cycles.items()
+            }
+            fwd, bwd = self._cycles["forward"].iterations, self._cycles["adjoint"].iterations
+            remedy = f"from now on there are {fwd} forward and {bwd} backward iterations"
+        elif self._on_excess == "exact":
+            self.mode = "exact-pipeline"
+            remedy = "from now on the mode is exact-pipeline"
+        if self.is_first:
+            warnings.warn(
+                f"layer-parallel training, {audit}, which is over {self._audit_limit:.2%}; {remedy}", stacklevel=2
+            )
 
     # ---- the same net on one rank
 
@@ -389,6 +432,7 @@ class _Everything(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, job: _Job, anchor: Tensor, given: int, *tensors: Tensor) -> Tensor:
         model, way = run.model, run.way
         wire = model._wire
+        audit: Audit | None = None
         with run.begun(job.wrong(wire, way.micro_batches), is_recorded=True) as solve:
             if way.mode == "exact-pipeline":
                 program = model._plans.pipeline(model._schedule, way.micro_batches)
@@ -397,7 +441,12 @@ class _Everything(torch.autograd.Function):
                 found = solve.forward(way.forward)
                 cotangents = [solve.lost(0, states, job.loss_of, job.loss_scale) for states in found]
                 inputs = solve.backward(way.adjoint, cotangents)
+                if model._is_audited(way.mode, solve.batch.number):
+                    forward, adjoint = model._plans.solve("forward", WAVE), model._plans.solve("adjoint", WAVE)
+                    audit = solve.audit(found, forward, adjoint, job.loss_of, job.loss_scale)
         model.norms = solve.norms
+        if audit is not None:
+            model._take_over(audit)
         job.loss = solve.known_loss
         of_input: list[Tensor | None] = [*solve.together(inputs)] if inputs else [None] * given
         ctx.gradients = [*of_input, *solve.batch.evaluation.gradients]

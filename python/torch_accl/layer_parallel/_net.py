@@ -95,14 +95,24 @@ class Layers:
 class Evaluation:
     """What one batch does with the layers of a rank."""
 
-    def __init__(self, layers: Layers, key: tuple[int, ...], device: torch.device, *, is_recorded: bool) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        key: tuple[int, ...],
+        device: torch.device,
+        *,
+        is_recorded: bool,
+        leaves_no_trace: bool = False,
+    ) -> None:
         self.layers = layers
+        self.leaves_no_trace = leaves_no_trace
         self.modules = layers.modules
         self.device = device
         self.is_recorded = is_recorded
         self.parameters, self._of_layer = layers.parameters()
         self.gradients: list[Tensor | None] = [None] * len(self.parameters)
         self.tape: dict[tuple[int, int], Record] = {}
+        self.key = key
         self._key = mixed(layers.seed, *key)
         self._buffered: dict[int, bool] = {}
 
@@ -131,13 +141,13 @@ class Evaluation:
             with torch.enable_grad():
                 arguments = self._arguments(layer, 1, form, inputs, constants)
                 # A hook of a parameter is for the gradient that it gets in the end, and for no part of it.
+                others: dict[str, Tensor] = {}
                 if any(parameter._backward_hooks for parameter in parameters):
                     parameters = [parameter.detach().requires_grad_() for parameter in parameters]
-                    returned = functional_call(
-                        module, {name: alias for (name, _), alias in zip(own, parameters)}, arguments
-                    )
-                else:
-                    returned = module(*arguments)
+                    others = {name: alias for (name, _), alias in zip(own, parameters)}
+                if self.leaves_no_trace and self._has_buffers(layer):
+                    others |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+                returned = functional_call(module, others, arguments) if others else module(*arguments)
             self.tape[layer, micro_batch] = Record(inputs, [], parameters, [slot for _, slot in own])
             return returned
 
@@ -197,6 +207,14 @@ class Evaluation:
                 gradient = gradient * scale
             before = self.gradients[slot]
             self.gradients[slot] = gradient if before is None else before + gradient
+
+    def gradients_of(self, layer: int) -> list[Tensor | None]:
+        """Those of a layer's parameters; of what several layers share, those of the first."""
+        first: dict[int, int] = {}
+        for other, own in self._of_layer.items():
+            for _, slot in own:
+                first.setdefault(slot, other)
+        return [self.gradients[slot] for _, slot in self._of_layer.get(layer, []) if first[slot] == layer]
 
     def forget(self, layer: int, micro_batch: int) -> None:
         """Lets the graph of a layer go."""

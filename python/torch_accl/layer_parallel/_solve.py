@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ._audit import Audit, audit_of, bits_of, figures, numbers_of
 from ._failures import LayerParallelError, described, sentence
 from ._net import Evaluation, Layers, States, form_returned, keep_freed_memory, undisturbed
 from ._plans import Plans, Program
@@ -264,6 +265,26 @@ class Solve:
                     "layer of the net"
                 )
             todo += [after for after, _ in node.next_functions if after is not None]
+
+    def audit(self, found: Sequence[States], forward: Program, adjoint: Program, loss: Loss, scale: float) -> Audit:
+        """Runs the batch once more, exactly, with the same random numbers and without a trace, and compares. All ranks call it after both passes."""
+        first = self.batch.evaluation
+        again = Solve(self.solver, self.batch.again(), self._lots)
+        right = again.forward(forward)
+        again.backward(adjoint, [again.lost(0, states, loss, scale) for states in right])
+        if again.batch.error is not None:
+            self.batch.fail(f"the audit, {again.batch.cause}", again.batch.error)
+        layers = range(len(self.batch.names))
+        numbers = [0.0] * (4 * len(layers) + 4)
+        for layer in layers:
+            mine = first.gradients_of(layer)
+            pairs = list(zip(mine, again.batch.evaluation.gradients_of(layer)))
+            numbers[4 * layer : 4 * layer + 4] = [*figures(pairs), figures([(None, gradient) for gradient in mine])[1]]
+        if found:
+            numbers[-4:] = [self.loss, again.loss, *figures(list(zip(found[0], right[0])))[:2]]
+        bits = torch.tensor(bits_of(numbers), device=self.solver.wire.device)
+        known = numbers_of(self.solver.wire.together(bits, f"the audit of batch {self.batch.number}"))
+        return audit_of(self.batch.number, known, list(self.norms.forward.values()))
 
     # ---- what callers see
 

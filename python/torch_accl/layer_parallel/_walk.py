@@ -48,6 +48,12 @@ class Batch:
     cause: str | None = None
     error: BaseException | None = None
 
+    def again(self) -> Batch:
+        """The same batch for a second run, which leaves no trace."""
+        first = self.evaluation
+        evaluation = Evaluation(first.layers, first.key, self.device, is_recorded=True, leaves_no_trace=True)
+        return Batch(self.number, self.forms, self.names, self.device, evaluation, self.segment, self.micro_batches)
+
     def fail(self, where: str, error: BaseException) -> None:
         """Remembers the first thing that goes wrong."""
         if self.cause is None:

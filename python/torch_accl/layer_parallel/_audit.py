@@ -1,0 +1,96 @@
+"""How wrong an inexact batch was.
+
+Owns the figures that compare two sets of gradients of the same batch, summed layer by layer over all ranks; who makes the second set is in `_solve.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Audit", "Excess", "audit_of", "bits_of", "figures", "numbers_of"]
+
+# What is done when an audit finds more than the limit.
+Excess = Literal["warn", "more", "exact"]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A batch beside its exact rerun, the same on all ranks.
+
+    batch: its number. loss, exact_loss: of both. output_error: of what the last layer returned, relative, in the 2-norm. gradient_error: the same of the
+    gradients of all parameters. cosine: of the angle between the two. residuals: norms of the forward solve by iteration; factor: the last one
+    divided by the one before, where there are two.
+    """
+
+    batch: int
+    loss: float
+    exact_loss: float
+    output_error: float
+    gradient_error: float
+    cosine: float
+    residuals: tuple[float, ...]
+    factor: float | None
+
+    def __str__(self) -> str:
+        factor = "" if self.factor is None else f", convergence factor {self.factor:.2g}"
+        return (
+            f"batch {self.batch}: gradients {self.gradient_error:.2%} off (cosine {self.cosine:.4f}), output {self.output_error:.2%} off, "
+            f"loss {self.loss:.6g} instead of {self.exact_loss:.6g}{factor}"
+        )
+
+
+def figures(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[float, float, float]:
+    """Of tensors and what they ought to be: the squares of their difference and of what they ought to be, and the product of both; None is zero."""
+    difference, exact, product = 0.0, 0.0, 0.0
+    for found, right in pairs:
+        if found is None and right is None:
+            continue
+        a = torch.zeros_like(right) if found is None else found  # type: ignore[arg-type]
+        b = torch.zeros_like(a) if right is None else right
+        a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a.detach(), b.detach()))
+        a, b = a.double().flatten(), b.double().flatten()
+        difference += float(torch.dot(a - b, a - b))
+        exact += float(torch.dot(b, b))
+        product += float(torch.dot(a, b))
+    return difference, exact, product
+
+
+def bits_of(numbers: Sequence[float]) -> list[int]:
+    """As whole numbers, which add up to themselves with zeros."""
+    return list(struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers)))
+
+
+def numbers_of(bits: Sequence[int]) -> list[float]:
+    """The other way."""
+    return list(struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits)))
+
+
+def audit_of(batch: int, numbers: Sequence[float], residuals: Sequence[float]) -> Audit:
+    """From the figures of all layers, one after the other, each followed by the squares of what was found; then both losses, and the figures of the output."""
+    *layers, loss, exact_loss, output_difference, output = numbers
+    difference, exact, product, own = (sum(layers[which::4]) for which in range(4))
+    length = math.sqrt(exact) * math.sqrt(own)
+    return Audit(
+        batch=batch,
+        loss=loss,
+        exact_loss=exact_loss,
+        output_error=_relative(output_difference, output),
+        gradient_error=_relative(difference, exact),
+        cosine=product / length if length > 0 else float(difference == 0),
+        residuals=tuple(residuals),
+        factor=residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None,
+    )
+
+
+def _relative(difference: float, exact: float) -> float:
+    """An error in the 2-norm, of squares."""
+    if exact == 0:
+        return 0.0 if difference == 0 else math.inf
+    return math.sqrt(difference / exact)
