@@ -28,11 +28,10 @@ def parse_sizes(text: str) -> list[int]:
 
 def parse_size(name: str, text: str) -> int:
     """Bytes of an argument."""
-    match = _SIZE.fullmatch(text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if not match or not unit:
+    size = _bytes(text)
+    if size is None:
         raise WrongInput(f"{name}: {text!r} is no size; expected something like 64KiB")
-    return int(match[1]) * unit
+    return size
 
 
 def _entry(entry: str) -> list[int]:
@@ -52,11 +51,15 @@ def _entry(entry: str) -> list[int]:
     return sizes
 
 
-def _size(text: str, entry: str) -> int:
+def _bytes(text: str) -> int | None:
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
-    size = int(match[1]) * unit if match and unit else 0
-    if size == 0:
+    return int(match[1]) * unit if match and unit else None
+
+
+def _size(text: str, entry: str) -> int:
+    size = _bytes(text)
+    if not size:
         raise WrongInput(f"--sizes: {entry!r} is not a size above zero; expected {ACCEPTED}")
     return size
 

@@ -59,6 +59,16 @@ class _Setting:
     forward: int = 1
     backward: int = 1
 
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether `forward` are micro-batches."""
+        return self.name in ("gpipe", "1f1b")
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts of a batch."""
+        return self.forward if self.is_pipeline else 1
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -96,7 +106,7 @@ class _Net:
 
     def plans(self, setting: _Setting) -> list[Any]:
         """The plans of a step, one after the other."""
-        if setting.name in ("gpipe", "1f1b"):
+        if setting.is_pipeline:
             return [self.native.LayerPlan.pipeline(self.layers, self.counts([]), setting.name, setting.forward)]
         factors = [setting.factor] * (setting.levels - 1)
         return [
@@ -119,12 +129,14 @@ class _Net:
         return counts
 
     def reuse(self, pass_: str) -> str:
-        """What pays with so many ranks, as `LayerParallel` takes it."""
-        return "all" if self.ranks <= (8 if pass_ == "forward" else 1) else "values"
+        """What pays with so many ranks."""
+        from torch_accl.layer_parallel import Cycle
+
+        return Cycle().reuse_for(self.ranks, is_adjoint=pass_ == "adjoint")
 
     def simulate(self, setting: _Setting) -> Iterator[tuple[Any, int, Any]]:
         """Of each plan: the plan, its time, and what each rank does when."""
-        micro = setting.forward if setting.name in ("gpipe", "1f1b") else 1
+        micro = setting.micro_batches
         times = tuple(max(time // micro, 1) for time in self.times)
         state = max(self.state // micro, 1)
         # Sums of states are free here, and a norm goes there and back.
@@ -135,7 +147,7 @@ class _Net:
 
     def find(self, setting: _Setting) -> _Found:
         total_ps, states, graphs = 0, 0, 0
-        micro = setting.forward if setting.name in ("gpipe", "1f1b") else 1
+        micro = setting.micro_batches
         for plan, total, _ in self.simulate(setting):
             total_ps += total
             sizes = [self.state // micro] * (len(self.layers) + 1), [self.graph // micro] * len(self.layers)
@@ -258,7 +270,7 @@ def _named(setting: _Setting) -> str:
 
 def _timelines(net: _Net, shown: _Found) -> Iterator[tuple[str, tuple[Any, int, Any], list[list[str]]]]:
     """Of each plan: its name, itself, and the part that each operation of each rank belongs to."""
-    names = ("step",) if shown.setting.name in ("gpipe", "1f1b") else ("forward", "backward")
+    names = ("step",) if shown.setting.is_pipeline else ("forward", "backward")
     for name, simulated in zip(names, net.simulate(shown.setting)):
         parts = []
         for rank in range(net.ranks):

@@ -6,7 +6,6 @@ Owns the figures that compare two sets of gradients of the same batch, summed la
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Audit", "Excess", "audit_of", "bits_of", "figures", "numbers_of"]
+__all__ = ["Audit", "Excess", "audit_of", "figures"]
 
 # What is done when an audit finds more than the limit.
 Excess = Literal["warn", "more", "exact"]
@@ -60,16 +59,6 @@ def figures(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[float
         exact += float(torch.dot(b, b))
         product += float(torch.dot(a, b))
     return difference, exact, product
-
-
-def bits_of(numbers: Sequence[float]) -> list[int]:
-    """As whole numbers, which add up to themselves with zeros."""
-    return list(struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers)))
-
-
-def numbers_of(bits: Sequence[int]) -> list[float]:
-    """The other way."""
-    return list(struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits)))
 
 
 def audit_of(batch: int, numbers: Sequence[float], residuals: Sequence[float]) -> Audit:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-__all__ = ["Block", "Kind", "built", "mixed", "ode", "plain", "residual", "timed"]
+__all__ = ["Block", "Kind", "built", "draw_from", "mixed", "ode", "plain", "residual", "timed", "undisturbed"]
 
 
 Kind = Literal["ode", "timed", "residual", "plain"]
@@ -79,14 +79,29 @@ def built(block: Block, number: int, seed: int) -> nn.Module:
     return module
 
 
+def draw_from(seed: int, *, has_cuda: bool) -> None:
+    """torch's random numbers come from this seed from now on."""
+    torch.default_generator.manual_seed(seed)
+    if has_cuda:
+        torch.cuda.manual_seed(seed)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """torch's random numbers come from this seed meanwhile, and go on afterwards as if nothing had been."""
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    with undisturbed():
+        draw_from(seed, has_cuda=has_cuda)
+        yield
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """What was drawn meanwhile leaves no trace in torch's random numbers."""
     before = torch.random.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    torch.default_generator.manual_seed(seed)
-    if cuda is not None:
-        torch.cuda.manual_seed(seed)
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

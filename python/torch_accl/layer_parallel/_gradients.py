@@ -23,14 +23,13 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type={norm_type}: give more than 0, or inf")
     wire = net._wire
     count = len(net._plans.net.layers)
-    powers = torch.zeros(count, dtype=torch.float64)
+    powers = [0.0] * count
     for layer, module in net._solver.layers.modules.items():
         found = [p.grad for p in module.parameters() if p.grad is not None]
         if found:
             norm = float(torch.nn.utils.get_total_norm(found, norm_type).double())
             powers[layer] = norm if math.isinf(norm_type) else norm**norm_type
-    bits = powers.view(torch.int64).to(wire.device)
-    known = torch.tensor(wire.together(bits, "clipping gradients")).view(torch.float64).tolist()
+    known = wire.known(powers, "clipping gradients")
     total = max(known) if math.isinf(norm_type) else sum(known) ** (1 / norm_type)
     if any(math.isnan(power) for power in known):
         total = math.nan

@@ -23,13 +23,14 @@ from torch.utils import _pytree as pytree
 from torch_accl import _native
 
 from ._audit import Audit, Excess
-from ._blocks import Block, Kind, built
+from ._blocks import Block, Kind, built, undisturbed
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
-from ._net import Layers, undisturbed
+from ._net import Layers
 from ._plans import Net, Plans, Program
 from ._serial import Serial
 from ._solve import Norms, Solve, Solver, split
+from ._tree import is_state
 from ._wire import Wire
 
 __all__ = ["LayerParallel", "step"]
@@ -355,7 +356,8 @@ class _Run:
         self._is_step = is_step
         self.way = model._way()
         self.solver = model._solver
-        self.parameters = self.solver.layers.parameters()[0]
+        self.found = self.solver.layers.parameters()
+        self.parameters = self.found[0]
         self.has_output = model._wire.rank == model._wire.size - 1
         self.solve: Solve
         self.is_over = False
@@ -375,12 +377,7 @@ class _Run:
             if x is None:
                 self.wrong = ValueError("there is no input; give one on the first rank")
             else:
-                leaves = pytree.tree_leaves(x)
-                self.given = [
-                    leaf
-                    for leaf in leaves
-                    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-                ]
+                self.given = [leaf for leaf in pytree.tree_leaves(x) if is_state(leaf)]
 
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
         """The solve."""
@@ -388,7 +385,12 @@ class _Run:
         call = "step()" if self._is_step else "forward()"
         settings = f"{way.settings}; called by {call} with gradients {'on' if is_recorded else 'off'}"
         return self.solver.batch(
-            self._x, settings, self.wrong or wrong, micro_batches=way.micro_batches, is_recorded=is_recorded
+            self._x,
+            self.found,
+            settings,
+            self.wrong or wrong,
+            micro_batches=way.micro_batches,
+            is_recorded=is_recorded,
         )
 
 

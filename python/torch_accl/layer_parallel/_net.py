@@ -18,16 +18,20 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from ._blocks import Kind, mixed
+from ._blocks import Kind, draw_from, mixed
 from ._tree import Form, Leaf, form_of, ordered
 
-__all__ = ["Evaluation", "Layers", "States", "form_returned", "keep_freed_memory", "states_of", "undisturbed"]
+__all__ = ["Evaluation", "Layers", "Parameters", "States", "form_returned", "keep_freed_memory", "states_of"]
 
 
 States = list[Tensor]
 
 # Just below what glibc learns from.
 _KEPT_BYTES = (32 << 20) - (1 << 16)
+
+
+# Those that want a gradient, each once, and for each layer the names and places of its own.
+Parameters = tuple[list[Tensor], dict[int, list[tuple[str, int]]]]
 
 
 @dataclass
@@ -76,7 +80,7 @@ class Layers:
                     f"layer {number} is in fully_shard by itself; give the whole net to fully_shard, and none of its layers"
                 )
 
-    def parameters(self) -> tuple[list[Tensor], dict[int, list[tuple[str, int]]]]:
+    def parameters(self) -> Parameters:
         """Those that want a gradient, each once, and for each layer the names and places of its own."""
         places: dict[int, int] = {}
         found: list[Tensor] = []
@@ -98,6 +102,7 @@ class Evaluation:
     def __init__(
         self,
         layers: Layers,
+        found: Parameters,
         key: tuple[int, ...],
         device: torch.device,
         *,
@@ -109,7 +114,8 @@ class Evaluation:
         self.modules = layers.modules
         self.device = device
         self.is_recorded = is_recorded
-        self.parameters, self._of_layer = layers.parameters()
+        self.found = found
+        self.parameters, self._of_layer = found
         self.gradients: list[Tensor | None] = [None] * len(self.parameters)
         self.tape: dict[tuple[int, int], Record] = {}
         self.key = key
@@ -172,10 +178,7 @@ class Evaluation:
     @contextmanager
     def _random(self, layer: int, micro_batch: int) -> Iterator[None]:
         # The generator of the CPU is put back when the solve is over.
-        seed = mixed(self._key, layer, micro_batch)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        draw_from(mixed(self._key, layer, micro_batch), has_cuda=self.device.type == "cuda")
         yield
 
     # ---- the other way
@@ -227,19 +230,6 @@ def keep_freed_memory() -> None:
     up to twice as much, 64 MiB at most, and a batch takes a tenth less time. Whoever has freed a tensor of 30 MB has that already.
     """
     torch.empty(_KEPT_BYTES, dtype=torch.uint8)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """What was drawn meanwhile leaves no trace in torch's random numbers."""
-    before = torch.random.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(before)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
 
 
 def states_of(returned: Any, form: Form, who: str, *, may_be_states: bool) -> tuple[States, States]:

@@ -64,7 +64,6 @@ class Program:
     """One rank's share of a plan."""
 
     plan: _native.LayerPlan
-    rank: int
     ops: list[Op]
     points: list[int]
     inputs: list[int]
@@ -146,7 +145,6 @@ class Plans:
 
         return Program(
             plan=plan,
-            rank=self.rank,
             ops=ops,
             points=points,
             inputs=mine(plan.inputs),

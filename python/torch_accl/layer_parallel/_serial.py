@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ._blocks import Block, Kind
+from ._tree import is_state
 
 __all__ = ["Serial"]
 
@@ -42,9 +43,8 @@ def advanced(state: Any, increment: Any, dt: float) -> Any:
     """`state + dt * increment`, leaf by leaf; whole numbers stay, and an increment may be that of the other leaves alone."""
     leaves, tree = pytree.tree_flatten(state)
     changes = pytree.tree_leaves(increment)
-    is_state = [isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in leaves]
     if len(changes) == len(leaves):
-        changes = [change for change, counts in zip(changes, is_state) if counts]
+        changes = [change for change, leaf in zip(changes, leaves) if is_state(leaf)]
     left = iter(changes)
-    moved = [(leaf + dt * next(left)).to(leaf.dtype) if counts else leaf for leaf, counts in zip(leaves, is_state)]
+    moved = [(leaf + dt * next(left)).to(leaf.dtype) if is_state(leaf) else leaf for leaf in leaves]
     return pytree.tree_unflatten(moved, tree)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ._audit import Audit, audit_of, bits_of, figures, numbers_of
+from ._audit import Audit, audit_of, figures
+from ._blocks import undisturbed
 from ._failures import LayerParallelError, described, sentence
-from ._net import Evaluation, Layers, States, form_returned, keep_freed_memory, undisturbed
+from ._net import Evaluation, Layers, Parameters, States, form_returned, keep_freed_memory
 from ._plans import Plans, Program
 from ._tree import Form, digest, form_of, ordered, packed, zeros
 from ._walk import Batch, Walk
-from ._wire import Wire
+from ._wire import Wire, bits_of, numbers_of
 
 __all__ = ["Norms", "Solve", "Solver", "split"]
 
@@ -63,11 +64,18 @@ class Solver:
 
     @contextmanager
     def batch(
-        self, x: Any, settings: str, wrong: BaseException | None, *, micro_batches: int = 1, is_recorded: bool
+        self,
+        x: Any,
+        found: Parameters,
+        settings: str,
+        wrong: BaseException | None,
+        *,
+        micro_batches: int,
+        is_recorded: bool,
     ) -> Iterator[Solve]:
         """A solve, from its header to the status that ends it. `x` counts on the first rank; `wrong` is what this rank cannot begin with."""
         with undisturbed():
-            solve = self._open(x, settings, wrong, micro_batches, is_recorded=is_recorded)
+            solve = self._open(x, found, settings, wrong, micro_batches, is_recorded=is_recorded)
             yield solve
             self.close(solve)
 
@@ -75,11 +83,10 @@ class Solver:
         """Ends a solve, or a part of one: the loss is known on all ranks, and so is what went wrong on any."""
         batch = solve.batch
         # Whole numbers, each zero on all ranks but one.
-        loss = torch.tensor(solve.loss, dtype=torch.float64).view(torch.int64)
         # And the numbers of the batches, which are all the same if the mean of their squares is the square of their mean.
         numbers = [batch.number % _COMPARED, (batch.number % _COMPARED) ** 2]
         status = torch.tensor(
-            [int(batch.cause is not None), int(loss), solve.loss_dtype, *numbers], device=self.wire.device
+            [int(batch.cause is not None), *bits_of([solve.loss]), solve.loss_dtype, *numbers], device=self.wire.device
         )
         failed, bits, solve.loss_dtype, first, second = self.wire.together(status, f"the end of batch {batch.number}")
         if failed:
@@ -93,10 +100,17 @@ class Solver:
             raise LayerParallelError(
                 f"ranks of the layers are at different batches: {of_all}; call backward() of several batches in the same order on all of them"
             )
-        solve.loss = float(torch.tensor(bits).view(torch.float64))
+        (solve.loss,) = numbers_of([bits])
 
     def _open(
-        self, x: Any, settings: str, wrong: BaseException | None, micro_batches: int, *, is_recorded: bool
+        self,
+        x: Any,
+        found: Parameters,
+        settings: str,
+        wrong: BaseException | None,
+        micro_batches: int,
+        *,
+        is_recorded: bool,
     ) -> Solve:
         wire, form = self.wire, None
         lots: list[tuple[States, States]] = []
@@ -126,7 +140,7 @@ class Solver:
             self._state = state
         given = [tensor for lot in lots[:1] for tensor in (*lot[0], *lot[1])]
         device = given[0].device if given else _device(self.layers)
-        evaluation = Evaluation(self.layers, (number, self.replica), device, is_recorded=is_recorded)
+        evaluation = Evaluation(self.layers, found, (number, self.replica), device, is_recorded=is_recorded)
         if key not in self._forms:
             self._remember(key, self._forms_from(form, lots, evaluation))
         if micro_batches > 1 and any(not leaf.shape for leaf in self._forms[key][-1].leaves):
@@ -282,8 +296,7 @@ class Solve:
             numbers[4 * layer : 4 * layer + 4] = [*figures(pairs), figures([(None, gradient) for gradient in mine])[1]]
         if found:
             numbers[-4:] = [self.loss, again.loss, *figures(list(zip(found[0], right[0])))[:2]]
-        bits = torch.tensor(bits_of(numbers), device=self.solver.wire.device)
-        known = numbers_of(self.solver.wire.together(bits, f"the audit of batch {self.batch.number}"))
+        known = self.solver.wire.known(numbers, f"the audit of batch {self.batch.number}")
         return audit_of(self.batch.number, known, list(self.norms.forward.values()))
 
     # ---- what callers see

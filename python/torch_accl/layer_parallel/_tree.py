@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Form", "Leaf", "digest", "form_of", "ordered", "packed", "zeros"]
+__all__ = ["Form", "Leaf", "digest", "form_of", "is_state", "ordered", "packed", "zeros"]
 
 
 _SHORT = {torch.float16, torch.bfloat16}
@@ -64,12 +64,13 @@ class Form:
         left, right = iter(states), iter(constants)
         return pytree.tree_unflatten([next(left if leaf.is_state else right) for leaf in self.leaves], self.tree)
 
-    def bytes(self) -> int:
-        """Of what is computed with."""
-        return sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.states)
-
     def __str__(self) -> str:
         return ", ".join(map(str, self.leaves))
+
+
+def is_state(value: Any) -> bool:
+    """Whether a leaf is computed with."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def form_of(value: Any, what: str) -> tuple[Form, list[Tensor], list[Tensor]]:

@@ -51,7 +51,9 @@ class Batch:
     def again(self) -> Batch:
         """The same batch for a second run, which leaves no trace."""
         first = self.evaluation
-        evaluation = Evaluation(first.layers, first.key, self.device, is_recorded=True, leaves_no_trace=True)
+        evaluation = Evaluation(
+            first.layers, first.found, first.key, self.device, is_recorded=True, leaves_no_trace=True
+        )
         return Batch(self.number, self.forms, self.names, self.device, evaluation, self.segment, self.micro_batches)
 
     def fail(self, where: str, error: BaseException) -> None:

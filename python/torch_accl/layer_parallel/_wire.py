@@ -6,14 +6,15 @@ three small reductions of a solve, which are of whole numbers, so that nothing r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Wire", "tried"]
+__all__ = ["Wire", "bits_of", "numbers_of", "tried"]
 
 
 _T = TypeVar("_T")
@@ -68,6 +69,10 @@ class Wire:
         found: list[int] = numbers.tolist()
         return found
 
+    def known(self, numbers: Sequence[float], what: str) -> list[float]:
+        """Numbers of which each is zero on all ranks but one, on all of them, to the bit."""
+        return numbers_of(self.together(torch.tensor(bits_of(numbers), device=self.device), what))
+
     def add_up(self, numbers: Tensor) -> dist.Work | None:
         """Whole numbers of all ranks are added up in place."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
@@ -111,3 +116,13 @@ def tried(what: str, call: Callable[[], _T]) -> _T:
         return call()
     except RuntimeError as error:
         raise type(error)(f"{error} [{what}]") from error
+
+
+def bits_of(numbers: Sequence[float]) -> list[int]:
+    """As whole numbers, which add up to themselves with zeros."""
+    return list(struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers)))
+
+
+def numbers_of(bits: Sequence[int]) -> list[float]:
+    """The other way."""
+    return list(struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits)))
