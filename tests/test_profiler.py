@@ -192,12 +192,13 @@ def test_who_asks_for_inputs_is_told_where_the_time_of_a_call_went(rank, world, 
         for work in (call(), call()):
             if async_op:
                 work.wait()
-    (first, second) = [event for event in profile.function_events if event.name == f"accl:{title}"]
+    events = [event for event in profile.function_events if event.name == f"accl:{title}"]
     found = phases(profile, title)
-    assert len(found) == 2
-    # Together they are no longer than the event of the call.
-    for event, times in zip((first, second), found):
-        assert 0 < sum(times.values()) <= event.time_range.elapsed_us() + 1, (times, event)
+    assert len(events) == len(found) == 2
+    # Together they are no longer than the event of the call. Two threads may close two events at once, so they are paired by length.
+    lengths = sorted(event.time_range.elapsed_us() for event in events)
+    for length, total in zip(lengths, sorted(sum(times.values()) for times in found)):
+        assert 0 < total <= length + 1, (found, events)
 
 
 @on_ranks(2)
