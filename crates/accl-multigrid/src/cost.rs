@@ -73,11 +73,13 @@ impl Costs {
     fn of(&self, plan: &Plan, op: &Op) -> u64 {
         let kib = |value, rate| self.bytes(plan, value) * rate / 1024;
         match *op {
-            Op::Eval { pass, layer, is_final, .. } => {
+            Op::Eval { pass, layer, span, is_final, .. } => {
                 let times = &self.layers[layer as usize];
                 match (pass, is_final) {
                     (Pass::Forward, false) => times.plain,
                     (Pass::Forward, true) => times.recorded,
+                    // A coarse step of its own is recorded first.
+                    (Pass::Adjoint, false) if span > 1 => times.recorded + times.input_vjp,
                     (Pass::Adjoint, false) => times.input_vjp,
                     (Pass::Adjoint, true) => times.full_vjp,
                 }

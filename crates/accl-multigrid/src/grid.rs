@@ -14,6 +14,8 @@ pub enum Kind {
     Timed,
     /// A step `f(x)` of one, as a block with its own skip connection is: a coarse step goes as many times as far as it spans.
     Residual,
+    /// A step of one that has a coarse step of its own, as an implicit one is. What that does to a cotangent is asked of it as well.
+    Custom,
     /// `f(x)`: no step of any equation; it may change the shape of the state.
     Plain,
 }

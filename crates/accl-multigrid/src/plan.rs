@@ -55,8 +55,9 @@ pub enum Op {
     /// What follows belongs there.
     Phase(Phase),
     /// Evaluates a layer at `src`. Forward: an increment f(src) of [`Kind::Increment`](crate::Kind::Increment), and the next state of others, over
-    /// so many fine steps at once of [`Kind::Timed`](crate::Kind::Timed). Adjoint: the vector-Jacobian product of the layer, at the state at which it was
-    /// evaluated for good: of an increment's function f, and of the whole step of others.
+    /// so many fine steps at once of [`Kind::Timed`](crate::Kind::Timed) and [`Kind::Custom`](crate::Kind::Custom). Adjoint: the vector-Jacobian product of the
+    /// layer, at the state at which it was evaluated for good: of an increment's function f, and of the whole step of others, over so many fine steps
+    /// at once of [`Kind::Custom`](crate::Kind::Custom).
     Eval {
         pass: Pass,
         layer: u32,

@@ -39,7 +39,7 @@ fn assert_near(found: &Solved, wanted: &Solved, what: &str) {
 
 /// Layers of any kind.
 fn layers() -> impl Strategy<Value = Vec<Layer>> {
-    let kind = prop_oneof![4 => Just(Kind::Increment), 2 => Just(Kind::Timed), 2 => Just(Kind::Residual), 1 => Just(Kind::Plain)];
+    let kind = prop_oneof![4 => Just(Kind::Increment), 2 => Just(Kind::Timed), 2 => Just(Kind::Residual), 2 => Just(Kind::Custom), 1 => Just(Kind::Plain)];
     let layer =
         (kind, prop::bool::weighted(0.1)).prop_map(|(kind, apart)| Layer { is_apart: apart, ..Layer::of(kind) });
     prop::collection::vec(layer, 1..40)

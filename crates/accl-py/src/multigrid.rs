@@ -206,8 +206,13 @@ fn layer_levels(layers: Vec<LayerSpec>, factors: Vec<u32>) -> PyResult<Vec<Vec<u
 
 // ---- what names mean
 
-const KINDS: [(&str, Kind); 4] =
-    [("ode", Kind::Increment), ("timed", Kind::Timed), ("residual", Kind::Residual), ("plain", Kind::Plain)];
+const KINDS: [(&str, Kind); 5] = [
+    ("ode", Kind::Increment),
+    ("timed", Kind::Timed),
+    ("residual", Kind::Residual),
+    ("custom", Kind::Custom),
+    ("plain", Kind::Plain),
+];
 const PASSES: [(&str, Pass); 2] = [("forward", Pass::Forward), ("adjoint", Pass::Adjoint)];
 const SHAPES: [(&str, Shape); 2] = [("V", Shape::V), ("F", Shape::F)];
 const STARTS: [(&str, Start); 3] =

@@ -157,7 +157,9 @@ impl Builder {
         let &LineStep { layer, span, kind, evaluator: on } = step;
         match (kind, pass) {
             (Kind::Plain, _) => self.eval(pass, (layer, 1, on), point, src, is_final),
-            (Kind::Timed, Pass::Forward) => self.eval(pass, (layer, span, on), point, src, is_final),
+            (Kind::Timed, Pass::Forward) | (Kind::Custom, _) => {
+                self.eval(pass, (layer, span, on), point, src, is_final)
+            }
             (Kind::Timed, Pass::Adjoint) | (Kind::Residual, _) => {
                 // It is recorded with the length of a fine step.
                 let stepped = self.eval(pass, (layer, 1, on), point, src, is_final);

@@ -35,10 +35,18 @@ impl Net {
         match (pass, self.layers[layer as usize].kind) {
             (Pass::Forward, Kind::Increment) => self.f(layer, x),
             (Pass::Forward, Kind::Timed | Kind::Residual) => x + f64::from(span) * self.dt * self.f(layer, x),
+            (Pass::Forward, Kind::Custom) => {
+                let time = f64::from(span) * self.dt;
+                (x + time * self.f(layer, x)) / (1.0 + 0.3 * time)
+            }
             (Pass::Forward, Kind::Plain) => 0.9 * x + 0.1 * self.f(layer, x),
             (Pass::Adjoint, Kind::Increment) => self.slope(layer, self.states[layer as usize]) * x,
             (Pass::Adjoint, Kind::Timed | Kind::Residual) => {
                 x + self.dt * self.slope(layer, self.states[layer as usize]) * x
+            }
+            (Pass::Adjoint, Kind::Custom) => {
+                let time = f64::from(span) * self.dt;
+                (1.0 + time * self.slope(layer, self.states[layer as usize])) * x / (1.0 + 0.3 * time)
             }
             (Pass::Adjoint, Kind::Plain) => (0.9 + 0.1 * self.slope(layer, self.states[layer as usize])) * x,
         }
@@ -50,7 +58,7 @@ impl Net {
             Kind::Increment => x + f64::from(span) * self.dt * self.eval(pass, layer, 1, x),
             Kind::Residual => x + f64::from(span) * (self.eval(pass, layer, 1, x) - x),
             Kind::Timed if pass == Pass::Adjoint => x + f64::from(span) * (self.eval(pass, layer, 1, x) - x),
-            Kind::Timed => self.eval(pass, layer, span, x),
+            Kind::Timed | Kind::Custom => self.eval(pass, layer, span, x),
             Kind::Plain => self.eval(pass, layer, 1, x),
         }
     }
