@@ -1,6 +1,6 @@
 """What a layer of a layer-parallel net is to the solver.
 
-Owns the four kinds, and that a layer is built from a seed of its own. How a layer is evaluated is in `_net.py`.
+Owns the five kinds, and that a layer is built from a seed of its own. How a layer is evaluated is in `_net.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-__all__ = ["Block", "Kind", "built", "draw_from", "mixed", "ode", "plain", "residual", "timed", "undisturbed"]
+__all__ = ["Block", "Kind", "built", "custom", "draw_from", "mixed", "ode", "plain", "residual", "timed", "undisturbed"]
 
 
-Kind = Literal["ode", "timed", "residual", "plain"]
+Kind = Literal["ode", "timed", "residual", "custom", "plain"]
 Builder = Callable[[int], nn.Module]
 
 _WORD = (1 << 64) - 1
@@ -48,6 +48,11 @@ def timed(f: nn.Module | Builder) -> Block:
 def residual(block: nn.Module | Builder) -> Block:
     """A step `block(x)` that holds its own skip connection, as transformer blocks do. A coarse step over n layers is `x + n * (block(x) - x)`."""
     return Block(block, "residual")
+
+
+def custom(layer: nn.Module | Builder) -> Block:
+    """A step `layer(x)` with a coarse step of its own, `layer.coarse_step(x, n)` over n layers: where one of the others would not converge, as an implicit step does."""
+    return Block(layer, "custom")
 
 
 def plain(layer: nn.Module | Builder) -> Block:

@@ -1,16 +1,16 @@
 """Evaluating layers: for now, for good, and the other way.
 
 Owns what surrounds a call of a layer: its random numbers, its buffers, the graph of an evaluation for good, and the gradients that come of it.
-Which layer is evaluated at what, and when, is in the plan.
+Which layer is evaluated at what, and when, is in the plan; what it is given beside the state is somebody else's.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,17 @@ from torch.utils import _pytree as pytree
 from ._blocks import Kind, draw_from, mixed
 from ._tree import Form, Leaf, form_of, ordered
 
-__all__ = ["Evaluation", "Layers", "Parameters", "States", "form_returned", "keep_freed_memory", "states_of"]
+__all__ = [
+    "Beside",
+    "Evaluation",
+    "Extra",
+    "Layers",
+    "Parameters",
+    "States",
+    "form_returned",
+    "keep_freed_memory",
+    "states_of",
+]
 
 
 States = list[Tensor]
@@ -35,13 +45,57 @@ Parameters = tuple[list[Tensor], dict[int, list[tuple[str, int]]]]
 
 
 @dataclass
+class Extra:
+    """What one layer is given beside the state: tensors, and how they make arguments, those before the state and those by name."""
+
+    leaves: States
+    arguments: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+    # Which of the leaves want a gradient, by their places.
+    wanted: Sequence[int] = ()
+
+
+class Beside:
+    """What layers are given beside the state: nothing."""
+
+    def of(self, layer: int, micro_batch: int) -> Extra | None:
+        """Of a layer of this rank."""
+        return None
+
+    def add(self, layer: int, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of the leaves that want one, once a batch for each layer."""
+
+    def source(self, layer: int, micro_batch: int) -> States | None:
+        """A gradient that the state after a layer gets from elsewhere than from the layers after it."""
+        return None
+
+
+@dataclass
+class Graph:
+    """An evaluation that autograd has recorded."""
+
+    inputs: States
+    parameters: list[Tensor]
+    extras: list[Tensor]
+    outputs: States = field(default_factory=list)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All that may want a gradient."""
+        return self.inputs + self.parameters + self.extras
+
+
+@dataclass
 class Record:
     """What evaluating a layer for good has left for its adjoint."""
 
-    inputs: States
-    outputs: States
-    parameters: list[Tensor]
-    slots: list[int]
+    states: States
+    constants: States
+    before: Form
+    after: Form
+    # Of the step itself, unless that is to be recorded anew.
+    graph: Graph | None = None
+    # Of coarse steps, by the number of layers that they span.
+    coarse: dict[int, Graph] = field(default_factory=dict)
 
 
 class Layers:
@@ -108,6 +162,8 @@ class Evaluation:
         *,
         is_recorded: bool,
         leaves_no_trace: bool = False,
+        beside: Beside | None = None,
+        keeps_graph: Callable[[int], bool] | None = None,
     ) -> None:
         self.layers = layers
         self.leaves_no_trace = leaves_no_trace
@@ -119,61 +175,114 @@ class Evaluation:
         self.gradients: list[Tensor | None] = [None] * len(self.parameters)
         self.tape: dict[tuple[int, int], Record] = {}
         self.key = key
+        self.beside = Beside() if beside is None else beside
+        # Of which layers the graph is kept until the adjoint pass, and not made anew there; all, if nobody says.
+        self.keeps_graph = keeps_graph
         self._key = mixed(layers.seed, *key)
+        # A backward pass may run where autocast is another one.
+        self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self._buffered: dict[int, bool] = {}
 
     # ---- forward
 
     def for_now(self, layer: int, span: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
         """What a layer returns; it leaves no trace."""
-        module = self.modules[layer]
         with torch.no_grad(), self._random(layer, micro_batch):
-            arguments = self._arguments(layer, span, form, states, constants)
-            if self._has_buffers(layer):
-                copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
-                return functional_call(module, copies, arguments)
-            return module(*arguments)
+            extra = self.beside.of(layer, micro_batch)
+            given = [] if extra is None else extra.leaves
+            arguments = self._arguments(layer, span, form, states, constants, extra, given)
+            return self._call(layer, span, *arguments, self._copies(layer))
 
-    def for_good(self, layer: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
+    def for_good(self, layer: int, micro_batch: int, form: Form, after: Form, states: States, constants: States) -> Any:
         """What a layer returns, with the graph that its adjoint needs if there will be one."""
-        module = self.modules[layer]
-        with self._random(layer, micro_batch):
-            if not self.is_recorded:
-                with torch.no_grad():
-                    return module(*self._arguments(layer, 1, form, states, constants))
-            inputs = [state.detach().requires_grad_() for state in states]
-            own = self._of_layer[layer]
-            parameters = [self.parameters[slot] for _, slot in own]
-            with torch.enable_grad():
-                arguments = self._arguments(layer, 1, form, inputs, constants)
-                # A hook of a parameter is for the gradient that it gets in the end, and for no part of it.
-                others: dict[str, Tensor] = {}
-                if any(parameter._backward_hooks for parameter in parameters):
-                    parameters = [parameter.detach().requires_grad_() for parameter in parameters]
-                    others = {name: alias for (name, _), alias in zip(own, parameters)}
-                if self.leaves_no_trace and self._has_buffers(layer):
-                    others |= {name: buffer.clone() for name, buffer in module.named_buffers()}
-                returned = functional_call(module, others, arguments) if others else module(*arguments)
-            self.tape[layer, micro_batch] = Record(inputs, [], parameters, [slot for _, slot in own])
+        if not self.is_recorded or not self._keeps(layer):
+            with torch.no_grad(), self._random(layer, micro_batch):
+                extra = self.beside.of(layer, micro_batch)
+                arguments = self._arguments(
+                    layer, 1, form, states, constants, extra, [] if extra is None else extra.leaves
+                )
+                returned = self._call(layer, 1, *arguments, self._copies(layer) if self.leaves_no_trace else {})
+            if self.is_recorded:
+                self.tape[layer, micro_batch] = Record([state.detach() for state in states], constants, form, after)
             return returned
+        record = Record([state.detach() for state in states], constants, form, after)
+        record.graph, returned = self._recorded(layer, 1, micro_batch, record, leaves_trace=not self.leaves_no_trace)
+        self.tape[layer, micro_batch] = record
+        return returned
 
     def keep(self, layer: int, micro_batch: int, outputs: States) -> States:
         """Takes over what was returned for good, once it is known to be in order; gives it without the graph."""
         record = self.tape.get((layer, micro_batch))
-        if record is None:
+        if record is None or record.graph is None:
             return outputs
-        record.outputs = outputs
+        record.graph.outputs = outputs
         return [output.detach() for output in outputs]
 
-    def _arguments(self, layer: int, span: int, form: Form, states: States, constants: States) -> tuple[Any, ...]:
-        given = [ordered(state.to(leaf.dtype), leaf) for state, leaf in zip(states, form.states)]
-        state = form.joined(given, constants)
-        return (state, span * self.layers.dt) if self.layers.kinds[layer] == "timed" else (state,)
+    def _keeps(self, layer: int) -> bool:
+        return self.keeps_graph is None or self.keeps_graph(layer)
 
-    def _has_buffers(self, layer: int) -> bool:
+    def _recorded(
+        self, layer: int, span: int, micro_batch: int, record: Record, *, leaves_trace: bool
+    ) -> tuple[Graph, Any]:
+        """The graph of a step, whose outputs are not known to be in order yet, and what the layer returned."""
+        own = self._of_layer[layer]
+        graph = Graph(
+            [state.detach().requires_grad_() for state in record.states],
+            [self.parameters[slot] for _, slot in own],
+            [],
+        )
+        others: dict[str, Tensor] = {}
+        # A hook of a parameter is for the gradient that it gets in the end, and for no part of it.
+        if any(parameter._backward_hooks for parameter in graph.parameters):
+            graph.parameters = [parameter.detach().requires_grad_() for parameter in graph.parameters]
+            others = {name: alias for (name, _), alias in zip(own, graph.parameters)}
+        if not leaves_trace:
+            others |= self._copies(layer)
+        autocast = torch.autocast(self.device.type, self._autocast[1], enabled=self._autocast[0])
+        with self._random(layer, micro_batch), torch.enable_grad(), autocast if not leaves_trace else nullcontext():
+            extra = self.beside.of(layer, micro_batch)
+            given: States = []
+            if extra is not None:
+                given = [leaf.detach() for leaf in extra.leaves]
+                graph.extras = [given[place].requires_grad_() for place in extra.wanted]
+            arguments = self._arguments(layer, span, record.before, graph.inputs, record.constants, extra, given)
+            return graph, self._call(layer, span, *arguments, others)
+
+    def _arguments(
+        self,
+        layer: int,
+        span: int,
+        form: Form,
+        states: States,
+        constants: States,
+        extra: Extra | None,
+        given: Sequence[Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        state = form.joined(
+            [ordered(state.to(leaf.dtype), leaf) for state, leaf in zip(states, form.states)], constants
+        )
+        first, named = ((), {}) if extra is None else extra.arguments(given)
+        kind = self.layers.kinds[layer]
+        if kind == "timed":
+            return (*first, state, span * self.layers.dt), named
+        return ((*first, state, span) if kind == "custom" and span > 1 else (*first, state)), named
+
+    def _call(
+        self, layer: int, span: int, arguments: tuple[Any, ...], named: dict[str, Any], others: dict[str, Tensor]
+    ) -> Any:
+        module = self.modules[layer]
+        if self.layers.kinds[layer] == "custom" and span > 1:
+            module = _Coarse(module)
+            others = {f"module.{name}": tensor for name, tensor in others.items()}
+        return functional_call(module, others, arguments, named) if others else module(*arguments, **named)
+
+    def _copies(self, layer: int) -> dict[str, Tensor]:
+        """The buffers of a layer for an evaluation that leaves no trace in them."""
         if layer not in self._buffered:
             self._buffered[layer] = next(self.modules[layer].buffers(), None) is not None
-        return self._buffered[layer]
+        if not self._buffered[layer]:
+            return {}
+        return {name: buffer.clone() for name, buffer in self.modules[layer].named_buffers()}
 
     @contextmanager
     def _random(self, layer: int, micro_batch: int) -> Iterator[None]:
@@ -183,12 +292,17 @@ class Evaluation:
 
     # ---- the other way
 
-    def pulled_back(self, layer: int, micro_batch: int, cotangents: States, *, is_final: bool) -> States:
+    def pulled_back(self, layer: int, span: int, micro_batch: int, cotangents: States, *, is_final: bool) -> States:
         """The vector-Jacobian product of a layer; for good, its parameters get their gradients."""
         record = self.tape[layer, micro_batch]
-        wanted = record.inputs + record.parameters if is_final else record.inputs
+        source = self.beside.source(layer, micro_batch)
+        if source is not None:
+            # A coarse step has those of all states that it spans, as if they were alike.
+            cotangents = [cotangent + span * more for cotangent, more in zip(cotangents, source)]
+        graph = self._graph(layer, span, micro_batch, record)
+        wanted = graph.leaves if is_final else graph.inputs
         outputs, given = [], []
-        for output, cotangent in zip(record.outputs, cotangents):
+        for output, cotangent in zip(graph.outputs, cotangents):
             if output.requires_grad:
                 outputs.append(output)
                 given.append(cotangent.to(output.dtype))
@@ -196,13 +310,33 @@ class Evaluation:
         if outputs and wanted:
             found = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
         if is_final:
-            self._add(layer, record.slots, found[len(record.inputs) :])
-        states = zip(record.inputs, found)
+            first, last = len(graph.inputs), len(graph.inputs) + len(graph.parameters)
+            self._add(layer, [slot for _, slot in self._of_layer[layer]], found[first:last])
+            if graph.extras:
+                scale = self._scale(layer)
+                extras = [gradient if gradient is None or scale == 1 else gradient * scale for gradient in found[last:]]
+                self.beside.add(layer, micro_batch, extras)
+        states = zip(graph.inputs, found)
         return [torch.zeros_like(state) if gradient is None else gradient for state, gradient in states]
 
+    def _graph(self, layer: int, span: int, micro_batch: int, record: Record) -> Graph:
+        """That of a step, or of a coarse step, at the state at which the layer was evaluated for good."""
+        known = record.graph if span == 1 else record.coarse.get(span)
+        if known is not None:
+            return known
+        graph, returned = self._recorded(layer, span, micro_batch, record, leaves_trace=False)
+        what = f"layer {layer}, evaluated anew for its adjoint,"
+        graph.outputs, _ = states_of(returned, record.after, what, may_be_states=self.layers.kinds[layer] == "ode")
+        if span > 1:
+            record.coarse[span] = graph
+        return graph
+
+    def _scale(self, layer: int) -> float:
+        """The plan goes from the increment to the state by a product that the layer does not know of."""
+        return self.layers.dt if self.layers.kinds[layer] == "ode" else 1.0
+
     def _add(self, layer: int, slots: Sequence[int], found: Sequence[Tensor | None]) -> None:
-        # The plan goes from the increment to the state by a product that the layer does not know of.
-        scale = self.layers.dt if self.layers.kinds[layer] == "ode" else 1.0
+        scale = self._scale(layer)
         for slot, gradient in zip(slots, found):
             if gradient is None:
                 continue
@@ -222,6 +356,17 @@ class Evaluation:
     def forget(self, layer: int, micro_batch: int) -> None:
         """Lets the graph of a layer go."""
         self.tape.pop((layer, micro_batch), None)
+
+
+class _Coarse(nn.Module):
+    """A layer's own coarse step as a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.module.coarse_step(*arguments, **named)
 
 
 @functools.cache

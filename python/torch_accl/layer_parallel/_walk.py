@@ -108,7 +108,7 @@ class Walk:
         def found() -> States:
             if pass_ == "forward":
                 return self._forward(layer, span, micro_batch, states, is_final)
-            pulled = evaluation.pulled_back(layer, micro_batch, states, is_final=is_final)
+            pulled = evaluation.pulled_back(layer, span, micro_batch, states, is_final=is_final)
             return [ordered(state, leaf) for state, leaf in zip(pulled, self._form(dst).states)]
 
         self._make(dst, lambda: f"layer {layer} ({self.batch.names[layer]}), {pass_} pass", found)
@@ -131,7 +131,7 @@ class Walk:
         # Tensors of inference mode do not count.
         before = [(state, state._version) for state in states if not state.is_inference()]
         if is_final:
-            returned = evaluation.for_good(layer, micro_batch, form, states, constants)
+            returned = evaluation.for_good(layer, micro_batch, form, after, states, constants)
         else:
             returned = evaluation.for_now(layer, span, micro_batch, form, states, constants)
         if any(state._version != version for state, version in before):
