@@ -9,23 +9,27 @@ same ranks. It needs a process group with `isend` and `irecv`, and none on one r
 """
 
 from ._audit import Audit
-from ._blocks import Block, ode, plain, residual, timed
+from ._blocks import Block, custom, ode, plain, residual, timed
 from ._cycle import Cycle
 from ._failures import LayerParallelError
 from ._gradients import clip_grad_norm_
-from ._model import LayerParallel, step
+from ._model import Evaluated
+from ._run import step
 from ._serial import Serial
 from ._solve import Norms
+from ._stack import LayerParallel
 
 __all__ = [
     "Audit",
     "Block",
     "Cycle",
+    "Evaluated",
     "LayerParallel",
     "LayerParallelError",
     "Norms",
     "Serial",
     "clip_grad_norm_",
+    "custom",
     "ode",
     "plain",
     "residual",

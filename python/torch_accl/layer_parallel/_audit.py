@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Audit", "Excess", "audit_of", "figures"]
+__all__ = ["Audit", "Excess", "audit_of", "figures", "relative"]
 
 # What is done when an audit finds more than the limit.
 Excess = Literal["warn", "more", "exact"]
@@ -70,15 +70,15 @@ def audit_of(batch: int, numbers: Sequence[float], residuals: Sequence[float]) -
         batch=batch,
         loss=loss,
         exact_loss=exact_loss,
-        output_error=_relative(output_difference, output),
-        gradient_error=_relative(difference, exact),
+        output_error=relative(output_difference, output),
+        gradient_error=relative(difference, exact),
         cosine=product / length if length > 0 else float(difference == 0),
         residuals=tuple(residuals),
         factor=residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None,
     )
 
 
-def _relative(difference: float, exact: float) -> float:
+def relative(difference: float, exact: float) -> float:
     """An error in the 2-norm, of squares."""
     if exact == 0:
         return 0.0 if difference == 0 else math.inf

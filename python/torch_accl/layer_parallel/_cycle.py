@@ -24,7 +24,8 @@ class Cycle:
     iterations: the start and all cycles together.
     relax: `"F"`, `"FCF"`, or how often C-points are relaxed besides: one for all levels, or one for each from the finest, the last for the rest.
     shape: `"V"` or `"F"`.
-    start: `"coarsest"` begins with the solution of the coarsest level, `"full"` improves that on every level.
+    start: `"coarsest"` begins with the solution of the coarsest level, `"full"` improves that on every level; `"guess"` with what the net's `guess`
+        gives, and only then 0 iterations make sense.
     norms: `"lagged"`: residuals are known one iteration later, and nobody waits; `"blocking"`; `"none"`.
     reuse: what is not computed a second time. It changes no bit; `"auto"` takes what is fastest for the number of ranks.
     """
@@ -34,7 +35,7 @@ class Cycle:
     iterations: int = 2
     relax: str | int | Sequence[str | int] = "F"
     shape: Literal["V", "F"] = "V"
-    start: Literal["coarsest", "full"] = "coarsest"
+    start: Literal["coarsest", "full", "guess"] = "coarsest"
     norms: Literal["lagged", "blocking", "none"] = "lagged"
     reuse: Reuse = "auto"
 
@@ -46,13 +47,13 @@ class Cycle:
                 object.__setattr__(self, name, tuple(given))
         if self.levels < 1:
             raise ValueError(f"Cycle(levels={self.levels}): give 1 or more")
-        if self.iterations < 1:
+        if self.iterations < 1 and (self.start != "guess" or self.iterations < 0):
             raise ValueError(f"Cycle(iterations={self.iterations}): the first one makes the start, so give 1 or more")
         self.factors()
         self.relaxations()
         choices = {
             "shape": ("V", "F"),
-            "start": ("coarsest", "full"),
+            "start": ("coarsest", "full", "guess"),
             "norms": ("lagged", "blocking", "none"),
             "reuse": ("auto", "nothing", "values", "all"),
         }

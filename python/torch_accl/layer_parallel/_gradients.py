@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._model import LayerParallel
+from ._stack import LayerParallel
 
 __all__ = ["clip_grad_norm_"]
 

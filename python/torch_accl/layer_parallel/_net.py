@@ -57,12 +57,19 @@ class Extra:
 class Beside:
     """What layers are given beside the state: nothing."""
 
+    def again(self) -> Beside:
+        """The same for a second run of the batch, with gradients of its own."""
+        return self
+
     def of(self, layer: int, micro_batch: int) -> Extra | None:
         """Of a layer of this rank."""
         return None
 
     def add(self, layer: int, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         """Takes the gradients of the leaves that want one, once a batch for each layer."""
+
+    def made(self, layer: int, micro_batch: int, states: States) -> None:
+        """Is told of the state after a layer, when it has been evaluated for good."""
 
     def source(self, layer: int, micro_batch: int) -> States | None:
         """A gradient that the state after a layer gets from elsewhere than from the layers after it."""
@@ -366,7 +373,7 @@ class _Coarse(nn.Module):
         self.module = module
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        return self.module.coarse_step(*arguments, **named)
+        return self.module.coarse_step(*arguments, **named)  # type: ignore[operator]
 
 
 @functools.cache

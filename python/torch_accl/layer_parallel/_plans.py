@@ -68,6 +68,9 @@ class Program:
     points: list[int]
     inputs: list[int]
     outputs: list[int]
+    # What a guess gives, with the points that these are states of, and what C-points have at the end where there is no final sweep: the same ones.
+    guesses: list[int]
+    states: list[int]
     receives: list[Receive]
     # By the position of a send: the lot whose constants go along.
     carrying: dict[int, Lot]
@@ -94,18 +97,28 @@ class Plans:
         """Which plain layer has made the form of a point's state: its number and one more, 0 for the input."""
         return self._segments[point]
 
-    def solve(self, pass_: str, cycle: Cycle) -> Program:
-        """A solve by multigrid; of one level a wave."""
-        key = (pass_, cycle)
+    def solve(
+        self,
+        pass_: str,
+        cycle: Cycle,
+        *,
+        iterations: int | None = None,
+        start: str | None = None,
+        is_whole: bool = True,
+    ) -> Program:
+        """A solve by multigrid; of one level a wave. Not whole, it ends with states of C-points, without the sweep that counts."""
+        iterations = cycle.iterations if iterations is None else iterations
+        start = cycle.start if start is None else start
+        key = (pass_, cycle, iterations, start, is_whole)
         if key not in self._made:
             factors = cycle.factors()
             settings = (
-                cycle.iterations,
+                iterations,
                 cycle.shape,
                 cycle.relaxations(),
-                cycle.start,
+                start,
                 cycle.norms,
-                True,
+                is_whole,
                 cycle.reuse_for(self.net.ranks, is_adjoint=pass_ == "adjoint"),
             )
             plan = _native.LayerPlan.mgrit(list(self.net.layers), factors, list(self.net.counts), pass_, settings)
@@ -149,6 +162,8 @@ class Plans:
             points=points,
             inputs=mine(plan.inputs),
             outputs=mine(plan.outputs),
+            guesses=mine(plan.guesses),
+            states=mine(plan.states),
             receives=receives,
             carrying=carrying,
             is_exact=is_exact,

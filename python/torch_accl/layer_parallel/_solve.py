@@ -6,7 +6,8 @@ on one rank is raised on all. Between the two everybody walks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,16 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ._audit import Audit, audit_of, figures
+from ._audit import Audit, audit_of, figures, relative
 from ._blocks import undisturbed
 from ._failures import LayerParallelError, described, sentence
-from ._net import Evaluation, Layers, Parameters, States, form_returned, keep_freed_memory
+from ._net import Beside, Evaluation, Layers, Parameters, States, form_returned, keep_freed_memory, states_of
 from ._plans import Plans, Program
+from ._side import NO_SIDE, Side, SideForm, names_taken, side_of
 from ._tree import Form, digest, form_of, ordered, packed, zeros
 from ._walk import Batch, Walk
 from ._wire import Wire, bits_of, numbers_of
 
-__all__ = ["Norms", "Solve", "Solver", "split"]
+__all__ = ["Converging", "Guess", "Norms", "Passes", "Solve", "Solver", "split"]
 
 
 # Forms of so many kinds of input are remembered.
@@ -37,6 +39,10 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 # The loss of an output, of a micro-batch of so many: its share of the batch's.
 Loss = Callable[[Any, int, int], Tensor]
+# The state of a point, before anything of the batch is known.
+Guess = Callable[[int], Any]
+# A factor by which a norm falls that is as good as none.
+_STALLED = 0.9
 
 
 @dataclass
@@ -45,6 +51,31 @@ class Norms:
 
     forward: dict[int, float] = field(default_factory=dict)
     backward: dict[int, float] = field(default_factory=dict)
+    # Why a pass that goes on until it has converged came to its end: `"converged"`, `"stalled"` or `"limit"`.
+    forward_end: str | None = None
+    backward_end: str | None = None
+
+
+@dataclass(frozen=True)
+class Converging:
+    """A pass that goes on until its residual is small: a beginning and more of it, which end with states of C-points, and the sweep that counts."""
+
+    first: Program
+    more: Program
+    last: Program
+    # Of the first norm, and most iterations.
+    tolerance: float
+    limit: int
+    # Of the first program, and of each one more.
+    iterations: tuple[int, int]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether states are never differences of one another."""
+        return self.first.is_exact
+
+
+Passes = Program | Converging
 
 
 class Solver:
@@ -57,7 +88,11 @@ class Solver:
         self.layers = layers
         self.names = names
         self.number = 0
-        self._forms: dict[int, list[Form]] = {}
+        # What the states of C-points begin with, where a cycle begins with a guess.
+        self.guess: Guess | None = None
+        # The names of side inputs of which a micro-batch gets a part.
+        self.per_sample: Collection[str] = ()
+        self._forms: dict[int, tuple[list[Form], SideForm]] = {}
         # What the forms hold for.
         self._state = 0
         keep_freed_memory()
@@ -72,10 +107,15 @@ class Solver:
         *,
         micro_batches: int,
         is_recorded: bool,
+        side: dict[str, Any] | None = None,
+        beside: Beside | None = None,
+        keeps_graph: Callable[[int], bool] | None = None,
     ) -> Iterator[Solve]:
-        """A solve, from its header to the status that ends it. `x` counts on the first rank; `wrong` is what this rank cannot begin with."""
+        """A solve, from its header to the status that ends it. `x` and `side` count on the first rank; `wrong` is what this rank cannot begin with."""
         with undisturbed():
-            solve = self._open(x, found, settings, wrong, micro_batches, is_recorded=is_recorded)
+            solve = self._open(
+                x, side, found, settings, wrong, micro_batches, beside, keeps_graph, is_recorded=is_recorded
+            )
             yield solve
             self.close(solve)
 
@@ -105,14 +145,18 @@ class Solver:
     def _open(
         self,
         x: Any,
+        side: dict[str, Any] | None,
         found: Parameters,
         settings: str,
         wrong: BaseException | None,
         micro_batches: int,
+        beside: Beside | None,
+        keeps_graph: Callable[[int], bool] | None,
         *,
         is_recorded: bool,
     ) -> Solve:
-        wire, form = self.wire, None
+        wire, form, side_form = self.wire, None, NO_SIDE
+        side_tensors: States = []
         lots: list[tuple[States, States]] = []
         mine = digest(settings.encode())
         state = self.layers.state()
@@ -120,7 +164,9 @@ class Solver:
         if wire.rank == 0 and wrong is None:
             try:
                 form, lots = split(x, micro_batches)
-                header[3] = digest(packed((form, _autocast())))
+                side_form, side_tensors = side_of(side)
+                _check_parts(side_form, self.per_sample, micro_batches)
+                header[3] = digest(packed((form, side_form, _autocast(), self.plans.net.counts)))
             except Exception as error:
                 wrong, header[2] = error, 1
         if wire.rank == 0:
@@ -140,31 +186,56 @@ class Solver:
             self._state = state
         given = [tensor for lot in lots[:1] for tensor in (*lot[0], *lot[1])]
         device = given[0].device if given else _device(self.layers)
-        evaluation = Evaluation(self.layers, found, (number, self.replica), device, is_recorded=is_recorded)
         if key not in self._forms:
-            self._remember(key, self._forms_from(form, lots, evaluation))
-        if micro_batches > 1 and any(not leaf.shape for leaf in self._forms[key][-1].leaves):
+            form, side_form = wire.pass_on((form, side_form), 0)
+            self._check_names(side_form)
+        else:
+            side_form = self._forms[key][1]
+        if side_form.names:
+            beside = Side(side_form, side_tensors, self.layers.modules, device, wire, micro_batches, self.per_sample)
+        evaluation = Evaluation(
+            self.layers,
+            found,
+            (number, self.replica),
+            device,
+            is_recorded=is_recorded,
+            beside=beside,
+            keeps_graph=keeps_graph,
+        )
+        if key not in self._forms:
+            assert form is not None
+            self._remember(key, (self._forms_from(form, lots, evaluation), side_form))
+        forms = self._forms[key][0]
+        if micro_batches > 1 and any(not leaf.shape for leaf in forms[-1].leaves):
             raise ValueError(
                 "the net returns a number, which micro-batches cannot be put together from; take another mode"
             )
         return Solve(
             self,
-            Batch(number, self._forms[key], self.names, device, evaluation, self.plans.segment, micro_batches),
+            Batch(number, forms, self.names, device, evaluation, self.plans.segment, micro_batches),
             lots,
         )
 
-    def _remember(self, key: int, forms: list[Form]) -> None:
+    def _check_names(self, side_form: SideForm) -> None:
+        """A side input that no layer takes is a misspelt one."""
+        if not side_form.names:
+            return
+        mine = {name for module in self.layers.modules.values() for name in names_taken(module, side_form.names)}
+        unknown = set(side_form.names).difference(*self.wire.gathered(mine))
+        if unknown:
+            names = ", ".join(f"`{name}`" for name in sorted(unknown))
+            raise ValueError(
+                f"no layer's forward has an argument {names}; side inputs are given to layers by these names"
+            )
+
+    def _remember(self, key: int, forms: tuple[list[Form], SideForm]) -> None:
         # All ranks forget the same ones: they have had the same batches.
         if len(self._forms) >= _REMEMBERED:
             self._forms.pop(next(iter(self._forms)))
         self._forms[key] = forms
 
-    def _forms_from(
-        self, form: Form | None, lots: Sequence[tuple[States, States]], evaluation: Evaluation
-    ) -> list[Form]:
+    def _forms_from(self, form: Form, lots: Sequence[tuple[States, States]], evaluation: Evaluation) -> list[Form]:
         """The form of each point's state. Only plain layers change it; their owners try that out."""
-        form = self.wire.pass_on(form, 0)
-        assert form is not None
         forms = [form]
         for layer, (kind, _) in enumerate(self.plans.net.layers):
             if kind == "plain":
@@ -202,6 +273,8 @@ class Solve:
         self.loss_dtype = 0
         # Of each micro-batch, on the first rank.
         self._lots = lots
+        # Of the side inputs, on the first rank, when both passes are over.
+        self.side_gradients: list[Tensor | None] = []
 
     @property
     def output_form(self) -> Form:
@@ -213,27 +286,83 @@ class Solve:
         """The loss as the last rank has it."""
         return torch.tensor(self.loss, dtype=_DTYPES[self.loss_dtype])
 
-    def forward(self, program: Program) -> list[States]:
+    def forward(self, passes: Passes) -> list[States]:
         """The states of the last point, on the last rank, of each micro-batch."""
-        walk = Walk(program, self.batch, self.solver.wire)
-        outputs = walk.run(self._inputs(program))
-        self.norms.forward = walk.norms
+        outputs, self.norms.forward, self.norms.forward_end = self._pass(passes, self._inputs(is_exact=passes.is_exact))
         return outputs
 
-    def backward(self, program: Program, cotangents: Sequence[States]) -> list[States]:
+    def backward(self, passes: Passes, cotangents: Sequence[States]) -> list[States]:
         """From the gradient of the last point's states, on the last rank, to that of the input, on the first."""
-        walk = Walk(program, self.batch, self.solver.wire)
         leaves = self.output_form.states
-        is_exact = program.is_exact
+        is_exact = passes.is_exact
         given = [[c.to(leaf.work_dtype(is_exact=is_exact)) for c, leaf in zip(lot, leaves)] for lot in cotangents]
-        outputs = walk.run(given)
-        self.norms.backward = walk.norms
+        outputs, self.norms.backward, self.norms.backward_end = self._pass(passes, given)
         return outputs
+
+    def _pass(self, passes: Passes, given: Sequence[States]) -> tuple[list[States], dict[int, float], str | None]:
+        """What comes out, the norms by iteration, and why it ended."""
+        batch, wire = self.batch, self.solver.wire
+        if isinstance(passes, Program):
+            walk = Walk(passes, batch, wire)
+            return walk.run(given, self._guesses(passes)), walk.norms, None
+        walk = Walk(passes.first, batch, wire)
+        states = walk.run(given, self._guesses(passes.first))
+        norms = dict(walk.norms)
+        done, step = passes.iterations
+        # All ranks know the same norms, to the bit, and come to the same end.
+        while (end := _end_of(list(norms.values()), passes.tolerance)) is None and done + step <= passes.limit:
+            walk = Walk(passes.more, batch, wire)
+            states = walk.run(given, states)
+            norms |= {iteration + done: norm for iteration, norm in walk.norms.items()}
+            done += step
+        return Walk(passes.last, batch, wire).run(given, states), norms, end or "limit"
+
+    def _guesses(self, program: Program) -> list[States]:
+        """What a program begins with beside its input."""
+        found = []
+        for value in program.guesses:
+            point = program.points[value]
+            form = self.batch.forms[point]
+            states, _ = zeros(form, self.batch.device)
+            guess = self.solver.guess
+            if self.batch.cause is None and guess is not None:
+                try:
+                    given, _ = states_of(guess(point), form, f"the guess of point {point}", may_be_states=True)
+                    states = [
+                        ordered(state.detach().to(self.batch.device, leaf.dtype), leaf)
+                        for state, leaf in zip(given, form.states)
+                    ]
+                except BaseException as error:
+                    self.batch.fail(f"the guess of point {point}, batch {self.batch.number}", error)
+            found.append([state.to(leaf.work_dtype(is_exact=False)) for state, leaf in zip(states, form.states)])
+        return found
+
+    def compared(self, passes: tuple[Passes, Passes], loss: Loss) -> tuple[float, float, float]:
+        """The losses of a batch solved in two ways, and how far the output of the second is from that of the first, relative, in the 2-norm."""
+        losses: list[float] = []
+        outputs: list[list[States]] = []
+        for way in passes:
+            self.loss = 0.0
+            outputs.append(self.forward(way))
+            for states in outputs[-1]:
+                self.lost(0, states, loss, 1.0)
+            losses.append(self.loss)
+        numbers = [*losses, 0.0, 0.0]
+        if outputs[0]:
+            numbers[2:] = figures(list(zip(outputs[1][0], outputs[0][0])))[:2]
+        exact, other, difference, square = self.solver.wire.known(numbers, f"the figures of batch {self.batch.number}")
+        return exact, other, relative(difference, square)
+
+    def settle(self) -> None:
+        """Brings together what all layers know of the gradients of side inputs. All ranks call it when both passes are over."""
+        beside = self.batch.evaluation.beside
+        if isinstance(beside, Side):
+            self.side_gradients = beside.gradients(self.solver.wire)
 
     def pipeline(self, program: Program, loss: Loss, scale: float) -> list[States]:
         """Both passes of all micro-batches; gives the gradients of the inputs, on the first rank."""
         walk = Walk(program, self.batch, self.solver.wire, lambda micro, states: self._lost(micro, states, loss, scale))
-        return walk.run(self._inputs(program))
+        return walk.run(self._inputs(is_exact=program.is_exact))
 
     def lost(self, micro_batch: int, states: States, loss: Loss, scale: float) -> States:
         """The gradient of the loss of the last point's states, times `scale`; its value is added up."""
@@ -280,12 +409,20 @@ class Solve:
                 )
             todo += [after for after, _ in node.next_functions if after is not None]
 
-    def audit(self, found: Sequence[States], forward: Program, adjoint: Program, loss: Loss, scale: float) -> Audit:
+    def audit(
+        self,
+        found: Sequence[States],
+        exact: tuple[Passes, Passes],
+        settled: Callable[[Solve], None],
+        loss: Loss,
+        scale: float,
+    ) -> Audit:
         """Runs the batch once more, exactly, with the same random numbers and without a trace, and compares. All ranks call it after both passes."""
         first = self.batch.evaluation
         again = Solve(self.solver, self.batch.again(), self._lots)
-        right = again.forward(forward)
-        again.backward(adjoint, [again.lost(0, states, loss, scale) for states in right])
+        right = again.forward(exact[0])
+        again.backward(exact[1], [again.lost(0, states, loss, scale) for states in right])
+        settled(again)
         if again.batch.error is not None:
             self.batch.fail(f"the audit, {again.batch.cause}", again.batch.error)
         layers = range(len(self.batch.names))
@@ -335,14 +472,12 @@ class Solve:
         plans = self.solver.plans
         return self.batch.constants.get((plans.segment(len(plans.net.layers)), micro_batch), [])
 
-    def _inputs(self, program: Program) -> list[States]:
+    def _inputs(self, *, is_exact: bool) -> list[States]:
         inputs = []
         leaves = self.batch.forms[0].states
         for micro_batch, (states, constants) in enumerate(self._lots):
             self.batch.constants[0, micro_batch] = constants
-            inputs.append(
-                [s.detach().to(leaf.work_dtype(is_exact=program.is_exact)) for s, leaf in zip(states, leaves)]
-            )
+            inputs.append([s.detach().to(leaf.work_dtype(is_exact=is_exact)) for s, leaf in zip(states, leaves)])
         return inputs
 
 
@@ -365,6 +500,26 @@ def split(x: Any, micro_batches: int) -> tuple[Form, list[tuple[States, States]]
     parts = [pytree.tree_map(lambda leaf: leaf.chunk(micro_batches)[micro], x) for micro in range(micro_batches)]  # noqa: B023
     formed = [form_of(part, "the input") for part in parts]
     return formed[0][0], [(states, constants) for _, states, constants in formed]
+
+
+def _end_of(norms: Sequence[float], tolerance: float) -> str | None:
+    """Whether a solve with these norms is over, and why."""
+    if not norms:
+        return None
+    if norms[-1] <= tolerance * norms[0]:
+        return "converged"
+    # One step that does not help may be followed by one that does.
+    has_stalled = len(norms) > 2 and all(not norms[-i] < _STALLED * norms[-i - 1] for i in (1, 2))
+    return "stalled" if has_stalled or not math.isfinite(norms[-1]) else None
+
+
+def _check_parts(form: SideForm, per_sample: Collection[str], micro_batches: int) -> None:
+    for index, leaf, _ in form.flat():
+        name = form.names[index]
+        if micro_batches > 1 and name in per_sample and (not leaf.shape or leaf.shape[0] % micro_batches):
+            raise ValueError(
+                f"the side input `{name}` has a leaf {leaf}, whose first dimension {micro_batches} micro-batches do not divide"
+            )
 
 
 def _device(layers: Layers) -> torch.device:

@@ -52,7 +52,14 @@ class Batch:
         """The same batch for a second run, which leaves no trace."""
         first = self.evaluation
         evaluation = Evaluation(
-            first.layers, first.found, first.key, self.device, is_recorded=True, leaves_no_trace=True
+            first.layers,
+            first.found,
+            first.key,
+            self.device,
+            is_recorded=True,
+            leaves_no_trace=True,
+            beside=first.beside.again(),
+            keeps_graph=first.keeps_graph,
         )
         return Batch(self.number, self.forms, self.names, self.device, evaluation, self.segment, self.micro_batches)
 
@@ -81,9 +88,10 @@ class Walk:
         self._squares: Tensor | None = None
         self._reductions: dict[int, tuple[Tensor, dist.Work | None]] = {}
 
-    def run(self, inputs: Sequence[States]) -> list[States]:
-        """All of it; the inputs of this rank, and its outputs, are in the order that the plan has them."""
+    def run(self, inputs: Sequence[States], guesses: Sequence[States] = ()) -> list[States]:
+        """All of it; the inputs of this rank, its guesses and its outputs, or states, are in the order that the plan has them."""
         self._values.update(zip(self.program.inputs, inputs))
+        self._values.update(zip(self.program.guesses, guesses))
         self._post_ahead()
         todo = {name: getattr(self, f"_{name}") for name in {op[0] for op in self.program.ops}}
         for position, op in enumerate(self.program.ops):
@@ -91,7 +99,7 @@ class Walk:
                 self._send(position, *op[1:])
             else:
                 todo[op[0]](*op[1:])
-        outputs = [self._read(value) for value in self.program.outputs]
+        outputs = [self._read(value) for value in self.program.outputs + self.program.states]
         for works, _ in self._leaving:
             self._wait(works, "sending")
         return outputs
@@ -129,7 +137,9 @@ class Walk:
         form, after = batch.forms[layer], batch.forms[layer + 1]
         constants = batch.constants.get((batch.segment(layer), micro_batch), [])
         # Tensors of inference mode do not count.
-        before = [(state, state._version) for state in states if not state.is_inference()]
+        extra = evaluation.beside.of(layer, micro_batch)
+        lent = states if extra is None else states + extra.leaves
+        before = [(state, state._version) for state in lent if not state.is_inference()]
         if is_final:
             returned = evaluation.for_good(layer, micro_batch, form, after, states, constants)
         else:
@@ -146,6 +156,7 @@ class Walk:
             raise ValueError("it changes a leaf of whole numbers, which only a plain layer may")
         if is_final:
             found = evaluation.keep(layer, micro_batch, found)
+            evaluation.beside.made(layer, micro_batch, found)
         # An increment stays as it is: what is added to a state takes its form there.
         return found if kind == "ode" else [self._worked(state, leaf) for state, leaf in zip(found, after.states)]
 

@@ -32,6 +32,11 @@ class Wire:
         self.size = 1 if group is None else group.size()
 
     @property
+    def is_last(self) -> bool:
+        """Whether this rank has the output."""
+        return self.rank == self.size - 1
+
+    @property
     def ranks(self) -> list[int]:
         """Their numbers among all."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
@@ -81,6 +86,27 @@ class Wire:
         if self.group is None:
             return None
         return dist.all_reduce(numbers, operator, group=self.group, async_op=True)
+
+    def spread(self, tensor: Tensor, what: str) -> None:
+        """The first rank's tensor, byte by byte, on all ranks in its place."""
+        if self.group is not None and tensor.numel() > 0:
+            flat = _flat(tensor).reshape(-1)
+            work = dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0, async_op=True)
+            assert work is not None
+            tried(what, work.wait)
+
+    def sum_on_first(self, tensor: Tensor, what: str) -> None:
+        """The sum over all ranks, in place on the first. In double precision, which no compression of the group touches."""
+        if self.group is not None:
+            work = dist.reduce(_flat(tensor), op=dist.ReduceOp.SUM, group=self.group, group_dst=0, async_op=True)
+            assert work is not None
+            tried(what, work.wait)
+
+    def sum_on_all(self, tensor: Tensor, what: str) -> None:
+        """The same on all."""
+        work = self._reduce(_flat(tensor), dist.ReduceOp.SUM)
+        if work is not None:
+            tried(what, work.wait)
 
     def gathered(self, mine: Any) -> list[Any]:
         """One object of each rank, on all of them."""

@@ -1,0 +1,293 @@
+"""One batch, from the call of a user to the solver and back.
+
+Owns what autograd sees of a batch: a function whose inputs are the parameters and what the user gave, in which the passes are made. Modes and settings are in
+`_model.py`, and what a solve does in `_solve.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from ._audit import Audit
+from ._blocks import undisturbed
+from ._net import Beside, Parameters, States
+from ._plans import Program
+from ._solve import Norms, Passes, Solve, Solver, split
+from ._tree import is_state
+from ._wire import Wire
+
+__all__ = ["Everything", "Job", "LossFunction", "Run", "Runs", "Through", "Way", "step"]
+
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a batch is run."""
+
+    mode: str
+    forward: Passes
+    adjoint: Passes
+    micro_batches: int
+    # Both passes of all micro-batches at once, where `step` has one program for that.
+    pipeline: Program | None
+    settings: str
+    # Of which layers the graph is kept until the adjoint pass; None: of all.
+    keeps_graph: Callable[[int], bool] | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is iterated."""
+        return self.mode in ("exact-wave", "exact-pipeline")
+
+
+class Runs(Protocol):
+    """What a batch needs of its net."""
+
+    norms: Norms
+
+    @property
+    def wire(self) -> Wire:
+        """The ranks."""
+
+    @property
+    def solver(self) -> Solver:
+        """What is there for all batches."""
+
+    @property
+    def anchor(self) -> Tensor:
+        """Something that wants a gradient."""
+
+    def way(self) -> Way:
+        """How the next batch is run."""
+
+    def exact_passes(self) -> tuple[Passes, Passes]:
+        """How the same batch is run exactly."""
+
+    def settled(self, solve: Solve) -> None:
+        """Brings what ranks know of gradients together, when both passes are over. All ranks do it."""
+
+    def is_audited(self, mode: str, number: int) -> bool:
+        """Whether a batch is to be audited."""
+
+    def take_over(self, audit: Audit) -> None:
+        """Keeps an audit, and does what is to be done about it."""
+
+
+def step(
+    model: nn.Module,
+    x: Any = None,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    side: dict[str, Any] | None = None,
+    loss_scale: float = 1.0,
+) -> Tensor:
+    """`LayerParallel.step` for a wrapped net: `model` is one in DistributedDataParallel, or in FSDP2.
+
+    All is done in the wrapper's forward pass, and the gradients are handed out in its backward pass, each once.
+    """
+    job = Job(x, target, loss_fn, side, loss_scale)
+    anchor = model(job)
+    if not isinstance(anchor, Tensor) or job.loss is None:
+        raise TypeError(
+            f"step() takes a LayerParallel, or a wrapper around one whose forward hands its argument on, and got {type(model).__name__}"
+        )
+    anchor.backward()  # type: ignore[no-untyped-call]
+    return job.loss
+
+
+@dataclass
+class Job:
+    """A batch of `step`, on its way through whatever wraps the net."""
+
+    x: Any
+    target: Any
+    loss_fn: LossFunction | None
+    side: dict[str, Any] | None
+    loss_scale: float
+    loss: Tensor | None = None
+
+    def loss_of(self, y: Any, micro_batch: int, micro_batches: int) -> Tensor:
+        """Of the output of a micro-batch: its share of the batch's loss."""
+        assert self.loss_fn is not None
+        target = self.target
+        if micro_batches > 1:
+            target = pytree.tree_map(lambda leaf: leaf.chunk(micro_batches)[micro_batch], target)
+        return self.loss_fn(y, target) * (1 / micro_batches) if micro_batches > 1 else self.loss_fn(y, target)
+
+    def wrong(self, wire: Wire, micro_batches: int) -> BaseException | None:
+        """What the last rank cannot begin with."""
+        if not wire.is_last:
+            return None
+        if self.loss_fn is None:
+            return ValueError("there is no loss_fn; give one on the last rank")
+        if self.target is None:
+            return ValueError("there is no target; give one on the last rank")
+        if isinstance(self.loss_fn, nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters()):
+            return ValueError(
+                "the loss function has parameters, which would get no gradient; make them a last plain layer of the net"
+            )
+        if micro_batches > 1:
+            try:
+                split(self.target, micro_batches)
+            except Exception as error:
+                return type(error)(str(error).replace("the input", "the target"))
+        return None
+
+
+class Run:
+    """A batch between its forward and its backward pass."""
+
+    def __init__(
+        self,
+        model: Runs,
+        x: Any,
+        side: dict[str, Any] | None = None,
+        *,
+        call: str = "forward()",
+        wrong: BaseException | None = None,
+    ) -> None:
+        self.model = model
+        self.wrong = wrong
+        self.way = model.way()
+        self.solver = model.solver
+        self.found: Parameters = self.solver.layers.parameters()
+        self.parameters = self.found[0]
+        self.solve: Solve
+        self.is_over = False
+        self._call = call
+        self._x, self._side = x, side
+        if call == "step()" and not torch.is_grad_enabled():
+            self.wrong = RuntimeError(
+                "step() makes gradients, and they are off here; leave no_grad, or call the net itself"
+            )
+        try:
+            self.solver.layers.check()
+        except TypeError as error:
+            self.wrong = error
+        # The leaves that the user gave and that may want a gradient.
+        self.given: list[Tensor] = []
+        if model.wire.rank == 0:
+            if x is None:
+                self.wrong = ValueError("there is no input; give one on the first rank")
+            else:
+                beside = [side[name] for name in sorted(side)] if isinstance(side, dict) else []
+                self.given = [leaf for leaf in pytree.tree_leaves((x, beside)) if is_state(leaf)]
+
+    def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
+        """The solve."""
+        way = self.way
+        settings = f"{way.settings}; called by {self._call} with gradients {'on' if is_recorded else 'off'}"
+        return self.solver.batch(
+            self._x,
+            self.found,
+            settings,
+            self.wrong or wrong,
+            micro_batches=way.micro_batches,
+            is_recorded=is_recorded,
+            side=self._side,
+            beside=self.beside(is_recorded=is_recorded),
+            keeps_graph=way.keeps_graph,
+        )
+
+    def beside(self, *, is_recorded: bool) -> Beside | None:
+        """What layers are given beside the state, if that is no side input."""
+        return None
+
+    # ---- what autograd sees
+
+    def outputs(self, found: Sequence[States]) -> list[Tensor]:
+        """What the forward pass gives on this rank."""
+        # Ranks without output have something to call `backward()` on.
+        return self.solve.shown(found) if found else [self.model.anchor.detach().clone()]
+
+    def value(self, outputs: Sequence[Tensor]) -> Any:
+        """The same as the user gets it."""
+        return self.solve.joined(outputs) if self.model.wire.is_last else outputs[0]
+
+    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """From the gradients of what the forward pass gave to those of what the user gave."""
+        solve = self.solve
+        found = solve.backward(self.way.adjoint, solve.cut(cotangents) if self.model.wire.is_last else [])
+        self.model.settled(solve)
+        return self.of_given(solve, found)
+
+    def of_given(self, solve: Solve, found: Sequence[States]) -> list[Tensor | None]:
+        """The gradients of what the user gave, with those of the states before the first layer."""
+        if not found:
+            return [None] * len(self.given)
+        return [*solve.together(found), *solve.side_gradients]
+
+
+class Through(torch.autograd.Function):
+    """The forward pass of a net, and in its backward pass the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, anchor: Tensor, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with run.begun(is_recorded=True) as solve:
+            run.solve = solve
+            found = solve.forward(run.way.forward)
+        run.model.norms = solve.norms
+        ctx.run, ctx.given = run, given
+        ctx.set_materialize_grads(False)
+        return tuple(run.outputs(found))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        run: Run = ctx.run
+        if run.is_over:
+            raise RuntimeError(
+                "backward() of a layer-parallel net a second time: what its layers had left for it is gone; run forward again"
+            )
+        run.is_over = True
+        with undisturbed():
+            inputs = run.backward(cotangents)
+            run.solver.close(run.solve)
+        return None, None, None, *inputs, *run.solve.batch.evaluation.gradients
+
+
+class Everything(torch.autograd.Function):
+    """A whole batch in the forward pass; the backward pass hands its gradients out."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, job: Job, anchor: Tensor, given: int, *tensors: Tensor) -> Tensor:
+        model, way = run.model, run.way
+        audit: Audit | None = None
+        with run.begun(job.wrong(model.wire, way.micro_batches), is_recorded=True) as solve:
+            run.solve = solve
+            found: list[States] = []
+            if way.pipeline is not None:
+                inputs = solve.pipeline(way.pipeline, job.loss_of, job.loss_scale)
+            else:
+                found = solve.forward(way.forward)
+                cotangents = [solve.lost(0, states, job.loss_of, job.loss_scale) for states in found]
+                inputs = solve.backward(way.adjoint, cotangents)
+            model.settled(solve)
+            if model.is_audited(way.mode, solve.batch.number):
+                audit = solve.audit(found, model.exact_passes(), model.settled, job.loss_of, job.loss_scale)
+        model.norms = solve.norms
+        if audit is not None:
+            model.take_over(audit)
+        job.loss = solve.known_loss
+        ctx.gradients = [*run.of_given(solve, inputs), *solve.batch.evaluation.gradients]
+        return anchor.detach().clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = ctx.gradients
+        by = float(scale)
+        if by != 1.0:
+            gradients = [None if gradient is None else gradient * by for gradient in gradients]
+        return None, None, None, None, *gradients

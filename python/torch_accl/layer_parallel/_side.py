@@ -1,0 +1,175 @@
+"""Side inputs: what several layers are given beside the state, a mask or the memory of an encoder.
+
+Owns which layer takes which of them, how they reach all ranks, and the gradients that all layers give them together. The first rank gives them; a layer
+takes those whose names its `forward` has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ._net import Beside, Extra, States
+from ._tree import Form, Leaf, form_of, is_state, ordered
+from ._wire import Wire
+
+__all__ = ["NO_SIDE", "Side", "SideForm", "names_taken", "side_of"]
+
+
+@dataclass(frozen=True)
+class SideForm:
+    """What the side inputs of a batch look like; all of it is known to all ranks."""
+
+    names: tuple[str, ...] = ()
+    # Of each name: its leaves, and how they make it.
+    trees: tuple[pytree.TreeSpec, ...] = ()
+    leaves: tuple[tuple[Leaf, ...], ...] = ()
+    # Which of them want a gradient.
+    wants: tuple[tuple[bool, ...], ...] = ()
+
+    def flat(self) -> list[tuple[int, Leaf, bool]]:
+        """All leaves: by which name, of what form, and whether it wants a gradient."""
+        return [
+            (index, leaf, wants)
+            for index, (leaves, wanted) in enumerate(zip(self.leaves, self.wants))
+            for leaf, wants in zip(leaves, wanted)
+        ]
+
+
+NO_SIDE = SideForm()
+
+
+def side_of(side: dict[str, Any] | None) -> tuple[SideForm, States]:
+    """The form of the first rank's side inputs, and all their leaves."""
+    if not side:
+        return NO_SIDE, []
+    if not isinstance(side, dict) or not all(isinstance(name, str) for name in side):
+        raise TypeError(f"side inputs are {type(side).__name__}; give a dict from the names of arguments to values")
+    names = tuple(sorted(side))
+    forms: list[Form] = []
+    tensors: States = []
+    for name in names:
+        forms.append(form_of(side[name], f"the side input `{name}`")[0])
+        tensors += pytree.tree_leaves(side[name])
+    left = iter(tensors)
+    wants = tuple(tuple(is_state(leaf) and leaf.requires_grad for leaf, _ in zip(left, form.leaves)) for form in forms)
+    return SideForm(names, tuple(form.tree for form in forms), tuple(form.leaves for form in forms), wants), tensors
+
+
+def names_taken(module: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Those of the names that a layer's `forward` has beside its first argument."""
+    if not names:
+        return frozenset()
+    parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return frozenset(names)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name) & frozenset(names)
+
+
+class Side(Beside):
+    """The side inputs of one batch on one rank."""
+
+    def __init__(
+        self,
+        form: SideForm,
+        tensors: States,
+        modules: dict[int, nn.Module],
+        device: torch.device,
+        wire: Wire,
+        micro_batches: int,
+        per_sample: Collection[str],
+    ) -> None:
+        self._form = form
+        self._flat = form.flat()
+        self._micro_batches = micro_batches
+        self._per_sample = frozenset(per_sample)
+        self._taken = {layer: names_taken(module, form.names) for layer, module in modules.items()}
+        self._lots: list[States] = []
+        self._known: dict[tuple[int, int], Extra] = {}
+        self._sums: dict[tuple[int, int], Tensor] = {}
+        whole = []
+        for place, (_, leaf, _) in enumerate(self._flat):
+            if wire.rank == 0:
+                tensor = ordered(tensors[place].detach().to(device), leaf)
+            else:
+                tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, memory_format=leaf.format)
+            wire.spread(tensor, f"the side input `{form.names[self._flat[place][0]]}`")
+            whole.append(tensor)
+        self._lots = [
+            [self._part(tensor, place, micro) for place, tensor in enumerate(whole)] for micro in range(micro_batches)
+        ]
+
+    def again(self) -> Side:
+        """The same for a second run, with gradients of its own."""
+        other = object.__new__(Side)
+        other.__dict__ = self.__dict__ | {"_sums": {}}
+        return other
+
+    def of(self, layer: int, micro_batch: int) -> Extra | None:
+        taken = self._taken[layer]
+        if not taken:
+            return None
+        key = (layer, micro_batch)
+        if key not in self._known:
+            places = self._places(layer)
+            lot = self._lots[micro_batch]
+            wanted = [position for position, place in enumerate(places) if self._flat[place][2]]
+            self._known[key] = Extra([lot[place] for place in places], self._joining(layer), wanted)
+        return self._known[key]
+
+    def add(self, layer: int, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
+        places = [place for place in self._places(layer) if self._flat[place][2]]
+        for place, gradient in zip(places, gradients):
+            if gradient is None:
+                continue
+            lot = micro_batch if self._is_split(place) else 0
+            known = self._sums.get((place, lot))
+            wide = gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
+            self._sums[place, lot] = wide if known is None else known.add_(wide)
+
+    def gradients(self, wire: Wire) -> list[Tensor | None]:
+        """Those of all leaves that are computed with, summed over all layers, on the first rank. All ranks call this together."""
+        found: list[Tensor | None] = []
+        for place, (_, leaf, wants) in enumerate(self._flat):
+            if not wants:
+                found += [None] if leaf.is_state else []
+                continue
+            lots = range(self._micro_batches if self._is_split(place) else 1)
+            parts = [self._sums.get((place, lot), self._zero(place, lot)) for lot in lots]
+            total = torch.cat(parts) if len(parts) > 1 else parts[0]
+            wire.sum_on_first(total, "the gradient of a side input")
+            found.append(total.to(leaf.dtype))
+        return found
+
+    def _places(self, layer: int) -> list[int]:
+        taken = self._taken[layer]
+        return [place for place, (index, _, _) in enumerate(self._flat) if self._form.names[index] in taken]
+
+    def _joining(self, layer: int) -> Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]:
+        form, taken = self._form, self._taken[layer]
+
+        def arguments(leaves: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            named, left = {}, iter(leaves)
+            for name, tree, own in zip(form.names, form.trees, form.leaves):
+                if name in taken:
+                    named[name] = pytree.tree_unflatten([next(left) for _ in own], tree)
+            return (), named
+
+        return arguments
+
+    def _is_split(self, place: int) -> bool:
+        return self._micro_batches > 1 and self._form.names[self._flat[place][0]] in self._per_sample
+
+    def _part(self, tensor: Tensor, place: int, micro_batch: int) -> Tensor:
+        return tensor.chunk(self._micro_batches)[micro_batch] if self._is_split(place) else tensor
+
+    def _zero(self, place: int, lot: int) -> Tensor:
+        like = self._lots[lot][place]
+        return torch.zeros_like(like, dtype=torch.complex128 if like.is_complex() else torch.float64)

@@ -1,0 +1,202 @@
+"""A list of layers over ranks.
+
+Owns the net's construction, its placement, parameters that ranks share, and its way to one rank and back. How it is run is in `_model.py`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_accl import _native
+
+from ._audit import Excess
+from ._blocks import Block, Kind, built
+from ._cycle import Cycle
+from ._failures import LayerParallelError, described, sentence
+from ._model import WAVE, Mode, Model, Schedule, group_of, replica_of
+from ._net import Layers
+from ._plans import Net, Plans
+from ._serial import Serial
+from ._solve import Guess, Solver
+from ._wire import Wire
+
+__all__ = ["LayerParallel"]
+
+
+class LayerParallel(Model):
+    """A net whose layers are spread over ranks, which all work on one batch at once.
+
+    layers: one entry a layer, on all ranks the same: `ode(f)`, `timed(f)`, `residual(block)`, `custom(layer)`, `plain(layer)`, or a module, which is a plain layer.
+        Each takes a module, or a function of the layer's number that builds it; then only the owner builds it, from a seed of its own.
+    mesh, group: the ranks that the layers lie on, in order: a mesh of one dimension, or a process group. Without either, the default group.
+    horizon: the length of time that all steps of `ode` and `timed` layers make together; dt is that divided by their number and that of
+        `residual` and `custom` ones.
+    seed: what the layers are built from and draw from, with their number.
+    mode: `"inexact"`, `"exact-forward"`, `"converged"`, `"exact-wave"` or `"exact-pipeline"`; it may be changed between batches.
+    fwd, bwd: how the passes of the inexact modes are solved.
+    guess: what `Cycle(start="guess")` begins with: a function from the number of a point, i before layer i, to a state.
+    buffer_layers: so many steps at the beginning and at the end are never part of a coarse step.
+    placement: `"aligned"`, `"even"`, or the number of layers of each rank.
+    micro_batches, schedule: of `"exact-pipeline"`: into how many parts a batch is split, by default one for each rank, and `"1f1b"` or `"gpipe"`.
+    side_per_sample: names of side inputs of which a micro-batch gets its part of the first dimension, as of the input; of others all.
+    checkpoint: keep of every layer but the first of each coarse step only its input, and evaluate it anew in the backward pass.
+    tolerance, max_iterations: of `"converged"`: a pass goes on until its residual norm is at most that share of its first one, or falls no more, or for so many iterations.
+    replica: which of the data-parallel copies this is, each of which draws other random numbers; by default its place among groups like `group`.
+    audit_every: every so many batches of an inexact mode `step` runs the batch a second time, exactly, with the same random numbers, and says in `audits` how wrong
+        it was; it takes the time of a wave and the memory of a second set of gradients. 0: never.
+    audit_limit, on_excess: where gradients are further off than this share, `"warn"` says so, `"more"` adds an iteration to both passes as well, and
+        `"exact"` goes on in `exact-pipeline`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Block | nn.Module],
+        *,
+        mesh: DeviceMesh | None = None,
+        group: dist.ProcessGroup | None = None,
+        horizon: float = 1.0,
+        seed: int = 0,
+        mode: Mode = "inexact",
+        fwd: Cycle = Cycle(),  # noqa: B008  it is frozen
+        bwd: Cycle = Cycle(iterations=1),  # noqa: B008
+        guess: Guess | None = None,
+        buffer_layers: tuple[int, int] = (0, 0),
+        placement: str | Sequence[int] = "aligned",
+        micro_batches: int | None = None,
+        schedule: Schedule = "1f1b",
+        side_per_sample: Collection[str] = (),
+        checkpoint: bool = False,
+        tolerance: float = 1e-4,
+        max_iterations: int = 30,
+        replica: int | None = None,
+        audit_every: int = 0,
+        audit_limit: float = 0.5,
+        on_excess: Excess = "warn",
+    ) -> None:
+        super().__init__(
+            Wire(group_of(mesh, group)),
+            mode=mode,
+            fwd=fwd,
+            bwd=bwd,
+            micro_batches=micro_batches,
+            schedule=schedule,
+            checkpoint=checkpoint,
+            tolerance=tolerance,
+            max_iterations=max_iterations,
+            audit_every=audit_every,
+            audit_limit=audit_limit,
+            on_excess=on_excess,
+        )
+        blocks = _apart(_blocks(layers), buffer_layers)
+        kinds = [block.kind for block in blocks]
+        specs = tuple((block.kind, block.is_apart) for block in blocks)
+        aligned = fwd if mode in ("inexact", "converged") else bwd if mode == "exact-forward" else WAVE
+        counts = _placed(specs, placement, self._wire.size, aligned)
+        net = Net(specs, counts)
+        steps = sum(kind != "plain" for kind in kinds)
+        own = {layer: built(blocks[layer], layer, seed) for layer in net.owned(self._wire.rank)}
+        self.layers = nn.ModuleDict({str(layer): module for layer, module in own.items()})
+        self._solver = Solver(
+            self._wire,
+            Plans(net, self._wire.rank),
+            Layers(self.layers, kinds, horizon / max(steps, 1), seed),
+            _names(blocks, own),
+            replica_of(self._wire.ranks) if replica is None else replica,
+        )
+        self._solver.guess = guess
+        self._solver.per_sample = frozenset(side_per_sample)
+        self._settings += (
+            f"; layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; parts {sorted(side_per_sample)}"
+        )
+        self.mode = mode
+
+    @property
+    def owned(self) -> range:
+        """The numbers of this rank's layers."""
+        return self._plans.net.owned(self._wire.rank)
+
+    def owner(self, layer: int) -> int:
+        """The rank of the layers that has one."""
+        return self._plans.net.owner(layer)
+
+    # ---- the same net on one rank
+
+    @classmethod
+    def from_serial(cls, layers: Serial | nn.ModuleList, kind: Kind = "residual", **settings: Any) -> LayerParallel:
+        """A net of these layers, on all ranks the same: what `to_serial` has returned, or a list, all of one kind. The others' layers are let go."""
+        if isinstance(layers, Serial):
+            blocks = layers.blocks()
+            settings.setdefault("horizon", layers.dt * max(sum(k != "plain" for k in layers.kinds), 1))
+        else:
+            blocks = [Block(layer, kind) for layer in layers]
+        return cls(blocks, **settings)
+
+    def to_serial(self) -> Serial:
+        """A copy of the whole net, on all ranks, which call this together: parameters, buffers, dt."""
+        layers = self._solver.layers
+        try:
+            mine, cause = pickle.dumps(layers.modules), None
+        except Exception as error:
+            mine, cause = b"", described(error)
+        of_all = self._wire.gathered((mine, cause))
+        if any(cause is not None for _, cause in of_all):
+            causes = [f"exporting its layers: {cause}" if cause else None for _, cause in of_all]
+            raise LayerParallelError(sentence(causes, "Layers that are exported must be picklable."))
+        found = {layer: module for part, _ in of_all for layer, module in pickle.loads(part).items()}
+        modules = [found[layer] for layer in range(len(found))]
+        return Serial(modules, layers.kinds, layers.dt).train(self.training)
+
+
+# ---- construction
+
+
+def _blocks(layers: Sequence[Block | nn.Module]) -> list[Block]:
+    blocks = []
+    for number, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            layer = Block(layer)
+        if not isinstance(layer, Block):
+            raise TypeError(
+                f"layer {number} is {type(layer).__name__}; give a module, or ode(f), timed(f), residual(block), custom(layer) or plain(layer) with a "
+                "module or a function of the layer's number that builds it"
+            )
+        blocks.append(layer)
+    if not blocks:
+        raise ValueError("a net without layers; give at least one")
+    return blocks
+
+
+def _apart(blocks: list[Block], buffer_layers: tuple[int, int]) -> list[Block]:
+    steps = [number for number, block in enumerate(blocks) if block.kind != "plain"]
+    first, last = buffer_layers
+    if first < 0 or last < 0:
+        raise ValueError(f"buffer_layers={buffer_layers}: give two numbers from 0")
+    outside = set(steps[:first]) | set(steps[len(steps) - last :] if last else [])
+    return [block.apart() if number in outside else block for number, block in enumerate(blocks)]
+
+
+def _placed(
+    specs: tuple[tuple[str, bool], ...], placement: str | Sequence[int], ranks: int, cycle: Cycle
+) -> tuple[int, ...]:
+    if not isinstance(placement, str):
+        counts = tuple(placement)
+        if len(counts) != ranks or sum(counts) != len(specs) or min(counts) < 0:
+            raise ValueError(
+                f"placement={list(counts)}: give {ranks} numbers, one a rank, that make {len(specs)} layers together"
+            )
+        return counts
+    return tuple(_native.layer_placement(list(specs), cycle.factors(), ranks, placement))
+
+
+def _names(blocks: Sequence[Block], own: dict[int, nn.Module]) -> list[str]:
+    def name(number: int, block: Block) -> str:
+        module = own.get(number, block.module)
+        return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "layer")
+
+    return [name(number, block) for number, block in enumerate(blocks)]
