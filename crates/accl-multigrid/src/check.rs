@@ -143,7 +143,7 @@ fn check_names(plan: &Plan) -> Result<(), Violation> {
     Ok(())
 }
 
-/// Each layer is evaluated for good once for each micro-batch and pass, all by its owner; its adjoint comes after that, and then it is forgotten.
+/// Each layer is evaluated for good once for each micro-batch and pass, all by its owner; its adjoint comes after that, and then it is forgotten, unless another plan goes on.
 /// What is computed of a micro-batch is of that one alone.
 fn check_finals(plan: &Plan) -> Result<(), Violation> {
     let mut owners: HashMap<u32, Rank> = HashMap::new();
@@ -190,7 +190,8 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
             }
         }
         let evaluated = list.iter().filter_map(|op| match *op {
-            Op::Eval { pass: Pass::Adjoint, layer, micro_batch, .. } => Some((layer, micro_batch)),
+            // Where there is no final sweep another plan goes on.
+            Op::Eval { pass: Pass::Adjoint, layer, micro_batch, .. } if plan.is_final => Some((layer, micro_batch)),
             _ => None,
         });
         if evaluated.collect::<HashSet<_>>() != forgotten {

@@ -92,7 +92,7 @@ pub enum Op {
     Recv { pass: Pass, from: Rank, value: Value },
     /// The value is not needed any more; whoever walks the list keeps it until what was sent of it has left.
     Free { value: Value },
-    /// What evaluating a layer for good has left for its adjoint is not needed any more.
+    /// What evaluating a layer for good has left for its adjoint is not needed any more. No plan without a final sweep has it.
     Forget { layer: u32, micro_batch: u32 },
 }
 

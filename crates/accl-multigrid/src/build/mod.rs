@@ -194,7 +194,7 @@ impl Builder {
         }
         let kept: HashSet<(Rank, Value)> = plan.outputs.iter().chain(&plan.states).copied().collect();
         for (rank, list) in (0..).map(Rank).zip(&mut plan.ranks) {
-            *list = freed(std::mem::take(list), |value| kept.contains(&(rank, value)));
+            *list = freed(std::mem::take(list), plan.is_final, |value| kept.contains(&(rank, value)));
             let mut read: HashSet<Value> = list.iter().flat_map(Op::reads).collect();
             // What comes from outside and is never read is given up as well.
             let given = plan.inputs.iter().chain(&plan.guesses).filter(|&&(on, _)| on == rank);
@@ -249,8 +249,8 @@ fn leave_out_unread(plan: &mut Plan) {
 }
 
 /// The list with the end of every value that is not kept: after its last use; where it was sent, after the phase that follows, by which it has left as
-/// a rule. And with the end of what each layer has left for its adjoint.
-fn freed(list: Vec<Op>, is_kept: impl Fn(Value) -> bool) -> Vec<Op> {
+/// a rule. And with the end of what each layer has left for its adjoint, unless other plans of the pass are to come.
+fn freed(list: Vec<Op>, is_final: bool, is_kept: impl Fn(Value) -> bool) -> Vec<Op> {
     let mut last = HashMap::new();
     let mut sent = HashSet::new();
     for (at, op) in list.iter().enumerate() {
@@ -278,7 +278,7 @@ fn freed(list: Vec<Op>, is_kept: impl Fn(Value) -> bool) -> Vec<Op> {
     }
     let mut forgotten = HashMap::new();
     for (at, op) in list.iter().enumerate() {
-        if let &Op::Eval { pass: Pass::Adjoint, layer, micro_batch, .. } = op {
+        if let (true, &Op::Eval { pass: Pass::Adjoint, layer, micro_batch, .. }) = (is_final, op) {
             forgotten.insert((layer, micro_batch), at);
         }
     }

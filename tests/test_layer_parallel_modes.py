@@ -1,0 +1,335 @@
+"""Solves that go on until they have converged, guesses, steps with a coarse step of their own, checkpoints, and evaluation beside the mode of training."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import gloo_group, on_ranks
+from torch import nn
+from torch_accl.layer_parallel import Cycle, LayerParallel, LayerParallelError, custom, ode, plain, residual, timed
+
+
+def alone():
+    """A group of this rank, for the same net on one."""
+    return dist.new_subgroups(group_size=1)[0]
+
+
+def squared(y, target):
+    return ((y - target) ** 2).mean()
+
+
+def batch(dtype=torch.float32, rows=8, width=6):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(rows, width, generator=generator, dtype=dtype), torch.randn(
+        rows, width, generator=generator, dtype=dtype
+    )
+
+
+def small(number, width=6):
+    torch.manual_seed(100 + number)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+
+def steps(count=16):
+    return [ode(small(number)) for number in range(count)]
+
+
+class Implicit(nn.Module):
+    """A step `x' = f(x) - 30 x` of a stiff equation, implicit in the stiff part: a coarse step by the fine one's increment would explode."""
+
+    def __init__(self, number, width=6, dt=1 / 16):
+        super().__init__()
+        torch.manual_seed(number)
+        self.inner = nn.Linear(width, width)
+        self.dt = dt
+
+    def coarse_step(self, x, count):
+        return (x + count * self.dt * torch.tanh(self.inner(x))) / (1 + 30 * count * self.dt)
+
+    def forward(self, x):
+        return self.coarse_step(x, 1)
+
+
+def stiff(count=16):
+    return [custom(Implicit(number)) for number in range(count)]
+
+
+def gradients_of(net):
+    return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+# ---- coarse steps of their own
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("mode", ["exact-wave", "exact-pipeline"])
+def test_a_step_with_a_coarse_step_of_its_own_is_itself_in_exact_modes(rank, world, mode):
+    layers, (x, target) = stiff(), batch(torch.float64)
+    for block in layers:
+        block.module.double()
+    net = LayerParallel(copy.deepcopy(layers), mode=mode, micro_batches=2)
+    loss = net.step(x, target, squared)
+    y = x
+    for block in layers:
+        y = block.module(y)
+    expected = squared(y, target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for name, gradient in gradients_of(net).items():
+        _, number, rest = name.split(".", 2)
+        wanted = dict(layers[int(number)].module.named_parameters())[rest].grad
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-14)
+
+
+@on_ranks(1, 2, 4)
+def test_a_stiff_net_converges_with_coarse_steps_of_its_own_and_not_with_the_fine_ones(rank, world):
+    x, target = batch(torch.float64)
+    cycle = Cycle(factor=4, iterations=5)
+    layers = stiff()
+    for block in layers:
+        block.module.double()
+    exact = LayerParallel(copy.deepcopy(layers), mode="exact-wave")
+    exact.step(x, target, squared)
+    net = LayerParallel(copy.deepcopy(layers), fwd=cycle, bwd=cycle)
+    net.step(x, target, squared)
+    for norms in (net.norms.forward, net.norms.backward):
+        found = list(norms.values())
+        assert found[-1] < 2e-3 * found[0], found
+    for name, gradient in gradients_of(net).items():
+        torch.testing.assert_close(gradient, dict(exact.named_parameters())[name].grad, rtol=1e-2, atol=1e-6)
+    other = LayerParallel([residual(block.module) for block in copy.deepcopy(layers)], fwd=cycle, bwd=cycle)
+    other.step(x, target, squared)
+    found = list(other.norms.forward.values())
+    assert not found[1] < found[0], found
+
+
+@on_ranks(2, 3)
+def test_coarse_steps_of_their_own_do_not_depend_on_the_number_of_ranks_by_a_bit(rank, world):
+    layers, (x, target) = stiff(), batch()
+    cycles = dict(fwd=Cycle(factor=2, levels=3, iterations=3), bwd=Cycle(factor=4, iterations=2, relax="FCF"))
+    one = LayerParallel(copy.deepcopy(layers), group=alone(), **cycles)
+    net = LayerParallel(copy.deepcopy(layers), placement=[3] * (world - 1) + [16 - 3 * (world - 1)], **cycles)
+    assert torch.equal(net.step(x, target, squared), one.step(x, target, squared))
+    assert net.norms == one.norms
+    wanted = gradients_of(one)
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients_of(net).items())
+
+
+# ---- until it has converged
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("levels", [2, 3])
+def test_a_solve_that_goes_on_is_one_of_as_many_iterations(rank, world, levels):
+    x, target = batch()
+    cycle = Cycle(levels=levels, factor=2, iterations=2)
+    net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, tolerance=1e-4)
+    loss = net.step(x, target, squared)
+    assert net.norms.forward_end == net.norms.backward_end == "converged"
+    forward, backward = len(net.norms.forward) + 1, len(net.norms.backward) + 1
+    assert forward > 2 and list(net.norms.forward.values())[-1] <= 1e-4 * list(net.norms.forward.values())[0]
+    other = LayerParallel(
+        steps(),
+        fwd=Cycle(levels=levels, factor=2, iterations=forward),
+        bwd=Cycle(levels=levels, factor=2, iterations=backward),
+    )
+    assert torch.equal(other.step(x, target, squared), loss)
+    assert other.norms.forward == net.norms.forward and other.norms.backward == net.norms.backward
+    wanted = gradients_of(other)
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients_of(net).items())
+
+
+@on_ranks(1, 2)
+def test_a_solve_that_cannot_converge_says_so(rank, world):
+    x, target = batch()
+    cycle = Cycle(factor=2, iterations=2)
+    net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, tolerance=0.0, max_iterations=30)
+    net.step(x, target, squared)
+    # float32 has an end, and exact states have a residual of zero.
+    assert net.norms.forward_end in ("stalled", "converged")
+    net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, tolerance=1e-12, max_iterations=3)
+    net.step(x, target, squared)
+    assert net.norms.forward_end == "limit" and len(net.norms.forward) == 2
+    with pytest.raises(ValueError, match="norms='none'"):
+        LayerParallel(steps(), mode="converged", fwd=Cycle(norms="none")).step(x, target, squared)
+
+
+@on_ranks(2)
+def test_a_layer_that_fails_ends_a_solve_that_goes_on(rank, world):
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("no such luck")
+
+    x, target = batch()
+    layers = steps()
+    layers[12] = ode(Failing())
+    net = LayerParallel(layers, mode="converged", fwd=Cycle(factor=2))
+    with pytest.raises(LayerParallelError, match="rank 1 .* layer 12 .*no such luck"):
+        net.step(x, target, squared)
+
+
+# ---- guesses
+
+
+@on_ranks(1, 2, 3)
+def test_a_guess_that_is_right_leaves_no_residual(rank, world):
+    x, target = batch(torch.float64)
+    layers = steps()
+    for block in layers:
+        block.module.double()
+    states = [x]
+    for block in layers:
+        with torch.no_grad():
+            states.append(states[-1] + block.module(states[-1]) / 16)
+    asked = []
+
+    def guess(point):
+        asked.append(point)
+        return states[point]
+
+    net = LayerParallel(layers, fwd=Cycle(start="guess", iterations=1), guess=guess)
+    net.step(x, target, squared)
+    assert list(net.norms.forward.values())[0] < 1e-13
+    # Each rank is asked for the points after its own layers.
+    assert asked == [point for point in (4, 8, 12, 16) if point - 1 in net.owned]
+    net.fwd = Cycle(start="guess", iterations=0)
+    net.step(x, target, squared)
+    assert net.norms.forward == {}
+    net.guess = None
+    net.fwd = Cycle(start="guess", iterations=1)
+    net.step(x, target, squared)
+    assert list(net.norms.forward.values())[0] > 1
+
+
+@on_ranks(2)
+def test_a_guess_of_another_shape_is_an_error_on_all_ranks(rank, world):
+    x, target = batch()
+    net = LayerParallel(steps(), fwd=Cycle(start="guess"), guess=lambda point: torch.zeros(3))
+    with pytest.raises(LayerParallelError, match=r"rank 0 .* the guess of point 4, batch 0: .*\[3\]"):
+        net.step(x, target, squared)
+    with pytest.raises(ValueError, match="a guess is of states"):
+        net.bwd = Cycle(start="guess")
+
+
+# ---- graphs that are made anew
+
+
+class Noisy(nn.Module):
+    """Dropout and statistics: what must be the same when it is evaluated again, and what must not happen twice."""
+
+    def __init__(self, number, width=6):
+        super().__init__()
+        torch.manual_seed(number)
+        self.inner = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return torch.tanh(self.drop(self.norm(self.inner(x))))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("mode", ["inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline"])
+def test_graphs_that_are_made_anew_change_no_bit(rank, world, mode):
+    x, target = batch()
+    results = []
+    for checkpoint in (False, True):
+        layers = [ode(Noisy(number)) for number in range(12)] + [timed(Stepped(3)), plain(nn.Linear(6, 6))]
+        torch.manual_seed(0)
+        nn.init.eye_(layers[-1].module.weight)
+        cycle = Cycle(factor=3, iterations=2, relax="FCF")
+        net = LayerParallel(layers, mode=mode, bwd=cycle, checkpoint=checkpoint, micro_batches=2)
+        loss = net.step(x, target, squared)
+        buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        results.append((loss, gradients_of(net), buffers))
+    (loss, gradients, buffers), (other_loss, other_gradients, other_buffers) = results
+    assert torch.equal(loss, other_loss)
+    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+    assert all(torch.equal(buffers[name], other_buffers[name]) for name in buffers)
+
+
+class Stepped(nn.Module):
+    def __init__(self, number, width=6):
+        super().__init__()
+        torch.manual_seed(number)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x, dt):
+        return x + dt * torch.tanh(self.inner(x))
+
+
+@on_ranks(1)
+def test_graphs_that_are_made_anew_take_less_memory(rank, world):
+    held = []
+
+    class Watched(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            torch.manual_seed(number)
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            y = torch.tanh(self.inner(x))
+            if y.requires_grad:
+                graphs.add(id(y.grad_fn))
+                held.append(y)
+            return y
+
+    x, target = batch()
+    counts = []
+    for checkpoint in (False, True):
+        graphs = set()
+        net = LayerParallel(
+            [ode(Watched(number)) for number in range(16)],
+            checkpoint=checkpoint,
+            fwd=Cycle(factor=4),
+            bwd=Cycle(factor=4),
+        )
+        y = net(x)
+        counts.append(len(graphs))
+        squared(y, target).backward()
+        held.clear()
+    # Of each coarse step the first.
+    assert counts == [16, 4]
+
+
+# ---- evaluation
+
+
+@on_ranks(1, 2, 3)
+def test_evaluation_gives_the_exact_loss_and_that_of_the_mode(rank, world):
+    x, target = batch()
+    net = LayerParallel(steps(), fwd=Cycle(factor=4, iterations=2))
+    with pytest.raises(RuntimeError, match="call eval"):
+        net.evaluate(x, target, squared)
+    net.eval()
+    found = net.evaluate(x if rank == 0 else None, target if net.is_last else None, squared)
+    exact = net(x)
+    net.evaluation = "inexact"
+    inexact = net(x)
+    losses = [squared(y, target).item() if net.is_last else 0.0 for y in (exact, inexact)]
+    if net.is_last:
+        assert [found.loss, found.mode_loss] == losses
+        error = float((inexact - exact).double().norm() / exact.double().norm())
+        assert found.output_error == pytest.approx(error, rel=1e-6)
+    assert 1e-6 < found.output_error < 0.1
+    assert all(parameter.grad is None for parameter in net.parameters())
+    net.mode = "exact-wave"
+    found = net.evaluate(x, target, squared)
+    assert found.loss == found.mode_loss and found.output_error == 0
+    with pytest.raises(ValueError, match="exact-pipeline"):
+        net.evaluation = "exact-pipeline"
+
+
+@on_ranks(2)
+def test_modes_run_over_gloo_too(rank, world):
+    x, target = batch()
+    losses = []
+    for group in (None, gloo_group()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            net = LayerParallel(stiff(), group=group, mode="converged", fwd=Cycle(factor=4), checkpoint=True)
+        losses.append(net.step(x, target, squared))
+    assert torch.equal(*losses)
