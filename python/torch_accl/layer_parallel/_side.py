@@ -58,7 +58,7 @@ def side_of(side: dict[str, Any] | None) -> tuple[SideForm, States]:
         forms.append(form_of(side[name], f"the side input `{name}`")[0])
         tensors += pytree.tree_leaves(side[name])
     left = iter(tensors)
-    wants = tuple(tuple(is_state(leaf) and leaf.requires_grad for leaf, _ in zip(left, form.leaves)) for form in forms)
+    wants = tuple(tuple(is_state(leaf) and leaf.requires_grad for _, leaf in zip(form.leaves, left)) for form in forms)
     return SideForm(names, tuple(form.tree for form in forms), tuple(form.leaves for form in forms), wants), tensors
 
 

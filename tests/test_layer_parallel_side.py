@@ -1,0 +1,218 @@
+"""Side inputs: what layers are given beside the state, and the gradients that all of them give it together."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_accl
+from support import gloo_group, on_ranks
+from torch import nn
+from torch_accl.layer_parallel import Cycle, LayerParallel, LayerParallelError, ode, plain, residual, step
+
+MODES = ["inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline"]
+
+
+def alone():
+    """A group of this rank, for the same net on one."""
+    return dist.new_subgroups(group_size=1)[0]
+
+
+def squared(y, target):
+    return ((y - target) ** 2).mean()
+
+
+def seeded(number, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number))
+
+
+class Attending(nn.Module):
+    """A block of a decoder: it looks at a memory, and a mask says where."""
+
+    def __init__(self, number, width=8):
+        super().__init__()
+        torch.manual_seed(number)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x, memory, mask=None):
+        seen, _ = self.attention(x, memory, memory, attn_mask=mask, need_weights=False)
+        return torch.tanh(self.inner(x + seen))
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(5, 8)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def decoder(count=8):
+    return [Head(), *(ode(Attending(number)) for number in range(count)), plain(nn.LayerNorm(8))]
+
+
+def given(rows=4):
+    memory = seeded(2, (rows, 6, 8)).requires_grad_()
+    mask = torch.zeros(3, 6, dtype=torch.bool)
+    mask[:, 4:] = True
+    return seeded(1, (rows, 3, 5)).requires_grad_(), {"memory": memory, "mask": mask}, seeded(4, (rows, 3, 8))
+
+
+def serial(layers, x, side):
+    for layer in layers:
+        module = getattr(layer, "module", layer)
+        x = x + module(x, **side) / 8 if isinstance(module, Attending) else module(x)
+    return x
+
+
+def gradients_of(net):
+    return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["step", "backward"])
+def test_layers_get_those_that_they_name_and_the_first_rank_their_gradients(rank, world, mode, way):
+    layers, (x, side, target) = decoder(), given()
+    cycle = Cycle(factor=2, iterations=7)
+    net = LayerParallel(
+        copy.deepcopy(layers), mode=mode, fwd=cycle, bwd=cycle, micro_batches=2, side_per_sample=["memory"]
+    )
+    first = (x, side) if rank == 0 else (None, None)
+    if way == "step":
+        net.step(first[0], target, squared, side=first[1])
+    else:
+        y = net(*first)
+        (squared(y, target) if net.is_last else y).backward()
+    mine = (x.grad, side["memory"].grad)
+    x, side, target = given()
+    squared(serial(layers, x, side), target).backward()
+    if rank == 0:
+        for found, wanted in zip(mine, (x.grad, side["memory"].grad)):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    else:
+        assert mine == (None, None)
+    wanted = nn.ModuleList([getattr(layer, "module", layer) for layer in layers])
+    wanted = {f"layers.{name}": parameter.grad for name, parameter in wanted.named_parameters()}
+    for name, gradient in gradients_of(net).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2, 3)
+def test_they_do_not_depend_on_the_number_of_ranks(rank, world):
+    layers = decoder()
+    results = []
+    for group in (alone(), None, gloo_group()):
+        x, side, target = given()
+        net = LayerParallel(copy.deepcopy(layers), group=group, fwd=Cycle(factor=2), bwd=Cycle(factor=2))
+        loss = net.step(x, target, squared, side=side)
+        results.append((loss, gradients_of(net), side["memory"].grad))
+    (loss, wanted, memory), *others = results
+    for other, gradients, other_memory in others:
+        assert torch.equal(other, loss)
+        assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+        if rank == 0:
+            torch.testing.assert_close(other_memory, memory, rtol=1e-6, atol=1e-9)
+
+
+@on_ranks(1, 2)
+def test_a_memory_that_was_computed_trains_what_computed_it(rank, world):
+    torch.manual_seed(1)
+    encoder = nn.Linear(6, 8)
+    source, (x, side, target) = seeded(8, (4, 6, 6)), given()
+    net = LayerParallel(decoder(), fwd=Cycle(factor=2), bwd=Cycle(factor=2))
+    side = {"memory": encoder(source), "mask": side["mask"]} if rank == 0 else None
+    net.step(x, target, squared, side=side)
+    assert (encoder.weight.grad is not None) == (rank == 0)
+    assert rank != 0 or encoder.weight.grad.abs().sum() > 0
+
+
+@on_ranks(2)
+def test_another_batch_may_have_others(rank, world):
+    layers = decoder()
+    net = LayerParallel(copy.deepcopy(layers), mode="exact-wave")
+    for rows, length in ((4, 6), (2, 9), (4, 6)):
+        x, memory = seeded(1, (rows, 3, 5)), seeded(2, (rows, length, 8))
+        with torch.no_grad():
+            y = net(x, {"memory": memory})
+        if net.is_last:
+            torch.testing.assert_close(y, serial(layers, x, {"memory": memory}), rtol=1e-5, atol=1e-6)
+
+
+class Changing(nn.Module):
+    def forward(self, x, memory):
+        memory.zero_()
+        return x
+
+
+class Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, scale=None):
+        return self.inner(x) if scale is None else self.inner(x) * scale["by"][0]
+
+
+@on_ranks(1, 2)
+def test_what_is_wrong_with_them_is_said_on_all_ranks(rank, world):
+    x, side, target = given()
+    net = LayerParallel(decoder(), micro_batches=3, side_per_sample=["memory"])
+    with pytest.raises(ValueError, match="no layer's forward has an argument `masks`"):
+        net.step(x, target, squared, side={**side, "masks": side["mask"]})
+    with pytest.raises(LayerParallelError, match="rank 0 .*the side input `memory` has str among its leaves"):
+        net.step(x, target, squared, side={"memory": "all of it"} if rank == 0 else None)
+    with pytest.raises(LayerParallelError, match="rank 0 .*side inputs are list"):
+        net.step(x, target, squared, side=[1] if rank == 0 else None)
+    with pytest.raises(LayerParallelError, match="missing 1 required positional argument: 'memory'"):
+        net.step(x, target, squared)
+    net.mode = "exact-pipeline"
+    rows = {"memory": seeded(2, (4, 6, 8))}
+    with pytest.raises(LayerParallelError, match="`memory` has a leaf .* 3 micro-batches do not divide"):
+        net.step(seeded(1, (3, 3, 5)), seeded(1, (3, 3, 8)), squared, side=rows)
+    net = LayerParallel([Head(), *(ode(Changing()) for _ in range(8))])
+    with pytest.raises(LayerParallelError, match="changes its input in place"):
+        net.step(x, target, squared, side={"memory": side["memory"].detach()})
+    # And the next batch is right.
+    net = LayerParallel([plain(Optional()), *(ode(Optional()) for _ in range(8))])
+    x, target = seeded(1, (4, 8)), seeded(2, (4, 8))
+    first = net.step(x, target, squared)
+    half = {"by": (torch.tensor(1.0),)}
+    assert torch.equal(net.step(x, target, squared, side={"scale": half}), first)
+
+
+@on_ranks(2)
+def test_they_reach_a_wrapped_net(rank, world):
+    x, side, target = given()
+    layers = decoder()
+    lp, dp = None, alone()
+    one = LayerParallel(copy.deepcopy(layers), group=lp)
+    expected = one.step(x, target, squared, side=side)
+    net = LayerParallel(copy.deepcopy(layers), group=lp)
+    wrapped = nn.parallel.DistributedDataParallel(net, process_group=dp)
+    assert torch.equal(step(wrapped, x, target, squared, side=side), expected)
+    wanted = gradients_of(one)
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients_of(net).items())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("audit", [0, 1])
+def test_gradients_are_exact_in_a_group_that_compresses_every_call(rank, world, audit):
+    options = torch_accl.Options(compression="maxmin:2", compressed_calls="all")
+    compressed = dist.new_group([0, 1], backend="accl", pg_options=options)
+    results = []
+    for group in (None, compressed):
+        x, side, target = given()
+        layers = [*decoder(), residual(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))]
+        for layer in layers[-1:]:
+            nn.init.eye_(layer.module[0].weight)
+        net = LayerParallel(layers, group=group, audit_every=audit)
+        loss = net.step(x, target, squared, side=side)
+        results.append((loss, gradients_of(net), side["memory"].grad, list(net.audits)))
+    (loss, gradients, memory, audits), (other, others, other_memory, other_audits) = results
+    assert torch.equal(loss, other) and audits == other_audits
+    assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+    assert rank != 0 or torch.equal(memory, other_memory)
