@@ -10,10 +10,12 @@ same ranks. It needs a process group with `isend` and `irecv`, and none on one r
 
 from ._audit import Audit
 from ._blocks import Block, custom, ode, plain, residual, timed
+from ._cells import Cell
 from ._cycle import Cycle
 from ._failures import LayerParallelError
 from ._gradients import clip_grad_norm_
 from ._model import Evaluated
+from ._recurrent import RecurrentParallel
 from ._run import step
 from ._serial import Serial
 from ._solve import Norms
@@ -22,11 +24,13 @@ from ._stack import LayerParallel
 __all__ = [
     "Audit",
     "Block",
+    "Cell",
     "Cycle",
     "Evaluated",
     "LayerParallel",
     "LayerParallelError",
     "Norms",
+    "RecurrentParallel",
     "Serial",
     "clip_grad_norm_",
     "custom",

@@ -10,21 +10,19 @@ import math
 import torch
 from torch import Tensor
 
-from ._stack import LayerParallel
+from ._model import Model
 
 __all__ = ["clip_grad_norm_"]
 
 
-def clip_grad_norm_(
-    net: LayerParallel, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-) -> Tensor:
+def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` over all layers of a net, on all of its ranks together. Returns the norm before, the same on all."""
     if norm_type <= 0:
         raise ValueError(f"norm_type={norm_type}: give more than 0, or inf")
-    wire = net._wire
-    count = len(net._plans.net.layers)
+    wire, solver = net.wire, net.solver
+    count = len(solver.plans.net.layers)
     powers = [0.0] * count
-    for layer, module in net._solver.layers.modules.items():
+    for layer, module in solver.layers.parts().items():
         found = [p.grad for p in module.parameters() if p.grad is not None]
         if found:
             norm = float(torch.nn.utils.get_total_norm(found, norm_type).double())

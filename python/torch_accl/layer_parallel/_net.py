@@ -141,6 +141,14 @@ class Layers:
                     f"layer {number} is in fully_shard by itself; give the whole net to fully_shard, and none of its layers"
                 )
 
+    def is_counted(self, layer: int) -> bool:
+        """Whether this rank speaks for a layer where something is summed over all."""
+        return True
+
+    def parts(self) -> dict[int, nn.Module]:
+        """The modules that this rank speaks for where something is summed over all of them."""
+        return self.modules
+
     def parameters(self) -> Parameters:
         """Those that want a gradient, each once, and for each layer the names and places of its own."""
         places: dict[int, int] = {}
@@ -354,6 +362,8 @@ class Evaluation:
 
     def gradients_of(self, layer: int) -> list[Tensor | None]:
         """Those of a layer's parameters; of what several layers share, those of the first."""
+        if not self.layers.is_counted(layer):
+            return []
         first: dict[int, int] = {}
         for other, own in self._of_layer.items():
             for _, slot in own:

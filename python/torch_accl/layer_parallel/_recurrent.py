@@ -1,0 +1,552 @@
+"""A recurrent net over ranks that each have a part of the sequence.
+
+Owns that every step is a layer with the same weights, which all ranks have: the inputs of steps, the outputs and gradients of their own, and the sum of the
+weights' gradients over all ranks. What a cell computes is in `_cells.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from ._audit import Excess
+from ._blocks import Kind
+from ._cells import CoarseCell, PreparedCell, stepped
+from ._cycle import Cycle
+from ._failures import LayerParallelError, described, sentence
+from ._model import Mode, Model, Schedule, group_of, replica_of
+from ._net import Beside, Evaluation, Extra, Layers, Parameters, States
+from ._plans import Net, Plans
+from ._run import LossFunction, Run, Way, step
+from ._solve import Solve, Solver
+from ._tree import is_state
+from ._wire import Wire
+
+__all__ = ["RecurrentParallel"]
+
+# Plans of so many lengths are remembered.
+_REMEMBERED = 64
+
+
+class RecurrentParallel(Model):
+    """A recurrent net whose sequence is spread over ranks, which all work on it at once.
+
+    cell: `nn.GRU` or `nn.LSTM` (of any number of layers, batch first), their cells, or a module as `layer_parallel.Cell` describes one, with a `coarse_step` for
+        the inexact modes. All ranks have the same weights, and get the same gradients.
+    tail: a module of the last step's output, on the last rank; its parameters are that rank's.
+    mesh, group: the ranks that the sequence lies on, in order; every rank gives its own part of it, of any length.
+    Everything else is as for `LayerParallel`; every step is a layer.
+    """
+
+    def __init__(
+        self,
+        cell: nn.Module,
+        tail: nn.Module | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        mode: Mode = "inexact",
+        fwd: Cycle = Cycle(),  # noqa: B008  it is frozen
+        bwd: Cycle = Cycle(iterations=1),  # noqa: B008
+        micro_batches: int | None = None,
+        schedule: Schedule = "1f1b",
+        checkpoint: bool = False,
+        tolerance: float = 1e-4,
+        max_iterations: int = 30,
+        replica: int | None = None,
+        audit_every: int = 0,
+        audit_limit: float = 0.5,
+        on_excess: Excess = "warn",
+    ) -> None:
+        super().__init__(
+            Wire(group_of(mesh, group)),
+            mode=mode,
+            fwd=fwd,
+            bwd=bwd,
+            micro_batches=micro_batches,
+            schedule=schedule,
+            checkpoint=checkpoint,
+            tolerance=tolerance,
+            max_iterations=max_iterations,
+            audit_every=audit_every,
+            audit_limit=audit_limit,
+            on_excess=on_excess,
+        )
+        self.cell = cell
+        self.tail = tail if self._wire.is_last else None
+        steps = stepped(cell)
+        self._steps = (steps,)
+        self._lengths: dict[tuple[int, ...], Plans] = {}
+        plans = self._plans_of((1,) * self._wire.size)
+        layers = Steps(self, steps, Tail(steps, self.tail), seed)
+        replica = replica_of(self._wire.ranks) if replica is None else replica
+        self._solver = Solver(self._wire, plans, layers, StepNames(cell, tail), replica)
+        self._settings += f"; cell {type(cell).__name__}; seed {seed}"
+        self.mode = mode
+
+    @property
+    def step_cell(self) -> nn.Module:
+        """The cell as it is stepped."""
+        return self._steps[0]
+
+    def check_mode(self, mode: Mode) -> None:
+        super().check_mode(mode)
+        if mode in ("inexact", "converged", "exact-forward") and not isinstance(self.step_cell, CoarseCell):
+            raise ValueError(
+                f"mode={mode!r} of a cell {type(self.step_cell).__name__} without `coarse_step`; give it one, or take exact-wave or exact-pipeline"
+            )
+
+    def check_cycle(self, cycle: Cycle) -> None:
+        """How many levels there can be depends on the length of a sequence, and is found out with one."""
+
+    # ---- a batch
+
+    def step(  # type: ignore[override]
+        self,
+        x: Any,
+        target: Any = None,
+        loss_fn: LossFunction | None = None,
+        *,
+        state: Any = None,
+        loss_scale: float = 1.0,
+    ) -> Tensor:
+        """Forward, loss and backward of one batch, on all ranks together; the gradients are added to `.grad`.
+
+        x, of shape (batch, steps, ...), is each rank's own part of the sequence; a tuple, list or dict of such tensors works as well. target and loss_fn count on the
+        last rank, where the loss is that of the last step's output, through `tail`. `state`, on the first rank, is that before the first step; by
+        default the cell's own. Returns the same detached loss on all ranks.
+        """
+        return step(self, x, target, loss_fn, side={"state": state}, loss_scale=loss_scale)
+
+    def forward(self, x: Any, state: Any = None) -> Any:  # type: ignore[override]
+        """The outputs of this rank's steps, of shape (batch, steps, ...), and on the last rank the last step's through `tail`; elsewhere a number without meaning.
+
+        All ranks call `backward()` on something that depends on one of the two; gradients are those of the sum of what they call it on.
+        """
+        return super().forward(x, {"state": state})
+
+    def evaluate(self, x: Any, target: Any = None, loss_fn: LossFunction | None = None, *, state: Any = None) -> Any:  # type: ignore[override]
+        return super().evaluate(x, target, loss_fn, side={"state": state})
+
+    def run(self, x: Any, side: dict[str, Any] | None, *, call: str = "forward()") -> Run:
+        """A batch that begins: ranks tell one another how many steps they have."""
+        state = None if side is None else side.get("state")
+        wrong: BaseException | None = None
+        rows, count = -1, -1
+        try:
+            rows, count = _sizes_of(x)
+        except Exception as error:
+            wrong = error
+        counts = self._counts(rows, count, wrong)
+        self._solver.plans = self._plans_of(counts)
+        layers = self._solver.layers
+        assert isinstance(layers, Steps)
+        layers.place(counts, self._wire.rank)
+        return SequenceRun(self, layers, x, state, call)
+
+    def _counts(self, rows: int, count: int, wrong: BaseException | None) -> tuple[int, ...]:
+        what = f"the start of batch {self._solver.number}"
+        numbers = torch.tensor([count, -count, rows, -rows, int(wrong is not None)], device=self._wire.device)
+        most, least, most_rows, least_rows, has_failed = self._wire.together(numbers, what, is_greatest=True)
+        if has_failed:
+            cause = None if wrong is None else f"{what}: {described(wrong)}"
+            raise LayerParallelError(sentence(self._wire.gathered(cause))) from wrong
+        if most_rows != -least_rows:
+            of_all = self._wire.gathered(rows)
+            raise ValueError(f"the ranks' parts of the sequence have {of_all} rows; give all the same batch")
+        counts = (most,) * self._wire.size if most == -least else tuple(self._wire.gathered(count))
+        if sum(counts) == 0:
+            raise ValueError("a sequence of no steps; give at least one on some rank")
+        return counts
+
+    def _plans_of(self, counts: tuple[int, ...]) -> Plans:
+        if counts not in self._lengths:
+            if len(self._lengths) >= _REMEMBERED:
+                self._lengths.pop(next(iter(self._lengths)))
+            specs = (("custom", False),) * sum(counts) + (("plain", True),)
+            self._lengths[counts] = Plans(Net(specs, (*counts[:-1], counts[-1] + 1)), self._wire.rank)
+        return self._lengths[counts]
+
+    def settled(self, solve: Solve) -> None:
+        """Makes the cell's gradients those of the whole sequence, the same on all ranks."""
+        evaluation = solve.batch.evaluation
+        sequence = evaluation.beside
+        assert isinstance(sequence, Inputs)
+        try:
+            sequence.finish(evaluation)
+        except Exception as error:
+            solve.batch.fail(f"the gradients of inputs, batch {solve.batch.number}", error)
+        layers = self._solver.layers
+        assert isinstance(layers, Steps)
+        slots = layers.shared()
+        parameters = [evaluation.parameters[slot] for slot in slots]
+        found = [evaluation.gradients[slot] for slot in slots]
+        wide = [
+            torch.zeros_like(parameter, dtype=_wide(parameter)) if gradient is None else gradient.to(_wide(parameter))
+            for parameter, gradient in zip(parameters, found)
+        ]
+        if not wide:
+            return
+        counts = torch.tensor([float(gradient is not None) for gradient in found], dtype=torch.float64)
+        flat = torch.cat(
+            [
+                counts.to(wide[0].device),
+                *(torch.view_as_real(w).flatten() if w.is_complex() else w.flatten() for w in wide),
+            ]
+        )
+        self._wire.sum_on_all(flat, f"adding up the gradients of batch {solve.batch.number}")
+        has = flat[: len(slots)].tolist()
+        at = len(slots)
+        for slot, parameter, count in zip(slots, parameters, has):
+            size = parameter.numel() * (2 if parameter.is_complex() else 1)
+            part, at = flat[at : at + size], at + size
+            if count:
+                whole = (
+                    torch.view_as_complex(part.view(*parameter.shape, 2))
+                    if parameter.is_complex()
+                    else part.view(parameter.shape)
+                )
+                evaluation.gradients[slot] = whole.to(parameter.dtype)
+
+    def way(self) -> Way:
+        """How the next batch is run; the weights are compared, too."""
+        way = super().way()
+        return (
+            replace(way, settings=f"{way.settings}; replicated weights {self._weights()}")
+            if self._wire.size > 1
+            else way
+        )
+
+    def _weights(self) -> str:
+        """What the cell's weights look like, the same only where they are the same."""
+        total = 0
+        for number, parameter in enumerate(self.cell.parameters()):
+            raw = parameter.detach().contiguous()
+            raw = (torch.view_as_real(raw) if raw.is_complex() else raw).flatten()
+            kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[raw.element_size()]
+            total += (2 * number + 1) * int(raw.view(kind).sum(dtype=torch.int64))
+        return hex(total % (1 << 64))
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.complex128 if parameter.is_complex() else torch.float64
+
+
+def _sizes_of(x: Any) -> tuple[int, int]:
+    """Rows and steps."""
+    leaves = pytree.tree_leaves(x)
+    if not leaves or any(not isinstance(leaf, Tensor) or leaf.dim() < 2 for leaf in leaves):
+        raise ValueError("there is no input; give every rank its part of the sequence, of shape (batch, steps, ...)")
+    shapes = {tuple(leaf.shape[:2]) for leaf in leaves}
+    if len(shapes) > 1:
+        raise ValueError(f"the input has leaves of {sorted(shapes)} rows and steps; give all as many")
+    return leaves[0].shape[0], leaves[0].shape[1]
+
+
+class StepNames(Sequence[str]):
+    """What the layers of a sequence are called, however many they are."""
+
+    def __init__(self, cell: nn.Module, tail: nn.Module | None) -> None:
+        self._cell = type(cell).__name__
+        self._tail = "output" if tail is None else type(tail).__name__
+        self.layers = 2
+
+    def __len__(self) -> int:
+        return self.layers
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._tail if layer == self.layers - 1 else self._cell
+
+
+class Tail(nn.Module):
+    """The output of the last step, and what comes after it."""
+
+    def __init__(self, cell: nn.Module, tail: nn.Module | None) -> None:
+        super().__init__()
+        # No module of this one: it has no part in the tail's parameters.
+        self._cell = (cell,)
+        self.tail = tail
+
+    def forward(self, state: Any) -> Tensor:
+        output: Tensor = self._cell[0].output(state)  # type: ignore[operator]
+        return output if self.tail is None else self.tail(output)
+
+
+class Steps(Layers):
+    """The steps of one rank, all the same module, and after the last one the tail."""
+
+    def __init__(self, model: RecurrentParallel, cell: nn.Module, tail: Tail, seed: int) -> None:
+        super().__init__(nn.ModuleDict({"cell": cell, "tail": tail}), (), 1.0, seed)
+        self._cell, self._tail = cell, tail
+        self._rank = model.wire.rank
+        self.own = range(0)
+        self._end = 0
+        self._is_last = model.wire.is_last
+
+    def place(self, counts: Sequence[int], rank: int) -> None:
+        """Which steps this rank has."""
+        first = sum(counts[:rank])
+        self.own = range(first, first + counts[rank])
+        self._end = sum(counts)
+        kinds: list[Kind] = ["custom"] * self._end
+        self.kinds = [*kinds, "plain"]
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """By their numbers."""
+        found: dict[int, nn.Module] = dict.fromkeys(self.own, self._cell)
+        if self._is_last:
+            found[self._end] = self._tail
+        return found
+
+    def parts(self) -> dict[int, nn.Module]:
+        """The cell once on the first rank, and the tail."""
+        cell = {0: self._cell} if self._rank == 0 else {}
+        return {**cell, self._end: self._tail} if self._is_last else cell
+
+    def is_counted(self, layer: int) -> bool:
+        """All ranks have the same gradients of the cell."""
+        return layer == self._end or self._rank == 0
+
+    def check(self) -> None:
+        """Nothing is distributed by parts here."""
+
+    def parameters(self) -> Parameters:
+        """Those of the cell first, once for all steps."""
+        found: list[Tensor] = []
+        names: list[tuple[str, int]] = []
+        for name, parameter in self._cell.named_parameters():
+            if parameter.requires_grad:
+                names.append((name, len(found)))
+                found.append(parameter)
+        of_layer: dict[int, list[tuple[str, int]]] = dict.fromkeys(self.own, names)
+        if self._is_last:
+            known = {id(parameter): place for place, parameter in enumerate(found)}
+            of_layer[self._end] = []
+            for name, parameter in self._tail.named_parameters():
+                if parameter.requires_grad:
+                    if id(parameter) not in known:
+                        known[id(parameter)] = len(found)
+                        found.append(parameter)
+                    of_layer[self._end].append((name, known[id(parameter)]))
+        return found, of_layer
+
+    def shared(self) -> range:
+        """The places of the cell's parameters."""
+        return range(sum(parameter.requires_grad for parameter in self._cell.parameters()))
+
+
+class Inputs(Beside):
+    """The inputs of this rank's steps in one batch, and the gradients of those and of the outputs."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        cell: nn.Module,
+        x: Any,
+        micro_batches: int,
+        parameters: Sequence[Tensor],
+        *,
+        is_recorded: bool,
+    ) -> None:
+        self._steps, self._cell = steps, cell
+        self._is_recorded = is_recorded
+        self._parameters = list(parameters)
+        self._leaves, self._tree = pytree.tree_flatten(x)
+        self._given = [
+            leaf.detach().requires_grad_(is_recorded and leaf.requires_grad) if is_state(leaf) else leaf
+            for leaf in self._leaves
+        ]
+        rows = self._leaves[0].shape[0]
+        if rows % micro_batches:
+            raise ValueError(f"the input has {rows} rows, which {micro_batches} micro-batches do not divide")
+        self._rows = rows // micro_batches
+        with torch.set_grad_enabled(is_recorded):
+            self._aliases = list(self._parameters)
+            first = pytree.tree_unflatten([leaf.transpose(0, 1) for leaf in self._given], self._tree)
+            prepared = self._prepared(first)
+        self._ready, self._ready_tree = pytree.tree_flatten(prepared)
+        # By steps, so that one of them lies in one piece.
+        self._lent = [leaf.detach().contiguous() for leaf in self._ready]
+        self._wanted = [place for place, leaf in enumerate(self._ready) if leaf.requires_grad]
+        self._gradients: dict[int, Tensor] = {}
+        self._states: dict[tuple[int, int], States] = {}
+        self._sources: dict[tuple[int, int], States] = {}
+        self.of_input: list[Tensor | None] = []
+
+    def _prepared(self, x: Any) -> Any:
+        if not isinstance(self._cell, PreparedCell) or not self._steps.own:
+            return x
+        if not any(parameter._backward_hooks for parameter in self._parameters):
+            return self._cell.prepare(x)
+        # A hook of a parameter is for the gradient that it gets in the end.
+        self._aliases = [parameter.detach().requires_grad_() for parameter in self._parameters]
+        names = [name for name, parameter in self._cell.named_parameters() if parameter.requires_grad]
+        return functional_call(
+            _Preparing(self._cell), {f"cell.{name}": alias for name, alias in zip(names, self._aliases)}, (x,)
+        )
+
+    def again(self) -> Inputs:
+        """The same for a second run, with gradients of its own and the same of outputs."""
+        other = object.__new__(Inputs)
+        other.__dict__ = self.__dict__ | {"_gradients": {}, "_states": {}}
+        return other
+
+    def of(self, layer: int, micro_batch: int) -> Extra | None:
+        if layer not in self._steps.own:
+            return None
+        at = layer - self._steps.own.start
+        rows = slice(micro_batch * self._rows, (micro_batch + 1) * self._rows)
+        return Extra(
+            [leaf[at, rows] for leaf in self._lent], self._arguments, self._wanted if self._is_recorded else ()
+        )
+
+    def _arguments(self, leaves: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (pytree.tree_unflatten(list(leaves), self._ready_tree),), {}
+
+    def add(self, layer: int, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
+        at = layer - self._steps.own.start
+        rows = slice(micro_batch * self._rows, (micro_batch + 1) * self._rows)
+        for place, gradient in zip(self._wanted, gradients):
+            if gradient is not None:
+                if place not in self._gradients:
+                    self._gradients[place] = torch.zeros_like(self._lent[place])
+                self._gradients[place][at, rows] = gradient
+
+    def made(self, layer: int, micro_batch: int, states: States) -> None:
+        if layer in self._steps.own:
+            self._states[layer, micro_batch] = states
+
+    def source(self, layer: int, micro_batch: int) -> States | None:
+        return self._sources.get((layer, micro_batch))
+
+    def finish(self, evaluation: Evaluation) -> None:
+        """From the gradients of what steps were given to those of the input, and of what has made the one of the other."""
+        asked = [leaf for leaf in self._given if is_state(leaf) and leaf.requires_grad]
+        ready = [self._ready[place] for place in self._gradients]
+        has_steps = len(self._steps.own) > 0
+        self.of_input = [
+            None if has_steps or not leaf.requires_grad else torch.zeros_like(leaf)
+            for leaf in self._given
+            if is_state(leaf)
+        ]
+        if not ready or not (asked or self._aliases):
+            return
+        wanted = asked + self._aliases
+        found = torch.autograd.grad(ready, wanted, list(self._gradients.values()), retain_graph=True, allow_unused=True)
+        left = iter(found[: len(asked)])
+        self.of_input = [next(left) if leaf.requires_grad else None for leaf in self._given if is_state(leaf)]
+        for slot, gradient in enumerate(found[len(asked) :]):
+            if gradient is not None:
+                before = evaluation.gradients[slot]
+                evaluation.gradients[slot] = gradient if before is None else before + gradient
+
+    # ---- outputs
+
+    def outputs(self, solve: Solve, output: Callable[[Any], Tensor]) -> Tensor:
+        """Those of this rank's steps, with the graph back to their states."""
+        micro_batches = solve.batch.micro_batches
+        if not self._steps.own:
+            return torch.zeros(self._leaves[0].shape[0], 0)
+        by_step = []
+        for layer in self._steps.own:
+            form = solve.batch.forms[layer + 1]
+            constants = [
+                solve.batch.constants.get((solve.batch.segment(layer + 1), micro), []) for micro in range(micro_batches)
+            ]
+            lots = []
+            for micro in range(micro_batches):
+                states = [state.detach().to(leaf.dtype) for state, leaf in zip(self._states[layer, micro], form.states)]
+                if self._is_recorded:
+                    states = [state.requires_grad_() for state in states]
+                    self._states[layer, micro] = states
+                lots.append(output(form.joined(states, constants[micro])))
+            by_step.append(lots[0] if micro_batches == 1 else torch.cat(lots))
+        return torch.stack(by_step, 1)
+
+    def take_sources(self, outputs: Tensor, cotangent: Tensor | None) -> None:
+        """The gradient of outputs becomes that of their states, each of which is another's besides."""
+        if cotangent is None or not outputs.requires_grad:
+            return
+        keys = list(self._states)
+        flat = [state for key in keys for state in self._states[key]]
+        found = iter(torch.autograd.grad(outputs, flat, cotangent, allow_unused=True))
+        for key in keys:
+            parts = [next(found) for _ in self._states[key]]
+            self._sources[key] = [torch.zeros_like(s) if g is None else g for s, g in zip(self._states[key], parts)]
+
+
+class _Preparing(nn.Module):
+    """A cell's `prepare` as a module."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Any) -> Any:
+        return self.cell.prepare(x)  # type: ignore[operator]
+
+
+class SequenceRun(Run):
+    """A batch of sequences."""
+
+    def __init__(self, model: RecurrentParallel, steps: Steps, x: Any, state: Any, call: str) -> None:
+        self._net, self._steps, self._input = model, steps, x
+        first: Any = None
+        if model.wire.rank == 0:
+            leaf = pytree.tree_leaves(x)[0]
+            first = state
+            if state is None:
+                kind = leaf.dtype if leaf.dtype.is_floating_point else torch.get_default_dtype()
+                first = model.step_cell.initial(leaf.shape[0], kind, leaf.device)  # type: ignore[operator]
+        super().__init__(model, first, None, call=call)
+        self._of_state = len(self.given)
+        self.given += [leaf for leaf in pytree.tree_leaves(x) if is_state(leaf)]
+        self._sequence: Inputs
+        self._outputs: Tensor
+
+    def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
+        names = self.solver.names
+        assert isinstance(names, StepNames)
+        names.layers = len(self._steps.kinds)
+        try:
+            self._sequence = Inputs(
+                self._steps,
+                self._net.step_cell,
+                self._input,
+                self.way.micro_batches,
+                [self.parameters[place] for place in self._steps.shared()],
+                is_recorded=is_recorded,
+            )
+        except Exception as error:
+            wrong = wrong or error
+        return super().begun(wrong, is_recorded=is_recorded)
+
+    def beside(self, *, is_recorded: bool) -> Beside | None:
+        return getattr(self, "_sequence", None)
+
+    def outputs(self, found: Sequence[States]) -> list[Tensor]:
+        with torch.set_grad_enabled(self._sequence._is_recorded):
+            self._outputs = self._sequence.outputs(self.solve, self._net.step_cell.output)  # type: ignore[arg-type]
+        return [self._outputs.detach(), *super().outputs(found)]
+
+    def value(self, outputs: Sequence[Tensor]) -> Any:
+        return outputs[0], super().value(outputs[1:])
+
+    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        self._sequence.take_sources(self._outputs, cotangents[0])
+        return super().backward(cotangents[1:])
+
+    def of_given(self, solve: Solve, found: Sequence[States]) -> list[Tensor | None]:
+        states: list[Tensor | None] = [*solve.together(found)] if found else [None] * self._of_state
+        return [*states, *self._sequence.of_input]
