@@ -1,6 +1,7 @@
 """Recurrent nets whose sequence lies on several ranks."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_coarse_steps_come_near_the_fine_ones(rank, world, kind):
     net.step(part(x, [64 // world] * world, rank), target, squared)
     for norms in (net.norms.forward, net.norms.backward):
         found = list(norms.values())
-        assert all(after < 0.6 * before for before, after in zip(found, found[1:])), found
+        assert all(after < 0.6 * before for before, after in itertools.pairwise(found)), found
     assert net.audits[-1].gradient_error < 1e-2
     net.mode = "exact-wave"
     assert net.audits[-1].cosine > 0.999

@@ -13,7 +13,7 @@ from ._blocks import Block, custom, ode, plain, residual, timed
 from ._cells import Cell
 from ._cycle import Cycle
 from ._failures import LayerParallelError
-from ._gradients import clip_grad_norm_
+from ._gradients import GradScaler, clip_grad_norm_
 from ._model import Evaluated
 from ._recurrent import RecurrentParallel
 from ._run import step
@@ -27,6 +27,7 @@ __all__ = [
     "Cell",
     "Cycle",
     "Evaluated",
+    "GradScaler",
     "LayerParallel",
     "LayerParallelError",
     "Norms",

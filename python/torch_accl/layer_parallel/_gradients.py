@@ -1,18 +1,19 @@
 """What is done with the gradients of all layers together.
 
-Owns norms over ranks, which are those of one rank by a bit: summed layer by layer, in their order.
+Owns norms over ranks, which are those of one rank by a bit: summed layer by layer, in their order; and that all ranks of a net leave out the same steps.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._model import Model
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["GradScaler", "clip_grad_norm_"]
 
 
 def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -39,3 +40,42 @@ def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, erro
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
     return torch.tensor(total)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for the layers of a net: where a gradient of any rank is infinite or no number, all ranks leave the step out, and scale alike.
+
+    `net.step(..., loss_scale=scaler.get_scale())`, then `scaler.step(optimizer)` and `scaler.update()`, on all ranks together. Other arguments are torch's.
+    """
+
+    def __init__(self, net: Model, device: str = "cpu", **settings: Any) -> None:
+        super().__init__(device, **settings)
+        self._net = net
+
+    def get_scale(self) -> float:
+        """The factor of the next gradients. It makes the scale, as `scale(loss)` would."""
+        if self.is_enabled() and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        scale: float = super().get_scale()
+        return scale
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides an optimizer's gradients by the scale, and finds out whether those of all ranks are finite."""
+        super().unscale_(optimizer)
+        if not self.is_enabled():
+            return
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        wire = self._net.wire
+        mine = any(float(value) > 0 for value in found.values())
+        [count] = wire.together(torch.tensor([int(mine)], device=wire.device), "looking for infinite gradients")
+        # A rank without gradients has nobody to tell otherwise.
+        device = torch.device(self._device)
+        found.setdefault(device, torch.zeros((), device=device))
+        for value in found.values():
+            value.fill_(float(count > 0))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps, unless a gradient of any rank is infinite or no number."""
+        if self.is_enabled() and not self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)

@@ -360,6 +360,10 @@ class Evaluation:
             before = self.gradients[slot]
             self.gradients[slot] = gradient if before is None else before + gradient
 
+    def slot_of(self, layer: int, name: str) -> int | None:
+        """The place of a parameter among those that want a gradient."""
+        return next((slot for own, slot in self._of_layer[layer] if own == name), None)
+
     def gradients_of(self, layer: int) -> list[Tensor | None]:
         """Those of a layer's parameters; of what several layers share, those of the first."""
         if not self.layers.is_counted(layer):

@@ -20,9 +20,15 @@ __all__ = ["Serial"]
 class Serial(nn.Module):
     """Layers one after the other, as an `exact-wave` has them; its parameters have the names of `LayerParallel`, `layers.<number>...`."""
 
-    def __init__(self, layers: Sequence[nn.Module], kinds: Sequence[Kind], dt: float) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], kinds: Sequence[Kind], dt: float, ties: Sequence[Sequence[str]] = ()
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        for first, *others in ties:
+            for other in others:
+                holder, _, name = other.rpartition(".")
+                setattr(self.get_submodule(holder), name, self.get_parameter(first))
         self.kinds = list(kinds)
         self.dt = dt
 

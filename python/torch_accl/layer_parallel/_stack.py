@@ -23,7 +23,8 @@ from ._model import WAVE, Mode, Model, Schedule, group_of, replica_of
 from ._net import Layers
 from ._plans import Net, Plans
 from ._serial import Serial
-from ._solve import Guess, Solver
+from ._solve import Guess, Solve, Solver
+from ._ties import Ties, shared_names
 from ._wire import Wire
 
 __all__ = ["LayerParallel"]
@@ -47,6 +48,8 @@ class LayerParallel(Model):
     side_per_sample: names of side inputs of which a micro-batch gets its part of the first dimension, as of the input; of others all.
     checkpoint: keep of every layer but the first of each coarse step only its input, and evaluate it anew in the backward pass.
     tolerance, max_iterations: of `"converged"`: a pass goes on until its residual norm is at most that share of its first one, or falls no more, or for so many iterations.
+    tie: groups of names of parameters, `("layers.0.weight", "layers.9.weight")`, that are one: they begin with the first one's values, and each gets the sum of
+        their gradients. What is one parameter in several of the modules given is tied without being named.
     replica: which of the data-parallel copies this is, each of which draws other random numbers; by default its place among groups like `group`.
     audit_every: every so many batches of an inexact mode `step` runs the batch a second time, exactly, with the same random numbers, and says in `audits` how wrong
         it was; it takes the time of a wave and the memory of a second set of gradients. 0: never.
@@ -74,6 +77,7 @@ class LayerParallel(Model):
         checkpoint: bool = False,
         tolerance: float = 1e-4,
         max_iterations: int = 30,
+        tie: Sequence[Sequence[str]] = (),
         replica: int | None = None,
         audit_every: int = 0,
         audit_limit: float = 0.5,
@@ -109,11 +113,11 @@ class LayerParallel(Model):
             _names(blocks, own),
             replica_of(self._wire.ranks) if replica is None else replica,
         )
+        given = [block.module for block in blocks]
+        self._ties = Ties([*tie, *shared_names(given, net.owner)], net.owner, self._solver.layers.modules, self._wire)
         self._solver.guess = guess
         self._solver.per_sample = frozenset(side_per_sample)
-        self._settings += (
-            f"; layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; parts {sorted(side_per_sample)}"
-        )
+        self._settings += f"; layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; parts {sorted(side_per_sample)}; tie {self._ties.names}"
         self.mode = mode
 
     @property
@@ -124,6 +128,11 @@ class LayerParallel(Model):
     def owner(self, layer: int) -> int:
         """The rank of the layers that has one."""
         return self._plans.net.owner(layer)
+
+    def settled(self, solve: Solve) -> None:
+        """Brings what ranks know of the gradients of tied parameters and of side inputs together."""
+        self._ties.add_up(solve.batch.evaluation, f"batch {solve.batch.number}")
+        super().settled(solve)
 
     # ---- the same net on one rank
 
@@ -150,7 +159,7 @@ class LayerParallel(Model):
             raise LayerParallelError(sentence(causes, "Layers that are exported must be picklable."))
         found = {layer: module for part, _ in of_all for layer, module in pickle.loads(part).items()}
         modules = [found[layer] for layer in range(len(found))]
-        return Serial(modules, layers.kinds, layers.dt).train(self.training)
+        return Serial(modules, layers.kinds, layers.dt, self._ties.names).train(self.training)
 
 
 # ---- construction

@@ -1,0 +1,187 @@
+"""Parameters that several ranks share, and steps that all ranks of a net leave out."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import gloo_group, on_ranks
+from torch import nn
+from torch.nn import functional
+from torch_accl import layer_parallel
+from torch_accl.layer_parallel import Cycle, GradScaler, LayerParallel, ode, plain
+
+MODES = ["inexact", "exact-wave", "exact-pipeline"]
+WORDS, WIDTH = 11, 6
+
+
+def alone():
+    """A group of this rank, for the same net on one."""
+    return dist.new_subgroups(group_size=1)[0]
+
+
+class Unembedding(nn.Module):
+    """The last layer of a language model: its weight is that of the first."""
+
+    def __init__(self, weight=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WORDS, WIDTH)) if weight is None else weight
+
+    def forward(self, x):
+        return functional.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """From shares of words to their vectors."""
+
+    def __init__(self, number=0):
+        super().__init__()
+        torch.manual_seed(9)
+        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def small(number):
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def batch(rows=6):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, WORDS, generator=generator).softmax(1)
+    return x, torch.randint(WORDS, (rows,), generator=generator)
+
+
+def blocks(shares=False):
+    first = Embedding()
+    last = Unembedding(first.weight) if shares else Unembedding()
+    return [plain(first), *(ode(small(number)) for number in range(8)), plain(last)]
+
+
+TIE = [("layers.0.weight", "layers.9.weight")]
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["named", "shared", "gloo"])
+def test_tied_parameters_get_the_sum_of_their_gradients_and_stay_one(rank, world, mode, way):
+    x, target = batch()
+    group = gloo_group() if way == "gloo" and world > 1 else None
+    cycle = Cycle(factor=2, iterations=6)
+    net = LayerParallel(
+        blocks(shares=way == "shared"),
+        group=group,
+        mode=mode,
+        fwd=cycle,
+        bwd=cycle,
+        micro_batches=2,
+        tie=[] if way == "shared" else TIE,
+    )
+    one = blocks(shares=True)
+    modules = nn.ModuleList([block.module for block in one])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for model in (net, modules)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = net.step(x, target, functional.cross_entropy)
+        y = x
+        for block in one:
+            y = y + block.module(y) / 8 if block.kind == "ode" else block.module(y)
+        wanted = functional.cross_entropy(y, target)
+        wanted.backward()
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
+        for name, gradient in ((name, parameter.grad) for name, parameter in net.named_parameters()):
+            _, number, rest = name.split(".", 2)
+            torch.testing.assert_close(gradient, modules[int(number)].get_parameter(rest).grad, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+    serial = net.to_serial()
+    assert serial.layers[0].weight is serial.layers[9].weight or (way == "shared" and world == 1)
+    mine = [layer.weight for number, layer in net.layers.items() if number in ("0", "9")]
+    of_all = net.wire.gathered([weight.detach() for weight in mine])
+    weights = [weight for part in of_all for weight in part]
+    assert len(weights) == 2 and torch.equal(*weights)
+
+
+@on_ranks(2, 3)
+def test_tied_parameters_do_not_depend_on_the_number_of_ranks_by_a_bit(rank, world):
+    x, target = batch()
+    one = LayerParallel(blocks(), group=alone(), tie=TIE)
+    net = LayerParallel(blocks(), tie=TIE)
+    assert torch.equal(net.step(x, target, functional.cross_entropy), one.step(x, target, functional.cross_entropy))
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter.grad, one.get_parameter(name).grad), name
+
+
+@on_ranks(2)
+def test_what_is_tied_again_is_tied_when_it_comes_from_one_rank(rank, world):
+    x, target = batch()
+    net = LayerParallel(blocks(), tie=TIE)
+    back = LayerParallel.from_serial(net.to_serial())
+    assert torch.equal(net.step(x, target, functional.cross_entropy), back.step(x, target, functional.cross_entropy))
+    for name, parameter in back.named_parameters():
+        assert torch.equal(parameter.grad, net.get_parameter(name).grad), name
+
+
+@on_ranks(2)
+def test_a_tied_parameter_that_nothing_uses_adds_nothing(rank, world):
+    class Unused(Unembedding):
+        def forward(self, x):
+            return x @ torch.ones(WIDTH, WORDS)
+
+    x, target = batch()
+    layers = blocks()
+    layers[9] = plain(Unused())
+    net = LayerParallel(layers, tie=TIE, mode="exact-wave")
+    net.step(x, target, functional.cross_entropy)
+    mine = [layer.weight.grad for number, layer in net.layers.items() if number in ("0", "9")]
+    gradients = [gradient for part in net.wire.gathered(mine) for gradient in part]
+    assert torch.equal(*gradients) and gradients[0].abs().sum() > 0
+
+
+@on_ranks(1, 2)
+def test_names_that_cannot_be_tied_are_refused_on_all_ranks(rank, world):
+    for group, message in (
+        (["layers.0.weight", "layers.0.weight"], "at least two names"),
+        (["layers.0.weight", "layers.12.weight"], "of layer 12, which there is not"),
+        (["layers.0.weight", "head"], "'head' names no parameter"),
+        (["layers.0.weight", "layers.9.bias"], "there is no parameter layers.9.bias"),
+        (["layers.0.weight", "layers.8.0.weight"], r"float32\[11, 6\], layers.8.0.weight float32\[6, 6\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LayerParallel(blocks(), tie=[group])
+
+
+# ---- gradient scaling
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_leave_out_the_step_that_one_cannot_make(rank, world, fused):
+    x, target = batch()
+    net = LayerParallel(blocks(), tie=TIE)
+    plain_net = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, fused=fused)
+    other = torch.optim.SGD(plain_net.parameters(), lr=0.5)
+    scaler = GradScaler(net, init_scale=1024.0, growth_interval=2)
+    scales = []
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = net.step(x, target, functional.cross_entropy, loss_scale=scaler.get_scale())
+        if number == 1 and net.is_first:
+            next(net.parameters()).grad[0, 0] = torch.inf
+        scaler.unscale_(optimizer)
+        norm = layer_parallel.clip_grad_norm_(net, 100.0)
+        assert torch.isfinite(norm) or number == 1
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if number != 1:
+            other.zero_grad()
+            torch.testing.assert_close(loss, plain_net.step(x, target, functional.cross_entropy))
+            other.step()
+    assert scales == [1024.0, 512.0, 512.0, 1024.0]
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter, plain_net.get_parameter(name), rtol=1e-5, atol=1e-6)
