@@ -1,6 +1,7 @@
 """Solves that go on until they have converged, guesses, steps with a coarse step of their own, checkpoints, and evaluation beside the mode of training."""
 
 import copy
+import time
 import warnings
 
 import pytest
@@ -333,3 +334,89 @@ def test_modes_run_over_gloo_too(rank, world):
             net = LayerParallel(stiff(), group=group, mode="converged", fwd=Cycle(factor=4), checkpoint=True)
         losses.append(net.step(x, target, squared))
     assert torch.equal(*losses)
+
+
+# ---- the mode that is fastest
+
+
+class Slow(nn.Module):
+    """A layer of small changes that takes its time, waiting: so do all ranks at once, however few cores there are."""
+
+    def __init__(self, number, seconds):
+        super().__init__()
+        torch.manual_seed(number)
+        self.inner, self.seconds = nn.Linear(6, 6), seconds
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        time.sleep(self.seconds)
+        return torch.tanh(self.inner(x)) / 10
+
+
+@on_ranks(1, 4)
+def test_the_fastest_mode_is_chosen_once_for_each_kind_of_batch(rank, world):
+    cycle = Cycle(factor=8, iterations=1)
+    net = LayerParallel([ode(Slow(number, 0.002)) for number in range(32)], mode="auto", fwd=cycle, bwd=cycle)
+    for rows in (8, 8, 4):
+        x, target = batch(rows=rows)
+        before = [layer.module.calls if hasattr(layer, "module") else layer.calls for layer in net.layers.values()]
+        found = net.step(x if net.is_first else None, target if net.is_last else None, squared)
+        # A step of the march is evaluated once more at most, and a measurement takes many calls.
+        calls = max(layer.calls - count for layer, count in zip(net.layers.values(), before))
+        assert (calls > 3) == (rows != 8 or before[0] == 0), (rows, calls)
+        assert set(net.choice.seconds) == {"exact-wave", "inexact"}
+        # Four ranks with coarse steps of eight layers are faster than one after the other, whatever a layer takes; on one rank nothing is.
+        assert net.choice.mode == ("exact-wave" if world == 1 else "inexact"), net.choice
+        other = copy.deepcopy(net)
+        other.mode = net.choice.mode
+        assert all(choice == net.choice for choice in net.wire.gathered(net.choice))
+    with torch.no_grad():
+        assert net.eval()(x) is not None
+    del found
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("modes", [["exact-pipeline"], ["inexact"], ["exact-wave", "exact-pipeline"], None])
+def test_a_batch_in_the_chosen_mode_is_one_in_that_mode(rank, world, modes):
+    x, target = batch()
+    net = LayerParallel([ode(Noisy(number)) for number in range(12)], mode="auto", auto_modes=modes, micro_batches=2)
+    plain_net = copy.deepcopy(net)
+    losses = [net.step(x, target, squared) for _ in range(2)]
+    plain_net.mode = net.choice.mode
+    assert losses == [plain_net.step(x, target, squared) for _ in range(2)]
+    # The measurement has left no trace, in statistics neither.
+    for (name, buffer), (_, other) in zip(net.named_buffers(), plain_net.named_buffers()):
+        assert torch.equal(buffer, other), name
+    for name, gradient in gradients_of(net).items():
+        assert torch.equal(gradient, plain_net.get_parameter(name).grad), name
+
+
+@on_ranks(2)
+def test_a_pipeline_is_not_chosen_for_what_cannot_be_cut(rank, world):
+    x, target = batch(rows=7)
+    net = LayerParallel(steps(), mode="auto", auto_modes=["exact-wave", "exact-pipeline"], micro_batches=2)
+    net.step(x, target, squared)
+    assert set(net.choice.seconds) == {"exact-wave"}
+    with pytest.raises(LayerParallelError, match="no input"):
+        net.step(None, target, squared)
+    with pytest.raises(ValueError, match="auto_modes"):
+        LayerParallel(steps(), auto_modes=["converged"])
+    with pytest.raises(ValueError, match="auto_modes is empty"):
+        LayerParallel(steps(), auto_modes=[])
+    with pytest.raises(ValueError, match="evaluation='auto'"):
+        net.evaluation = "auto"
+
+
+@on_ranks(2)
+def test_a_layer_that_fails_while_it_is_measured_fails_on_all_ranks(rank, world):
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("no such luck")
+
+    x, target = batch()
+    layers = steps()
+    layers[12] = ode(Failing())
+    net = LayerParallel(layers, mode="auto")
+    with pytest.raises(LayerParallelError, match="rank 1 .*measuring layers.*no such luck"):
+        net.step(x, target, squared)

@@ -9,6 +9,7 @@ same ranks. It needs a process group with `isend` and `irecv`, and none on one r
 """
 
 from ._audit import Audit
+from ._auto import Choice
 from ._blocks import Block, custom, ode, plain, residual, timed
 from ._cells import Cell
 from ._cycle import Cycle
@@ -25,6 +26,7 @@ __all__ = [
     "Audit",
     "Block",
     "Cell",
+    "Choice",
     "Cycle",
     "Evaluated",
     "GradScaler",

@@ -6,6 +6,7 @@ happens to a batch in `_run.py`.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_accl import _native
 
 from ._audit import Audit, Excess
+from ._auto import Candidate, Choice, chosen, measured
 from ._cycle import Cycle
-from ._plans import Plans
+from ._plans import Plans, Program
 from ._run import Everything, Job, LossFunction, Run, Through, Way, step
 from ._solve import Converging, Guess, Norms, Passes, Solve, Solver
 from ._wire import Wire
@@ -29,8 +31,8 @@ from ._wire import Wire
 __all__ = ["MODES", "WAVE", "Evaluated", "Mode", "Model", "Schedule", "group_of", "replica_of"]
 
 
-Mode = Literal["inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline"]
-MODES: tuple[Mode, ...] = ("inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline")
+Mode = Literal["inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline", "auto"]
+MODES: tuple[Mode, ...] = ("inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline", "auto")
 Schedule = Literal["1f1b", "gpipe"]
 WAVE = Cycle(levels=1)
 _KEPT_AUDITS = 1000
@@ -58,6 +60,7 @@ class Model(nn.Module):
         micro_batches: int | None,
         schedule: Schedule,
         checkpoint: bool,
+        auto_modes: Sequence[Mode] | None,
         tolerance: float,
         max_iterations: int,
         audit_every: int,
@@ -71,6 +74,19 @@ class Model(nn.Module):
         self._cycles = {"forward": fwd, "adjoint": bwd}
         self._schedule = schedule
         self._micro_batches = wire.size if micro_batches is None else micro_batches
+        # Only who has given a number of micro-batches has said that a loss may be a mean over them.
+        usual: tuple[Mode, ...] = (
+            ("exact-wave", "inexact") if micro_batches is None else ("exact-wave", "exact-pipeline", "inexact")
+        )
+        self._auto_modes = usual if auto_modes is None else tuple(auto_modes)
+        if any(mode not in MODES or mode in ("auto", "converged") for mode in self._auto_modes):
+            raise ValueError(f"auto_modes={list(self._auto_modes)}: give some of {', '.join(MODES[:2] + MODES[3:5])}")
+        if not self._auto_modes:
+            raise ValueError("auto_modes is empty; give at least one mode")
+        self._choices: dict[int, Choice] = {}
+        self._state_of_choices = 0
+        # What was chosen for the last batch in the mode `"auto"`.
+        self.choice: Choice | None = None
         if self._micro_batches < 1:
             raise ValueError(f"micro_batches={micro_batches}: give 1 or more")
         if schedule not in ("1f1b", "gpipe"):
@@ -92,7 +108,7 @@ class Model(nn.Module):
         self._mode: Mode = mode
         self._evaluation: Mode = "exact-wave"
         # How the net was built, for who compares it with others.
-        self._settings = f"audits {audit_every} {audit_limit} {on_excess}; tolerance {tolerance} {max_iterations}; checkpoint {checkpoint}"
+        self._settings = f"audits {audit_every} {audit_limit} {on_excess}; tolerance {tolerance} {max_iterations}; checkpoint {checkpoint}; auto_modes {self._auto_modes}"
         self._solver: Solver
 
     # ---- what a batch asks
@@ -136,14 +152,17 @@ class Model(nn.Module):
     @evaluation.setter
     def evaluation(self, mode: Mode) -> None:
         self.check_mode(mode)
-        if mode == "exact-pipeline":
-            raise ValueError("evaluation='exact-pipeline': give one of the other modes")
+        if mode in ("exact-pipeline", "auto"):
+            raise ValueError(f"evaluation={mode!r}: give one of the other modes")
         self._evaluation = mode
 
     def check_mode(self, mode: Mode) -> None:
         """Raises for a mode that there is not, or not for this net."""
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: give one of {', '.join(MODES)}")
+        if mode == "auto":
+            for other in self._auto_modes:
+                self.check_mode(other)
         if mode in ("inexact", "converged"):
             self.check_cycle(self._cycles["forward"])
         if mode in ("inexact", "converged", "exact-forward"):
@@ -274,7 +293,7 @@ class Model(nn.Module):
             raise RuntimeError("evaluate() of a net in training; call eval() before, and train() afterwards")
         run = self.run(x, side, call="evaluate()")
         job = Job(x, target, loss_fn, side, 1.0)
-        trained = self.way_of(self._mode if self._mode != "exact-pipeline" else "exact-wave")
+        trained = self.way_of(self._mode if self._mode not in ("exact-pipeline", "auto") else "exact-wave")
         with run.begun(job.wrong(self._wire, 1), is_recorded=False) as solve:
             return Evaluated(*solve.compared((self._plans.solve("forward", WAVE), trained.forward), job.loss_of))
 
@@ -290,9 +309,64 @@ class Model(nn.Module):
         """A wave there, and one back."""
         return self._plans.solve("forward", WAVE), self._plans.solve("adjoint", WAVE)
 
-    def way(self) -> Way:
-        """How the next batch is run."""
-        return self.way_of(self._mode if self.training else self._evaluation)
+    def way(self, run: Run) -> Way:
+        """How a batch is run."""
+        mode = self._mode if self.training else self._evaluation
+        return self.way_of(self._fastest(run) if mode == "auto" else mode)
+
+    def _fastest(self, run: Run) -> Mode:
+        """The mode that is fastest for batches like this one. The first of a kind is measured; the choice is one rank's."""
+        wire, key = self._wire, -1
+        state = self._solver.layers.state()
+        if wire.rank == 0:
+            # Who cannot say what the input is like says why when the batch begins.
+            with contextlib.suppress(Exception):
+                key = run.key()
+        numbers = torch.tensor([key, int(state != self._state_of_choices)], device=wire.device)
+        key, has_changed = wire.together(numbers, "choosing a mode", is_greatest=True)
+        if has_changed:
+            self._choices.clear()
+            self._state_of_choices = state
+        if key < 0:
+            return "exact-wave"
+        if key not in self._choices:
+            found: Choice | None = None
+            if len(self._auto_modes) > 1:
+                run.way = self.way_of("exact-wave")
+                number = self._solver.number
+                with run.begun(is_recorded=True) as solve:
+                    parts = self._parts(solve)
+                    known = measured(solve, parts)
+                self._solver.number = number
+                found = chosen(self._candidates(parts), known) if wire.rank == 0 else None
+                found = wire.pass_on(found, 0)
+            self._choices[key] = found or Choice(self._auto_modes[0], {})
+        self.choice = self._choices[key]
+        mode: Mode = self.choice.mode  # type: ignore[assignment]
+        return mode
+
+    def _parts(self, solve: Solve) -> int:
+        """Micro-batches of a pipeline, if a batch like this one can be cut into them; else 0."""
+        leaves = [leaf for form in solve.batch.forms for leaf in form.leaves]
+        rows = {leaf.shape[0] if leaf.shape else 0 for leaf in leaves}
+        can = (
+            "exact-pipeline" in self._auto_modes
+            and len(rows) == 1
+            and rows != {0}
+            and not min(rows) % self._micro_batches
+        )
+        return self._micro_batches if can else 0
+
+    def _candidates(self, parts: int) -> list[Candidate]:
+        found = []
+        for mode in self._auto_modes:
+            way = self.way_of(mode)
+            if way.pipeline is None:
+                programs = (way.forward, way.adjoint)
+                found.append(Candidate(mode, tuple(each for each in programs if isinstance(each, Program))))
+            elif parts:
+                found.append(Candidate(mode, (way.pipeline,), parts))
+        return found
 
     def way_of(self, mode: Mode) -> Way:
         """How a batch is run in a mode."""

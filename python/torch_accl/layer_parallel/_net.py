@@ -27,6 +27,7 @@ __all__ = [
     "Extra",
     "Layers",
     "Parameters",
+    "Record",
     "States",
     "form_returned",
     "keep_freed_memory",
@@ -314,7 +315,7 @@ class Evaluation:
         if source is not None:
             # A coarse step has those of all states that it spans, as if they were alike.
             cotangents = [cotangent + span * more for cotangent, more in zip(cotangents, source)]
-        graph = self._graph(layer, span, micro_batch, record)
+        graph = self.graph_of(layer, span, micro_batch, record)
         wanted = graph.leaves if is_final else graph.inputs
         outputs, given = [], []
         for output, cotangent in zip(graph.outputs, cotangents):
@@ -334,7 +335,7 @@ class Evaluation:
         states = zip(graph.inputs, found)
         return [torch.zeros_like(state) if gradient is None else gradient for state, gradient in states]
 
-    def _graph(self, layer: int, span: int, micro_batch: int, record: Record) -> Graph:
+    def graph_of(self, layer: int, span: int, micro_batch: int, record: Record) -> Graph:
         """That of a step, or of a coarse step, at the state at which the layer was evaluated for good."""
         known = record.graph if span == 1 else record.coarse.get(span)
         if known is not None:

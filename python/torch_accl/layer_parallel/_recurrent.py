@@ -61,6 +61,7 @@ class RecurrentParallel(Model):
         micro_batches: int | None = None,
         schedule: Schedule = "1f1b",
         checkpoint: bool = False,
+        auto_modes: Sequence[Mode] | None = None,
         tolerance: float = 1e-4,
         max_iterations: int = 30,
         replica: int | None = None,
@@ -76,6 +77,7 @@ class RecurrentParallel(Model):
             micro_batches=micro_batches,
             schedule=schedule,
             checkpoint=checkpoint,
+            auto_modes=auto_modes,
             tolerance=tolerance,
             max_iterations=max_iterations,
             audit_every=audit_every,
@@ -218,9 +220,9 @@ class RecurrentParallel(Model):
                 )
                 evaluation.gradients[slot] = whole.to(parameter.dtype)
 
-    def way(self) -> Way:
-        """How the next batch is run; the weights are compared, too."""
-        way = super().way()
+    def way(self, run: Run) -> Way:
+        """How a batch is run; the weights are compared, too."""
+        way = super().way(run)
         return (
             replace(way, settings=f"{way.settings}; replicated weights {self._weights()}")
             if self._wire.size > 1

@@ -67,8 +67,8 @@ class Runs(Protocol):
     def anchor(self) -> Tensor:
         """Something that wants a gradient."""
 
-    def way(self) -> Way:
-        """How the next batch is run."""
+    def way(self, run: Run) -> Way:
+        """How a batch is run."""
 
     def exact_passes(self) -> tuple[Passes, Passes]:
         """How the same batch is run exactly."""
@@ -159,7 +159,6 @@ class Run:
     ) -> None:
         self.model = model
         self.wrong = wrong
-        self.way = model.way()
         self.solver = model.solver
         self.found: Parameters = self.solver.layers.parameters()
         self.parameters = self.found[0]
@@ -183,6 +182,12 @@ class Run:
             else:
                 beside = [side[name] for name in sorted(side)] if isinstance(side, dict) else []
                 self.given = [leaf for leaf in pytree.tree_leaves((x, beside)) if is_state(leaf)]
+        self.way: Way
+        self.way = model.way(self)
+
+    def key(self) -> int:
+        """What the first rank's input has in common with those of other batches."""
+        return self.solver.key_of(self._x, self._side)
 
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
         """The solve."""

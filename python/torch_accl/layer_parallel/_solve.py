@@ -216,6 +216,11 @@ class Solver:
             lots,
         )
 
+    def key_of(self, x: Any, side: dict[str, Any] | None) -> int:
+        """What batches of a kind have in common."""
+        form, _ = split(x, 1)
+        return digest(packed((form, side_of(side)[0], _autocast(), self.plans.net.counts)))
+
     def _check_names(self, side_form: SideForm) -> None:
         """A side input that no layer takes is a misspelt one."""
         if not side_form.names:

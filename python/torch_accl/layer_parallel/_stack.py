@@ -39,7 +39,7 @@ class LayerParallel(Model):
     horizon: the length of time that all steps of `ode` and `timed` layers make together; dt is that divided by their number and that of
         `residual` and `custom` ones.
     seed: what the layers are built from and draw from, with their number.
-    mode: `"inexact"`, `"exact-forward"`, `"converged"`, `"exact-wave"` or `"exact-pipeline"`; it may be changed between batches.
+    mode: `"inexact"`, `"exact-forward"`, `"converged"`, `"exact-wave"`, `"exact-pipeline"` or `"auto"`; it may be changed between batches.
     fwd, bwd: how the passes of the inexact modes are solved.
     guess: what `Cycle(start="guess")` begins with: a function from the number of a point, i before layer i, to a state.
     buffer_layers: so many steps at the beginning and at the end are never part of a coarse step.
@@ -47,6 +47,8 @@ class LayerParallel(Model):
     micro_batches, schedule: of `"exact-pipeline"`: into how many parts a batch is split, by default one for each rank, and `"1f1b"` or `"gpipe"`.
     side_per_sample: names of side inputs of which a micro-batch gets its part of the first dimension, as of the input; of others all.
     checkpoint: keep of every layer but the first of each coarse step only its input, and evaluate it anew in the backward pass.
+    auto_modes: what `"auto"` chooses from, by measured times: by default `"exact-wave"` and `"inexact"`, and `"exact-pipeline"` if `micro_batches` is given. The
+        first one is taken unless another is faster by 3 %.
     tolerance, max_iterations: of `"converged"`: a pass goes on until its residual norm is at most that share of its first one, or falls no more, or for so many iterations.
     tie: groups of names of parameters, `("layers.0.weight", "layers.9.weight")`, that are one: they begin with the first one's values, and each gets the sum of
         their gradients. What is one parameter in several of the modules given is tied without being named.
@@ -75,6 +77,7 @@ class LayerParallel(Model):
         schedule: Schedule = "1f1b",
         side_per_sample: Collection[str] = (),
         checkpoint: bool = False,
+        auto_modes: Sequence[Mode] | None = None,
         tolerance: float = 1e-4,
         max_iterations: int = 30,
         tie: Sequence[Sequence[str]] = (),
@@ -91,6 +94,7 @@ class LayerParallel(Model):
             micro_batches=micro_batches,
             schedule=schedule,
             checkpoint=checkpoint,
+            auto_modes=auto_modes,
             tolerance=tolerance,
             max_iterations=max_iterations,
             audit_every=audit_every,
