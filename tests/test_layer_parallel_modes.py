@@ -420,3 +420,49 @@ def test_a_layer_that_fails_while_it_is_measured_fails_on_all_ranks(rank, world)
     net = LayerParallel(layers, mode="auto")
     with pytest.raises(LayerParallelError, match="rank 1 .*measuring layers.*no such luck"):
         net.step(x, target, squared)
+
+
+# ---- compiled layers
+
+
+def graphs_of(blocks, cycle):
+    """How many graphs torch.compile makes of these layers in training, evaluation and an exact mode."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in blocks:
+        block.module.compile(backend="aot_eager")
+    net = LayerParallel(blocks, fwd=cycle, bwd=cycle)
+    x, target = batch()
+    losses = [net.step(x, target, squared) for _ in range(2)]
+    net.mode = "exact-wave"
+    losses.append(net.step(x, target, squared))
+    with torch.no_grad():
+        net.eval()(x)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], losses
+
+
+@on_ranks(1, 2)
+def test_a_kind_of_layer_is_compiled_twice_however_many_layers_and_levels_there_are(rank, world):
+    cycle = Cycle(levels=3, factor=2, iterations=3, relax="FCF")
+    for make in (
+        lambda: [ode(small(number)) for number in range(12)],
+        lambda: [timed(Stepped(number)) for number in range(12)],
+        lambda: [residual(Residual(number)) for number in range(12)],
+    ):
+        blocks = make()
+        graphs, losses = graphs_of(blocks, cycle)
+        # With a record for autograd, and without one.
+        assert graphs == 2, (type(blocks[0].module), graphs)
+        x, target = batch()
+        net = LayerParallel(make(), fwd=cycle, bwd=cycle)
+        torch.testing.assert_close(net.step(x, target, squared), losses[0], rtol=1e-5, atol=1e-7)
+
+
+class Residual(nn.Module):
+    def __init__(self, number, width=6):
+        super().__init__()
+        torch.manual_seed(number)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) / 12

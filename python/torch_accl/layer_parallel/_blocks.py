@@ -41,7 +41,7 @@ def ode(f: nn.Module | Builder) -> Block:
 
 
 def timed(f: nn.Module | Builder) -> Block:
-    """A step `f(x, dt)`, which takes the length of the step, a float, itself."""
+    """A step `f(x, dt)`, which takes the length of the step, a float, itself; a compiled one gets it as a tensor, so that one graph serves all levels."""
     return Block(f, "timed")
 
 

@@ -280,7 +280,12 @@ class Evaluation:
         first, named = ((), {}) if extra is None else extra.arguments(given)
         kind = self.layers.kinds[layer]
         if kind == "timed":
-            return (*first, state, span * self.layers.dt), named
+            dt = span * self.layers.dt
+            return (
+                *first,
+                state,
+                torch.tensor(dt, dtype=torch.float64) if _is_compiled(self.modules[layer]) else dt,
+            ), named
         return ((*first, state, span) if kind == "custom" and span > 1 else (*first, state)), named
 
     def _call(
@@ -378,6 +383,11 @@ class Evaluation:
     def forget(self, layer: int, micro_batch: int) -> None:
         """Lets the graph of a layer go."""
         self.tape.pop((layer, micro_batch), None)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a number in the arguments of a module would be compiled into it, so that every level has graphs of its own."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 class _Coarse(nn.Module):
