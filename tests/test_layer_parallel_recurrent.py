@@ -191,6 +191,38 @@ def test_another_length_is_planned_anew(rank, world):
             torch.testing.assert_close(last, tail(wanted[:, -1]), rtol=1e-12, atol=1e-14)
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("mode", ["exact-wave", "inexact"])
+def test_batches_of_different_lengths_may_be_under_way_at_once(rank, world, mode):
+    rnn, tail = made("LSTM")
+    both = [(seeded(steps, ROWS, steps, WIDTH), seeded(1, ROWS, 2)) for steps in (16, 10)]
+    gradients = []
+    for together in (False, True):
+        net = RecurrentParallel(copy.deepcopy(rnn), copy.deepcopy(tail), mode=mode)
+        losses = []
+        for x, target in both:
+            outputs, last = net(part(x, [x.shape[1] - 6 * (world - 1), 6], rank))
+            losses.append(
+                squared(last, target) + outputs.square().mean() if net.is_last else last + outputs.square().mean()
+            )
+            if not together:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        gradients.append(gradients_of(net))
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-13, atol=1e-16)
+
+
+@on_ranks(1)
+def test_dropout_is_off_in_evaluation(rank, world):
+    rnn = nn.GRU(WIDTH, HIDDEN, 2, batch_first=True, dropout=0.5).double()
+    net = RecurrentParallel(rnn).eval()
+    x = seeded(1, ROWS, STEPS, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x)[0], rnn(x)[0], rtol=1e-13, atol=1e-15)
+
+
 class Counter(nn.Module):
     """A cell of somebody else: its state is a dict, its input a tuple, and it has no coarse step."""
 

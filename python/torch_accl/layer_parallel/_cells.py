@@ -49,6 +49,7 @@ class Stepped(nn.Module):
 
     def __init__(self, rnn: nn.Module) -> None:
         super().__init__()
+        # Whether it is in training is said of that module, not of this one.
         self.rnn = rnn
         self.layers = getattr(rnn, "num_layers", 1)
         self.dropout = getattr(rnn, "dropout", 0.0)
@@ -77,7 +78,7 @@ class Stepped(nn.Module):
     def _input(self, layer: int, below: Tensor) -> Tensor:
         """The products of a layer's input, which is `h` of the layer below."""
         if self.dropout > 0:
-            below = functional.dropout(below, self.dropout, self.training)
+            below = functional.dropout(below, self.dropout, self.rnn.training)
         weights = self._weights(layer)
         return functional.linear(below, weights[0], weights[2])
 

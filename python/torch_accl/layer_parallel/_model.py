@@ -197,11 +197,11 @@ class Model(nn.Module):
     @property
     def guess(self) -> Guess | None:
         """A function from the number of a point to a state like that of the point, which a solve with `Cycle(start="guess")` begins with. Each rank is asked for those of its layers."""
-        return self._solver.guess
+        return self._solver.shared.guess
 
     @guess.setter
     def guess(self, guess: Guess | None) -> None:
-        self._solver.guess = guess
+        self._solver.shared.guess = guess
 
     @property
     def is_first(self) -> bool:
@@ -333,11 +333,11 @@ class Model(nn.Module):
             found: Choice | None = None
             if len(self._auto_modes) > 1:
                 run.way = self.way_of("exact-wave")
-                number = self._solver.number
+                number = self._solver.shared.number
                 with run.begun(is_recorded=True) as solve:
                     parts = self._parts(solve)
                     known = measured(solve, parts)
-                self._solver.number = number
+                self._solver.shared.number = number
                 found = chosen(self._candidates(parts), known) if wire.rank == 0 else None
                 found = wire.pass_on(found, 0)
             self._choices[key] = found or Choice(self._auto_modes[0], {})

@@ -27,7 +27,7 @@ from ._model import Mode, Model, Schedule, group_of, replica_of
 from ._net import Beside, Evaluation, Extra, Layers, Parameters, States
 from ._plans import Net, Plans
 from ._run import LossFunction, Run, Way, step
-from ._solve import Solve, Solver
+from ._solve import Shared, Solve, Solver
 from ._tree import is_state
 from ._wire import Wire
 
@@ -88,11 +88,13 @@ class RecurrentParallel(Model):
         self.tail = tail if self._wire.is_last else None
         steps = stepped(cell)
         self._steps = (steps,)
-        self._lengths: dict[tuple[int, ...], Plans] = {}
-        plans = self._plans_of((1,) * self._wire.size)
-        layers = Steps(self, steps, Tail(steps, self.tail), seed)
-        replica = replica_of(self._wire.ranks) if replica is None else replica
-        self._solver = Solver(self._wire, plans, layers, StepNames(cell, tail), replica)
+        self._steps_tail = (Tail(steps, self.tail),)
+        self._seed = seed
+        self._replica = replica_of(self._wire.ranks) if replica is None else replica
+        self._shared = Shared()
+        # For each way in which a sequence lies on the ranks, all that a batch needs: several may be under way.
+        self._solvers: dict[tuple[int, ...], Solver] = {}
+        self._solver = self._solver_of((1,) * self._wire.size)
         self._settings += f"; cell {type(cell).__name__}; seed {seed}"
         self.mode = mode
 
@@ -149,15 +151,11 @@ class RecurrentParallel(Model):
             rows, count = _sizes_of(x)
         except Exception as error:
             wrong = error
-        counts = self._counts(rows, count, wrong)
-        self._solver.plans = self._plans_of(counts)
-        layers = self._solver.layers
-        assert isinstance(layers, Steps)
-        layers.place(counts, self._wire.rank)
-        return SequenceRun(self, layers, x, state, call)
+        self._solver = self._solver_of(self._counts(rows, count, wrong))
+        return SequenceRun(self, x, state, call)
 
     def _counts(self, rows: int, count: int, wrong: BaseException | None) -> tuple[int, ...]:
-        what = f"the start of batch {self._solver.number}"
+        what = f"the start of batch {self._shared.number}"
         numbers = torch.tensor([count, -count, rows, -rows, int(wrong is not None)], device=self._wire.device)
         most, least, most_rows, least_rows, has_failed = self._wire.together(numbers, what, is_greatest=True)
         if has_failed:
@@ -171,13 +169,23 @@ class RecurrentParallel(Model):
             raise ValueError("a sequence of no steps; give at least one on some rank")
         return counts
 
-    def _plans_of(self, counts: tuple[int, ...]) -> Plans:
-        if counts not in self._lengths:
-            if len(self._lengths) >= _REMEMBERED:
-                self._lengths.pop(next(iter(self._lengths)))
+    def _solver_of(self, counts: tuple[int, ...]) -> Solver:
+        if counts not in self._solvers:
+            if len(self._solvers) >= _REMEMBERED:
+                self._solvers.pop(next(iter(self._solvers)))
             specs = (("custom", False),) * sum(counts) + (("plain", True),)
-            self._lengths[counts] = Plans(Net(specs, (*counts[:-1], counts[-1] + 1)), self._wire.rank)
-        return self._lengths[counts]
+            tail = self._steps_tail[0]
+            names = [type(self.cell).__name__] * sum(counts)
+            names.append("output" if tail.tail is None else type(tail.tail).__name__)
+            self._solvers[counts] = Solver(
+                self._wire,
+                Plans(Net(specs, (*counts[:-1], counts[-1] + 1)), self._wire.rank),
+                Steps(self, self.step_cell, tail, self._seed, counts),
+                names,
+                self._replica,
+                self._shared,
+            )
+        return self._solvers[counts]
 
     def settled(self, solve: Solve) -> None:
         """Makes the cell's gradients those of the whole sequence, the same on all ranks."""
@@ -188,7 +196,7 @@ class RecurrentParallel(Model):
             sequence.finish(evaluation)
         except Exception as error:
             solve.batch.fail(f"the gradients of inputs, batch {solve.batch.number}", error)
-        layers = self._solver.layers
+        layers = solve.solver.layers
         assert isinstance(layers, Steps)
         slots = layers.shared()
         parameters = [evaluation.parameters[slot] for slot in slots]
@@ -255,21 +263,6 @@ def _sizes_of(x: Any) -> tuple[int, int]:
     return leaves[0].shape[0], leaves[0].shape[1]
 
 
-class StepNames(Sequence[str]):
-    """What the layers of a sequence are called, however many they are."""
-
-    def __init__(self, cell: nn.Module, tail: nn.Module | None) -> None:
-        self._cell = type(cell).__name__
-        self._tail = "output" if tail is None else type(tail).__name__
-        self.layers = 2
-
-    def __len__(self) -> int:
-        return self.layers
-
-    def __getitem__(self, layer: Any) -> Any:
-        return self._tail if layer == self.layers - 1 else self._cell
-
-
 class Tail(nn.Module):
     """The output of the last step, and what comes after it."""
 
@@ -287,21 +280,16 @@ class Tail(nn.Module):
 class Steps(Layers):
     """The steps of one rank, all the same module, and after the last one the tail."""
 
-    def __init__(self, model: RecurrentParallel, cell: nn.Module, tail: Tail, seed: int) -> None:
-        super().__init__(nn.ModuleDict({"cell": cell, "tail": tail}), (), 1.0, seed)
+    def __init__(self, model: RecurrentParallel, cell: nn.Module, tail: Tail, seed: int, counts: Sequence[int]) -> None:
+        kinds: list[Kind] = ["custom"] * sum(counts)
+        super().__init__(nn.ModuleDict({"cell": cell, "tail": tail}), [*kinds, "plain"], 1.0, seed)
         self._cell, self._tail = cell, tail
         self._rank = model.wire.rank
-        self.own = range(0)
-        self._end = 0
         self._is_last = model.wire.is_last
-
-    def place(self, counts: Sequence[int], rank: int) -> None:
-        """Which steps this rank has."""
-        first = sum(counts[:rank])
-        self.own = range(first, first + counts[rank])
+        first = sum(counts[: self._rank])
+        # The steps of this rank.
+        self.own = range(first, first + counts[self._rank])
         self._end = sum(counts)
-        kinds: list[Kind] = ["custom"] * self._end
-        self.kinds = [*kinds, "plain"]
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -502,7 +490,9 @@ class _Preparing(nn.Module):
 class SequenceRun(Run):
     """A batch of sequences."""
 
-    def __init__(self, model: RecurrentParallel, steps: Steps, x: Any, state: Any, call: str) -> None:
+    def __init__(self, model: RecurrentParallel, x: Any, state: Any, call: str) -> None:
+        steps = model.solver.layers
+        assert isinstance(steps, Steps)
         self._net, self._steps, self._input = model, steps, x
         first: Any = None
         if model.wire.rank == 0:
@@ -518,9 +508,6 @@ class SequenceRun(Run):
         self._outputs: Tensor
 
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
-        names = self.solver.names
-        assert isinstance(names, StepNames)
-        names.layers = len(self._steps.kinds)
         try:
             self._sequence = Inputs(
                 self._steps,

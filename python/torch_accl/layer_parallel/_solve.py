@@ -26,7 +26,7 @@ from ._tree import Form, digest, form_of, ordered, packed, zeros
 from ._walk import Batch, Walk
 from ._wire import Wire, bits_of, numbers_of
 
-__all__ = ["Converging", "Guess", "Norms", "Passes", "Solve", "Solver", "split"]
+__all__ = ["Converging", "Guess", "Norms", "Passes", "Shared", "Solve", "Solver", "split"]
 
 
 # Forms of so many kinds of input are remembered.
@@ -78,20 +78,30 @@ class Converging:
 Passes = Program | Converging
 
 
-class Solver:
-    """What a rank has for all batches."""
+@dataclass
+class Shared:
+    """What a net's solvers have in common, where it has several."""
 
-    def __init__(self, wire: Wire, plans: Plans, layers: Layers, names: Sequence[str], replica: int) -> None:
+    # Of the next batch, as the first rank counts.
+    number: int = 0
+    # What the states of C-points begin with, where a cycle begins with a guess.
+    guess: Guess | None = None
+    # The names of side inputs of which a micro-batch gets a part.
+    per_sample: Collection[str] = ()
+
+
+class Solver:
+    """What a rank has for all batches of one plan."""
+
+    def __init__(
+        self, wire: Wire, plans: Plans, layers: Layers, names: Sequence[str], replica: int, shared: Shared | None = None
+    ) -> None:
         self.wire = wire
         self.replica = replica
+        self.shared = Shared() if shared is None else shared
         self.plans = plans
         self.layers = layers
         self.names = names
-        self.number = 0
-        # What the states of C-points begin with, where a cycle begins with a guess.
-        self.guess: Guess | None = None
-        # The names of side inputs of which a micro-batch gets a part.
-        self.per_sample: Collection[str] = ()
         self._forms: dict[int, tuple[list[Form], SideForm]] = {}
         # What the forms hold for.
         self._state = 0
@@ -165,21 +175,21 @@ class Solver:
             try:
                 form, lots = split(x, micro_batches)
                 side_form, side_tensors = side_of(side)
-                _check_parts(side_form, self.per_sample, micro_batches)
+                _check_parts(side_form, self.shared.per_sample, micro_batches)
                 header[3] = digest(packed((form, side_form, _autocast(), self.plans.net.counts)))
             except Exception as error:
                 wrong, header[2] = error, 1
         if wire.rank == 0:
-            header[4] = self.number
+            header[4] = self.shared.number
         numbers = torch.tensor(header, device=wire.device)
-        what = f"the start of batch {self.number}"
+        what = f"the start of batch {self.shared.number}"
         most, least, has_failed, key, number, has_changed = wire.together(numbers, what, is_greatest=True)
         if has_failed:
             cause = None if wrong is None else f"{what}: {described(wrong)}"
             raise LayerParallelError(sentence(wire.gathered(cause))) from wrong
         if most != -least:
             raise ValueError(_difference(wire.gathered(settings)))
-        self.number = number + 1
+        self.shared.number = number + 1
         if has_changed:
             # On some rank; then the forms may be others.
             self._forms.clear()
@@ -192,7 +202,9 @@ class Solver:
         else:
             side_form = self._forms[key][1]
         if side_form.names:
-            beside = Side(side_form, side_tensors, self.layers.modules, device, wire, micro_batches, self.per_sample)
+            beside = Side(
+                side_form, side_tensors, self.layers.modules, device, wire, micro_batches, self.shared.per_sample
+            )
         evaluation = Evaluation(
             self.layers,
             found,
@@ -329,7 +341,7 @@ class Solve:
             point = program.points[value]
             form = self.batch.forms[point]
             states, _ = zeros(form, self.batch.device)
-            guess = self.solver.guess
+            guess = self.solver.shared.guess
             if self.batch.cause is None and guess is not None:
                 try:
                     given, _ = states_of(guess(point), form, f"the guess of point {point}", may_be_states=True)

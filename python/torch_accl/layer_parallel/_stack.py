@@ -119,8 +119,8 @@ class LayerParallel(Model):
         )
         given = [block.module for block in blocks]
         self._ties = Ties([*tie, *shared_names(given, net.owner)], net.owner, self._solver.layers.modules, self._wire)
-        self._solver.guess = guess
-        self._solver.per_sample = frozenset(side_per_sample)
+        self._solver.shared.guess = guess
+        self._solver.shared.per_sample = frozenset(side_per_sample)
         self._settings += f"; layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; parts {sorted(side_per_sample)}; tie {self._ties.names}"
         self.mode = mode
 
