@@ -1,0 +1,107 @@
+"""Layer-parallel nets with what others make of them: sharded over replicas, and with compressed gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch_accl import compression, layer_parallel
+from torch_accl.layer_parallel import Cycle, LayerParallel, ode, plain
+
+
+def squared(y, target):
+    return ((y - target) ** 2).mean()
+
+
+def small(number, width=32):
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+
+def layers(dtype=torch.float32):
+    blocks = [plain(small(50)), *(ode(small(number)) for number in range(8)), plain(small(51))]
+    for block in blocks:
+        block.module.to(dtype)
+    return blocks
+
+
+def batch(rows=8, dtype=torch.float32, width=32):
+    generator = torch.Generator().manual_seed(7)
+    return tuple(torch.randn(rows, width, generator=generator).to(dtype) for _ in range(2))
+
+
+def replicas():
+    """The mesh of two replicas of two ranks, and which this rank is of both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "lp"))
+    return mesh, mesh.get_local_rank("dp")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mode", ["inexact", "exact-wave"])
+def test_replicas_whose_gradients_are_compressed_stay_the_same_by_a_bit(rank, world, mode):
+    mesh, dp = replicas()
+    net = LayerParallel(layers(), mesh=mesh["lp"], mode=mode, fwd=Cycle(factor=2), bwd=Cycle(factor=2))
+    wrapped = DistributedDataParallel(net, process_group=mesh["dp"].get_group())
+    state = compression.CompressionState(
+        compression.Compression("maxmin:8", min_elements=1), wrapped, mesh["dp"].get_group()
+    )
+    wrapped.register_comm_hook(state, compression.ddp_hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, target = batch()
+    mine = slice(4 * dp, 4 * dp + 4)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        losses.append(float(layer_parallel.step(wrapped, x[mine], target[mine], squared)))
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    flat = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat, group=mesh["dp"].get_group())
+    assert torch.equal(*both)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mode", ["inexact", "exact-wave", "exact-pipeline"])
+@pytest.mark.parametrize("way", ["step", "backward"])
+def test_a_net_whose_replicas_share_its_parameters_trains_like_one_net(rank, world, mode, way):
+    mesh, dp = replicas()
+    cycles = dict(fwd=Cycle(factor=2, iterations=9), bwd=Cycle(factor=2, iterations=9))
+    alone = dist.new_subgroups(group_size=1)[0]
+    one = LayerParallel(layers(torch.float64), group=alone, mode="exact-wave")
+    net = LayerParallel(layers(torch.float64), mesh=mesh["lp"], mode=mode, micro_batches=2, **cycles)
+    fully_shard(net, mesh=mesh["dp"], reshard_after_forward=False)
+    assert all(isinstance(parameter, DTensor) for parameter in net.parameters())
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (one, net)]
+    x, target = batch(dtype=torch.float64)
+    mine = slice(4 * dp, 4 * dp + 4)
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        one.step(x, target, squared)
+        if way == "step":
+            layer_parallel.step(net, x[mine], target[mine], squared)
+        else:
+            y = net(x[mine])
+            (squared(y, target[mine]) if net.is_last else y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, parameter in net.named_parameters():
+        # Each replica has one half of the rows.
+        torch.testing.assert_close(
+            parameter.to_local(), one.get_parameter(name).chunk(2)[dp].detach(), rtol=1e-6, atol=1e-8
+        )
+
+
+@on_ranks(2)
+def test_a_layer_that_is_sharded_by_itself_is_refused_on_all_ranks(rank, world):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("lp", "dp"))
+    net = LayerParallel(layers(), mesh=mesh["lp"])
+    if rank == 0:
+        fully_shard(net.layers["1"], mesh=mesh["dp"])
+    with pytest.raises(layer_parallel.LayerParallelError, match="rank 0 .*layer 1 is in fully_shard by itself"):
+        net.step(*batch(), squared)
