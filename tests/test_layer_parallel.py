@@ -922,6 +922,27 @@ def test_an_audit_says_how_wrong_gradients_are(rank, world):
             parameter.data.copy_(plainly.get_parameter(name))
 
 
+@on_ranks(1, 2, 3)
+def test_an_audit_of_a_callers_loss_goes_by_the_gradient_that_came(rank, world):
+    x, target = batch()
+    cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
+    net = LayerParallel(mixed_list(), audit_every=1, **cycles)
+    other = LayerParallel(mixed_list(), **cycles)
+    for each in (net, other):
+        y = each(x)
+        (squared(y, target) if each.is_last else y).backward()
+    (audit,) = net.audits
+    assert audit.loss is None and audit.exact_loss is None and "that was given" in str(audit)
+    # With that gradient a linear adjoint is as wrong as its solve; an exact one has none of it.
+    assert 1e-6 < audit.gradient_error < 0.5 and 0 < audit.output_error < 0.1
+    for name, gradient in gradients_of(net).items():
+        assert torch.equal(gradient, gradients_of(other)[name])
+    exacter = LayerParallel(mixed_list(), audit_every=1, mode="exact-forward", bwd=Cycle(factor=2, iterations=12))
+    y = exacter(x)
+    (squared(y, target) if exacter.is_last else y).backward()
+    assert exacter.audits[-1].gradient_error < 1e-5 and exacter.audits[-1].output_error == 0
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("on_excess", ["warn", "more", "exact"])
 def test_gradients_that_are_too_far_off_are_told_and_something_is_done(rank, world, on_excess):

@@ -23,14 +23,14 @@ Excess = Literal["warn", "more", "exact"]
 class Audit:
     """A batch beside its exact rerun, the same on all ranks.
 
-    batch: its number. loss, exact_loss: of both. output_error: of what the last layer returned, relative, in the 2-norm. gradient_error: the same of the
+    batch: its number. loss, exact_loss: of both; None where the loss is the caller's, and both had the gradient of the output that came from it. output_error: of what the last layer returned, relative, in the 2-norm. gradient_error: the same of the
     gradients of all parameters. cosine: of the angle between the two. residuals: norms of the forward solve by iteration; factor: the last one
     divided by the one before, where there are two.
     """
 
     batch: int
-    loss: float
-    exact_loss: float
+    loss: float | None
+    exact_loss: float | None
     output_error: float
     gradient_error: float
     cosine: float
@@ -39,10 +39,10 @@ class Audit:
 
     def __str__(self) -> str:
         factor = "" if self.factor is None else f", convergence factor {self.factor:.2g}"
-        return (
-            f"batch {self.batch}: gradients {self.gradient_error:.2%} off (cosine {self.cosine:.4f}), output {self.output_error:.2%} off, "
-            f"loss {self.loss:.6g} instead of {self.exact_loss:.6g}{factor}"
-        )
+        losses = "for the gradient of the output that was given"
+        if self.loss is not None and self.exact_loss is not None:
+            losses = f"loss {self.loss:.6g} instead of {self.exact_loss:.6g}"
+        return f"batch {self.batch}: gradients {self.gradient_error:.2%} off (cosine {self.cosine:.4f}), output {self.output_error:.2%} off, {losses}{factor}"
 
 
 def figures(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[float, float, float]:
@@ -61,15 +61,15 @@ def figures(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[float
     return difference, exact, product
 
 
-def audit_of(batch: int, numbers: Sequence[float], residuals: Sequence[float]) -> Audit:
+def audit_of(batch: int, numbers: Sequence[float], residuals: Sequence[float], *, has_loss: bool) -> Audit:
     """From the figures of all layers, one after the other, each followed by the squares of what was found; then both losses, and the figures of the output."""
     *layers, loss, exact_loss, output_difference, output = numbers
     difference, exact, product, own = (sum(layers[which::4]) for which in range(4))
     length = math.sqrt(exact) * math.sqrt(own)
     return Audit(
         batch=batch,
-        loss=loss,
-        exact_loss=exact_loss,
+        loss=loss if has_loss else None,
+        exact_loss=exact_loss if has_loss else None,
         output_error=relative(output_difference, output),
         gradient_error=relative(difference, exact),
         cosine=product / length if length > 0 else float(difference == 0),

@@ -163,6 +163,9 @@ class Run:
         self.found: Parameters = self.solver.layers.parameters()
         self.parameters = self.found[0]
         self.solve: Solve
+        # What came out of the forward pass, for an audit.
+        self.states: Sequence[States] = []
+        self.audit: Audit | None = None
         self.is_over = False
         self._call = call
         self._x, self._side = x, side
@@ -222,9 +225,13 @@ class Run:
 
     def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """From the gradients of what the forward pass gave to those of what the user gave."""
-        solve = self.solve
-        found = solve.backward(self.way.adjoint, solve.cut(cotangents) if self.model.wire.is_last else [])
-        self.model.settled(solve)
+        solve, model = self.solve, self.model
+        given = solve.cut(cotangents) if model.wire.is_last else []
+        found = solve.backward(self.way.adjoint, given)
+        model.settled(solve)
+        if model.is_audited(self.way.mode, solve.batch.number):
+            # The loss is the caller's: both have its gradient as it came.
+            self.audit = solve.audit(self.states, model.exact_passes(), model.settled, lambda *_: given, has_loss=False)
         return self.of_given(solve, found)
 
     def of_given(self, solve: Solve, found: Sequence[States]) -> list[Tensor | None]:
@@ -241,7 +248,7 @@ class Through(torch.autograd.Function):
     def forward(ctx: Any, run: Run, anchor: Tensor, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         with run.begun(is_recorded=True) as solve:
             run.solve = solve
-            found = solve.forward(run.way.forward)
+            run.states = found = solve.forward(run.way.forward)
         run.model.norms = solve.norms
         ctx.run, ctx.given = run, given
         ctx.set_materialize_grads(False)
@@ -259,6 +266,8 @@ class Through(torch.autograd.Function):
         with undisturbed():
             inputs = run.backward(cotangents)
             run.solver.close(run.solve)
+        if run.audit is not None:
+            run.model.take_over(run.audit)
         return None, None, None, *inputs, *run.solve.batch.evaluation.gradients
 
 
@@ -280,7 +289,11 @@ class Everything(torch.autograd.Function):
                 inputs = solve.backward(way.adjoint, cotangents)
             model.settled(solve)
             if model.is_audited(way.mode, solve.batch.number):
-                audit = solve.audit(found, model.exact_passes(), model.settled, job.loss_of, job.loss_scale)
+
+                def lost(again: Solve, outputs: Sequence[States]) -> list[States]:
+                    return [again.lost(0, states, job.loss_of, job.loss_scale) for states in outputs]
+
+                audit = solve.audit(found, model.exact_passes(), model.settled, lost, has_loss=True)
         model.norms = solve.norms
         if audit is not None:
             model.take_over(audit)

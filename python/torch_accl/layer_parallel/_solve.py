@@ -431,14 +431,18 @@ class Solve:
         found: Sequence[States],
         exact: tuple[Passes, Passes],
         settled: Callable[[Solve], None],
-        loss: Loss,
-        scale: float,
+        cotangents_of: Callable[[Solve, Sequence[States]], Sequence[States]],
+        *,
+        has_loss: bool,
     ) -> Audit:
-        """Runs the batch once more, exactly, with the same random numbers and without a trace, and compares. All ranks call it after both passes."""
+        """Runs the batch once more, exactly, with the same random numbers and without a trace, and compares. All ranks call it after both passes.
+
+        `cotangents_of` gives the gradients of what comes out, of the solve and its outputs: by its loss, if there is one.
+        """
         first = self.batch.evaluation
         again = Solve(self.solver, self.batch.again(), self._lots)
         right = again.forward(exact[0])
-        again.backward(exact[1], [again.lost(0, states, loss, scale) for states in right])
+        again.backward(exact[1], cotangents_of(again, right))
         settled(again)
         if again.batch.error is not None:
             self.batch.fail(f"the audit, {again.batch.cause}", again.batch.error)
@@ -451,7 +455,7 @@ class Solve:
         if found:
             numbers[-4:] = [self.loss, again.loss, *figures(list(zip(found[0], right[0])))[:2]]
         known = self.solver.wire.known(numbers, f"the audit of batch {self.batch.number}")
-        return audit_of(self.batch.number, known, list(self.norms.forward.values()))
+        return audit_of(self.batch.number, known, list(self.norms.forward.values()), has_loss=has_loss)
 
     # ---- what callers see
 
