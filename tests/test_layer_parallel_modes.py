@@ -466,3 +466,57 @@ class Residual(nn.Module):
 
     def forward(self, x):
         return x + torch.tanh(self.inner(x)) / 12
+
+
+# ---- probes
+
+
+class Stretching(nn.Module):
+    """A layer that is no small change of the state."""
+
+    def __init__(self, number, width=6):
+        super().__init__()
+        torch.manual_seed(number)
+        self.inner = nn.Linear(width, width)
+        self.inner.weight.data *= 30
+
+    def forward(self, x):
+        return torch.sin(self.inner(x)) * 8
+
+
+@on_ranks(1, 2)
+def test_a_probe_says_how_iterations_converge_and_changes_no_other_batch(rank, world):
+    x, target = batch()
+    cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
+    net = LayerParallel(steps(), probe_every=2, **cycles)
+    other = LayerParallel(steps(), **cycles)
+    losses = [[float(each.step(x, target, squared)) for _ in range(4)] for each in (net, other)]
+    assert losses[0][1::2] == losses[1][1::2] and losses[0][0] != losses[1][0]
+    assert [probe.batch for probe in net.probes] == [0, 2]
+    probe = net.probes[0]
+    again = LayerParallel(steps(), fwd=Cycle(factor=2, iterations=4), bwd=Cycle(factor=2, iterations=3))
+    again.step(x, target, squared)
+    forward, backward = list(again.norms.forward.values()), list(again.norms.backward.values())
+    assert (probe.forward, probe.backward) == (forward[-1] / forward[-2], backward[-1] / backward[-2])
+    assert 0 < probe.factor < 1
+    y = net(x)
+    (squared(y, target) if net.is_last else y).backward()
+    assert len(net.probes) == 3
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("on_stall", ["warn", "more", "exact"])
+def test_a_net_that_does_not_converge_is_found_out(rank, world, on_stall):
+    x, target = batch()
+    layers = [ode(Stretching(number)) for number in range(16)]
+    cycles = dict(fwd=Cycle(factor=4), bwd=Cycle(factor=4, iterations=1))
+    net = LayerParallel(layers, probe_every=1, on_stall=on_stall, horizon=16.0, **cycles)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        net.step(x, target, squared)
+    assert not net.probes[-1].factor < 1, net.probes
+    assert [str(each.message).startswith("layer-parallel training, batch 0: the last of") for each in seen] == [
+        True
+    ] * net.is_first
+    assert net.mode == ("exact-pipeline" if on_stall == "exact" else "inexact")
+    assert (net.fwd.iterations, net.bwd.iterations) == ((3, 2) if on_stall == "more" else (2, 1))

@@ -8,7 +8,7 @@ training of deep residual neural networks", 2020), to as many iterations as are 
 same ranks. It needs a process group with `isend` and `irecv`, and none on one rank.
 """
 
-from ._audit import Audit
+from ._audit import Audit, Probe
 from ._auto import Choice
 from ._blocks import Block, custom, ode, plain, residual, timed
 from ._cells import Cell
@@ -33,6 +33,7 @@ __all__ = [
     "LayerParallel",
     "LayerParallelError",
     "Norms",
+    "Probe",
     "RecurrentParallel",
     "Serial",
     "clip_grad_norm_",

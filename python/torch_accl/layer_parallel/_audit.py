@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Audit", "Excess", "audit_of", "figures", "relative"]
+__all__ = ["Audit", "Excess", "Probe", "factor_of", "audit_of", "figures", "relative"]
 
 # What is done when an audit finds more than the limit.
 Excess = Literal["warn", "more", "exact"]
@@ -45,6 +45,32 @@ class Audit:
         return f"batch {self.batch}: gradients {self.gradient_error:.2%} off (cosine {self.cosine:.4f}), output {self.output_error:.2%} off, {losses}{factor}"
 
 
+@dataclass(frozen=True)
+class Probe:
+    """A batch with twice as many iterations: by what the last of them made the residual norms of both passes smaller, the same on all ranks. From 1 on, iterations
+    do not help any more. None where a pass had no two norms.
+    """
+
+    batch: int
+    forward: float | None
+    backward: float | None
+
+    @property
+    def factor(self) -> float:
+        """The worse one."""
+        return max(factor for factor in (self.forward, self.backward, 0.0) if factor is not None)
+
+    def __str__(self) -> str:
+        both = {"forward": self.forward, "backward": self.backward}
+        shown = " and ".join(f"{name} {factor:.2g}" for name, factor in both.items() if factor is not None)
+        return f"batch {self.batch}: the last of twice as many iterations made residuals {shown} times as large"
+
+
+def factor_of(residuals: Sequence[float]) -> float | None:
+    """The last norm divided by the one before, where there are two."""
+    return residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None
+
+
 def figures(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[float, float, float]:
     """Of tensors and what they ought to be: the squares of their difference and of what they ought to be, and the product of both; None is zero."""
     difference, exact, product = 0.0, 0.0, 0.0
@@ -74,7 +100,7 @@ def audit_of(batch: int, numbers: Sequence[float], residuals: Sequence[float], *
         gradient_error=relative(difference, exact),
         cosine=product / length if length > 0 else float(difference == 0),
         residuals=tuple(residuals),
-        factor=residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None,
+        factor=factor_of(residuals),
     )
 
 

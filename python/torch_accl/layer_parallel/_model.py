@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_accl import _native
 
-from ._audit import Audit, Excess
+from ._audit import Audit, Excess, Probe, factor_of
 from ._auto import Candidate, Choice, chosen, measured
 from ._cycle import Cycle
 from ._plans import Plans, Program
@@ -66,6 +66,8 @@ class Model(nn.Module):
         audit_every: int,
         audit_limit: float,
         on_excess: Excess,
+        probe_every: int,
+        on_stall: Excess,
     ) -> None:
         super().__init__()
         self._wire = wire
@@ -95,6 +97,10 @@ class Model(nn.Module):
             raise ValueError(f"audit_every={audit_every}: give a number of batches, or 0 for never")
         if on_excess not in ("warn", "more", "exact"):
             raise ValueError(f"on_excess={on_excess!r}: give one of warn, more, exact")
+        if probe_every < 0:
+            raise ValueError(f"probe_every={probe_every}: give a number of batches, or 0 for never")
+        if on_stall not in ("warn", "more", "exact"):
+            raise ValueError(f"on_stall={on_stall!r}: give one of warn, more, exact")
         if not 0 <= tolerance < 1:
             raise ValueError(f"tolerance={tolerance}: give a share of the first residual norm, from 0 to below 1")
         if max_iterations < 1:
@@ -102,13 +108,15 @@ class Model(nn.Module):
         if bwd.start == "guess":
             raise ValueError("bwd=Cycle(start='guess'): a guess is of states; let the backward pass begin otherwise")
         self._audit_every, self._audit_limit, self._on_excess = audit_every, audit_limit, on_excess
+        self._probe_every, self._on_stall = probe_every, on_stall
+        self.probes: deque[Probe] = deque(maxlen=_KEPT_AUDITS)
         self._tolerance, self._max_iterations, self._checkpoint = tolerance, max_iterations, checkpoint
         # The last ones, the newest last.
         self.audits: deque[Audit] = deque(maxlen=_KEPT_AUDITS)
         self._mode: Mode = mode
         self._evaluation: Mode = "exact-wave"
         # How the net was built, for who compares it with others.
-        self._settings = f"audits {audit_every} {audit_limit} {on_excess}; tolerance {tolerance} {max_iterations}; checkpoint {checkpoint}; auto_modes {self._auto_modes}"
+        self._settings = f"audits {audit_every} {audit_limit} {on_excess}; probes {probe_every} {on_stall}; tolerance {tolerance} {max_iterations}; checkpoint {checkpoint}; auto_modes {self._auto_modes}"
         self._solver: Solver
 
     # ---- what a batch asks
@@ -223,22 +231,33 @@ class Model(nn.Module):
     def take_over(self, audit: Audit) -> None:
         """Keeps an audit, and does what is to be done about it: the same on all ranks, since all have the same figures."""
         self.audits.append(audit)
-        if audit.gradient_error <= self._audit_limit:
+        if audit.gradient_error > self._audit_limit:
+            self._change(self._on_excess, f"{audit}, which is over {self._audit_limit:.2%}")
+
+    def take_norms(self, solve: Solve, way: Way) -> None:
+        """Keeps the norms of a batch whose passes are over, and looks at them if it was a probe."""
+        self.norms = solve.norms
+        if not way.is_probe:
             return
+        forward, backward = (factor_of(list(norms.values())) for norms in (solve.norms.forward, solve.norms.backward))
+        probe = Probe(solve.batch.number, forward, backward)
+        self.probes.append(probe)
+        if not probe.factor < 1:
+            self._change(self._on_stall, str(probe))
+
+    def _change(self, what: Excess, why: str) -> None:
         remedy = "more iterations or an exact mode make it better"
-        if self._on_excess == "more":
+        if what == "more":
             self._cycles = {
                 name: replace(cycle, iterations=cycle.iterations + 1) for name, cycle in self._cycles.items()
             }
             fwd, bwd = self._cycles["forward"].iterations, self._cycles["adjoint"].iterations
             remedy = f"from now on there are {fwd} forward and {bwd} backward iterations"
-        elif self._on_excess == "exact":
+        elif what == "exact":
             self.mode = "exact-pipeline"
             remedy = "from now on the mode is exact-pipeline"
         if self.is_first:
-            warnings.warn(
-                f"layer-parallel training, {audit}, which is over {self._audit_limit:.2%}; {remedy}", stacklevel=2
-            )
+            warnings.warn(f"layer-parallel training, {why}; {remedy}", stacklevel=2)
 
     # ---- a batch
 
@@ -360,7 +379,7 @@ class Model(nn.Module):
     def _candidates(self, parts: int) -> list[Candidate]:
         found = []
         for mode in self._auto_modes:
-            way = self.way_of(mode)
+            way = self.way_of(mode, may_probe=False)
             if way.pipeline is None:
                 programs = (way.forward, way.adjoint)
                 found.append(Candidate(mode, tuple(each for each in programs if isinstance(each, Program))))
@@ -368,10 +387,18 @@ class Model(nn.Module):
                 found.append(Candidate(mode, (way.pipeline,), parts))
         return found
 
-    def way_of(self, mode: Mode) -> Way:
+    def _is_probe(self, mode: Mode) -> bool:
+        number = self._solver.shared.number
+        is_due = self._probe_every > 0 and number % self._probe_every == 0 and self.training
+        return is_due and mode in ("inexact", "exact-forward")
+
+    def way_of(self, mode: Mode, *, may_probe: bool = True) -> Way:
         """How a batch is run in a mode."""
         plans, micro_batches, pipeline = self._plans, 1, None
         fwd, bwd = self._cycles["forward"], self._cycles["adjoint"]
+        if is_probe := may_probe and self._is_probe(mode):
+            # So many that there are two norms.
+            fwd, bwd = (replace(cycle, iterations=max(2 * cycle.iterations, 3)) for cycle in (fwd, bwd))
         forward, adjoint = self.exact_passes()
         if mode == "exact-pipeline":
             micro_batches = self._micro_batches
@@ -393,6 +420,7 @@ class Model(nn.Module):
             micro_batches=micro_batches,
             pipeline=pipeline,
             settings=f"{self._settings}; {shown}",
+            is_probe=is_probe,
             keeps_graph=None if keeps is None else keeps.__contains__,
         )
 

@@ -68,6 +68,8 @@ class RecurrentParallel(Model):
         audit_every: int = 0,
         audit_limit: float = 0.5,
         on_excess: Excess = "warn",
+        probe_every: int = 0,
+        on_stall: Excess = "warn",
     ) -> None:
         super().__init__(
             Wire(group_of(mesh, group)),
@@ -83,6 +85,8 @@ class RecurrentParallel(Model):
             audit_every=audit_every,
             audit_limit=audit_limit,
             on_excess=on_excess,
+            probe_every=probe_every,
+            on_stall=on_stall,
         )
         self.cell = cell
         self.tail = tail if self._wire.is_last else None

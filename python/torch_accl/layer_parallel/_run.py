@@ -41,6 +41,8 @@ class Way:
     # Both passes of all micro-batches at once, where `step` has one program for that.
     pipeline: Program | None
     settings: str
+    # Whether it has more iterations than others, to see how they converge.
+    is_probe: bool = False
     # Of which layers the graph is kept until the adjoint pass; None: of all.
     keeps_graph: Callable[[int], bool] | None = None
 
@@ -78,6 +80,9 @@ class Runs(Protocol):
 
     def is_audited(self, mode: str, number: int) -> bool:
         """Whether a batch is to be audited."""
+
+    def take_norms(self, solve: Solve, way: Way) -> None:
+        """Keeps the norms of a batch whose passes are over."""
 
     def take_over(self, audit: Audit) -> None:
         """Keeps an audit, and does what is to be done about it."""
@@ -266,6 +271,7 @@ class Through(torch.autograd.Function):
         with undisturbed():
             inputs = run.backward(cotangents)
             run.solver.close(run.solve)
+        run.model.take_norms(run.solve, run.way)
         if run.audit is not None:
             run.model.take_over(run.audit)
         return None, None, None, *inputs, *run.solve.batch.evaluation.gradients
@@ -294,7 +300,7 @@ class Everything(torch.autograd.Function):
                     return [again.lost(0, states, job.loss_of, job.loss_scale) for states in outputs]
 
                 audit = solve.audit(found, model.exact_passes(), model.settled, lost, has_loss=True)
-        model.norms = solve.norms
+        model.take_norms(solve, way)
         if audit is not None:
             model.take_over(audit)
         job.loss = solve.known_loss

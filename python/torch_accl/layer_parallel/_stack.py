@@ -57,6 +57,8 @@ class LayerParallel(Model):
         it was; it takes the time of a wave and the memory of a second set of gradients. 0: never.
     audit_limit, on_excess: where gradients are further off than this share, `"warn"` says so, `"more"` adds an iteration to both passes as well, and
         `"exact"` goes on in `exact-pipeline`.
+    probe_every, on_stall: every so many batches of an inexact mode there are twice as many iterations, at least three, and `probes` says by what the last one made residuals smaller;
+        where it made them no smaller, what is done is as for `on_excess`.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class LayerParallel(Model):
         audit_every: int = 0,
         audit_limit: float = 0.5,
         on_excess: Excess = "warn",
+        probe_every: int = 0,
+        on_stall: Excess = "warn",
     ) -> None:
         super().__init__(
             Wire(group_of(mesh, group)),
@@ -100,6 +104,8 @@ class LayerParallel(Model):
             audit_every=audit_every,
             audit_limit=audit_limit,
             on_excess=on_excess,
+            probe_every=probe_every,
+            on_stall=on_stall,
         )
         blocks = _apart(_blocks(layers), buffer_layers)
         kinds = [block.kind for block in blocks]
