@@ -66,9 +66,35 @@ def test_worlds_that_nobody_has_here_are_planned(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_of_several_worlds_the_best_setting_of_each_is_shown():
+    arguments = ("--layers", "256", "--ranks", "2,8,64", "--relax", "0,1", *FREE)
+    worlds = json.loads(accl(*arguments, "--json").stdout)["worlds"]
+    assert [world["ranks"] for world in worlds] == [2, 8, 64]
+    lines = accl(*arguments).stdout.splitlines()[2:]
+    for world, line in zip(worlds, lines, strict=True):
+        assert {row["name"] for row in world["settings"]} == {"multigrid"}
+        best = max(world["settings"], key=lambda row: row["speedup"])
+        assert line.split()[:3] == [str(world["ranks"]), str(best["factor"]), str(best["levels"])]
+        # One world by itself has the same.
+        alone = settings(*arguments[:2], "--ranks", str(world["ranks"]), *arguments[4:])
+        assert alone["multigrid", best["factor"], best["levels"]]["speedup"] == best["speedup"]
+
+
+def test_each_level_has_relaxations_of_its_own():
+    def time(relax: str) -> float:
+        return settings("--layers", "256", "--ranks", "8", "--relax", relax, *FREE)["multigrid", 4, 3]["milliseconds"]
+
+    assert time("0") < time("0,1") < time("1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--layers", "8", "--ranks", "0"], "--ranks: expected a number above zero, not 0"),
+        (["--layers", "8", "--ranks", "2,two"], "--ranks: '2,two' is no number, and no numbers with commas between"),
+        (["--layers", "8", "--ranks", "2", "--relax", "-1"], "--relax: expected no number below zero, not -1"),
+        (["--layers", "8", "--ranks", "2,4", "--plot", "plan.png"], "--plot: it draws the step of one number of ranks"),
+        (["--layers", "1", "--ranks", "2,4"], "--layers: 1 layers have no coarser level"),
         (["--layers", "0", "--ranks", "2"], "--layers: expected a number above zero, not 0"),
         (["--layers", "8", "--ranks", "2", "--levels", "3"], "--levels: it goes with --factor"),
         (["--layers", "8", "--ranks", "2", "--factor", "1"], "a coarsening factor of 1"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ._figures import empty_figure, save
+from ._layer_plans import FACTORS, Costs, Planner, Setting
 from ._package import load_native
 from ._quantities import parse_link, parse_time
 from ._sizes import parse_size, show_size
@@ -22,8 +23,9 @@ SUMMARY = "predict a layer-parallel training step, and draw who computes what wh
 
 _DESCRIPTION = """\
 Predicts the step of a net whose layers lie on several ranks: serial, as pipelines, and by multigrid over layers with every setting that is
-asked for; and draws the best one, or the one that --factor names. Nothing is computed or sent. Times of a layer are to be taken while
-all ranks compute. Of a pipeline's micro-batch a layer is taken to need its share of the time, which small kernels do not do."""
+asked for; and draws the best one, or the one that --factor names. Of several numbers of ranks it shows the best setting of multigrid for each.
+Nothing is computed or sent. Times of a layer are to be taken while all ranks compute. Of a pipeline's micro-batch a layer is taken to need
+its share of the time, which small kernels do not do."""
 
 _EPILOG = """\
 exit status: 0; 1 when this installation cannot be loaded; 2 when the arguments make no sense
@@ -31,9 +33,9 @@ exit status: 0; 1 when this installation cannot be loaded; 2 when the arguments 
 examples:
   accl plan --layers 64 --ranks 4
   accl plan --layers 64 --ranks 4 --factor 8 --forward 2 --backward 1 --layer 0.9ms,0.95ms,1.2ms,2.5ms --state 800KiB
-  accl plan --layers 1024 --ranks 128 --link 100Gbit/s,2us --plot plan.png"""
+  accl plan --layers 1024 --ranks 128 --link 100Gbit/s,2us --plot plan.png
+  accl plan --layers 1024 --ranks 2,8,32,128,512 --relax 0,1"""
 
-_PASSES = ("forward", "adjoint")
 _COLUMNS = 96
 _SYMBOLS = {
     "coarse march": "m",
@@ -44,37 +46,14 @@ _SYMBOLS = {
     "chunk": "S",
     "loss": "l",
 }
-_FACTORS = (2, 4, 8, 16, 32)
-_MOST_LEVELS = 4
 _FORECAST = 64
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """One way to run a step."""
-
-    name: str
-    factor: int = 0
-    levels: int = 1
-    forward: int = 1
-    backward: int = 1
-
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether `forward` are micro-batches."""
-        return self.name in ("gpipe", "1f1b")
-
-    @property
-    def micro_batches(self) -> int:
-        """Parts of a batch."""
-        return self.forward if self.is_pipeline else 1
 
 
 @dataclass(frozen=True)
 class _Found:
     """What it takes."""
 
-    setting: _Setting
+    setting: Setting
     milliseconds: float
     speedup: float
     # Most bytes at a time of one rank: of states, and of graphs.
@@ -82,70 +61,32 @@ class _Found:
     graph_bytes: int
 
 
-class _Net:
+class _Net(Planner):
     """What the arguments say of the net."""
 
-    def __init__(self, given: argparse.Namespace, native: Any) -> None:
-        self.native = native
-        self.ranks = given.ranks
-        self.layers = [("ode", False)] * given.layers
+    def __init__(self, given: argparse.Namespace, native: Any, ranks: int) -> None:
         times = [parse_time("--layer", part) for part in given.layer.split(",")]
         if len(times) != 4:
             raise WrongInput(
                 f"--layer: {given.layer!r} has {len(times)} times; give 4: plain, recorded, VJP of the input, VJP of everything"
             )
-        self.times = times
-        self.state = parse_size("--state", given.state)
-        self.graph = parse_size("--graph", given.graph)
-        self.link = parse_link(given.link)
-        self.relax = [given.relax]
-
-    @property
-    def serial_ps(self) -> int:
-        return len(self.layers) * (self.times[1] + self.times[3])
-
-    def plans(self, setting: _Setting) -> list[Any]:
-        """The plans of a step, one after the other."""
-        if setting.is_pipeline:
-            return [self.native.LayerPlan.pipeline(self.layers, self.counts([]), setting.name, setting.forward)]
-        factors = [setting.factor] * (setting.levels - 1)
-        return [
-            self.native.LayerPlan.mgrit(
-                self.layers,
-                factors,
-                self.counts(factors),
-                pass_,
-                (iterations, "V", self.relax, "coarsest", "lagged", True, self.reuse(pass_)),
-            )
-            for pass_, iterations in zip(_PASSES, (setting.forward, setting.backward))
-        ]
+        per_kib, latency = parse_link(given.link)
+        state = parse_size("--state", given.state)
+        costs = Costs(
+            [(times[0], times[1], times[2], times[3])] * given.layers,
+            state,
+            # Sums of states are free here.
+            latency=latency,
+            wire_per_kib=per_kib,
+        )
+        super().__init__(native, ranks, costs, _numbers("--relax", given.relax))
+        self.state, self.graph = state, parse_size("--graph", given.graph)
 
     def looked_at(self) -> Sequence[int]:
         """The ranks whose memory is forecast: of many, the first, the middle and the last one."""
         return range(self.ranks) if self.ranks <= _FORECAST else (0, self.ranks // 2, self.ranks - 1)
 
-    def counts(self, factors: list[int]) -> list[int]:
-        counts: list[int] = self.native.layer_placement(self.layers, factors, self.ranks, "aligned")
-        return counts
-
-    def reuse(self, pass_: str) -> str:
-        """What pays with so many ranks."""
-        from torch_accl.layer_parallel import Cycle
-
-        return Cycle().reuse_for(self.ranks, is_adjoint=pass_ == "adjoint")
-
-    def simulate(self, setting: _Setting) -> Iterator[tuple[Any, int, Any]]:
-        """Of each plan: the plan, its time, and what each rank does when."""
-        micro = setting.micro_batches
-        times = tuple(max(time // micro, 1) for time in self.times)
-        state = max(self.state // micro, 1)
-        # Sums of states are free here, and a norm goes there and back.
-        rates = (0, 0, self.link[1], self.link[0], 2 * self.link[1])
-        for plan in self.plans(setting):
-            total, ranks = plan.simulate([times] * len(self.layers), [state] * (len(self.layers) + 1), rates)
-            yield plan, total, ranks
-
-    def find(self, setting: _Setting) -> _Found:
+    def find(self, setting: Setting) -> _Found:
         total_ps, states, graphs = 0, 0, 0
         micro = setting.micro_batches
         for plan, total, _ in self.simulate(setting):
@@ -154,7 +95,7 @@ class _Net:
             for rank in self.looked_at():
                 state, graph = plan.memory(rank, *sizes)
                 states, graphs = max(states, state), max(graphs, graph)
-        return _Found(setting, total_ps / 1e9, self.serial_ps / total_ps, states, graphs)
+        return _Found(setting, total_ps / 1e9, self.costs.serial / total_ps, states, graphs)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,17 +104,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     add = parser.add_argument
     add("--layers", type=int, required=True, metavar="N", help="layers of the net")
-    add("--ranks", type=int, required=True, metavar="P", help="ranks that they lie on")
+    add("--ranks", required=True, metavar="P[,P...]", help="ranks that they lie on")
     add("--factor", type=int, metavar="C", help="steps of a level that are one of the next (default: the best)")
     add("--levels", type=int, metavar="L", help="levels, with --factor (default: 2)")
     add("--forward", type=int, default=2, metavar="K", help="iterations of the forward pass (default %(default)s)")
     add("--backward", type=int, default=1, metavar="K", help="iterations of the backward pass (default %(default)s)")
     add(
         "--relax",
-        type=int,
-        default=0,
-        metavar="N",
-        help="relaxations of C-points: 0 is F, 1 is FCF (default %(default)s)",
+        default="0",
+        metavar="N[,N...]",
+        help="relaxations of C-points: 0 is F, 1 is FCF; from the finest level, the last for the rest (default %(default)s)",
     )
     add("--micro-batches", type=int, metavar="M", help="of the pipelines (default: 4 times the ranks)")
     add(
@@ -191,57 +131,98 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Prints the prediction."""
-    for name in ("layers", "ranks", "forward", "backward", "micro_batches"):
+    for name in ("layers", "forward", "backward", "micro_batches"):
         value = getattr(given, name)
         if value is not None and value < 1:
             raise WrongInput(f"--{name.replace('_', '-')}: expected a number above zero, not {value}")
     if given.levels is not None and given.factor is None:
         raise WrongInput("--levels: it goes with --factor; without, all are tried")
+    worlds = _numbers("--ranks", given.ranks, least=1)
+    if len(worlds) > 1 and given.plot is not None:
+        raise WrongInput(f"--plot: it draws the step of one number of ranks, and --ranks has {len(worlds)}")
     figure = empty_figure(given.plot)
-    net = _Net(given, load_native())
+    nets = [_Net(given, load_native(), ranks) for ranks in worlds]
     try:
-        found = [net.find(setting) for setting in _settings(given, net)]
+        found = [[net.find(setting) for setting in _settings(given, net, len(worlds) == 1)] for net in nets]
     except (ValueError, OverflowError) as error:
         raise WrongInput(str(error)) from None
-    solved = [each for each in found if each.setting.name == "multigrid"]
-    shown = min(solved or found, key=lambda each: each.milliseconds)
+    if len(worlds) > 1:
+        _show_worlds(given, nets, found)
+        return 0
+    net = nets[0]
+    shown = _best(found[0])
     if figure is not None:
         _draw(figure, net, shown)
         save(figure, given.plot)
     if given.json:
-        rows = [
-            {**asdict(each.setting), **{name: value for name, value in asdict(each).items() if name != "setting"}}
-            for each in found
-        ]
-        print(
-            json.dumps(
-                {"serial_ms": net.serial_ps / 1e9, "settings": rows, "steps": list(_steps(net, shown))}, indent=2
-            )
-        )
+        steps = list(_steps(net, shown))
+        print(json.dumps({"serial_ms": net.costs.serial / 1e9, "settings": _rows(found[0]), "steps": steps}, indent=2))
     else:
-        print(_text(net, found, shown, given))
+        print(_text(net, found[0], shown))
     return 0
 
 
-def _settings(given: argparse.Namespace, net: _Net) -> Iterator[_Setting]:
-    yield _Setting("wave")
-    micro = given.micro_batches or 4 * given.ranks
-    yield _Setting("gpipe", forward=micro)
-    yield _Setting("1f1b", forward=micro)
+def _numbers(name: str, text: str, least: int = 0) -> list[int]:
+    """Whole numbers with commas between."""
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise WrongInput(f"{name}: {text!r} is no number, and no numbers with commas between") from None
+    for number in found:
+        if number < least:
+            raise WrongInput(
+                f"{name}: expected {'a number above zero' if least else 'no number below zero'}, not {number}"
+            )
+    return found
+
+
+def _settings(given: argparse.Namespace, net: _Net, is_one_world: bool) -> Iterator[Setting]:
+    if is_one_world:
+        yield Setting("wave")
+        micro = given.micro_batches or 4 * net.ranks
+        yield Setting("gpipe", forward=micro)
+        yield Setting("1f1b", forward=micro)
     if given.factor is not None:
-        yield _Setting("multigrid", given.factor, given.levels or 2, given.forward, given.backward)
+        yield Setting("multigrid", given.factor, given.levels or 2, given.forward, given.backward)
+    else:
+        yield from net.multigrid(given.forward, given.backward, FACTORS)
+
+
+def _best(found: Sequence[_Found]) -> _Found:
+    """The fastest by multigrid; of all where the net is too small for that."""
+    solved = [each for each in found if each.setting.name == "multigrid"]
+    return min(solved or found, key=lambda each: each.milliseconds)
+
+
+def _rows(found: Sequence[_Found]) -> list[dict[str, Any]]:
+    return [
+        {**asdict(each.setting), **{name: value for name, value in asdict(each).items() if name != "setting"}}
+        for each in found
+    ]
+
+
+def _show_worlds(given: argparse.Namespace, nets: Sequence[_Net], found: Sequence[Sequence[_Found]]) -> None:
+    """The best setting of each number of ranks."""
+    serial_ms = nets[0].costs.serial / 1e9
+    if not all(found):
+        raise WrongInput(f"--layers: {given.layers} layers have no coarser level, and only multigrid is compared")
+    if given.json:
+        worlds = [{"ranks": net.ranks, "settings": _rows(each)} for net, each in zip(nets, found)]
+        print(json.dumps({"serial_ms": serial_ms, "worlds": worlds}, indent=2))
         return
-    for factor in _FACTORS:
-        for levels in range(2, _MOST_LEVELS + 1):
-            try:
-                net.native.layer_levels(net.layers, [factor] * (levels - 1))
-            except ValueError:
-                break
-            yield _Setting("multigrid", factor, levels, given.forward, given.backward)
+    lines = [f"# {given.layers} layers; serial on one rank: {serial_ms:.2f} ms"]
+    lines.append(f"{'ranks':>10}{'factor':>8}{'levels':>8}{'time, ms':>12}{'speed-up':>10}{'states':>10}{'graphs':>10}")
+    for net, best in zip(nets, map(_best, found)):
+        setting = best.setting
+        lines.append(
+            f"{net.ranks:>10}{setting.factor:>8}{setting.levels:>8}{best.milliseconds:>12.2f}{best.speedup:>10.2f}"
+            f"{show_size(best.state_bytes):>10}{show_size(best.graph_bytes):>10}"
+        )
+    print("\n".join(lines))
 
 
-def _text(net: _Net, found: Sequence[_Found], shown: _Found, given: argparse.Namespace) -> str:
-    lines = [f"# {len(net.layers)} layers on {net.ranks} ranks; serial on one: {net.serial_ps / 1e9:.2f} ms"]
+def _text(net: _Net, found: Sequence[_Found], shown: _Found) -> str:
+    lines = [f"# {len(net.layers)} layers on {net.ranks} ranks; serial on one: {net.costs.serial / 1e9:.2f} ms"]
     lines.append(f"{'':>10}{'factor':>8}{'levels':>8}{'time, ms':>12}{'speed-up':>10}{'states':>10}{'graphs':>10}")
     for each in sorted(found, key=lambda each: each.milliseconds):
         setting = each.setting
@@ -262,7 +243,7 @@ def _text(net: _Net, found: Sequence[_Found], shown: _Found, given: argparse.Nam
     return "\n".join(lines)
 
 
-def _named(setting: _Setting) -> str:
+def _named(setting: Setting) -> str:
     if setting.name != "multigrid":
         return setting.name
     return f"factor {setting.factor}, {setting.levels} levels, {setting.forward} forward and {setting.backward} backward iterations"
