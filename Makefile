@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help aarch64 mpi test-mpi demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling bench-peers bench-lanes clean
+.PHONY: help aarch64 mpi test-mpi demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling layer-plans bench-peers bench-lanes clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -88,6 +88,9 @@ bench-against: ## all_reduce of this tree beside that of another commit, by turn
 
 scaling: ## what one more rank and one more group cost; ARGS=--write-docs for docs/scaling.md
 	@.ci/scaling $(ARGS)
+
+layer-plans: ## what layer-parallel training could gain on up to 4,096 ranks; ARGS=--write-docs for docs/layer-parallel.md
+	@.ci/layer_plans $(ARGS)
 
 bench-peers: ## speed next to gloo, MPI, oneCCL and DeepSpeed: docs/performance.md; ARGS='--quick --sections all_reduce'
 	@.ci/bench_peers $(ARGS)

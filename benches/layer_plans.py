@@ -1,0 +1,147 @@
+"""What layer-parallel training could gain on worlds that nobody has here: plans of nets of up to 4,096 layers on up to 4,096 ranks.
+
+    python -m benches.layer_plans
+
+Owns the tables of docs/layer-parallel.md, and the closed formula that stands beside them. Nothing is computed or sent; how long a plan takes is the matter of the
+crate `accl-multigrid`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch_accl_cli._layer_plans import Costs, Planner, Setting
+from torch_accl_cli._package import load_native
+
+from . import blocks
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "layer-parallel.md"
+COMMAND = "make layer-plans ARGS=--write-docs"
+NAME = "speed-ups"
+
+LAYERS = (64, 256, 1024, 4096)
+WORLDS = tuple(1 << power for power in range(1, 13))
+# Factor and levels.
+SINGLE = {64: ((4, 2), (8, 2), (16, 2)), 256: ((4, 3), (16, 2)), 1024: ((8, 3),), 4096: ((8, 3),)}
+FORWARD, BACKWARD = 2, 1
+# F-relaxation on the finest level, FCF on those between.
+RELAX = (0, 1)
+# A layer forward, in picoseconds; backward it takes twice as long.
+LAYER_PS = 1_000_000
+SLOW = 2
+SLOW_LAYERS = 1024
+
+
+def closed(layers: int, ranks: int, setting: Setting) -> float | None:
+    """The speed-up by counting evaluations, each part of a cycle after the other; nothing where ranks have less than an interval of the finest level."""
+    factor, levels = setting.factor, setting.levels
+    if ranks * factor > layers:
+        return None
+    steps = [layers / factor**level for level in range(levels)]
+
+    def sweep(level: int, least: int) -> float:
+        return max(steps[level] * least / factor / ranks, least)
+
+    between = sum(sweep(level, factor - 1) for level in range(1, levels - 1))
+    start = steps[-1] + between
+    cycle = start
+    for level in range(levels - 1):
+        relaxed = 1 + RELAX[min(level, len(RELAX) - 1)]
+        # The coarse steps that what the next level solves is made of.
+        cycle += relaxed * sweep(level, factor) + max(steps[level + 1] / ranks, 1)
+    final = sweep(0, factor)
+    forward = start + (setting.forward - 1) * cycle + final
+    backward = start + (setting.backward - 1) * cycle + final
+    return 3 * layers / (forward + 2 * backward)
+
+
+class Net(Planner):
+    """A net of equal layers on so many ranks."""
+
+    def __init__(self, layers: int, ranks: int, latency: int = 0) -> None:
+        times = (LAYER_PS, LAYER_PS, 2 * LAYER_PS, 2 * LAYER_PS)
+        super().__init__(load_native(), ranks, Costs([times] * layers, 1, latency=latency), RELAX)
+
+    def speedup(self, setting: Setting) -> float:
+        """Of a step, over one process."""
+        return self.costs.serial / sum(self.time(setting))
+
+    def best(self) -> tuple[float, Setting]:
+        """The fastest setting, with its speed-up; of equals the one with the least levels, then with the least factor."""
+        found = [(self.speedup(setting), setting) for setting in self.multigrid(FORWARD, BACKWARD)]
+        return max(found, key=lambda each: (each[0], -each[1].levels, -each[1].factor))
+
+    def best_closed(self) -> tuple[float, Setting] | None:
+        """The same by the formula."""
+        every = self.multigrid(FORWARD, BACKWARD)
+        found = [(value, setting) for setting in every if (value := closed(len(self.layers), self.ranks, setting))]
+        return max(found, key=lambda each: (each[0], -each[1].levels, -each[1].factor), default=None)
+
+
+def tables(layers: Sequence[int] = LAYERS, worlds: Sequence[int] = WORLDS) -> Iterator[str]:
+    """The block of the page, line by line."""
+    yield from (*head("best setting", worlds),)
+    for count in layers:
+        yield from best(f"{count:,} layers", count, worlds)
+    if SLOW_LAYERS in layers:
+        yield from best(f"{SLOW_LAYERS:,} layers, a message takes as long as {SLOW} layers", SLOW_LAYERS, worlds, SLOW)
+    yield ""
+    yield from (*head("one setting", worlds),)
+    for count in layers:
+        for factor, levels in SINGLE[count]:
+            setting = Setting("multigrid", factor, levels, FORWARD, BACKWARD)
+            entries = [
+                shown(Net(count, ranks).speedup(setting), closed(count, ranks, setting)) if ranks <= count else ""
+                for ranks in worlds
+            ]
+            yield row(f"{count:,} layers, factor {factor}, {levels} levels", entries)
+
+
+def best(label: str, count: int, worlds: Sequence[int], slow: int = 0) -> Iterator[str]:
+    """Two rows: the best speed-ups, and their settings. The formula knows of no messages."""
+    print(f"layer plans: {label}", file=sys.stderr)
+    nets = [Net(count, ranks, slow * LAYER_PS) for ranks in worlds if ranks <= count]
+    found = [(net.best(), None if slow else net.best_closed()) for net in nets]
+    rest = [""] * (len(worlds) - len(nets))
+    yield row(label, [shown(mine[0], formula[0] if formula else None) for mine, formula in found] + rest)
+    yield row("factor, levels", [f"{mine[1].factor}, {mine[1].levels}" for mine, _ in found] + rest)
+
+
+def head(label: str, worlds: Sequence[int]) -> tuple[str, str]:
+    """Of a table."""
+    return row(label, [f"{ranks:,} ranks" for ranks in worlds]), "|---" * (len(worlds) + 1) + "|"
+
+
+def row(label: str, entries: Sequence[str]) -> str:
+    """Of a table."""
+    return "| " + " | ".join([label, *entries]) + " |"
+
+
+def shown(predicted: float, formula: float | None) -> str:
+    """What the plan takes, and what the formula says."""
+    return plain(predicted) + (f" ({plain(formula)})" if formula is not None else "")
+
+
+def plain(value: float) -> str:
+    """One digit behind the point, two where one would say little."""
+    return f"{value:.2f}" if value < 2 else f"{value:.1f}"
+
+
+def main() -> int:
+    """Plans, prints, and writes the page if asked."""
+    parser = argparse.ArgumentParser(prog="python -m benches.layer_plans", description=__doc__.splitlines()[0])
+    parser.add_argument("--write-docs", action="store_true", help="write the tables to docs/layer-parallel.md, too")
+    asked = parser.parse_args()
+    lines = list(tables())
+    print("\n".join(lines))
+    if asked.write_docs:
+        blocks.write(PAGE, NAME, COMMAND, lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

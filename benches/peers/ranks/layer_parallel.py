@@ -1,0 +1,403 @@
+"""One of two ranks that run a batch of a net of 64 convolutional blocks by turns in all ways: in one process, by multigrid over layers, and as pipelines, ours and
+torch's. Started as `layer_parallel.py FOLDER LIBRARIES ROUNDS RANK PORT`, and prints one JSON object, the same on both ranks: what each round took, how
+wrong each way is, and what predictions are made from. FOLDER has the board that ranks meet on, LIBRARIES what `build.py` has compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# Before torch starts threads, which inherit it: each rank has a core of its own.
+RANK, PORT = int(sys.argv[4]), int(sys.argv[5])
+RANKS = 2
+CORES = sorted(os.sched_getaffinity(0))
+OWN = {CORES[RANK % len(CORES)]}
+os.sched_setaffinity(0, OWN)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from ddp import meeting  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # noqa: E402
+from torch_accl.layer_parallel import Cycle, LayerParallel, ode  # noqa: E402
+
+LAYERS, CHANNELS, SIDE, BATCH = 64, 8, 28, 32
+DT = 1 / LAYERS
+FACTORS = (4, 8, 16)
+BACKENDS = ("accl", "gloo")
+FORWARD, BACKWARD = 2, 1
+MICRO_BATCHES = 4
+WARM_UP = 2
+# Of each kind in a round.
+MESSAGES = 10
+TIMEOUT = timedelta(seconds=60)
+
+Seconds = tuple[float, float]
+
+
+@dataclass
+class Way:
+    """One way to run a batch. `run` returns the output where it is known, and when the forward pass was over, if that can be told apart."""
+
+    run: Callable[[], tuple[Tensor | None, float | None]]
+    # Without the others, which sleep meanwhile.
+    is_alone: bool = False
+    threads: int = 1
+
+
+def main() -> None:
+    """Measures one start."""
+    meet = meeting(Path(sys.argv[1]), Path(sys.argv[2]), RANK)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", PORT, RANKS, RANK == 0, TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
+    groups = {backend: dist.new_group(backend=backend, timeout=TIMEOUT) for backend in BACKENDS}
+    alone = dist.new_subgroups(group_size=1)[0]
+    blocks, x, gradient = [block(number) for number in range(LAYERS)], *images()
+    ways = {**in_one_process(blocks, x, gradient, alone), **of_two(blocks, x, gradient, groups)}
+    y, _ = ways["serial"].run()
+    right = y.detach(), gradients(blocks)
+    errors = {name: error(way, blocks, right) for name, way in ways.items()}
+    rounds = []
+    for turn in range(WARM_UP + int(sys.argv[3])):
+        took = a_round(turn, ways, blocks, meet)
+        rounds.append((took, costs(blocks, x, gradient, groups["accl"], meet)))
+    rounds = rounds[WARM_UP:]
+    found = {
+        "ms": {name: slowest([took[name] for took, _ in rounds]) for name in ways},
+        "errors": errors,
+        "costs_us": of_ranks([cost for _, cost in rounds]),
+    }
+    dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+# ---- the net
+
+
+def block(number: int) -> nn.Module:
+    """What is added to a state, times DT. Each has weights of its own, the same everywhere."""
+    made = nn.Sequential(
+        nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU()
+    )
+    generator = torch.Generator().manual_seed(1000 + number)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) / (9 * CHANNELS) ** 0.5)
+    return made
+
+
+def images() -> tuple[Tensor, Tensor]:
+    """The input, and the gradient of the output."""
+    torch.manual_seed(1)
+    shape = (BATCH, CHANNELS, SIDE, SIDE)
+    return torch.randn(shape), torch.randn(shape) / BATCH
+
+
+def mean_over_batch(y: Tensor, target: Tensor) -> Tensor:
+    """A loss whose gradient is `gradient`, for the target BATCH * gradient, also of micro-batches."""
+    return (y * target).sum() / y.shape[0]
+
+
+# ---- the ways
+
+
+def in_one_process(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, alone: Any) -> dict[str, Way]:
+    """Those of one rank, the first."""
+
+    def serial() -> tuple[Tensor, float]:
+        y = x
+        for layer in blocks:
+            y = y + DT * layer(y)
+        middle = time.perf_counter()
+        y.backward(gradient)
+        return y, middle
+
+    net = LayerParallel([ode(layer) for layer in blocks], group=alone)
+    ways = {"serial": Way(serial, is_alone=True), "threads": Way(serial, is_alone=True, threads=len(CORES))}
+    for factor in FACTORS:
+        ways[f"one rank {factor}"] = Way(multigrid(net, factor, x, gradient), is_alone=True)
+    return ways
+
+
+def of_two(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, groups: dict[str, Any]) -> dict[str, Way]:
+    """Those of both ranks. All have the same modules, so that nobody's weights lie better than another's."""
+    nets = {name: LayerParallel([ode(layer) for layer in blocks], group=group) for name, group in groups.items()}
+    ways = {}
+    for factor in FACTORS:
+        for backend, net in nets.items():
+            ways[f"{backend} {factor}"] = Way(multigrid(net, factor, x, gradient))
+    ways["wave"] = Way(wave(nets["accl"], x, gradient))
+    target = BATCH * gradient
+    for schedule in ("gpipe", "1f1b"):
+        net = LayerParallel(
+            [ode(layer) for layer in blocks],
+            group=groups["accl"],
+            mode="exact-pipeline",
+            micro_batches=MICRO_BATCHES,
+            schedule=schedule,
+        )
+        ways[schedule] = Way(pipeline(net, x, target))
+    share = LAYERS // RANKS
+    stage = Stage(blocks[RANK * share : (RANK + 1) * share])
+    for name, kind in (("torch gpipe", ScheduleGPipe), ("torch 1f1b", Schedule1F1B)):
+        placed = PipelineStage(stage, RANK, RANKS, torch.device("cpu"), group=groups["accl"])
+        runner = kind(placed, n_microbatches=MICRO_BATCHES, loss_fn=mean_over_batch)
+        ways[name] = Way(torch_pipeline(runner, x, target))
+    return ways
+
+
+class Stage(nn.Module):
+    """A rank's share of the net, as torch's pipelines have it."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, y: Tensor) -> Tensor:
+        for layer in self.blocks:
+            y = y + DT * layer(y)
+        return y
+
+
+def multigrid(net: LayerParallel, factor: int, x: Tensor, gradient: Tensor) -> Callable[[], tuple[Tensor, float]]:
+    """Two levels and F-relaxation."""
+    fwd, bwd = Cycle(factor=factor, iterations=FORWARD), Cycle(factor=factor, iterations=BACKWARD)
+
+    def run() -> tuple[Tensor, float]:
+        net.mode, net.fwd, net.bwd = "inexact", fwd, bwd
+        return both_passes(net, x, gradient)
+
+    return run
+
+
+def wave(net: LayerParallel, x: Tensor, gradient: Tensor) -> Callable[[], tuple[Tensor, float]]:
+    """One rank after the other."""
+
+    def run() -> tuple[Tensor, float]:
+        net.mode = "exact-wave"
+        return both_passes(net, x, gradient)
+
+    return run
+
+
+def both_passes(net: LayerParallel, x: Tensor, gradient: Tensor) -> tuple[Tensor, float]:
+    """The loss is the caller's."""
+    y = net(x)
+    middle = time.perf_counter()
+    y.backward(*[gradient] * net.is_last)
+    return y.detach(), middle
+
+
+def pipeline(net: LayerParallel, x: Tensor, target: Tensor) -> Callable[[], tuple[None, None]]:
+    """Ours. It does not give its output away."""
+
+    def run() -> tuple[None, None]:
+        net.step(x, target, mean_over_batch)
+        return None, None
+
+    return run
+
+
+def torch_pipeline(runner: Any, x: Tensor, target: Tensor) -> Callable[[], tuple[Tensor | None, None]]:
+    """torch's."""
+
+    def run() -> tuple[Tensor | None, None]:
+        if RANK == 0:
+            runner.step(x)
+            return None, None
+        return runner.step(target=target, losses=[]), None
+
+    return run
+
+
+# ---- what is measured
+
+
+def a_round(
+    turn: int, ways: dict[str, Way], blocks: Sequence[nn.Module], meet: Callable[[], object]
+) -> dict[str, Seconds]:
+    """Seconds of each way, on this rank, until the forward pass was over and until all was."""
+    names = list(ways)
+    # Nobody always comes after the same one.
+    start = turn // 2 % len(names)
+    names = (names[start:] + names[:start])[:: -1 if turn % 2 else 1]
+    took = {}
+    for name in names:
+        forget(blocks)
+        took[name] = timed(ways[name], meet)
+    return took
+
+
+def timed(way: Way, meet: Callable[[], object]) -> Seconds:
+    """One turn."""
+    # Ranks sleep until all are there, and then look out for one another.
+    dist.barrier()
+    if way.is_alone and RANK:
+        return 0.0, 0.0
+    if not way.is_alone:
+        meet()
+    with threads(way.threads):
+        begin = time.perf_counter()
+        _, middle = way.run()
+        end = time.perf_counter()
+    return (end if middle is None else middle) - begin, end - begin
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Arithmetic is done by so many, on as many cores."""
+    if count == 1:
+        yield
+        return
+    os.sched_setaffinity(0, CORES)
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, OWN)
+
+
+def slowest(rounds: list[Seconds]) -> dict[str, list[float]]:
+    """Milliseconds, by what was timed: a pass takes as long as on its slower rank."""
+    every = torch.tensor(rounds, dtype=torch.float64)
+    dist.all_reduce(every, op=dist.ReduceOp.MAX)
+    forward, together = (1000 * every).round(decimals=3).T.tolist()
+    return {"forward": forward, "sum": together}
+
+
+def error(way: Way, blocks: Sequence[nn.Module], right: tuple[Tensor, list[Tensor]]) -> dict[str, float]:
+    """How far the output and the gradients of all parameters are off, relative, in the 2-norm."""
+    squares = torch.zeros(2, 2, dtype=torch.float64)
+    dist.barrier()
+    if not (way.is_alone and RANK):
+        forget(blocks)
+        with threads(way.threads):
+            y, _ = way.run()
+        for gradient, of in zip(gradients(blocks), right[1]):
+            if gradient is not None:
+                squares[0] += squared(gradient, of)
+        if y is not None and (way.is_alone or RANK == RANKS - 1):
+            squares[1] = squared(y, right[0])
+    dist.all_reduce(squares)
+    pairs = zip(("gradient", "output"), squares.tolist())
+    return {name: (off / norm) ** 0.5 for name, (off, norm) in pairs if norm}
+
+
+def gradients(blocks: Sequence[nn.Module]) -> list[Tensor | None]:
+    """Of all parameters; of other ranks' there are none."""
+    return [parameter.grad for layer in blocks for parameter in layer.parameters()]
+
+
+def squared(found: Tensor, right: Tensor) -> Tensor:
+    """Of what is off, and of what is right."""
+    return torch.stack([(found - right).double().square().sum(), right.double().square().sum()]).detach()
+
+
+def forget(blocks: Sequence[nn.Module]) -> None:
+    """No gradient is left."""
+    for layer in blocks:
+        layer.zero_grad(set_to_none=True)
+
+
+# ---- what predictions are made from
+
+
+def costs(
+    blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, group: Any, meet: Callable[[], object]
+) -> dict[str, float]:
+    """Microseconds of a layer and of adding up two states while all ranks compute, the same while one does, and those of messages."""
+    share = LAYERS // RANKS
+    mine = blocks[RANK * share : (RANK + 1) * share]
+    dist.barrier()
+    meet()
+    found = layer_costs(mine, x, gradient)
+    dist.barrier()
+    alone = dict.fromkeys(found, 0.0) if RANK else layer_costs(mine, x, gradient)
+    dist.barrier()
+    return {**found, **{f"alone {name}": us for name, us in alone.items()}, **message_costs(x, group)}
+
+
+def layer_costs(layers: Sequence[nn.Module], x: Tensor, gradient: Tensor) -> dict[str, float]:
+    """The mean of some layers, each at a state that has just been made, as in a sweep."""
+    spent = {"plain": 0.0, "recorded": 0.0, "input_vjp": 0.0, "full_vjp": 0.0}
+    adding, count = 0.0, 0
+    kept: list[tuple[Tensor, Tensor, list[Tensor]]] = []
+
+    def forward(layer: nn.Module, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            return layer(y)
+
+    def recorded(layer: nn.Module, y: Tensor) -> Tensor:
+        given = y.detach().requires_grad_()
+        out = layer(given)
+        kept.append((given, out, list(layer.parameters())))
+        return out.detach()
+
+    def input_vjp(layer: tuple[Tensor, Tensor, list[Tensor]], w: Tensor) -> Tensor:
+        given, out, _ = layer
+        return torch.autograd.grad(out, [given], w, retain_graph=True)[0]
+
+    def full_vjp(layer: tuple[Tensor, Tensor, list[Tensor]], w: Tensor) -> Tensor:
+        given, out, parameters = layer
+        return torch.autograd.grad(out, [given, *parameters], w, retain_graph=True)[0]
+
+    for name, call, state in (
+        ("plain", forward, x),
+        ("recorded", recorded, x),
+        ("input_vjp", input_vjp, gradient),
+        ("full_vjp", full_vjp, gradient),
+    ):
+        for layer in kept[::-1] if name.endswith("vjp") else layers:
+            begin = time.perf_counter()
+            change = call(layer, state)
+            middle = time.perf_counter()
+            state = torch.mul(change, DT).add_(state)
+            end = time.perf_counter()
+            spent[name] += middle - begin
+            adding, count = adding + end - middle, count + 1
+    return {name: 1e6 * seconds / len(layers) for name, seconds in spent.items()} | {"add": 1e6 * adding / count}
+
+
+def message_costs(x: Tensor, group: Any) -> dict[str, float]:
+    """Of a rank's own time for a message, and of the way of an empty one and of a state."""
+    spent, ways = 0.0, []
+    for tensor in (torch.zeros(1), x.clone()):
+        trips = []
+        for _ in range(MESSAGES):
+            dist.barrier(group=group)
+            coming = dist.irecv(tensor.clone(), group=group, group_src=1 - RANK)
+            begin = time.perf_counter()
+            if RANK:
+                coming.wait()
+            posted = time.perf_counter()
+            leaving = dist.isend(tensor, group=group, group_dst=1 - RANK)
+            spent += time.perf_counter() - posted
+            if not RANK:
+                coming.wait()
+            trips.append((time.perf_counter() - begin) / 2)
+            leaving.wait()
+        ways.append(1e6 * median(trips))
+    message = 1e6 * spent / (2 * MESSAGES)
+    return {"message": message, "latency": max(ways[0] - message, 0.0), "state": max(ways[1] - ways[0], 0.0)}
+
+
+def of_ranks(rounds: list[dict[str, float]]) -> dict[str, list[list[float]]]:
+    """By cost, the rounds of each rank."""
+    mine = torch.tensor([list(each.values()) for each in rounds], dtype=torch.float64)
+    every = [torch.empty_like(mine) for _ in range(RANKS)]
+    dist.all_gather(every, mine)
+    return {name: [of[:, at].round(decimals=2).tolist() for of in every] for at, name in enumerate(rounds[0])}
+
+
+if __name__ == "__main__":
+    main()
