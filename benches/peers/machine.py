@@ -55,8 +55,10 @@ class Quiet:
         return total, max(busy - (self.own_ticks() - self.own), 0), stolen
 
     def own_ticks(self) -> int:
-        """Of this process and of those that it watches; one that is gone counts no more."""
-        return sum(process_ticks(pid) for pid in [os.getpid(), *self.pids])
+        """Of this process and its children that have ended, and of those that it watches; one of these that is gone counts no more."""
+        ended = os.times()
+        of_children = round((ended.children_user + ended.children_system) * os.sysconf("SC_CLK_TCK"))
+        return of_children + sum(process_ticks(pid) for pid in [os.getpid(), *self.pids])
 
 
 def cpu_ticks() -> tuple[int, int, int]:

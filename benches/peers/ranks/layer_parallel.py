@@ -37,19 +37,20 @@ FACTORS = (4, 8, 16)
 BACKENDS = ("accl", "gloo")
 FORWARD, BACKWARD = 2, 1
 MICRO_BATCHES = 4
-WARM_UP = 2
+WARM_UP = 1
 # Of each kind in a round.
 MESSAGES = 10
 TIMEOUT = timedelta(seconds=60)
 
 Seconds = tuple[float, float]
+Ran = tuple[list[Tensor], float | None]
 
 
 @dataclass
 class Way:
-    """One way to run a batch. `run` returns the output where it is known, and when the forward pass was over, if that can be told apart."""
+    """One way to run a batch. `run` returns the output, in parts, where there is one, and when the forward pass was over if that can be told apart."""
 
-    run: Callable[[], tuple[Tensor | None, float | None]]
+    run: Callable[[], Ran]
     # Without the others, which sleep meanwhile.
     is_alone: bool = False
     threads: int = 1
@@ -65,8 +66,8 @@ def main() -> None:
     alone = dist.new_subgroups(group_size=1)[0]
     blocks, x, gradient = [block(number) for number in range(LAYERS)], *images()
     ways = {**in_one_process(blocks, x, gradient, alone), **of_two(blocks, x, gradient, groups)}
-    y, _ = ways["serial"].run()
-    right = y.detach(), gradients(blocks)
+    [y], _ = ways["serial"].run()
+    right = y, gradients(blocks)
     errors = {name: error(way, blocks, right) for name, way in ways.items()}
     rounds = []
     for turn in range(WARM_UP + int(sys.argv[3])):
@@ -115,13 +116,13 @@ def mean_over_batch(y: Tensor, target: Tensor) -> Tensor:
 def in_one_process(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, alone: Any) -> dict[str, Way]:
     """Those of one rank, the first."""
 
-    def serial() -> tuple[Tensor, float]:
+    def serial() -> Ran:
         y = x
         for layer in blocks:
             y = y + DT * layer(y)
         middle = time.perf_counter()
         y.backward(gradient)
-        return y, middle
+        return [y.detach()], middle
 
     net = LayerParallel([ode(layer) for layer in blocks], group=alone)
     ways = {"serial": Way(serial, is_alone=True), "threads": Way(serial, is_alone=True, threads=len(CORES))}
@@ -170,53 +171,59 @@ class Stage(nn.Module):
         return y
 
 
-def multigrid(net: LayerParallel, factor: int, x: Tensor, gradient: Tensor) -> Callable[[], tuple[Tensor, float]]:
+def multigrid(net: LayerParallel, factor: int, x: Tensor, gradient: Tensor) -> Callable[[], Ran]:
     """Two levels and F-relaxation."""
     fwd, bwd = Cycle(factor=factor, iterations=FORWARD), Cycle(factor=factor, iterations=BACKWARD)
 
-    def run() -> tuple[Tensor, float]:
+    def run() -> Ran:
         net.mode, net.fwd, net.bwd = "inexact", fwd, bwd
         return both_passes(net, x, gradient)
 
     return run
 
 
-def wave(net: LayerParallel, x: Tensor, gradient: Tensor) -> Callable[[], tuple[Tensor, float]]:
+def wave(net: LayerParallel, x: Tensor, gradient: Tensor) -> Callable[[], Ran]:
     """One rank after the other."""
 
-    def run() -> tuple[Tensor, float]:
+    def run() -> Ran:
         net.mode = "exact-wave"
         return both_passes(net, x, gradient)
 
     return run
 
 
-def both_passes(net: LayerParallel, x: Tensor, gradient: Tensor) -> tuple[Tensor, float]:
+def both_passes(net: LayerParallel, x: Tensor, gradient: Tensor) -> Ran:
     """The loss is the caller's."""
     y = net(x)
     middle = time.perf_counter()
     y.backward(*[gradient] * net.is_last)
-    return y.detach(), middle
+    return [y.detach()], middle
 
 
-def pipeline(net: LayerParallel, x: Tensor, target: Tensor) -> Callable[[], tuple[None, None]]:
-    """Ours. It does not give its output away."""
+def pipeline(net: LayerParallel, x: Tensor, target: Tensor) -> Callable[[], Ran]:
+    """Ours."""
 
-    def run() -> tuple[None, None]:
-        net.step(x, target, mean_over_batch)
-        return None, None
+    def run() -> Ran:
+        outputs: list[Tensor] = []
+
+        def loss(y: Tensor, target: Tensor) -> Tensor:
+            outputs.append(y.detach())
+            return mean_over_batch(y, target)
+
+        net.step(x, target, loss)
+        return outputs, None
 
     return run
 
 
-def torch_pipeline(runner: Any, x: Tensor, target: Tensor) -> Callable[[], tuple[Tensor | None, None]]:
+def torch_pipeline(runner: Any, x: Tensor, target: Tensor) -> Callable[[], Ran]:
     """torch's."""
 
-    def run() -> tuple[Tensor | None, None]:
+    def run() -> Ran:
         if RANK == 0:
             runner.step(x)
-            return None, None
-        return runner.step(target=target, losses=[]), None
+            return [], None
+        return [runner.step(target=target, losses=[])], None
 
     return run
 
@@ -282,15 +289,14 @@ def error(way: Way, blocks: Sequence[nn.Module], right: tuple[Tensor, list[Tenso
     if not (way.is_alone and RANK):
         forget(blocks)
         with threads(way.threads):
-            y, _ = way.run()
+            outputs, _ = way.run()
         for gradient, of in zip(gradients(blocks), right[1]):
             if gradient is not None:
                 squares[0] += squared(gradient, of)
-        if y is not None and (way.is_alone or RANK == RANKS - 1):
-            squares[1] = squared(y, right[0])
+        if way.is_alone or RANK == RANKS - 1:
+            squares[1] = squared(torch.cat(outputs), right[0])
     dist.all_reduce(squares)
-    pairs = zip(("gradient", "output"), squares.tolist())
-    return {name: (off / norm) ** 0.5 for name, (off, norm) in pairs if norm}
+    return {name: (off / norm) ** 0.5 for name, (off, norm) in zip(("gradient", "output"), squares.tolist())}
 
 
 def gradients(blocks: Sequence[nn.Module]) -> list[Tensor | None]:
@@ -361,7 +367,8 @@ def layer_costs(layers: Sequence[nn.Module], x: Tensor, gradient: Tensor) -> dic
             begin = time.perf_counter()
             change = call(layer, state)
             middle = time.perf_counter()
-            state = torch.mul(change, DT).add_(state)
+            # As the walk over a net does where DT is a power of two.
+            state = torch.add(state, change, alpha=DT)
             end = time.perf_counter()
             spent[name] += middle - begin
             adding, count = adding + end - middle, count + 1
@@ -369,26 +376,30 @@ def layer_costs(layers: Sequence[nn.Module], x: Tensor, gradient: Tensor) -> dic
 
 
 def message_costs(x: Tensor, group: Any) -> dict[str, float]:
-    """Of a rank's own time for a message, and of the way of an empty one and of a state."""
-    spent, ways = 0.0, []
-    for tensor in (torch.zeros(1), x.clone()):
-        trips = []
-        for _ in range(MESSAGES):
-            dist.barrier(group=group)
-            coming = dist.irecv(tensor.clone(), group=group, group_src=1 - RANK)
-            begin = time.perf_counter()
-            if RANK:
-                coming.wait()
-            posted = time.perf_counter()
-            leaving = dist.isend(tensor, group=group, group_dst=1 - RANK)
-            spent += time.perf_counter() - posted
-            if not RANK:
-                coming.wait()
-            trips.append((time.perf_counter() - begin) / 2)
-            leaving.wait()
-        ways.append(1e6 * median(trips))
-    message = 1e6 * spent / (2 * MESSAGES)
-    return {"message": message, "latency": max(ways[0] - message, 0.0), "state": max(ways[1] - ways[0], 0.0)}
+    """Of a rank's own time for a message; and, on the first rank, of the way of an empty one, and by how much that of a state is longer."""
+    (empty, message), (state, _) = (trips(tensor, group) for tensor in (torch.zeros(1), x.clone()))
+    ways = {"latency": max(empty - message, 0.0), "state": max(state - empty, 0.0)}
+    return {"message": message} | (dict.fromkeys(ways, 0.0) if RANK else ways)
+
+
+def trips(tensor: Tensor, group: Any) -> tuple[float, float]:
+    """Half of a round trip, and what a rank needs to send."""
+    took, sending = [], []
+    for _ in range(MESSAGES):
+        coming = dist.irecv(torch.empty_like(tensor), group=group, group_src=1 - RANK)
+        dist.barrier(group=group)
+        begin = time.perf_counter()
+        if RANK:
+            coming.wait()
+        posted = time.perf_counter()
+        leaving = dist.isend(tensor, group=group, group_dst=1 - RANK)
+        sent = time.perf_counter()
+        if not RANK:
+            coming.wait()
+        took.append((time.perf_counter() - begin) / 2)
+        sending.append(sent - posted)
+        leaving.wait()
+    return 1e6 * median(took), 1e6 * median(sending)
 
 
 def of_ranks(rounds: list[dict[str, float]]) -> dict[str, list[list[float]]]:

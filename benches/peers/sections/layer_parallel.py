@@ -1,0 +1,243 @@
+"""Layer-parallel training on two ranks: multigrid and pipelines, ours and torch's, beside one process; and what the planner predicts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch_accl_cli._layer_plans import Costs, LayerTimes, Planner, Setting
+from torch_accl_cli._package import load_native
+
+from .. import board
+from ..build import SOURCES, Unavailable
+from ..contenders import title_of
+from ..machine import Quiet
+from ..report import Bench, Section
+from ..tables import Bar, Table, plain
+from .costs import answers_of
+
+PROGRAM = SOURCES / "layer_parallel.py"
+CONTENDERS = ("accl_torch", "gloo")
+RANKS = 2
+# As the rank program has them.
+LAYERS, STATE_BYTES, FACTORS = 64, 32 * 8 * 28 * 28 * 4, (4, 8, 16)
+FORWARD, BACKWARD = 2, 1
+LAYER_COSTS = ("plain", "recorded", "input_vjp", "full_vjp")
+# Of a round, in which everybody has a turn of up to half a second.
+STARTS, LIMIT_S = 3, 600
+SPEEDUPS = {4: 1.25, 8: 1.35, 16: 1.45}
+OVER_GLOO, CLOSE = 1, 0.15
+SERIAL = "serial"
+TITLES = {
+    SERIAL: "one process, one thread",
+    "threads": "one process, a thread for each core",
+    **{
+        f"{backend} {factor}": f"multigrid over {backend}, c = {factor}"
+        for backend in ("accl", "gloo")
+        for factor in FACTORS
+    },
+    "wave": "`exact-wave`",
+    "gpipe": "`exact-pipeline`, GPipe",
+    "1f1b": "`exact-pipeline`, 1F1B",
+    "torch gpipe": "torch's GPipe over accl",
+    "torch 1f1b": "torch's 1F1B over accl",
+}
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """The rounds of all starts, one after the other."""
+    for name in CONTENDERS:
+        if name not in bench.contenders:
+            raise Unavailable(f"{title_of(name)} was left out")
+        if reason := bench.shop.missing.get(name):
+            raise Unavailable(f"{title_of(name)}: {reason}")
+    starts = []
+    quiet = Quiet([])
+    for turn in range(STARTS):
+        bench.say(f"layer-parallel, start {turn + 1} of {STARTS}")
+        starts.append(start(bench))
+    bench.ticks = tuple(map(sum, zip(bench.ticks, quiet.figures())))
+    costs = {
+        name: [joined(one["costs_us"][name][rank] for one in starts) for rank in range(RANKS)]
+        for name in starts[0]["costs_us"]
+    }
+    return {
+        "ms": {
+            name: {part: joined(one["ms"][name][part] for one in starts) for part in parts}
+            for name, parts in starts[0]["ms"].items()
+        },
+        "errors": starts[0]["errors"],
+        "costs_us": {name: {str(rank): of for rank, of in enumerate(ranks)} for name, ranks in costs.items()},
+        "predicted_ms": {"of two": predicted(costs, RANKS, ""), "of one": predicted(costs, 1, "alone ")},
+    }
+
+
+def start(bench: Bench) -> dict[str, Any]:
+    """As many rounds as others have turns."""
+    names = bench.shop.names
+    with tempfile.TemporaryDirectory(prefix="accl-peers-layers-") as folder:
+        board.create(Path(folder) / "board").close()
+        command = [names["python"], str(PROGRAM), folder, names["libraries"], str(bench.effort.turns)]
+        found = answers_of(command, RANKS, {}, limit_s=LIMIT_S)
+    if not all(found):
+        raise Unavailable("a rank has failed")
+    return found[0]
+
+
+def joined(lists: Any) -> list[float]:
+    """One after the other."""
+    return [value for values in lists for value in values]
+
+
+def predicted(costs: dict[str, list[list[float]]], ranks: int, prefix: str) -> dict[str, list[float]]:
+    """By factor, what the planner says of each round, from what layers and messages took in the same round."""
+    native = load_native()
+    planners = [
+        Planner(native, ranks, told(costs, turn, ranks, prefix)) for turn in range(len(next(iter(costs.values()))[0]))
+    ]
+    settings = {str(factor): Setting("multigrid", factor, 2, FORWARD, BACKWARD) for factor in FACTORS}
+    return {
+        name: [round(sum(planner.time(setting)) / 1e9, 3) for planner in planners] for name, setting in settings.items()
+    }
+
+
+def told(costs: dict[str, list[list[float]]], turn: int, ranks: int, prefix: str) -> Costs:
+    """The costs of a round: of layers those of the rank that has them, of ways those from the first rank and back, the mean of all else."""
+
+    def ps(name: str, rank: int) -> int:
+        return round(1e6 * costs[name][rank][turn])
+
+    def mean(name: str) -> int:
+        return sum(ps(name, rank) for rank in range(ranks)) // ranks
+
+    layers: list[LayerTimes] = []
+    for rank in range(ranks):
+        plain_, recorded, input_vjp, full_vjp = (ps(prefix + name, rank) for name in LAYER_COSTS)
+        layers += [(plain_, recorded, input_vjp, full_vjp)] * (LAYERS // ranks)
+    kib = STATE_BYTES / 1024
+    return Costs(
+        layers,
+        STATE_BYTES,
+        add_per_kib=round(mean(f"{prefix}add") / kib),
+        message=mean("message"),
+        latency=ps("latency", 0),
+        wire_per_kib=round(ps("state", 0) / kib),
+    )
+
+
+# ---- what is shown
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """Times with bars, accl beside gloo, predictions, and what they are made from."""
+    ms = data.get("ms", {})
+    if not ms:
+        return []
+    return [times(ms, data["errors"]), backends(ms), predictions(data), layers(data["costs_us"])]
+
+
+def paired(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median of the rounds' quotients."""
+    return median(one / other for one, other in zip(above, below))
+
+
+def times(ms: dict[str, Any], errors: dict[str, Any]) -> Table:
+    """A row for each way."""
+    table = Table(
+        [
+            f"{RANKS} ranks, a batch, ms",
+            "forward",
+            "backward",
+            "both",
+            "both, least",
+            "times as fast as one thread",
+            "of the least",
+            "output off by",
+            "gradients off by",
+        ]
+    )
+    serial = ms[SERIAL]["sum"]
+    for name, title in TITLES.items():
+        forward, together = ms[name]["forward"], ms[name]["sum"]
+        passes = ["", ""]
+        if forward != together:
+            backward = [whole - part for part, whole in zip(forward, together)]
+            passes = [plain(median(forward)), plain(median(backward))]
+        speedup = paired(serial, together)
+        backend, _, factor = name.partition(" ")
+        is_ours = backend == "accl" and factor.isdigit()
+        shown = Bar(speedup, at_least=SPEEDUPS[int(factor)]) if is_ours else plain(speedup)
+        off = [scientific(errors[name][what]) for what in ("output", "gradient")]
+        least = plain(min(serial) / min(together))
+        table.row(title, [*passes, plain(median(together)), plain(min(together)), shown, least, *off])
+    return table
+
+
+def scientific(value: float) -> str:
+    """Two digits."""
+    return f"{value:.1e}" if value else "0"
+
+
+def backends(ms: dict[str, Any]) -> Table:
+    """The same multigrid over both."""
+    table = Table(["time of a batch", *(f"c = {factor}" for factor in FACTORS)])
+    shares = (paired(ms[f"accl {factor}"]["sum"], ms[f"gloo {factor}"]["sum"]) for factor in FACTORS)
+    table.row("accl / gloo", [Bar(share, at_most=OVER_GLOO) for share in shares])
+    return table
+
+
+def predictions(data: dict[str, Any]) -> Table:
+    """Next to what was measured in the same rounds."""
+    table = Table(["a batch, ms", *(f"c = {factor}" for factor in FACTORS)])
+    for place, prefix, title in (("of one", "one rank", "1 rank"), ("of two", "accl", f"{RANKS} ranks")):
+        told = [data["predicted_ms"][place][str(factor)] for factor in FACTORS]
+        found = [data["ms"][f"{prefix} {factor}"]["sum"] for factor in FACTORS]
+        table.row(f"{title}: predicted", [plain(median(rounds)) for rounds in told])
+        table.row(f"{title}: measured", [plain(median(rounds)) for rounds in found])
+        off = [abs(paired(mine, theirs) - 1) for mine, theirs in zip(found, told)]
+        table.row(f"{title}: off by", [Bar(value, at_most=CLOSE) for value in off])
+    return table
+
+
+def layers(costs: dict[str, dict[str, list[float]]]) -> Table:
+    """What predictions are made from."""
+    head = ["forward", "forward, recorded", "VJP of the input", "VJP of everything", "a sum of states"]
+    table = Table(["a layer, us", *head, "a message, rank's own time", "its way", "a state's way more"])
+    names = (*LAYER_COSTS, "add")
+
+    def of_all(name: str) -> str:
+        return plain(median(joined(costs[name].values())))
+
+    def of_first(name: str) -> str:
+        return plain(median(costs[name]["0"]))
+
+    shown: tuple[tuple[str, Callable[[str], str], str], ...] = (
+        ("one rank computes", of_first, "alone "),
+        ("both ranks compute", of_all, ""),
+    )
+    for title, of, prefix in shown:
+        messages = [] if prefix else [of_all("message"), of_first("latency"), of_first("state")]
+        table.row(title, [*(of(prefix + name) for name in names), *(messages or [""] * 3)])
+    return table
+
+
+SECTION = Section(
+    name="layer_parallel",
+    title="Layer-parallel training",
+    text=(
+        f"A batch of 32 through {LAYERS} steps x + f(x)/{LAYERS}, f being two convolutions of 8 channels with ReLU on 28 x 28, float32: forward and backward "
+        "pass without an optimizer. Two processes, each with one thread on a core of its own; a time is the slower rank's. All ways have the same modules and take turns in one "
+        "loop, in changing order; one process has its turn while the other sleeps. Times are medians of the rounds and least ones; how many times as fast as one thread "
+        "is the median of the quotients of each round. Multigrid has two levels, F-relaxation, two forward iterations and one backward, of which c layers are one "
+        f"coarse step. Pipelines have 4 micro-batches and go over accl. Errors are relative to one process, in the 2-norm, over all parameters. Bars: medians "
+        f"{', '.join(f'{bar} for c = {factor}' for factor, bar in SPEEDUPS.items())}; no slower over accl than over gloo; predictions within {CLOSE:.0%}, of "
+        "`_native.LayerPlan.simulate` by what layers, sums of states and messages took in the same round, while as many ranks compute as the prediction is of. "
+        "Measured elsewhere, on another machine of two cores and in the same setting: the least times of torchbraid over MPI were 0.82, 1.03 and 1.21 times as fast as one thread "
+        "for c = 4, 8 and 16, and medians of a prototype of this solver over gloo 1.32, 1.42 and 1.53."
+    ),
+    collect=collect,
+    tables=tables,
+)
