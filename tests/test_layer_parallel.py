@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_accl import layer_parallel
 from torch_accl.layer_parallel import Cycle, LayerParallel, LayerParallelError, ode, plain, residual, timed
 from torch_accl.layer_parallel._model import replica_of
+from torch_accl.layer_parallel._walk import moved
 
 RANKS = (1, 2, 3, 4)
 
@@ -277,6 +278,24 @@ def test_exact_modes_give_what_the_layers_give_one_after_the_other(rank, world, 
     (squared(y, target) if net.is_last else y).backward()
     for name, gradient in gradients_of(net).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("scale", [1 / 64, 2.0**-20, 8, 1 / 3, 0.1, 7, -0.5])
+def test_a_step_is_added_as_it_is_written_by_a_bit(dtype, scale):
+    generator = torch.Generator().manual_seed(1)
+
+    def numbers():
+        # Of many magnitudes, and zeros.
+        found = torch.randn(4097, dtype=torch.float64, generator=generator)
+        found *= 2.0 ** torch.randint(-8, 9, (4097,), generator=generator)
+        return torch.where(torch.rand(4097, generator=generator) < 0.1, 0, found).to(dtype)
+
+    state, change = numbers(), numbers()
+    assert torch.equal(moved(state, change, scale), state + scale * change)
+    assert torch.equal(
+        moved(state.view(17, 241).t(), change.view(17, 241).t(), scale).t().flatten(), state + scale * change
+    )
 
 
 @on_ranks(2, 3, 4)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Audit", "Excess", "Probe", "factor_of", "audit_of", "figures", "relative"]
+__all__ = ["Audit", "Excess", "Probe", "audit_of", "factor_of", "figures", "relative"]
 
 # What is done when an audit finds more than the limit.
 Excess = Literal["warn", "more", "exact"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,6 +195,7 @@ class Evaluation:
         # Of which layers the graph is kept until the adjoint pass, and not made anew there; all, if nobody says.
         self.keeps_graph = keeps_graph
         self._key = mixed(layers.seed, *key)
+        self._seeds: dict[tuple[int, int], int] = {}
         # A backward pass may run where autocast is another one.
         self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self._buffered: dict[int, bool] = {}
@@ -203,7 +204,8 @@ class Evaluation:
 
     def for_now(self, layer: int, span: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
         """What a layer returns; it leaves no trace."""
-        with torch.no_grad(), self._random(layer, micro_batch):
+        self._draw_anew(layer, micro_batch)
+        with torch.no_grad():
             extra = self.beside.of(layer, micro_batch)
             given = [] if extra is None else extra.leaves
             arguments = self._arguments(layer, span, form, states, constants, extra, given)
@@ -212,7 +214,8 @@ class Evaluation:
     def for_good(self, layer: int, micro_batch: int, form: Form, after: Form, states: States, constants: States) -> Any:
         """What a layer returns, with the graph that its adjoint needs if there will be one."""
         if not self.is_recorded or not self._keeps(layer):
-            with torch.no_grad(), self._random(layer, micro_batch):
+            self._draw_anew(layer, micro_batch)
+            with torch.no_grad():
                 extra = self.beside.of(layer, micro_batch)
                 arguments = self._arguments(
                     layer, 1, form, states, constants, extra, [] if extra is None else extra.leaves
@@ -254,8 +257,13 @@ class Evaluation:
             others = {name: alias for (name, _), alias in zip(own, graph.parameters)}
         if not leaves_trace:
             others |= self._copies(layer)
-        autocast = torch.autocast(self.device.type, self._autocast[1], enabled=self._autocast[0])
-        with self._random(layer, micro_batch), torch.enable_grad(), autocast if not leaves_trace else nullcontext():
+        self._draw_anew(layer, micro_batch)
+        # Anew, it is to be as it was, whatever autocast is around the backward pass.
+        kind, (enabled, dtype) = self.device.type, self._autocast
+        autocast: AbstractContextManager[Any] = (
+            nullcontext() if leaves_trace else torch.autocast(kind, dtype, enabled=enabled)
+        )
+        with torch.enable_grad(), autocast:
             extra = self.beside.of(layer, micro_batch)
             given: States = []
             if extra is not None:
@@ -305,11 +313,12 @@ class Evaluation:
             return {}
         return {name: buffer.clone() for name, buffer in self.modules[layer].named_buffers()}
 
-    @contextmanager
-    def _random(self, layer: int, micro_batch: int) -> Iterator[None]:
-        # The generator of the CPU is put back when the solve is over.
-        draw_from(mixed(self._key, layer, micro_batch), has_cuda=self.device.type == "cuda")
-        yield
+    def _draw_anew(self, layer: int, micro_batch: int) -> None:
+        seed = self._seeds.get((layer, micro_batch))
+        if seed is None:
+            seed = self._seeds[layer, micro_batch] = mixed(self._key, layer, micro_batch)
+        # The generator is put back when the solve is over.
+        draw_from(seed, has_cuda=self.device.type == "cuda")
 
     # ---- the other way
 
@@ -438,6 +447,8 @@ def states_of(returned: Any, form: Form, who: str, *, may_be_states: bool) -> tu
 
 def _matched(returned: Any, form: Form, who: str, *, may_be_states: bool) -> list[tuple[Any, Leaf]]:
     """The leaves of what was returned, with what they are to be like."""
+    if form.is_single and isinstance(returned, Tensor):
+        return [(returned, form.leaves[0])]
     leaves, tree = pytree.tree_flatten(returned)
     if tree == form.tree:
         return list(zip(leaves, form.leaves))

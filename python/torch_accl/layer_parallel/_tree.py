@@ -5,6 +5,7 @@ Owns the form of a point's state. Floating-point and complex leaves are the stat
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 from collections.abc import Sequence
@@ -49,18 +50,29 @@ class Form:
     leaves: tuple[Leaf, ...]
     tree: pytree.TreeSpec
 
-    @property
+    def __reduce__(self) -> tuple[type[Form], tuple[Any, ...]]:
+        # Without what is kept of it: its bytes are the same on all ranks.
+        return Form, (self.leaves, self.tree)
+
+    @functools.cached_property
     def states(self) -> list[Leaf]:
         """Those leaves that are computed with."""
         return [leaf for leaf in self.leaves if leaf.is_state]
 
-    @property
+    @functools.cached_property
     def constants(self) -> list[Leaf]:
         """The others."""
         return [leaf for leaf in self.leaves if not leaf.is_state]
 
+    @functools.cached_property
+    def is_single(self) -> bool:
+        """Whether it is a tensor by itself, which is a state."""
+        return self.tree.is_leaf() and self.leaves[0].is_state
+
     def joined(self, states: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
         """What a layer is given."""
+        if self.is_single:
+            return states[0]
         left, right = iter(states), iter(constants)
         return pytree.tree_unflatten([next(left if leaf.is_state else right) for leaf in self.leaves], self.tree)
 

@@ -6,6 +6,7 @@ what an error of the group is told to be about. What an operation means is in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,12 @@ from ._plans import Lot, Program, Receive
 from ._tree import Form, Leaf, ordered
 from ._wire import Wire, tried
 
-__all__ = ["Batch", "Walk"]
+__all__ = ["Batch", "Walk", "moved"]
 
 
 # So many receives are posted before their place in the list: who sends a state needs not wait for us to come there.
 _AHEAD = 3
+_WIDE = (torch.float32, torch.float64)
 # Squares of float32 are added up in rows of so many, and the rows in float64.
 _ROW = 512
 
@@ -172,19 +174,14 @@ class Walk:
 
     def _advance(self, span: int, src: int, increment: int, dst: int) -> None:
         scale = span * self.batch.evaluation.layers.dt
-        states, changes = self._read(src), self._read(increment)
-
-        def moved(state: Tensor, change: Tensor, leaf: Leaf) -> Tensor:
-            if change.dtype == state.dtype:
-                # Two roundings, as in `x + dt * f(x)`.
-                return ordered(torch.mul(change, scale).add_(state), leaf)
-            return ordered((state + change * scale).to(state.dtype), leaf)
-
-        self._make(dst, self._sum, lambda: [moved(*each) for each in zip(states, changes, self._form(dst).states)])
+        parts = zip(self._read(src), self._read(increment), self._form(dst).states)
+        self._make(
+            dst, self._sum, lambda: [ordered(moved(state, change, scale), leaf) for state, change, leaf in parts]
+        )
 
     def _stretch(self, span: int, src: int, stepped: int, dst: int) -> None:
-        pairs = list(zip(self._read(src), self._read(stepped)))
-        self._make(dst, self._sum, lambda: [torch.sub(b, a).mul_(span).add_(a) for a, b in pairs])
+        pairs = zip(self._read(src), self._read(stepped))
+        self._make(dst, self._sum, lambda: [moved(a, torch.sub(b, a), span) for a, b in pairs])
 
     def _add(self, a: int, b: int, dst: int) -> None:
         pairs = list(zip(self._read(a), self._read(b)))
@@ -318,6 +315,16 @@ class _Coming:
     works: list[dist.Work]
     states: States
     constants: States
+
+
+def moved(state: Tensor, change: Tensor, scale: float) -> Tensor:
+    """`state + scale * change`, in the type of the state, with two roundings as it is written."""
+    if change.dtype != state.dtype:
+        return (state + change * scale).to(state.dtype)
+    # A product with a power of two does not round, unless it is too small for a normal number: one way through memory gives the same.
+    if state.dtype in _WIDE and math.frexp(scale)[0] == 0.5:
+        return torch.add(state, change, alpha=scale)
+    return torch.mul(change, scale).add_(state)
 
 
 def square_norm(tensor: Tensor) -> float:
