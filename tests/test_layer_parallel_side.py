@@ -142,6 +142,98 @@ def test_another_batch_may_have_others(rank, world):
             torch.testing.assert_close(y, serial(layers, x, {"memory": memory}), rtol=1e-5, atol=1e-6)
 
 
+class Adding(nn.Module):
+    """Its gradient of the memory is the tensor that its state's gradient is."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x, memory):
+        return x + {"itself": memory, "sum": memory.sum(), "transposed": memory.mT.contiguous().mT}[self.way]
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("way", ["itself", "sum", "transposed"])
+@pytest.mark.parametrize("mode", ["exact-wave", "inexact"])
+def test_gradients_of_a_memory_are_no_other_tensors_and_lie_in_one_order(rank, world, way, mode):
+    x = seeded(1, (4, 6)).double().requires_grad_()
+    memory, target = seeded(2, (4, 6)).double().requires_grad_(), seeded(3, (4, 6)).double()
+    kind = residual if mode == "inexact" else plain
+    net = LayerParallel(
+        [kind(Adding(way if number % 2 else "itself")) for number in range(8)],
+        mode=mode,
+        micro_batches=2,
+        side_per_sample=["memory"],
+        fwd=Cycle(factor=2, iterations=9),
+        bwd=Cycle(factor=2, iterations=9),
+    )
+    net.step(x, target, squared, side={"memory": memory})
+    mine = x.grad, memory.grad
+    x, memory = (leaf.detach().requires_grad_() for leaf in (x, memory))
+    y = x
+    for number in range(8):
+        y = Adding(way if number % 2 else "itself")(y, memory)
+    squared(y, target).backward()
+    if rank == 0:
+        for found, wanted in zip(mine, (x.grad, memory.grad)):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@on_ranks(2, 3)
+def test_gradients_that_lie_in_different_orders_on_different_ranks_are_summed_by_element(rank, world):
+    class Convolving(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            torch.manual_seed(number)
+            self.inner = nn.Conv1d(5, 5, 1) if number % 2 else nn.Linear(5, 5)
+
+        def forward(self, x, memory):
+            if isinstance(self.inner, nn.Linear):
+                return x + self.inner(memory)
+            return x + self.inner(memory.transpose(1, 2)).transpose(1, 2)
+
+    x, memory, target = (seeded(number, (2, 3, 5)) for number in range(3))
+    memory.requires_grad_()
+    layers = [plain(Convolving(number)) for number in range(6)]
+    net = LayerParallel(copy.deepcopy(layers), mode="exact-wave")
+    net.step(x, target, squared, side={"memory": memory})
+    mine, memory = memory.grad, memory.detach().requires_grad_()
+    y = x
+    for layer in layers:
+        y = layer.module(y, memory)
+    squared(y, target).backward()
+    if rank == 0:
+        torch.testing.assert_close(mine, memory.grad, rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(2)
+def test_layers_that_say_not_what_they_take_take_nothing(rank, world):
+    builtin = nn.Identity()
+    builtin.forward = torch.tanh
+    compiled = torch.compile(nn.Linear(8, 8), backend="eager")
+    layers = [*decoder()[:-1], plain(builtin), plain(compiled)]
+    x, side, target = given()
+    assert torch.isfinite(LayerParallel(layers, mode="exact-wave").step(x, target, squared, side=side))
+
+
+@on_ranks(2, 3)
+def test_conjugate_tensors_are_sent_as_what_they_are(rank, world):
+    class Conjugating(nn.Module):
+        def forward(self, x):
+            return (x * (1 + 2j)).conj()
+
+    x = torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(1)).conj()
+    net = LayerParallel([plain(Conjugating()) for _ in range(6)], mode="exact-wave")
+    with torch.no_grad():
+        y = net(x)
+    if net.is_last:
+        wanted = x
+        for _ in range(6):
+            wanted = (wanted * (1 + 2j)).conj()
+        torch.testing.assert_close(y, wanted)
+
+
 class Changing(nn.Module):
     def forward(self, x, memory):
         memory.zero_()

@@ -9,7 +9,7 @@ from support import gloo_group, on_ranks
 from torch import nn
 from torch.nn import functional
 from torch_accl import layer_parallel
-from torch_accl.layer_parallel import Cycle, GradScaler, LayerParallel, ode, plain
+from torch_accl.layer_parallel import Cycle, GradScaler, LayerParallel, LayerParallelError, ode, plain
 
 MODES = ["inexact", "exact-wave", "exact-pipeline"]
 WORDS, WIDTH = 11, 6
@@ -154,7 +154,101 @@ def test_names_that_cannot_be_tied_are_refused_on_all_ranks(rank, world):
             LayerParallel(blocks(), tie=[group])
 
 
+def three(**settings):
+    """Three layers of one parameter, each under a name of its own."""
+    torch.manual_seed(3)
+    weights = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    return LayerParallel([plain(layer) for layer in weights], mode="exact-wave", **settings)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("way", ["overlapping", "twice", "shared and named"])
+def test_groups_that_have_a_name_in_common_are_one(rank, world, way):
+    names = [f"layers.{number}.weight" for number in range(3)]
+    x, target = torch.ones(2, WIDTH), torch.zeros(2, WIDTH)
+    if way == "shared and named":
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        torch.manual_seed(3)
+        nn.init.normal_(layer.weight)
+        net = LayerParallel([plain(layer)] * 3, mode="exact-wave", tie=[names])
+        weight = layer.weight.detach().clone().requires_grad_()
+    else:
+        net = three(tie=[names[:2], names[1:]] if way == "overlapping" else [names, names])
+        torch.manual_seed(3)
+        weight = nn.Linear(WIDTH, WIDTH, bias=False).weight
+    net.step(x, target, functional.mse_loss)
+    functional.mse_loss(x @ weight.T @ weight.T @ weight.T, target).backward()
+    for parameter in net.parameters():
+        torch.testing.assert_close(parameter.grad, weight.grad, rtol=1e-5, atol=1e-7)
+    norm = layer_parallel.clip_grad_norm_(net, 1e9)
+    torch.testing.assert_close(norm, weight.grad.norm().double(), rtol=1e-5, atol=0, check_dtype=False)
+
+
+@on_ranks(2, 3)
+def test_tied_parameters_may_lie_in_another_order(rank, world):
+    torch.manual_seed(4)
+    value = torch.randn(WIDTH, 2 * WIDTH)
+
+    class Right(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(value.T.contiguous().T.clone(memory_format=torch.preserve_format))
+
+        def forward(self, x):
+            return x @ self.weight @ self.weight.T
+
+    assert not Right().weight.is_contiguous()
+    net = LayerParallel(
+        [plain(Right()) for _ in range(3)], mode="exact-wave", tie=[[f"layers.{n}.weight" for n in range(3)]]
+    )
+    x, target = torch.ones(2, WIDTH), torch.zeros(2, WIDTH)
+    net.step(x, target, functional.mse_loss)
+    weight = value.clone().requires_grad_()
+    y = x
+    for _ in range(3):
+        y = y @ weight @ weight.T
+    functional.mse_loss(y, target).backward()
+    for parameter in net.parameters():
+        torch.testing.assert_close(parameter.grad, weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+def test_tied_parameters_that_are_not_one_any_more_are_found_out_on_all_ranks(rank, world):
+    x, target = batch()
+    net = LayerParallel(blocks(), tie=TIE)
+    if rank == 0:
+        net.layers["0"].weight.requires_grad_(False)
+    with pytest.raises(LayerParallelError, match="some want a gradient and others do not"):
+        net.step(x, target, functional.cross_entropy)
+    net = LayerParallel(blocks(), tie=TIE)
+    if rank == 0:
+        with torch.no_grad():
+            net.layers["0"].weight[0, 0] += 1
+    with pytest.raises(LayerParallelError, match=r"layers.0.weight, layers.9.weight have different values"):
+        net.step(x, target, functional.cross_entropy)
+
+
 # ---- gradient scaling
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_scale_is_in_the_gradient_before_it_gets_small(rank, world, mode):
+    torch.manual_seed(2)
+    layers = [plain(nn.Linear(4, 4).half()) for _ in range(3)]
+    wanted = copy.deepcopy(layers)
+    x, target = torch.ones(4, 4).half(), torch.zeros(4, 4).half()
+    net = LayerParallel(layers, mode="exact-wave" if mode == "inexact" else mode, micro_batches=2)
+    net.step(x, target, lambda y, t: (y - t).float().square().mean() * 1e-6, loss_scale=65536.0)
+    y = x
+    for layer in wanted:
+        y = layer.module(y)
+    ((y - target).float().square().mean() * 1e-6 * 65536.0).backward()
+    for name, parameter in net.named_parameters():
+        _, number, rest = name.split(".", 2)
+        right = wanted[int(number)].module.get_parameter(rest).grad
+        assert right.abs().sum() > 0
+        torch.testing.assert_close(parameter.grad, right, rtol=2e-2, atol=1e-5)
 
 
 @on_ranks(1, 2, 3)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._net import Evaluation, Record, States
+from ._net import Beside, Evaluation, Record, States
 from ._plans import Program
 from ._solve import Solve
 from ._tree import Form
@@ -80,33 +80,40 @@ def _predicted(candidate: Candidate, known: Measured) -> float:
     return total / 1e12
 
 
-def measured(solve: Solve, micro_batches: int) -> Measured:
-    """Measures on all ranks together, in a solve that does nothing else. What fails here fails the solve."""
+def measured(solve: Solve, micro_batches: int) -> Measured | None:
+    """Measures on all ranks together, in a solve that does nothing else. Nothing, if a layer of any rank does not take what it is measured with."""
     batch, wire = solve.batch, solve.solver.wire
     evaluation = batch.evaluation
     evaluation.leaves_no_trace = True
     state = [sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in form.leaves) for form in batch.forms]
     layers = len(batch.names)
     rates = _rates(wire, max(state), batch.device)
-    of_parts = {1: [0] * (4 * layers)}
-    if micro_batches > 1:
-        of_parts[micro_batches] = [0] * (4 * layers)
+    of_parts = {1: [0] * (4 * layers + 1)}
+    # What layers are given beside the state is cut for whole batches.
+    is_alone = type(evaluation.beside) is Beside
+    if micro_batches > 1 and is_alone:
+        of_parts[micro_batches] = [0] * (4 * layers + 1)
     for parts, numbers in of_parts.items():
         wire.together(torch.zeros(1, dtype=torch.int64, device=wire.device), "measuring layers")
         try:
             for layer, times in _own_times(solve, evaluation, parts).items():
                 numbers[4 * layer : 4 * layer + 4] = times
-        except Exception as error:
-            batch.fail(f"measuring layers, batch {batch.number}", error)
+        except Exception:
+            numbers[-1] = 1
     of_all = {
         parts: wire.together(torch.tensor(numbers, device=wire.device), "measuring layers")
         for parts, numbers in of_parts.items()
     }
+    if any(numbers[-1] for numbers in of_all.values()):
+        return None
     lists = {
         parts: [(n[4 * layer], n[4 * layer + 1], n[4 * layer + 2], n[4 * layer + 3]) for layer in range(layers)]
         for parts, n in of_all.items()
     }
-    return Measured(lists[1], lists[max(lists)], state, rates)
+    part = lists[max(lists)]
+    if micro_batches > 1 and not is_alone:
+        part = [(a // micro_batches, b // micro_batches, c // micro_batches, d // micro_batches) for a, b, c, d in part]
+    return Measured(lists[1], part, state, rates)
 
 
 def _own_times(solve: Solve, evaluation: Evaluation, parts: int) -> dict[int, Times]:

@@ -13,7 +13,20 @@ from typing import Literal
 import torch
 from torch import nn
 
-__all__ = ["Block", "Kind", "built", "custom", "draw_from", "mixed", "ode", "plain", "residual", "timed", "undisturbed"]
+__all__ = [
+    "Block",
+    "Kind",
+    "built",
+    "custom",
+    "draw_from",
+    "mixed",
+    "ode",
+    "plain",
+    "residual",
+    "seeded",
+    "timed",
+    "undisturbed",
+]
 
 
 Kind = Literal["ode", "timed", "residual", "custom", "plain"]

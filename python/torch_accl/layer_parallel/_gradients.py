@@ -23,8 +23,8 @@ def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, erro
     wire, solver = net.wire, net.solver
     count = len(solver.plans.net.layers)
     powers = [0.0] * count
-    for layer, module in solver.layers.parts().items():
-        found = [p.grad for p in module.parameters() if p.grad is not None]
+    for layer, parameters in solver.layers.parts().items():
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if found:
             norm = float(torch.nn.utils.get_total_norm(found, norm_type).double())
             powers[layer] = norm if math.isinf(norm_type) else norm**norm_type

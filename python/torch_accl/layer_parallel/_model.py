@@ -72,6 +72,7 @@ class Model(nn.Module):
         super().__init__()
         self._wire = wire
         self._anchor = torch.zeros((), requires_grad=True)
+        self._can_be_cut = True
         self.norms = Norms()
         self._cycles = {"forward": fwd, "adjoint": bwd}
         self._schedule = schedule
@@ -237,6 +238,7 @@ class Model(nn.Module):
     def take_norms(self, solve: Solve, way: Way) -> None:
         """Keeps the norms of a batch whose passes are over, and looks at them if it was a probe."""
         self.norms = solve.norms
+        self._can_be_cut = self._is_divided(solve)
         if not way.is_probe:
             return
         forward, backward = (factor_of(list(norms.values())) for norms in (solve.norms.forward, solve.norms.backward))
@@ -254,8 +256,9 @@ class Model(nn.Module):
             fwd, bwd = self._cycles["forward"].iterations, self._cycles["adjoint"].iterations
             remedy = f"from now on there are {fwd} forward and {bwd} backward iterations"
         elif what == "exact":
-            self.mode = "exact-pipeline"
-            remedy = "from now on the mode is exact-pipeline"
+            # Batches like this one that cannot be cut go one rank after the other.
+            self.mode = "exact-pipeline" if self._can_be_cut else "exact-wave"
+            remedy = f"from now on the mode is {self._mode}"
         if self.is_first:
             warnings.warn(f"layer-parallel training, {why}; {remedy}", stacklevel=2)
 
@@ -292,9 +295,9 @@ class Model(nn.Module):
         if not torch.is_grad_enabled():
             with run.begun(is_recorded=False) as solve:
                 run.solve = solve
-                found = solve.forward(run.way.forward)
+                outputs = run.tried_outputs(solve.forward(run.way.forward))
             self.norms = solve.norms
-            return run.value([output.detach() for output in run.outputs(found)])
+            return run.value([output.detach() for output in outputs])
         outputs = Through.apply(run, self._anchor, len(run.given), *run.given, *run.parameters)
         return run.value(outputs)
 
@@ -357,8 +360,10 @@ class Model(nn.Module):
                     parts = self._parts(solve)
                     known = measured(solve, parts)
                 self._solver.shared.number = number
-                found = chosen(self._candidates(parts), known) if wire.rank == 0 else None
+                candidates = self._candidates(parts)
+                found = chosen(candidates, known) if wire.rank == 0 and known is not None and candidates else None
                 found = wire.pass_on(found, 0)
+            # What cannot be measured is run in the first mode that there is, and says what is wrong, if anything is.
             self._choices[key] = found or Choice(self._auto_modes[0], {})
         self.choice = self._choices[key]
         mode: Mode = self.choice.mode  # type: ignore[assignment]
@@ -366,20 +371,20 @@ class Model(nn.Module):
 
     def _parts(self, solve: Solve) -> int:
         """Micro-batches of a pipeline, if a batch like this one can be cut into them; else 0."""
-        leaves = [leaf for form in solve.batch.forms for leaf in form.leaves]
-        rows = {leaf.shape[0] if leaf.shape else 0 for leaf in leaves}
-        can = (
-            "exact-pipeline" in self._auto_modes
-            and len(rows) == 1
-            and rows != {0}
-            and not min(rows) % self._micro_batches
-        )
-        return self._micro_batches if can else 0
+        return self._micro_batches if "exact-pipeline" in self._auto_modes and self._is_divided(solve) else 0
+
+    def _is_divided(self, solve: Solve) -> bool:
+        rows = {leaf.shape[0] if leaf.shape else 0 for form in solve.batch.forms for leaf in form.leaves}
+        return len(rows) == 1 and rows != {0} and not min(rows) % self._micro_batches
 
     def _candidates(self, parts: int) -> list[Candidate]:
         found = []
         for mode in self._auto_modes:
-            way = self.way_of(mode, may_probe=False)
+            try:
+                way = self.way_of(mode, may_probe=False)
+            except ValueError:
+                # This net, or a sequence of this length, has no such plan.
+                continue
             if way.pipeline is None:
                 programs = (way.forward, way.adjoint)
                 found.append(Candidate(mode, tuple(each for each in programs if isinstance(each, Program))))
@@ -396,6 +401,9 @@ class Model(nn.Module):
         """How a batch is run in a mode."""
         plans, micro_batches, pipeline = self._plans, 1, None
         fwd, bwd = self._cycles["forward"], self._cycles["adjoint"]
+        forward_starts_with_a_guess = (
+            mode in ("inexact", "converged") and fwd.start == "guess" and len(fwd.factors()) > 0
+        )
         if is_probe := may_probe and self._is_probe(mode):
             # So many that there are two norms.
             fwd, bwd = (replace(cycle, iterations=max(2 * cycle.iterations, 3)) for cycle in (fwd, bwd))
@@ -420,6 +428,7 @@ class Model(nn.Module):
             micro_batches=micro_batches,
             pipeline=pipeline,
             settings=f"{self._settings}; {shown}",
+            needs_guess=forward_starts_with_a_guess,
             is_probe=is_probe,
             keeps_graph=None if keeps is None else keeps.__contains__,
         )

@@ -104,6 +104,9 @@ class Record:
     graph: Graph | None = None
     # Of coarse steps, by the number of layers that they span.
     coarse: dict[int, Graph] = field(default_factory=dict)
+    # As the layer had them, where its graph is to be made anew.
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
 
 
 class Layers:
@@ -114,6 +117,8 @@ class Layers:
         self.kinds = kinds
         self.dt = dt
         self.seed = seed
+        # Parameters that are one with another, by layer and name.
+        self.not_counted: set[tuple[int, str]] = set()
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -146,9 +151,17 @@ class Layers:
         """Whether this rank speaks for a layer where something is summed over all."""
         return True
 
-    def parts(self) -> dict[int, nn.Module]:
-        """The modules that this rank speaks for where something is summed over all of them."""
-        return self.modules
+    def parts(self) -> dict[int, list[nn.Parameter]]:
+        """The parameters that this rank speaks for where something is summed over all of them, by layer; each once."""
+        seen: set[int] = set()
+        found: dict[int, list[nn.Parameter]] = {}
+        for layer, module in self.modules.items():
+            found[layer] = []
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen and (layer, name) not in self.not_counted:
+                    found[layer].append(parameter)
+                seen.add(id(parameter))
+        return found
 
     def parameters(self) -> Parameters:
         """Those that want a gradient, each once, and for each layer the names and places of its own."""
@@ -220,9 +233,13 @@ class Evaluation:
                 arguments = self._arguments(
                     layer, 1, form, states, constants, extra, [] if extra is None else extra.leaves
                 )
-                returned = self._call(layer, 1, *arguments, self._copies(layer) if self.leaves_no_trace else {})
+                buffers = self._copies(layer) if self.is_recorded or self.leaves_no_trace else {}
+                others = {name: buffer.clone() for name, buffer in buffers.items()} if self.leaves_no_trace else {}
+                returned = self._call(layer, 1, *arguments, others)
             if self.is_recorded:
-                self.tape[layer, micro_batch] = Record([state.detach() for state in states], constants, form, after)
+                record = Record([state.detach() for state in states], constants, form, after, buffers=buffers)
+                record.versions = [0 if state.is_inference() else state._version for state in record.states]
+                self.tape[layer, micro_batch] = record
             return returned
         record = Record([state.detach() for state in states], constants, form, after)
         record.graph, returned = self._recorded(layer, 1, micro_batch, record, leaves_trace=not self.leaves_no_trace)
@@ -256,7 +273,8 @@ class Evaluation:
             graph.parameters = [parameter.detach().requires_grad_() for parameter in graph.parameters]
             others = {name: alias for (name, _), alias in zip(own, graph.parameters)}
         if not leaves_trace:
-            others |= self._copies(layer)
+            kept = {name: buffer.clone() for name, buffer in record.buffers.items()}
+            others |= kept or self._copies(layer)
         self._draw_anew(layer, micro_batch)
         # Anew, it is to be as it was, whatever autocast is around the backward pass.
         kind, (enabled, dtype) = self.device.type, self._autocast
@@ -354,6 +372,8 @@ class Evaluation:
         known = record.graph if span == 1 else record.coarse.get(span)
         if known is not None:
             return known
+        if record.versions and record.versions != [0 if s.is_inference() else s._version for s in record.states]:
+            raise RuntimeError("its input was changed in place before the backward pass, in which it is evaluated anew")
         graph, returned = self._recorded(layer, span, micro_batch, record, leaves_trace=False)
         what = f"layer {layer}, evaluated anew for its adjoint,"
         graph.outputs, _ = states_of(returned, record.after, what, may_be_states=self.layers.kinds[layer] == "ode")

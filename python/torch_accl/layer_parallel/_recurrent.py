@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from torch_accl import _native
+
 from ._audit import Excess
-from ._blocks import Kind
+from ._blocks import Kind, mixed, seeded
 from ._cells import CoarseCell, PreparedCell, stepped
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
@@ -28,6 +30,7 @@ from ._net import Beside, Evaluation, Extra, Layers, Parameters, States
 from ._plans import Net, Plans
 from ._run import LossFunction, Run, Way, step
 from ._solve import Shared, Solve, Solver
+from ._ties import hash_of
 from ._tree import is_state
 from ._wire import Wire
 
@@ -93,6 +96,7 @@ class RecurrentParallel(Model):
         steps = stepped(cell)
         self._steps = (steps,)
         self._steps_tail = (Tail(steps, self.tail),)
+        self._seen: tuple[nn.Module | None, ...] = (self.cell, self.tail)
         self._seed = seed
         self._replica = replica_of(self._wire.ranks) if replica is None else replica
         self._shared = Shared()
@@ -115,7 +119,7 @@ class RecurrentParallel(Model):
             )
 
     def check_cycle(self, cycle: Cycle) -> None:
-        """How many levels there can be depends on the length of a sequence, and is found out with one."""
+        """How many levels there are depends on the length of a sequence."""
 
     # ---- a batch
 
@@ -155,8 +159,19 @@ class RecurrentParallel(Model):
             rows, count = _sizes_of(x)
         except Exception as error:
             wrong = error
+        self._look_at_modules()
         self._solver = self._solver_of(self._counts(rows, count, wrong))
         return SequenceRun(self, x, state, call)
+
+    def _look_at_modules(self) -> None:
+        """Somebody may have put another cell or tail in the place of the first."""
+        seen = (self.cell, self.tail)
+        if any(a is not b for a, b in zip(seen, self._seen)):
+            self._seen = seen
+            steps = stepped(self.cell)
+            self._steps = (steps,)
+            self._steps_tail = (Tail(steps, self.tail),)
+            self._solvers.clear()
 
     def _counts(self, rows: int, count: int, wrong: BaseException | None) -> tuple[int, ...]:
         what = f"the start of batch {self._shared.number}"
@@ -235,21 +250,36 @@ class RecurrentParallel(Model):
     def way(self, run: Run) -> Way:
         """How a batch is run; the weights are compared, too."""
         way = super().way(run)
-        return (
-            replace(way, settings=f"{way.settings}; replicated weights {self._weights()}")
-            if self._wire.size > 1
-            else way
+        if self._wire.size == 1:
+            return way
+        trained = [name for name, parameter in self.cell.named_parameters() if parameter.requires_grad]
+        hashes = [hash_of(parameter) for parameter in self.cell.parameters()]
+        shown = (
+            f"replicated weights {hash(tuple(hashes)):x}; trained {' '.join(trained)}; guess {self.guess is not None}"
         )
+        return replace(way, settings=f"{way.settings}; {shown}")
 
-    def _weights(self) -> str:
-        """What the cell's weights look like, the same only where they are the same."""
-        total = 0
-        for number, parameter in enumerate(self.cell.parameters()):
-            raw = parameter.detach().contiguous()
-            raw = (torch.view_as_real(raw) if raw.is_complex() else raw).flatten()
-            kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[raw.element_size()]
-            total += (2 * number + 1) * int(raw.view(kind).sum(dtype=torch.int64))
-        return hex(total % (1 << 64))
+    def way_of(self, mode: Mode, *, may_probe: bool = True) -> Way:
+        """How a batch is run in a mode, with as many levels as its length allows."""
+        before = self._cycles
+        self._cycles = {name: self._fitting(cycle) for name, cycle in before.items()}
+        try:
+            return super().way_of(mode, may_probe=may_probe)
+        finally:
+            self._cycles = before
+
+    def _fitting(self, cycle: Cycle) -> Cycle:
+        layers, factors = list(self._plans.net.layers), cycle.factors()
+        while factors:
+            try:
+                _native.layer_levels(layers, factors)
+                break
+            except ValueError:
+                factors = factors[:-1]
+        levels = len(factors) + 1
+        return (
+            cycle if levels == cycle.levels else replace(cycle, levels=levels, factor=tuple(factors) if factors else 2)
+        )
 
 
 def _wide(parameter: Tensor) -> torch.dtype:
@@ -303,10 +333,14 @@ class Steps(Layers):
             found[self._end] = self._tail
         return found
 
-    def parts(self) -> dict[int, nn.Module]:
-        """The cell once on the first rank, and the tail."""
-        cell = {0: self._cell} if self._rank == 0 else {}
-        return {**cell, self._end: self._tail} if self._is_last else cell
+    def parts(self) -> dict[int, list[nn.Parameter]]:
+        """Those of the cell on the first rank, and of the tail what the cell has not."""
+        own = list(self._cell.parameters())
+        found = {0: own} if self._rank == 0 else {}
+        if self._is_last:
+            known = {id(parameter) for parameter in own}
+            found[self._end] = [parameter for parameter in self._tail.parameters() if id(parameter) not in known]
+        return found
 
     def is_counted(self, layer: int) -> bool:
         """All ranks have the same gradients of the cell."""
@@ -499,13 +533,17 @@ class SequenceRun(Run):
         assert isinstance(steps, Steps)
         self._net, self._steps, self._input = model, steps, x
         first: Any = None
+        wrong: Exception | None = None
         if model.wire.rank == 0:
             leaf = pytree.tree_leaves(x)[0]
             first = state
             if state is None:
                 kind = leaf.dtype if leaf.dtype.is_floating_point else torch.get_default_dtype()
-                first = model.step_cell.initial(leaf.shape[0], kind, leaf.device)  # type: ignore[operator]
-        super().__init__(model, first, None, call=call)
+                try:
+                    first = model.step_cell.initial(leaf.shape[0], kind, leaf.device)  # type: ignore[operator]
+                except Exception as error:
+                    wrong = error
+        super().__init__(model, first, None, call=call, wrong=wrong)
         self._of_state = len(self.given)
         self.given += [leaf for leaf in pytree.tree_leaves(x) if is_state(leaf)]
         self._sequence: Inputs
@@ -513,14 +551,16 @@ class SequenceRun(Run):
 
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
         try:
-            self._sequence = Inputs(
-                self._steps,
-                self._net.step_cell,
-                self._input,
-                self.way.micro_batches,
-                [self.parameters[place] for place in self._steps.shared()],
-                is_recorded=is_recorded,
-            )
+            # What is drawn here depends on the seed and the batch as everything else does.
+            with seeded(mixed(self._steps.seed, self.solver.shared.number, self.solver.replica, self._steps.own.start)):
+                self._sequence = Inputs(
+                    self._steps,
+                    self._net.step_cell,
+                    self._input,
+                    self.way.micro_batches,
+                    [self.parameters[place] for place in self._steps.shared()],
+                    is_recorded=is_recorded,
+                )
         except Exception as error:
             wrong = wrong or error
         return super().begun(wrong, is_recorded=is_recorded)
@@ -537,7 +577,11 @@ class SequenceRun(Run):
         return outputs[0], super().value(outputs[1:])
 
     def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        self._sequence.take_sources(self._outputs, cotangents[0])
+        batch = self.solve.batch
+        try:
+            self._sequence.take_sources(self._outputs, cotangents[0])
+        except Exception as error:
+            batch.fail(f"the gradients of outputs, batch {batch.number}", error)
         return super().backward(cotangents[1:])
 
     def of_given(self, solve: Solve, found: Sequence[States]) -> list[Tensor | None]:

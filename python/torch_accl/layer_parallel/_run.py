@@ -41,6 +41,8 @@ class Way:
     # Both passes of all micro-batches at once, where `step` has one program for that.
     pipeline: Program | None
     settings: str
+    # Whether the forward pass begins with what the net's `guess` gives.
+    needs_guess: bool = False
     # Whether it has more iterations than others, to see how they converge.
     is_probe: bool = False
     # Of which layers the graph is kept until the adjoint pass; None: of all.
@@ -186,12 +188,14 @@ class Run:
         self.given: list[Tensor] = []
         if model.wire.rank == 0:
             if x is None:
-                self.wrong = ValueError("there is no input; give one on the first rank")
+                self.wrong = self.wrong or ValueError("there is no input; give one on the first rank")
             else:
                 beside = [side[name] for name in sorted(side)] if isinstance(side, dict) else []
                 self.given = [leaf for leaf in pytree.tree_leaves((x, beside)) if is_state(leaf)]
         self.way: Way
         self.way = model.way(self)
+        if self.way.needs_guess and self.solver.shared.guess is None:
+            self.wrong = ValueError("Cycle(start='guess') and no guess; give the net one on every rank")
 
     def key(self) -> int:
         """What the first rank's input has in common with those of other batches."""
@@ -224,6 +228,15 @@ class Run:
         # Ranks without output have something to call `backward()` on.
         return self.solve.shown(found) if found else [self.model.anchor.detach().clone()]
 
+    def tried_outputs(self, found: Sequence[States]) -> list[Tensor]:
+        """The same; what goes wrong here is said on all ranks when the solve is over."""
+        batch = self.solve.batch
+        try:
+            return self.outputs(found) if batch.cause is None else []
+        except Exception as error:
+            batch.fail(f"the output, batch {batch.number}", error)
+            return []
+
     def value(self, outputs: Sequence[Tensor]) -> Any:
         """The same as the user gets it."""
         return self.solve.joined(outputs) if self.model.wire.is_last else outputs[0]
@@ -254,10 +267,11 @@ class Through(torch.autograd.Function):
         with run.begun(is_recorded=True) as solve:
             run.solve = solve
             run.states = found = solve.forward(run.way.forward)
+            outputs = run.tried_outputs(found)
         run.model.norms = solve.norms
         ctx.run, ctx.given = run, given
         ctx.set_materialize_grads(False)
-        return tuple(run.outputs(found))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable

@@ -66,7 +66,11 @@ def names_taken(module: nn.Module, names: Collection[str]) -> frozenset[str]:
     """Those of the names that a layer's `forward` has beside its first argument."""
     if not names:
         return frozenset()
-    parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+    try:
+        # A compiled module takes whatever the one that it is made of takes.
+        parameters = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return frozenset()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return frozenset(names)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -130,9 +134,8 @@ class Side(Beside):
             if gradient is None:
                 continue
             lot = micro_batch if self._is_split(place) else 0
-            known = self._sums.get((place, lot))
-            wide = gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
-            self._sums[place, lot] = wide if known is None else known.add_(wide)
+            # Into memory of its own, in one order on all ranks: a gradient may be somebody else's tensor, and lie in any way.
+            self._sums.setdefault((place, lot), self._zero(place, lot)).add_(gradient)
 
     def gradients(self, wire: Wire) -> list[Tensor | None]:
         """Those of all leaves that are computed with, summed over all layers, on the first rank. All ranks call this together."""
@@ -172,4 +175,6 @@ class Side(Beside):
 
     def _zero(self, place: int, lot: int) -> Tensor:
         like = self._lots[lot][place]
-        return torch.zeros_like(like, dtype=torch.complex128 if like.is_complex() else torch.float64)
+        return torch.zeros(
+            like.shape, dtype=torch.complex128 if like.is_complex() else torch.float64, device=like.device
+        )

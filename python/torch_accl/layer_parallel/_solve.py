@@ -359,11 +359,16 @@ class Solve:
         losses: list[float] = []
         outputs: list[list[States]] = []
         for way in passes:
-            self.loss = 0.0
+            # Each has made its own whole numbers.
+            self.batch.constants.clear()
             outputs.append(self.forward(way))
+            losses.append(0.0)
             for states in outputs[-1]:
-                self.lost(0, states, loss, 1.0)
-            losses.append(self.loss)
+                if self.batch.cause is None:
+                    try:
+                        losses[-1] = float(self._value(0, self.shown([states]), loss))
+                    except BaseException as error:
+                        self.batch.fail(f"the loss, batch {self.batch.number}", error)
         numbers = [*losses, 0.0, 0.0]
         if outputs[0]:
             numbers[2:] = figures(list(zip(outputs[1][0], outputs[0][0])))[:2]
@@ -390,24 +395,26 @@ class Solve:
                 self.batch.fail(f"the loss, batch {self.batch.number}", error)
         return [torch.zeros_like(state) for state in states]
 
+    def _value(self, micro_batch: int, outputs: States, loss: Loss) -> Tensor:
+        """The loss of what comes out."""
+        y = self.output_form.joined(outputs, self._constants_at_end(micro_batch))
+        found = loss(y, micro_batch, self.batch.micro_batches)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            shown = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"the loss function returned {shown}; it must return a tensor with one element")
+        return found
+
     def _lost(self, micro_batch: int, states: States, loss: Loss, scale: float) -> States:
         with torch.enable_grad():
             leaves = self.output_form.states
             outputs = [state.detach().to(leaf.dtype).requires_grad_() for state, leaf in zip(states, leaves)]
-            found = loss(
-                self.output_form.joined(outputs, self._constants_at_end(micro_batch)),
-                micro_batch,
-                self.batch.micro_batches,
-            )
-            if not isinstance(found, Tensor) or found.numel() != 1:
-                shown = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-                raise ValueError(f"the loss function returned {shown}; it must return a tensor with one element")
+            found = self._value(micro_batch, outputs, loss)
             self._check_leaves(found, outputs)
-            gradients = torch.autograd.grad(found, outputs, allow_unused=True)
+            # The scale goes in at the top: what it keeps from underflow is below.
+            gradients = torch.autograd.grad(found, outputs, torch.full_like(found, scale), allow_unused=True)
         self.loss += float(found)
         self.loss_dtype = _DTYPES.index(found.dtype) if found.dtype in _DTYPES else 0
-        scaled = gradients if scale == 1 else [None if g is None else g * scale for g in gradients]
-        return [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, scaled)]
+        return [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, gradients)]
 
     def _check_leaves(self, found: Tensor, outputs: Sequence[Tensor]) -> None:
         """What else the loss depends on would get no gradient."""

@@ -125,6 +125,7 @@ class LayerParallel(Model):
         )
         given = [block.module for block in blocks]
         self._ties = Ties([*tie, *shared_names(given, net.owner)], net.owner, self._solver.layers.modules, self._wire)
+        self._solver.layers.not_counted = self._ties.not_counted
         self._solver.shared.guess = guess
         self._solver.shared.per_sample = frozenset(side_per_sample)
         self._settings += f"; layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; parts {sorted(side_per_sample)}; tie {self._ties.names}"
@@ -141,7 +142,10 @@ class LayerParallel(Model):
 
     def settled(self, solve: Solve) -> None:
         """Brings what ranks know of the gradients of tied parameters and of side inputs together."""
-        self._ties.add_up(solve.batch.evaluation, f"batch {solve.batch.number}")
+        try:
+            self._ties.add_up(solve.batch.evaluation, f"batch {solve.batch.number}")
+        except ValueError as error:
+            solve.batch.fail(f"adding up gradients, batch {solve.batch.number}", error)
         super().settled(solve)
 
     # ---- the same net on one rank

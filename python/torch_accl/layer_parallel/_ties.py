@@ -16,7 +16,11 @@ from ._failures import described
 from ._net import Evaluation
 from ._wire import Wire, tried
 
-__all__ = ["Ties", "shared_names"]
+__all__ = ["Ties", "hash_of", "shared_names"]
+
+
+# A prime, so that rows of a matrix begin in different columns.
+_COLUMNS = 61
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,15 @@ class _Member:
     owner: int
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What a member brings: its gradient, whether it wants one, and what its values look like."""
+
+    gradient: Tensor | None
+    is_trained: bool
+    hash: int
+
+
 class Ties:
     """The groups of tied parameters of a net."""
 
@@ -35,7 +48,7 @@ class Ties:
         self, groups: Sequence[Sequence[str]], owner: Callable[[int], int], modules: dict[int, nn.Module], wire: Wire
     ) -> None:
         self._wire = wire
-        self._groups = [[_member(name, owner) for name in group] for group in groups]
+        self._groups = [[_member(name, owner) for name in group] for group in _merged(groups)]
         if not self._groups:
             return
         self._check(modules)
@@ -47,59 +60,76 @@ class Ties:
         """Of each group."""
         return [[f"layers.{member.layer}.{member.name}" for member in group] for group in self._groups]
 
+    @property
+    def not_counted(self) -> set[tuple[int, str]]:
+        """All but the first of each group, by layer and name: where something is summed over parameters, they are one."""
+        return {(member.layer, member.name) for group in self._groups for member in group[1:]}
+
     def add_up(self, evaluation: Evaluation, what: str) -> None:
-        """Every one gets the sum of all gradients of its group, added up in the order in which they are named."""
+        """Every one gets the sum of all gradients of its group, added up in the order in which they are named. Raises where they are not one any more."""
         for group in self._groups:
-            own = {
-                member: slot
-                for member in group
-                if member.owner == self._wire.rank and (slot := _slot(evaluation, member)) is not None
-            }
-            if not own:
-                continue
-            counted: dict[int, _Member] = {}
-            for member, slot in own.items():
-                counted.setdefault(slot, member)
-            mine = {member: evaluation.gradients[slot] for slot, member in counted.items()}
-            of_all = self._exchanged(group, mine, evaluation, own, what)
-            total: Tensor | None = None
-            for member in group:
-                gradient = of_all.get(member)
-                if gradient is not None:
-                    total = gradient if total is None else total + gradient
-            for slot in counted:
-                evaluation.gradients[slot] = total
+            own = [member for member in group if member.owner == self._wire.rank]
+            if own:
+                self._add_up(group, own, evaluation, what)
+
+    def _add_up(self, group: Sequence[_Member], own: Sequence[_Member], evaluation: Evaluation, what: str) -> None:
+        mine: dict[_Member, _Part] = {}
+        slots: dict[int, _Member] = {}
+        for member in own:
+            parameter = evaluation.modules[member.layer].get_parameter(member.name)
+            slot = evaluation.slot_of(member.layer, member.name)
+            gradient = None
+            # Of what is one parameter under two names, the second has no gradient of its own.
+            if slot is not None and slot not in slots:
+                slots[slot] = member
+                gradient = evaluation.gradients[slot]
+            mine[member] = _Part(gradient, slot is not None, hash_of(parameter))
+        of_all = self._exchanged(group, mine, evaluation.modules[own[0].layer].get_parameter(own[0].name), what)
+        names = ", ".join(f"layers.{member.layer}.{member.name}" for member in group)
+        if len({part.is_trained for part in of_all.values()}) > 1:
+            raise ValueError(f"of the tied parameters {names} some want a gradient and others do not")
+        if len({part.hash for part in of_all.values()}) > 1:
+            raise ValueError(
+                f"the tied parameters {names} have different values; give all of them the same when you change one"
+            )
+        total: Tensor | None = None
+        for member in group:
+            gradient = of_all[member].gradient
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        for slot in slots:
+            evaluation.gradients[slot] = total
 
     def _exchanged(
-        self,
-        group: Sequence[_Member],
-        mine: dict[_Member, Tensor | None],
-        evaluation: Evaluation,
-        own: dict[_Member, int],
-        what: str,
-    ) -> dict[_Member, Tensor | None]:
-        """The gradients of all members: each rank sends its own to the others that have some."""
+        self, group: Sequence[_Member], mine: dict[_Member, _Part], like: Tensor, what: str
+    ) -> dict[_Member, _Part]:
+        """What all members have: each rank sends its own to the others that have some."""
         wire = self._wire
-        like = evaluation.parameters[next(iter(own.values()))]
         others = sorted({member.owner for member in group} - {wire.rank})
         works = []
         kept = []
-        for member in (member for member in group if member.owner == wire.rank):
-            gradient = mine.get(member)
-            sent = torch.zeros_like(like) if gradient is None else gradient.contiguous()
-            # Of what is one parameter under two names, the second has none of its own.
-            flag = torch.tensor([int(gradient is not None)], device=like.device)
-            kept += [sent, flag]
-            works += [wire.send(tensor, to, "adjoint") for to in others for tensor in (flag, sent)]
-        found: dict[_Member, Tensor | None] = dict(mine)
         coming = []
-        for member in (member for member in group if member.owner != wire.rank):
-            flag, room = torch.zeros(1, dtype=torch.int64, device=like.device), torch.empty_like(like)
-            works += [wire.receive(tensor, member.owner, "adjoint") for tensor in (flag, room)]
-            coming.append((member, flag, room))
+        for member in group:
+            if member.owner == wire.rank:
+                part = mine[member]
+                gradient = part.gradient
+                sent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+                if gradient is not None:
+                    sent.copy_(gradient)
+                facts = [int(gradient is not None), int(part.is_trained), part.hash]
+                flags = torch.tensor(facts, dtype=torch.int64, device=like.device)
+                kept += [sent, flags]
+                works += [wire.send(tensor, to, "adjoint") for to in others for tensor in (flags, sent)]
+            else:
+                flags = torch.zeros(3, dtype=torch.int64, device=like.device)
+                room = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+                works += [wire.receive(tensor, member.owner, "adjoint") for tensor in (flags, room)]
+                coming.append((member, flags, room))
         tried(f"adding up the gradients of tied parameters, {what}", lambda: [work.wait() for work in works])
-        for member, flag, room in coming:
-            found[member] = room if int(flag) else None
+        found = dict(mine)
+        for member, flags, room in coming:
+            has, is_trained, hash_ = flags.tolist()
+            found[member] = _Part(room if has else None, bool(is_trained), hash_)
         return found
 
     def _check(self, modules: dict[int, nn.Module]) -> None:
@@ -166,5 +196,28 @@ def _member(name: str, owner: Callable[[int], int]) -> _Member:
     raise ValueError(f"tie: {name!r} names no parameter; give names such as 'layers.0.weight'")
 
 
-def _slot(evaluation: Evaluation, member: _Member) -> int | None:
-    return evaluation.slot_of(member.layer, member.name)
+def hash_of(parameter: Tensor) -> int:
+    """63 bits of its values, the same for the same ones."""
+    raw = parameter.detach().contiguous()
+    raw = (torch.view_as_real(raw.resolve_conj()) if raw.is_complex() else raw).flatten()
+    words = raw.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[raw.element_size()])
+    # By rows and by columns, weighed by their places: values in another order have other sums.
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    table = words[:whole].view(-1, _COLUMNS)
+    total = int(words[whole:].sum(dtype=torch.int64))
+    for axis, factor in ((1, 1), (0, 0x9E3779B1)):
+        sums = table.sum(axis, dtype=torch.int64)
+        total += factor * int((sums * torch.arange(1, 2 * sums.numel() + 1, 2, device=sums.device)).sum())
+    return total & ((1 << 62) - 1)
+
+
+def _merged(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Groups that have a name in common are one."""
+    found: list[list[str]] = []
+    for group in groups:
+        names = list(dict.fromkeys(group))
+        for other in [known for known in found if set(known) & set(names)]:
+            names = list(dict.fromkeys(other + names))
+            found.remove(other)
+        found.append(names)
+    return found

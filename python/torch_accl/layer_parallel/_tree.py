@@ -108,6 +108,8 @@ def format_of(tensor: Tensor) -> torch.memory_format:
 
 def ordered(tensor: Tensor, leaf: Leaf) -> Tensor:
     """The same in the order of its leaf, so that what a layer computes does not depend on where its input comes from."""
+    if leaf.dtype.is_complex:
+        tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous(memory_format=leaf.format) else tensor.contiguous(memory_format=leaf.format)
 
 
