@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ._drawing import draw_for, drawn_for
+
 __all__ = [
     "Block",
     "Kind",
@@ -118,11 +120,12 @@ def seeded(seed: int) -> Iterator[None]:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """What was drawn meanwhile leaves no trace in torch's random numbers."""
-    before = torch.random.get_rng_state()
+    before, evaluation = torch.random.get_rng_state(), drawn_for()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         torch.random.set_rng_state(before)
+        draw_for(evaluation)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Cell", "CoarseCell", "PreparedCell", "Stepped", "stepped"]
+__all__ = ["Cell", "CoarseCell", "FinalCell", "PreparedCell", "Stepped", "stepped"]
 
 
 class Cell(Protocol):
@@ -42,6 +42,14 @@ class PreparedCell(Protocol):
 
     def prepare(self, x: Any) -> Any:
         """What steps are given instead of x: of all inputs of this rank, their first dimension the steps, the second the batch."""
+
+
+@runtime_checkable
+class FinalCell(Protocol):
+    """A cell of which something else than an output is wanted after the last step."""
+
+    def final(self, state: Any) -> Any:
+        """What the tail is given of the last state, or the user where there is no tail."""
 
 
 class Stepped(nn.Module):

@@ -26,6 +26,7 @@ from ._cycle import Cycle
 from ._plans import Plans, Program
 from ._run import Everything, Job, LossFunction, Run, Through, Way, step
 from ._solve import Converging, Guess, Norms, Passes, Solve, Solver
+from ._tree import Form
 from ._wire import Wire
 
 __all__ = ["MODES", "WAVE", "Evaluated", "Mode", "Model", "Schedule", "group_of", "replica_of"]
@@ -74,6 +75,8 @@ class Model(nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
         self._can_be_cut = True
         self.norms = Norms()
+        # What the last batch's output looks like, known to all ranks.
+        self.output_form: Form | None = None
         self._cycles = {"forward": fwd, "adjoint": bwd}
         self._schedule = schedule
         self._micro_batches = wire.size if micro_batches is None else micro_batches
@@ -296,9 +299,10 @@ class Model(nn.Module):
             with run.begun(is_recorded=False) as solve:
                 run.solve = solve
                 outputs = run.tried_outputs(solve.forward(run.way.forward))
-            self.norms = solve.norms
+            self.norms, self.output_form = solve.norms, solve.returned_form
             return run.value([output.detach() for output in outputs])
         outputs = Through.apply(run, self._anchor, len(run.given), *run.given, *run.parameters)
+        self.output_form = run.solve.returned_form
         return run.value(outputs)
 
     @torch.no_grad()
@@ -467,8 +471,10 @@ def replica_of(ranks: Sequence[int]) -> int:
     return ranks[0] if stride < 1 else ranks[0] % stride + ranks[0] // (stride * len(ranks)) * stride
 
 
-def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that layers lie on, as a user has given them."""
+def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | Literal["alone"] | None) -> dist.ProcessGroup | None:
+    """The ranks that layers lie on, as a user has given them; None: this one alone."""
+    if isinstance(group, str) and group != "alone":
+        raise ValueError(f"group={group!r}: give a process group, or 'alone' for this rank by itself")
     if mesh is not None and group is not None:
         raise ValueError("mesh and group are both given; give one of them")
     if mesh is not None:
@@ -476,5 +482,5 @@ def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.P
             raise ValueError(f"the mesh has {mesh.ndim} dimensions; give the one that the layers lie on, as mesh['lp']")
         return mesh.get_group()
     if group is not None:
-        return group
+        return None if isinstance(group, str) else group
     return dist.group.WORLD if dist.is_initialized() else None

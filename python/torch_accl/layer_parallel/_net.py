@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ._blocks import Kind, draw_from, mixed
+from ._drawing import Drawing, draw_for
 from ._tree import Form, Leaf, form_of, ordered
 
 __all__ = [
@@ -335,8 +336,9 @@ class Evaluation:
         seed = self._seeds.get((layer, micro_batch))
         if seed is None:
             seed = self._seeds[layer, micro_batch] = mixed(self._key, layer, micro_batch)
-        # The generator is put back when the solve is over.
+        # Both are put back when the solve is over.
         draw_from(seed, has_cuda=self.device.type == "cuda")
+        draw_for(Drawing(self._key, layer, micro_batch))
 
     # ---- the other way
 

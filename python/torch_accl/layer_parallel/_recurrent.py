@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch_accl import _native
 
 from ._audit import Excess
 from ._blocks import Kind, mixed, seeded
-from ._cells import CoarseCell, PreparedCell, stepped
+from ._cells import CoarseCell, FinalCell, PreparedCell, stepped
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
 from ._model import Mode, Model, Schedule, group_of, replica_of
@@ -56,7 +56,7 @@ class RecurrentParallel(Model):
         tail: nn.Module | None = None,
         *,
         mesh: DeviceMesh | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Literal["alone"] | None = None,
         seed: int = 0,
         mode: Mode = "inexact",
         fwd: Cycle = Cycle(),  # noqa: B008  it is frozen
@@ -306,8 +306,9 @@ class Tail(nn.Module):
         self._cell = (cell,)
         self.tail = tail
 
-    def forward(self, state: Any) -> Tensor:
-        output: Tensor = self._cell[0].output(state)  # type: ignore[operator]
+    def forward(self, state: Any) -> Any:
+        cell = self._cell[0]
+        output: Any = cell.final(state) if isinstance(cell, FinalCell) else cell.output(state)  # type: ignore[operator]
         return output if self.tail is None else self.tail(output)
 
 

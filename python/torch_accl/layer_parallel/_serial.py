@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ._blocks import Block, Kind
 from ._tree import is_state
 
-__all__ = ["Serial"]
+__all__ = ["Serial", "advanced"]
 
 
 class Serial(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -297,6 +297,15 @@ class Solve:
     def output_form(self) -> Form:
         """Of what the last layer returns."""
         return self.batch.forms[-1]
+
+    @property
+    def returned_form(self) -> Form:
+        """Of what the net returns, all micro-batches together."""
+        form, count = self.output_form, self.batch.micro_batches
+        if count == 1:
+            return form
+        leaves = [replace(leaf, shape=torch.Size((leaf.shape[0] * count, *leaf.shape[1:]))) for leaf in form.leaves]
+        return Form(tuple(leaves), form.tree)
 
     @property
     def known_loss(self) -> Tensor:

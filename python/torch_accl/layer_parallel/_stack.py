@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -35,7 +35,8 @@ class LayerParallel(Model):
 
     layers: one entry a layer, on all ranks the same: `ode(f)`, `timed(f)`, `residual(block)`, `custom(layer)`, `plain(layer)`, or a module, which is a plain layer.
         Each takes a module, or a function of the layer's number that builds it; then only the owner builds it, from a seed of its own.
-    mesh, group: the ranks that the layers lie on, in order: a mesh of one dimension, or a process group. Without either, the default group.
+    mesh, group: the ranks that the layers lie on, in order: a mesh of one dimension, or a process group; `"alone"`: this rank by itself. Without either, the
+        default group.
     horizon: the length of time that all steps of `ode` and `timed` layers make together; dt is that divided by their number and that of
         `residual` and `custom` ones.
     seed: what the layers are built from and draw from, with their number.
@@ -66,7 +67,7 @@ class LayerParallel(Model):
         layers: Sequence[Block | nn.Module],
         *,
         mesh: DeviceMesh | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Literal["alone"] | None = None,
         horizon: float = 1.0,
         seed: int = 0,
         mode: Mode = "inexact",
