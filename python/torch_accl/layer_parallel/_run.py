@@ -266,7 +266,9 @@ class Through(torch.autograd.Function):
     def forward(ctx: Any, run: Run, anchor: Tensor, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         with run.begun(is_recorded=True) as solve:
             run.solve = solve
-            run.states = found = solve.forward(run.way.forward)
+            found = solve.forward(run.way.forward)
+            # Aliases: what is returned would keep its own graph, which keeps this.
+            run.states = [[state.detach() for state in states] for states in found]
             outputs = run.tried_outputs(found)
         run.model.norms = solve.norms
         ctx.run, ctx.given = run, given
