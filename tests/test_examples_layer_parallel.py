@@ -1,5 +1,6 @@
-"""The example of layer-parallel training, with its smallest settings."""
+"""The examples of layer-parallel training, with their smallest settings."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -8,15 +9,19 @@ from pathlib import Path
 import pytest
 from support import BACKEND
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "layer_parallel_digits.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
 
-def run(tmp_path, *arguments):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, str(EXAMPLE), "--out", str(tmp_path), *arguments]
+def start(example, *arguments, ranks=2):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launcher, str(EXAMPLES / example), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def run(tmp_path, *arguments):
+    return start("layer_parallel_digits.py", "--out", str(tmp_path), *arguments)
 
 
 def test_digits_are_learnt_in_every_mode_and_drawn(tmp_path):
@@ -36,3 +41,31 @@ def test_digits_are_learnt_in_every_mode_and_drawn(tmp_path):
 def test_a_mode_that_it_does_not_know_is_refused(tmp_path):
     ended = run(tmp_path, "--modes", "fast")
     assert ended.returncode and "--modes: fast is none of exact-wave" in ended.stderr
+
+
+def test_nested_iteration_is_studied_with_the_same_work_for_every_way(tmp_path):
+    arguments = ["--quick", "--json", "--plot", str(tmp_path / "a" / "nested.png")]
+    ended = start("layer_parallel_nested.py", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    runs = {found["name"]: found for found in json.loads(ended.stdout)}
+    assert list(runs) == ["constant", "linear", "deepest"]
+    assert (tmp_path / "a" / "nested.png").read_bytes().startswith(b"\x89PNG")
+    assert "2 -> 4 -> 8 steps" in ended.stderr and "deepest" in ended.stderr
+    for found in runs.values():
+        assert set(found["depths"]) == ({8} if found["name"] == "deepest" else {2, 4, 8})
+        assert found["work"] == sorted(found["work"]) and found["losses"][-1] < found["losses"][0] / 2
+        assert abs(found["work"][-1] - runs["deepest"]["work"][-1]) < 8
+        assert found["accuracies"][-1] > 0.5
+    # A net that has just become deeper is about as good as it was.
+    pairs = list(zip(runs["constant"]["depths"], runs["constant"]["losses"]))
+    jumps = [(a, b) for a, b in itertools.pairwise(pairs) if a[0] != b[0]]
+    assert len(jumps) == 2 and all(after < 1.5 * before for (_, before), (_, after) in jumps)
+    # On one rank the same to the last digit.
+    alone = start("layer_parallel_nested.py", *arguments, "--ways", "linear", ranks=1)
+    assert alone.returncode == 0, alone.stderr
+    assert json.loads(alone.stdout) == [runs["linear"]]
+
+
+def test_depths_that_are_no_multiples_are_refused():
+    ended = start("layer_parallel_nested.py", "--depths", "8,12", ranks=1)
+    assert ended.returncode and "--depths: of 8, 12 each must be a multiple of the one before" in ended.stderr

@@ -15,9 +15,12 @@ from ._cells import Cell
 from ._cycle import Cycle
 from ._failures import LayerParallelError
 from ._gradients import GradScaler, clip_grad_norm_
+from ._mgopt import Correction, MGOpt
 from ._model import Evaluated
+from ._nested import coarsened, refined
 from ._recurrent import RecurrentParallel
 from ._run import step
+from ._scaled import Scaled
 from ._serial import Serial
 from ._solve import Norms
 from ._stack import LayerParallel
@@ -27,19 +30,24 @@ __all__ = [
     "Block",
     "Cell",
     "Choice",
+    "Correction",
     "Cycle",
     "Evaluated",
     "GradScaler",
     "LayerParallel",
     "LayerParallelError",
+    "MGOpt",
     "Norms",
     "Probe",
     "RecurrentParallel",
+    "Scaled",
     "Serial",
     "clip_grad_norm_",
+    "coarsened",
     "custom",
     "ode",
     "plain",
+    "refined",
     "residual",
     "step",
     "timed",

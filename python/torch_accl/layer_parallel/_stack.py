@@ -127,6 +127,7 @@ class LayerParallel(Model):
         given = [block.module for block in blocks]
         self._ties = Ties([*tie, *shared_names(given, net.owner)], net.owner, self._solver.layers.modules, self._wire)
         self._solver.layers.not_counted = self._ties.not_counted
+        self._horizon, self._placement = horizon, placement
         self._solver.shared.guess = guess
         self._solver.shared.per_sample = frozenset(side_per_sample)
         self._settings += f"; layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; parts {sorted(side_per_sample)}; tie {self._ties.names}"

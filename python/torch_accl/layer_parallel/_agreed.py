@@ -1,0 +1,57 @@
+"""What all ranks of a net do together outside a batch.
+
+Owns that what goes wrong on one rank is raised on all, and that tensors go from any rank to any other without a cyclic wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from ._failures import LayerParallelError, described, sentence
+from ._wire import Wire, tried
+
+__all__ = ["agreed", "exchange"]
+
+
+_T = TypeVar("_T")
+
+
+def agreed(wire: Wire, what: str, remedy: str, call: Callable[[], _T], *, is_for_all: bool = False) -> list[_T]:
+    """What `call` gives on each rank, on all of them. If it raises on any, all raise; what `is_for_all` and is the same on all ranks, as it is."""
+    found, error = None, None
+    try:
+        found = call()
+    except Exception as caught:
+        error = caught
+    of_all = wire.gathered((found, None if error is None else f"{what}: {described(error)}"))
+    causes = [cause for _, cause in of_all]
+    if any(cause is not None for cause in causes):
+        if is_for_all and error is not None and len(set(causes)) == 1:
+            raise error
+        raise LayerParallelError(sentence(causes, remedy)) from error
+    return [each for each, _ in of_all]
+
+
+def exchange(
+    wire: Wire, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str
+) -> None:
+    """Sends tensors to ranks, and receives others into dense ones, each in the same order on both of its sides; empty ones do not travel."""
+    # One direction after the other: a backend may end what it has begun in its order.
+    for pass_, sign in (("adjoint", -1), ("forward", 1)):
+        # Kept here until they have left.
+        leaving = [
+            (to, tensor.detach().contiguous()) for to, tensor in sends if (to - wire.rank) * sign > 0 and tensor.numel()
+        ]
+        coming = [(source, tensor) for source, tensor in receives if (wire.rank - source) * sign > 0 and tensor.numel()]
+
+        def run(pass_: str, leaving: Sequence[tuple[int, Tensor]], coming: Sequence[tuple[int, Tensor]]) -> None:
+            works = [wire.receive(tensor, source, pass_) for source, tensor in coming]
+            works += [wire.send(tensor, to, pass_) for to, tensor in leaving]
+            for work in works:
+                work.wait()
+
+        tried(what, functools.partial(run, pass_, leaving, coming))

@@ -1,0 +1,170 @@
+"""Between a net and one of fewer layers: what goes down, and what comes up.
+
+Owns injection of all that is in a layer, the interpolation of a change, and the restriction of gradients, which is the transpose of that one. The coarse layer
+lies with the first of its layers, so that only what crosses a boundary of ranks travels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ._agreed import exchange
+from ._carried import between, moved_state, options_of, wide
+from ._origins import Origin
+from ._stack import LayerParallel
+from ._wire import Wire
+
+__all__ = ["Between", "Field", "dots", "trained"]
+
+
+# A tensor for each trained parameter of each of a rank's layers, in order; None where there is none.
+Field = dict[int, list[Tensor | None]]
+
+
+def trained(net: LayerParallel) -> dict[int, list[nn.Parameter]]:
+    """The parameters of each of a rank's layers that want a gradient."""
+    modules = net._solver.layers.modules
+    return {layer: [p for p in module.parameters() if p.requires_grad] for layer, module in modules.items()}
+
+
+def dots(net: LayerParallel, one: Field, other: Field, what: str) -> float:
+    """The inner product of two fields over all ranks, the same on all and on any number of them by a bit."""
+    numbers = [0.0] * len(net._plans.net.layers)
+    for layer, tensors in one.items():
+        found = [_dot(a, b) for a, b in zip(tensors, other[layer]) if a is not None and b is not None]
+        if found:
+            numbers[layer] = float(torch.stack(found).sum())
+    return sum(net._wire.known(numbers, what))
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    x, y = (torch.view_as_real(t) if t.is_complex() else t for t in (one.detach(), other.detach()))
+    return torch.dot(x.double().flatten(), y.double().flatten())
+
+
+class Between:
+    """A net, one of fewer layers, and what the layers of the first have of those of the second: `origins`, one for each."""
+
+    def __init__(
+        self, fine: LayerParallel, coarse: LayerParallel, origins: Sequence[Origin], ratios: Sequence[float]
+    ) -> None:
+        self.fine, self.coarse = fine, coarse
+        self._origins = origins
+        # By coarse layer: how large its gradients are beside those of its first layer.
+        self._ratios = ratios
+        self._first: dict[int, int] = {}
+        # By coarse layer, in order: the layers that depend on it, and how much.
+        self._shares: dict[int, list[tuple[int, float]]] = {}
+        for layer, origin in enumerate(origins):
+            self._first.setdefault(origin.layer, layer)
+            for source in origin.sources:
+                share = origin.share if source == origin.towards else 1.0 - origin.share
+                self._shares.setdefault(source, []).append((layer, share))
+
+    # ---- down
+
+    def inject(self) -> None:
+        """Parameters and buffers of the coarse layers become those of their first layers."""
+        modules, finer = self.coarse._solver.layers.modules, self.fine._solver.layers.modules
+        with torch.no_grad():
+            for layer, module in modules.items():
+                first = finer[self._first[layer]]
+                for old, new in zip(module.parameters(), first.parameters()):
+                    old.copy_(new)
+                for buffer, other in zip(module.buffers(), first.buffers()):
+                    buffer.copy_(other)
+
+    def inject_optimizer(self, fine: Optimizer, coarse: Optimizer) -> None:
+        """So do the options of groups, and what the optimiser has for each parameter; moments become those of the coarse layer's larger gradients."""
+        for group, other in zip(coarse.param_groups, fine.param_groups):
+            group.update(copy.deepcopy(options_of(other)))
+        modules, finer = self.coarse._solver.layers.modules, self.fine._solver.layers.modules
+        for layer, module in modules.items():
+            first = finer[self._first[layer]]
+            for old, new in zip(module.parameters(), first.parameters()):
+                if new in fine.state:
+                    ratio = self._ratios[layer]
+                    coarse.state[old] = moved_state(type(fine), fine.state[new], None, 0.0, ratio, new.shape)
+                else:
+                    coarse.state.pop(old, None)
+
+    def restricted(self, gradients: Field) -> Field:
+        """The gradients of the coarse net's parameters, if it changed the fine one's by interpolation: the transpose of `interpolated`."""
+        fine, coarse = trained(self.fine), trained(self.coarse)
+        moves = [
+            (layer, self.fine.owner(layer), self.coarse.owner(source))
+            for layer, origin in enumerate(self._origins)
+            for source in origin.sources
+        ]
+        own: Field = {
+            layer: [torch.zeros_like(p) if g is None else g for g, p in zip(gradients[layer], parameters)]
+            for layer, parameters in fine.items()
+        }
+        like = {layer: parameters for source, parameters in coarse.items() for layer, _ in self._shares[source]}
+        there = _exchanged(self.fine._wire, moves, own, like, "gradients on their way to the coarse net")
+        found: Field = {}
+        for source, parameters in coarse.items():
+            sums: list[Tensor | None] = [None] * len(parameters)
+            # In the order of layers, on whatever ranks they lie.
+            for layer, share in self._shares[source]:
+                sums = [_added(total, tensor, share) for total, tensor in zip(sums, there[layer])]
+            found[source] = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters)]
+        return found
+
+    # ---- up
+
+    def interpolated(self, changes: Field) -> Field:
+        """What changes of the coarse net's parameters are in the fine one."""
+        moves = [
+            (source, self.coarse.owner(source), self.fine.owner(layer))
+            for layer, origin in enumerate(self._origins)
+            for source in origin.sources
+        ]
+        fine = trained(self.fine)
+        like = {source: fine[layer] for layer in fine for source in self._origins[layer].sources}
+        there = _exchanged(self.fine._wire, moves, changes, like, "changes on their way to the fine net")
+        found: Field = {}
+        for layer in fine:
+            origin = self._origins[layer]
+            own = there[origin.layer]
+            if origin.towards is None:
+                found[layer] = list(own)
+                continue
+            pairs = zip(own, there[origin.towards])
+            found[layer] = [None if a is None or b is None else between(a, b, origin.share) for a, b in pairs]
+        return found
+
+
+def _added(total: Tensor | None, tensor: Tensor | None, share: float) -> Tensor | None:
+    if tensor is None:
+        return total
+    part = tensor.detach().to(wide(tensor.dtype))
+    part = part if share == 1.0 else part * share
+    return part if total is None else total + part
+
+
+def _exchanged(
+    wire: Wire,
+    moves: Sequence[tuple[int, int, int]],
+    own: Field,
+    like: Mapping[int, Sequence[Tensor]],
+    what: str,
+) -> Field:
+    """The tensors of some layers of other ranks beside this rank's own. `moves` has layer, source and destination, `like` what a layer's tensors look like."""
+    once = sorted({(layer, source, to) for layer, source, to in moves if source != to})
+    sends, receives = [], []
+    found: Field = dict(own)
+    for layer, source, to in once:
+        if source == wire.rank:
+            sends += [(to, tensor) for tensor in own[layer] if tensor is not None]
+        elif to == wire.rank:
+            made: list[Tensor] = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in like[layer]]
+            receives += [(source, tensor) for tensor in made]
+            found[layer] = list(made)
+    exchange(wire, sends, receives, what)
+    return found

@@ -1,0 +1,84 @@
+"""What all ranks know of each other's layers, once they have been asked.
+
+Owns which layers are alike, and which parameters are one: those that the net ties, and those that are one object in several layers of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import nn
+
+from ._agreed import agreed
+from ._origins import make_of
+from ._stack import LayerParallel
+
+__all__ = ["Place", "looked_at", "places_of", "slots_of"]
+
+
+# A parameter: its layer, and its place among all names of that one's parameters.
+Place = tuple[int, int]
+
+
+def places_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a layer by all of their names, in order."""
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+def slots_of(module: nn.Module, places: Collection[int]) -> set[int]:
+    """Where those at some places are among a layer's parameters, each of which is there once."""
+    named = places_of(module)
+    wanted = {id(named[place][1]) for place in places}
+    return {slot for slot, parameter in enumerate(module.parameters()) if id(parameter) in wanted}
+
+
+def looked_at(net: LayerParallel) -> tuple[list[int], list[list[Place]]]:
+    """A number for each layer, that alike layers have in common, and the groups of parameters that are one; all ranks call this together."""
+    layers, names = net._solver.layers, net._solver.names
+
+    def own() -> tuple[dict[int, int], list[list[Place]], dict[str, Place]]:
+        modules = layers.modules
+        _check(modules, names)
+        makes = {layer: make_of(module, layers.kinds[layer]) for layer, module in modules.items()}
+        known = {
+            f"layers.{layer}.{name}": (layer, place)
+            for layer, module in modules.items()
+            for place, (name, _) in enumerate(places_of(module))
+        }
+        wanted = {name for group in net._ties.names for name in group}
+        return makes, _shared(modules), {name: known[name] for name in wanted & known.keys()}
+
+    of_all = agreed(net._wire, "looking at its layers", "Nothing was changed; mend it and call it again.", own)
+    makes = {layer: make for each, _, _ in of_all for layer, make in each.items()}
+    known = {name: place for _, _, each in of_all for name, place in each.items()}
+    groups = [[known[name] for name in group] for group in net._ties.names]
+    groups += [group for _, shared, _ in of_all for group in shared]
+    return [makes[layer] for layer in range(len(layers.kinds))], _joined(groups)
+
+
+def _shared(modules: Mapping[int, nn.Module]) -> list[list[Place]]:
+    """What is one parameter in several layers of this rank."""
+    found: dict[int, list[Place]] = {}
+    for layer, module in modules.items():
+        for place, (_, parameter) in enumerate(places_of(module)):
+            found.setdefault(id(parameter), []).append((layer, place))
+    return [group for group in found.values() if len({layer for layer, _ in group}) > 1]
+
+
+def _joined(groups: Sequence[Sequence[Place]]) -> list[list[Place]]:
+    """Groups that have a member in common are one."""
+    found: list[set[Place]] = []
+    for group in groups:
+        own = set(group)
+        apart = [each for each in found if not each & own]
+        found = [*apart, own.union(*(each for each in found if each & own))]
+    return sorted(sorted(each) for each in found)
+
+
+def _check(modules: Mapping[int, nn.Module], names: Sequence[str]) -> None:
+    for layer, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if hasattr(parameter, "placements"):
+                raise TypeError(
+                    f"layer {layer} ({names[layer]}) has a parameter {name} that is spread over ranks; give the net before fully_shard"
+                )

@@ -1,0 +1,476 @@
+"""Nested iteration: a trained net becomes a deeper one of the same differential equation, or a shallower one.
+
+Owns what a new layer and its share of the optimiser are made of. Which layer comes from which is in `_origins.py`, and how layers get to other ranks in `_parcels.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ._agreed import agreed
+from ._blocks import Block
+from ._carried import (
+    Carried,
+    Entry,
+    Made,
+    Moments,
+    between,
+    described_optimizer,
+    moved_state,
+    remade,
+)
+from ._looked import Place, looked_at, places_of, slots_of
+from ._origins import Origin, coarser, finer, following
+from ._parcels import Parcel, delivered, named
+from ._scaled import scaled
+from ._solve import Guess
+from ._stack import LayerParallel
+
+__all__ = ["Interpolation", "coarsened", "refined"]
+
+
+Interpolation = Literal["constant", "linear"]
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+_NOTHING = "Nothing was changed; mend it and call it again."
+
+
+@overload
+def refined(
+    net: LayerParallel,
+    factor: int,
+    optimizer: None = None,
+    *,
+    interpolation: Interpolation = "constant",
+    residual: Literal["scaled", "copied"] = "scaled",
+    moments: Moments = "scaled",
+    **settings: Any,
+) -> LayerParallel: ...
+
+
+@overload
+def refined(
+    net: LayerParallel,
+    factor: int,
+    optimizer: AnyOptimizer,
+    *,
+    interpolation: Interpolation = "constant",
+    residual: Literal["scaled", "copied"] = "scaled",
+    moments: Moments = "scaled",
+    **settings: Any,
+) -> tuple[LayerParallel, AnyOptimizer]: ...
+
+
+def refined(
+    net: LayerParallel,
+    factor: int,
+    optimizer: Optimizer | None = None,
+    *,
+    interpolation: Interpolation = "constant",
+    residual: Literal["scaled", "copied"] = "scaled",
+    moments: Moments = "scaled",
+    **settings: Any,
+) -> LayerParallel | tuple[LayerParallel, Optimizer]:
+    """A net of `factor` layers for each step, with steps as much shorter, and the optimiser for it; all ranks call it together. The net itself stays as it is.
+
+    interpolation: the new layers' parameters are those of the step that they are of, or with `"linear"` go from it to the next one, among neighbours of the
+        same classes, shapes and types. Plain layers and all buffers are copied.
+    residual: what becomes of `residual` and `custom` layers, whose steps have no dt: `"scaled"` puts a `Scaled` around each, with `by=1/factor`, so that the net
+        computes about what it did; `"copied"` copies them, so that it has `factor` times the increments.
+    optimizer: it gives the class, the options of each parameter's group, and the state. A rank that has no parameters may give None where others give one, and
+        gets one as well. What it has besides the net's parameters stays in it.
+    moments: a layer that is one of `factor` has gradients a `factor`-th as large; `"scaled"` moments are such that the optimiser goes on as if they had always been,
+        `"copied"` ones are as they were, and `"none"` begins anew.
+    settings: what is to be other than in `net`: `placement`, `fwd` and all that `LayerParallel` takes but its ranks, and `evaluation`. `placement="kept"`
+        leaves new layers with the rank of the step that they are of, as it is where the net's placement is a list. `buffer_layers` replaces the marks of layers that are apart; else the layers
+        of such a layer are.
+    """
+    wanted = _Wanted("refined", factor, interpolation, residual, moments, settings)
+    return _answer(*_derived(net, wanted, optimizer))
+
+
+@overload
+def coarsened(
+    net: LayerParallel,
+    factor: int,
+    optimizer: None = None,
+    *,
+    residual: Literal["scaled", "copied"] = "scaled",
+    moments: Moments = "scaled",
+    **settings: Any,
+) -> LayerParallel: ...
+
+
+@overload
+def coarsened(
+    net: LayerParallel,
+    factor: int,
+    optimizer: AnyOptimizer,
+    *,
+    residual: Literal["scaled", "copied"] = "scaled",
+    moments: Moments = "scaled",
+    **settings: Any,
+) -> tuple[LayerParallel, AnyOptimizer]: ...
+
+
+def coarsened(
+    net: LayerParallel,
+    factor: int,
+    optimizer: Optimizer | None = None,
+    *,
+    residual: Literal["scaled", "copied"] = "scaled",
+    moments: Moments = "scaled",
+    **settings: Any,
+) -> LayerParallel | tuple[LayerParallel, Optimizer]:
+    """The converse of `refined`: a net of every `factor`-th step, with steps as much longer. Of a refined net, by whatever interpolation, it is the net before.
+
+    `factor` must divide every run of steps with the same classes, shapes and types. A layer is apart where one of those that it is for was. The rest is as for
+    `refined`.
+    """
+    wanted = _Wanted("coarsened", factor, "constant", residual, moments, settings)
+    return _answer(*_derived(net, wanted, optimizer))
+
+
+def _answer(net: LayerParallel, optimizer: Optimizer | None) -> LayerParallel | tuple[LayerParallel, Optimizer]:
+    return net if optimizer is None else (net, optimizer)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is asked for, on all ranks the same."""
+
+    call: Literal["refined", "coarsened"]
+    factor: int
+    interpolation: Interpolation
+    residual: Literal["scaled", "copied"]
+    moments: Moments
+    settings: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Raises for what cannot be."""
+        if isinstance(self.factor, bool) or not isinstance(self.factor, int) or self.factor < 1:
+            raise ValueError(f"factor={self.factor!r}: give a whole number from 1")
+        choices = {
+            "interpolation": ("constant", "linear"),
+            "residual": ("scaled", "copied"),
+            "moments": ("scaled", "copied", "none"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(known)}")
+        for name in ("mesh", "group"):
+            if name in self.settings:
+                raise ValueError(f"{name} is given; the net stays on its ranks, so leave it out")
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name}={_shown(self.settings[name])}" for name in sorted(self.settings))
+        return (
+            f"{self.call}(factor={self.factor!r}, interpolation={self.interpolation}, residual={self.residual}, moments={self.moments}"
+            f"{', ' if shown else ''}{shown})"
+        )
+
+    @property
+    def ratio(self) -> float:
+        """How large the gradient of a step is beside that of the layer that it comes from."""
+        return 1 / self.factor if self.call == "refined" else float(self.factor)
+
+    @property
+    def by(self) -> Fraction:
+        """How long its step is beside that of the layer that it comes from."""
+        return Fraction(1, self.factor) if self.call == "refined" else Fraction(self.factor)
+
+    def origins(self, net: LayerParallel, makes: Sequence[int]) -> list[Origin]:
+        """Of all layers of the new net."""
+        kinds = net._solver.layers.kinds
+        if self.call == "coarsened":
+            return coarser(kinds, makes, self.factor)
+        return finer(kinds, makes, self.factor, is_linear=self.interpolation == "linear")
+
+
+def _shown(value: Any) -> str:
+    """A setting as it reads on every rank."""
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return repr(sorted(value)) if isinstance(value, set | frozenset) else repr(value)
+
+
+def _derived(
+    net: LayerParallel, wanted: _Wanted, optimizer: Optimizer | None
+) -> tuple[LayerParallel, Optimizer | None]:
+    if not isinstance(net, LayerParallel):
+        raise TypeError(f"net is {type(net).__name__}; give a LayerParallel, not what is wrapped around it")
+    wire = net._wire
+    what = f"{wanted.call}()"
+
+    def asked() -> tuple[str, Made | None, bool]:
+        wanted.check()
+        return str(wanted), described_optimizer(optimizer), any(True for _ in net.parameters())
+
+    of_all = agreed(wire, what, _NOTHING, asked, is_for_all=True)
+    others = sorted({each for each, _, _ in of_all})
+    if len(others) > 1:
+        raise ValueError(f"ranks of the layers ask for different things: {others[0]} and {others[1]}; ask for the same")
+    made = _optimizer_of_all([(each, has_any) for _, each, has_any in of_all], optimizer)
+    makes, ties = looked_at(net)
+    origins = wanted.origins(net, makes)
+    shape = _shaped(net, wanted, origins)
+    parcels = delivered(net, optimizer, origins, shape.owners)
+    cls, defaults = _class_of(optimizer, made)
+    tied: dict[int, set[int]] = {}
+    for layer, place in (member for group in ties for member in group):
+        tied.setdefault(layer, set()).add(place)
+    kept: list[_Layers] = []
+
+    def build() -> dict[tuple[int, int], str]:
+        kept.append(_copied(net, wanted, cls, origins, shape.owners, parcels, tied))
+        return {
+            (number, place): f"layers.{number}.{places_of(module)[place][0]}"
+            for number, module in kept[0].modules.items()
+            for place in tied.get(origins[number].layer, ())
+        }
+
+    names = {key: name for each in agreed(wire, what, _NOTHING, build) for key, name in each.items()}
+    settings = {"tie": _followed(ties, origins, names)} | shape.settings
+    new = _made(_blocks(net, wanted, shape, origins, kept[0]), settings)
+    # Random numbers and audits go on.
+    new._solver.shared.number = net._solver.shared.number
+    new.training, new.layers.training = net.training, net.layers.training
+    if cls is None or made is None:
+        return new, None
+    optimizers: list[Optimizer] = []
+
+    def build_optimizer() -> None:
+        optimizers.append(
+            remade(
+                cls,
+                defaults,
+                [] if optimizer is None else optimizer.param_groups,
+                {id(parameter) for parameter in net.parameters()},
+                kept[0].carried,
+                {} if optimizer is None else optimizer.state,
+                has_names=made.has_names,
+                has_states=wanted.moments != "none",
+            )
+        )
+
+    agreed(wire, f"{what}, making the optimizer", _NOTHING, build_optimizer)
+    return new, optimizers[0]
+
+
+def _followed(
+    ties: Sequence[Sequence[Place]], origins: Sequence[Origin], names: Mapping[tuple[int, int], str]
+) -> list[list[str]]:
+    """The names of what is tied in the new net: all that come from one group."""
+    groups = []
+    for group in ties:
+        members = [
+            names[number, place]
+            for layer, place in group
+            for number, origin in enumerate(origins)
+            if origin.layer == layer
+        ]
+        if len(members) > 1:
+            groups.append(members)
+    return groups
+
+
+def _optimizer_of_all(of_all: Sequence[tuple[Made | None, bool]], own: Optimizer | None) -> Made | None:
+    """The optimiser that all ranks have but those without parameters, which need none yet."""
+    given = [made for made, _ in of_all if made is not None]
+    if not given:
+        return None
+    names = sorted({made.name for made in given})
+    if len(names) > 1:
+        raise ValueError(
+            f"ranks of the layers have optimizers of {names[0]} and of {names[1]}; give all the same class"
+        )
+    without = [rank for rank, (made, has_any) in enumerate(of_all) if made is None]
+    for rank in without:
+        if of_all[rank][1]:
+            raise ValueError(
+                f"rank {rank} of the layers has parameters and gave no optimizer, and others gave one; give one on all"
+            )
+    usable = [made for made in given if made.pickled is not None]
+    if without and not usable:
+        raise ValueError(
+            f"rank {without[0]} of the layers has no optimizer, and {names[0]} cannot be pickled; give all ranks one, with an empty group where "
+            "there are no parameters"
+        )
+    return (usable or given)[0]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Who has which layer of the new net, which are apart, and what it is made with."""
+
+    owners: list[int]
+    are_apart: list[bool]
+    settings: dict[str, Any]
+
+
+def _shaped(net: LayerParallel, wanted: _Wanted, origins: Sequence[Origin]) -> _Shape:
+    before = net._plans.net
+    settings = _settings_of(net) | dict(wanted.settings)
+    placement = settings["placement"]
+    if placement == "kept" or ("placement" not in wanted.settings and not isinstance(placement, str)):
+        settings["placement"] = following(before, origins)
+    are_apart = [False] * len(origins)
+    if "buffer_layers" not in settings:
+        ends = [origin.layer for origin in origins[1:]] + [len(before.layers)]
+        for at, (origin, end) in enumerate(zip(origins, ends)):
+            are_apart[at] = any(apart for _, apart in before.layers[origin.layer : max(end, origin.layer + 1)])
+    # A net without anything in its layers knows where they go, and refuses settings before anything has moved.
+    kinds = net._solver.layers.kinds
+    hollow = [
+        Block(lambda number: nn.Identity(), kinds[origin.layer], apart) for origin, apart in zip(origins, are_apart)
+    ]
+    if "guess" not in wanted.settings and net.guess is not None:
+        settings["guess"] = _guess_of(net.guess, [*(origin.layer for origin in origins), len(before.layers)])
+    made = _made(hollow, settings | {"tie": ()})
+    return _Shape([made.owner(layer) for layer in range(len(origins))], are_apart, settings)
+
+
+def _made(blocks: Sequence[Block], settings: Mapping[str, Any]) -> LayerParallel:
+    own = dict(settings)
+    evaluation = own.pop("evaluation")
+    made = LayerParallel(blocks, **own)
+    made.evaluation = evaluation
+    return made
+
+
+def _guess_of(guess: Guess, points: Sequence[int]) -> Guess:
+    """One by the points of the net before."""
+    return lambda point: guess(points[point])
+
+
+def _settings_of(net: LayerParallel) -> dict[str, Any]:
+    """What another net like this one is made with."""
+    return dict(
+        group=net._wire.group,
+        horizon=net._horizon,
+        seed=net._solver.layers.seed,
+        mode=net.mode,
+        evaluation=net.evaluation,
+        fwd=net.fwd,
+        bwd=net.bwd,
+        placement=net._placement,
+        micro_batches=net._micro_batches,
+        schedule=net._schedule,
+        side_per_sample=net._solver.shared.per_sample,
+        checkpoint=net._checkpoint,
+        auto_modes=net._auto_modes,
+        tolerance=net._tolerance,
+        max_iterations=net._max_iterations,
+        replica=net._solver.replica,
+        audit_every=net._audit_every,
+        audit_limit=net._audit_limit,
+        on_excess=net._on_excess,
+        probe_every=net._probe_every,
+        on_stall=net._on_stall,
+    )
+
+
+# ---- the new net
+
+
+@dataclass
+class _Layers:
+    """The new layers of this rank, and what the new optimiser is to have for their parameters."""
+
+    modules: dict[int, nn.Module]
+    carried: list[Carried]
+
+
+def _copied(
+    net: LayerParallel,
+    wanted: _Wanted,
+    cls: type[Optimizer] | None,
+    origins: Sequence[Origin],
+    owners: Sequence[int],
+    parcels: Mapping[int, Parcel],
+    tied: Mapping[int, Collection[int]],
+) -> _Layers:
+    kinds, names, made = net._solver.layers.kinds, net._solver.names, _Layers({}, [])
+    for number, (origin, owner) in enumerate(zip(origins, owners)):
+        if owner != net._wire.rank:
+            continue
+        kind, own = kinds[origin.layer], parcels[origin.layer]
+        other = None if origin.towards is None else parcels[origin.towards]
+        module = named(origin.layer, names, "copied", lambda: copy.deepcopy(own.module))  # noqa: B023
+        # What is tied stays as it is, or it would not be.
+        fixed = slots_of(module, tied.get(origin.layer, ()))
+        if other is not None:
+            _mix(module, other.module, origin.share, fixed)
+        is_step = kind != "plain" and (kind in ("ode", "timed") or wanted.residual == "scaled")
+        if is_step and kind in ("residual", "custom"):
+            module = scaled(module, wanted.by)
+        made.modules[number] = module
+        if cls is not None:
+            ratio = wanted.ratio if is_step and wanted.moments != "copied" else 1.0
+            made.carried += _carried(cls, number, module, own, other, origin.share, ratio, fixed)
+    return made
+
+
+def _blocks(net: LayerParallel, wanted: _Wanted, shape: _Shape, origins: Sequence[Origin], own: _Layers) -> list[Block]:
+    kinds, names = net._solver.layers.kinds, net._solver.names
+    blocks = []
+    for number, (origin, is_apart) in enumerate(zip(origins, shape.are_apart)):
+        kind = kinds[origin.layer]
+        is_scaled = kind in ("residual", "custom") and wanted.residual == "scaled"
+        absent = _absent("Scaled" if is_scaled else names[origin.layer])
+        blocks.append(Block(own.modules.get(number, absent), kind, is_apart))
+    return blocks
+
+
+def _class_of(optimizer: Optimizer | None, made: Made | None) -> tuple[type[Optimizer] | None, Mapping[str, Any]]:
+    """Of what the new optimiser is made, and with which defaults."""
+    if made is None:
+        return None, {}
+    return made.loaded() if optimizer is None else (type(optimizer), optimizer.defaults)
+
+
+def _absent(name: str) -> Callable[[int], nn.Module]:
+    """In place of a layer of another rank."""
+
+    def absent(number: int) -> nn.Module:
+        raise RuntimeError(f"layer {number} is another rank's")
+
+    absent.__name__ = name
+    return absent
+
+
+def _mix(module: nn.Module, other: nn.Module, share: float, fixed: Collection[int]) -> None:
+    with torch.no_grad():
+        for slot, (parameter, theirs) in enumerate(zip(module.parameters(), other.parameters())):
+            if slot not in fixed:
+                parameter.copy_(between(parameter, theirs, share))
+
+
+def _carried(
+    cls: type[Optimizer],
+    number: int,
+    module: nn.Module,
+    own: Parcel,
+    other: Parcel | None,
+    share: float,
+    ratio: float,
+    fixed: Collection[int],
+) -> list[Carried]:
+    """The parameters of a new layer, with what the optimiser is to have for each."""
+    found = []
+    others: Sequence[Entry | None] = [None] * len(own.entries) if other is None else other.entries
+    for slot, ((name, parameter), entry, towards) in enumerate(zip(module.named_parameters(), own.entries, others)):
+        theirs = None if towards is None or slot in fixed else towards.state
+        # All that are tied have the sum of their gradients, however many they are.
+        size = 1.0 if slot in fixed else ratio
+        state = moved_state(cls, entry.state, theirs, share, size, parameter.shape)
+        found.append(Carried(f"layers.{number}.{name}", parameter, Entry(entry.group, entry.options, state)))
+    return found

@@ -1,0 +1,87 @@
+"""Which layers of a net those of a deeper or a shallower one come from.
+
+Owns the two rules, of refining and of coarsening, and what makes layers alike. It moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ._blocks import Kind
+from ._plans import Net
+from ._scaled import Scaled
+from ._tree import digest
+
+__all__ = ["Origin", "coarser", "finer", "following", "make_of"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A layer comes from `layer`, of which it is a copy, but that its parameters go the share `share` of the way to those of `towards`."""
+
+    layer: int
+    towards: int | None = None
+    share: float = 0.0
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """All layers that it comes from."""
+        return (self.layer,) if self.towards is None else (self.layer, self.towards)
+
+
+def finer(kinds: Sequence[Kind], makes: Sequence[int], factor: int, *, is_linear: bool) -> list[Origin]:
+    """Of a net of `factor` layers for each step. Its every `factor`-th step is a copy, so that coarsening it gives the same net again."""
+    found = []
+    for layer, kind in enumerate(kinds):
+        if kind == "plain":
+            found.append(Origin(layer))
+            continue
+        after = layer + 1
+        has_neighbour = is_linear and after < len(kinds) and makes[after] == makes[layer]
+        for part in range(factor):
+            found.append(Origin(layer, after, part / factor) if has_neighbour and part else Origin(layer))
+    return found
+
+
+def coarser(kinds: Sequence[Kind], makes: Sequence[int], factor: int) -> list[Origin]:
+    """Of a net of every `factor`-th step."""
+    found: list[Origin] = []
+    layer = 0
+    while layer < len(kinds):
+        if kinds[layer] == "plain":
+            found.append(Origin(layer))
+            layer += 1
+            continue
+        end = layer + 1
+        while end < len(kinds) and makes[end] == makes[layer]:
+            end += 1
+        if (end - layer) % factor:
+            raise ValueError(
+                f"factor={factor} does not divide the {end - layer} steps of one make from layer {layer} to {end - 1}; give a factor that "
+                "divides every such run of layers with the same classes, shapes and types"
+            )
+        found += [Origin(first) for first in range(layer, end, factor)]
+        layer = end
+    return found
+
+
+def following(net: Net, origins: Sequence[Origin]) -> list[int]:
+    """How many layers each rank has where all stay with the rank of the layer that they come from."""
+    counts = [0] * net.ranks
+    for origin in origins:
+        counts[net.owner(origin.layer)] += 1
+    return counts
+
+
+def make_of(module: nn.Module, kind: Kind) -> int:
+    """A number that two layers have in common if they are alike but for the values of their parameters."""
+    classes = [f"{type(each).__module__}.{type(each).__qualname__}" for each in module.modules()]
+    parameters = [
+        (name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    ]
+    by = str(module.by) if isinstance(module, Scaled) else "1"
+    return digest(repr((kind, by, classes, parameters)).encode())

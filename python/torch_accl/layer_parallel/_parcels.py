@@ -1,0 +1,104 @@
+"""Layers on their way to other ranks, with what an optimiser has for them.
+
+Owns that each goes once from the rank that has it to each that needs it, as bytes, and to the device of that one; what stays is not copied here.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ._agreed import agreed, exchange
+from ._carried import Entry, entries_of
+from ._failures import described
+from ._origins import Origin
+from ._stack import LayerParallel
+
+__all__ = ["Parcel", "delivered", "named"]
+
+
+_MOVING = "Layers that go to another rank must be picklable; placement='kept' lets all stay where they are."
+
+
+@dataclass
+class Parcel:
+    """A layer, and what the optimiser has for each of its parameters."""
+
+    module: nn.Module
+    entries: list[Entry]
+
+
+def delivered(
+    net: LayerParallel, optimizer: Optimizer | None, origins: Sequence[Origin], owners: Sequence[int]
+) -> dict[int, Parcel]:
+    """What this rank's new layers come from: its own layers, and others', which their ranks send. `owners` has the ranks of the new layers."""
+    wire, before, modules = net._wire, net._plans.net, net._solver.layers.modules
+    needed = sorted({(layer, to) for origin, to in zip(origins, owners) for layer in origin.sources})
+    moves = [(layer, before.owner(layer), to) for layer, to in needed if before.owner(layer) != to]
+
+    def parcel(layer: int) -> Parcel:
+        return Parcel(modules[layer], entries_of(optimizer, modules[layer].parameters()))
+
+    packed: dict[int, bytes] = {}
+
+    def pack() -> dict[int, int]:
+        for layer in {layer for layer, source, _ in moves if source == wire.rank}:
+            buffer = io.BytesIO()
+            named(layer, net._solver.names, "sent", lambda: torch.save(parcel(layer), buffer))  # noqa: B023
+            packed[layer] = buffer.getvalue()
+        return {layer: len(data) for layer, data in packed.items()}
+
+    lengths = {k: v for each in agreed(wire, "packing layers", _MOVING, pack) for k, v in each.items()}
+    sends = [
+        (to, torch.frombuffer(bytearray(packed[layer]), dtype=torch.uint8).to(wire.device))
+        for layer, source, to in moves
+        if source == wire.rank
+    ]
+    coming = {
+        layer: (source, torch.empty(lengths[layer], dtype=torch.uint8, device=wire.device))
+        for layer, source, to in moves
+        if to == wire.rank
+    }
+    exchange(wire, sends, list(coming.values()), "layers on their way to other ranks")
+    found = {layer: parcel(layer) for layer, to in needed if to == wire.rank and layer in modules}
+
+    def unpack() -> None:
+        for layer, (_, data) in coming.items():
+            buffer = io.BytesIO(data.cpu().numpy().tobytes())
+            found[layer] = named(
+                layer,
+                net._solver.names,
+                "received",
+                lambda: torch.load(buffer, map_location=_here(modules), weights_only=False),  # noqa: B023
+            )
+
+    agreed(wire, "unpacking layers", _MOVING, unpack)
+    return found
+
+
+def _here(modules: Mapping[int, nn.Module]) -> Callable[[Any, str], Any]:
+    """Where what was on another rank's device goes: to this rank's."""
+    own = {p.device.type: p.device for module in modules.values() for p in module.parameters()}
+
+    def located(storage: Any, location: str) -> Any:
+        kind, _, index = location.partition(":")
+        if not index:
+            return None
+        device = own.get(kind, torch.device(kind, torch.accelerator.current_device_index()))
+        return torch.serialization.default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
+
+    return located
+
+
+def named(layer: int, names: Sequence[str], what: str, call: Callable[[], Any]) -> Any:
+    """Calls; an error says which layer it is about."""
+    try:
+        return call()
+    except Exception as error:
+        raise RuntimeError(f"layer {layer} ({names[layer]}) cannot be {what}: {described(error)}") from error

@@ -1,0 +1,439 @@
+"""V-cycles over nets of different depth: consistency to first order, what they gain, and that ranks do not matter."""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo  # what optimizers load, which takes seconds: here once, and not in every rank
+import torch.distributed as dist
+from support import on_ranks
+from torch import nn
+from torch_accl.layer_parallel import (
+    Block,
+    Cycle,
+    LayerParallel,
+    LayerParallelError,
+    MGOpt,
+    coarsened,
+    ode,
+    residual,
+    timed,
+)
+from torch_accl.layer_parallel._between import dots, trained
+from torch_accl.layer_parallel._mgopt import _Batch
+
+DOUBLE = torch.float64
+
+
+def alone():
+    """A group of this rank, for the same net on one."""
+    return dist.new_subgroups(group_size=1)[0]
+
+
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x, dt):
+        return x + dt * torch.tanh(self.inner(x))
+
+
+class Skip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) / 8
+
+
+def mixed_list(dtype=DOUBLE, seed=5):
+    """Every kind of step, a head, a tail, and one between."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(4, 6)]
+    layers += [ode(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))) for _ in range(8)]
+    layers += [timed(Timed()) for _ in range(4)] + [residual(Skip()) for _ in range(4)]
+    layers += [nn.LayerNorm(6), *(ode(nn.Sequential(nn.Linear(6, 6), nn.Tanh())) for _ in range(4)), nn.Linear(6, 3)]
+    for layer in layers:
+        (layer.module if isinstance(layer, Block) else layer).to(dtype)
+    return layers
+
+
+def batch(dtype=DOUBLE, rows=16):
+    generator = torch.Generator().manual_seed(11)
+    return torch.randn(rows, 4, generator=generator, dtype=dtype), torch.randn(
+        rows, 3, generator=generator, dtype=dtype
+    )
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+def sgd(net, **options):
+    """A rank without parameters has none."""
+    return torch.optim.SGD(net.parameters(), **{"lr": 0.05, **options}) if list(net.parameters()) else None
+
+
+def begun(net, cycle, data):
+    """A cycle as it is when the coarse net of each level is to begin: the net's point, and those of the coarse ones."""
+    made = _Batch(*data, squared, None, 0)
+    points = []
+    for at, level in enumerate(cycle._levels):
+        if at == 0:
+            level.begin()
+            points.append(level.evaluate(made))
+        else:
+            points.append(cycle._descend(at - 1, points[-1], made))
+    return points, made
+
+
+def directions(net, seed):
+    """A change of each trained parameter, which depends on its layer alone."""
+    found = {}
+    for layer, parameters in trained(net).items():
+        generator = torch.Generator().manual_seed(1000 * seed + layer)
+        found[layer] = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
+    return found
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("interpolation", ["constant", "linear"])
+def test_the_coarse_objective_has_the_restricted_gradient_of_the_fine_one(rank, world, interpolation):
+    net = LayerParallel(mixed_list(), mode="exact-wave")
+    cycle = MGOpt(net, sgd(net), levels=3, interpolation=interpolation)
+    points, made = begun(net, cycle, batch())
+    whole = LayerParallel(mixed_list(), group=alone(), mode="exact-wave")
+    whole.step(*batch(), squared)
+    wanted = {layer: [p.grad for p in parameters] for layer, parameters in trained(whole).items()}
+    # The layers of each run of steps of one make, and those of the plain layers.
+    runs = [[0], [*range(1, 9)], [*range(9, 13)], [*range(13, 17)], [17], [*range(18, 22)], [22]]
+    for level in (1, 2):
+        coarse, restricted = [], {}
+        for run in runs:
+            if len(run) == 1:
+                restricted[len(coarse)] = wanted[run[0]]
+                coarse.append(None)
+                continue
+            pairs = [(run[at], run[at + 1]) for at in range(0, len(run), 2)]
+            for at, (first, second) in enumerate(pairs):
+                # A step's own layer, and the one halfway to the next step, if there is one.
+                share = 0.5 if interpolation == "linear" and at + 1 < len(pairs) else 1.0
+                sums = [a + share * b for a, b in zip(wanted[first], wanted[second])]
+                if interpolation == "linear" and at > 0:
+                    sums = [a + 0.5 * b for a, b in zip(sums, wanted[pairs[at - 1][1]])]
+                restricted[len(coarse)] = sums
+                coarse.append(None)
+        # At the point itself, and by another evaluation of the corrected objective there.
+        again = cycle._levels[level].evaluate(made)
+        assert points[level].objective == pytest.approx(again.objective, rel=1e-15)
+        for layer in cycle.nets[level].owned:
+            for found, other, right in zip(
+                points[level].gradients[layer], again.gradients[layer], restricted[layer], strict=True
+            ):
+                torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-14)
+                torch.testing.assert_close(other, right, rtol=1e-11, atol=1e-14)
+        wanted, at = restricted, 0
+        runs_after = []
+        for run in runs:
+            count = max(1, len(run) // 2)
+            runs_after.append([*range(at, at + count)])
+            at += count
+        runs = runs_after
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("interpolation", ["constant", "linear"])
+def test_both_objectives_change_alike_to_first_order_and_not_to_second(rank, world, interpolation):
+    net = LayerParallel(mixed_list(), mode="exact-wave")
+    cycle = MGOpt(net, sgd(net), interpolation=interpolation)
+    (fine, coarse), made = begun(net, cycle, batch())
+    below, above = cycle._levels[1], cycle._levels[0]
+    for seed in range(2):
+        way = directions(below.net, seed)
+        there = cycle._between[0].interpolated(way)
+        starts = below.values(), above.values()
+        slopes = []
+        for level, start, direction in ((below, starts[0], way), (above, starts[1], there)):
+            values = []
+            for length in (-1e-5, 1e-5):
+                level.move(start, direction, length)
+                values.append(level.evaluate(made).objective)
+            level.move(start, direction, 0.0)
+            slopes.append((values[1] - values[0]) / 2e-5)
+        # Central differences are off by the square of the length, and by rounding over it: 1e-16 / 1e-5.
+        assert slopes[0] == pytest.approx(slopes[1], rel=1e-6, abs=1e-9)
+        assert dots(above.net, fine.gradients, there, "a test") == pytest.approx(slopes[1], rel=1e-6, abs=1e-9)
+        assert dots(below.net, coarse.gradients, way, "a test") == pytest.approx(slopes[1], rel=1e-6, abs=1e-9)
+        # Further away they are two functions.
+        differences = []
+        for length in (0.01, 0.005):
+            values = []
+            for level, start, direction, point in (
+                (below, starts[0], way, coarse),
+                (above, starts[1], there, fine),
+            ):
+                level.move(start, direction, length)
+                values.append(level.evaluate(made).objective - point.objective)
+                level.move(start, direction, 0.0)
+            differences.append(abs(values[0] - values[1]))
+        assert 3.5 < differences[0] / differences[1] < 4.5
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("levels", [2, 3])
+@pytest.mark.parametrize("mode", ["exact-wave", "exact-pipeline", "inexact"])
+def test_cycles_lower_the_loss_by_more_than_as_many_steps(rank, world, levels, mode):
+    cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
+    x, target = batch()
+    plainly = LayerParallel(mixed_list(), mode=mode, **cycles)
+    optimizer = sgd(plainly)
+    net = LayerParallel(mixed_list(), mode=mode, **cycles)
+    multigrid = MGOpt(net, sgd(net), levels=levels, coarse=4)
+    losses = []
+    for _ in range(5):
+        for _ in range(2):
+            optimizer.zero_grad()
+            plain_loss = plainly.step(x, target, squared)
+            optimizer.step()
+        losses.append(float(multigrid.step(x, target, squared)))
+        assert len(multigrid.corrections) == levels - 1
+        assert all(each.after < each.before and each.slope < 0 and each.length > 0 for each in multigrid.corrections)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < float(plain_loss)
+    assert all(parameter.grad is None for made in multigrid.nets for parameter in made.parameters())
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("interpolation, mode", [("constant", "exact-wave"), ("linear", "inexact")])
+def test_nothing_depends_on_the_number_of_ranks_by_a_bit(rank, world, interpolation, mode):
+    cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1), mode=mode)
+    layers, data = mixed_list(torch.float32), batch(torch.float32)
+
+    def run(group, placement):
+        net = LayerParallel(copy.deepcopy(layers), group=group, placement=placement, **cycles)
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2) if list(net.parameters()) else None
+        cycle = MGOpt(net, optimizer, levels=3, interpolation=interpolation)
+        found = []
+        for _ in range(2):
+            found.append((float(cycle.step(*data, squared)), cycle.corrections))
+        return net, found
+
+    one, wanted = run(alone(), "aligned")
+    # Steps of one coarse layer lie on two ranks, and some ranks have none.
+    for placement in ("even", [2] * (world - 1) + [25 - 2 * world], [0] * (world - 1) + [23]):
+        net, found = run(None, placement)
+        assert found == wanted
+        for name, parameter in net.named_parameters():
+            assert torch.equal(parameter, one.get_parameter(name)), (placement, name)
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(torch.tanh(self.norm(self.inner(x))))
+
+
+@on_ranks(1, 2)
+def test_a_batch_has_one_mask_and_statistics_are_taken_once(rank, world):
+    torch.manual_seed(3)
+    net = LayerParallel([ode(Noisy()) for _ in range(8)], mode="exact-wave")
+    cycle = MGOpt(net, sgd(net), pre=1, post=2)
+    x, target = torch.randn(16, 6), torch.randn(16, 6)
+    level = cycle._levels[0]
+    level.begin()
+    for number in (0, 1):
+        points = [level.evaluate(_Batch(x, target, squared, None, number)) for _ in range(2)]
+        assert points[0].objective == points[1].objective
+        objective = points[0].objective
+    assert objective != level.evaluate(_Batch(x, target, squared, None, 0)).objective
+    for parameter in net.parameters():
+        parameter.grad = None
+    net._solver.shared.number = 0
+    level.restore(level._buffers)
+    for _ in range(3):
+        cycle.step(x, target, squared)
+    assert net._solver.shared.number == 3
+    for module in net.layers.values():
+        assert int(module.norm.num_batches_tracked) == 3
+
+
+@on_ranks(1, 2)
+def test_a_batch_is_audited_and_probed_once(rank, world):
+    cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
+    net = LayerParallel(mixed_list(), audit_every=2, probe_every=2, audit_limit=10.0, **cycles)
+    cycle = MGOpt(net, sgd(net), post=2)
+    for number in range(3):
+        cycle.step(*batch(), squared)
+        assert len(net.audits) == len(net.probes) == number // 2 + 1
+    assert len(cycle.nets[1].audits) == len(cycle.nets[1].probes) == 0
+
+
+@on_ranks(1, 2)
+def test_a_correction_that_lowers_nothing_is_not_made(rank, world):
+    net = LayerParallel(mixed_list(), mode="exact-wave")
+
+    def wild(parameters, level):
+        return torch.optim.SGD(parameters, lr=1e6)
+
+    cycle = MGOpt(net, sgd(net), pre=0, post=0, trials=2, coarse_optimizer=wild)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    loss = cycle.step(*batch(), squared)
+    (correction,) = cycle.corrections
+    assert correction.length == 0 and correction.trials == 2
+    assert correction.before == correction.after == float(loss)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@on_ranks(1, 2)
+def test_coarse_optimizers_have_the_options_and_moments_of_the_one_above(rank, world):
+    net = LayerParallel(mixed_list(), mode="exact-wave")
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    cycle = MGOpt(net, optimizer, coarse=1, post=0)
+    cycle.step(*batch(), squared)
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    cycle.step(*batch(), squared)
+    # Nobody moves where the rate is zero.
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+    made = cycle.optimizers[1]
+    assert isinstance(made, torch.optim.Adam) and made.param_groups[0]["lr"] == 0
+    coarse = coarsened(net, 2)
+    assert [list(made.owned) for made in cycle.nets[1:]] == [list(coarsened(net, 2, placement="kept").owned)]
+    for layer in cycle.nets[1].owned:
+        first = next(at for at in range(23) if cycle._between[0]._origins[at].layer == layer)
+        pairs = zip(cycle.nets[1].layers[str(layer)].parameters(), net.layers[str(first)].parameters())
+        for parameter, finer in pairs:
+            # One step more than the fine one, from it.
+            assert float(made.state[parameter]["step"]) == float(optimizer.state[finer]["step"]) + 1
+    assert len(coarse._plans.net.layers) == 13
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x, mask):
+        return x + torch.tanh(self.inner(x)) * mask / 8
+
+
+@on_ranks(1, 2)
+def test_side_inputs_reach_all_nets_and_nothing_given_gets_a_gradient(rank, world):
+    torch.manual_seed(3)
+    net = LayerParallel([residual(Masked()) for _ in range(8)], mode="exact-wave")
+    cycle = MGOpt(net, sgd(net))
+    # One with a graph behind it, which could be gone through once alone.
+    leaf = torch.randn(4, 6, requires_grad=True)
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], requires_grad=True)
+    losses = [float(cycle.step(2 * leaf, torch.randn(4, 6), squared, side={"mask": mask})) for _ in range(2)]
+    assert losses[0] != losses[1] and leaf.grad is None and mask.grad is None
+    assert all(each.length > 0 for each in cycle.corrections)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["named", "one object"])
+def test_tied_parameters_of_plain_layers_count_once(rank, world, how):
+    torch.manual_seed(3)
+    layers = [nn.Linear(6, 6), *(ode(nn.Sequential(nn.Linear(6, 6), nn.Tanh())) for _ in range(4)), nn.Linear(6, 6)]
+    for layer in layers:
+        (layer.module if isinstance(layer, Block) else layer).double()
+    if how == "one object":
+        layers[5].weight = layers[0].weight
+    tie = [("layers.0.weight", "layers.5.weight")] if how == "named" else ()
+    net = LayerParallel(layers, mode="exact-wave", tie=tie)
+    cycle = MGOpt(net, sgd(net))
+    data = torch.randn(4, 6, dtype=DOUBLE), torch.randn(4, 6, dtype=DOUBLE)
+    (fine, coarse), made = begun(net, cycle, data)
+    level, below = cycle._levels
+    for at, point in ((level, fine), (below, coarse)):
+        # Along the gradient, which changes both alike.
+        start, values = at.values(), []
+        for length in (-1e-6, 1e-6):
+            at.move(start, point.gradients, length)
+            values.append(at.evaluate(made).objective)
+        at.move(start, point.gradients, 0.0)
+        slope = (values[1] - values[0]) / 2e-6
+        assert at.product(point.gradients, point.gradients, "a test") == pytest.approx(slope, rel=1e-6)
+    losses = [float(cycle.step(*data, squared)) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    found = {name: value for part in net._wire.gathered(net.state_dict()) for name, value in part.items()}
+    assert torch.equal(found["layers.0.weight"], found["layers.5.weight"])
+    shared = nn.Linear(6, 6)
+    with pytest.raises(ValueError, match="steps 1, 2, 3 have parameters that are tied to others"):
+        steps = LayerParallel([nn.Linear(6, 6), *(ode(shared) for _ in range(3))], mode="exact-wave")
+        MGOpt(steps, sgd(steps))
+
+
+@on_ranks(1, 2)
+def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_net_where_it_was(rank, world):
+    class Failing(nn.Module):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return torch.tanh(self.inner(x))
+
+    net = LayerParallel([ode(Failing()) for _ in range(8)], mode="exact-wave")
+    x, target = torch.randn(4, 6), torch.randn(4, 6)
+    cycle = MGOpt(net, sgd(net), pre=0, post=0)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    calls = []
+
+    def loss(y, aim):
+        calls.append(1)
+        # The net, the coarse net twice, and then the trial.
+        if len(calls) == 4:
+            raise ArithmeticError("it is tired")
+        return squared(y, aim)
+
+    with pytest.raises(LayerParallelError, match="it is tired"):
+        cycle.step(x, target, loss)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+    first = float(cycle.step(x, target, squared))
+    assert float(cycle.step(x, target, squared)) < first
+    if world > 1:
+
+        def some(parameters, level):
+            if rank == 1:
+                raise ArithmeticError("no optimizer today")
+            return torch.optim.SGD(parameters, lr=0.1)
+
+        with pytest.raises(LayerParallelError, match="rank 1 of the layers failed in making the optimizer of level 1"):
+            MGOpt(net, sgd(net), coarse_optimizer=some)
+
+
+@on_ranks(1)
+def test_settings_that_cannot_be_are_refused(rank, world):
+    net = LayerParallel([ode(nn.Linear(6, 6)) for _ in range(6)], mode="exact-wave")
+    for settings, said in [
+        (dict(levels=0), "levels=0: give 1 or more"),
+        (dict(factor=1), "factor=1: give 2 or more"),
+        (dict(trials=0), "trials=0: give 1 or more"),
+        (dict(interpolation="cubic"), "interpolation='cubic': give one of constant, linear"),
+        (dict(placement="even"), "a coarse layer lies with the first of its layers"),
+        (dict(levels=3), "factor=2 does not divide the 3 steps of one make from layer 0 to 2"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            MGOpt(net, sgd(net), **settings)
+    # One net alone takes the steps of its optimizer.
+    x, target = torch.randn(4, 6), torch.randn(4, 6)
+    alone_, plainly = copy.deepcopy(net), copy.deepcopy(net)
+    optimizer = sgd(plainly)
+    MGOpt(alone_, sgd(alone_), levels=1, coarse=2).step(x, target, squared)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plainly.step(x, target, squared)
+        optimizer.step()
+    for name, parameter in alone_.named_parameters():
+        assert torch.equal(parameter, plainly.get_parameter(name))
