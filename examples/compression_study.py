@@ -18,20 +18,15 @@ import os
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import argparse
-import json
-import math
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -41,11 +36,11 @@ from torch_accl_cli.bench.processes import Failed, run_ranks
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+from study_common import Watch, batches, facts, finite, kept, save
 from study_plan import BY_NAME, RANKS, SETTINGS, TASKS, Setting, Task
 from study_report import JUDGED, Found, draw, tables
 
 from benches import blocks
-from benches.peers import machine
 
 SEEDS, QUICK_SEEDS = 5, 2
 QUICK_SHARE = 0.05
@@ -57,14 +52,6 @@ DOCS = ROOT / "docs" / "compression"
 NAME = "study"
 COMMAND = "make study ARGS=--write-docs"
 ALT = "Losses on the way, and differences from float32 at the end"
-
-
-def batches(rows: int, batch: int, steps: int, seed: int) -> Tensor:
-    """Which rows each step takes: whole passes in a new order each, without what does not fill a step."""
-    generator = torch.Generator().manual_seed(seed)
-    whole = rows // batch * batch
-    passes = [torch.randperm(rows, generator=generator)[:whole] for _ in range(math.ceil(steps * batch / whole))]
-    return torch.cat(passes)[: steps * batch].view(steps, batch)
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, reduction: str = "mean") -> tuple[Tensor, Tensor]:
@@ -140,11 +127,6 @@ def same_on_all(model: nn.Module) -> bool:
     return all(torch.equal(row, mine) for row in rows.split(len(mine)))
 
 
-def finite(value: float) -> float | None:
-    """JSON has no infinity: None for a loss that is none any more."""
-    return value if math.isfinite(value) else None
-
-
 def offered(settings: Sequence[Setting] = SETTINGS) -> tuple[list[Setting], list[str]]:
     """The settings that this build has, and why it lacks the others."""
     known = {row["name"] for row in _native.codecs()}
@@ -163,39 +145,12 @@ def offered(settings: Sequence[Setting] = SETTINGS) -> tuple[list[Setting], list
     return found, reasons
 
 
-class Watch:
-    """The progress, on standard error: a bar on a terminal, else a line for each run. Silent but on rank 0."""
-
-    def __init__(self, rank: int, steps: int) -> None:
-        console = Console(stderr=True)
-        self.is_on, self.is_bar = rank == 0, rank == 0 and console.is_terminal
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        self.bar = Progress(*columns, console=console, disable=not self.is_bar)
-        self.task = self.bar.add_task("", total=steps)
-        self.words = ""
-
-    def begin(self, words: str) -> None:
-        """A run begins."""
-        self.words = words
-
-    def tick(self, loss: float) -> None:
-        """A step is done."""
-        if self.is_bar:
-            self.bar.update(self.task, advance=1, description=f"{self.words}, loss {loss:.4f}")
-
-    def end(self, run: dict[str, Any]) -> None:
-        """A run is done."""
-        if self.is_on and not self.is_bar:
-            loss = "lost" if run["loss"] is None else f"{run['loss']:.6f}"
-            print(f"{self.words}: loss {loss}, {run['seconds']:.1f} s", file=sys.stderr, flush=True)
-
-
 def study(
     rank: int, tasks: Sequence[Task], settings: Sequence[Setting], seeds: int, share: float
 ) -> Iterator[tuple[Task, list[dict[str, Any]]]]:
     """Trains everything that is wanted on the ranks of the default group; each model with its runs."""
     steps = {task.name: steps_of(task, share) for task in tasks}
-    watch = Watch(rank, sum(steps.values()) * len(settings) * seeds)
+    watch = Watch(sum(steps.values()) * len(settings) * seeds, has_bar=rank == 0, has_lines=rank == 0)
     with watch.bar:
         for task in tasks:
             runs = []
@@ -226,40 +181,15 @@ def run(place: Any, store: Any, asked: argparse.Namespace, settings: Sequence[Se
         pg_options=Options(algorithm=ALGORITHM),
     )
     share = QUICK_SHARE if asked.quick else 1.0
-    results = kept(asked.out)
+    results = kept(asked.out, NAME, "models")
     for task, runs in study(place.rank, asked.models, settings, asked.seeds, share):
         own = {"seeds": asked.seeds, "steps": steps_of(task, share), "data": task.data().description, "runs": runs}
         results["models"][task.name] = facts | own
         if place.rank == 0:
             # After each model, so that a run that is ended has not been in vain.
-            save(results, asked.out)
+            save(results, asked.out, NAME)
     dist.destroy_process_group()
     return finish(results, asked) if place.rank == 0 else 0
-
-
-def facts(missing: list[str]) -> dict[str, Any]:
-    """What figures depend on."""
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": machine.commit(),
-        "torch": torch.__version__,
-        "processor": machine.facts()["processor"],
-        "missing": missing,
-    }
-
-
-def kept(folder: Path) -> dict[str, Any]:
-    """The results of an earlier run; models that are not trained this time stay as they are."""
-    file = folder / f"{NAME}.json"
-    return json.loads(file.read_text()) if file.exists() else {"format": 1, "models": {}}
-
-
-def save(results: dict[str, Any], folder: Path) -> None:
-    """Writes the figures; a run is a line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(results, indent=1, allow_nan=False)
-    text = re.sub(r"\{[^{}]*\}", lambda inner: re.sub(r"\n\s*", " ", inner[0]), text)
-    (folder / f"{NAME}.json").write_text(text + "\n")
 
 
 def block(results: dict[str, Any]) -> list[str]:
@@ -314,7 +244,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--seeds: differences have no spread with less than 2")
     asked.out = DOCS if asked.write_docs else asked.out or Path("demo-output")
     if asked.page_only:
-        asked.models = [task for task in asked.models if task.name in kept(asked.out)["models"]]
+        asked.models = [task for task in asked.models if task.name in kept(asked.out, NAME, "models")["models"]]
         if not asked.models:
             parser.error(f"{asked.out / NAME}.json has no such figures yet")
     return asked
@@ -332,14 +262,14 @@ def main() -> int:
     """Trains, or writes again what there is; 1 when something that must hold does not."""
     asked = arguments()
     if asked.page_only:
-        return finish(kept(asked.out), asked)
+        return finish(kept(asked.out, NAME, "models"), asked)
     settings, missing = offered()
     for reason in missing:
         print(f"left out: {reason}", file=sys.stderr)
     # Loaded here, once: ranks are forked from this process.
     for task in asked.models:
         task.data()
-    known = facts(missing)
+    known = facts() | {"missing": missing}
     try:
         return run_ranks(RANKS, TIMEOUT_S, lambda place, store: run(place, store, asked, settings, known))
     except Failed as error:
