@@ -37,7 +37,9 @@ VECTORS = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_
 def commit() -> str:
     """What was measured, with a plus when the tree has changes beside."""
     short = first_line(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
-    outputs = [f":!docs/{page}{end}" for page in ("performance", "compression") for end in (".md", "")]
+    outputs = [
+        f":!docs/{page}{end}" for page in ("performance", "compression", "layer-parallel") for end in (".md", "")
+    ]
     changed = output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--", ".", *outputs])
     return short + "+" * bool(changed)
 

@@ -1,0 +1,225 @@
+"""What `layer_parallel_study.py` trains and compares: ways to solve a net's layers, nets, their data and optimizers.
+
+Trains nothing, and owns no process. Read `TASKS` and `Setting` first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Literal
+
+import layer_parallel_digits
+import torch
+from study_plan import Data, Layer
+from torch import Tensor, nn
+from torch_accl.layer_parallel import Block, Cycle, LayerParallel, ode, plain, residual
+
+# An audit above this share, and a convergence factor above this number, are reasons to go on exactly.
+MOST_OFF, MOST_FACTOR = 0.5, 1.0
+
+
+def greatest_factor(mark: dict[str, Any]) -> float:
+    """The convergence factor of the pass that converges less; what is no number any more is beyond all."""
+    return max(math.inf if mark[key] is None else mark[key] for key in ("forward_factor", "backward_factor"))
+
+
+def gradient_error(mark: dict[str, Any]) -> float:
+    """How far gradients are off, relative, in the 2-norm."""
+    return math.inf if mark["gradient_error"] is None else mark["gradient_error"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the layers are solved in training: a mode, so many steps to a coarse one, iterations of both passes, buffer layers at both ends.
+
+    Some runs leave their mode for an exact one at the first probe that says so.
+    """
+
+    name: str
+    mode: Literal["inexact", "exact-forward", "exact-wave"] = "inexact"
+    factor: int = 4
+    forward: int = 2
+    backward: int = 1
+    buffer_layers: int = 0
+    switch: Literal["never", "factor", "audit"] = "never"
+
+    def is_over(self, mark: dict[str, Any]) -> bool:
+        """Whether what a look at the net has seen is a reason to go on exactly."""
+        if self.switch == "factor":
+            return greatest_factor(mark) > MOST_FACTOR
+        return self.switch == "audit" and gradient_error(mark) > MOST_OFF
+
+    def net(self, task: Task, seed: int) -> LayerParallel:
+        """A net of the default group, or of this process alone; its weights depend on the seed and on nothing else here."""
+        return LayerParallel(
+            task.layers(task.depth),
+            horizon=task.horizon,
+            seed=seed,
+            mode=self.mode,
+            fwd=Cycle(factor=self.factor, iterations=self.forward),
+            bwd=Cycle(factor=self.factor, iterations=self.backward),
+            buffer_layers=(self.buffer_layers, self.buffer_layers),
+        )
+
+
+EXACT = Setting("exact", mode="exact-wave")
+INEXACT = Setting("inexact")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A net, what it is trained on, and how."""
+
+    name: str
+    title: str
+    text: str
+    layers: Callable[[int], list[Block]]
+    # Steps between head and tail.
+    depth: int
+    horizon: float
+    data: Callable[[], Data]
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+    settings: tuple[Setting, ...]
+    batch: int
+    # Rows that are held out, of those that there are.
+    held: int
+    steps: int
+    # So many steps are between two looks at the net.
+    every: int
+    seeds: int
+    # What the picture has beside the training loss, and what it counts.
+    shown: Literal["accuracy", "loss"]
+    unit: Literal["epoch", "batch"]
+
+    def quick(self) -> Task:
+        """A shallow one with few steps."""
+        return replace(self, depth=8, batch=4, held=16, steps=4, every=2, seeds=min(self.seeds, 2))
+
+
+@cache
+def images() -> Data:
+    """The digits as the example splits them."""
+    inputs, targets, held_inputs, held_targets = layer_parallel_digits.digits()
+    words = f"{len(targets):,} images of 8x8, {len(held_targets)} held out"
+    return Data(inputs, targets, held_inputs, held_targets, words)
+
+
+def convolutions(depth: int) -> list[Block]:
+    """The net of the example."""
+    steps = [ode(layer_parallel_digits.block) for _ in range(depth)]
+    return [plain(layer_parallel_digits.head), *steps, plain(layer_parallel_digits.tail)]
+
+
+WIDTH, HEADS, CONTEXT, SYMBOLS = 48, 4, 64, 128
+
+
+@cache
+def topics() -> Data:
+    """What Python says to `help()` of its topics, as bytes: windows that begin anywhere, and in the last tenth, which is held out, one beside the other."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    symbols = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    # What is no ASCII is rare here, and all one symbol.
+    symbols[symbols >= SYMBOLS] = 0
+    cut = len(symbols) * 9 // 10
+    windows = symbols[:cut].unfold(0, CONTEXT + 1, 1)
+    held = symbols[cut:].unfold(0, CONTEXT + 1, CONTEXT)
+    words = f"the {len(text) >> 10} KiB that Python {platform.python_version()} has to say of its topics, the last tenth held out "
+    words += f"(SHA-256 {hashlib.sha256(text).hexdigest()[:12]})"
+    return Data(windows[:, :-1], windows[:, 1:], held[:, :-1], held[:, 1:], words)
+
+
+class Symbols(nn.Module):
+    """Bytes, and their places in a window, as vectors."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(SYMBOLS, WIDTH)
+        self.places = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Windows of vectors."""
+        vectors: Tensor = self.symbols(text) + self.places
+        return vectors
+
+
+def transformer(depth: int) -> list[Block]:
+    """Blocks with the norm before, each of which is a step with its own skip connection, between an embedding and the scores of the next byte."""
+
+    def block(number: int) -> nn.Module:
+        """With the weights that GPT-2 begins with: what a block adds to its input is the smaller, the more of them there are."""
+        made = Layer(WIDTH, HEADS)
+        for linear in (part for part in made.modules() if isinstance(part, nn.Linear)):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+        for last in (made.out, made.network[-1]):
+            nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * depth))
+        return made
+
+    def scores(number: int) -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS))
+
+    return [plain(Symbols), *(residual(block) for _ in range(depth)), plain(scores)]
+
+
+def adam(parameters: Iterable[Tensor], rate: float) -> torch.optim.Optimizer:
+    """Adam with torch's own settings but for the rate."""
+    return torch.optim.Adam(parameters, lr=rate)
+
+
+# The longest runs first: processes that share the work then end together.
+TASKS = (
+    Task(
+        "transformer",
+        "Python's topics, a language model",
+        f"a transformer over bytes whose blocks have the norm before, width {WIDTH}, windows of {CONTEXT}, Adam, learning rate 0.001, 8 windows a batch",
+        transformer,
+        depth=32,
+        horizon=1.0,
+        data=topics,
+        optimizer=partial(adam, rate=1e-3),
+        settings=(
+            INEXACT,
+            Setting("inexact, buffer layers", buffer_layers=2),
+            Setting("inexact, 3 / 2 iterations", forward=3, backward=2),
+            Setting("inexact, c = 8", factor=8),
+            Setting("switched by its factor", switch="factor"),
+            Setting("switched by its audit", switch="audit"),
+            Setting("exact forward, inexact gradient", mode="exact-forward"),
+            EXACT,
+        ),
+        batch=8,
+        held=128,
+        steps=1500,
+        every=125,
+        seeds=1,
+        shown="loss",
+        unit="batch",
+    ),
+    Task(
+        "digits",
+        "Digits, a residual net of convolutions",
+        "the net of `examples/layer_parallel_digits.py`, Adam, learning rate 0.003, 64 images a batch",
+        convolutions,
+        depth=32,
+        horizon=4.0,
+        data=images,
+        optimizer=partial(adam, rate=3e-3),
+        settings=(INEXACT, Setting("inexact, c = 8", factor=8), EXACT),
+        batch=64,
+        held=300,
+        # Eight times all images but those that fill no batch.
+        steps=8 * 23,
+        every=23,
+        seeds=3,
+        shown="accuracy",
+        unit="epoch",
+    ),
+)
+BY_NAME = {task.name: task for task in TASKS}

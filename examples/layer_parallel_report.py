@@ -1,0 +1,182 @@
+"""What `layer_parallel_study.py` found, as tables and pictures, from the file of figures.
+
+Owns when a run has departed from the exact one. Trains nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from layer_parallel_plan import EXACT, MOST_FACTOR, MOST_OFF, TASKS, Task, gradient_error, greatest_factor
+
+from benches.peers.pictures import save
+from benches.peers.tables import Table, plain
+
+# A loss this far above that of the exact run of the same seed has departed from it.
+DEPARTED = 0.05
+
+SAID = f"""\
+Figures are means over seeds, with the least and the greatest. *Held out* is evaluated exactly, or by the iterations that inexact training
+has. A run *departs* from the exact one of the same seed where its training loss, as a mean of the batches between two looks at the net, is more than
+{DEPARTED:g} above the other's from then on to the end. *Factor above {MOST_FACTOR:g}* is the first look at which the convergence factor
+of either pass was that, and *gradient off* the first at which gradients were further than {MOST_OFF:g} from exact ones, relative, in the 2-norm."""
+
+
+class Found:
+    """The runs of one study, by setting."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.record = record
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+        for run in record["runs"]:
+            self.runs.setdefault(run["setting"], []).append(run)
+
+    def last(self, setting: str, key: str) -> list[float]:
+        """What the last look at each seed's net has seen."""
+        return [number(run["marks"][-1][key]) for run in self.runs[setting]]
+
+    def beside(self, setting: str, key: str) -> list[float]:
+        """The same less that of the exact run of the same seed."""
+        return [value - exact for value, exact in zip(self.last(setting, key), self.last(EXACT.name, key), strict=True)]
+
+    def departed(self, setting: str) -> list[int | None]:
+        """The batch from which on each seed's loss is that of the exact run no more."""
+        found = []
+        for run, exact in zip(self.runs[setting], self.runs[EXACT.name], strict=True):
+            first = None
+            for mark, other in zip(run["marks"][1:], exact["marks"][1:], strict=True):
+                # What is no number is above all.
+                is_near = number(mark["loss"]) - number(other["loss"]) <= DEPARTED
+                first = None if is_near else first if first is not None else mark["step"]
+            found.append(first)
+        return found
+
+    def first(self, setting: str, is_seen: Callable[[dict[str, Any]], bool]) -> list[int | None]:
+        """The first look at each seed's net at which something was seen."""
+        return [next((mark["step"] for mark in run["marks"] if is_seen(mark)), None) for run in self.runs[setting]]
+
+    def over_seeds(self, setting: str, key: str) -> list[tuple[int, float, float, float]]:
+        """A figure on the way: batch, mean, least, greatest."""
+        rows = []
+        for marks in zip(*(run["marks"] for run in self.runs[setting])):
+            values = [number(mark[key]) for mark in marks]
+            rows.append((marks[0]["step"], statistics.fmean(values), min(values), max(values)))
+        return [row for row in rows if math.isfinite(row[1])]
+
+
+def number(value: float | None) -> float:
+    """Not a number where there was none."""
+    return math.nan if value is None else value
+
+
+def tables(results: dict[str, Any], picture: Callable[[Task], str] | None = None) -> list[str]:
+    """The results as Markdown: a table for each study, and perhaps its picture."""
+    lines = [SAID.replace("\n", " "), ""]
+    for task in TASKS:
+        if record := results["studies"].get(task.name):
+            lines += [f"**{task.title}**: {task.text}; {record['data']}.", ""]
+            lines += [*table(Found(record), task).lines(), "", measured(record), ""]
+            if picture is not None:
+                lines += [f"![{task.title}: losses, convergence factors and errors of gradients]({picture(task)})", ""]
+    return lines[:-1]
+
+
+def table(found: Found, task: Task) -> Table:
+    """A row for each setting, the exact one first."""
+    is_share = task.shown == "accuracy"
+    key = f"held_{task.shown}"
+    head = ("", "training loss", f"held out: {task.shown}", "by iterations", "less that of exact", "departs at batch")
+    made = Table((*head, f"factor above {MOST_FACTOR:g}", f"gradient off by {MOST_OFF:g}", "exact from batch"))
+    names = [EXACT.name, *(name for name in found.runs if name != EXACT.name)]
+    for name in names:
+        row = [spread(found.last(name, "loss")), spread(found.last(name, key), is_share=is_share)]
+        row.append(spread(found.last(name, f"inexact_{key}"), is_share=is_share))
+        row += (
+            ["", ""]
+            if name == EXACT.name
+            else [spread(found.beside(name, key), is_share=is_share), steps(found.departed(name))]
+        )
+        row.append(steps(found.first(name, lambda mark: greatest_factor(mark) > MOST_FACTOR)))
+        row.append(steps(found.first(name, lambda mark: gradient_error(mark) > MOST_OFF)))
+        switched = [run["switched"] for run in found.runs[name]]
+        row.append(steps(switched) if any(step is not None for step in switched) else "")
+        made.row(name, row)
+    return made
+
+
+def spread(values: Sequence[float], *, is_share: bool = False) -> str:
+    """The mean, and the range if there are several."""
+    if not all(map(math.isfinite, values)):
+        return "lost"
+    shown = (lambda value: f"{value:.1%}") if is_share else plain
+    mean = shown(statistics.fmean(values))
+    return mean if len(values) == 1 else f"{mean} ({shown(min(values))} to {shown(max(values))})"
+
+
+def steps(found: Iterable[int | None]) -> str:
+    """Batches, one of each seed."""
+    return ", ".join("never" if step is None else f"{step:,}" for step in dict.fromkeys(found))
+
+
+def measured(record: dict[str, Any]) -> str:
+    """When and with what."""
+    seeds = "1 seed" if record["seeds"] == 1 else f"{record['seeds']} seeds"
+    words = f"{record['depth']} layers between head and tail, {record['steps']:,} batches, looked at every {record['every']}, {seeds}; "
+    return words + f"{record['date']}, commit {record['commit']}, torch {record['torch']}, {record['processor']}."
+
+
+def draw(record: dict[str, Any], task: Task, target: Path) -> None:
+    """Training loss, what was held out, convergence factors, errors of gradients; means over seeds, with ranges."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # Text stays text and names do not change from run to run.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "accl", "font.size": 9})
+    from matplotlib import pyplot
+
+    found = Found(record)
+    figure, ((loss, held), (factor, off)) = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    per = record["every"] if task.unit == "epoch" else 1
+
+    def line(axes: Any, name: str, key: str, style: str = "-", **look: Any) -> None:
+        rows = found.over_seeds(name, key)
+        places = [row[0] / per for row in rows]
+        axes.plot(places, [row[1] for row in rows], style, **look)
+        if record["seeds"] > 1:
+            axes.fill_between(
+                places, [row[2] for row in rows], [row[3] for row in rows], color=look["color"], alpha=0.15, linewidth=0
+            )
+
+    for index, name in enumerate([EXACT.name, *(name for name in found.runs if name != EXACT.name)]):
+        look = {
+            "color": "black" if name == EXACT.name else f"C{index - 1}",
+            "linewidth": 2.2 if name == EXACT.name else 1.2,
+        }
+        line(loss, name, "loss", label=name, **look)
+        line(held, name, f"held_{task.shown}", **look)
+        line(held, name, f"inexact_held_{task.shown}", "--", **look)
+        line(factor, name, "forward_factor", "--", **look)
+        line(factor, name, "backward_factor", **look)
+        line(off, name, "gradient_error", **look)
+        for run in found.runs[name]:
+            if run["switched"] is not None:
+                seen = next((mark for mark in run["marks"][1:] if mark["step"] == run["switched"]), None)
+                if seen is not None:
+                    loss.plot(run["switched"] / per, number(seen["loss"]), "o", color=look["color"])
+    for axes, limit in ((factor, MOST_FACTOR), (off, MOST_OFF)):
+        axes.axhline(limit, color="0.6", linewidth=0.8, zorder=0)
+        axes.set_yscale("log")
+    loss.set(title="training loss; dots: exact from here on", yscale="log" if task.shown == "accuracy" else "linear")
+    held.set(title=f"held-out {task.shown}, evaluated exactly; dashed: by iterations")
+    factor.set(title="convergence factor of the adjoint; dashed: of the forward pass")
+    off.set(title="error of the gradients, relative")
+    for axes in (loss, held, factor, off):
+        axes.set_xlabel(task.unit)
+    loss.legend(frameon=False)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    save(figure, target)
+    pyplot.close(figure)
