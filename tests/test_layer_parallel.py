@@ -1,12 +1,14 @@
 """Nets whose layers lie on several ranks: the solver's figures, gradients, modes, and what goes wrong."""
 
 import copy
+import gc
 import itertools
 import os
 import re
 import signal
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -1151,6 +1153,30 @@ def test_going_back_twice_is_refused(rank, world):
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second time"):
         y.backward()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("is_trained", [True, False], ids=["backward", "forward alone"])
+def test_a_batch_is_gone_as_soon_as_nobody_has_its_output(rank, world, is_trained):
+    left = []
+
+    class Leaves(Skip):
+        def forward(self, x):
+            found = super().forward(x)
+            left.append(weakref.ref(found))
+            return found
+
+    net = LayerParallel([residual(lambda _: Leaves())] * 8)
+    gc.collect()
+    gc.disable()
+    try:
+        y = net(torch.randn(3, 6) if rank == 0 else None)
+        if is_trained:
+            y.sum().backward()
+        del y
+        assert left and all(one() is None for one in left)
+    finally:
+        gc.enable()
 
 
 @on_ranks(1)
