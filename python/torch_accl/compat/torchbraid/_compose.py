@@ -1,0 +1,38 @@
+"""Head, tail and loss on rank 0 alone.
+
+Owns what the other ranks get in their place: nothing for a module, and for a call a zero on which `backward()` leads to the net's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["Compose"]
+
+
+class Compose:
+    """Calls what it is given on rank 0. Elsewhere a class gives None, and anything else a tensor with one zero."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __call__(self, op: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+        if self._rank == 0:
+            if op is None:
+                raise TypeError("comp_op() was given None on rank 0; give what it is to call")
+            return op(*args, **kwargs)
+        if inspect.isclass(op):
+            return None
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        zero = torch.zeros(1, device=tensors[0].device if tensors else None)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                # None of its elements: whatever they are, it is zero.
+                zero = zero + tensor.flatten()[:0].sum().to(zero.dtype)
+        return zero

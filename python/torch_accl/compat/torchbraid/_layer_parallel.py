@@ -1,0 +1,288 @@
+"""torchbraid's net of layers.
+
+Owns its construction: what functors and counts are as layers of `torch_accl.layer_parallel`, which seed they are built from, and the way back to a
+module of one rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...layer_parallel import Block, Cycle, LayerParallelError, Serial
+from ...layer_parallel import LayerParallel as Body
+from ...layer_parallel._blocks import Kind, undisturbed
+from ...layer_parallel._failures import described, sentence
+from ...layer_parallel._serial import advanced
+from ._module import Parallel, explain_buffers
+from ._watch import Seen, Watch, norm_of
+
+__all__ = ["LayerParallel"]
+
+Functor = Callable[[], nn.Module]
+
+
+class LayerParallel(Parallel):
+    """A net whose layers lie on the ranks of a communicator; its input, and its output, are on rank 0.
+
+    comm: of `MPI` here; or a process group, a mesh of one dimension, or a communicator of mpi4py that has the world's ranks.
+    layer_blocks, global_steps: a functor and how many layers it builds, or lists of both. Of more than one, they are steps `x + dt * layer(x)`, or
+        `layer(x, dt)` where the layer's `forward` has a second argument; a single one is a layer `layer(x)`, which may change the shape.
+    Tf: the length of time of all layers together, single ones among them; dt is that divided by their number.
+    max_fwd_levels, max_bwd_levels: how many levels each pass is solved with; 1 is exact, one rank after the other.
+    max_iters: of both passes, see `setMaxIters`.
+    user_mpi_buf: see `docs/migrating.md`; states are sent from the memory that they lie in.
+
+    Raises:
+        NotImplementedError: splines, or functions that coarsen states.
+        ValueError: counts or a communicator that cannot be.
+        LayerParallelError: a functor has failed on some rank.
+    """
+
+    body: Body
+
+    def __init__(
+        self,
+        comm: Any,
+        layer_blocks: Functor | Sequence[Functor],
+        global_steps: int | Sequence[int],
+        Tf: float,
+        max_fwd_levels: int = 1,
+        max_bwd_levels: int = 1,
+        max_iters: int = 10,
+        spatial_ref_funcs: Sequence[Callable[..., Any]] | None = None,
+        levels_to_coarsen: Sequence[int] | None = None,
+        user_mpi_buf: bool = False,
+        nsplines: int = 0,
+        splinedegree: int = 1,
+    ) -> None:
+        if nsplines > 0:
+            raise NotImplementedError(
+                f"LayerParallel(nsplines={nsplines}, splinedegree={splinedegree}): weights that are splines in time are not supported, and torchbraid "
+                "gives them no gradients; leave nsplines at 0"
+            )
+        if spatial_ref_funcs is not None or levels_to_coarsen is not None:
+            raise NotImplementedError(
+                "LayerParallel(spatial_ref_funcs=, levels_to_coarsen=): states have the same shape on all levels; leave both away"
+            )
+        functors, counts = _listed(layer_blocks, global_steps)
+        super().__init__(comm)
+        explain_buffers(self.ranks, is_wanted=user_mpi_buf)
+        seed, kinds = self._agreed(functors, counts)
+        dt = Tf / sum(counts)
+        blocks: list[Block] = []
+        for functor, count, kind in zip(functors, counts, kinds):
+            if kind == "timed plain":
+                blocks.append(Block(_Builder(functor, dt), "plain"))
+            else:
+                blocks += [Block(_Builder(functor, None), kind)] * count
+        steps = sum(block.kind != "plain" for block in blocks)
+        body, cause = None, None
+        try:
+            body = Body(
+                blocks,
+                group=self.ranks.group or "alone",
+                # The body's own dt counts steps alone.
+                horizon=Tf * steps / len(blocks),
+                seed=seed,
+                fwd=Cycle(levels=1),
+                bwd=Cycle(levels=1),
+                # Coarsening factors are set later, and the layers have to be somewhere now.
+                placement="even",
+            )
+        except Exception as error:
+            cause = error
+        causes = self.ranks.allgather(None if cause is None else f"building its layers: {described(cause)}")
+        if body is None or any(causes):
+            raise LayerParallelError(sentence(causes, "No net was built.")) from cause
+        self.kinds: list[Kind] = [block.kind for block in blocks]
+        self.begin(body, [(kind, False) for kind in self.kinds], Tf, (max_fwd_levels, max_bwd_levels), max_iters)
+        self.fwd_app.points = self.getFineTimePoints
+        for app in (self.fwd_app, self.bwd_app):
+            app.owner = body.owner
+        self.enable_diagnostics = False
+        # Of the last forward pass, where somebody has asked for it.
+        self._seen: dict[int, Seen] = {}
+
+    def _agreed(self, functors: Sequence[Functor], counts: Sequence[int]) -> tuple[int, list[Any]]:
+        """The seed of all layers, and what each functor's are; rank 0 tries that."""
+        # Each rank draws, so that all are where they were.
+        drawn = int(torch.randint(1 << 62, (), device="cpu"))
+        found: tuple[int, list[str]] | str | None = None
+        error: Exception | None = None
+        if self.ranks.rank == 0:
+            try:
+                with undisturbed():
+                    found = drawn, [_kind(functor(), count) for functor, count in zip(functors, counts)]
+            except Exception as caught:
+                error, found = caught, f"a functor failed on rank 0: {described(caught)}"
+        found = self.ranks.bcast(found)
+        if not isinstance(found, tuple):
+            raise LayerParallelError(f"LayerParallel: {found}") from error
+        return found
+
+    # ---- a batch
+
+    def forward(self, x: Any, *extra_args: Any, **extra_kwargs: Any) -> Any:
+        """The net of rank 0's x, on rank 0. The last rank has it as well, and the others zeros of its shape; all call `backward()` on what they have made of it.
+
+        On other ranks x is ignored. Extra arguments are given to each layer after its own; they are the same on all ranks, and get no gradient.
+        """
+        own, forward = self._own(), self.fwd_app
+        self.settle()
+        self._seen = {}
+        timer = self.timer_manager.timer("ForWD::step") if forward.timings > 1 else None
+        keep = self._seen if self.enable_diagnostics else None
+        return self.run(
+            lambda: self.body(x if self.body.is_first else None),
+            Watch(own, extra_args, extra_kwargs, timer, keep),
+            Watch(own, extra_args, extra_kwargs, None, None),
+            device=x,
+        )
+
+    def _own(self) -> dict[int, nn.Module]:
+        return {int(number): layer for number, layer in self.body.layers.items()}
+
+    # ---- states of the last batch
+
+    def diagnostics(self, enable: bool) -> None:
+        """Whether forward passes keep the input and the output of each layer, for `getDiagnostics` and `getFineTimePoints`."""
+        self.enable_diagnostics = enable
+        if not enable:
+            self._seen = {}
+
+    def getDiagnostics(self) -> dict[str, Any]:
+        """Of the last forward pass, on rank 0, by layer: its number, the 2-norms of its input, its output, and each of its parameters. Collective.
+
+        Raises:
+            RuntimeError: nobody has asked for states to be kept.
+        """
+        self._check_kept("getDiagnostics")
+        mine = {
+            number: (norm_of(seen.state), norm_of(self._after(number, seen)), self._parameter_norms(number))
+            for number, seen in self._seen.items()
+        }
+        of_all = self.ranks.gather(mine) or []
+        found = sorted((number, *norms) for part in of_all for number, norms in part.items())
+        return {
+            "rank": self.ranks.rank,
+            "timestep_index": [number for number, _, _, _ in found],
+            "step_in": [norm for _, norm, _, _ in found],
+            "step_out": [norm for _, _, norm, _ in found],
+            "params": [norms for _, _, _, norms in found],
+        }
+
+    def getFineTimePoints(self) -> tuple[list[float], list[Any]]:
+        """The times of this rank's points, and their states in the last forward pass.
+
+        Raises:
+            RuntimeError: nobody has asked for states to be kept.
+        """
+        self._check_kept("getFineTimePoints")
+        points: dict[int, Any] = {}
+        for number, seen in sorted(self._seen.items()):
+            if number == 0:
+                points[0] = seen.state
+            points[number + 1] = self._after(number, seen)
+        return [number * self.dt for number in points], list(points.values())
+
+    def _check_kept(self, what: str) -> None:
+        if not self.enable_diagnostics:
+            raise RuntimeError(f"{what}: nothing was kept; call diagnostics(True), on all ranks, before a forward pass")
+
+    def _after(self, number: int, seen: Seen) -> Any:
+        if self.kinds[number] == "ode":
+            return advanced(seen.state, seen.returned, self.dt)
+        return seen.returned
+
+    def _parameter_norms(self, number: int) -> list[float]:
+        parameters = self.body.layers[str(number)].parameters()
+        return [float(torch.linalg.vector_norm(parameter.detach())) for parameter in parameters]
+
+    # ---- layers
+
+    @property
+    def layer_models(self) -> list[nn.Module]:
+        """This rank's layers."""
+        return list(self._own().values())
+
+    @property
+    def local_layers(self) -> nn.Sequential:
+        """The same one after the other, without their steps."""
+        return nn.Sequential(*self.layer_models)
+
+    def buildSequentialOnRoot(self) -> nn.Sequential | None:
+        """A copy of the whole net on rank 0, one step after the other, with parameters and buffers as they are; None on the others. Collective.
+
+        Raises:
+            LayerParallelError: layers of some rank cannot be pickled.
+        """
+        serial = self.body.to_serial()
+        if self.ranks.rank != 0:
+            return None
+        steps = [Serial([layer], [kind], serial.dt) for layer, kind in zip(serial.layers, serial.kinds)]
+        return nn.Sequential(*steps).train(self.training)
+
+
+class _Builder:
+    """A functor as what builds a layer of some number."""
+
+    def __init__(self, functor: Functor, dt: float | None) -> None:
+        self._functor = functor
+        self._dt = dt
+        self.__name__ = getattr(functor, "__name__", type(functor).__name__)
+
+    def __call__(self, number: int) -> nn.Module:
+        layer = self._functor()
+        return layer if self._dt is None else _WithStep(layer, self._dt)
+
+
+class _WithStep(nn.Module):
+    """A single layer that wants to know dt."""
+
+    def __init__(self, layer: nn.Module, dt: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.dt = dt
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(x, self.dt, *args, **kwargs)
+
+
+def _listed(
+    layer_blocks: Functor | Sequence[Functor], global_steps: int | Sequence[int]
+) -> tuple[list[Functor], list[int]]:
+    functors: list[Any] = list(layer_blocks) if isinstance(layer_blocks, list | tuple) else [layer_blocks]
+    counts: list[Any] = list(global_steps) if isinstance(global_steps, list | tuple) else [global_steps]
+    if len(functors) != len(counts) or not functors:
+        raise ValueError(
+            f"LayerParallel: {len(functors)} layer_blocks and {len(counts)} global_steps; give as many of both, and at least one"
+        )
+    for number, (functor, count) in enumerate(zip(functors, counts)):
+        if not hasattr(count, "__index__") or count < 1:
+            raise ValueError(f"LayerParallel: global_steps[{number}]={count!r}; give a number of layers from 1")
+        if isinstance(functor, nn.Module) or not callable(functor):
+            raise TypeError(
+                f"LayerParallel: layer_blocks[{number}] is {type(functor).__name__}; give a function that builds a layer, as lambda: Layer()"
+            )
+    return functors, [operator.index(count) for count in counts]
+
+
+def _kind(layer: nn.Module, count: int) -> str:
+    """What a layer is, of which there are so many; "timed plain" is a single one that takes dt."""
+    if not isinstance(layer, nn.Module):
+        raise TypeError(f"it returned {type(layer).__name__}; return a torch.nn.Module")
+    taken = [
+        parameter
+        for parameter in inspect.signature(layer.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if count > 1:
+        return "timed" if len(taken) > 1 else "ode"
+    # A single one may have others that are none of ours.
+    return "timed plain" if len(taken) > 1 and taken[1].default is inspect.Parameter.empty else "plain"

@@ -1,0 +1,97 @@
+"""Layers that know of a solve.
+
+Owns dropout by sample, and batch norm under torchbraid's name. When running statistics are updated is the matter of `layer_parallel`, which evaluates a
+layer on copies of its buffers until the last sweep.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...layer_parallel._blocks import mixed
+from ...layer_parallel._drawing import Drawing, drawn_for
+
+__all__ = ["LPBatchNorm2d", "LPDropout"]
+
+
+class LPBatchNorm2d(nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d`, of any number of dimensions from two; its running statistics are updated once a batch."""
+
+    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        super().__init__(channels, eps=eps, momentum=momentum)
+
+    @property
+    def mean(self) -> Tensor | None:
+        """The running mean."""
+        return self.running_mean
+
+    @property
+    def var(self) -> Tensor | None:
+        """The running variance."""
+        return self.running_var
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"LPBatchNorm2d: the input has the shape {list(input.shape)}; give samples and channels at least"
+            )
+
+
+class LPDropout(nn.Module):
+    """Dropout whose mask is one for all evaluations of a layer in a batch, another one for each batch, layer and sample, and the same however the batch
+    is cut into micro-batches. Outside of a layer-parallel net it draws as torch's does. `t` makes other masks of the same seed.
+    """
+
+    def __init__(self, p: float = 0.2, t: int = 0) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"LPDropout(p={p}): give a probability from 0 to 1")
+        self.p = p
+        self.t = t
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Samples are the first dimension."""
+        if not self.training or self.p == 0:
+            return input
+        mask: Tensor = torch.ops.torch_accl_torchbraid.sample_mask(input.detach(), self.p, self.t)
+        return input * mask
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"p={self.p}" + (f", t={self.t}" if self.t else "")
+
+
+def _sample_mask(like: Tensor, p: float, t: int) -> Tensor:
+    """Zeros with the probability p, and else what keeps the mean."""
+    mask = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    what = drawn_for()
+    if what is None:
+        mask.bernoulli_(1 - p)
+    else:
+        _draw_rows(mask, p, t, what)
+    return mask if p == 1 else mask.mul_(1 / (1 - p))
+
+
+def _draw_rows(mask: Tensor, p: float, t: int, what: Drawing) -> None:
+    call, what.calls = what.calls, what.calls + 1
+    rows = mask.unbind(0) if mask.dim() else (mask,)
+    # Micro-batches are of one size.
+    first = what.micro_batch * len(rows)
+    generator = torch.Generator(device=mask.device)
+    for number, row in enumerate(rows, first):
+        generator.manual_seed(mixed(what.key, what.layer, call, t, number))
+        row.bernoulli_(1 - p, generator=generator)
+
+
+def _form_of_mask(like: Tensor, p: float, t: int) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="meta")
+
+
+# An operator, since what torch.compile makes of a layer must ask anew each time, and may not take two draws for one.
+_OPERATORS = torch.library.Library("torch_accl_torchbraid", "DEF")  # type: ignore[no-untyped-call]
+_OPERATORS.define(  # type: ignore[no-untyped-call]
+    "sample_mask(Tensor like, float p, int t) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
+for _device, _body in (("CPU", _sample_mask), ("CUDA", _sample_mask), ("Meta", _form_of_mask)):
+    _OPERATORS.impl("sample_mask", _body, _device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,366 @@
+"""What the nets of torchbraid have in common: their setters, statistics, timers and diagnostics, and how a batch goes through.
+
+Owns all that does not depend on what the body is, a stack of layers or a cell over a sequence. Settings of one direction are in `_settings.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...layer_parallel import Norms
+from ...layer_parallel._model import Model
+from ._communicator import Comm
+from ._compose import Compose
+from ._root import at_root
+from ._settings import App, say_once
+from ._timers import ContextTimerManager
+from ._watch import Watch
+from ._world import communicator_of
+
+__all__ = ["Parallel", "explain_buffers"]
+
+
+class Parallel(nn.Module):
+    """A net over the ranks of a communicator. Who inherits gives `begin` the body."""
+
+    body: Model
+    fwd_app: App
+    bwd_app: App
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self.comm = comm
+        self.ranks: Comm = communicator_of(comm)
+        self.timer_manager = ContextTimerManager()
+        self.exec_helper = Compose(self.ranks.rank)
+        self._watching: list[Watch] = []
+
+    def begin(
+        self, body: Model, steps: list[tuple[str, bool]], Tf: float, levels: tuple[int, int], max_iters: int
+    ) -> None:
+        """Takes a body over, of these steps, solved with so many levels forward and backward."""
+        self.body = body
+        apps = [
+            App(name, self.ranks, self.timer_manager, steps, Tf, max_levels, max_iters)
+            for name, max_levels in zip(("ForWD", "BckWD"), levels)
+        ]
+        self.fwd_app, self.bwd_app = apps
+        self.dt = self.fwd_app.dt
+
+    def extra_repr(self) -> str:
+        """Which rank."""
+        return f"rank {self.ranks.rank} of {self.ranks.size}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for parameter in self.parameters():
+            _check_device(self.ranks, parameter.device)
+        return moved
+
+    # ---- a batch
+
+    def settle(self) -> None:
+        """Gives the body the cycles that were asked for."""
+        for name, app in (("fwd", self.fwd_app), ("bwd", self.bwd_app)):
+            if getattr(self.body, name) != app.cycle():
+                setattr(self.body, name, app.cycle())
+
+    def run(
+        self, ask: Callable[[], Any], watch: Watch, again: Watch, *, device: Any, is_everywhere: bool = False
+    ) -> Any:
+        """What the body gives when it is asked, on rank 0. Around its forward pass goes one watch, around its backward pass another. `device`: what says where
+        states are, if the body does not.
+        """
+        body, forward = self.body, self.fwd_app
+        # Of a backward pass that has failed.
+        for left in self._watching:
+            left.end()
+        self._watching.clear()
+        with watch:
+            if forward.timings > 0:
+                with self.timer_manager.timer("ForWD::runBraid"):
+                    output = ask()
+            else:
+                output = ask()
+        norms, form = body.norms, body.output_form
+        assert form is not None, "the body has just said what it returned"
+        forward.solved(norms.forward, self._iterations("forward"))
+        node = next((leaf.grad_fn for leaf in pytree.tree_leaves(output) if getattr(leaf, "grad_fn", None)), None)
+        if node is not None:
+            self._await_backward(node, norms, again)
+        where = self._device(device, output)
+        return at_root(output, form, body.wire, where, is_everywhere=is_everywhere)
+
+    def _device(self, x: Any, output: Any) -> torch.device:
+        """Where states are: with the input, the output, or the layers."""
+        given = [*([x] if self.body.is_first else []), *([output] if self.body.is_last else []), *self.parameters(), x]
+        tensors = (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    def _await_backward(self, node: Any, norms: Norms, watch: Watch) -> None:
+        """Does what is to be done around the body's backward pass, in which a coarse step may be evaluated anew."""
+        backward, iterations = self.bwd_app, self._iterations("backward")
+        timer = self.timer_manager.timer("BckWD::runBraid") if backward.timings > 0 else None
+
+        def begins(given: Any) -> None:
+            self._watching.append(watch)
+            watch.begin()
+            if timer is not None:
+                timer.start()
+
+        def is_over(found: Any, given: Any) -> None:
+            if timer is not None:
+                timer.stop()
+            watch.end()
+            self._watching.remove(watch)
+            backward.solved(norms.backward, iterations)
+
+        node.register_prehook(begins)
+        node.register_hook(is_over)
+
+    def _iterations(self, pass_: str) -> int | None:
+        """How many a pass has; None: its norms tell."""
+        body = self.body
+        mode: str = body.mode if body.training else body.evaluation
+        if mode == "auto" and body.choice is not None:
+            mode = body.choice.mode
+        is_forward = pass_ == "forward"
+        levels = (body.fwd if is_forward else body.bwd).levels
+        if levels == 1 or mode in ("exact-wave", "exact-pipeline") or (is_forward and mode == "exact-forward"):
+            return 1
+        return None if mode == "converged" else (self.fwd_app if is_forward else self.bwd_app).max_iters
+
+    # ---- head and tail
+
+    def comp_op(self) -> Compose:
+        """What calls head, tail and loss on rank 0 alone."""
+        return self.exec_helper
+
+    # ---- settings of both directions, and of each
+
+    def setMaxIters(self, max_iters: int) -> None:
+        """See `App.setMaxIters`."""
+        self.fwd_app.setMaxIters(max_iters)
+        self.bwd_app.setMaxIters(max_iters)
+
+    def setFwdMaxIters(self, max_iters: int) -> None:
+        """See `App.setMaxIters`."""
+        self.fwd_app.setMaxIters(max_iters)
+
+    def setBwdMaxIters(self, max_iters: int) -> None:
+        """See `App.setMaxIters`."""
+        self.bwd_app.setMaxIters(max_iters)
+
+    def getFwdMaxIters(self) -> int:
+        """See `App.getMaxIters`."""
+        return self.fwd_app.getMaxIters()
+
+    def getBwdMaxIters(self) -> int:
+        """See `App.getMaxIters`."""
+        return self.bwd_app.getMaxIters()
+
+    def setCFactor(self, cfactor: int | Mapping[int, int]) -> None:
+        """See `App.setCFactor`."""
+        self.fwd_app.setCFactor(cfactor)
+        self.bwd_app.setCFactor(cfactor)
+
+    def setFwdCFactor(self, cfactor: int | Mapping[int, int]) -> None:
+        """See `App.setCFactor`."""
+        self.fwd_app.setCFactor(cfactor)
+
+    def setBwdCFactor(self, cfactor: int | Mapping[int, int]) -> None:
+        """See `App.setCFactor`."""
+        self.bwd_app.setCFactor(cfactor)
+
+    def setNumRelax(self, relax: int, level: int = -1) -> None:
+        """See `App.setNumRelax`."""
+        self.fwd_app.setNumRelax(relax, level)
+        self.bwd_app.setNumRelax(relax, level)
+
+    def setFwdNumRelax(self, relax: int, level: int = -1) -> None:
+        """See `App.setNumRelax`."""
+        self.fwd_app.setNumRelax(relax, level)
+
+    def setBwdNumRelax(self, relax: int, level: int = -1) -> None:
+        """See `App.setNumRelax`."""
+        self.bwd_app.setNumRelax(relax, level)
+
+    def setSkipDowncycle(self, skip: bool | int) -> None:
+        """See `App.setSkipDowncycle`."""
+        self.fwd_app.setSkipDowncycle(skip)
+        self.bwd_app.setSkipDowncycle(skip)
+
+    def setSkipFwdDowncycle(self, skip: bool | int) -> None:
+        """See `App.setSkipDowncycle`."""
+        self.fwd_app.setSkipDowncycle(skip)
+
+    def setSkipBwdDowncycle(self, skip: bool | int) -> None:
+        """See `App.setSkipDowncycle`."""
+        self.bwd_app.setSkipDowncycle(skip)
+
+    def setFMG(self) -> None:
+        """See `App.setFMG`."""
+        self.fwd_app.setFMG()
+        self.bwd_app.setFMG()
+
+    def setMinCoarse(self, mc: int) -> None:
+        """See `App.setMinCoarse`."""
+        self.fwd_app.setMinCoarse(mc)
+        self.bwd_app.setMinCoarse(mc)
+
+    def setFwdResidualCompute(self, residual_compute: bool | int) -> None:
+        """See `App.setResidualCompute`."""
+        self.fwd_app.setResidualCompute(residual_compute)
+
+    def setBwdResidualCompute(self, residual_compute: bool | int) -> None:
+        """See `App.setResidualCompute`."""
+        self.bwd_app.setResidualCompute(residual_compute)
+
+    def setCRelaxWt(self, CWt: float) -> None:
+        """See `App.setCRelaxWt`."""
+        self.fwd_app.setCRelaxWt(CWt)
+        self.bwd_app.setCRelaxWt(CWt)
+
+    def setFwdCRelaxWt(self, CWt: float) -> None:
+        """See `App.setCRelaxWt`."""
+        self.fwd_app.setCRelaxWt(CWt)
+
+    def setBwdCRelaxWt(self, CWt: float) -> None:
+        """See `App.setCRelaxWt`."""
+        self.bwd_app.setCRelaxWt(CWt)
+
+    def setFwdRelaxOnlyCG(self, flag: bool | int) -> None:
+        """See `App.setRelaxOnlyCG`."""
+        self.fwd_app.setRelaxOnlyCG(flag)
+
+    def setBwdRelaxOnlyCG(self, flag: bool | int) -> None:
+        """See `App.setRelaxOnlyCG`."""
+        self.bwd_app.setRelaxOnlyCG(flag)
+
+    def setFwdStorage(self, storage: int) -> None:
+        """See `App.setStorage`."""
+        self.fwd_app.setStorage(storage)
+
+    def setBwdStorage(self, storage: int) -> None:
+        """See `App.setStorage`."""
+        self.bwd_app.setStorage(storage)
+
+    def setFwdFinalFCRelax(self) -> None:
+        """See `App.finalRelax`."""
+        self.fwd_app.finalRelax()
+
+    def setBwdFinalFCRelax(self) -> None:
+        """See `App.finalRelax`."""
+        self.bwd_app.finalRelax()
+
+    def setPrintLevel(self, print_level: int, tb_print: bool = False) -> None:
+        """See `App.setPrintLevel`."""
+        self.fwd_app.setPrintLevel(print_level, tb_print)
+        self.bwd_app.setPrintLevel(print_level, tb_print)
+
+    def setFwdInitialGuess(self, initial_guess: Any) -> None:
+        """An object whose `getState(t)` gives the state of time t that a forward solve begins with, in place of the coarsest level's solution; as many cycles follow
+        as there are iterations. Each rank is asked for the states of its own layers. None: no guess.
+        """
+        self.fwd_app.has_guess = initial_guess is not None
+        self.body.guess = None if initial_guess is None else _Guess(initial_guess, self.dt)
+
+    # ---- what became of a batch
+
+    def getMPIComm(self) -> Any:
+        """The communicator that the net was given."""
+        return self.comm
+
+    def getFwdStats(self) -> tuple[int, float]:
+        """See `App.getBraidStats`."""
+        return self.fwd_app.getBraidStats()
+
+    def getBwdStats(self) -> tuple[int, float]:
+        """See `App.getBraidStats`."""
+        return self.bwd_app.getBraidStats()
+
+    def getTimerManager(self) -> ContextTimerManager:
+        """This rank's timers."""
+        return self.timer_manager
+
+    def getTimersString(self) -> str | None:
+        """The tables of all ranks, on rank 0. Collective."""
+        of_all = self.ranks.gather(self.timer_manager.getResultString())
+        if of_all is None:
+            return None
+        return "".join(f"\nrank {rank}\n{table}" for rank, table in enumerate(of_all))
+
+    # ---- states
+
+    def getFinalOnRoot(self, vec: Tensor) -> Tensor | None:
+        """On rank 0 the tensor that the last rank gives, on rank 0's own tensor's device; None on the others. Collective."""
+        if self.ranks.size == 1:
+            return vec
+        last = self.ranks.size - 1
+        if self.ranks.rank == last:
+            self.ranks.send(vec.detach().cpu(), 0)
+        if self.ranks.rank != 0:
+            return None
+        found: Tensor = self.ranks.recv(source=last)
+        return found.to(vec.device)
+
+    def copyVectorFromRoot(self, vec: Any) -> Any:
+        """What rank 0 gives, on each rank's own device. Collective."""
+        given = vec.detach().cpu() if isinstance(vec, Tensor) else vec
+        found = self.ranks.bcast(given, root=0)
+        if self.ranks.rank == 0:
+            return vec
+        return found.to(vec.device) if isinstance(found, Tensor) and isinstance(vec, Tensor) else found
+
+    # ---- what torchbraid's ranks exchange, and these need not
+
+    def startStateCommunication(self) -> None:
+        """Nothing to be done: each layer is evaluated where it is."""
+
+    def endStateCommunication(self) -> None:
+        """Nothing to be done."""
+
+
+class _Guess:
+    """What gives a state by its time, asked by the number of a point."""
+
+    def __init__(self, source: Any, dt: float) -> None:
+        self._source = source
+        self._dt = dt
+
+    def __call__(self, point: int) -> Any:
+        state = self._source.getState(point * self._dt)
+        # States of one tensor stand in a tuple there.
+        return state[0] if isinstance(state, tuple) and len(state) == 1 else state
+
+
+def _check_device(ranks: Comm, device: torch.device) -> None:
+    group = ranks.group
+    if group is None or group.size() == 1 or device.type == "meta":
+        return
+    known = {each.type for each in group._device_types}
+    if device.type not in known:
+        raise ValueError(
+            f"the layers are on {device}, and the group {dist.get_backend_config(group)} has no backend that sends from there; make the group with one, "
+            f'as MPI.Init("cpu:accl,{device.type}:nccl") or init_process_group does'
+        )
+
+
+def explain_buffers(ranks: Comm, *, is_wanted: bool) -> None:
+    """Says where `user_mpi_buf` has no effect."""
+    group = ranks.group
+    if not is_wanted or group is None or group.size() == 1:
+        return
+    others = [each.type for each in group._device_types if each.type != "cpu"]
+    if not others:
+        say_once(
+            ranks,
+            f"user_mpi_buf=True has no effect: states are sent from the memory that they lie in, and the group {dist.get_backend_config(group)} "
+            "sends from the CPU's alone; MPI.Init(\"cpu:accl,cuda:nccl\") makes one that sends from a GPU's",
+        )

@@ -1,0 +1,237 @@
+"""torchbraid's recurrent nets.
+
+Owns the cells of torchbraid as cells of `layer_parallel`, and the loop over a sequence on one rank, which is exact. A cell is `cell(level, tstart, tstop, x, h) -> h`, with h a
+tuple of tensors; with `reduceX(x)` and `fastForward(level, tstart, tstop, reduced, h)` the products of all inputs are made once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...layer_parallel import Cycle, RecurrentParallel
+from ...layer_parallel._model import Mode
+from ...layer_parallel._run import Run, Way
+from ._module import Parallel
+from ._timers import ContextTimer
+from ._watch import Watch
+
+__all__ = ["GRU_Parallel", "GRU_Serial"]
+
+State = Tensor | tuple[Tensor, ...]
+
+
+class GRU_Serial(nn.Module):
+    """A cell over a whole sequence, one step of length `dt` after the other: what `GRU_Parallel` is compared with."""
+
+    def __init__(self, GRU_model: nn.Module, num_layers: int, hidden_size: int, dt: float = 1.0) -> None:
+        super().__init__()
+        self.num_layers = num_layers
+        self.hidden_size = hidden_size
+        self.dt = dt
+        self.GRU_model = GRU_model
+
+    def forward(self, x: Tensor, h: State | None = None) -> State:
+        """The state after the sequence x, of shape (samples, steps, features), from h, or from zeros."""
+        state = _begun(x, h, self.num_layers, self.hidden_size)
+        for number in range(x.shape[1]):
+            state = self.GRU_model(0, 0.0, self.dt, x[:, number], state)
+        return state if len(state) > 1 else state[0]
+
+
+class GRU_Parallel(Parallel):
+    """A cell over a sequence that lies on the ranks of a communicator: each gives its own part, and the state after the last step is on all of them.
+
+    comm: as of `LayerParallel`.
+    basic_block: the cell; its weights become those of rank 0 on all ranks, which get the same gradients.
+    num_steps: of this rank's part. A batch may have others.
+    hidden_size, num_layers: of the state that a sequence begins with where none is given.
+    Tf: the length of time of all steps together. The times that a cell is given are those from the beginning of its step.
+    max_fwd_levels, max_bwd_levels, max_iters: as of `LayerParallel`.
+
+    Raises:
+        ValueError: lengths or a communicator that cannot be.
+    """
+
+    body: _Body
+
+    def __init__(
+        self,
+        comm: Any,
+        basic_block: nn.Module,
+        num_steps: int,
+        hidden_size: int,
+        num_layers: int,
+        Tf: float,
+        max_fwd_levels: int = 1,
+        max_bwd_levels: int = 1,
+        max_iters: int = 10,
+    ) -> None:
+        super().__init__(comm)
+        self.num_layers = num_layers
+        self.hidden_size = hidden_size
+        # Ranks may have parts of different lengths.
+        of_all: list[int] = self.ranks.allgather(num_steps)
+        if min(of_all) < 0 or sum(of_all) < 1:
+            raise ValueError(f"GRU_Parallel(num_steps={of_all}), by rank: give the steps of each rank's part")
+        self._make_alike(basic_block)
+        kind = _FastCell if hasattr(basic_block, "fastForward") else _Cell
+        cell = kind(basic_block, num_layers, hidden_size, Tf / sum(of_all), self._level)
+        one = Cycle(levels=1)
+        body = _Body(cell, group=self.ranks.group or "alone", fwd=one, bwd=one, auto_modes=("exact-wave", "inexact"))
+        self.begin(body, _steps(sum(of_all)), Tf, (max_fwd_levels, max_bwd_levels), max_iters)
+        body.settle = self._settle_for
+        for app in (self.fwd_app, self.bwd_app):
+            app.owner = body.owner
+
+    @property
+    def GRU_models(self) -> nn.Module:
+        """The cell."""
+        return self.body.cell.cell  # type: ignore[return-value]
+
+    def _make_alike(self, cell: nn.Module) -> None:
+        """All ranks begin with rank 0's weights."""
+        mine = [*cell.parameters(), *cell.buffers()]
+        theirs = self.ranks.bcast([tensor.detach().cpu() for tensor in mine] if self.ranks.rank == 0 else None)
+        for tensor, other in zip(mine, theirs, strict=True):
+            tensor.detach().copy_(other)
+
+    def _settle_for(self, count: int) -> None:
+        """Cycles have as many levels as a sequence of this length allows."""
+        for app in (self.fwd_app, self.bwd_app):
+            if len(app.steps) != count:
+                app.steps = _steps(count)
+        self.settle()
+
+    def _level(self, count: int) -> int:
+        """That of a coarse step over so many steps."""
+        level, span = 0, 1
+        for factor in self.fwd_app.cycle().factors():
+            if span >= count:
+                break
+            level, span = level + 1, span * factor
+        return level
+
+    def forward(self, x: Tensor, h: State | None = None) -> State:
+        """The state after the whole sequence, from rank 0's h, or from zeros; it is on all ranks, which call `backward()` on what they have made of it, and rank 0's
+        gradient counts. x: this rank's part, of shape (samples, steps, features).
+        """
+        state = (h,) if isinstance(h, Tensor) else h
+        cell: _Cell = self.body.cell  # type: ignore[assignment]
+        cell.timer = self.timer_manager.timer("ForWD::step") if self.fwd_app.timings > 1 else None
+        nothing = Watch({}, (), {}, None, None)
+        final: tuple[Tensor, ...] = self.run(
+            lambda: self.body(x, state if self.body.is_first else None)[1],
+            nothing,
+            nothing,
+            device=x,
+            is_everywhere=True,
+        )
+        return final if len(final) > 1 else final[0]
+
+    def getFastForwardInfo(self) -> tuple[float, int]:
+        """How long `reduceX` took in the last batch, in seconds, and how often it was called; zeros of a cell without."""
+        return self.body.cell.reduced  # type: ignore[return-value]
+
+    def diagnostics(self, enable: bool) -> None:
+        """Only off.
+
+        Raises:
+            NotImplementedError: they are asked for.
+        """
+        if enable:
+            raise NotImplementedError("GRU_Parallel.diagnostics(True): states of a sequence are not kept")
+
+
+class _Body(RecurrentParallel):
+    """The net, which has its cycles set when it knows how long a sequence is."""
+
+    settle: Callable[[int], None] | None = None
+
+    def way(self, run: Run) -> Way:
+        """How a batch is run, of which the cycles are a part."""
+        if self.settle is not None:
+            # After the last step there is one layer more.
+            self.settle(len(self._plans.net.layers) - 1)
+        return super().way(run)
+
+    def owner(self, layer: int) -> int:
+        """The rank that has a step of the last batch."""
+        return self._plans.net.owner(layer)
+
+    def check_mode(self, mode: Mode) -> None:
+        if mode == "exact-pipeline":
+            raise ValueError(
+                "mode='exact-pipeline' of GRU_Parallel: the first dimension of its states is no batch that could be cut; take one of the other modes"
+            )
+        super().check_mode(mode)
+
+
+class _Cell(nn.Module):
+    """torchbraid's cell as `layer_parallel` knows one. A coarse step is one of a longer time."""
+
+    def __init__(
+        self, cell: nn.Module, num_layers: int, hidden_size: int, dt: float, level: Callable[[int], int]
+    ) -> None:
+        super().__init__()
+        self.cell = cell
+        self.timer: ContextTimer | None = None
+        self.reduced = (0.0, 0)
+        self._size = num_layers, hidden_size
+        self._dt = dt
+        self._level = level
+
+    def initial(self, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        layers, hidden = self._size
+        return (torch.zeros(layers, rows, hidden, dtype=dtype, device=device),)
+
+    def output(self, state: tuple[Tensor, ...]) -> Tensor:
+        # Nobody asks for those of single steps.
+        return torch.zeros(state[0].shape[1], 0, device=state[0].device)
+
+    def final(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return state
+
+    def forward(self, x: Any, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.coarse_step(x, state, 1)
+
+    def coarse_step(self, x: Any, state: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+        level = 0 if count == 1 else self._level(count)
+        if self.timer is None:
+            return self._stepped(level, count * self._dt, x, state)
+        with self.timer:
+            return self._stepped(level, count * self._dt, x, state)
+
+    def _stepped(self, level: int, dt: float, x: Any, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(self.cell(level, 0.0, dt, x, state))
+
+
+class _FastCell(_Cell):
+    """One that makes the products of all inputs at once."""
+
+    def prepare(self, x: Tensor) -> Any:
+        began = time.perf_counter()
+        # As of one step: samples and features.
+        reduced = self.cell.reduceX(x.flatten(0, 1))  # type: ignore[operator]
+        found = pytree.tree_map(lambda leaf: leaf.view(*x.shape[:2], *leaf.shape[1:]), reduced)
+        self.reduced = (time.perf_counter() - began, 1)
+        return found
+
+    def _stepped(self, level: int, dt: float, x: Any, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(self.cell.fastForward(level, 0.0, dt, x, state))  # type: ignore[operator]
+
+
+def _steps(count: int) -> list[tuple[str, bool]]:
+    return [("custom", False)] * count
+
+
+def _begun(x: Tensor, h: State | None, num_layers: int, hidden_size: int) -> tuple[Tensor, ...]:
+    """The state that a sequence begins with, as a tuple."""
+    if h is None:
+        return (torch.zeros(num_layers, x.shape[0], hidden_size, dtype=x.dtype, device=x.device),)
+    return (h,) if isinstance(h, Tensor) else tuple(h)

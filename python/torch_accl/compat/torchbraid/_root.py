@@ -1,0 +1,106 @@
+"""The output on rank 0.
+
+Owns the two messages that torchbraid's place for the loss costs: the last state from the last rank to rank 0, and its gradient back. What lies
+between is the matter of `layer_parallel`, whose output is on the last rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from ...layer_parallel._tree import Form, Leaf, is_state, ordered
+from ...layer_parallel._wire import Wire, tried
+
+__all__ = ["at_root"]
+
+
+def at_root(output: Any, form: Form, wire: Wire, device: torch.device, *, is_everywhere: bool = False) -> Any:
+    """The output of the last rank on rank 0 and on itself; zeros that look like it on the others, or the output as well. All of them lead `backward()` to the
+    net's, of which rank 0's gradient counts.
+
+    `output` is, on the other ranks, what the net has returned to call `backward()` on.
+    """
+    if wire.size == 1:
+        return output
+    way = _Way(form, wire, device, is_everywhere=is_everywhere)
+    leaves = pytree.tree_leaves(output)
+    states = [leaf for leaf in leaves if is_state(leaf)]
+    constants = [leaf for leaf in leaves if not is_state(leaf)] if way.is_last else []
+    moved: Sequence[Tensor] = _ToRoot.apply(way, *states)
+    return form.joined(moved, way.forward(constants, form.constants))
+
+
+class _Way:
+    """From the last rank to the first, and back."""
+
+    def __init__(self, form: Form, wire: Wire, device: torch.device, *, is_everywhere: bool) -> None:
+        self.form = form
+        self.wire = wire
+        self.device = device
+        self.is_first = wire.rank == 0
+        self.is_last = wire.is_last
+        # Those that get the output of the last rank.
+        self._receivers = range(wire.size - 1) if is_everywhere else range(1)
+
+    def forward(self, tensors: Sequence[Tensor], leaves: Sequence[Leaf]) -> list[Tensor]:
+        """Those of the last rank."""
+        what = "the output of the last rank on its way to rank 0 of the layers"
+        if self.is_last:
+            for receiver in self._receivers:
+                self._send(tensors, leaves, receiver, "forward", what)
+            return [tensor.detach() for tensor in tensors]
+        found = [self._empty(leaf) for leaf in leaves]
+        if self.wire.rank in self._receivers:
+            self._receive(found, self.wire.size - 1, "forward", what)
+            return found
+        return [tensor.zero_() for tensor in found]
+
+    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """Those of rank 0, on the last rank."""
+        what = "the gradient of the output on its way from rank 0 to the last rank of the layers"
+        leaves = self.form.states
+        if self.is_first:
+            given = [
+                self._empty(leaf).zero_() if cotangent is None else cotangent.to(leaf.dtype)
+                for cotangent, leaf in zip(cotangents, leaves)
+            ]
+            self._send(given, leaves, self.wire.size - 1, "adjoint", what)
+        if not self.is_last:
+            return None
+        found = [self._empty(leaf) for leaf in leaves]
+        self._receive(found, 0, "adjoint", what)
+        return found
+
+    def _empty(self, leaf: Leaf) -> Tensor:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device, memory_format=leaf.format)
+
+    def _send(self, tensors: Sequence[Tensor], leaves: Sequence[Leaf], to: int, pass_: str, what: str) -> None:
+        # An expanded gradient, such as that of a sum, is dense from here on.
+        dense = [ordered(tensor.detach(), leaf) for tensor, leaf in zip(tensors, leaves)]
+        works = tried(what, lambda: [self.wire.send(tensor, to, pass_) for tensor in dense])
+        tried(what, lambda: [work.wait() for work in works])
+
+    def _receive(self, into: Sequence[Tensor], source: int, pass_: str, what: str) -> None:
+        works = tried(what, lambda: [self.wire.receive(tensor, source, pass_) for tensor in into])
+        tried(what, lambda: [work.wait() for work in works])
+
+
+class _ToRoot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way: _Way, *states: Tensor) -> tuple[Tensor, ...]:
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        return tuple(way.forward(states if way.is_last else (), way.form.states))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = ctx.way.backward(cotangents)
+        # Of the others' number without meaning: it is what the net's own backward pass is called for.
+        return (None, *(found if found is not None else [torch.zeros((), device="cpu")]))

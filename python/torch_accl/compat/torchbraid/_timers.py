@@ -1,0 +1,88 @@
+"""Timers by name, and the table of what they have measured.
+
+Owns clocks and the table's text. What is timed is said by who does it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from types import TracebackType
+
+__all__ = ["ContextTimer", "ContextTimerManager"]
+
+
+class ContextTimer:
+    """Times what is done in a `with` of it, each time by itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.times: list[float] = []
+        self._began: float | None = None
+
+    def __enter__(self) -> ContextTimer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """From now on."""
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """Up to now; without a start nothing is measured."""
+        if self._began is not None:
+            self.times.append(time.perf_counter() - self._began)
+            self._began = None
+
+    def getName(self) -> str:
+        """Its name."""
+        return self.name
+
+    def isTiming(self) -> bool:
+        """Whether it is measuring."""
+        return self._began is not None
+
+    def getTimes(self) -> list[float]:
+        """What it has measured, in seconds."""
+        return self.times
+
+
+class ContextTimerManager:
+    """Timers by their names."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, ContextTimer] = {}
+
+    def resetTimers(self) -> None:
+        """Forgets all."""
+        self.timers = {}
+
+    def timer(self, name: str) -> ContextTimer:
+        """The timer of this name; a new one if there is none."""
+        return self.timers.setdefault(name, ContextTimer(name))
+
+    def getTimers(self) -> list[ContextTimer]:
+        """All of them."""
+        return list(self.timers.values())
+
+    def getResultString(self, prefix: str = "") -> str:
+        """A table of those whose names begin so: how often, and the sum, mean and standard deviation in seconds."""
+        rows = [
+            (name, timer.times)
+            for name, timer in sorted(self.timers.items())
+            if name.startswith(prefix) and timer.times
+        ]
+        width = max(len("timer"), *(len(name) for name, _ in rows)) if rows else len("timer")
+        lines = [f"  {'timer':<{width}} | {'count':>8} | {'total':>12} | {'mean':>12} | {'stdev':>12}"]
+        lines.append("  " + "-" * (len(lines[0]) - 2))
+        for name, times in rows:
+            deviation = statistics.stdev(times) if len(times) > 1 else 0.0
+            lines.append(
+                f"  {name:<{width}} | {len(times):>8d} | {sum(times):>12.4e} | {statistics.fmean(times):>12.4e} | {deviation:>12.4e}"
+            )
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,104 @@
+"""The world: which ranks there are, and when torch's group is made of them.
+
+Owns `COMM_WORLD` and `COMM_SELF`, and what becomes of a communicator that a script brings along. Launchers are known to `torch_accl_launch`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch_accl_launch import place
+
+from ..._from_mpi import init_from_mpi
+from ._communicator import Comm
+
+__all__ = ["COMM_SELF", "COMM_WORLD", "begin", "communicator_of"]
+
+
+def begin(backend: str | None = None) -> None:
+    """Makes torch's default group from what the launcher says, if it has started several ranks and there is none. Collective.
+
+    Raises:
+        ValueError: there is one of another backend.
+        torch_accl_launch.LaunchError: the launcher's variables contradict one another.
+    """
+    if dist.is_initialized():
+        if backend is not None and dist.get_backend() != backend.lower() and backend.lower() not in _backends():
+            raise ValueError(
+                f"MPI.Init({backend!r}): the group that there is has the backend {_backends()}; call this first, and init_process_group not at all"
+            )
+        return
+    found = place(os.environ)
+    if found is not None and found.world > 1:
+        dist.init_process_group(backend or _usual_backend())
+
+
+def _backends() -> str:
+    return str(dist.get_backend_config())
+
+
+def _usual_backend() -> str:
+    """accl, and what moves tensors of GPUs where there are any."""
+    return "cpu:accl,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "accl"
+
+
+def _world() -> dist.ProcessGroup | None:
+    begin()
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+COMM_WORLD = Comm(_world, "COMM_WORLD")
+COMM_SELF = Comm(lambda: None, "COMM_SELF")
+
+
+def communicator_of(given: Any) -> Comm:
+    """What a script gives as its ranks: one of `MPI` here, a group or a mesh of torch, or a communicator of mpi4py that has all ranks or this one alone.
+
+    Raises:
+        TypeError: it is none of them.
+        ValueError: it has other ranks than torch knows of.
+    """
+    if isinstance(given, Comm):
+        return given
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            raise ValueError(
+                f"the mesh has {given.ndim} dimensions; give the one that the layers lie on, as mesh['lp']"
+            )
+        given = given.get_group()
+    if isinstance(given, dist.ProcessGroup):
+        group = given
+        return COMM_WORLD if group is dist.group.WORLD else Comm(lambda: group, "group")
+    if not all(callable(getattr(given, name, None)) for name in ("Get_rank", "Get_size")):
+        raise TypeError(
+            f"expected a communicator of torch_accl.compat.torchbraid.MPI, or one of mpi4py, and not {type(given).__name__}"
+        )
+    return _of_mpi(given)
+
+
+def _of_mpi(given: Any) -> Comm:
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    if mpi4py is not None and given == mpi4py.COMM_SELF:
+        return COMM_SELF
+    size, rank = given.Get_size(), given.Get_rank()
+    found = place(os.environ)
+    if not dist.is_initialized() and size > 1 and (found is None or found.world == size):
+        init_from_mpi(given, _usual_backend())
+    world, own = COMM_WORLD.Get_size(), COMM_WORLD.Get_rank()
+    if size != world:
+        raise ValueError(
+            f"a communicator of {size} {'rank' if size == 1 else 'ranks'} was given, and torch.distributed has a world of {world}: mpi4py knows of the "
+            "ranks that MPI's own launcher has started, and a part of them must be split off by torch. Use `from torch_accl.compat.torchbraid import MPI` "
+            "in place of mpi4py's"
+        )
+    if rank != own:
+        raise ValueError(
+            f"rank {rank} of a communicator was given on rank {own} of torch.distributed; both must number the ranks alike. Use `from "
+            "torch_accl.compat.torchbraid import MPI` in place of mpi4py's"
+        )
+    return COMM_WORLD

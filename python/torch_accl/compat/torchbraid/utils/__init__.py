@@ -1,0 +1,243 @@
+"""torchbraid's utilities by their own names: `from torch_accl.compat.torchbraid import utils`, or `import torch_accl.compat.torchbraid.utils`.
+
+Owns the small ones. Timers, layers, communicators and data parallelism are in modules of their own, and are passed on here.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import pickle
+import subprocess
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_accl_launch import LaunchError, place
+
+from .. import _mpi as MPI
+from .._layers import LPBatchNorm2d, LPDropout
+from .._timers import ContextTimer, ContextTimerManager
+from .._world import communicator_of
+from .data_parallel import Partioner, Partition, average_gradients, split_communicator
+
+__all__ = [
+    "MPI",
+    "ContextTimer",
+    "ContextTimerManager",
+    "LPBatchNorm2d",
+    "LPDropout",
+    "MeanInitialGuessStorage",
+    "Partioner",
+    "Partition",
+    "average_gradients",
+    "buffer_size",
+    "getDevice",
+    "git_rev",
+    "l2_reg",
+    "pack_buffer",
+    "pickle_size",
+    "seed_from_rank",
+    "split_communicator",
+    "stack_string",
+    "tensor_memory",
+    "unpack_buffer",
+]
+
+_MIB = 1 << 20
+
+Tensors = Tensor | Sequence[Tensor | None]
+
+
+# ---- ranks
+
+
+def getDevice(comm: Any) -> tuple[torch.device, torch.device]:
+    """This rank's device, which becomes torch's current one, and the host's. Ranks of a host take its GPUs by turns."""
+    host = torch.device("cpu")
+    if not torch.cuda.is_available():
+        return host, host
+    rank = communicator_of(comm).Get_rank()
+    try:
+        found = place(os.environ)
+    except LaunchError:
+        found = None
+    if found is not None and found.local_rank is not None:
+        rank = found.local_rank
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device, host
+
+
+def seed_from_rank(seed: int, rank: int) -> int:
+    """A seed of 32 bits for a rank; the same number that torchbraid makes of them."""
+    return (1664525 * (seed + rank) + 1013904113) % (1 << 32)
+
+
+def l2_reg(net: nn.Module, comm: Any = None) -> Tensor:
+    """The sum of the squares of all parameters. With a communicator that of all ranks' on rank 0; the gradient is that of this rank's own everywhere."""
+    parameters = list(net.parameters())
+    squares = [parameter.square().sum() for parameter in parameters]
+    own = (
+        torch.stack([square.reshape(()) for square in squares]).sum()
+        if squares
+        else torch.zeros((), requires_grad=True)
+    )
+    if comm is None:
+        return own
+    ranks = communicator_of(comm)
+    of_all = ranks.gather([float(square) for square in squares])
+    if of_all is None:
+        return own
+    # Exactly rounded: it does not depend on where the layers lie.
+    total = math.fsum(value for values in of_all for value in values)
+    with torch.no_grad():
+        own.fill_(total)
+    return own
+
+
+# ---- memory, buffers
+
+
+def tensor_memory(prefix: str, min_size: int = 0, total_only: bool = False) -> None:
+    """Prints how many bytes all tensors have that there are, and of those above `min_size` bytes which they are."""
+    # Not by what an object says that it is: some are proxies of what is gone.
+    found: list[Tensor] = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in found]
+    above = [(size, tensor) for size, tensor in zip(sizes, found) if size > min_size]
+    if not total_only:
+        for size, tensor in above:
+            label = getattr(tensor, "label", "")
+            print(
+                f"  {prefix}: {size / _MIB:.2f} MiB, {list(tensor.shape)} {tensor.dtype}{f', {label}' if label else ''}"
+            )
+    total = sum(size for size, _ in above)
+    print(
+        f"  {prefix}: {len(found)} tensors, {sum(sizes) / _MIB:.2f} MiB; above {min_size} bytes {len(above)}, {total / _MIB:.2f} MiB"
+    )
+
+
+def pickle_size(obj: Any) -> int:
+    """How many bytes an object has as ranks send it."""
+    return len(pickle.dumps(obj))
+
+
+def buffer_size(tens: Tensors) -> int:
+    """How many bytes `pack_buffer` makes of tensors; None has none."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _listed(tens))
+
+
+def pack_buffer(tens: Tensors) -> Tensor:
+    """The bytes of tensors of any types, one after the other."""
+    parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in _listed(tens) if tensor.numel()]
+    return torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def unpack_buffer(tens: Tensors, buf: Tensor) -> None:
+    """Fills tensors from such bytes.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    into = _listed(tens)
+    if buf.numel() != buffer_size(into):
+        raise ValueError(f"unpack_buffer: the buffer has {buf.numel()} bytes, and the tensors {buffer_size(into)}")
+    parts = torch.split(buf, [tensor.numel() * tensor.element_size() for tensor in into])
+    for tensor, part in zip(into, parts):
+        if tensor.numel():
+            # A part need not begin where its type may.
+            tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _listed(tens: Tensors) -> list[Tensor]:
+    return [tens] if isinstance(tens, Tensor) else [tensor for tensor in tens if tensor is not None]
+
+
+# ---- states
+
+
+class MeanInitialGuessStorage:
+    """Means of states, by time and class: each new one counts with `average_weight`, what was before with the rest, which is zero at first."""
+
+    def __init__(self, class_count: int, average_weight: float) -> None:
+        if class_count < 1:
+            raise ValueError(f"MeanInitialGuessStorage(class_count={class_count}): give 1 or more")
+        if not 0 <= average_weight <= 1:
+            raise ValueError(f"MeanInitialGuessStorage(average_weight={average_weight}): give a share from 0 to 1")
+        self.class_count = class_count
+        self.average_weight = average_weight
+        self.state_map: dict[float, tuple[Tensor, ...]] = {}
+
+    def getTimeStamps(self) -> Iterable[float]:
+        """The times that there are states of."""
+        return self.state_map.keys()
+
+    @torch.no_grad()
+    def getState(self, t: float, classes: Sequence[int] | Tensor) -> tuple[Tensor, ...]:
+        """The mean state at a time for each sample, by its class.
+
+        Raises:
+            KeyError: none was added of that time.
+        """
+        if t not in self.state_map:
+            raise KeyError(f"there is no state of time {t}; addState was told of {sorted(self.state_map)}")
+        chosen = torch.as_tensor(classes)
+        return tuple(mean[chosen.to(mean.device)].clone() for mean in self.state_map[t])
+
+    @torch.no_grad()
+    def addState(self, t: float, state: Tensor | tuple[Tensor, ...], classes: Sequence[int] | Tensor) -> None:
+        """Takes the states of a batch at a time into the means of their classes.
+
+        Raises:
+            ValueError: a class, or a state, for which there is no room.
+        """
+        states = (state,) if isinstance(state, Tensor) else tuple(state)
+        chosen = torch.as_tensor(classes).flatten()
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.class_count:
+            raise ValueError(
+                f"addState: classes {int(chosen.min())} to {int(chosen.max())}, and there are {self.class_count}"
+            )
+        if any(len(each) != chosen.numel() for each in states):
+            raise ValueError(
+                f"addState: {chosen.numel()} classes for states of {[len(each) for each in states]} samples"
+            )
+        if t not in self.state_map:
+            self.state_map[t] = tuple(
+                torch.zeros((self.class_count, *each.shape[1:]), dtype=each.dtype, device=each.device)
+                for each in states
+            )
+        for number in sorted(set(chosen.tolist())):
+            for mean, each in zip(self.state_map[t], states):
+                mean[number].mul_(1 - self.average_weight)
+                mean[number].add_(each[chosen.to(each.device) == number].mean(0), alpha=self.average_weight)
+
+
+# ---- where we are
+
+
+def git_rev() -> str:
+    """The commit of the source tree that this package is imported from; its version where it was installed from a wheel."""
+    from .... import __version__
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        # An environment may lie in a tree of somebody else's.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("rev-parse", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return __version__
+
+
+def stack_string(prefix: str | None = None) -> str:
+    """Where the caller is, each line after `prefix`."""
+    lines = [line for entry in traceback.format_stack()[:-1] for line in entry.splitlines()]
+    return "\n".join(f"{prefix or ''}{line}" for line in lines)

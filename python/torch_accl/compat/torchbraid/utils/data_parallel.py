@@ -1,0 +1,86 @@
+"""Data parallelism beside layer parallelism, by torchbraid's names.
+
+Owns how ranks, samples and gradients are divided. What ranks say to one another is in `_communicator.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _mpi as MPI
+from .._communicator import Comm
+from .._world import communicator_of
+
+__all__ = ["Partioner", "Partition", "average_gradients", "split_communicator"]
+
+
+def split_communicator(comm: Any, splitting: int) -> tuple[Comm, Comm]:
+    """The ranks of data parallelism, `splitting` ones that follow one another, and those of layer parallelism, every so many. Collective.
+
+    Raises:
+        ValueError: they cannot be cut so.
+    """
+    whole = communicator_of(comm)
+    if splitting < 1 or whole.size % splitting:
+        raise ValueError(f"split_communicator: {whole.size} ranks cannot be cut into groups of {splitting}")
+    rank = whole.rank
+    return whole.Split(rank // splitting, rank), whole.Split(rank % splitting, rank)
+
+
+def average_gradients(model: nn.Module, comm_dp: Any) -> None:
+    """Puts the mean over the ranks of `comm_dp` in each gradient: one reduction for each type and device. One that only some ranks have counts as zero on
+    the others. Collective."""
+    comm = communicator_of(comm_dp)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if comm.size == 1 or not parameters:
+        return
+    is_there = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    comm.Allreduce(MPI.IN_PLACE, is_there, MPI.MAX)
+    lots: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter, wanted in zip(parameters, is_there.tolist()):
+        if wanted:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            lots.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter)
+    for lot in lots.values():
+        gradients = [parameter.grad for parameter in lot if parameter.grad is not None]
+        flat = torch.cat([gradient.detach().flatten() for gradient in gradients])
+        comm.Allreduce(MPI.IN_PLACE, flat, MPI.SUM)
+        flat /= comm.size
+        for gradient, mean in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients])):
+            gradient.detach().copy_(mean.view(gradient.shape))
+
+
+class Partition:
+    """A part of a data set: those of its samples that have these numbers."""
+
+    def __init__(self, data: Any, index: Sequence[int]) -> None:
+        self.data = data
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[self.index[index]]
+
+
+class Partioner:
+    """Cuts a data set, shuffled by `seed`, into as many parts as `procs`: batches of `batch_size` go to each by turns. torch's own random numbers
+    stay as they are."""
+
+    def __init__(self, data: Any, procs: int, seed: int, batch_size: int) -> None:
+        self.data = data
+        order: list[int] = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
+        batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+        self.partitions = [[number for batch in batches[rank::procs] for number in batch] for rank in range(procs)]
+
+    def get_partion(self, rank: int) -> Partition:
+        """The part of a rank."""
+        return Partition(self.data, self.partitions[rank])
+
+    get_partition = get_partion

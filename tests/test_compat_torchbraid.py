@@ -1,0 +1,1389 @@
+"""Scripts of torchbraid after changing their imports: nets, setters, communicators, and each thing that breaks in the original."""
+
+import contextlib
+import copy
+import gc
+import io
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import BACKEND, on_ranks, run_script
+from support.launchers import COMMANDS, OF_A_JOB, run_under
+from torch import nn
+from torch.nn import functional
+from torch_accl.compat import torchbraid
+from torch_accl.compat.torchbraid import MPI, utils
+from torch_accl.compat.torchbraid._settings import _has_said
+from torch_accl.layer_parallel import Cycle, LayerParallelError
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+SCRIPTS = Path(__file__).parent / "scripts"
+WIDTH = 6
+
+
+class Step(nn.Module):
+    """One whose weights depend on torch's random numbers alone."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+def net(layer=Step, steps=8, Tf=1.0, comm=MPI.COMM_WORLD, levels=1, iters=10, seed=3, **options):
+    torch.manual_seed(seed)
+    return torchbraid.LayerParallel(
+        comm, layer, steps, Tf, max_fwd_levels=levels, max_bwd_levels=levels, max_iters=iters, **options
+    )
+
+
+def inexact(layer=Step, steps=8, **options):
+    """As its examples have it: two iterations forward, one backward, the down-cycle skipped."""
+    made = net(layer, steps, levels=2, **options)
+    made.setFwdMaxIters(2)
+    made.setBwdMaxIters(1)
+    made.setSkipDowncycle(True)
+    made.setCFactor(4)
+    return made
+
+
+def batch(count=5, width=WIDTH, dtype=torch.float32, seed=1):
+    return torch.randn(count, width, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def serial(made, x):
+    """The same net on one rank, and its output on all of them."""
+    whole = made.body.to_serial()
+    return whole, whole(x)
+
+
+def gradients(made):
+    """Of all layers, by name, on all ranks."""
+    mine = {name: parameter.grad for name, parameter in made.body.named_parameters()}
+    return {name: gradient for part in made.ranks.allgather(mine) for name, gradient in part.items()}
+
+
+@contextlib.contextmanager
+def warnings_anew():
+    """What a warning says once for a process it says here, too."""
+    said = set(_has_said)
+    _has_said.clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield found
+    # Torch has warnings of its own.
+    found[:] = [one for one in found if str(one.message).startswith("torchbraid: ")]
+    _has_said.update(said)
+
+
+# ---- a batch
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_one_level_is_the_serial_net_whose_output_is_on_rank_0(rank, world, dtype):
+    made = net(lambda: Step().to(dtype))
+    x, target = batch(dtype=dtype), batch(seed=2, dtype=dtype)
+    given = x.clone().requires_grad_()
+    y = made(given if rank == 0 else torch.tensor(5))
+    whole, right = serial(made, x)
+    assert y.shape == right.shape and y.dtype == dtype
+    assert torch.equal(y, right if rank in (0, world - 1) else torch.zeros_like(right))
+    loss = made.comp_op()(functional.mse_loss, y, target)
+    assert rank == 0 or loss.item() == 0.0
+    loss.backward()
+    alone = x.clone().requires_grad_()
+    functional.mse_loss(whole(alone), target).backward()
+    if rank == 0:
+        torch.testing.assert_close(given.grad, alone.grad, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+    for name, parameter in whole.named_parameters():
+        found = gradients(made)[name]
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-12)
+    assert made.getFwdStats() == (1, -1.0) and made.getBwdStats() == (1, -1.0)
+
+
+@on_ranks(1, 2, 3)
+def test_results_do_not_depend_on_the_number_of_ranks(rank, world):
+    found = []
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        made = inexact(lambda: Step().double(), 10, comm=comm)
+        y = made(batch(dtype=torch.float64))
+        (y.square().sum() if comm.Get_rank() == 0 else y.sum()).backward()
+        # On the last rank the gradient that it gives itself counts for nothing.
+        found.append((y, gradients(made), made.getFwdStats(), made.getBwdStats()))
+    (y, grads, *stats), (right, alone, *others) = found
+    assert rank != 0 or torch.equal(y, right)
+    assert stats == others and stats[0][0] == 2 and stats[1] == (1, -1.0)
+    assert grads.keys() == alone.keys()
+    for name in grads:
+        torch.testing.assert_close(grads[name], alone[name], rtol=1e-14, atol=1e-16)
+
+
+@on_ranks(1, 2)
+def test_residuals_are_the_known_ones(rank, world):
+    def block():
+        return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+
+    made = net(block, 64, levels=2)
+    made.setFwdMaxIters(3)
+    made.setBwdMaxIters(2)
+    made.setSkipDowncycle(1)
+    made.setCFactor(4)
+    made.setNumRelax(0)
+    with torch.no_grad():
+        for number in made.body.owned:
+            generator = torch.Generator().manual_seed(1000 + number)
+            for parameter in made.body.layers[str(number)].parameters():
+                parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) / 72**0.5)
+    torch.manual_seed(1)
+    x = torch.randn(8, 8, 28, 28)
+    with torch.no_grad():
+        made(x)
+    assert list(made.body.norms.forward.values()) == pytest.approx([6.820099, 1.694539e-1], rel=2e-6)
+    iterations, residual = made.getFwdStats()
+    assert iterations == 3 and residual == pytest.approx(1.694539e-1, rel=2e-6)
+
+
+@on_ranks(2, 3)
+def test_head_tail_and_loss_are_on_rank_0_and_are_trained_there(rank, world):
+    made = net()
+    compose = made.comp_op()
+    torch.manual_seed(7)
+    head, tail = compose(nn.Linear, 4, WIDTH), compose(nn.Linear, WIDTH, 3)
+    assert (head is None) == (tail is None) == (rank != 0)
+    x, target = batch(width=4), torch.tensor([0, 1, 2, 1, 0])
+    y = compose(tail, made(compose(head, x)))
+    loss = compose(nn.CrossEntropyLoss(), y, target)
+    assert rank == 0 or (loss.shape == (1,) and loss.item() == 0)
+    loss.backward()
+    whole, _ = serial(made, batch())
+    if rank == 0:
+        again = [copy.deepcopy(module) for module in (head, tail)]
+        [module.zero_grad() for module in again]
+        right = functional.cross_entropy(again[1](whole(again[0](x))), target)
+        right.backward()
+        assert loss.item() == right.item()
+        for module, other in zip((head, tail), again):
+            torch.testing.assert_close(module.weight.grad, other.weight.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_stand_in_is_zero_whatever_it_stands_for():
+    compose = torchbraid._compose.Compose(1)
+    x = torch.tensor([float("nan"), 1.0], requires_grad=True)
+    found = compose(lambda *_: 1 / 0, {"x": [x]}, key=x)
+    found.backward()
+    assert found.item() == 0 and torch.equal(x.grad, torch.zeros(2))
+    assert compose(nn.Linear, 2, 3) is None and not compose(None, torch.ones(2)).requires_grad
+    with pytest.raises(TypeError, match="None on rank 0"):
+        torchbraid._compose.Compose(0)(None, x)
+
+
+# ---- what breaks in the original
+
+
+class Fails(Step):
+    # By the number of evaluations.
+    when: int | None = None
+
+    def forward(self, x):
+        if Fails.when == 0:
+            raise RuntimeError("no good")
+        if Fails.when is not None:
+            Fails.when -= 1
+        return super().forward(x)
+
+
+@on_ranks(1, 2, 3)
+def test_an_exception_in_a_layer_is_raised_on_all_ranks(rank, world):
+    made = inexact(Fails)
+    Fails.when = 0 if rank == world - 1 else None
+    with pytest.raises(LayerParallelError, match=rf"rank {world - 1} of the layers failed in layer \d.*no good"):
+        made(batch())
+    Fails.when = None
+    y = made(batch())
+    y.sum().backward()
+    assert all(gradient is not None for gradient in gradients(made).values())
+
+
+@on_ranks(2)
+def test_an_exception_of_the_backward_pass_is_raised_on_all_ranks(rank, world):
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("no way back")
+
+    class Backwards(Step):
+        def forward(self, x, **more):
+            return Bad.apply(super().forward(x)) if more else super().forward(x)
+
+    made = inexact(Backwards)
+    y = made(batch(), is_bad=True)
+    with pytest.raises(LayerParallelError, match=r"layer \d.*no way back"):
+        y.sum().backward()
+    # What the layers were given for that batch is nothing to the next one.
+    made(batch()).sum().backward()
+
+
+@on_ranks(1, 2)
+def test_other_lengths_and_batch_sizes_are_planned_anew(rank, world):
+    made = inexact(lambda: nn.Conv1d(2, 2, 3, padding=1))
+    for shape in ((3, 2, 8), (3, 2, 12), (5, 2, 12), (2, 2, 8)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        y = made(x if rank == 0 else torch.tensor(shape[0]))
+        assert y.shape == shape
+        # A small batch is not filled up, and so is what it is by itself.
+        y.sum().backward()
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drops = nn.Sequential(torchbraid.LPDropout(0.5), torchbraid.LPDropout(0.5))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(self.drops(torch.ones(len(x), 64)).detach())
+        return torch.tanh(self.linear(x))
+
+
+def masks(made):
+    """The last mask of each layer, all evaluations having had the same."""
+    found = {}
+    for number, layer in made.body.layers.items():
+        assert all(torch.equal(mask, layer.seen[0]) for mask in layer.seen), number
+        found[int(number)] = layer.seen[-1]
+        layer.seen.clear()
+    return {number: mask for part in made.ranks.allgather(found) for number, mask in part.items()}
+
+
+@on_ranks(1, 2)
+def test_dropout_has_a_mask_for_each_batch_layer_and_sample_and_one_for_all_evaluations(rank, world):
+    made = inexact(Dropping)
+    state = torch.random.get_rng_state()
+    made(batch(8)).sum().backward()
+    first = masks(made)
+    assert torch.equal(torch.random.get_rng_state(), state), "torch's own numbers are left alone"
+    rows = [tuple(row.tolist()) for mask in first.values() for row in mask]
+    assert len(set(rows)) == len(rows) == 64, "no two layers or samples have one mask"
+    # Two modules in a layer draw for themselves: a quarter is kept.
+    kept = torch.stack(list(first.values()))
+    assert set(kept.unique().tolist()) == {0.0, 4.0} and 0.2 < (kept > 0).float().mean() < 0.3
+    made(batch(3)).sum().backward()
+    other = masks(made)
+    assert all(mask.shape == (3, 64) for mask in other.values())
+    assert not torch.equal(other[0], first[0][:3]), "another batch has other masks"
+    again = inexact(Dropping)
+    again(batch(8)).sum().backward()
+    assert all(torch.equal(mask, first[number]) for number, mask in masks(again).items()), "the seed gives them"
+
+
+@on_ranks(2)
+def test_dropout_does_not_depend_on_how_a_batch_is_cut(rank, world):
+    whole, parts = net(Dropping), net(Dropping)
+    parts.body.mode = "exact-pipeline"
+    whole(batch(8)).sum().backward()
+    parts(batch(8)).sum().backward()
+    for number, layer in whole.body.layers.items():
+        pieces = parts.body.layers[number].seen
+        # A try with zeros, of the forms, may come before.
+        assert torch.equal(torch.cat(pieces[-2:]), layer.seen[-1])
+
+
+def test_dropout_by_itself_is_torchs():
+    torch.manual_seed(1)
+    drop = torchbraid.LPDropout(0.25)
+    x = torch.ones(400, 10)
+    first, second = drop(x), drop(x)
+    assert not torch.equal(first, second) and abs(first.mean().item() - 1) < 0.1
+    assert torch.equal(drop.eval()(x), x)
+    assert torch.equal(torchbraid.LPDropout(1.0)(x), torch.zeros_like(x))
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        torchbraid.LPDropout(1.5)
+
+
+@on_ranks(2, 3)
+def test_ranks_need_not_divide_the_steps(rank, world):
+    made = inexact(steps=7)
+    y = made(batch())
+    y.sum().backward()
+    counts = made.ranks.allgather(len(made.layer_models))
+    assert sum(counts) == 7 and max(counts) - min(counts) <= 1
+    assert all(gradient is not None for gradient in gradients(made).values())
+
+
+@on_ranks(2)
+def test_eight_layers_on_two_ranks_are_four_each(rank, world):
+    assert len(net().local_layers) == 4
+
+
+@on_ranks(1, 2)
+def test_coarsening_factors_and_relaxations_are_by_level(rank, world):
+    made = net(steps=24, levels=3)
+    made.setSkipDowncycle(True)
+    made.setCFactor({0: 4, 1: 3})
+    made.setNumRelax(1)
+    made.setFwdNumRelax(0, level=0)
+    made(batch()).sum().backward()
+    assert made.body.fwd == Cycle(levels=3, factor=(4, 3), iterations=10, relax=(0, 1))
+    assert made.body.bwd == Cycle(levels=3, factor=(4, 3), iterations=10, relax=(1, 1))
+    assert [made.fwd_app.getLevelNumSteps(level) for level in range(3)] == [24, 6, 2]
+    assert made.fwd_app.getFineTimeIndex(1, 2) == 12
+    made.setCFactor({-1: 2})
+    assert made.fwd_app.cycle().factor == (4, 3), "those of levels hold"
+    made.setCFactor(2)
+    assert made.fwd_app.cycle().factor == (2, 2)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torchbraid.LPBatchNorm2d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+@on_ranks(1, 2)
+def test_an_export_has_the_running_statistics(rank, world):
+    made = inexact(Normed)
+    for number in range(5):
+        made(batch(seed=number)).sum().backward()
+    for layer in made.layer_models:
+        assert layer.norm.num_batches_tracked == 5, "once a batch, however often it was evaluated"
+        assert not torch.equal(layer.norm.mean, torch.zeros(WIDTH)) and layer.norm.var is layer.norm.running_var
+    made.eval()
+    exported = made.buildSequentialOnRoot()
+    assert (exported is None) == (rank != 0)
+    with torch.no_grad():
+        y = made(batch(seed=9))
+        if rank == 0:
+            assert len(exported) == 8 and not exported.training
+            assert torch.equal(exported(batch(seed=9)), y)
+
+
+def test_batch_norm_takes_two_dimensions_and_says_so_of_one():
+    norm = torchbraid.LPBatchNorm2d(3, momentum=0.2, eps=1e-3)
+    assert (norm.momentum, norm.eps) == (0.2, 1e-3)
+    assert norm(torch.randn(4, 3)).shape == (4, 3) and norm(torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
+    with pytest.raises(ValueError, match="samples and channels"):
+        norm(torch.randn(3))
+
+
+@on_ranks(2)
+def test_an_expanded_gradient_is_sent(rank, world):
+    made = net()
+    y = made(batch())
+    y.sum().backward()
+    whole, right = serial(made, batch())
+    right.sum().backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients(made)[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@on_ranks(1, 2)
+def test_a_batch_does_not_depend_on_the_one_before(rank, world):
+    first, second = inexact(), inexact()
+    with warnings_anew() as said:
+        for made in (first, second):
+            made.setSkipDowncycle(False)
+            made.setMaxIters(1)
+    assert len(said) == (rank == 0) and (rank or "the batch before" in str(said[0].message))
+    assert first.fwd_app.cycle().iterations == 2, "a cycle after the start"
+    first(batch(seed=8))
+    found, right = first(batch()), second(batch())
+    assert torch.equal(found, right)
+    assert first.getFwdStats()[0] == 1
+
+
+def test_splines_and_coarser_states_are_refused():
+    with pytest.raises(NotImplementedError, match=r"nsplines=4"):
+        net(nsplines=4)
+    with pytest.raises(NotImplementedError, match=r"spatial_ref_funcs"):
+        net(spatial_ref_funcs=(lambda x, level: x,) * 3)
+
+
+@on_ranks(1, 2)
+def test_diagnostics_and_points(rank, world):
+    made = net(steps=4, Tf=2.0)
+    with pytest.raises(RuntimeError, match=r"diagnostics\(True\)"):
+        made.getDiagnostics()
+    made.diagnostics(True)
+    made(batch()).sum().backward()
+    whole, _ = serial(made, batch())
+    states = [batch()]
+    for layer in whole.layers:
+        states.append(states[-1] + 0.5 * layer(states[-1]))
+    found = made.getDiagnostics()
+    assert found["rank"] == rank
+    if rank == 0:
+        norms = [state.norm().item() for state in states]
+        assert found["timestep_index"] == [0, 1, 2, 3]
+        assert found["step_in"] == pytest.approx(norms[:-1]) and found["step_out"] == pytest.approx(norms[1:])
+        assert found["params"][0] == pytest.approx([p.norm().item() for p in whole.layers[0].parameters()])
+    times, values = made.getFineTimePoints()
+    own = [0, *range(1, 5)] if world == 1 else [0, 1, 2] if rank == 0 else [3, 4]
+    assert times == [0.5 * number for number in own]
+    for number, value in zip(own, values):
+        torch.testing.assert_close(value, states[number])
+    made.diagnostics(False)
+    made(batch())
+    assert made._seen == {}
+
+
+@on_ranks(2)
+def test_parameters_have_the_names_of_all_layers(rank, world):
+    made = net()
+    names = made.ranks.allgather(list(made.state_dict()))
+    right = [f"body.layers.{number}.linear.{name}" for number in range(8) for name in ("weight", "bias")]
+    assert names[0] + names[1] == right
+    whole = net(comm=MPI.COMM_SELF, seed=4)
+    assert list(whole.state_dict()) == right
+    mine = {name: value for part in made.ranks.allgather(made.state_dict()) for name, value in part.items()}
+    whole.load_state_dict(mine)
+    with torch.no_grad():
+        y, right = made(batch()), whole(batch())
+    assert torch.equal(y, right)
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_loaded_on_another_number_of_ranks(rank, world, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    made = net()
+    where = made.ranks.bcast(str(tmp_path))
+    dcp.save(made.state_dict(), checkpoint_id=where)
+    other = net(comm=MPI.COMM_SELF, seed=4)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=where)
+    other.load_state_dict(state)
+    with torch.no_grad():
+        y, right = made(batch()), other(batch())
+    assert torch.equal(y, right)
+
+
+@on_ranks(1, 2)
+def test_nothing_of_a_batch_is_left_after_it(rank, world):
+    left = []
+
+    class Leaves(Step):
+        def forward(self, x):
+            found = super().forward(x)
+            left.append(weakref.ref(found))
+            return found
+
+    made = inexact(Leaves)
+    gc.collect()
+    gc.disable()
+    try:
+        for is_trained in (True, False):
+            y = made.train(is_trained)(batch())
+            if is_trained:
+                y.sum().backward()
+            del y
+            assert left and all(one() is None for one in left), "nobody has to look for it"
+            left.clear()
+    finally:
+        gc.enable()
+
+
+def test_a_weight_of_c_relaxation_is_refused_of_both_directions():
+    made = net(comm=MPI.COMM_SELF)
+    for name in ("setCRelaxWt", "setFwdCRelaxWt", "setBwdCRelaxWt"):
+        getattr(made, name)(1.0)
+        with pytest.raises(NotImplementedError, match=r"setCRelaxWt\(1.3\)"):
+            getattr(made, name)(1.3)
+
+
+def test_compiled_layers_draw_anew_for_each_batch_and_alike_within_it():
+    found = []
+
+    class Compiled(Dropping):
+        def forward(self, x):
+            mask = self.drops(torch.ones_like(x))
+            return torch.tanh(self.linear(x)) * mask
+
+    def layer():
+        return torch.compile(Compiled(), backend="aot_eager")
+
+    for build in (layer, Compiled):
+        made = inexact(build)
+        with torch.no_grad():
+            found.append([made(batch()), made(batch())])
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+# ---- layers
+
+
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, dt):
+        return x + dt * torch.tanh(self.linear(x))
+
+
+class Knows(nn.Module):
+    """A single layer that wants to know dt."""
+
+    def forward(self, x, dt):
+        return x * dt
+
+
+class Optional(nn.Module):
+    def forward(self, x, mask=None):
+        assert mask is None
+        return x
+
+
+@on_ranks(1, 2)
+def test_dt_counts_single_layers(rank, world):
+    blocks = [lambda: nn.Linear(4, WIDTH), Step, Timed, Knows, Optional]
+    made = net(blocks, [1, 3, 3, 1, 1], Tf=2.0)
+    assert made.dt == 2.0 / 9 and made.kinds == ["plain", *["ode"] * 3, *["timed"] * 3, "plain", "plain"]
+    whole, y = serial(made, batch(width=4))
+    x = whole.layers[0](batch(width=4))
+    for number in range(1, 4):
+        x = x + made.dt * whole.layers[number](x)
+    for number in range(4, 7):
+        x = whole.layers[number](x, made.dt)
+    torch.testing.assert_close(y, x * made.dt, rtol=1e-6, atol=1e-7)
+    with torch.no_grad():
+        found = made(batch(width=4))
+    assert rank != 0 or torch.equal(found, y)
+
+
+class Extra(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *args, **kwargs):
+        return torch.tanh(self.linear(x)) * args[0] + kwargs["shift"]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("layer", [Extra, Timed], ids=["steps", "with dt"])
+def test_extra_arguments_are_given_to_each_layer(rank, world, layer):
+    class Takes(Timed):
+        def forward(self, x, dt, factor, *, shift):
+            return x + dt * (torch.tanh(self.linear(x)) * factor + shift)
+
+    made = inexact(Extra if layer is Extra else Takes)
+    y = made(batch(), 2.0, shift=0.5)
+    y.sum().backward()
+    exact = net(Extra if layer is Extra else Takes)
+    right = exact(batch(), 2.0, shift=0.5)
+    torch.testing.assert_close(y, right, rtol=5e-2, atol=5e-3)
+    other = exact(batch(), 1.0, shift=0.5)
+    assert rank != 0 or not torch.allclose(right, other)
+    with pytest.raises(LayerParallelError, match="extra argument of forward wants a gradient"):
+        made(batch(), torch.ones((), requires_grad=True), shift=0.5)
+    # Nothing of them is left.
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in made.layer_models)
+
+
+@on_ranks(2)
+def test_a_functor_that_fails_fails_on_all_ranks(rank, world):
+    def bad():
+        raise RuntimeError("cannot be built")
+
+    with pytest.raises(LayerParallelError, match="cannot be built"):
+        net(bad)
+
+    def bad_on_the_second():
+        if rank == 1:
+            raise RuntimeError("not here")
+        return Step()
+
+    with pytest.raises(LayerParallelError, match=r"rank 1 of the layers failed in building its layers.*not here"):
+        net(bad_on_the_second)
+    net()(batch())
+
+
+def test_what_cannot_be_is_said():
+    with pytest.raises(ValueError, match="2 layer_blocks and 1 global_steps"):
+        net([Step, Step], [3])
+    with pytest.raises(ValueError, match=r"global_steps\[0\]=0"):
+        net(Step, 0)
+    with pytest.raises(TypeError, match="a function that builds a layer"):
+        net(Step(), 2)
+    made = net(comm=MPI.COMM_SELF)
+    for call, given in (("setMaxIters", 0), ("setNumRelax", -1), ("setCFactor", 1), ("setMinCoarse", 0)):
+        with pytest.raises(ValueError, match="whole number from"):
+            getattr(made, call)(given)
+
+
+@on_ranks(2)
+def test_layers_are_the_same_on_any_number_of_ranks_and_follow_torchs_seed(rank, world):
+    first, second = net(), net(comm=MPI.COMM_SELF)
+    mine = {name: value for part in first.ranks.allgather(first.state_dict()) for name, value in part.items()}
+    other = second.state_dict()
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+    weights = [value for name, value in other.items() if name.endswith("weight")]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(weights, 2)), "no two layers begin alike"
+    torch.manual_seed(3 + rank)
+    made = torchbraid.LayerParallel(MPI.COMM_WORLD, Step, 4, 1.0)
+    made(batch())
+    assert made.body._solver.layers.seed == MPI.COMM_WORLD.bcast(made.body._solver.layers.seed)
+
+
+# ---- sequences
+
+FEATURES, HIDDEN, LAYERS = 3, 5, 2
+
+
+class ImplicitCell(nn.Module):
+    """Two layers of a GRU whose step is implicit in time."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_input = nn.ModuleList([nn.Linear(size, 3 * HIDDEN) for size in (FEATURES, HIDDEN)])
+        self.of_state = nn.ModuleList([nn.Linear(HIDDEN, 3 * HIDDEN) for _ in range(LAYERS)])
+        self.times = set()
+
+    def _cell(self, layer, dt, given, h):
+        xr, xz, xn = given.chunk(3, 1)
+        hr, hz, hn = self.of_state[layer](h).chunk(3, 1)
+        n = torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
+        share = dt * (1 - torch.sigmoid(xz + hz))
+        return (h + share * n) / (1 + share)
+
+    def _layers(self, level, tstart, tstop, given, h):
+        self.times.add((level, tstop - tstart))
+        first = self._cell(0, tstop - tstart, given, h[0][0])
+        second = self._cell(1, tstop - tstart, self.of_input[1](first), h[0][1])
+        return (torch.stack((first, second)),)
+
+    def forward(self, level, tstart, tstop, x, h):
+        return self._layers(level, tstart, tstop, self.of_input[0](x), h)
+
+
+class FastCell(ImplicitCell):
+    def reduceX(self, x):
+        assert x.dim() == 2
+        return {"products": self.of_input[0](x)}
+
+    def fastForward(self, level, tstart, tstop, reduced, h):
+        return self._layers(level, tstart, tstop, reduced["products"], h)
+
+
+class Pair(nn.Module):
+    """A cell of two states of different shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(FEATURES + 2, 4)
+
+    def forward(self, level, tstart, tstop, x, state):
+        h, c = state
+        found = torch.tanh(self.inner(torch.cat((x, h), 1)))
+        dt = tstop - tstart
+        return h + dt * (c[:, :2] - h) / (1 + dt), c + dt * (found - c) / (1 + dt)
+
+
+def recurrent(cell, count, world=None, rank=0, Tf=1.0, levels=1, comm=MPI.COMM_WORLD):
+    """The net of a sequence, and the part of it of this rank: as many steps as divide, and the rest on the last."""
+    world = comm.Get_size() if world is None else world
+    first = count // world
+    own = first if rank < world - 1 else count - first * (world - 1)
+    made = torchbraid.GRU_Parallel(
+        comm, cell, own, HIDDEN, LAYERS, Tf, max_fwd_levels=levels, max_bwd_levels=levels, max_iters=2
+    )
+    made.setSkipDowncycle(True)
+    return made, slice(first * rank, first * rank + own)
+
+
+def sequence(count, samples=4, seed=1):
+    return torch.randn(samples, count, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", [ImplicitCell, FastCell, Pair])
+def test_a_sequence_of_one_level_is_the_serial_loop(rank, world, kind):
+    torch.manual_seed(rank)
+    cell = kind().double()
+    made, own = recurrent(cell, 8, rank=rank, Tf=4.0)
+    alone = torchbraid.GRU_Serial(copy.deepcopy(cell), LAYERS, HIDDEN, dt=0.5)
+    for number in range(2):
+        x = sequence(8, seed=number)
+        if kind is Pair:
+            start = torch.ones(4, 2, dtype=torch.float64), torch.ones(4, 4, dtype=torch.float64)
+        else:
+            start = (torch.ones(LAYERS, 4, HIDDEN, dtype=torch.float64),)
+        h = [state.clone().requires_grad_() for state in start]
+        mine, theirs = x[:, own].clone().requires_grad_(), x.clone().requires_grad_()
+        found = made(mine, h[0] if len(h) == 1 else tuple(h))
+        right = [state.clone().requires_grad_() for state in start]
+        expected = alone(theirs, tuple(right))
+        for a, b in zip([found] if len(h) == 1 else found, [expected] if len(h) == 1 else expected):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+        total = sum(a.square().sum() for a in ([found] if len(h) == 1 else found))
+        # What the others call it on counts for nothing.
+        (total if rank == 0 else 3 * total).backward()
+        sum(b.square().sum() for b in ([expected] if len(h) == 1 else expected)).backward()
+        torch.testing.assert_close(mine.grad, theirs.grad[:, own], rtol=1e-10, atol=1e-14)
+        if rank == 0:
+            for a, b in zip(h, right):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-14)
+    for a, b in zip(made.GRU_models.parameters(), alone.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-14)
+    assert (made.getFastForwardInfo()[1] == 1) == (kind is FastCell)
+
+
+@on_ranks(1, 2)
+def test_a_sequence_is_solved_by_multigrid_each_way_as_it_was_asked_for(rank, world):
+    torch.manual_seed(4)
+    cell = ImplicitCell().double()
+    made, own = recurrent(cell, 16, rank=rank, Tf=4.0, levels=2)
+    made.setCFactor({-1: 4})
+    exact, _ = recurrent(copy.deepcopy(cell), 16, rank=rank, Tf=4.0)
+    x = sequence(16)
+    right = exact(x[:, own])
+    right.square().sum().backward()
+    grads = [parameter.grad for parameter in exact.parameters()]
+
+    def errors(fwd, bwd):
+        made.zero_grad()
+        made.setFwdMaxIters(fwd)
+        made.setBwdMaxIters(bwd)
+        y = made(x[:, own])
+        y.square().sum().backward()
+        error = sum((p.grad - g).square().sum() for p, g in zip(made.parameters(), grads))
+        return (y - right).norm() / right.norm(), (error / sum(g.square().sum() for g in grads)).sqrt()
+
+    few, more = errors(1, 1), errors(3, 3)
+    assert more[0] < few[0] / 2 and more[1] < few[1] / 2
+    assert few[1] > 1e-6, "it is inexact"
+    assert made.getFwdStats()[0] == 3 and made.getBwdStats()[1] > 0
+    assert max(errors(5, 5)) < 1e-12, (
+        "after as many iterations as there are intervals, and one for the output, all is exact"
+    )
+    assert cell.times == {(0, 0.25), (1, 1.0)}
+    # Exact forward, and only then is the backward pass as inexact as before.
+    made.fwd_app.max_levels = 1
+    found = errors(1, 1)
+    assert found[0] < 1e-12 and found[1] > 1e-6
+    made.bwd_app.max_levels = 1
+    assert max(errors(1, 1)) < 1e-12
+
+
+@on_ranks(2)
+def test_a_sequence_may_have_another_length(rank, world):
+    made, _ = recurrent(FastCell().double(), 16, rank=rank, levels=3)
+    for count, levels in ((16, 3), (5, 3), (3, 2), (16, 3)):
+        own = slice(0, count - 2) if rank == 0 else slice(count - 2, count)
+        x = sequence(count)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y = made(x[:, own])
+        assert y.shape == (LAYERS, 4, HIDDEN) and made.body.fwd.levels == levels
+        y.sum().backward()
+
+
+@on_ranks(2)
+def test_an_exception_in_a_cell_or_a_missing_input_is_raised_on_all_ranks(rank, world):
+    class Bad(ImplicitCell):
+        is_bad = False
+
+        def forward(self, *arguments):
+            if self.is_bad:
+                raise RuntimeError("no good")
+            return super().forward(*arguments)
+
+    cell = Bad().double()
+    made, own = recurrent(cell, 4, rank=rank)
+    cell.is_bad = rank == 1
+    with pytest.raises(LayerParallelError, match=r"rank 1 of the layers failed in layer \d.*no good"):
+        made(sequence(4)[:, own])
+    cell.is_bad = False
+    with pytest.raises(LayerParallelError, match="give every rank its part of the sequence"):
+        made(sequence(4)[:, own] if rank else None)
+    made(sequence(4)[:, own]).sum().backward()
+    with pytest.raises(NotImplementedError, match="states of a sequence"):
+        made.diagnostics(True)
+    with pytest.raises(ValueError, match="exact-pipeline"):
+        made.body.mode = "exact-pipeline"
+    with pytest.raises(ValueError, match=r"num_steps=\[0, 0\]"):
+        torchbraid.GRU_Parallel(MPI.COMM_WORLD, cell, 0, HIDDEN, LAYERS, 1.0)
+
+
+@on_ranks(2)
+def test_evaluations_of_a_cell_are_timed(rank, world):
+    made, own = recurrent(ImplicitCell().double(), 8, rank=rank)
+    made.fwd_app.setBraidTimers(2)
+    with torch.no_grad():
+        made.eval()(sequence(8)[:, own])
+    assert len(made.timer_manager.timer("ForWD::step").getTimes()) >= 4
+    assert "body.cell.cell.of_state.0.weight" in made.state_dict()
+    assert [made.fwd_app.getTimePointProc(0, point) for point in (0, 4, 5)] == [0, 0, 1]
+
+
+# ---- settings
+
+
+@on_ranks(1, 2)
+def test_levels_are_as_many_as_the_net_allows(rank, world):
+    with warnings_anew() as said:
+        made = net(steps=8, levels=5)
+        made.setCFactor(2)
+        made(batch()).sum().backward()
+    assert made.body.fwd.levels == made.body.bwd.levels == 3
+    assert len(said) == (rank == 0)
+    assert rank or "3 levels instead of 5: 8 layers by factors of [2, 2, 2]" in str(said[0].message)
+    made.setMinCoarse(3)
+    assert made.fwd_app.cycle().levels == 2
+    assert net([Step, Step], [1, 1], levels=2).fwd_app.cycle() == Cycle(levels=1)
+
+
+def test_settings_mean_what_they_say():
+    made = net(steps=16, levels=2, iters=3, comm=MPI.COMM_SELF)
+    assert (made.getFwdMaxIters(), made.getBwdMaxIters()) == (3, 3)
+    made.setSkipDowncycle(True)
+    with warnings_anew():
+        made.setSkipBwdDowncycle(False)
+    made.setFwdMaxIters(2)
+    made.setFwdCFactor(4)
+    made.setBwdResidualCompute(0)
+    made.setFwdFinalFCRelax()
+    made.startStateCommunication()
+    made.endStateCommunication()
+    assert made.fwd_app.cycle() == Cycle(levels=2, factor=(4,), iterations=2, relax=(0,))
+    assert made.bwd_app.cycle() == Cycle(levels=2, factor=(2,), iterations=4, relax=(0,), norms="none")
+    made.setFMG()
+    assert (made.fwd_app.cycle().shape, made.fwd_app.cycle().start) == ("F", "full")
+    made(batch()).sum().backward()
+    assert made.getFwdStats()[1] > 0 and made.getBwdStats() == (3, -1.0)
+
+
+def test_settings_without_effect_say_why_once():
+    made = net(comm=MPI.COMM_SELF)
+    with warnings_anew() as said:
+        for _ in range(2):
+            made.fwd_app.setAbsTol(1e-6)
+            made.setFwdStorage(0)
+            made.setBwdRelaxOnlyCG(1)
+            made.setFwdRelaxOnlyCG(0)
+    texts = [str(one.message) for one in said]
+    assert [text.split(":")[1].split("(")[0].strip() for text in texts] == [
+        "setAbsTol",
+        "setStorage",
+        "setRelaxOnlyCG has no effect",
+    ]
+
+
+@on_ranks(2)
+def test_buffers_of_mpi_say_where_states_are_sent_from(rank, world):
+    with warnings_anew() as said:
+        net(user_mpi_buf=False)
+        net(user_mpi_buf=True)
+    assert len(said) == (rank == 0) and (rank or "memory that they lie in" in str(said[0].message))
+
+
+@on_ranks(2)
+def test_layers_that_no_backend_sends_from_are_refused(rank, world):
+    made = net(lambda: Step().to("meta"), 2)
+    with pytest.raises(ValueError, match="no backend that sends from there"):
+        torchbraid._module._check_device(made.ranks, torch.device("cuda"))
+
+
+def test_a_first_guess_is_taken():
+    made = net(steps=16, levels=2, iters=1, comm=MPI.COMM_SELF)
+    exact = net(steps=16, comm=MPI.COMM_SELF)
+    exact.diagnostics(True)
+    right = exact(batch())
+    times, values = exact.getFineTimePoints()
+    # Of single samples, each a class of its own.
+    storage = utils.MeanInitialGuessStorage(5, 1.0)
+    for time, value in zip(times, values):
+        storage.addState(time, value, range(5))
+
+    class Guess:
+        def getState(self, t):
+            near = min(storage.getTimeStamps(), key=lambda known: abs(known - t))
+            return storage.getState(near, torch.arange(5))
+
+    plain = made(batch())
+    residual = made.getFwdStats()[1]
+    made.setFwdInitialGuess(Guess())
+    guessed = made(batch())
+    assert (guessed - right).norm() < (plain - right).norm() / 10 or torch.equal(guessed, right)
+    assert made.body.fwd.start == "guess" and made.getFwdStats()[0] == 1
+    assert made.getFwdStats()[1] < residual / 10
+    made.setFwdInitialGuess(None)
+    assert torch.equal(made(batch()), plain)
+
+
+# ---- what becomes of a batch
+
+
+@on_ranks(2)
+def test_timers_are_of_passes_and_of_each_evaluation(rank, world, tmp_path):
+    made = inexact()
+    made.fwd_app.setBraidTimers(2)
+    for _ in range(3):
+        made(batch()).sum().backward()
+    times = {timer.getName(): len(timer.getTimes()) for timer in made.getTimerManager().getTimers()}
+    assert times["ForWD::runBraid"] == times["BckWD::runBraid"] == 3
+    assert times["ForWD::step"] >= 3 * 4, "each layer at least once a batch"
+    shown = made.getTimersString()
+    if rank == 0:
+        assert "rank 0" in shown and "rank 1" in shown and "BckWD::runBraid" in shown
+    else:
+        assert shown is None
+    made.bwd_app.setTimerFile("forgotten")
+    made.bwd_app.setTimerFile(str(tmp_path / "bwd"))
+    made.fwd_app.resetBraidTimer()
+    assert [timer.getName() for timer in made.timer_manager.getTimers()] == ["BckWD::runBraid"]
+    del made
+    gc.collect()
+    MPI.COMM_WORLD.Barrier()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bwd_0000.txt", "bwd_0001.txt"]
+    assert "BckWD::runBraid" in (tmp_path / f"bwd_{rank:04d}.txt").read_text()
+    # Nobody takes the folder away while another looks.
+    MPI.COMM_WORLD.Barrier()
+
+
+@on_ranks(2)
+def test_residuals_are_printed_by_rank_0_where_that_is_asked_for(rank, world):
+    made = inexact()
+    made.setFwdMaxIters(3)
+    with contextlib.redirect_stdout(io.StringIO()) as silent:
+        made(batch()).sum().backward()
+    made.setPrintLevel(1)
+    made.setPrintLevel(1, True)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        made(batch()).sum().backward()
+    assert silent.getvalue() == ""
+    lines = printed.getvalue().splitlines()
+    if rank == 0:
+        assert [line.split(",")[0] for line in lines] == [
+            "forward: iteration 1",
+            "forward: iteration 2",
+            "forward: 3 iterations",
+            "backward: 1 iteration",
+        ]
+        assert "factor" in lines[1] and f"residual {made.getFwdStats()[1]:.6e}" in lines[2]
+    else:
+        assert lines == []
+
+
+@on_ranks(1, 2, 3)
+def test_vectors_go_to_the_root_and_from_it(rank, world):
+    made = net()
+    found = made.getFinalOnRoot(torch.full((3,), float(rank)))
+    assert (found is None) == (rank != 0) and (found is None or torch.equal(found, torch.full((3,), world - 1.0)))
+    assert torch.equal(made.copyVectorFromRoot(torch.full((2,), rank + 5.0)), torch.full((2,), 5.0))
+    assert made.getMPIComm() is MPI.COMM_WORLD
+    assert [made.fwd_app.getTimePointProc(0, point) for point in (0, 1, 8)] == [0, 0, world - 1]
+
+
+def test_a_net_can_be_copied_and_seen():
+    made = inexact(comm=MPI.COMM_SELF)
+    made(batch()).sum().backward()
+    other = copy.deepcopy(made)
+    made.setFwdMaxIters(5)
+    assert other.getFwdMaxIters() == 2 and torch.equal(other(batch()), inexact(comm=MPI.COMM_SELF)(batch()))
+    assert "rank 0 of 1" in repr(other)
+    other.zero_grad()
+    assert all(parameter.grad is None for parameter in other.parameters())
+    assert other.to("cpu") is other
+
+
+# ---- ranks
+
+
+@on_ranks(1, 2, 3)
+def test_objects_go_between_all_ranks(rank, world):
+    comm = MPI.COMM_WORLD
+    assert (comm.Get_rank(), comm.Get_size(), comm.rank, comm.size) == (rank, world, rank, world)
+    assert MPI.COMM_SELF.Get_size() == 1 and MPI.COMM_SELF.allreduce(7) == 7
+    assert comm.bcast({"a": rank}, root=world - 1) == {"a": world - 1}
+    assert comm.gather(rank, root=0) == (list(range(world)) if rank == 0 else None)
+    assert comm.allgather((rank,)) == [(other,) for other in range(world)]
+    assert comm.scatter([f"to {other}" for other in range(world)] if rank == 0 else None) == f"to {rank}"
+    assert comm.alltoall([(rank, other) for other in range(world)]) == [(other, rank) for other in range(world)]
+    total = sum(range(world))
+    assert comm.allreduce(rank) == total and comm.reduce(rank, op=MPI.MAX) == (world - 1 if rank == 0 else None)
+    assert comm.scan(1) == rank + 1
+    assert comm.allreduce((abs(rank - 1), rank), op=MPI.MINLOC) == (0 if world > 1 else 1, 1 if world > 1 else 0)
+    assert comm.allreduce(rank < 1, op=MPI.LAND) is (world == 1) and comm.allreduce([rank]) == list(range(world))
+    comm.Barrier()
+    assert MPI.Wtime() > 0 and MPI.Get_processor_name() and MPI.Is_initialized()
+
+
+@on_ranks(1, 2, 3)
+def test_buffers_go_between_all_ranks(rank, world):
+    numpy = pytest.importorskip("numpy")
+    comm = MPI.COMM_WORLD
+    found = numpy.zeros(4)
+    comm.Allreduce([numpy.full(4, rank + 1.0), MPI.DOUBLE], found, op=MPI.SUM)
+    assert found.tolist() == [sum(range(1, world + 1))] * 4
+    tensor = torch.full((2, 3), float(rank)).t()
+    comm.Allreduce(MPI.IN_PLACE, tensor, MPI.MAX)
+    assert torch.equal(tensor, torch.full((3, 2), world - 1.0)), "a buffer in another order"
+    comm.Bcast(tensor.fill_(rank), root=world - 1)
+    assert torch.equal(tensor, torch.full((3, 2), world - 1.0))
+    out = numpy.zeros((world, 2), dtype=numpy.int64)
+    comm.Allgather(numpy.full(2, rank), out)
+    assert out[:, 1].tolist() == list(range(world))
+    gathered = torch.zeros(world, 2) if rank == 0 else None
+    comm.Gather(torch.full((2,), float(rank)), gathered)
+    assert rank or gathered[:, 0].tolist() == list(range(world))
+    part = torch.zeros(2)
+    comm.Scatter(torch.arange(2.0 * world) if rank == 0 else None, part)
+    assert part.tolist() == [2 * rank, 2 * rank + 1]
+    reduced = torch.zeros(1)
+    comm.Reduce(torch.ones(1), reduced, root=0)
+    assert reduced.item() == (world if rank == 0 else 0)
+    turned = torch.zeros(world)
+    comm.Alltoall(torch.full((world,), float(rank)), turned)
+    assert turned.tolist() == list(range(world))
+    with pytest.raises(NotImplementedError, match=r"MPI.LAND of buffers"):
+        comm.Allreduce(MPI.IN_PLACE, tensor, MPI.LAND)
+    with pytest.raises(TypeError, match="small letters"):
+        comm.Bcast("text")
+
+
+@on_ranks(1, 2, 3)
+def test_messages_are_found_by_source_and_tag(rank, world):
+    comm = MPI.COMM_WORLD
+    after, before = (rank + 1) % world, (rank - 1) % world
+    # All send first, as MPI lets them.
+    comm.send({"from": rank}, dest=after, tag=7)
+    comm.send("second", dest=after, tag=8)
+    comm.Send(torch.full((5,), float(rank)), dest=after, tag=9)
+    status, into = MPI.Status(), torch.zeros(5)
+    comm.Recv(into, source=before, tag=9)
+    assert into.tolist() == [float(before)] * 5
+    assert comm.recv(source=before, tag=8) == "second"
+    assert comm.recv(status=status) == {"from": before}
+    assert (status.Get_source(), status.Get_tag()) == (before, 7) and status.Get_count() > 0
+    large = torch.randn(1 << 18)
+    request = comm.isend(large, dest=after)
+    assert comm.irecv(source=before).wait().shape == large.shape
+    request.wait()
+    assert comm.sendrecv(rank, dest=after, source=before) == before
+    comm.Send(torch.ones(4), dest=after)
+    with pytest.raises(ValueError, match=r"16 bytes came from rank \d, and the buffer is 2 elements"):
+        comm.Recv(torch.zeros(2), source=before)
+    with pytest.raises(ValueError, match=f"ranks 0 to {world - 1}"):
+        comm.send(1, dest=world)
+
+
+@on_ranks(3)
+def test_communicators_are_split(rank, world):
+    comm = MPI.COMM_WORLD
+    turned = comm.Split(0, -rank)
+    assert turned.Get_rank() == 2 - rank and turned.allgather(rank) == [2, 1, 0]
+    part = comm.Split(MPI.UNDEFINED if rank == 1 else 5, rank)
+    if rank == 1:
+        assert not part and part is MPI.COMM_NULL
+        with pytest.raises(ValueError, match="COMM_NULL"):
+            part.Get_size()
+    else:
+        assert part.allgather(rank) == [0, 2]
+        made = net(comm=part, steps=4)
+        y = made(batch())
+        y.sum().backward()
+        assert torch.equal(y, serial(made, batch())[1]), "the first has it, and the last"
+        with pytest.raises(NotImplementedError, match=r"Split of 2 ranks.*split MPI.COMM_WORLD"):
+            part.Split()
+    (alone,) = comm.Split(rank).allgather(rank)
+    assert alone == rank
+    same = comm.Dup()
+    comm.send("of the world", dest=rank)
+    same.send("of its copy", dest=rank)
+    assert same.recv() == "of its copy" and comm.recv() == "of the world"
+    same.Free()
+    assert comm.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == 3
+
+
+class Foreign:
+    """A communicator of mpi4py's kind."""
+
+    def __init__(self, rank, size):
+        self._of = rank, size
+
+    def Get_rank(self):
+        return self._of[0]
+
+    def Get_size(self):
+        return self._of[1]
+
+    def bcast(self, obj, root=0):
+        raise AssertionError("the group is there")
+
+
+@on_ranks(2)
+def test_a_real_communicator_has_the_ranks_of_the_world_or_is_refused(rank, world):
+    made = net(comm=Foreign(rank, world))
+    assert made.getMPIComm().Get_size() == 2 and made.ranks is MPI.COMM_WORLD
+    made(batch())
+    with pytest.raises(ValueError, match=r"of 1 rank was given.*world of 2.*mpi4py"):
+        net(comm=Foreign(0, 1))
+    with pytest.raises(ValueError, match=r"of 3 ranks was given.*world of 2"):
+        net(comm=Foreign(rank, 3))
+    with pytest.raises(ValueError, match=rf"rank {1 - rank} of a communicator was given on rank {rank}"):
+        net(comm=Foreign(1 - rank, 2))
+    with pytest.raises(TypeError, match="not int"):
+        net(comm=3)
+    MPI.Init("accl")
+    with pytest.raises(ValueError, match=r"MPI.Init\('gloo'\): the group that there is"):
+        MPI.Init("gloo")
+    for comm in (dist.group.WORLD, dist.init_device_mesh("cpu", (2,))):
+        assert len(net(comm=comm).layer_models) == 4
+
+
+@on_ranks(4)
+def test_two_by_two_ranks_have_the_gradients_of_one(rank, world):
+    comm_dp, comm_lp = utils.split_communicator(MPI.COMM_WORLD, 2)
+    assert (comm_dp.allgather(rank), comm_lp.allgather(rank)) == (
+        [rank // 2 * 2, rank // 2 * 2 + 1],
+        [rank % 2, rank % 2 + 2],
+    )
+    made = inexact(lambda: Step().double(), comm=comm_lp)
+    torch.manual_seed(5)
+    compose = made.comp_op()
+    head = compose(lambda: nn.Linear(WIDTH, WIDTH).double())
+    x = batch(8, dtype=torch.float64)
+    replica = comm_dp.rank
+    y = made(compose(head, x[4 * replica : 4 * replica + 4])) if comm_lp.rank == 0 else made(torch.tensor(4))
+    compose(lambda y: y.square().mean(), y).backward()
+    utils.average_gradients(made, comm_dp)
+    alone = inexact(lambda: Step().double(), comm=MPI.COMM_SELF)
+    torch.manual_seed(5)
+    other = nn.Linear(WIDTH, WIDTH).double()
+    alone(other(x)).square().mean().backward()
+    right = gradients(alone)
+    for name, parameter in made.body.named_parameters():
+        torch.testing.assert_close(parameter.grad, right[name], rtol=1e-12, atol=1e-15)
+    with pytest.raises(ValueError, match="4 ranks cannot be cut into groups of 3"):
+        utils.split_communicator(MPI.COMM_WORLD, 3)
+
+
+@on_ranks(2)
+def test_gradients_that_some_ranks_lack_count_as_zero(rank, world):
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2)])
+    model[0].weight.grad = torch.full((2, 2), float(rank))
+    if rank == 1:
+        model[1].weight.grad = torch.ones(2, 2, dtype=torch.float64).t()
+    utils.average_gradients(model, MPI.COMM_WORLD)
+    assert torch.equal(model[0].weight.grad, torch.full((2, 2), 0.5))
+    assert torch.equal(model[1].weight.grad, torch.full((2, 2), 0.5, dtype=torch.float64))
+    assert model[2].weight.grad is None
+
+
+# ---- utilities
+
+
+@on_ranks(1, 2)
+def test_regularization_is_that_of_all_layers_on_rank_0(rank, world):
+    made = net()
+    found = utils.l2_reg(made, MPI.COMM_WORLD)
+    whole, _ = serial(made, batch())
+    right = sum(parameter.square().sum().item() for parameter in whole.parameters())
+    assert rank or found.item() == pytest.approx(right, rel=1e-6)
+    found.backward()
+    for parameter in made.parameters():
+        assert torch.equal(parameter.grad, 2 * parameter)
+    assert utils.l2_reg(nn.ReLU()).item() == 0
+
+
+def test_seeds_and_devices_are_by_rank():
+    assert len({utils.seed_from_rank(1, rank) for rank in range(100)}) == 100
+    assert utils.seed_from_rank(2, 3) == utils.seed_from_rank(4, 1) < 1 << 32
+    if not torch.cuda.is_available():
+        assert utils.getDevice(MPI.COMM_WORLD) == (torch.device("cpu"), torch.device("cpu"))
+    assert torchbraid.getDevice is utils.getDevice
+
+
+def test_buffers_have_exactly_the_bytes_of_their_tensors():
+    tensors = [torch.randn(3, 2), None, torch.arange(5, dtype=torch.int16), torch.empty(0), torch.randn(4).double().t()]
+    packed = utils.pack_buffer(tensors)
+    assert packed.numel() == utils.buffer_size(tensors) == 3 * 2 * 4 + 5 * 2 + 4 * 8
+    into = [None if tensor is None else torch.zeros_like(tensor) for tensor in tensors]
+    utils.unpack_buffer(into, packed)
+    assert all(a is None or torch.equal(a, b) for a, b in zip(tensors, into))
+    with pytest.raises(ValueError, match=r"has 66 bytes, and the tensors 24"):
+        utils.unpack_buffer(tensors[0], packed)
+
+
+def test_parts_of_a_data_set_are_batches_by_turns():
+    state = torch.random.get_rng_state()
+    whole = utils.Partioner(list(range(100, 123)), 2, seed=5, batch_size=4)
+    parts = [whole.get_partion(rank) for rank in range(2)]
+    assert [len(part) for part in parts] == [12, 11]
+    found = [part[index] for part in parts for index in range(len(part))]
+    assert sorted(found) == list(range(100, 123)) and found != sorted(found)
+    other = utils.Partioner(list(range(100, 123)), 1, seed=5, batch_size=8).get_partion(0)
+    assert [other[index] for index in range(4)] == [parts[0][index] for index in range(4)]
+    assert [other[4 + index] for index in range(4)] == [parts[1][index] for index in range(4)]
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_means_of_states_are_by_class_and_time():
+    storage = utils.MeanInitialGuessStorage(3, 0.25)
+    first = torch.tensor([[1.0], [3.0], [8.0]])
+    storage.addState(0.5, first, [0, 0, 2])
+    assert list(storage.getTimeStamps()) == [0.5]
+    (found,) = storage.getState(0.5, torch.tensor([2, 0, 1]))
+    assert found.tolist() == [[2.0], [0.5], [0.0]]
+    storage.addState(0.5, (first,), torch.tensor([0, 1, 1]))
+    assert storage.getState(0.5, [0, 1, 2])[0].tolist() == [[0.75 * 0.5 + 0.25], [0.25 * 5.5], [2.0]]
+    with pytest.raises(KeyError, match="no state of time"):
+        storage.getState(1.0, [0])
+    with pytest.raises(ValueError, match="classes 0 to 3, and there are 3"):
+        storage.addState(0.5, first, [0, 1, 3])
+    with pytest.raises(ValueError, match="2 classes for states of"):
+        storage.addState(0.5, first, [0, 1])
+
+
+def test_small_ones(capsys):
+    assert utils.pickle_size([1, 2]) > 10
+    kept = torch.zeros(1 << 18)
+    kept.label = "kept"
+    utils.tensor_memory("here", min_size=1 << 19)
+    utils.tensor_memory("total", total_only=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("here: 1.00 MiB" in line and "kept" in line for line in lines)
+    assert len([line for line in lines if "total" in line]) == 1 and "tensors" in lines[-1]
+    assert "test_small_ones" in utils.stack_string("> ") and utils.git_rev()
+    timers = utils.ContextTimerManager()
+    with timers.timer("twice") as timer:
+        assert timer.isTiming() and timer.getName() == "twice"
+    with pytest.raises(KeyError), timers.timer("twice"):
+        raise KeyError
+    assert len(timer.getTimes()) == 2 and not timer.isTiming()
+    assert timers.getResultString().splitlines()[2].split()[:3] == ["twice", "|", "2"]
+    timers.resetTimers()
+    assert timers.getTimers() == []
+
+
+def test_levels_are_counted_and_the_root_prints(capsys):
+    from torch_accl.compat.torchbraid import mgopt
+
+    found = [mgopt.compute_levels(steps, size, factor) for steps, size, factor in ((64, 1, 4), (32, 3, 4), (2, 3, 4))]
+    assert found == [4, 2, 1]
+    mgopt.root_print(0, 1, 1, "said")
+    mgopt.root_print(0, 1, 2, "not said")
+    mgopt.root_print(1, 1, 1, "nor this")
+    assert capsys.readouterr().out == "said\n"
+    with pytest.raises(NotImplementedError, match="mgopt_solver"):
+        mgopt.mgopt_solver()
+    with pytest.raises(ValueError, match="at least 2"):
+        mgopt.compute_levels(8, 2, 1)
+
+
+# ---- launchers
+
+WORLD = """
+import sys
+from torch_accl.compat.torchbraid import MPI
+import torch.distributed as dist
+
+assert not dist.is_initialized()
+{before}
+comm = MPI.COMM_WORLD
+print(comm.Get_rank(), comm.Get_size(), comm.allreduce(1), dist.get_backend() if dist.is_initialized() else None)
+"""
+
+
+def test_the_world_is_the_launchers_and_made_when_it_is_asked_for():
+    for script in run_script(WORLD.format(before=""), 2):
+        assert script.exitcode == 0, script.stderr
+        assert script.stdout.split() == [str(script.rank), "2", "2", "accl"] and script.stderr == ""
+
+
+def test_another_backend_can_be_asked_for():
+    for before in ("MPI.Init('gloo')", "dist.init_process_group('gloo')"):
+        for script in run_script(WORLD.format(before=before), 2):
+            assert script.exitcode == 0, script.stderr
+            assert script.stdout.split() == [str(script.rank), "2", "2", "gloo"]
+
+
+def test_without_a_launcher_the_world_is_one():
+    (script,) = run_script(WORLD.format(before=""), 1, env=dict.fromkeys(OF_A_JOB, ""))
+    assert script.exitcode == 0, script.stderr
+    assert script.stdout.split() == ["0", "1", "1", "None"]
+
+
+@pytest.mark.parametrize("name", ["mpirun.openmpi", "mpirun.mpich"])
+def test_the_world_is_that_of_mpirun(name, tmp_path):
+    ended = run_under(name, WORLD.format(before=""), 2, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(line.split() for line in ended.stdout.splitlines()) == [
+        ["0", "2", "2", "accl"],
+        ["1", "2", "2", "accl"],
+    ]
+
+
+def results(name, launcher, *arguments):
+    """What rank 0 of a script of two ranks says at its end."""
+    environment = {key: value for key, value in os.environ.items() if key not in OF_A_JOB}
+    command = [*launcher, str(SCRIPTS / name), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["procs"] == 2
+    return found
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+SETTINGS = {
+    "torchbraid_mnist.py": ("--steps", "8", "--lp-cfactor", "2", "--lp-max-levels", "2"),
+    "torchbraid_gru.py": ("--length", "16", "--Tf", "16"),
+}
+
+
+def under_mpirun(name):
+    """The same under the first launcher of MPI that there is; None without one."""
+    launcher = next((command for command in COMMANDS.values() if shutil.which(command[0])), None)
+    return None if launcher is None else results(name, [*launcher, "-n", "2", sys.executable], *SETTINGS[name])
+
+
+def test_a_script_like_the_mnist_example_runs_under_torchrun_and_mpirun(tmp_path):
+    name = "torchbraid_mnist.py"
+    found = results(name, TORCHRUN, *SETTINGS[name], "--timers", str(tmp_path / "t"))
+    assert found["losses"][-1] < found["losses"][0] / 4 and found["correct"][-1] > 0.8 * found["of"]
+    assert found["serial_correct"] == found["correct"][-1], "the exported net is the net"
+    (forward, residual), (backward, _) = found["stats"]
+    assert (forward, backward) == (2, 1) and residual > 0, "it was solved as it was asked for"
+    assert "rank 1" in found["timers"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"t_{way}_{rank:04d}.txt" for way in ("bwd", "fwd") for rank in range(2)
+    ]
+    mpi = under_mpirun(name)
+    assert mpi is None or (mpi["losses"], mpi["correct"]) == (found["losses"], found["correct"])
+
+
+def test_a_script_like_the_gru_example_runs_under_torchrun_and_mpirun():
+    name = "torchbraid_gru.py"
+    found = results(name, TORCHRUN, *SETTINGS[name])
+    assert found["losses"][-1] < found["losses"][0] / 4 and found["correct"] > 0.8 * found["of"]
+    assert found["alike"], "all ranks have the same weights"
+    (forward, residual), (backward, _) = found["stats"]
+    assert (forward, backward) == (2, 1) and residual > 0
+    mpi = under_mpirun(name)
+    assert mpi is None or (mpi["losses"], mpi["correct"]) == (found["losses"], found["correct"])
