@@ -140,6 +140,9 @@ def test_another_batch_may_have_others(rank, world):
             y = net(x, {"memory": memory})
         if net.is_last:
             torch.testing.assert_close(y, serial(layers, x, {"memory": memory}), rtol=1e-5, atol=1e-6)
+        exported = net.to_serial()
+        with torch.no_grad():
+            assert not net.is_last or torch.equal(exported(x, {"memory": memory}), y)
 
 
 class Adding(nn.Module):

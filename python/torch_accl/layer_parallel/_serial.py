@@ -5,13 +5,14 @@ Owns the loop over layers that exact modes are compared with, and to which a tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ._blocks import Block, Kind
+from ._side import names_taken
 from ._tree import is_state
 
 __all__ = ["Serial", "advanced"]
@@ -32,11 +33,12 @@ class Serial(nn.Module):
         self.kinds = list(kinds)
         self.dt = dt
 
-    def forward(self, x: Any) -> Any:
-        """The net of x."""
+    def forward(self, x: Any, side: Mapping[str, Any] | None = None) -> Any:
+        """The net of x, and of side inputs."""
         for layer, kind in zip(self.layers, self.kinds):
+            named = {name: side[name] for name in names_taken(layer, side)} if side else {}
             # What `timed` returns, and the others, is the state after.
-            returned = layer(x, self.dt) if kind == "timed" else layer(x)
+            returned = layer(x, self.dt, **named) if kind == "timed" else layer(x, **named)
             x = advanced(x, returned, self.dt) if kind == "ode" else returned
         return x
 
