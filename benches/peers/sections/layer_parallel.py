@@ -105,7 +105,7 @@ def predicted(costs: dict[str, list[list[float]]], ranks: int, prefix: str) -> d
 
 
 def told(costs: dict[str, list[list[float]]], turn: int, ranks: int, prefix: str) -> Costs:
-    """The costs of a round: of layers those of the rank that has them, of ways those from the first rank and back, the mean of all else."""
+    """The costs of a round: of layers those of the rank that has them, the mean of all else."""
 
     def ps(name: str, rank: int) -> int:
         return round(1e6 * costs[name][rank][turn])
@@ -118,13 +118,14 @@ def told(costs: dict[str, list[list[float]]], turn: int, ranks: int, prefix: str
         plain_, recorded, input_vjp, full_vjp = (ps(prefix + name, rank) for name in LAYER_COSTS)
         layers += [(plain_, recorded, input_vjp, full_vjp)] * (LAYERS // ranks)
     kib = STATE_BYTES / 1024
+    empty, state = ps("empty_trip", 0), ps("state_trip", 0)
     return Costs(
         layers,
         STATE_BYTES,
         add_per_kib=round(mean(f"{prefix}add") / kib),
         message=mean("message"),
-        latency=ps("latency", 0),
-        wire_per_kib=round(ps("state", 0) / kib),
+        latency=max(empty - mean("message"), 0),
+        wire_per_kib=round(max(state - empty, 0) / kib),
     )
 
 
@@ -205,7 +206,7 @@ def predictions(data: dict[str, Any]) -> Table:
 def layers(costs: dict[str, dict[str, list[float]]]) -> Table:
     """What predictions are made from."""
     head = ["forward", "forward, recorded", "VJP of the input", "VJP of everything", "a sum of states"]
-    table = Table(["a layer, us", *head, "a message, rank's own time", "its way", "a state's way more"])
+    table = Table(["a layer, us", *head, "to send nothing", "half a round trip of nothing", "of a state"])
     names = (*LAYER_COSTS, "add")
 
     def of_all(name: str) -> str:
@@ -219,7 +220,7 @@ def layers(costs: dict[str, dict[str, list[float]]]) -> Table:
         ("both ranks compute", of_all, ""),
     )
     for title, of, prefix in shown:
-        messages = [] if prefix else [of_all("message"), of_first("latency"), of_first("state")]
+        messages = [] if prefix else [of_all("message"), of_first("empty_trip"), of_first("state_trip")]
         table.row(title, [*(of(prefix + name) for name in names), *(messages or [""] * 3)])
     return table
 
