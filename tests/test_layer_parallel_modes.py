@@ -486,10 +486,15 @@ def test_a_batch_that_cannot_be_cut_goes_on_as_a_wave(rank, world):
 
 def graphs_of(blocks, cycle):
     """How many graphs torch.compile makes of these layers in training, evaluation and an exact mode."""
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     for block in blocks:
-        block.module.compile(backend="aot_eager")
+        block.module.compile(backend=backend)
     net = LayerParallel(blocks, fwd=cycle, bwd=cycle)
     x, target = batch()
     losses = [net.step(x, target, squared) for _ in range(2)]
@@ -497,7 +502,7 @@ def graphs_of(blocks, cycle):
     losses.append(net.step(x, target, squared))
     with torch.no_grad():
         net.eval()(x)
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"], losses
+    return len(made), losses
 
 
 @on_ranks(1, 2)
@@ -574,8 +579,7 @@ def test_a_net_that_does_not_converge_is_found_out(rank, world, on_stall):
         warnings.simplefilter("always")
         net.step(x, target, squared)
     assert not net.probes[-1].factor < 1, net.probes
-    assert [str(each.message).startswith("layer-parallel training, batch 0: the last of") for each in seen] == [
-        True
-    ] * net.is_first
+    mine = [each for each in seen if str(each.message).startswith("layer-parallel training, batch 0: the last of")]
+    assert len(mine) == net.is_first
     assert net.mode == ("exact-pipeline" if on_stall == "exact" else "inexact")
     assert (net.fwd.iterations, net.bwd.iterations) == ((3, 2) if on_stall == "more" else (2, 1))
