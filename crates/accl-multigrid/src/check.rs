@@ -79,13 +79,14 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
                 if !live.insert(value) || gone.contains(&value) {
                     return violation(format!("rank {rank} makes value {value} a second time in operation {at}"));
                 }
-                if value as usize >= plan.points.len() {
+                if value as usize >= plan.points.len().min(plan.meshes.len()) {
                     return violation(format!("value {value} of rank {rank} has no shape"));
                 }
                 if !matches!(op, Op::Recv { .. }) && makers.insert(value, rank).is_some() {
                     return violation(format!("rank {rank} makes value {value}, which another one makes"));
                 }
             }
+            check_meshes(plan, rank, op)?;
             if let Op::Free { value } = op {
                 if !live.remove(value) {
                     return violation(format!("rank {rank} gives up value {value}, which it does not have"));
@@ -101,6 +102,25 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
         }
     }
     Ok(())
+}
+
+/// What is computed of one another is on one mesh, and what counts is on the finest.
+fn check_meshes(plan: &Plan, rank: Rank, op: &Op) -> Result<(), Violation> {
+    let mesh = |value: Value| plan.meshes[value as usize];
+    let is_right = match *op {
+        Op::Coarsen { src, dst } => mesh(dst) == mesh(src) + 1,
+        Op::Refine { src, dst } => mesh(src) == mesh(dst) + 1,
+        Op::Send { .. } | Op::Recv { .. } | Op::Free { .. } => true,
+        Op::Eval { src, is_final: true, .. } if mesh(src) > 0 => false,
+        _ => {
+            let all: HashSet<u32> = op.reads().chain(op.makes()).map(mesh).collect();
+            all.len() <= 1
+        }
+    };
+    match is_right {
+        true => Ok(()),
+        false => violation(format!("rank {rank} puts states of different meshes together: {op:?}")),
+    }
 }
 
 /// Everything that is named exists: ranks, layers, points, micro-batches, passes.

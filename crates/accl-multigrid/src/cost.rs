@@ -45,6 +45,8 @@ pub struct Costs {
     pub layers: Vec<LayerTimes>,
     /// Bytes of a state, at each point.
     pub state: Vec<Bytes>,
+    /// What share of bytes and of a layer's time there is on each coarser mesh of states, in thousandths.
+    pub shares: Vec<u64>,
     /// Of everything else.
     pub rates: Rates,
 }
@@ -73,20 +75,24 @@ impl Costs {
     fn of(&self, plan: &Plan, op: &Op) -> u64 {
         let kib = |value, rate| self.bytes(plan, value) * rate / 1024;
         match *op {
-            Op::Eval { pass, layer, span, is_final, .. } => {
+            Op::Eval { pass, layer, span, src, is_final, .. } => {
                 let times = &self.layers[layer as usize];
-                match (pass, is_final) {
+                let mesh = plan.meshes[src as usize];
+                let time = match (pass, is_final) {
                     (Pass::Forward, false) => times.plain,
                     (Pass::Forward, true) => times.recorded,
-                    // A coarse step of its own is recorded first.
-                    (Pass::Adjoint, false) if span > 1 => times.recorded + times.input_vjp,
+                    // A coarse step of its own, or of coarser states, is recorded first.
+                    (Pass::Adjoint, false) if span > 1 || mesh > 0 => times.recorded + times.input_vjp,
                     (Pass::Adjoint, false) => times.input_vjp,
                     (Pass::Adjoint, true) => times.full_vjp,
-                }
+                };
+                self.on_mesh(mesh, time)
             }
             Op::Advance { dst, .. } | Op::Stretch { dst, .. } | Op::Add { dst, .. } | Op::Subtract { dst, .. } => {
                 kib(dst, self.rates.add_per_kib)
             }
+            Op::Coarsen { src, .. } => kib(src, self.rates.add_per_kib),
+            Op::Refine { dst, .. } => kib(dst, self.rates.add_per_kib),
             Op::SquareNorm { a, .. } => kib(a, self.rates.add_per_kib),
             Op::Send { .. } | Op::Recv { .. } => self.rates.message,
             Op::Phase(_)
@@ -103,7 +109,12 @@ impl Costs {
     }
 
     fn bytes(&self, plan: &Plan, value: Value) -> u64 {
-        self.state[plan.points[value as usize] as usize].0
+        self.on_mesh(plan.meshes[value as usize], self.state[plan.points[value as usize] as usize].0)
+    }
+
+    fn on_mesh(&self, mesh: u32, whole: u64) -> u64 {
+        let share = mesh.checked_sub(1).and_then(|coarser| self.shares.get(coarser as usize));
+        share.map_or(whole, |share| whole * share / 1000)
     }
 }
 

@@ -56,6 +56,8 @@ pub struct Level {
     pub steps: Vec<Step>,
     /// The same points by their position in the next finer level; of the finest one, in itself.
     pub in_finer: Vec<u32>,
+    /// How often its states have been made coarser themselves.
+    pub mesh: u32,
 }
 
 /// The levels of a net, the finest first.
@@ -108,6 +110,25 @@ impl Grid {
         Ok(Self { levels })
     }
 
+    /// The same, with states that become coarser themselves between a level and the next one where that is said.
+    ///
+    /// # Errors
+    /// `InvalidArgument` unless there is one answer for each level but the finest.
+    pub fn with_coarser_states(mut self, is_coarser: &[bool]) -> Result<Self> {
+        if is_coarser.len() + 1 != self.levels.len() {
+            let text = format!(
+                "states of {} levels, and there are {} besides the finest",
+                is_coarser.len(),
+                self.levels.len() - 1
+            );
+            return Err(Error::invalid_argument(text));
+        }
+        for (index, &is_coarser) in is_coarser.iter().enumerate() {
+            self.levels[index + 1].mesh = self.levels[index].mesh + u32::from(is_coarser);
+        }
+        Ok(self)
+    }
+
     /// The levels, the finest first.
     pub fn levels(&self) -> &[Level] {
         &self.levels
@@ -123,7 +144,7 @@ impl Level {
     fn of(layers: &[Layer], points: Vec<u32>, in_finer: Vec<u32>) -> Self {
         let step = |ends: &[u32]| Step { layer: ends[0], span: ends[1] - ends[0], kind: layers[ends[0] as usize].kind };
         let steps = points.windows(2).map(step).collect();
-        Self { points, steps, in_finer }
+        Self { points, steps, in_finer, mesh: 0 }
     }
 }
 

@@ -28,6 +28,8 @@ pub(crate) struct LineLevel {
     pub(crate) points: Vec<u32>,
     /// The positions in the next finer level.
     pub(crate) in_finer: Vec<usize>,
+    /// How often its states have been made coarser.
+    pub(crate) mesh: u32,
 }
 
 impl LineLevel {
@@ -65,7 +67,7 @@ impl Line {
                 in_finer.iter_mut().for_each(|position| *position = end - *position);
             }
             let homes = points.iter().map(|&point| home(placement, pass, point)).collect();
-            LineLevel { steps, homes, points, in_finer }
+            LineLevel { steps, homes, points, in_finer, mesh: level.mesh }
         });
         Self { pass, levels: levels.collect() }
     }

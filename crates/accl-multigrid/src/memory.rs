@@ -22,8 +22,9 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Of a rank; `state` has the bytes of a value at each point of the finest level, `graph` those of what evaluating each layer for good leaves.
-    pub fn of(plan: &Plan, rank: Rank, state: &[Bytes], graph: &[Bytes]) -> Self {
+    /// Of a rank; `state` has the bytes of a value at each point of the finest level, `graph` those of what evaluating each layer for good leaves; `shares` the
+    /// thousandths of a state's bytes on each coarser mesh.
+    pub fn of(plan: &Plan, rank: Rank, state: &[Bytes], graph: &[Bytes], shares: &[u64]) -> Self {
         let mut memory = Self::default();
         let mut vacant: HashMap<Bytes, Vec<usize>> = HashMap::new();
         let has_forward = plan.passes.contains(&Pass::Forward);
@@ -36,7 +37,10 @@ impl Memory {
         let (mut live, mut held) = (0, if has_forward { 0 } else { left });
         let given = plan.inputs.iter().chain(&plan.guesses).filter(|&&(on, _)| on == rank);
         let enter = |memory: &mut Self, vacant: &mut HashMap<Bytes, Vec<usize>>, live: &mut u64, value: Value| {
-            let bytes = state[plan.points[value as usize] as usize];
+            let Bytes(whole) = state[plan.points[value as usize] as usize];
+            let mesh = plan.meshes[value as usize].checked_sub(1);
+            let bytes =
+                Bytes(mesh.and_then(|mesh| shares.get(mesh as usize)).map_or(whole, |share| whole * share / 1000));
             let place = vacant.get_mut(&bytes).and_then(Vec::pop).unwrap_or_else(|| {
                 memory.places.push(bytes);
                 memory.places.len() - 1
@@ -84,7 +88,7 @@ mod tests {
         let (grid, placement) = net(32, &[4, 2]);
         let plan = mgrit(&grid, &placement, Pass::Forward, &Cycle::new(3)).unwrap();
         for rank in [Rank(0), Rank(1)] {
-            let memory = Memory::of(&plan, rank, &[Bytes(10); 33], &[Bytes(7); 32]);
+            let memory = Memory::of(&plan, rank, &[Bytes(10); 33], &[Bytes(7); 32], &[]);
             let mut taken: HashMap<usize, Value> = HashMap::new();
             let given = plan.inputs.iter().filter(|&&(on, _)| on == rank).map(|&(_, value)| value);
             given.for_each(|value| assert!(taken.insert(memory.place_of[&value], value).is_none()));
@@ -106,7 +110,7 @@ mod tests {
         let (grid, placement) = net(8, &[]);
         let graphs = |schedule| {
             let plan = pipeline(&grid, &placement, schedule, 8).unwrap();
-            [0, 1].map(|rank| Memory::of(&plan, Rank(rank), &[Bytes(1); 9], &[Bytes(1); 8]).graphs.0)
+            [0, 1].map(|rank| Memory::of(&plan, Rank(rank), &[Bytes(1); 9], &[Bytes(1); 8], &[]).graphs.0)
         };
         assert_eq!(graphs(Schedule::FillDrain), [32, 32]);
         assert_eq!(graphs(Schedule::OneForwardOneBackward), [8, 4]);

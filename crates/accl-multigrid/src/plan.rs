@@ -74,6 +74,10 @@ pub enum Op {
     Advance { span: u32, src: Value, increment: Value, dst: Value },
     /// `dst = src + span * (stepped - src)`: a coarse step by a fine one.
     Stretch { span: u32, src: Value, stepped: Value, dst: Value },
+    /// `dst` is `src` on the next coarser mesh of states.
+    Coarsen { src: Value, dst: Value },
+    /// `dst` is `src` on the next finer mesh.
+    Refine { src: Value, dst: Value },
     /// `dst = a + b`.
     Add { a: Value, b: Value, dst: Value },
     /// `dst = a - b`.
@@ -100,7 +104,9 @@ impl Op {
     /// The values that it reads.
     pub fn reads(&self) -> impl Iterator<Item = Value> {
         let read = match *self {
-            Self::Eval { src, .. } | Self::Loss { src, .. } => [Some(src), None],
+            Self::Eval { src, .. } | Self::Coarsen { src, .. } | Self::Refine { src, .. } | Self::Loss { src, .. } => {
+                [Some(src), None]
+            }
             Self::Advance { src, increment, .. } => [Some(src), Some(increment)],
             Self::Stretch { src, stepped, .. } => [Some(src), Some(stepped)],
             Self::Add { a, b, .. } | Self::Subtract { a, b, .. } | Self::SquareNorm { a, b, .. } => [Some(a), Some(b)],
@@ -121,6 +127,8 @@ impl Op {
             Self::Eval { dst, .. }
             | Self::Advance { dst, .. }
             | Self::Stretch { dst, .. }
+            | Self::Coarsen { dst, .. }
+            | Self::Refine { dst, .. }
             | Self::Add { dst, .. }
             | Self::Subtract { dst, .. }
             | Self::Loss { dst, .. } => Some(dst),
@@ -143,6 +151,9 @@ pub struct Plan {
     pub ranks: Vec<Vec<Op>>,
     /// Where each value has its shape from: the point of the finest level that it is a state of.
     pub points: Vec<u32>,
+    /// On which mesh of states each value is: how often it has been made coarser. On coarser ones layers are evaluated for now alone, and their adjoints at
+    /// the state at which they were evaluated for good, made coarser.
+    pub meshes: Vec<u32>,
     /// What comes from outside, with the rank that has it: the input, one for each micro-batch, or the gradient of the output.
     pub inputs: Vec<(Rank, Value)>,
     /// What a guess gives, by the C-points of the finest level after the first point of the pass, each where it belongs.

@@ -73,8 +73,11 @@ proptest! {
         factors in prop::collection::vec(2_u32..5, 0..4),
         counts in prop::collection::vec(0_u32..12, 1..6),
         cycle in cycles(),
+        is_coarser in prop::collection::vec(prop::bool::weighted(0.3), 4),
     ) {
         let grid = grid_of(&layers, &factors);
+        let levels = grid.levels().len();
+        let grid = grid.with_coarser_states(&is_coarser[..levels - 1]).unwrap();
         let mut counts = counts;
         // Cut or stretched to the net: ranks without layers remain.
         let mut left = layers.len() as u32;

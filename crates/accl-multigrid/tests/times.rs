@@ -6,7 +6,12 @@ use accl_types::Bytes;
 
 fn costs(layers: u32) -> Costs {
     let each = LayerTimes { plain: 1, recorded: 1, input_vjp: 2, full_vjp: 2 };
-    Costs { layers: vec![each; layers as usize], state: vec![Bytes(0); layers as usize + 1], rates: Rates::default() }
+    Costs {
+        layers: vec![each; layers as usize],
+        state: vec![Bytes(0); layers as usize + 1],
+        shares: Vec::new(),
+        rates: Rates::default(),
+    }
 }
 
 fn plan(layers: u32, ranks: u32, factors: &[u32], pass: Pass, cycle: &Cycle) -> Plan {

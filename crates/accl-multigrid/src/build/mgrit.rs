@@ -2,11 +2,12 @@
 //!
 //! Owns the algorithm. On every level `u` are the values of its points and `f` what is added to each step; on the finest `f` is zero. A visit relaxes,
 //! then gives the coarser level `u` of the C-points and `f = (step(u) + f) - coarse_step(u)`, in which `u` itself has cancelled; what comes back replaces the C-points.
+//! Where states become coarser as well, by R, it gives `R u` and `f = R(step(u) + f) - coarse_step(R u)`, and what has changed of `R u` is added to `u` on the finer mesh.
 //! Read [`mgrit`] first.
 
 use accl_types::{Error, Rank, Result};
 
-use super::Builder;
+use super::{Builder, Spot};
 use crate::cycle::{Cycle, Norms, Shape, Start};
 use crate::grid::Grid;
 use crate::line::{Line, exit};
@@ -36,6 +37,8 @@ struct Solve<'a> {
     u: Vec<Vec<Option<Value>>>,
     /// What is added to the step to each position; nothing where it is zero.
     f: Vec<Vec<Option<Value>>>,
+    /// Where states are coarser than on the next finer level: what they were when they came from there.
+    given: Vec<Vec<Option<Value>>>,
     iteration: u32,
     /// The iteration whose norm nobody has waited for.
     owed: Option<u32>,
@@ -47,13 +50,14 @@ impl<'a> Solve<'a> {
     fn new(grid: &Grid, placement: &Placement, pass: Pass, cycle: &'a Cycle) -> Self {
         let line = Line::new(grid, placement, pass);
         let empty = || line.levels.iter().map(|level| vec![None; level.points.len()]).collect::<Vec<_>>();
-        let (u, f) = (empty(), empty());
+        let (u, f, given) = (empty(), empty(), empty());
         Self {
             cycle,
             line,
             builder: Builder::new(placement.ranks(), cycle.reuse),
             u,
             f,
+            given,
             iteration: 0,
             owed: None,
             norms: Vec::new(),
@@ -64,9 +68,13 @@ impl<'a> Solve<'a> {
         let (pass, coarsest) = (self.line.pass, self.line.levels.len() - 1);
         let finest = self.line.finest();
         let (end, first) = (finest.end(), (finest.homes[0], finest.points[0]));
-        let input = self.builder.value(first.1, first.0);
-        for u in &mut self.u {
-            u[0] = Some(input);
+        let input = self.builder.value(Spot { point: first.1, mesh: 0 }, first.0);
+        let mut on_mesh = input;
+        for level in 0..self.u.len() {
+            if self.is_coarser(level) {
+                on_mesh = self.builder.coarsen(pass, first.0, on_mesh);
+            }
+            self.u[level][0] = Some(on_mesh);
         }
         let mut guesses = Vec::new();
         if coarsest > 0 {
@@ -95,6 +103,7 @@ impl<'a> Solve<'a> {
         let plan = Plan {
             ranks: Vec::new(),
             points: Vec::new(),
+            meshes: Vec::new(),
             inputs: vec![(first.0, input)],
             guesses,
             outputs,
@@ -119,7 +128,7 @@ impl<'a> Solve<'a> {
                 let guess = |solve: &mut Self, position: usize| {
                     let finest = solve.line.finest();
                     let (point, on) = (finest.points[position], finest.homes[position]);
-                    let value = solve.builder.value(point, on);
+                    let value = solve.builder.value(Spot { point, mesh: 0 }, on);
                     solve.u[0][position] = Some(value);
                     (on, value)
                 };
@@ -203,19 +212,31 @@ impl<'a> Solve<'a> {
         let coarse = &self.line.levels[level + 1];
         let places: Vec<_> = coarse.points.iter().copied().zip(coarse.homes.iter().copied()).collect();
         let steps = coarse.steps.clone();
+        let is_coarser = self.is_coarser(level + 1);
         for (index, &(first, last)) in intervals.iter().enumerate().rev() {
-            let from = self.at(level, first);
-            let stepped = self.builder.step(pass, &steps[index], places[index + 1].0, from, false);
-            self.f[level + 1][index + 1] =
-                Some(self.builder.subtract(pass, places[index + 1], reached[index], stepped));
-            self.u[level + 1][index + 1] = Some(self.at(level, last));
+            let (point, on) = places[index + 1];
+            let (mut from, mut reached, mut value) = (self.at(level, first), reached[index], self.at(level, last));
+            if is_coarser {
+                from = self.builder.coarsen(pass, places[index].1, from);
+                reached = self.builder.coarsen(pass, on, reached);
+                value = self.builder.coarsen(pass, on, value);
+                self.given[level + 1][index + 1] = Some(value);
+            }
+            let stepped = self.builder.step(pass, &steps[index], point, from, false);
+            self.f[level + 1][index + 1] = Some(self.builder.subtract(pass, on, reached, stepped));
+            self.u[level + 1][index + 1] = Some(value);
         }
     }
 
     /// Takes over what the next coarser level has found.
     fn correct(&mut self, level: usize) {
-        for (index, position) in self.coarse_positions(level).enumerate().collect::<Vec<_>>() {
-            self.u[level][position] = self.u[level + 1][index];
+        // The first one is the input.
+        for (index, position) in self.coarse_positions(level).enumerate().skip(1).collect::<Vec<_>>() {
+            let found = self.at(level + 1, index);
+            self.u[level][position] = Some(match self.is_coarser(level + 1) {
+                true => self.finer(level, position, index, found),
+                false => found,
+            });
         }
         if level > 0 {
             self.enter(PhaseKind::FRelax, level);
@@ -223,6 +244,26 @@ impl<'a> Solve<'a> {
                 self.relax_f(level, interval);
             }
         }
+    }
+
+    /// What a position has after a level of coarser states has found another value there.
+    fn finer(&mut self, level: usize, position: usize, index: usize, found: Value) -> Value {
+        let (pass, on) = (self.line.pass, self.line.levels[level].homes[position]);
+        match self.given[level + 1][index] {
+            // Nothing has come from there yet.
+            None => self.builder.refine(pass, on, found),
+            Some(given) => {
+                let change = self.builder.subtract(pass, on, found, given);
+                let finer = self.builder.refine(pass, on, change);
+                let before = self.at(level, position);
+                self.builder.add(pass, on, before, finer)
+            }
+        }
+    }
+
+    /// Whether the states of a level are coarser than those of the next finer one.
+    fn is_coarser(&self, level: usize) -> bool {
+        level > 0 && self.line.levels[level].mesh > self.line.levels[level - 1].mesh
     }
 
     /// The coarsest level, from its first point to its last.
@@ -255,7 +296,7 @@ impl<'a> Solve<'a> {
         let (step, point, on) = (levels.steps[position], levels.points[position + 1], levels.homes[position + 1]);
         let stepped = self.builder.step(pass, &step, point, from, is_final);
         match self.f[level][position + 1] {
-            Some(more) => self.builder.add(pass, (point, on), stepped, more),
+            Some(more) => self.builder.add(pass, on, stepped, more),
             None => stepped,
         }
     }

@@ -19,12 +19,21 @@ use crate::plan::{Op, Pass, Phase, Plan, Value};
 pub use mgrit::mgrit;
 pub use pipeline::{Schedule, pipeline};
 
+/// What a value is a state of: a point, and a mesh.
+#[derive(Clone, Copy)]
+struct Spot {
+    point: u32,
+    mesh: u32,
+}
+
 /// What is computed of what.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Expression {
     Eval { pass: Pass, layer: u32, span: u32, src: Value },
     Advance { span: u32, src: Value, increment: Value },
     Stretch { span: u32, src: Value, stepped: Value },
+    Coarsen { src: Value },
+    Refine { src: Value },
     Add { a: Value, b: Value },
     Subtract { a: Value, b: Value },
 }
@@ -32,8 +41,8 @@ enum Expression {
 /// The lists while they are made.
 struct Builder {
     ranks: Vec<Vec<Op>>,
-    /// The point of each value, and who makes it.
-    values: Vec<(u32, Rank)>,
+    /// What each value is a state of, and who makes it.
+    values: Vec<(Spot, Rank)>,
     /// Where values have been sent to.
     copies: HashSet<(Value, Rank)>,
     known: HashMap<Expression, Value>,
@@ -63,8 +72,8 @@ impl Builder {
     }
 
     /// A value that a rank makes, or has.
-    fn value(&mut self, point: u32, on: Rank) -> Value {
-        self.values.push((point, on));
+    fn value(&mut self, spot: Spot, on: Rank) -> Value {
+        self.values.push((spot, on));
         self.values.len() as Value - 1
     }
 
@@ -94,7 +103,7 @@ impl Builder {
         &mut self,
         expression: Expression,
         pass: Pass,
-        point: u32,
+        spot: Spot,
         on: Rank,
         op: impl FnOnce(Value) -> Op,
     ) -> Value {
@@ -103,7 +112,7 @@ impl Builder {
         {
             return value;
         }
-        let dst = self.value(point, on);
+        let dst = self.value(spot, on);
         let op = op(dst);
         for src in op.reads() {
             self.need(pass, src, on);
@@ -121,13 +130,13 @@ impl Builder {
         &mut self,
         pass: Pass,
         (layer, span, on): (u32, u32, Rank),
-        point: u32,
+        spot: Spot,
         src: Value,
         is_final: bool,
     ) -> Value {
         let expression = Expression::Eval { pass, layer, span, src };
         let micro_batch = self.micro_batch;
-        let value = self.make(expression, pass, point, on, |dst| Op::Eval {
+        let value = self.make(expression, pass, spot, on, |dst| Op::Eval {
             pass,
             layer,
             span,
@@ -142,7 +151,7 @@ impl Builder {
             };
             if !*is_final && self.reuse == Reuse::Values {
                 // Its result is that one's, bit for bit, and is not read.
-                let dst = self.value(point, on);
+                let dst = self.value(spot, on);
                 self.need(pass, src, on);
                 self.emit(on, Op::Eval { pass, layer, span, micro_batch, src, dst, is_final: true });
             } else {
@@ -155,40 +164,62 @@ impl Builder {
     /// One step from `src` to a point, by whoever has its layer.
     fn step(&mut self, pass: Pass, step: &LineStep, point: u32, src: Value, is_final: bool) -> Value {
         let &LineStep { layer, span, kind, evaluator: on } = step;
+        let mesh = self.values[src as usize].0.mesh;
+        let spot = Spot { point, mesh };
         match (kind, pass) {
-            (Kind::Plain, _) => self.eval(pass, (layer, 1, on), point, src, is_final),
-            (Kind::Timed, Pass::Forward) | (Kind::Custom, _) => {
-                self.eval(pass, (layer, span, on), point, src, is_final)
+            (Kind::Plain, _) => {
+                // What is no step of any equation sees states as they are on the finest mesh.
+                let fine = (0..mesh).fold(src, |value, _| self.refine(pass, on, value));
+                let made = self.eval(pass, (layer, 1, on), Spot { point, mesh: 0 }, fine, is_final);
+                (0..mesh).fold(made, |value, _| self.coarsen(pass, on, value))
             }
+            (Kind::Timed, Pass::Forward) | (Kind::Custom, _) => self.eval(pass, (layer, span, on), spot, src, is_final),
             (Kind::Timed, Pass::Adjoint) | (Kind::Residual, _) => {
                 // It is recorded with the length of a fine step.
-                let stepped = self.eval(pass, (layer, 1, on), point, src, is_final);
+                let stepped = self.eval(pass, (layer, 1, on), spot, src, is_final);
                 if span == 1 {
                     return stepped;
                 }
                 let expression = Expression::Stretch { span, src, stepped };
-                self.make(expression, pass, point, on, |dst| Op::Stretch { span, src, stepped, dst })
+                self.make(expression, pass, spot, on, |dst| Op::Stretch { span, src, stepped, dst })
             }
             (Kind::Increment, _) => {
-                let increment = self.eval(pass, (layer, 1, on), point, src, is_final);
+                let increment = self.eval(pass, (layer, 1, on), spot, src, is_final);
                 let expression = Expression::Advance { span, src, increment };
-                self.make(expression, pass, point, on, |dst| Op::Advance { span, src, increment, dst })
+                self.make(expression, pass, spot, on, |dst| Op::Advance { span, src, increment, dst })
             }
         }
     }
 
-    fn add(&mut self, pass: Pass, (point, on): (u32, Rank), a: Value, b: Value) -> Value {
-        self.make(Expression::Add { a, b }, pass, point, on, |dst| Op::Add { a, b, dst })
+    /// The value on the next coarser mesh, made by a rank.
+    fn coarsen(&mut self, pass: Pass, on: Rank, src: Value) -> Value {
+        let Spot { point, mesh } = self.values[src as usize].0;
+        let spot = Spot { point, mesh: mesh + 1 };
+        self.make(Expression::Coarsen { src }, pass, spot, on, |dst| Op::Coarsen { src, dst })
     }
 
-    fn subtract(&mut self, pass: Pass, (point, on): (u32, Rank), a: Value, b: Value) -> Value {
-        self.make(Expression::Subtract { a, b }, pass, point, on, |dst| Op::Subtract { a, b, dst })
+    /// The value on the next finer mesh.
+    fn refine(&mut self, pass: Pass, on: Rank, src: Value) -> Value {
+        let Spot { point, mesh } = self.values[src as usize].0;
+        let spot = Spot { point, mesh: mesh - 1 };
+        self.make(Expression::Refine { src }, pass, spot, on, |dst| Op::Refine { src, dst })
+    }
+
+    fn add(&mut self, pass: Pass, on: Rank, a: Value, b: Value) -> Value {
+        let spot = self.values[a as usize].0;
+        self.make(Expression::Add { a, b }, pass, spot, on, |dst| Op::Add { a, b, dst })
+    }
+
+    fn subtract(&mut self, pass: Pass, on: Rank, a: Value, b: Value) -> Value {
+        let spot = self.values[a as usize].0;
+        self.make(Expression::Subtract { a, b }, pass, spot, on, |dst| Op::Subtract { a, b, dst })
     }
 
     /// The plan, with what is not needed any more given up.
     fn finish(self, plan: Plan) -> Plan {
-        let points = self.values.iter().map(|&(point, _)| point).collect();
-        let mut plan = Plan { ranks: self.ranks, points, ..plan };
+        let points = self.values.iter().map(|&(spot, _)| spot.point).collect();
+        let meshes = self.values.iter().map(|&(spot, _)| spot.mesh).collect();
+        let mut plan = Plan { ranks: self.ranks, points, meshes, ..plan };
         if self.reuse != Reuse::Nothing {
             leave_out_unread(&mut plan);
         }

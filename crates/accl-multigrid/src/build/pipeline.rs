@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use accl_types::{Error, Rank, Result};
 
-use super::Builder;
+use super::{Builder, Spot};
 use crate::cycle::Reuse;
 use crate::grid::Grid;
 use crate::line::{Line, LineStep, exit};
@@ -93,7 +93,7 @@ impl<'a> Pipe<'a> {
             Schedule::Adjoint => (grid.layers(), exit(placement, Pass::Forward), Pass::Adjoint),
             _ => (0, Rank(0), Pass::Forward),
         };
-        let inputs: Vec<_> = (0..micro_batches).map(|_| (on, builder.value(point, on))).collect();
+        let inputs: Vec<_> = (0..micro_batches).map(|_| (on, builder.value(Spot { point, mesh: 0 }, on))).collect();
         let mut came_out = [vec![None; inputs.len()], vec![None; inputs.len()]];
         came_out[of(pass)] = inputs.iter().map(|&(_, value)| Some(value)).collect();
         let lines = [Pass::Forward, Pass::Adjoint].map(|pass| {
@@ -164,7 +164,7 @@ impl<'a> Pipe<'a> {
         self.builder.need(pass, value, on);
         if pass == Pass::Forward && self.schedule != Schedule::Forward {
             self.builder.phase = Some(Phase { kind: PhaseKind::Loss, level: 0, iteration: micro });
-            let dst = self.builder.value(self.grid.layers(), on);
+            let dst = self.builder.value(Spot { point: self.grid.layers(), mesh: 0 }, on);
             self.builder.emit(on, Op::Loss { micro_batch: micro, src: value, dst });
             self.came_out[of(Pass::Adjoint)][micro as usize] = Some(dst);
             if let Some(&last) = self.stages.last() {
@@ -204,6 +204,7 @@ impl<'a> Pipe<'a> {
         let plan = Plan {
             ranks: Vec::new(),
             points: Vec::new(),
+            meshes: Vec::new(),
             inputs: self.inputs,
             guesses: Vec::new(),
             outputs,

@@ -64,6 +64,16 @@ impl Net {
     }
 }
 
+/// A state on the next coarser mesh.
+fn coarsened(x: f64) -> f64 {
+    0.7 * x
+}
+
+/// A state on the next finer mesh.
+fn refined(x: f64) -> f64 {
+    1.4 * x + 0.1
+}
+
 /// What came out of a walk, or of a solve.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Solved {
@@ -100,6 +110,12 @@ pub fn walk(plan: &Plan, net: &Net, inputs: &[f64], guesses: &[f64]) -> Solved {
                     }
                     Op::Stretch { span, src, stepped, dst } => {
                         values.insert((me, dst), read(src) + f64::from(span) * (read(stepped) - read(src)));
+                    }
+                    Op::Coarsen { src, dst } => {
+                        values.insert((me, dst), coarsened(read(src)));
+                    }
+                    Op::Refine { src, dst } => {
+                        values.insert((me, dst), refined(read(src)));
                     }
                     Op::Add { a, b, dst } => {
                         values.insert((me, dst), read(a) + read(b));
@@ -148,6 +164,7 @@ pub struct Reference<'a> {
     /// Of each level: layer and span of each step of the pass, and the positions that the next level has.
     steps: Vec<Vec<(u32, u32)>>,
     coarse: Vec<Vec<usize>>,
+    meshes: Vec<u32>,
     cycle: &'a Cycle,
     u: Vec<Vec<f64>>,
     f: Vec<Vec<f64>>,
@@ -172,12 +189,13 @@ impl<'a> Reference<'a> {
             coarse.push(positions);
         }
         let zeros: Vec<Vec<f64>> = steps.iter().map(|steps| vec![0.0; steps.len() + 1]).collect();
-        Self { net, pass, steps, coarse, cycle, u: zeros.clone(), f: zeros, norms: Vec::new() }
+        let meshes = grid.levels().iter().map(|level| level.mesh).collect();
+        Self { net, pass, steps, coarse, meshes, cycle, u: zeros.clone(), f: zeros, norms: Vec::new() }
     }
 
     pub fn solve(mut self, input: f64, guesses: &[f64]) -> Solved {
-        for u in &mut self.u {
-            u[0] = input;
+        for (u, &mesh) in self.u.iter_mut().zip(&self.meshes) {
+            u[0] = (0..mesh).fold(input, |x, _| coarsened(x));
         }
         let last = self.steps.len() - 1;
         if last > 0 {
@@ -190,8 +208,8 @@ impl<'a> Reference<'a> {
                 Start::Coarsest | Start::FullMultigrid => {
                     self.march();
                     for level in (0..last).rev() {
-                        for (index, position) in self.coarse[level].clone().into_iter().enumerate() {
-                            self.u[level][position] = self.u[level + 1][index];
+                        for (index, position) in self.coarse[level].clone().into_iter().enumerate().skip(1) {
+                            self.u[level][position] = self.to_finer(level, self.u[level + 1][index]);
                         }
                         if level > 0 {
                             self.relax_f(level);
@@ -226,7 +244,22 @@ impl<'a> Reference<'a> {
 
     fn phi(&self, level: usize, position: usize, x: f64) -> f64 {
         let (layer, span) = self.steps[level][position];
+        if self.net.layers[layer as usize].kind == Kind::Plain {
+            let fine = (0..self.meshes[level]).fold(x, |x, _| refined(x));
+            let made = self.net.step(self.pass, layer, span, fine);
+            return (0..self.meshes[level]).fold(made, |x, _| coarsened(x));
+        }
         self.net.step(self.pass, layer, span, x)
+    }
+
+    /// From a level to the next coarser one.
+    fn to_coarser(&self, level: usize, x: f64) -> f64 {
+        if self.meshes[level + 1] > self.meshes[level] { coarsened(x) } else { x }
+    }
+
+    /// And back.
+    fn to_finer(&self, level: usize, x: f64) -> f64 {
+        if self.meshes[level + 1] > self.meshes[level] { refined(x) } else { x }
     }
 
     fn march(&mut self) {
@@ -269,16 +302,19 @@ impl<'a> Reference<'a> {
         }
         let v: Vec<f64> = coarse.iter().map(|&position| self.u[level][position]).collect();
         for index in 1..coarse.len() {
+            // With the state itself taken out of the residual, so that R need not be linear.
+            let reached = residual(self, coarse[index]) + v[index];
             self.f[level + 1][index] =
-                v[index] - self.phi(level + 1, index - 1, v[index - 1]) + residual(self, coarse[index]);
+                self.to_coarser(level, reached) - self.phi(level + 1, index - 1, self.to_coarser(level, v[index - 1]));
         }
-        self.u[level + 1] = v.clone();
+        let given: Vec<f64> = v.iter().map(|&x| self.to_coarser(level, x)).collect();
+        self.u[level + 1] = given.clone();
         self.cycle(level + 1, shape);
         if shape == Shape::F && level + 2 < self.steps.len() {
             self.cycle(level + 1, Shape::V);
         }
-        for (index, &position) in coarse.iter().enumerate() {
-            self.u[level][position] += self.u[level + 1][index] - v[index];
+        for (index, &position) in coarse.iter().enumerate().skip(1) {
+            self.u[level][position] += self.to_finer(level, self.u[level + 1][index] - given[index]);
         }
         if level > 0 {
             self.relax_f(level);
