@@ -33,8 +33,10 @@ struct LayerPlan {
 
 #[pymethods]
 impl LayerPlan {
-    /// A solve by multigrid; of one level a wave. `counts` has the number of layers of each rank.
+    /// A solve by multigrid; of one level a wave. `counts` has the number of layers of each rank; `is_coarser` says between which levels, the finest
+    /// first, states become coarser themselves.
     #[staticmethod]
+    #[pyo3(signature = (layers, factors, counts, pass_, cycle, is_coarser=Vec::new()))]
     fn mgrit(
         py: Python<'_>,
         layers: Vec<LayerSpec>,
@@ -42,10 +44,12 @@ impl LayerPlan {
         counts: Vec<u32>,
         pass_: &str,
         cycle: CycleSpec,
+        mut is_coarser: Vec<bool>,
     ) -> PyResult<Self> {
         let (layers, pass, cycle) = (layers_of(&layers)?, one_of("pass", pass_, &PASSES)?, cycle_of(cycle)?);
         py.detach(|| {
-            let grid = Grid::new(&layers, &factors)?;
+            is_coarser.resize(is_coarser.len().max(factors.len()), false);
+            let grid = Grid::new(&layers, &factors)?.with_coarser_states(&is_coarser)?;
             checked(mgrit(&grid, &Placement::of_counts(&counts)?, pass, &cycle)?)
         })
         .map_err(refused)
@@ -90,6 +94,12 @@ impl LayerPlan {
         self.plan.points.clone()
     }
 
+    /// On which mesh of states each value is: how often it has been made coarser.
+    #[getter]
+    fn meshes(&self) -> Vec<u32> {
+        self.plan.meshes.clone()
+    }
+
     /// The values that come from outside, with the ranks that have them.
     #[getter]
     fn inputs(&self) -> Vec<(u32, Value)> {
@@ -127,17 +137,19 @@ impl LayerPlan {
     }
 
     /// Bytes at a time: most of values, and most of what evaluations for good leave. `state` has the bytes of a value at each point, `graph` those
-    /// that each layer leaves.
-    fn memory(&self, rank: usize, state: Vec<u64>, graph: Vec<u64>) -> PyResult<(u64, u64)> {
+    /// that each layer leaves, `shares` the thousandths of a state on each coarser mesh.
+    #[pyo3(signature = (rank, state, graph, shares=Vec::new()))]
+    fn memory(&self, rank: usize, state: Vec<u64>, graph: Vec<u64>, shares: Vec<u64>) -> PyResult<(u64, u64)> {
         self.list(rank)?;
         self.sizes("state", &state, 1)?;
         self.sizes("graph", &graph, 0)?;
         let bytes = |sizes: Vec<u64>| sizes.into_iter().map(Bytes).collect::<Vec<_>>();
-        let memory = Memory::of(&self.plan, Rank(rank as u32), &bytes(state), &bytes(graph));
+        let memory = Memory::of(&self.plan, Rank(rank as u32), &bytes(state), &bytes(graph), &shares);
         Ok((memory.peak.0, memory.graphs.0))
     }
 
-    /// When each rank does what, by (operation, begin, end), and the time of all, in picoseconds.
+    /// When each rank does what, by (operation, begin, end), and the time of all, in picoseconds. `shares`: thousandths of bytes and of a layer's time on each coarser mesh.
+    #[pyo3(signature = (layers, state, rates, shares=Vec::new()))]
     #[allow(clippy::type_complexity, reason = "it is what Python is given")]
     fn simulate(
         &self,
@@ -145,6 +157,7 @@ impl LayerPlan {
         layers: Vec<LayerPs>,
         state: Vec<u64>,
         rates: RatesPs,
+        shares: Vec<u64>,
     ) -> PyResult<(u64, Vec<Vec<(usize, u64, u64)>>)> {
         self.sizes("state", &state, 1)?;
         self.sizes("layers", &layers, 0)?;
@@ -153,6 +166,7 @@ impl LayerPlan {
         let costs = Costs {
             layers: layers.into_iter().map(times).collect(),
             state: state.into_iter().map(Bytes).collect(),
+            shares,
             rates: Rates { add_per_kib, message, latency, wire_per_kib, norm },
         };
         let timing = py.detach(|| simulate(&self.plan, &costs));
@@ -277,6 +291,8 @@ fn name_of(op: &Op) -> &'static str {
         Op::Eval { .. } => "eval",
         Op::Advance { .. } => "advance",
         Op::Stretch { .. } => "stretch",
+        Op::Coarsen { .. } => "coarsen",
+        Op::Refine { .. } => "refine",
         Op::Add { .. } => "add",
         Op::Subtract { .. } => "subtract",
         Op::SquareNorm { .. } => "square_norm",
@@ -302,6 +318,7 @@ fn tuple_of<'py>(py: Python<'py>, op: &Op) -> PyResult<Bound<'py, PyTuple>> {
         }
         Op::Advance { span, src, increment, dst } => (name, span, src, increment, dst).into_pyobject(py),
         Op::Stretch { span, src, stepped, dst } => (name, span, src, stepped, dst).into_pyobject(py),
+        Op::Coarsen { src, dst } | Op::Refine { src, dst } => (name, src, dst).into_pyobject(py),
         Op::Add { a, b, dst } | Op::Subtract { a, b, dst } => (name, a, b, dst).into_pyobject(py),
         Op::SquareNorm { interval, a, b } => (name, interval, a, b).into_pyobject(py),
         Op::PostNorm { iteration } | Op::AwaitNorm { iteration } => (name, iteration).into_pyobject(py),
