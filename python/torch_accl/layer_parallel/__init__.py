@@ -23,6 +23,7 @@ from ._run import step
 from ._scaled import Scaled
 from ._serial import Serial
 from ._solve import Norms
+from ._spatial import Spatial
 from ._stack import LayerParallel
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "RecurrentParallel",
     "Scaled",
     "Serial",
+    "Spatial",
     "clip_grad_norm_",
     "coarsened",
     "custom",

@@ -27,6 +27,7 @@ class Cycle:
     start: `"coarsest"` begins with the solution of the coarsest level, `"full"` improves that on every level; `"guess"` with what the net's `guess`
         gives, and only then 0 iterations make sense.
     norms: `"lagged"`: residuals are known one iteration later, and nobody waits; `"blocking"`; `"none"`.
+    coarser: levels, from 1 on, whose states are coarser themselves than those of the level before, by the net's `spatial`.
     reuse: what is not computed a second time. It changes no bit; `"auto"` takes what is fastest for the number of ranks.
     """
 
@@ -37,6 +38,7 @@ class Cycle:
     shape: Literal["V", "F"] = "V"
     start: Literal["coarsest", "full", "guess"] = "coarsest"
     norms: Literal["lagged", "blocking", "none"] = "lagged"
+    coarser: int | Sequence[int] = ()
     reuse: Reuse = "auto"
 
     def __post_init__(self) -> None:
@@ -45,12 +47,14 @@ class Cycle:
             if not isinstance(given, int | str):
                 # What plans are remembered by.
                 object.__setattr__(self, name, tuple(given))
+        object.__setattr__(self, "coarser", (self.coarser,) if isinstance(self.coarser, int) else tuple(self.coarser))
         if self.levels < 1:
             raise ValueError(f"Cycle(levels={self.levels}): give 1 or more")
         if self.iterations < 1 and (self.start != "guess" or self.iterations < 0):
             raise ValueError(f"Cycle(iterations={self.iterations}): the first one makes the start, so give 1 or more")
         self.factors()
         self.relaxations()
+        self.coarser_levels()
         choices = {
             "shape": ("V", "F"),
             "start": ("coarsest", "full", "guess"),
@@ -72,6 +76,16 @@ class Cycle:
             if factor < 2:
                 raise ValueError(f"Cycle(factor={self.factor}): a coarsening factor is 2 or more")
         return factors
+
+    def coarser_levels(self) -> list[bool]:
+        """For each level but the finest, whether its states are coarser than those of the level before."""
+        given = self.coarser if isinstance(self.coarser, tuple) else ()
+        wrong = [level for level in given if not 1 <= level < self.levels]
+        if wrong:
+            raise ValueError(
+                f"Cycle(levels={self.levels}, coarser={list(given)}): give levels from 1 to {self.levels - 1}"
+            )
+        return [level in given for level in range(1, self.levels)]
 
     def relaxations(self) -> list[int]:
         """How often C-points are relaxed, from the finest level."""

@@ -183,6 +183,10 @@ class Model(nn.Module):
     def check_cycle(self, cycle: Cycle) -> None:
         """Raises for more levels than the net has."""
         _native.layer_levels(list(self._plans.net.layers), cycle.factors())
+        if any(cycle.coarser_levels()) and self._solver.shared.spatial is None:
+            raise ValueError(
+                f"Cycle(coarser={cycle.coarser}) of a net without `spatial`; give it functions that make states coarser and finer"
+            )
 
     @property
     def fwd(self) -> Cycle:
@@ -435,6 +439,7 @@ class Model(nn.Module):
             needs_guess=forward_starts_with_a_guess,
             is_probe=is_probe,
             keeps_graph=None if keeps is None else keeps.__contains__,
+            meshes=max((max(program.meshes, default=0) for program in _programs_of(forward, adjoint)), default=0),
         )
 
     def _converging(self, pass_: str, cycle: Cycle) -> Passes:
@@ -458,6 +463,12 @@ class Model(nn.Module):
         if not factors:
             return frozenset()
         return frozenset(_native.layer_levels(list(self._plans.net.layers), factors)[1][:-1])
+
+
+def _programs_of(*passes: Passes) -> list[Program]:
+    return [
+        program for each in passes for program in ([each] if isinstance(each, Program) else [each.first, each.more])
+    ]
 
 
 # ---- construction

@@ -105,6 +105,8 @@ class Record:
     graph: Graph | None = None
     # Of coarse steps, by the number of layers that they span.
     coarse: dict[int, Graph] = field(default_factory=dict)
+    # The same on coarser meshes of states, whose graphs are all among the coarse ones.
+    meshes: dict[int, Record] = field(default_factory=dict)
     # As the layer had them, where its graph is to be made anew.
     buffers: dict[str, Tensor] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
@@ -342,14 +344,23 @@ class Evaluation:
 
     # ---- the other way
 
-    def pulled_back(self, layer: int, span: int, micro_batch: int, cotangents: States, *, is_final: bool) -> States:
-        """The vector-Jacobian product of a layer; for good, its parameters get their gradients."""
-        record = self.tape[layer, micro_batch]
+    def pulled_back(
+        self,
+        layer: int,
+        span: int,
+        micro_batch: int,
+        cotangents: States,
+        *,
+        is_final: bool,
+        there: Record | None = None,
+    ) -> States:
+        """The vector-Jacobian product of a layer, or of what it does on a coarser mesh; for good, its parameters get their gradients."""
+        record = self.tape[layer, micro_batch] if there is None else there
         source = self.beside.source(layer, micro_batch)
         if source is not None:
             # A coarse step has those of all states that it spans, as if they were alike.
             cotangents = [cotangent + span * more for cotangent, more in zip(cotangents, source)]
-        graph = self.graph_of(layer, span, micro_batch, record)
+        graph = self.graph_of(layer, span, micro_batch, record, is_kept=there is not None)
         wanted = graph.leaves if is_final else graph.inputs
         outputs, given = [], []
         for output, cotangent in zip(graph.outputs, cotangents):
@@ -369,9 +380,9 @@ class Evaluation:
         states = zip(graph.inputs, found)
         return [torch.zeros_like(state) if gradient is None else gradient for state, gradient in states]
 
-    def graph_of(self, layer: int, span: int, micro_batch: int, record: Record) -> Graph:
+    def graph_of(self, layer: int, span: int, micro_batch: int, record: Record, *, is_kept: bool = False) -> Graph:
         """That of a step, or of a coarse step, at the state at which the layer was evaluated for good."""
-        known = record.graph if span == 1 else record.coarse.get(span)
+        known = record.coarse.get(span) or (record.graph if span == 1 else None)
         if known is not None:
             return known
         if record.versions and record.versions != [0 if s.is_inference() else s._version for s in record.states]:
@@ -379,7 +390,7 @@ class Evaluation:
         graph, returned = self._recorded(layer, span, micro_batch, record, leaves_trace=False)
         what = f"layer {layer}, evaluated anew for its adjoint,"
         graph.outputs, _ = states_of(returned, record.after, what, may_be_states=self.layers.kinds[layer] == "ode")
-        if span > 1:
+        if span > 1 or is_kept:
             record.coarse[span] = graph
         return graph
 

@@ -66,6 +66,8 @@ class Program:
     plan: _native.LayerPlan
     ops: list[Op]
     points: list[int]
+    # By value, on which mesh of states it is.
+    meshes: list[int]
     inputs: list[int]
     outputs: list[int]
     # What a guess gives, with the points that these are states of, and what C-points have at the end where there is no final sweep: the same ones.
@@ -121,7 +123,9 @@ class Plans:
                 is_whole,
                 cycle.reuse_for(self.net.ranks, is_adjoint=pass_ == "adjoint"),
             )
-            plan = _native.LayerPlan.mgrit(list(self.net.layers), factors, list(self.net.counts), pass_, settings)
+            plan = _native.LayerPlan.mgrit(
+                list(self.net.layers), factors, list(self.net.counts), pass_, settings, cycle.coarser_levels()
+            )
             self._made[key] = self._program(plan, is_exact=not factors)
         return self._made[key]
 
@@ -160,6 +164,7 @@ class Plans:
             plan=plan,
             ops=ops,
             points=points,
+            meshes=plan.meshes,
             inputs=mine(plan.inputs),
             outputs=mine(plan.outputs),
             guesses=mine(plan.guesses),

@@ -45,6 +45,8 @@ class Way:
     needs_guess: bool = False
     # Whether it has more iterations than others, to see how they converge.
     is_probe: bool = False
+    # How often states become coarser themselves, from the finest level to the coarsest.
+    meshes: int = 0
     # Of which layers the graph is kept until the adjoint pass; None: of all.
     keeps_graph: Callable[[int], bool] | None = None
 
@@ -215,6 +217,7 @@ class Run:
             side=self._side,
             beside=self.beside(is_recorded=is_recorded),
             keeps_graph=way.keeps_graph,
+            meshes=way.meshes,
         )
 
     def beside(self, *, is_recorded: bool) -> Beside | None:

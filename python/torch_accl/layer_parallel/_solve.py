@@ -21,6 +21,7 @@ from ._blocks import undisturbed
 from ._failures import LayerParallelError, described, sentence
 from ._net import Beside, Evaluation, Layers, Parameters, States, form_returned, keep_freed_memory, states_of
 from ._plans import Plans, Program
+from ._spatial import Meshes, Spatial
 from ._side import NO_SIDE, Side, SideForm, names_taken, side_of
 from ._tree import Form, digest, form_of, ordered, packed, zeros
 from ._walk import Batch, Walk
@@ -88,6 +89,8 @@ class Shared:
     guess: Guess | None = None
     # The names of side inputs of which a micro-batch gets a part.
     per_sample: Collection[str] = ()
+    # How states become coarser on coarser levels.
+    spatial: Spatial | None = None
 
 
 class Solver:
@@ -103,6 +106,7 @@ class Solver:
         self.layers = layers
         self.names = names
         self._forms: dict[int, tuple[list[Form], SideForm]] = {}
+        self._meshes: dict[tuple[int, int], Meshes] = {}
         # What the forms hold for.
         self._state = 0
         keep_freed_memory()
@@ -120,11 +124,12 @@ class Solver:
         side: dict[str, Any] | None = None,
         beside: Beside | None = None,
         keeps_graph: Callable[[int], bool] | None = None,
+        meshes: int = 0,
     ) -> Iterator[Solve]:
         """A solve, from its header to the status that ends it. `x` and `side` count on the first rank; `wrong` is what this rank cannot begin with."""
         with undisturbed():
             solve = self._open(
-                x, side, found, settings, wrong, micro_batches, beside, keeps_graph, is_recorded=is_recorded
+                x, side, found, settings, wrong, micro_batches, beside, keeps_graph, meshes, is_recorded=is_recorded
             )
             yield solve
             self.close(solve)
@@ -162,6 +167,7 @@ class Solver:
         micro_batches: int,
         beside: Beside | None,
         keeps_graph: Callable[[int], bool] | None,
+        meshes: int,
         *,
         is_recorded: bool,
     ) -> Solve:
@@ -224,9 +230,25 @@ class Solver:
             )
         return Solve(
             self,
-            Batch(number, forms, self.names, device, evaluation, self.plans.segment, micro_batches),
+            Batch(
+                number,
+                forms,
+                self.names,
+                device,
+                evaluation,
+                self.plans.segment,
+                micro_batches,
+                self._on_meshes(key, forms, meshes, device),
+            ),
             lots,
         )
+
+    def _on_meshes(self, key: int, forms: list[Form], count: int, device: torch.device) -> Meshes:
+        # The same on all ranks, and so is what is wrong with it.
+        known = self._meshes.get((key, count))
+        if known is None or known.forms[0] is not forms:
+            known = self._meshes[key, count] = Meshes(self.shared.spatial, forms, count, device)
+        return known
 
     def key_of(self, x: Any, side: dict[str, Any] | None) -> int:
         """What batches of a kind have in common."""
@@ -248,7 +270,9 @@ class Solver:
     def _remember(self, key: int, forms: tuple[list[Form], SideForm]) -> None:
         # All ranks forget the same ones: they have had the same batches.
         if len(self._forms) >= _REMEMBERED:
-            self._forms.pop(next(iter(self._forms)))
+            oldest = next(iter(self._forms))
+            self._forms.pop(oldest)
+            self._meshes = {known: meshes for known, meshes in self._meshes.items() if known[0] != oldest}
         self._forms[key] = forms
 
     def _forms_from(self, form: Form, lots: Sequence[tuple[States, States]], evaluation: Evaluation) -> list[Form]:

@@ -24,6 +24,7 @@ from ._net import Layers
 from ._plans import Net, Plans
 from ._serial import Serial
 from ._solve import Guess, Solve, Solver
+from ._spatial import Spatial
 from ._ties import Ties, shared_names
 from ._wire import Wire
 
@@ -43,6 +44,7 @@ class LayerParallel(Model):
     mode: `"inexact"`, `"exact-forward"`, `"converged"`, `"exact-wave"`, `"exact-pipeline"` or `"auto"`; it may be changed between batches.
     fwd, bwd: how the passes of the inexact modes are solved.
     guess: what `Cycle(start="guess")` begins with: a function from the number of a point, i before layer i, to a state.
+    spatial: how states become coarser and finer, `Spatial(coarsen, refine)`, on the levels that `Cycle(coarser=...)` names.
     buffer_layers: so many steps at the beginning and at the end are never part of a coarse step.
     placement: `"aligned"`, `"even"`, or the number of layers of each rank.
     micro_batches, schedule: of `"exact-pipeline"`: into how many parts a batch is split, by default one for each rank, and `"1f1b"` or `"gpipe"`.
@@ -74,6 +76,7 @@ class LayerParallel(Model):
         fwd: Cycle = Cycle(),  # noqa: B008  it is frozen
         bwd: Cycle = Cycle(iterations=1),  # noqa: B008
         guess: Guess | None = None,
+        spatial: Spatial | None = None,
         buffer_layers: tuple[int, int] = (0, 0),
         placement: str | Sequence[int] = "aligned",
         micro_batches: int | None = None,
@@ -129,8 +132,9 @@ class LayerParallel(Model):
         self._solver.layers.not_counted = self._ties.not_counted
         self._horizon, self._placement = horizon, placement
         self._solver.shared.guess = guess
+        self._solver.shared.spatial = spatial
         self._solver.shared.per_sample = frozenset(side_per_sample)
-        self._settings += f"; layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; parts {sorted(side_per_sample)}; tie {self._ties.names}"
+        self._settings += f"; layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; parts {sorted(side_per_sample)}; tie {self._ties.names}; spatial {spatial is not None}"
         self.mode = mode
 
     @property

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._failures import described
-from ._net import Evaluation, States, states_of
+from ._net import Evaluation, Record, States, states_of
 from ._plans import Lot, Program, Receive
-from ._tree import Form, Leaf, ordered
+from ._spatial import Meshes
+from ._tree import Form, Leaf, ordered, zeros
 from ._wire import Wire, tried
 
 __all__ = ["Batch", "Walk", "moved"]
@@ -45,7 +46,10 @@ class Batch:
     evaluation: Evaluation
     segment: Callable[[int], int]
     micro_batches: int
+    meshes: Meshes
     constants: dict[Lot, States] = field(default_factory=dict)
+    # Those on coarser meshes, by mesh.
+    coarse_constants: dict[tuple[Lot, int], States] = field(default_factory=dict)
     # What went wrong first on this rank.
     cause: str | None = None
     error: BaseException | None = None
@@ -63,7 +67,21 @@ class Batch:
             beside=first.beside.again(),
             keeps_graph=first.keeps_graph,
         )
-        return Batch(self.number, self.forms, self.names, self.device, evaluation, self.segment, self.micro_batches)
+        return Batch(
+            self.number, self.forms, self.names, self.device, evaluation, self.segment, self.micro_batches, self.meshes
+        )
+
+    def constants_of(self, point: int, micro_batch: int, mesh: int) -> States:
+        """The whole numbers that come with the state of a point."""
+        lot = (self.segment(point), micro_batch)
+        found = self.constants.get(lot, [])
+        if mesh == 0 or not found:
+            return found
+        if (lot, mesh) not in self.coarse_constants:
+            before = self.constants_of(point, micro_batch, mesh - 1)
+            states, _ = zeros(self.meshes.form(point, mesh - 1), self.device)
+            self.coarse_constants[lot, mesh] = self.meshes.coarsened(point, mesh - 1, states, before)[1]
+        return self.coarse_constants[lot, mesh]
 
     def fail(self, where: str, error: BaseException) -> None:
         """Remembers the first thing that goes wrong."""
@@ -116,9 +134,11 @@ class Walk:
         evaluation = self.batch.evaluation
 
         def found() -> States:
+            mesh = self.program.meshes[src]
             if pass_ == "forward":
-                return self._forward(layer, span, micro_batch, states, is_final)
-            pulled = evaluation.pulled_back(layer, span, micro_batch, states, is_final=is_final)
+                return self._forward(layer, span, micro_batch, mesh, states, is_final)
+            there = self._on_mesh(layer, micro_batch, mesh) if mesh > 0 else None
+            pulled = evaluation.pulled_back(layer, span, micro_batch, states, is_final=is_final, there=there)
             return [ordered(state, leaf) for state, leaf in zip(pulled, self._form(dst).states)]
 
         self._make(dst, lambda: f"layer {layer} ({self.batch.names[layer]}), {pass_} pass", found)
@@ -134,10 +154,20 @@ class Walk:
                 self.batch.fail(f"{what()}, {self._where()}", error)
         self._values[dst] = self._zeros(dst)
 
-    def _forward(self, layer: int, span: int, micro_batch: int, states: States, is_final: bool) -> States:
+    def _on_mesh(self, layer: int, micro_batch: int, mesh: int) -> Record:
+        """What a layer was evaluated at for good, on a coarser mesh."""
+        record = self.batch.evaluation.tape[layer, micro_batch]
+        if mesh not in record.meshes:
+            finer = record if mesh == 1 else self._on_mesh(layer, micro_batch, mesh - 1)
+            meshes = self.batch.meshes
+            states, constants = meshes.coarsened(layer, mesh - 1, finer.states, finer.constants)
+            record.meshes[mesh] = Record(states, constants, meshes.form(layer, mesh), meshes.form(layer + 1, mesh))
+        return record.meshes[mesh]
+
+    def _forward(self, layer: int, span: int, micro_batch: int, mesh: int, states: States, is_final: bool) -> States:
         batch, evaluation = self.batch, self.batch.evaluation
-        form, after = batch.forms[layer], batch.forms[layer + 1]
-        constants = batch.constants.get((batch.segment(layer), micro_batch), [])
+        form, after = batch.meshes.form(layer, mesh), batch.meshes.form(layer + 1, mesh)
+        constants = batch.constants_of(layer, micro_batch, mesh)
         # Tensors of inference mode do not count.
         extra = evaluation.beside.of(layer, micro_batch)
         lent = states if extra is None else states + extra.leaves
@@ -182,6 +212,24 @@ class Walk:
     def _stretch(self, span: int, src: int, stepped: int, dst: int) -> None:
         pairs = zip(self._read(src), self._read(stepped))
         self._make(dst, self._sum, lambda: [moved(a, torch.sub(b, a), span) for a, b in pairs])
+
+    def _coarsen(self, src: int, dst: int) -> None:
+        self._to_mesh(src, dst, "coarsening")
+
+    def _refine(self, src: int, dst: int) -> None:
+        self._to_mesh(src, dst, "refining")
+
+    def _to_mesh(self, src: int, dst: int, what: str) -> None:
+        point, mesh, batch = self.program.points[src], self.program.meshes[src], self.batch
+        states = self._read(src)
+
+        def found() -> States:
+            constants = batch.constants_of(point, 0, mesh) or zeros(self._form(src), batch.device)[1]
+            if what == "coarsening":
+                return batch.meshes.coarsened(point, mesh, states, constants)[0]
+            return batch.meshes.refined(point, mesh, states, constants)
+
+        self._make(dst, lambda: f"{what} the state of point {point}", found)
 
     def _add(self, a: int, b: int, dst: int) -> None:
         pairs = list(zip(self._read(a), self._read(b)))
@@ -257,7 +305,7 @@ class Walk:
         return self._values[value]
 
     def _form(self, value: int) -> Form:
-        return self.batch.forms[self.program.points[value]]
+        return self.batch.meshes.form(self.program.points[value], self.program.meshes[value])
 
     def _worked(self, state: Tensor, leaf: Leaf) -> Tensor:
         """A state as the solver works on it."""

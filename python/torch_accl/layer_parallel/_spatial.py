@@ -1,0 +1,86 @@
+"""States that become coarser themselves on coarser levels: fewer pixels, or fewer elements.
+
+Owns how a state gets to another mesh and back, and what it looks like there. On which levels it does is in `_cycle.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ._net import States, states_of
+from ._tree import Form, form_of, ordered, zeros
+
+__all__ = ["Meshes", "Spatial"]
+
+
+@dataclass(frozen=True)
+class Spatial:
+    """How states become coarser and finer.
+
+    coarsen: from a state to one with fewer elements; what there is nothing to be made coarser of, as the output of a tail, it returns as it is.
+    refine: `refine(x, like)`, the other way: x as a state that looks like `like`, whose values do not count. Both should be linear; of differences and cotangents they are
+        called as well as of states. Whole numbers and bools among the leaves are made coarser by `coarsen`, and those that `refine` returns do not count.
+    """
+
+    coarsen: Callable[[Any], Any]
+    refine: Callable[[Any, Any], Any]
+
+
+class Meshes:
+    """What the states of all points look like on each mesh, and the way from one to the other."""
+
+    def __init__(self, spatial: Spatial | None, forms: Sequence[Form], count: int, device: torch.device) -> None:
+        self._spatial = spatial
+        self._device = device
+        # By mesh, then by point.
+        self.forms: list[Sequence[Form]] = [forms]
+        for _ in range(count):
+            known: dict[Form, Form] = {}
+            for form in self.forms[-1]:
+                if form not in known:
+                    known[form] = form_of(self._coarser(form.joined(*zeros(form, device))), "what `coarsen` returned")[
+                        0
+                    ]
+                    if len(known[form].states) != len(form.states):
+                        raise ValueError(
+                            f"`coarsen` made {known[form]} of {form}; return as many leaves, with values of the same types"
+                        )
+            self.forms.append([known[form] for form in self.forms[-1]])
+
+    def _coarser(self, x: Any) -> Any:
+        if self._spatial is None:
+            raise ValueError(
+                "Cycle(coarser=...) and no `spatial`; give the net functions that make states coarser and finer"
+            )
+        with torch.no_grad():
+            return self._spatial.coarsen(x)
+
+    def form(self, point: int, mesh: int) -> Form:
+        """Of the state of a point."""
+        return self.forms[mesh][point]
+
+    def coarsened(self, point: int, mesh: int, states: States, constants: States) -> tuple[States, States]:
+        """States and constants on the next coarser mesh than the one that is given."""
+        before, after = self.forms[mesh][point], self.forms[mesh + 1][point]
+        found = self._coarser(before.joined(states, constants))
+        return _worked(found, after, states, f"`coarsen`, of the state of point {point},")
+
+    def refined(self, point: int, mesh: int, states: States, constants: States) -> States:
+        """States on the next finer mesh than the one that is given."""
+        assert self._spatial is not None
+        before, after = self.forms[mesh][point], self.forms[mesh - 1][point]
+        with torch.no_grad():
+            found = self._spatial.refine(before.joined(states, constants), after.joined(*zeros(after, self._device)))
+        return _worked(found, after, states, f"`refine`, of the state of point {point},")[0]
+
+
+def _worked(returned: Any, form: Form, like: States, who: str) -> tuple[States, States]:
+    """What a function returned of states that are worked on in wider types than the net's."""
+    types = iter(state.dtype for state in like)
+    wide = Form(tuple(replace(leaf, dtype=next(types)) if leaf.is_state else leaf for leaf in form.leaves), form.tree)
+    states, constants = states_of(returned, wide, who, may_be_states=False)
+    return [ordered(state, leaf) for state, leaf in zip(states, form.states)], constants
