@@ -21,8 +21,8 @@ from ._blocks import undisturbed
 from ._failures import LayerParallelError, described, sentence
 from ._net import Beside, Evaluation, Layers, Parameters, States, form_returned, keep_freed_memory, states_of
 from ._plans import Plans, Program
-from ._spatial import Meshes, Spatial
 from ._side import NO_SIDE, Side, SideForm, names_taken, side_of
+from ._spatial import Meshes, Spatial
 from ._tree import Form, digest, form_of, ordered, packed, zeros
 from ._walk import Batch, Walk
 from ._wire import Wire, bits_of, numbers_of
