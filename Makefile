@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help aarch64 mpi test-mpi demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling layer-plans bench-peers bench-lanes clean
+.PHONY: help aarch64 mpi test-mpi demo demo-device study study-layers codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling layer-plans bench-peers bench-lanes clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -25,6 +25,9 @@ demo-device: ## train on digits on emulated collective engines (CCLO) behind Zer
 
 study: ## train small models with compressed gradients, and compare their losses with float32's; ARGS='--quick'
 	@.ci/study $(ARGS)
+
+study-layers: ## train nets layer-parallel, exactly and by multigrid, and compare what they learn; ARGS='--quick', ARGS='--study digits'
+	@.ci/study_layers $(ARGS)
 
 codec-errors: ## what each codec loses, alone and in sums, beside what it must
 	@.ci/codec_errors $(ARGS)

@@ -1,0 +1,164 @@
+"""The study of inexact layer-parallel training: that it has every run and a picture, when runs go on exactly, and its page."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import BACKEND
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import layer_parallel_plan as plan
+import layer_parallel_report as report
+import layer_parallel_study as study
+from layer_parallel_plan import BY_NAME, EXACT, INEXACT, TASKS, Setting
+
+from benches import blocks
+
+EXAMPLE = ROOT / "examples" / "layer_parallel_study.py"
+FIGURES = ROOT / "docs" / "layer-parallel"
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+
+def ran(folder, *arguments, launcher=()):
+    command = [sys.executable, *launcher, str(EXAMPLE), "--quick", "--plot", str(folder), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def test_a_quick_study_has_every_run_and_a_picture(tmp_path):
+    ended = ran(tmp_path)
+    found = json.loads((tmp_path / "study.json").read_text())["studies"]
+    for task in (task.quick() for task in TASKS):
+        runs = found[task.name]["runs"]
+        wanted = [(setting.name, seed) for seed in range(task.seeds) for setting in task.settings]
+        assert [(run["setting"], run["seed"]) for run in runs] == wanted
+        for run in runs:
+            assert [mark["step"] for mark in run["marks"]] == [0, 2, 4]
+            for mark in run["marks"]:
+                assert all(value is not None for key, value in mark.items() if key != "loss" or mark["step"])
+        assert f"**{task.title}**" in ended.stdout
+        assert (tmp_path / f"study-{task.name}.svg").stat().st_size > 1000
+    # All of a seed begin with the same weights, and see the same batches.
+    first = {(run["seed"], run["marks"][0]["held_loss"]) for run in found["digits"]["runs"]}
+    assert len(first) == BY_NAME["digits"].quick().seeds
+
+
+def test_figures_do_not_depend_on_the_number_of_ranks_by_a_bit(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    arguments = ("--study", "digits", "--seeds", "1", "--json")
+    beside = json.loads(ran(tmp_path / "beside", *arguments).stdout)["studies"]["digits"]["runs"]
+    together = json.loads(ran(tmp_path / "together", *arguments, launcher=launcher).stdout)["studies"]["digits"]["runs"]
+    for run in beside + together:
+        del run["seconds"]
+    assert beside == together
+
+
+@pytest.mark.parametrize("reason, limit", [("audit", "MOST_OFF"), ("factor", "MOST_FACTOR")])
+def test_a_run_that_goes_on_exactly_from_the_first_batch_is_the_exact_one(monkeypatch, reason, limit):
+    task = BY_NAME["digits"].quick()
+    exact, inexact = (study.train(task, setting, seed=0) for setting in (EXACT, INEXACT))
+    monkeypatch.setattr(plan, limit, 0.0)
+    switched = study.train(task, Setting("switched", switch=reason), seed=0)
+    assert switched["switched"] == 0 and exact["switched"] is None
+    for key in ("loss", "held_loss", "gradient_error", "forward_factor"):
+        assert [mark[key] for mark in switched["marks"]] == [mark[key] for mark in exact["marks"]]
+    assert inexact["loss"] != exact["loss"]
+
+
+def test_a_look_at_a_net_changes_nothing_of_its_training():
+    task = BY_NAME["digits"].quick()
+    often, seldom = (
+        study.train(plan.replace(task, every=every), INEXACT, seed=0)["marks"][-1] for every in (1, task.steps)
+    )
+    for key in ("held_loss", "inexact_held_loss", "gradient_error", "backward_factor"):
+        assert often[key] == seldom[key]
+
+
+def mark(step, loss, **others):
+    figures = {"forward_factor": 0.1, "backward_factor": 0.1, "gradient_error": 0.1, "cosine": 1.0}
+    held = {
+        "held_loss": loss,
+        "held_accuracy": 0.5,
+        "inexact_held_loss": loss,
+        "inexact_held_accuracy": 0.5,
+    }
+    return {"step": step, "loss": loss if step else None, **figures, **held, **others}
+
+
+def record(**losses):
+    runs = [
+        {
+            "setting": name,
+            "seed": 0,
+            "loss": values[-1],
+            "switched": None,
+            "seconds": 1.0,
+            "marks": [mark(step, loss) for step, loss in enumerate(values)],
+        }
+        for name, values in losses.items()
+    ]
+    facts = {"date": "2026-01-01", "commit": "0", "torch": "2", "processor": "p", "data": "d"}
+    return {**facts, "seeds": 1, "steps": 4, "every": 1, "depth": 8, "runs": runs}
+
+
+def test_a_run_has_departed_where_its_loss_is_higher_to_the_end():
+    exact = [3.0, 2.0, 1.5, 1.2, 1.0]
+    for losses, first in (
+        (exact, None),
+        ([3.0, 2.04, 1.54, 1.24, 1.04], None),
+        ([3.0, 2.5, 1.5, 1.3, 1.1], 3),
+        ([3.0, 2.5, 2.0, 2.0, 1.0], None),
+        ([3.0, 2.0, None, None, None], 2),
+    ):
+        assert report.Found(record(exact=exact, other=losses)).departed("other") == [first]
+
+
+def test_what_was_lost_is_told_and_drawn_with_the_rest(tmp_path):
+    found = record(exact=[3.0, 2.0, 1.5, 1.2, 1.0], inexact=[3.0, 2.0, None, None, None])
+    for one in found["runs"][1]["marks"][2:]:
+        one.update(dict.fromkeys(("held_loss", "inexact_held_loss", "gradient_error", "backward_factor")))
+    text = "\n".join(report.tables({"studies": {"transformer": found}}))
+    (row,) = (line for line in text.splitlines() if line.startswith("| inexact |"))
+    # What is no number any more has passed every limit.
+    assert row == "| inexact | lost | lost | lost | lost | 2 | 2 | 2 |  |"
+    report.draw(found, BY_NAME["transformer"], tmp_path / "lost.svg")
+    assert (tmp_path / "lost.svg").stat().st_size > 1000
+
+
+def test_an_indicator_that_is_no_number_is_a_reason_to_go_on_exactly():
+    for reason, key in (("audit", "gradient_error"), ("factor", "forward_factor"), ("factor", "backward_factor")):
+        setting = Setting("switched", switch=reason)
+        assert not setting.is_over(mark(1, 1.0))
+        assert setting.is_over(mark(1, 1.0, **{key: 1.01})) and setting.is_over(mark(1, 1.0, **{key: None}))
+        assert not INEXACT.is_over(mark(1, 1.0, **{key: None}))
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (["--study", "digit"], "invalid choice: 'digit'"),
+        (["--quick", "--write-docs"], "--quick"),
+        (["--seeds", "0"], "--seeds: give 1 or more"),
+        (["--page-only", "--plot", "nowhere"], "nowhere/study.json has no such figures yet"),
+    ],
+)
+def test_wrong_arguments_of_the_study_are_one_sentence(capsys, given, said):
+    with pytest.raises(SystemExit) as ended:
+        study.arguments(given)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_page_has_what_was_measured():
+    page = (FIGURES / "study.md").read_text()
+    found = json.loads((FIGURES / "study.json").read_text())
+    assert set(found["studies"]) == set(BY_NAME)
+    assert blocks.replaced(page, study.NAME, study.COMMAND, study.block(copy.deepcopy(found))) == page
+    for name in BY_NAME:
+        assert f"study-{name}.svg" in page and (FIGURES / f"study-{name}.svg").exists()
