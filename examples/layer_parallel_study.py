@@ -108,12 +108,13 @@ def mean(losses: Sequence[float]) -> float | None:
 
 
 @contextmanager
-def solved(net: LayerParallel, mode: str, iterations: int | None = None) -> Iterator[None]:
-    """A net that is solved otherwise meanwhile."""
+def solved(net: LayerParallel, mode: str, times: int = 1) -> Iterator[None]:
+    """A net that is solved otherwise meanwhile, and perhaps with so many times the iterations."""
     before = net.mode, net.fwd, net.bwd
     net.mode = mode  # type: ignore[assignment]
-    if iterations is not None:
-        net.fwd, net.bwd = (replace(cycle, iterations=iterations) for cycle in (net.fwd, net.bwd))
+    if times > 1:
+        # At least three, as there is a ratio of norms only then: the first has none.
+        net.fwd, net.bwd = (replace(cycle, iterations=max(times * cycle.iterations, 3)) for cycle in before[1:])
     try:
         yield
     finally:
@@ -121,16 +122,18 @@ def solved(net: LayerParallel, mode: str, iterations: int | None = None) -> Iter
 
 
 def look(net: LayerParallel, task: Task, inputs: Tensor, targets: Tensor) -> dict[str, float | None]:
-    """Convergence factors of both passes, and how far the gradients of a batch are from exact ones. No gradient of it is kept."""
-    usual = net.mode if net.mode == "exact-forward" else "inexact"
-    # A ratio of norms takes three iterations, since the first has none.
-    with solved(net, "inexact", 2 * net.fwd.iterations):
+    """Convergence factors of both passes, and how far the gradients of a batch are from exact ones. No gradient of it is kept.
+
+    In training alone, `probe_every` and `audit_every` of a net say the same; here runs that are exact are looked at as well.
+    """
+    usual = "exact-forward" if net.mode == "exact-forward" else "inexact"
+    with solved(net, "inexact", times=2):
         gradients(net, inputs, targets)
     factors = [factor(norms) for norms in (net.norms.forward, net.norms.backward)]
-    found, exact = [], []
-    for mode, kept_ in ((usual, found), ("exact-wave", exact)):
-        with solved(net, mode):
-            kept_ += gradients(net, inputs, targets)
+    with solved(net, usual):
+        found = gradients(net, inputs, targets)
+    with solved(net, "exact-wave"):
+        exact = gradients(net, inputs, targets)
     return {
         "forward_factor": factors[0],
         "backward_factor": factors[1],
@@ -177,11 +180,9 @@ def learnt(net: LayerParallel, task: Task) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     net.eval()
     found["held_loss"], found["held_accuracy"] = evaluate(net, task)
-    # In training a net is solved as its mode says; its layers stay as they are in evaluation.
-    net.train()
-    net.layers.eval()
-    with solved(net, "inexact"):
-        found["inexact_held_loss"], found["inexact_held_accuracy"] = evaluate(net, task)
+    net.evaluation = "inexact"
+    found["inexact_held_loss"], found["inexact_held_accuracy"] = evaluate(net, task)
+    net.evaluation = "exact-wave"
     net.train()
     return found
 
