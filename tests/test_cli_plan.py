@@ -38,6 +38,22 @@ def test_a_solve_is_never_slower_than_the_closed_formula(ranks, factor):
     assert row["speedup"] >= 3 / (4 / ranks + 1 / (factor * ranks) + 4 / factor) * 0.999
 
 
+@pytest.mark.parametrize(("ranks", "factor"), [(2, 4), (4, 8), (8, 8)])
+def test_coarser_states_leave_of_a_coarse_step_what_their_share_is(ranks, factor):
+    arguments = ("--layers", "64", "--ranks", str(ranks), "--factor", str(factor), *FREE)
+    key = ("multigrid", factor, 2)
+    fine = settings(*arguments)[key]
+    same, less = (settings(*arguments, "--coarser", "1", "--share", share)[key] for share in ("1", "0.1"))
+    assert less["speedup"] > fine["speedup"]
+    # Nothing is shared between meshes, so that states of the same size gain nothing.
+    assert same["speedup"] <= fine["speedup"]
+    # The first march, then right-hand sides and marches of a cycle; the adjoint, whose coarse steps are recorded first, has a march alone.
+    coarse = 64 // factor
+    least = 64 * 3 / (64 / ranks * (1 + 1 + 2) + 0.1 * (coarse + coarse / ranks + coarse + 3 * coarse))
+    assert less["speedup"] >= least * 0.999
+    assert less["state_bytes"] < same["state_bytes"]
+
+
 def test_the_text_draws_each_rank_in_each_pass():
     lines = accl("--layers", "64", "--ranks", "4", "--factor", "8").stdout.splitlines()
     assert lines[0].startswith("# 64 layers on 4 ranks; serial on one: 192.00 ms")
@@ -99,6 +115,9 @@ def test_each_level_has_relaxations_of_its_own():
         (["--layers", "8", "--ranks", "2", "--levels", "3"], "--levels: it goes with --factor"),
         (["--layers", "8", "--ranks", "2", "--factor", "1"], "a coarsening factor of 1"),
         (["--layers", "8", "--ranks", "2", "--factor", "2", "--levels", "9"], "have at most 4"),
+        (["--layers", "8", "--ranks", "2", "--share", "0"], "--share: expected a number above 0 and not above 1"),
+        (["--layers", "8", "--ranks", "2", "--coarser", "0"], "--coarser: expected a number above zero, not 0"),
+        (["--layers", "8", "--ranks", "2", "--factor", "2", "--coarser", "2"], "--coarser: 2 of 2 levels"),
         (["--layers", "8", "--ranks", "2", "--layer", "1ms"], "--layer: '1ms' has 1 times; give 4"),
         (["--layers", "8", "--ranks", "2", "--layer", "1,1,1,1"], "--layer: '1' is no time"),
         (["--layers", "8", "--ranks", "2", "--state", "big"], "--state: 'big' is no size"),

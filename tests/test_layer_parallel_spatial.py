@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import gloo_group, on_ranks
 from torch import nn
 from torch.nn import functional
@@ -16,6 +15,7 @@ from torch_accl.layer_parallel import (
     custom,
     ode,
     plain,
+    refined,
     residual,
     timed,
 )
@@ -24,11 +24,6 @@ PIXELS = Spatial(
     lambda x: functional.avg_pool2d(x, 2) if x.dim() == 4 else x,
     lambda x, like: functional.interpolate(x, size=like.shape[-2:], mode="nearest") if x.dim() == 4 else x,
 )
-
-
-def alone():
-    """A group of this rank, for the same net on one."""
-    return dist.new_subgroups(group_size=1)[0]
 
 
 def squared(y, target):
@@ -70,7 +65,7 @@ def gradients_of(net):
 
 
 def check_exact(net, layers, x, target):
-    exact = LayerParallel(layers, mode="exact-wave", group=net.wire.group if net.wire.group is not None else None)
+    exact = LayerParallel(layers, mode="exact-wave")
     loss = exact.step(x, target, squared)
     torch.testing.assert_close(net.step(x, target, squared), loss, rtol=1e-6, atol=1e-9)
     for name, gradient in gradients_of(net).items():
@@ -96,7 +91,7 @@ def test_nothing_depends_on_the_number_of_ranks_by_a_bit(rank, world, levels, co
     layers = [plain(nn.Conv2d(2, 2, 1)), *layers, plain(nn.Flatten()), plain(nn.Linear(128, 4))]
     target = torch.zeros(len(x), 4)
     cycle = Cycle(levels=levels, factor=2, iterations=3, coarser=coarser)
-    one = LayerParallel(copy.deepcopy(layers), group=alone(), fwd=cycle, bwd=cycle, spatial=PIXELS)
+    one = LayerParallel(copy.deepcopy(layers), group="alone", fwd=cycle, bwd=cycle, spatial=PIXELS)
     loss = one.step(x, target, squared)
     for group in (None, gloo_group()):
         net = LayerParallel(copy.deepcopy(layers), group=group, fwd=cycle, bwd=cycle, spatial=PIXELS, placement="even")
@@ -140,6 +135,68 @@ def test_states_of_16_bits_and_other_sizes_work(rank, world):
         net = LayerParallel(layers, fwd=cycle, bwd=cycle, spatial=PIXELS)
         exact = LayerParallel(copy.deepcopy(layers), mode="exact-wave")
         torch.testing.assert_close(net.step(x, target, squared), exact.step(x, target, squared), rtol=2e-2, atol=1e-2)
+
+
+@on_ranks(1, 2)
+def test_whole_numbers_of_a_state_become_coarser_with_it(rank, world):
+    class Masked(Convolution):
+        def forward(self, state):
+            x, mask = state
+            assert mask.shape == x.shape[-2:]
+            return self.f(x) * mask
+
+    def coarsen(state):
+        x, mask = state
+        return functional.avg_pool2d(x, 2), mask[::2, ::2]
+
+    def refine(state, like):
+        return functional.interpolate(state[0], size=like[0].shape[-2:]), like[1]
+
+    x, target = batch()
+    mask = torch.arange(8) < 6
+    mask = mask[:, None] & mask
+    layers = [ode(Masked(number).double()) for number in range(16)]
+    cycle = Cycle(factor=4, iterations=9, coarser=1, relax="FCF")
+    net = LayerParallel(copy.deepcopy(layers), fwd=cycle, bwd=cycle, spatial=Spatial(coarsen, refine))
+    exact = LayerParallel(layers, mode="exact-wave")
+    losses = [each.step((x, mask), target, lambda y, target: squared(y[0], target)) for each in (net, exact)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-9)
+    for name, gradient in gradients_of(net).items():
+        torch.testing.assert_close(gradient, exact.get_parameter(name).grad, rtol=1e-4, atol=1e-8)
+
+
+@on_ranks(1, 2)
+def test_a_deeper_net_has_the_same_meshes(rank, world):
+    sizes = []
+
+    def coarsen(x):
+        sizes.append(x.shape[-1])
+        return PIXELS.coarsen(x)
+
+    cycle = Cycle(factor=4, iterations=2, coarser=1)
+    net = LayerParallel(steps(count=8), fwd=cycle, bwd=cycle, spatial=Spatial(coarsen, PIXELS.refine))
+    deeper = refined(net, 2)
+    x, target = batch()
+    deeper.step(x, target, squared)
+    assert sizes and set(sizes) == {8}
+
+
+@on_ranks(1, 2)
+def test_layers_are_timed_on_each_mesh_before_a_mode_is_chosen(rank, world):
+    seen = set()
+
+    class Watched(Convolution):
+        def forward(self, x):
+            seen.add(x.shape[-1])
+            return self.f(x)
+
+    cycle = Cycle(levels=3, factor=2, iterations=2, coarser=(1, 2))
+    layers = [ode(Watched(number)) for number in range(8)]
+    net = LayerParallel(layers, mode="auto", auto_modes=["exact-wave", "inexact"], fwd=cycle, bwd=cycle, spatial=PIXELS)
+    x, target = batch(dtype=torch.float32)
+    net.step(x, target, squared)
+    assert {2, 4, 8} <= seen
+    assert set(net.choice.seconds) == {"exact-wave", "inexact"}
 
 
 @on_ranks(1, 2)

@@ -168,7 +168,7 @@ class LayerPlan:
         layers: list[tuple[int, int, int, int]],
         state: list[int],
         rates: tuple[int, int, int, int, int],
-        shares: list[int] = ...,
+        shares: list[tuple[int, int]] = ...,
     ) -> tuple[int, list[list[tuple[int, int, int]]]]: ...
 
 def layer_placement(layers: list[tuple[str, bool]], factors: list[int], ranks: int, how: str) -> list[int]: ...

@@ -52,6 +52,8 @@ class Costs:
     message: int = 0
     latency: int = 0
     wire_per_kib: int = 0
+    # Thousandths of bytes and of a layer's time that a coarser mesh of states has of the mesh before.
+    share: int = 1000
 
     @property
     def serial(self) -> int:
@@ -68,16 +70,27 @@ class Costs:
         shares = [(share(a), share(b), share(c), share(d)) for a, b, c, d in self.layers]
         return replace(self, layers=shares, state_bytes=max(self.state_bytes // parts, 1))
 
+    def shares(self, meshes: int) -> list[int]:
+        """Thousandths that so many coarser meshes have of the finest."""
+        return [1000 * self.share**mesh // 1000**mesh for mesh in range(1, meshes + 1)]
+
 
 class Planner:
-    """Plans of a net of steps `x + dt * f(x)` on so many ranks. `relax`: how often C-points are relaxed besides, from the finest level, the last for the rest."""
+    """Plans of a net of steps `x + dt * f(x)` on so many ranks.
 
-    def __init__(self, native: Any, ranks: int, costs: Costs, relax: Sequence[int] = (0,)) -> None:
+    relax: how often C-points are relaxed besides, from the finest level, the last for the rest.
+    coarser: levels whose states are coarser than those of the level before; those that a setting has not do not count.
+    """
+
+    def __init__(
+        self, native: Any, ranks: int, costs: Costs, relax: Sequence[int] = (0,), coarser: Sequence[int] = ()
+    ) -> None:
         self.native = native
         self.ranks = ranks
         self.costs = costs
         self.layers = [("ode", False)] * len(costs.layers)
         self._relax = list(relax)
+        self._coarser = frozenset(coarser)
 
     def multigrid(self, forward: int, backward: int, factors: Iterable[int] = FACTORS) -> Iterator[Setting]:
         """The settings that the net has layers enough for."""
@@ -101,6 +114,7 @@ class Planner:
                 self._counts(factors),
                 pass_,
                 (iterations, "V", self._relax, "coarsest", "lagged", True, self._reuse(pass_)),
+                [level in self._coarser for level in range(1, setting.levels)],
             )
             for pass_, iterations in zip(_PASSES, (setting.forward, setting.backward))
         ]
@@ -121,7 +135,9 @@ class Planner:
         # A norm goes there and back.
         rates = (costs.add_per_kib, costs.message, costs.latency, costs.wire_per_kib, 2 * costs.latency)
         for plan in self.plans(setting):
-            total, ranks = plan.simulate(list(costs.layers), [costs.state_bytes] * (len(self.layers) + 1), rates)
+            shares = [(share, share) for share in costs.shares(len(self._coarser))]
+            states = [costs.state_bytes] * (len(self.layers) + 1)
+            total, ranks = plan.simulate(list(costs.layers), states, rates, shares)
             yield plan, total, ranks
 
     def time(self, setting: Setting) -> list[int]:

@@ -34,7 +34,8 @@ examples:
   accl plan --layers 64 --ranks 4
   accl plan --layers 64 --ranks 4 --factor 8 --forward 2 --backward 1 --layer 0.9ms,0.95ms,1.2ms,2.5ms --state 800KiB
   accl plan --layers 1024 --ranks 128 --link 100Gbit/s,2us --plot plan.png
-  accl plan --layers 1024 --ranks 2,8,32,128,512 --relax 0,1"""
+  accl plan --layers 1024 --ranks 2,8,32,128,512 --relax 0,1
+  accl plan --layers 64 --ranks 8 --coarser 1 --share 0.25"""
 
 _COLUMNS = 96
 _SYMBOLS = {
@@ -78,8 +79,15 @@ class _Net(Planner):
             # Sums of states are free here.
             latency=latency,
             wire_per_kib=per_kib,
+            share=_thousandths(given.share),
         )
-        super().__init__(native, ranks, costs, _numbers("--relax", given.relax))
+        coarser = _numbers("--coarser", given.coarser, least=1) if given.coarser else ()
+        if given.factor is not None and any(level >= (given.levels or 2) for level in coarser):
+            raise WrongInput(
+                f"--coarser: {given.coarser} of {given.levels or 2} levels, the finest of which is level 0"
+            )
+        super().__init__(native, ranks, costs, _numbers("--relax", given.relax), coarser)
+        self._coarser_levels = len(coarser)
         self.state, self.graph = state, parse_size("--graph", given.graph)
 
     def looked_at(self) -> Sequence[int]:
@@ -93,7 +101,7 @@ class _Net(Planner):
             total_ps += total
             sizes = [self.state // micro] * (len(self.layers) + 1), [self.graph // micro] * len(self.layers)
             for rank in self.looked_at():
-                state, graph = plan.memory(rank, *sizes)
+                state, graph = plan.memory(rank, *sizes, self.costs.shares(self._coarser_levels))
                 states, graphs = max(states, state), max(graphs, graph)
         return _Found(setting, total_ps / 1e9, self.costs.serial / total_ps, states, graphs)
 
@@ -114,6 +122,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="0",
         metavar="N[,N...]",
         help="relaxations of C-points: 0 is F, 1 is FCF; from the finest level, the last for the rest (default %(default)s)",
+    )
+    add(
+        "--coarser",
+        metavar="L[,L...]",
+        help="levels, from 1 on, whose states are coarser than those of the level before (default: none)",
+    )
+    add(
+        "--share",
+        type=float,
+        default=0.25,
+        metavar="S",
+        help="of the bytes of a state, and of the time of a layer, that are left where states become coarser (default %(default)s)",
     )
     add("--micro-batches", type=int, metavar="M", help="of the pipelines (default: 4 times the ranks)")
     add(
@@ -174,6 +194,12 @@ def _numbers(name: str, text: str, least: int = 0) -> list[int]:
                 f"{name}: expected {'a number above zero' if least else 'no number below zero'}, not {number}"
             )
     return found
+
+
+def _thousandths(share: float) -> int:
+    if not 0 < share <= 1:
+        raise WrongInput(f"--share: expected a number above 0 and not above 1, not {share}")
+    return max(round(1000 * share), 1)
 
 
 def _settings(given: argparse.Namespace, net: _Net, is_one_world: bool) -> Iterator[Setting]:

@@ -45,10 +45,19 @@ pub struct Costs {
     pub layers: Vec<LayerTimes>,
     /// Bytes of a state, at each point.
     pub state: Vec<Bytes>,
-    /// What share of bytes and of a layer's time there is on each coarser mesh of states, in thousandths.
-    pub shares: Vec<u64>,
+    /// What there is of them on each coarser mesh of states; on those beyond as much as on the finest.
+    pub shares: Vec<Share>,
     /// Of everything else.
     pub rates: Rates,
+}
+
+/// What a coarser mesh of states has of the finest one's costs, in thousandths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// Of the bytes of a state.
+    pub bytes: u64,
+    /// Of the time of a layer.
+    pub time: u64,
 }
 
 /// What a rank did from when to when, in picoseconds from the start.
@@ -86,7 +95,7 @@ impl Costs {
                     (Pass::Adjoint, false) => times.input_vjp,
                     (Pass::Adjoint, true) => times.full_vjp,
                 };
-                self.on_mesh(mesh, time)
+                self.share(mesh).map_or(time, |share| time * share.time / 1000)
             }
             Op::Advance { dst, .. } | Op::Stretch { dst, .. } | Op::Add { dst, .. } | Op::Subtract { dst, .. } => {
                 kib(dst, self.rates.add_per_kib)
@@ -109,12 +118,12 @@ impl Costs {
     }
 
     fn bytes(&self, plan: &Plan, value: Value) -> u64 {
-        self.on_mesh(plan.meshes[value as usize], self.state[plan.points[value as usize] as usize].0)
+        let whole = self.state[plan.points[value as usize] as usize].0;
+        self.share(plan.meshes[value as usize]).map_or(whole, |share| whole * share.bytes / 1000)
     }
 
-    fn on_mesh(&self, mesh: u32, whole: u64) -> u64 {
-        let share = mesh.checked_sub(1).and_then(|coarser| self.shares.get(coarser as usize));
-        share.map_or(whole, |share| whole * share / 1000)
+    fn share(&self, mesh: u32) -> Option<&Share> {
+        self.shares.get(mesh.checked_sub(1)? as usize)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The simulator agrees with the closed formulas of multigrid over layers.
 
-use accl_multigrid::cost::{Costs, LayerTimes, Rates, simulate};
+use accl_multigrid::cost::{Costs, LayerTimes, Rates, Share, simulate};
 use accl_multigrid::{Cycle, Grid, Kind, Layer, Norms, Pass, Placement, Plan, Reuse, Schedule, mgrit, pipeline};
 use accl_types::Bytes;
 
@@ -67,6 +67,28 @@ fn with_norms_that_block_a_plan_takes_what_the_formula_says() {
             }
         }
     }
+}
+
+#[test]
+fn on_a_coarser_mesh_layers_and_messages_take_their_share() {
+    let cycle = Cycle { norms: Norms::Blocking, reuse: Reuse::Nothing, ..Cycle::new(3) };
+    let placement = Placement::even(64, 4).unwrap();
+    let grid = || Grid::new(&[Layer::of(Kind::Increment); 64], &[4]).unwrap();
+    let coarser = grid().with_coarser_states(&[true]).unwrap();
+    let [plain, coarse] = [grid(), coarser].map(|grid| mgrit(&grid, &placement, Pass::Forward, &cycle).unwrap());
+    let each = LayerTimes { plain: 1000, recorded: 1000, input_vjp: 0, full_vjp: 0 };
+    let shares = vec![Share { bytes: 500, time: 250 }];
+    let costs = Costs { layers: vec![each; 64], shares, ..costs(64) };
+    // The start, and in each of two cycles F-relaxation, the right-hand side and the march; then the last sweep.
+    assert_eq!(simulate(&plain, &costs).total, 1000 * (16 + 2 * (16 + 4 + 16) + 16));
+    assert_eq!(simulate(&coarse, &costs).total, 1000 * (2 * 16 + 16) + 250 * (16 + 2 * (4 + 16)));
+    // Without any time of layers the ways are left: of three marches, of three messages in a row each, which on the coarser mesh are half as long.
+    let rates = Rates { wire_per_kib: 1000, ..Rates::default() };
+    let idle = LayerTimes { plain: 0, recorded: 0, input_vjp: 0, full_vjp: 0 };
+    let costs = Costs { layers: vec![idle; 64], state: vec![Bytes(1024); 65], rates, ..costs };
+    let [plain, coarse] = [plain, coarse].map(|plan| simulate(&plan, &costs).total);
+    assert_eq!(plain, 9000);
+    assert!((4500..9000).contains(&coarse), "{coarse}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! Owns the translation, both ways. What a plan is, and how it is made and checked, is `accl-multigrid`'s; who walks one is Python. Read
 //! [`LayerPlan`] first.
 
-use accl_multigrid::cost::{Costs, LayerTimes, Rates, simulate};
+use accl_multigrid::cost::{Costs, LayerTimes, Rates, Share, simulate};
 use accl_multigrid::memory::Memory;
 use accl_multigrid::{
     Cycle, Grid, Kind, Layer, Norms, Op, Pass, Phase, PhaseKind, Placement, Plan, Reuse, Schedule, Shape, Start, Value,
@@ -148,7 +148,8 @@ impl LayerPlan {
         Ok((memory.peak.0, memory.graphs.0))
     }
 
-    /// When each rank does what, by (operation, begin, end), and the time of all, in picoseconds. `shares`: thousandths of bytes and of a layer's time on each coarser mesh.
+    /// When each rank does what, by (operation, begin, end), and the time of all, in picoseconds. `shares`: thousandths of a state's bytes and of a layer's time
+    /// on each coarser mesh.
     #[pyo3(signature = (layers, state, rates, shares=Vec::new()))]
     #[allow(clippy::type_complexity, reason = "it is what Python is given")]
     fn simulate(
@@ -157,7 +158,7 @@ impl LayerPlan {
         layers: Vec<LayerPs>,
         state: Vec<u64>,
         rates: RatesPs,
-        shares: Vec<u64>,
+        shares: Vec<(u64, u64)>,
     ) -> PyResult<(u64, Vec<Vec<(usize, u64, u64)>>)> {
         self.sizes("state", &state, 1)?;
         self.sizes("layers", &layers, 0)?;
@@ -166,7 +167,7 @@ impl LayerPlan {
         let costs = Costs {
             layers: layers.into_iter().map(times).collect(),
             state: state.into_iter().map(Bytes).collect(),
-            shares,
+            shares: shares.into_iter().map(|(bytes, time)| Share { bytes, time }).collect(),
             rates: Rates { add_per_kib, message, latency, wire_per_kib, norm },
         };
         let timing = py.detach(|| simulate(&self.plan, &costs));

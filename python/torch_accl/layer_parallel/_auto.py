@@ -58,6 +58,8 @@ class Measured:
     whole: list[Times]
     part: list[Times]
     state: list[int]
+    # Thousandths of bytes and of a layer's time on each coarser mesh of states.
+    shares: list[tuple[int, int]]
     # As `LayerPlan.simulate` has them: adding up, a message, its latency, its bytes, a norm.
     rates: tuple[int, int, int, int, int]
 
@@ -76,7 +78,7 @@ def _predicted(candidate: Candidate, known: Measured) -> float:
     parts = candidate.micro_batches
     times = known.whole if parts == 1 else known.part
     state = [max(size // parts, 1) for size in known.state]
-    total = sum(program.plan.simulate(times, state, known.rates)[0] for program in candidate.programs)
+    total = sum(program.plan.simulate(times, state, known.rates, known.shares)[0] for program in candidate.programs)
     return total / 1e12
 
 
@@ -85,50 +87,67 @@ def measured(solve: Solve, micro_batches: int) -> Measured | None:
     batch, wire = solve.batch, solve.solver.wire
     evaluation = batch.evaluation
     evaluation.leaves_no_trace = True
-    state = [sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in form.leaves) for form in batch.forms]
+    state = [_bytes_of(form) for form in batch.forms]
     layers = len(batch.names)
     rates = _rates(wire, max(state), batch.device)
-    of_parts = {1: [0] * (4 * layers + 1)}
     # What layers are given beside the state is cut for whole batches.
     is_alone = type(evaluation.beside) is Beside
+    meshes = len(batch.meshes.forms)
+    # A whole batch on each mesh, and a micro-batch on the finest.
+    kinds = [(1, mesh) for mesh in range(meshes)]
     if micro_batches > 1 and is_alone:
-        of_parts[micro_batches] = [0] * (4 * layers + 1)
-    for parts, numbers in of_parts.items():
+        kinds.append((micro_batches, 0))
+    found = {kind: [0] * (4 * layers + 1) for kind in kinds}
+    for (parts, mesh), numbers in found.items():
         wire.together(torch.zeros(1, dtype=torch.int64, device=wire.device), "measuring layers")
         try:
-            for layer, times in _own_times(solve, evaluation, parts).items():
+            for layer, times in _own_times(solve, evaluation, parts, mesh).items():
                 numbers[4 * layer : 4 * layer + 4] = times
         except Exception:
             numbers[-1] = 1
     of_all = {
-        parts: wire.together(torch.tensor(numbers, device=wire.device), "measuring layers")
-        for parts, numbers in of_parts.items()
+        kind: wire.together(torch.tensor(numbers, device=wire.device), "measuring layers")
+        for kind, numbers in found.items()
     }
     if any(numbers[-1] for numbers in of_all.values()):
         return None
     lists = {
-        parts: [(n[4 * layer], n[4 * layer + 1], n[4 * layer + 2], n[4 * layer + 3]) for layer in range(layers)]
-        for parts, n in of_all.items()
+        kind: [(n[4 * layer], n[4 * layer + 1], n[4 * layer + 2], n[4 * layer + 3]) for layer in range(layers)]
+        for kind, n in of_all.items()
     }
-    part = lists[max(lists)]
+    whole = lists[1, 0]
+    part = lists.get((micro_batches, 0), whole)
     if micro_batches > 1 and not is_alone:
         part = [(a // micro_batches, b // micro_batches, c // micro_batches, d // micro_batches) for a, b, c, d in part]
-    return Measured(lists[1], part, state, rates)
+    shares = []
+    for mesh in range(1, meshes):
+        steps = [layer for layer in range(layers) if any(lists[1, mesh][layer])]
+        on_mesh, on_finest = (sum(sum(times[layer][:3]) for layer in steps) for times in (lists[1, mesh], whole))
+        size = sum(_bytes_of(form) for form in batch.meshes.forms[mesh])
+        shares.append((1000 * size // max(sum(state), 1), 1000 * on_mesh // max(on_finest, 1)))
+    return Measured(whole, part, state, shares, rates)
 
 
-def _own_times(solve: Solve, evaluation: Evaluation, parts: int) -> dict[int, Times]:
-    """Of this rank's layers; those that look alike are timed once."""
-    batch = solve.batch
+def _bytes_of(form: Form) -> int:
+    return sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in form.leaves)
+
+
+def _own_times(solve: Solve, evaluation: Evaluation, parts: int, mesh: int) -> dict[int, Times]:
+    """Of this rank's layers; those that look alike are timed once, and plain ones on the finest mesh alone."""
+    batch, kinds = solve.batch, evaluation.layers.kinds
+    forms = batch.meshes.forms[mesh]
     alike: dict[Any, list[int]] = {}
     for layer, module in evaluation.modules.items():
+        if mesh > 0 and kinds[layer] == "plain":
+            continue
         shapes = tuple(parameter.shape for parameter in module.parameters())
         key = (
             type(module),
             str(module),
             shapes,
-            evaluation.layers.kinds[layer],
-            batch.forms[layer],
-            batch.forms[layer + 1],
+            kinds[layer],
+            forms[layer],
+            forms[layer + 1],
         )
         alike.setdefault(key, []).append(layer)
     turns: dict[int, list[Times]] = {layers[0]: [] for layers in alike.values()}
@@ -139,8 +158,8 @@ def _own_times(solve: Solve, evaluation: Evaluation, parts: int) -> dict[int, Ti
                 _times(
                     evaluation,
                     layer,
-                    _part(batch.forms[layer], parts),
-                    _part(batch.forms[layer + 1], parts),
+                    _part(forms[layer], parts),
+                    _part(forms[layer + 1], parts),
                     batch.device,
                 )
             )

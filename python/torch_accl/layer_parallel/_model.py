@@ -362,7 +362,8 @@ class Model(nn.Module):
         if key not in self._choices:
             found: Choice | None = None
             if len(self._auto_modes) > 1:
-                run.way = self.way_of("exact-wave")
+                meshes = max(sum(cycle.coarser_levels()) for cycle in (self.fwd, self.bwd))
+                run.way = replace(self.way_of("exact-wave"), meshes=meshes)
                 number = self._solver.shared.number
                 with run.begun(is_recorded=True) as solve:
                     parts = self._parts(solve)

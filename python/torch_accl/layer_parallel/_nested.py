@@ -361,6 +361,7 @@ def _settings_of(net: LayerParallel) -> dict[str, Any]:
         evaluation=net.evaluation,
         fwd=net.fwd,
         bwd=net.bwd,
+        spatial=net._solver.shared.spatial,
         placement=net._placement,
         micro_batches=net._micro_batches,
         schedule=net._schedule,

@@ -307,6 +307,10 @@ class Walk:
     def _form(self, value: int) -> Form:
         return self.batch.meshes.form(self.program.points[value], self.program.meshes[value])
 
+    def _constant_leaves(self, value: int) -> list[Leaf]:
+        """Those that travel, which are of the finest mesh whatever mesh the value is on: coarser ones are made of them."""
+        return self.batch.forms[self.program.points[value]].constants
+
     def _worked(self, state: Tensor, leaf: Leaf) -> Tensor:
         """A state as the solver works on it."""
         return ordered(state.to(leaf.work_dtype(is_exact=self.program.is_exact)), leaf)
@@ -322,7 +326,7 @@ class Walk:
         ]
 
     def _constants(self, lot: Lot, value: int) -> States:
-        leaves = self._form(value).constants
+        leaves = self._constant_leaves(value)
         if lot in self.batch.constants:
             return [ordered(constant, leaf) for constant, leaf in zip(self.batch.constants[lot], leaves)]
         # The layer that makes them has failed.
@@ -336,7 +340,7 @@ class Walk:
             self._posted += 1
             form = self._form(receive.value)
             states = self._empty(form.states)
-            constants = self._empty(form.constants) if receive.lot is not None else []
+            constants = self._empty(self._constant_leaves(receive.value)) if receive.lot is not None else []
             what = f"receiving from rank {receive.source} of the layers"
             works = self._tried(
                 what,
