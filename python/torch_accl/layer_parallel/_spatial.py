@@ -39,17 +39,15 @@ class Meshes:
         # By mesh, then by point.
         self.forms: list[Sequence[Form]] = [forms]
         for _ in range(count):
-            known: dict[Form, Form] = {}
-            for form in self.forms[-1]:
-                if form not in known:
-                    known[form] = form_of(self._coarser(form.joined(*zeros(form, device))), "what `coarsen` returned")[
-                        0
-                    ]
-                    if len(known[form].states) != len(form.states):
-                        raise ValueError(
-                            f"`coarsen` made {known[form]} of {form}; return as many leaves, with values of the same types"
-                        )
+            known = {form: self._coarser_form(form) for form in dict.fromkeys(self.forms[-1])}
             self.forms.append([known[form] for form in self.forms[-1]])
+
+    def _coarser_form(self, form: Form) -> Form:
+        made, _, _ = form_of(self._coarser(form.joined(*zeros(form, self._device))), "what `coarsen` returned")
+        if made.tree != form.tree or [leaf.dtype for leaf in made.leaves] != [leaf.dtype for leaf in form.leaves]:
+            text = f"`coarsen` made {made} of {form}; return as many leaves, with values of the same types"
+            raise ValueError(text)
+        return made
 
     def _coarser(self, x: Any) -> Any:
         if self._spatial is None:
