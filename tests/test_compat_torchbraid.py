@@ -414,11 +414,217 @@ def test_a_batch_does_not_depend_on_the_one_before(rank, world):
     assert first.getFwdStats()[0] == 1
 
 
-def test_splines_and_coarser_states_are_refused():
+def test_splines_are_refused():
     with pytest.raises(NotImplementedError, match=r"nsplines=4"):
         net(nsplines=4)
-    with pytest.raises(NotImplementedError, match=r"spatial_ref_funcs"):
-        net(spatial_ref_funcs=(lambda x, level: x,) * 3)
+
+
+# ---- states that become coarser
+
+
+class Pixels:
+    """As scripts have them: functions that look at the level themselves, of odd images whose sizes are halved. They know how they were called."""
+
+    def __init__(self, levels, **others):
+        self.levels, self.calls = levels, []
+        self.functions = tuple(others.get(name, getattr(self, name)) for name in ("coarsen", "refine", "shape"))
+
+    def coarsen(self, img, level):
+        self.calls.append(("coarsen", level, img.shape[-1]))
+        if level not in self.levels or img.dim() < 4:
+            return img.clone()
+        return functional.avg_pool2d(functional.pad(img, (1, 1, 1, 1)), 3, 2)
+
+    def refine(self, img, level):
+        self.calls.append(("refine", level, img.shape[-1]))
+        if level not in self.levels or img.dim() < 4:
+            return img.clone()
+        size = 2 * img.shape[-1] - 1
+        return functional.interpolate(img, (size, size), mode="bilinear", align_corners=True)
+
+    def shape(self, shape, level):
+        # What it is given is its own.
+        if level in self.levels and len(shape) == 4:
+            shape[2:] = [(length + 1) // 2 for length in shape[2:]]
+        return shape
+
+
+class Convolution(nn.Module):
+    def __init__(self, size=None):
+        super().__init__()
+        self.inner = nn.Conv2d(2, 2, 3, padding=1).double()
+        self.size = size
+
+    def forward(self, x):
+        assert self.size is None or x.shape[-1] == self.size
+        return torch.tanh(self.inner(x))
+
+
+def images(size=9, rows=3):
+    draw = torch.randn(rows, 2, size, size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return functional.avg_pool2d(functional.pad(draw, (2, 2, 2, 2)), 5, 1)
+
+
+def pooled(levels=(0,), pixels=None, steps=16, max_levels=3, iters=9, **options):
+    """One whose states become coarser, and the functions that do so."""
+    pixels = pixels or Pixels(list(levels))
+    made = net(
+        options.pop("layer", Convolution),
+        steps,
+        levels=max_levels,
+        iters=iters,
+        spatial_ref_funcs=pixels.functions,
+        levels_to_coarsen=pixels.levels,
+        **options,
+    )
+    made.setSkipDowncycle(True)
+    made.setNumRelax(1)
+    return made, pixels
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("levels", [[0], [0, 1, 2], [1]], ids=str)
+def test_states_become_coarser_on_the_levels_that_are_named(rank, world, levels):
+    made, pixels = pooled(levels)
+    x = images()
+    y = made(x)
+    y.square().sum().backward() if rank == 0 else y.sum().backward()
+    found = gradients(made)
+    whole, right = serial(made, x)
+    right.square().sum().backward()
+    torch.testing.assert_close(y if rank == 0 else right, right, rtol=1e-5, atol=1e-7)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
+    for norms in (made.body.norms.forward, made.body.norms.backward):
+        assert list(norms.values())[-1] < 1e-3 * list(norms.values())[0]
+    # A level that the net has not is none.
+    called = {(name, level) for name, level, _ in pixels.calls}
+    assert called == {(name, level) for name in ("coarsen", "refine") for level in levels if level < 2}
+    sizes = {level: size for name, level, size in pixels.calls if name == "coarsen"}
+    assert sizes == {0: {0: 9}, 1: {1: 9}, 2: {0: 9, 1: 5}}[levels[-1]]
+
+
+@on_ranks(2, 3)
+def test_coarser_states_give_the_same_bits_on_any_number_of_ranks(rank, world):
+    found = []
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        made, _ = pooled([0, 1], steps=10, iters=2, comm=comm)
+        y = made(images())
+        (y.square().sum() if comm.Get_rank() == 0 else y.sum()).backward()
+        found.append((y, gradients(made), made.body.norms))
+    (y, grads, norms), (right, alone, others) = found
+    assert (rank != 0 or torch.equal(y, right)) and norms == others and len(norms.forward) > 0
+    assert all(torch.equal(grads[name], alone[name]) for name in alone)
+
+
+class Pool(nn.Module):
+    def forward(self, pair):
+        return tuple(functional.avg_pool2d(functional.pad(each, (1, 1, 1, 1)), 3, 2) for each in pair)
+
+
+class TwoImages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv2d(2, 2, 3, padding=1).double()
+
+    def forward(self, pair):
+        return torch.tanh(self.inner(pair[1])), pair[0] - pair[1]
+
+
+class Joined(nn.Module):
+    def forward(self, pair):
+        return torch.cat([each.flatten(1) for each in pair], 1)
+
+
+@on_ranks(1, 2)
+def test_single_layers_that_pool_and_states_of_two_tensors_become_coarser_too(rank, world):
+    # As many iterations as there are intervals are exact. States after the pooling look like coarser ones before it.
+    pixels = Pixels([0, 1])
+    made = net(
+        [TwoImages, Pool, TwoImages, Joined],
+        [8, 1, 8, 1],
+        levels=3,
+        iters=14,
+        spatial_ref_funcs=pixels.functions,
+        levels_to_coarsen=[0, 1],
+    )
+    made.setNumRelax(1)
+    x = (images(17), images(17).flip(0))
+    y = made(x)
+    whole, right = serial(made, x)
+    torch.testing.assert_close(y if rank == 0 else right, right, rtol=1e-10, atol=1e-12)
+    y.sum().backward()
+    right.sum().backward()
+    grads = gradients(made)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-11)
+
+
+@on_ranks(1, 2)
+def test_functions_that_are_wrong_are_named_on_all_ranks(rank, world):
+    cases = [
+        (
+            "coarsen",
+            lambda img, level: img[..., ::3, ::3],
+            ValueError,
+            r"on level 0 coarsen returned \[3, 2, 3, 3\], and shape said \[3, 2, 5, 5\]",
+        ),
+        (
+            "refine",
+            lambda img, level: img,
+            LayerParallelError,
+            r"`refine`, of the state of point \d+, returned the shape",
+        ),
+        (
+            "shape",
+            lambda shape, level: shape,
+            ValueError,
+            r"coarsen returned \[3, 2, 5, 5\], and shape said \[3, 2, 9, 9\]",
+        ),
+        ("shape", lambda shape, level: None, TypeError, "shape returned None .* return a list of lengths"),
+        (
+            "coarsen",
+            lambda img: img,
+            RuntimeError,
+            "coarsen failed on level 0 with a tensor .* it returns what it is given",
+        ),
+    ]
+    for name, function, error, text in cases:
+        made, _ = pooled(pixels=Pixels([0], **{name: function}))
+        with pytest.raises(error, match=text):
+            made(images())
+
+
+@on_ranks(1)
+def test_levels_whose_states_look_alike_have_functions_that_do_the_same(rank, world):
+    # Their second level looks as their first one; only what the level says differs.
+    def coarsen(img, level):
+        return img * (1 - level / 2)
+
+    same = Pixels([0, 1], coarsen=coarsen, refine=lambda img, level: img.clone(), shape=lambda shape, level: shape)
+    with pytest.raises(LayerParallelError, match="coarsen does on level 1 with a state .* something else"):
+        made, _ = pooled(pixels=same)
+        made(images())
+
+
+def test_functions_and_levels_are_given_together():
+    three = Pixels([0]).functions
+    for arguments, error, text in (
+        ({"spatial_ref_funcs": three}, ValueError, r"no levels_to_coarsen; give the levels, as \[0\]"),
+        ({"levels_to_coarsen": [0]}, ValueError, "no spatial_ref_funcs; give"),
+        ({"spatial_ref_funcs": three[:2], "levels_to_coarsen": [0]}, TypeError, "has 2 entries; give three functions"),
+        ({"spatial_ref_funcs": three, "levels_to_coarsen": [-1]}, ValueError, r"give a list of levels from 0"),
+        ({"spatial_ref_funcs": three, "levels_to_coarsen": 0.5}, ValueError, r"give a list of levels from 0"),
+    ):
+        with pytest.raises(error, match=text):
+            net(**arguments)
+    # As scripts have it that leave it to an argument.
+    assert net(levels_to_coarsen=[]).fwd_app.coarsened == ()
+    assert net(spatial_ref_funcs=three, levels_to_coarsen=[]).body.solver.shared.spatial is None
+    made, _ = pooled([5], layer=lambda: Convolution(9))
+    assert made.fwd_app.cycle().coarser == ()
+    again = copy.deepcopy(pooled([0])[0])
+    assert again.fwd_app.cycle().coarser == (1,) and again(images()).shape == (3, 2, 9, 9)
 
 
 @on_ranks(1, 2)

@@ -20,6 +20,7 @@ from ...layer_parallel._blocks import Kind, undisturbed
 from ...layer_parallel._failures import described, sentence
 from ...layer_parallel._serial import advanced
 from ._module import Parallel, explain_buffers
+from ._spatial import levels_of
 from ._watch import Seen, Watch, norm_of
 
 __all__ = ["LayerParallel"]
@@ -36,11 +37,13 @@ class LayerParallel(Parallel):
     Tf: the length of time of all layers together, single ones among them; dt is that divided by their number.
     max_fwd_levels, max_bwd_levels: how many levels each pass is solved with; 1 is exact, one rank after the other.
     max_iters: of both passes, see `setMaxIters`.
+    spatial_ref_funcs, levels_to_coarsen: `coarsen(tensor, level)`, `refine(tensor, level)` and `shape(lengths, level)`, which says what `coarsen` makes of a shape; and the
+        levels from which states become coarser on the way to the next, 0 the finest. Levels that the net has not are none of them. Both passes do so.
     user_mpi_buf: see `docs/migrating.md`; states are sent from the memory that they lie in.
 
     Raises:
-        NotImplementedError: splines, or functions that coarsen states.
-        ValueError: counts or a communicator that cannot be.
+        NotImplementedError: splines.
+        ValueError: counts, levels or a communicator that cannot be.
         LayerParallelError: a functor has failed on some rank.
     """
 
@@ -66,10 +69,7 @@ class LayerParallel(Parallel):
                 f"LayerParallel(nsplines={nsplines}, splinedegree={splinedegree}): weights that are splines in time are not supported, and torchbraid "
                 "gives them no gradients; leave nsplines at 0"
             )
-        if spatial_ref_funcs is not None or levels_to_coarsen is not None:
-            raise NotImplementedError(
-                "LayerParallel(spatial_ref_funcs=, levels_to_coarsen=): states have the same shape on all levels; leave both away"
-            )
+        coarsened = levels_of(spatial_ref_funcs, levels_to_coarsen)
         functors, counts = _listed(layer_blocks, global_steps)
         super().__init__(comm)
         explain_buffers(self.ranks, is_wanted=user_mpi_buf)
@@ -92,6 +92,7 @@ class LayerParallel(Parallel):
                 seed=seed,
                 fwd=Cycle(levels=1),
                 bwd=Cycle(levels=1),
+                spatial=None if coarsened is None else coarsened.spatial(),
                 # Coarsening factors are set later, and the layers have to be somewhere now.
                 placement="even",
             )
@@ -105,6 +106,9 @@ class LayerParallel(Parallel):
         self.fwd_app.points = self.getFineTimePoints
         for app in (self.fwd_app, self.bwd_app):
             app.owner = body.owner
+            app.coarsened = () if coarsened is None else tuple(coarsened.levels)
+        if coarsened is not None:
+            coarsened.solver = body.solver
         self.enable_diagnostics = False
         # Of the last forward pass, where somebody has asked for it.
         self._seen: dict[int, Seen] = {}

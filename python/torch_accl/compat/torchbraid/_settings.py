@@ -67,6 +67,8 @@ class App:
         self._is_full = False
         # Of the states, which the net has.
         self.has_guess = False
+        # From which levels states become coarser on the way to the next.
+        self.coarsened: tuple[int, ...] = ()
         self._residual_compute = 1
         self._stats = (0, _NO_NORM)
         self._made: tuple[object, Cycle] | None = None
@@ -242,6 +244,7 @@ class App:
             self._min_coarse,
             self._is_full,
             self.has_guess,
+            self.coarsened,
             self._residual_compute,
         )
         if self._made is None or self._made[0] != said:
@@ -262,6 +265,7 @@ class App:
             shape="F" if self._is_full else "V",
             start="guess" if self.has_guess else "full" if self._is_full else "coarsest",
             norms="lagged" if self._residual_compute else "none",
+            coarser=tuple(level + 1 for level in self.coarsened if level < len(factors)),
         )
 
     def _coarsened(self) -> list[int]:
