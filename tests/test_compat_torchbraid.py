@@ -16,15 +16,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # what optimizers load, which takes seconds: here once, and not in every rank
 import torch.distributed as dist
 from support import BACKEND, on_ranks, run_script
 from support.launchers import COMMANDS, OF_A_JOB, run_under
 from torch import nn
 from torch.nn import functional
 from torch_accl.compat import torchbraid
-from torch_accl.compat.torchbraid import MPI, utils
+from torch_accl.compat.torchbraid import MPI, mgopt, utils
 from torch_accl.compat.torchbraid._settings import _has_said
-from torch_accl.layer_parallel import Cycle, LayerParallelError
+from torch_accl.layer_parallel import Cycle, LayerParallelError, MGOpt, ode, refined
+from torch_accl.layer_parallel import LayerParallel as Body
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -496,7 +498,8 @@ def test_states_become_coarser_on_the_levels_that_are_named(rank, world, levels)
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
     for norms in (made.body.norms.forward, made.body.norms.backward):
-        assert list(norms.values())[-1] < 1e-3 * list(norms.values())[0]
+        first, *_, last = norms.values()
+        assert last < 1e-3 * first
     # A level that the net has not is none.
     called = {(name, level) for name, level, _ in pixels.calls}
     assert called == {(name, level) for name in ("coarsen", "refine") for level in levels if level < 2}
@@ -1488,18 +1491,361 @@ def test_small_ones(capsys):
 
 
 def test_levels_are_counted_and_the_root_prints(capsys):
-    from torch_accl.compat.torchbraid import mgopt
-
     found = [mgopt.compute_levels(steps, size, factor) for steps, size, factor in ((64, 1, 4), (32, 3, 4), (2, 3, 4))]
     assert found == [4, 2, 1]
     mgopt.root_print(0, 1, 1, "said")
     mgopt.root_print(0, 1, 2, "not said")
     mgopt.root_print(1, 1, 1, "nor this")
     assert capsys.readouterr().out == "said\n"
-    with pytest.raises(NotImplementedError, match="mgopt_solver"):
-        mgopt.mgopt_solver()
     with pytest.raises(ValueError, match="at least 2"):
         mgopt.compute_levels(8, 2, 1)
+
+
+# ---- nested iteration and MG/Opt
+
+DOUBLE = torch.float64
+# With it a coarse objective agrees with the finer one to first order.
+TRANSPOSED = "accl_transposed_interp_params"
+BACKTRACK = ("tb_simple_backtrack_ls", {"ls_params": {"n_line_search": 4, "alpha": 1.0, "c1": 1e-4}})
+
+
+class Smooth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+class Whole(nn.Module):
+    """A model as scripts have it: a head, a LayerParallel, a tail."""
+
+    def __init__(self, global_steps, layer=Smooth, comm=MPI.COMM_WORLD, cfactor=0):
+        super().__init__()
+        levels = 2 if cfactor else 1
+        self.parallel_nn = torchbraid.LayerParallel(comm, layer, global_steps, 1.0, levels, levels, 2)
+        if cfactor:
+            self.parallel_nn.setCFactor(cfactor)
+            self.parallel_nn.setSkipDowncycle(True)
+            self.parallel_nn.setBwdMaxIters(1)
+        self.compose = self.parallel_nn.comp_op()
+        self.open_nn = self.compose(nn.Linear, 4, WIDTH)
+        self.close_nn = self.compose(nn.Linear, WIDTH, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.compose(self.close_nn, self.parallel_nn(self.compose(self.open_nn, x)))
+
+
+def samples(count=3, rows=8):
+    """Batches, as a loader gives them; a loader is any such list."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(rows, 4, generator=generator, dtype=DOUBLE), torch.randint(3, (rows,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+SGD = ("pytorch_sgd", {"lr": 0.1, "momentum": 0.9})
+
+
+def hierarchy(steps=(2, 4), epochs=0, make=Whole, loader=None, seed=7, **options):
+    solver = mgopt.mgopt_solver()
+    # The finest first.
+    networks = [("Factory", {"global_steps": count}) for count in reversed(steps)]
+    given = {"optims": SGD, "seed": seed, "mgopt_printlevel": 0, **options}
+    solver.initialize_with_nested_iteration(
+        lambda level, **arguments: make(**arguments), steps, loader or samples(), samples(2), networks, epochs, **given
+    )
+    return solver
+
+
+def body_of(model):
+    """The same net of `layer_parallel`: the head and the tail are its first and last layer."""
+    inner = model.parallel_nn.body
+    serial_, rank = inner.to_serial(), model.parallel_nn.ranks.rank
+    head, tail = copy.deepcopy(model.parallel_nn.ranks.bcast((model.open_nn, model.close_nn) if rank == 0 else None))
+    # The last thing was a test.
+    made = Body(
+        [head, *(ode(layer) for layer in serial_.layers), tail], group=inner.wire.group or "alone", mode="exact-wave"
+    )
+    return made.train()
+
+
+def all_values(model):
+    """Parameters and buffers of the whole net, on all ranks, by the names that `body_of` has for them."""
+    count = len(model.parallel_nn.body.to_serial().layers)
+    found = {}
+    for name, value in model.state_dict().items():
+        part, _, rest = name.partition(".")
+        if part == "parallel_nn":
+            _, _, number, rest = rest.split(".", 3)
+            found[f"layers.{int(number) + 1}.{rest}"] = value
+        else:
+            found[f"layers.{0 if part == 'open_nn' else count + 1}.{rest}"] = value
+    return {name: value for part in model.parallel_nn.ranks.allgather(found) for name, value in part.items()}
+
+
+def assert_alike(model, body, rtol=1e-12):
+    found = all_values(model)
+    for name, value in body.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=1e-14, msg=lambda text: f"{name}: {text}")
+
+
+def optimizer_for(parameters, level=0):
+    parameters = list(parameters)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if parameters else None
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("how", ["injection", "linear"])
+def test_nested_iteration_is_that_of_the_core(rank, world, how):
+    name = "tb_get_linear_interp_params" if how == "linear" else "tb_parallel_get_injection_interp_params"
+    begun, solver = hierarchy((2, 4, 8)), hierarchy((2, 4, 8), epochs=1, interp_params=name)
+    assert [len(each.model.parallel_nn.body.to_serial().layers) for each in solver.levels] == [8, 4, 2]
+    body = body_of(begun.levels[-1].model)
+    for level in (2, 1, 0):
+        optimizer = optimizer_for(body.parameters())
+        for x, target in samples():
+            body.zero_grad()
+            body.step(x, target, functional.cross_entropy)
+            if optimizer is not None:
+                optimizer.step()
+        assert_alike(solver.levels[level].model, body)
+        if level:
+            body = refined(body, 2, interpolation="linear" if how == "linear" else "constant")
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("how", ["injection", "linear"])
+def test_a_v_cycle_is_that_of_the_core(rank, world, how):
+    name = "tb_get_linear_interp_params" if how == "linear" else "tb_get_injection_interp_params"
+    solver = hierarchy((2, 4, 8), epochs=1, interp_params=name, preserve_optim=False)
+    body = body_of(solver.levels[0].model)
+    interpolation = "linear" if how == "linear" else "constant"
+    cycle = MGOpt(
+        body,
+        optimizer_for(body.parameters()),
+        levels=3,
+        interpolation=interpolation,
+        coarse=3,
+        coarse_optimizer=optimizer_for,
+    )
+    losses = solver.mgopt_solve(
+        samples(), None, nrelax_coarse=3, mgopt_printlevel=0, restrict_grads=TRANSPOSED, line_search=BACKTRACK
+    )
+    wanted = [float(cycle.step(x, target, functional.cross_entropy)) for x, target in samples()]
+    assert_alike(solver.levels[0].model, body)
+    lengths = [[each.length for each in cycle.corrections if each.level == level][-1] for level in (0, 1)]
+    assert [each.out_ls_step[-1] for each in solver.levels[:2]] == lengths
+    # That of the last step, and that of the first.
+    assert len(losses) == 3 and all(found < before for found, before in zip(losses, wanted))
+
+
+@on_ranks(3)
+def test_mgopt_does_not_depend_on_the_number_of_ranks(rank, world):
+    searches = [
+        ("tb_simple_ls", {"ls_params": {"alphas": [0.1, 0.5]}}),
+        ("tb_adam_no_ls", {"ls_params": {}}),
+        ("tb_simple_weighting", {"ls_params": {"alpha": 0.5}}),
+        BACKTRACK,
+    ]
+    found = []
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        solver = hierarchy(
+            (2, 4, 8),
+            epochs=1,
+            loader=samples(1),
+            make=lambda global_steps: Whole(global_steps, comm=comm, cfactor=2),
+            optims=("pytorch_adam", {"lr": 0.01}),
+            criterions=("tb_mgopt_cross_ent_plus_continuity", {"continuity_constant": 0.01}),
+        )
+        losses = []
+        for number, search in enumerate(searches):
+            losses += solver.mgopt_solve(
+                samples(1),
+                None,
+                nrelax_coarse=1,
+                mgopt_iter=2 if search is BACKTRACK else 1,
+                mgopt_printlevel=0,
+                preserve_optim=bool(number % 2),
+                restrict_params="tb_get_linear_restrict_params",
+                restrict_grads=["tb_get_linear_restrict_params", "tb_parallel_get_injection_restrict_params"],
+                line_search=search,
+            )
+        found.append((losses, [each.out_ls_step for each in solver.levels], all_values(solver.levels[0].model)))
+    (losses, steps, values), (others, alone, right) = found
+    if rank == 0:
+        assert losses == others and steps == alone
+        assert all(torch.equal(values[name], right[name]) for name in right)
+    assert steps[0][0] in (0.1, 0.5) and steps[0][1:3] == [None, 0.5] and steps[2] == []
+    assert len(steps[0]) == len(steps[1]) == 5
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["constant", "linear"])
+def test_objectives_of_two_levels_change_alike_to_first_order(rank, world, how):
+    from torch_accl.compat.torchbraid import _mgopt_cycle, _mgopt_levels, _mgopt_options
+
+    option = f"tb_get_{'linear' if how == 'linear' else 'injection'}_interp_params"
+    solver = hierarchy((4, 8), epochs=1, interp_params=option)
+    criterion = _mgopt_options.criterion_of(("tb_mgopt_cross_ent_plus_continuity", {"continuity_constant": 0.1}))
+    fine, coarse = (_mgopt_levels.Level(each.model, criterion, each.optimizer) for each in solver.levels)
+    transfer = _mgopt_levels.Transfer(fine, coarse, 2, how)
+    way = _mgopt_cycle.Way(transfer, "injection", "transposed", _mgopt_options.line_search_of(BACKTRACK))
+    cycle = _mgopt_cycle.Cycle([fine, coarse], [way], pre=0, post=0, coarse=1, say=lambda *_: None)
+    batch = _mgopt_levels.Batch(*samples(1)[0], 0, _mgopt_levels.Draws(torch.device("cpu")))
+    fine.begin()
+    coarse.begin()
+    point = fine.evaluate(batch)
+    start = cycle._descend(0, point, batch)
+    again = coarse.evaluate(batch)
+    assert again.objective == pytest.approx(start.objective, rel=1e-14)
+    for seed in range(2):
+        direction = {}
+        for layer, tensors in coarse.values().items():
+            generator = torch.Generator().manual_seed(1000 * seed + layer + 1)
+            direction[layer] = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in tensors]
+        there = transfer.interpolated(direction)
+        slopes = []
+        for level, change in ((coarse, direction), (fine, there)):
+            begun, values = level.values(), []
+            for length in (-1e-5, 1e-5):
+                level.move(begun, change, length)
+                values.append(level.objective(batch))
+            level.move(begun, change, 0.0)
+            slopes.append((values[1] - values[0]) / 2e-5)
+        # Central differences are off by the square of the length, and by rounding over it.
+        assert slopes[0] == pytest.approx(slopes[1], rel=1e-5, abs=1e-8)
+        assert fine.product(point.gradients, there, "a test") == pytest.approx(slopes[1], rel=1e-5, abs=1e-8)
+        assert coarse.product(again.gradients, direction, "a test") == pytest.approx(slopes[0], rel=1e-5, abs=1e-8)
+
+
+@on_ranks(1, 2)
+def test_injected_gradients_are_those_of_every_second_layer_and_linear_ones_are_weighed(rank, world):
+    from torch_accl.compat.torchbraid import _mgopt_levels, _mgopt_options
+
+    solver = hierarchy((3, 6))
+    criterion = _mgopt_options.criterion_of(("tb_mgopt_cross_ent", {}))
+    fine, coarse = (_mgopt_levels.Level(each.model, criterion, None) for each in solver.levels)
+    transfer = _mgopt_levels.Transfer(fine, coarse, 2, "constant")
+    field = {layer: [torch.full_like(p, 10.0**layer) for p in each] for layer, each in fine.trained().items()}
+    shown = {}
+    for how in ("injection", "linear", "transposed"):
+        found = transfer.restricted(field, how)
+        numbers = {layer: float(each[0].mean()) for layer, each in found.items() if layer >= 0}
+        shown[how] = {k: v for part in fine.comm.allgather(numbers) for k, v in part.items()}
+    assert shown["injection"] == {0: 1, 1: 100, 2: 10000}
+    # The first layer is as it is.
+    assert shown["linear"] == {0: 1, 1: 2.5 + 50 + 250, 2: 250 + 5000 + 25000}
+    assert shown["transposed"] == {0: 11, 1: 1100, 2: 110000}
+
+
+def test_options_that_there_are_not_are_refused_with_those_that_there_are():
+    for options, text in (
+        ({"interp_params": "tb_cubic"}, "interp_params='tb_cubic': give one of tb_get_injection_interp_params, "),
+        ({"optims": "pytorch_lbfgs"}, "optims='pytorch_lbfgs': give one of pytorch_sgd, pytorch_adam"),
+        ({"criterions": "hinge"}, "criterions='hinge': give one of tb_mgopt_cross_ent, .*, tb_mgopt_regression"),
+        ({"interp_params": ("tb_get_linear_interp_params", {"share": 1})}, "has no argument share; it takes cf, "),
+        (
+            {"criterions": ("tb_mgopt_cross_ent", {"weight": 1})},
+            "tb_mgopt_cross_ent has no argument weight; it takes none",
+        ),
+        ({"steps": (2, 5)}, r"ni_steps=\[2, 5\]: give numbers of which each is the one before by the same"),
+        ({"steps": (2, 4, 12)}, r"ni_steps=\[2, 4, 12\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            hierarchy(**options)
+    with pytest.raises(RuntimeError, match="call initialize_with_nested_iteration before"):
+        mgopt.mgopt_solver().mgopt_solve(samples(), samples())
+    solver = hierarchy()
+    for options, text in (
+        ({"line_search": "tb_wolfe"}, "line_search='tb_wolfe': give one of tb_simple_backtrack_ls, tb_simple_ls, "),
+        (
+            {"line_search": "tb_simple_ls"},
+            r"tb_simple_ls lacks alphas; give \('tb_simple_ls', {'ls_params': {'alphas': ",
+        ),
+        (
+            {"line_search": ("tb_simple_weighting", {"ls_params": {"alpha": 1, "c1": 2}})},
+            "has no argument c1; it takes alpha",
+        ),
+        ({"restrict_grads": "mean"}, "restrict_grads='mean': give one of .*accl_transposed_interp_params"),
+        ({"restrict_params": TRANSPOSED}, "restrict_params='accl_transposed_interp_params': give one of tb_get_inj"),
+        ({"restrict_states": "all"}, "restrict_states='all': give one of tb_injection_restrict_network_state"),
+        ({"mgopt_levels": 3}, "mgopt_levels=3: there are 2 models"),
+        ({"nrelax_coarse": 0}, "nrelax_coarse=0: give 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            solver.mgopt_solve(samples(), samples(), **options)
+    with pytest.raises(TypeError, match="model_factory returned Linear whose parallel_nn is NoneType"):
+        hierarchy(make=lambda global_steps: nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="has 5 layers, and the next coarser one 2; .* it should have 4"):
+        hierarchy(make=lambda global_steps: Whole(5 if global_steps == 4 else global_steps))
+
+
+@on_ranks(2)
+def test_what_fails_on_one_rank_in_mgopt_is_raised_on_all(rank, world):
+    def bad(output, target):
+        raise ArithmeticError("no loss")
+
+    with pytest.raises(LayerParallelError, match="the loss failed on rank 0: ArithmeticError: no loss"):
+        hierarchy(epochs=1, criterions=bad)
+    with pytest.raises(ValueError, match=r"train_loader has \[3, 2\] batches on the ranks"):
+        hierarchy(epochs=1, loader=samples(3 - rank))
+
+
+@on_ranks(1)
+def test_continuity_is_counted_between_neighbours(rank, world):
+    from torch_accl.compat.torchbraid import _mgopt_levels, _mgopt_options
+
+    model = Whole(4)
+    criterion = _mgopt_options.criterion_of(("tb_mgopt_cross_ent_plus_continuity", {}))
+    level = _mgopt_levels.Level(model, criterion, None)
+    x, target = samples(1)[0]
+    value = level.learn(x, target)
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    loss = functional.cross_entropy(model(x), target)
+    layers = model.parallel_nn.layer_models
+    for left, right in itertools.pairwise(layers):
+        for a, b in zip(left.parameters(), right.parameters()):
+            loss = loss + 1e-4 / (4 * 0.25) * (a - b).square().sum()
+    loss.backward()
+    assert value == pytest.approx(float(loss.detach()), rel=1e-14)
+    for gradient, parameter in zip(found, model.parameters()):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+@on_ranks(1, 2)
+def test_a_hierarchy_shows_itself_on_rank_0(rank, world):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        solver = hierarchy((2, 4), epochs=1, mgopt_printlevel=1, zero_init_guess=True, seed=None)
+        solver.mgopt_solve(samples(), samples(1), epochs=2, mgopt_tol=1e9, log_interval=2, mgopt_printlevel=2)
+        solver.options_used()
+        print(repr(solver))
+    text = out.getvalue()
+    total, trained, counts, of_trained = solver.operator_complexity()
+    # A layer has weights, biases, and a norm's both.
+    assert counts == of_trained == [4 * 54 + 51, 2 * 54 + 51] and total == trained == sum(counts) / counts[0]
+    if rank != 0:
+        assert not text.strip() and repr(solver) == ""
+        return
+    for wanted in (
+        "nested iteration, level 1: 4 steps, 267 parameters",
+        "batch 3 of 3: loss",
+        "test: mean loss",
+        "level 1, test:",
+        "2 levels",
+        "nrelax_coarse: 5",
+        "line_search: tb_simple_ls (ls_params=",
+        "optims: pytorch_sgd (lr=0.1, momentum=0.9)",
+    ):
+        assert wanted in text, (wanted, text)
+    # No second epoch follows a loss that is small enough.
+    assert text.count("epoch 1") > 0 and "epoch 2" not in text
 
 
 # ---- launchers

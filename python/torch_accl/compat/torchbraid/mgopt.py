@@ -1,11 +1,38 @@
-"""What scripts of torchbraid take from its module `mgopt`.
+"""What scripts of torchbraid take from its module `mgopt`: nested iteration and MG/Opt over models of several depths.
 
-Owns the two small functions. MG/Opt itself, an optimizer over nets of several depths, is not here.
+Owns the solver by torchbraid's names, what it prints, and two small functions. Which options there are is in `_mgopt_options.py`, the V-cycle in `_mgopt_cycle.py`.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
+import time
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from ._communicator import Comm
+from ._layer_parallel import LayerParallel
+from ._mgopt_cycle import Cycle, Way
+from ._mgopt_levels import Batch, Draws, Level, Transfer, model_of, on_device
+from ._mgopt_options import (
+    Option,
+    criterion_of,
+    factory_arguments,
+    interpolation_of,
+    levelled,
+    line_search_of,
+    optimizer_of,
+    restriction_of,
+    shown,
+    states_of,
+)
+from .utils import seed_from_rank
 
 __all__ = ["compute_levels", "mgopt_solver", "root_print"]
 
@@ -33,9 +60,432 @@ def root_print(rank: int, printlevel_cutoff: int, importance: int, s: object) ->
 
 
 class mgopt_solver:
-    """Not here."""
+    """A hierarchy of models of the same equation, each with a `LayerParallel` as its `parallel_nn`; all ranks make all calls together.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "mgopt_solver: neither MG/Opt nor nested iteration is in torch_accl.compat.torchbraid; train the finest net by itself"
+    `initialize_with_nested_iteration` trains the coarsest one, makes the next one of it by interpolation in layer time, trains that, and so on;
+    `mgopt_solve` then trains the finest one by V-cycles over all of them inside each batch. `levels[0]` is the finest.
+    """
+
+    class level:
+        """One of them: its model, its optimizer, and the options that it was made with and is trained with, each a name with its arguments."""
+
+        model: nn.Module
+        # There if states of optimizers are kept from batch to batch.
+        optimizer: Optimizer
+        network: Option
+        interp_params: Option
+        optims: Option
+        criterions: Option
+        restrict_params: Option
+        restrict_grads: Option
+        restrict_states: Option
+        interp_states: Option
+        line_search: Option
+
+        def __init__(self) -> None:
+            # How much was made of each correction; None where the optimizer made it.
+            self.out_ls_step: list[float | None] = []
+            # All, and those that are trained, on all ranks.
+            self.counts = (0, 0)
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.levels: list[mgopt_solver.level] = []
+        self.device = torch.device("cpu") if device is None else torch.device(device)
+        self.ni_rfactor = -1
+        # What both methods were told, for `options_used`.
+        self._told: dict[str, Any] = {}
+
+    # ---- nested iteration
+
+    def initialize_with_nested_iteration(
+        self,
+        model_factory: Callable[..., nn.Module],
+        ni_steps: Sequence[int],
+        train_loader: Iterable[Any],
+        test_loader: Iterable[Any] | None,
+        networks: Sequence[Any],
+        epochs: int = 1,
+        log_interval: int = 1,
+        mgopt_printlevel: int = 1,
+        interp_params: Any = "tb_get_injection_interp_params",
+        optims: Any = ("pytorch_sgd", {"lr": 0.01, "momentum": 0.9}),
+        criterions: Any = "tb_mgopt_cross_ent",
+        preserve_optim: bool = True,
+        seed: int | None = None,
+        zero_init_guess: bool = False,
+    ) -> None:
+        """Makes and trains a model for each of `ni_steps`, from the coarsest to the finest, each of which begins as the one before, interpolated.
+
+        model_factory: `model_factory(k, **arguments)` makes a model; k is 0 for the coarsest, and the arguments are those of `networks`.
+        ni_steps: how many steps each has, the coarsest first, each a multiple of the one before by the same factor.
+        train_loader, test_loader: pairs of an input and a target, as many on all ranks; those of rank 0 count.
+        networks: `("Factory", arguments)` for each level, the finest first.
+        epochs: for each level. 0 makes the hierarchy alone.
+        log_interval: after how many batches a loss is printed, with `mgopt_printlevel` from 1.
+        interp_params, optims, criterions: names, or pairs of a name and arguments; one for all levels, or a list, the finest first. A loss may be a function `loss(output,
+            target, **arguments)`, and an optimizer a function like `torch.optim.AdamW`.
+        preserve_optim: keep the state of the optimizer from batch to batch, and for `mgopt_solve`.
+        seed: of torch's random numbers, from which layers are made.
+        zero_init_guess: begin with parameters that are all zero.
+
+        Raises:
+            ValueError: an option that there is not, or levels that do not fit together.
+            TypeError: what `model_factory` returns is no such model.
+        """
+        steps = [operator.index(count) for count in ni_steps]
+        count = len(steps)
+        self.ni_rfactor = _factor_of(steps)
+        if len(networks) != count:
+            raise ValueError(
+                f"{len(networks)} networks and {count} ni_steps; give a network for each, the finest first"
+            )
+        networks = levelled("networks", list(networks), count)
+        arguments = [factory_arguments(network) for network in networks]
+        ways = levelled("interp_params", interp_params, count)
+        interpolations = [interpolation_of(way) for way in ways]
+        optimizers, losses = levelled("optims", optims, count), levelled("criterions", criterions, count)
+        wanted = [criterion_of(loss) for loss in losses]
+        if seed is not None:
+            torch.manual_seed(seed_from_rank(seed, _rank()))
+        self.levels = []
+        self._told = {"preserve_optim": bool(preserve_optim), "zero_init_guess": bool(zero_init_guess)}
+        above: Level | None = None
+        # From the coarsest; lists begin with the finest.
+        for k, at in enumerate(reversed(range(count))):
+            made = self.level()
+            made.model = model_of(model_factory(k, **arguments[at])).to(self.device)
+            made.network, made.interp_params = networks[at], ways[at]
+            made.optims, made.criterions = optimizers[at], losses[at]
+            if zero_init_guess:
+                with torch.no_grad():
+                    for parameter in made.model.parameters():
+                        parameter.zero_()
+            level = Level(made.model, wanted[at], optimizer_of(optimizers[at], made.model))
+            if above is not None:
+                Transfer(level, above, self.ni_rfactor, interpolations[at]).initialize()
+            made.counts = _counts(level)
+            if preserve_optim:
+                assert level.optimizer is not None
+                made.optimizer = level.optimizer
+            say = _Printer(level.comm, mgopt_printlevel)
+            say(
+                1,
+                f"\nnested iteration, level {k}: {steps[k]} steps, {made.counts[0]} parameters, {made.counts[1]} of them trained",
+            )
+            renew = None if preserve_optim else lambda: optimizer_of(made.optims, made.model)  # noqa: B023
+            _train(level, train_loader, test_loader, epochs, log_interval, self.device, say, renew)
+            self.levels.insert(0, made)
+            above = level
+
+    # ---- MG/Opt
+
+    def mgopt_solve(
+        self,
+        train_loader: Iterable[Any],
+        test_loader: Iterable[Any] | None,
+        epochs: int = 1,
+        log_interval: int = 1,
+        mgopt_tol: float = 0,
+        mgopt_iter: int = 1,
+        nrelax_pre: int = 1,
+        nrelax_post: int = 1,
+        nrelax_coarse: int = 5,
+        mgopt_printlevel: int = 1,
+        mgopt_levels: int | None = None,
+        preserve_optim: bool = True,
+        restrict_params: Any = "tb_get_injection_restrict_params",
+        restrict_grads: Any = "tb_get_injection_restrict_params",
+        restrict_states: Any = "tb_injection_restrict_network_state",
+        interp_states: Any = "tb_injection_interp_network_state",
+        line_search: Any = ("tb_simple_ls", {"ls_params": {"alphas": [0.001, 0.01, 0.1, 0.5, 1.0]}}),
+    ) -> list[float]:
+        """Trains the finest model, and the others with it. Returns the loss of each batch, before the last step that it was for; on all ranks.
+
+        mgopt_tol: no epoch follows one whose last loss is below it.
+        mgopt_iter: V-cycles in each batch.
+        nrelax_pre, nrelax_post, nrelax_coarse: steps of the optimizer before and after a correction, and those of the coarsest model.
+        mgopt_levels: how many of the models are used, from the finest; all by default.
+        preserve_optim: keep the states of optimizers from batch to batch, or begin each V-cycle with new ones.
+        restrict_params, restrict_grads: with `"accl_transposed_interp_params"` of gradients, the transpose of the interpolation, a coarse objective agrees with the finer one to
+            first order.
+        restrict_states, interp_states: nothing depends on them.
+        line_search: by level, what is made of a correction.
+        The rest is as for `initialize_with_nested_iteration`.
+
+        Raises:
+            RuntimeError: there are no models.
+            ValueError: an option that there is not, or a number that cannot be.
+        """
+        if not self.levels:
+            raise RuntimeError("mgopt_solve: there are no models; call initialize_with_nested_iteration before it")
+        count = len(self.levels) if mgopt_levels is None else operator.index(mgopt_levels)
+        if not 1 <= count <= len(self.levels):
+            raise ValueError(
+                f"mgopt_levels={mgopt_levels}: there are {len(self.levels)} models; give 1 to {len(self.levels)}"
+            )
+        for name, value, least in (
+            ("mgopt_iter", mgopt_iter, 1),
+            ("nrelax_pre", nrelax_pre, 0),
+            ("nrelax_post", nrelax_post, 0),
+            ("nrelax_coarse", nrelax_coarse, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value}: give {least} or more")
+        given = {
+            name: levelled(name, option, count)
+            for name, option in (
+                ("restrict_params", restrict_params),
+                ("restrict_grads", restrict_grads),
+                ("restrict_states", restrict_states),
+                ("interp_states", interp_states),
+                ("line_search", line_search),
+            )
+        }
+        for name in ("restrict_states", "interp_states"):
+            for option in given[name]:
+                states_of(name, option)
+        restrictions = [
+            [restriction_of(name, option) for option in given[name]] for name in ("restrict_params", "restrict_grads")
+        ]
+        searches = [line_search_of(option) for option in given["line_search"]]
+        used = self.levels[:count]
+        for at, each in enumerate(used):
+            for name, options in given.items():
+                setattr(each, name, options[at])
+        self._told |= {
+            "nrelax_pre": nrelax_pre,
+            "nrelax_post": nrelax_post,
+            "nrelax_coarse": nrelax_coarse,
+            "preserve_optim": bool(preserve_optim),
+        }
+        levels = [Level(each.model, criterion_of(each.criterions), None) for each in used]
+        self._equip(levels, is_kept=preserve_optim)
+        ways = []
+        for at, (each, fine, coarse) in enumerate(zip(used, levels, levels[1:])):
+            transfer = Transfer(fine, coarse, self.ni_rfactor, interpolation_of(each.interp_params))
+            ways.append(Way(transfer, restrictions[0][at], restrictions[1][at], searches[at], each.out_ls_step))
+        finest = levels[0]
+        say = _Printer(finest.comm, mgopt_printlevel)
+        cycle = Cycle(levels, ways, pre=nrelax_pre, post=nrelax_post, coarse=nrelax_coarse, say=say)
+        _check_length(finest.comm, train_loader)
+        losses: list[float] = []
+        for epoch in range(1, epochs + 1):
+            log = _Log(say, epoch, train_loader, log_interval)
+            for x, target in train_loader:
+                x, target = on_device(x, self.device), on_device(target, self.device)
+                with log.timed():
+                    for _ in range(mgopt_iter):
+                        if not preserve_optim:
+                            self._equip(levels, is_kept=False)
+                        number = finest.body.solver.shared.number
+                        loss = cycle.run(Batch(x, target, number, Draws(self.device)))
+                losses.append(loss)
+                log.batch(loss)
+            log.end()
+            if test_loader is not None:
+                for at, level in enumerate(levels if mgopt_printlevel >= 2 else levels[:1]):
+                    _test(level, test_loader, self.device, say, f"level {at}, ")
+            if losses and losses[-1] < mgopt_tol:
+                break
+        return losses
+
+    def _equip(self, levels: Sequence[Level], *, is_kept: bool) -> None:
+        """Gives levels their optimizers: those that there are, or new ones."""
+        for each, level in zip(self.levels, levels):
+            if is_kept:
+                if not hasattr(each, "optimizer"):
+                    each.optimizer = optimizer_of(each.optims, each.model)
+                level.optimizer = each.optimizer
+            else:
+                level.optimizer = optimizer_of(each.optims, each.model)
+
+    # ---- what there is
+
+    def operator_complexity(self) -> tuple[float, float, list[int], list[int]]:
+        """How many parameters there are on all levels for each one of the finest, among all and among the trained ones; and both numbers of each level."""
+        both = [list(counts) for counts in zip(*(each.counts for each in self.levels))] or [[], []]
+        shares = [sum(counts) / counts[0] if counts and counts[0] else 0.0 for counts in both]
+        return shares[0], shares[1], both[0], both[1]
+
+    def get_total_param_count(self, model: nn.Module) -> tuple[int, int]:
+        """A model's parameters, and those that are trained, over all ranks, which call this together."""
+        inner = model_of(model).parallel_nn
+        assert isinstance(inner, LayerParallel)
+        return _total(inner.ranks, model)
+
+    def __repr__(self) -> str:
+        """A table, on rank 0."""
+        if not self.levels:
+            return "MG/Opt without models"
+        if self._ranks().Get_rank() != 0:
+            return ""
+        total, trained, counts, of_trained = self.operator_complexity()
+        lines = [
+            f"MG/Opt on {self.device}: {len(self.levels)} levels",
+            f"parameters on all levels for each one of the finest: {total:.3f}, of the trained ones {trained:.3f}",
+        ]
+        for at, (all_of_it, some) in enumerate(zip(counts, of_trained)):
+            lines.append(f"  level {at}: {all_of_it} parameters, {some} of them trained")
+        return "\n".join(lines)
+
+    def options_used(self) -> None:
+        """Prints, on rank 0, what both methods were told."""
+        if not self.levels:
+            raise RuntimeError("options_used: there are no models; call initialize_with_nested_iteration before it")
+        lines = ["MG/Opt", *(f"  {name}: {value}" for name, value in self._told.items())]
+        names = [name for name in self.level.__annotations__ if name not in ("model", "optimizer")]
+        for at, each in enumerate(self.levels):
+            lines.append(f"level {at}")
+            lines += [f"  {name}: {shown(getattr(each, name))}" for name in names if hasattr(each, name)]
+        root_print(self._ranks().Get_rank(), 1, 1, "\n".join(lines))
+
+    def _ranks(self) -> Comm:
+        inner = self.levels[0].model.parallel_nn
+        assert isinstance(inner, LayerParallel)
+        return inner.ranks
+
+
+# ---- numbers
+
+
+def _factor_of(steps: Sequence[int]) -> int:
+    """By which all are refined; -1 of a single one."""
+    if not steps or min(steps) < 1:
+        raise ValueError(f"ni_steps={list(steps)}: give numbers of steps from 1, the coarsest first")
+    factors = {after / before for before, after in itertools.pairwise(steps)}
+    if len(factors) > 1 or any(factor < 2 or factor != int(factor) for factor in factors):
+        raise ValueError(
+            f"ni_steps={list(steps)}: give numbers of which each is the one before by the same whole number from 2, as 4, 8, 16"
         )
+    return int(factors.pop()) if factors else -1
+
+
+def _counts(level: Level) -> tuple[int, int]:
+    return _total(level.comm, level.model)
+
+
+def _total(comm: Comm, model: nn.Module) -> tuple[int, int]:
+    own = [p.numel() for p in model.parameters()], [p.numel() for p in model.parameters() if p.requires_grad]
+    of_all = comm.allgather([sum(each) for each in own])
+    return sum(each for each, _ in of_all), sum(each for _, each in of_all)
+
+
+def _rank() -> int:
+    from . import _mpi as MPI
+
+    return int(MPI.COMM_WORLD.Get_rank())
+
+
+def _check_length(comm: Comm, loader: Iterable[Any]) -> None:
+    """Ranks with fewer batches would leave the others waiting."""
+    lengths = comm.allgather(len(loader) if isinstance(loader, Sized) else None)
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"train_loader has {lengths} batches on the ranks; let all have as many, of which rank 0's count"
+        )
+
+
+# ---- training and testing
+
+
+class _Printer:
+    """Prints on rank 0 what is important enough."""
+
+    def __init__(self, comm: Comm, level: int) -> None:
+        self._rank, self._level = comm.Get_rank(), level
+
+    def __call__(self, importance: int, text: str) -> None:
+        root_print(self._rank, self._level, importance, text)
+
+
+class _Log:
+    """What is printed of the batches of an epoch."""
+
+    def __init__(self, say: _Printer, epoch: int, loader: Iterable[Any], interval: int) -> None:
+        self._say, self._epoch, self._interval = say, epoch, max(1, interval)
+        self._of = f" of {len(loader)}" if isinstance(loader, Sized) else ""
+        self._batches, self._seconds, self._begun = 0, 0.0, time.perf_counter()
+        self._loss = float("nan")
+        self._is_said = True
+
+    def timed(self) -> _Log:
+        """A `with` of it is a batch's work."""
+        return self
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.perf_counter() - self._start
+
+    def batch(self, loss: float) -> None:
+        """One is done."""
+        self._loss, self._is_said = loss, self._batches % self._interval == 0
+        self._batches += 1
+        if self._is_said:
+            self._show()
+
+    def end(self) -> None:
+        """All are."""
+        if not self._is_said:
+            self._show()
+        self._say(1, f"  epoch {self._epoch}: {time.perf_counter() - self._begun:.2e} s")
+
+    def _show(self) -> None:
+        each = self._seconds / self._batches
+        self._say(
+            1, f"  epoch {self._epoch}, batch {self._batches}{self._of}: loss {self._loss:.9f}, {each:.6f} s a batch"
+        )
+
+
+def _train(
+    level: Level,
+    loader: Iterable[Any],
+    test_loader: Iterable[Any] | None,
+    epochs: int,
+    interval: int,
+    device: torch.device,
+    say: _Printer,
+    renew: Callable[[], Optimizer] | None,
+) -> None:
+    """Epochs of steps of a model's optimizer, which `renew` makes anew for each batch."""
+    _check_length(level.comm, loader)
+    for epoch in range(1, epochs + 1):
+        level.model.train()
+        log = _Log(say, epoch, loader, interval)
+        for x, target in loader:
+            x, target = on_device(x, device), on_device(target, device)
+            with log.timed():
+                if renew is not None:
+                    level.optimizer = renew()
+                loss = level.learn(x, target)
+                assert level.optimizer is not None
+                level.optimizer.step()
+            log.batch(loss)
+        level.model.zero_grad(set_to_none=True)
+        log.end()
+        if test_loader is not None:
+            _test(level, test_loader, device, say, "")
+
+
+@torch.no_grad()
+def _test(level: Level, loader: Iterable[Any], device: torch.device, say: _Printer, of: str) -> None:
+    """Prints the mean loss and, where targets are classes, how many are right."""
+    level.model.eval()
+    _check_length(level.comm, loader)
+    total, samples, right, has_classes = 0.0, 0, 0, False
+    for x, target in loader:
+        x, target = on_device(x, device), on_device(target, device)
+        loss, output = level.tested(x, target)
+        count = next((len(leaf) for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+        total, samples = total + loss * count, samples + count
+        if (
+            isinstance(target, Tensor)
+            and not target.is_floating_point()
+            and isinstance(output, Tensor)
+            and output.dim() > 1
+        ):
+            has_classes = True
+            right += int(output.argmax(1).flatten().eq(target.flatten()).sum()) if level.comm.Get_rank() == 0 else 0
+    accuracy = f", {right} of {samples} right ({right / max(samples, 1):.2%})" if has_classes else ""
+    say(1, f"  {of}test: mean loss {total / max(samples, 1):.4f}{accuracy}")

@@ -1,0 +1,150 @@
+"""The V-cycle of torchbraid's MG/Opt, over models of different depth inside a batch.
+
+Owns when which model takes a step, and how much is made of what a coarser one suggests: line searches. What a model does in a batch is in `_mgopt_levels.py`. It is
+the cycle of `torch_accl.layer_parallel.MGOpt`, for models whose heads, tails and losses lie on the first rank, with torchbraid's ways to restrict and to search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ...layer_parallel._between import Field
+from ._mgopt_levels import Batch, Level, Point, Transfer, combined
+from ._mgopt_options import LineSearch, Restriction
+
+__all__ = ["Cycle", "Way"]
+
+
+@dataclass
+class Way:
+    """From a level to the next coarser one, and back."""
+
+    transfer: Transfer
+    parameters: Restriction
+    gradients: Restriction
+    search: LineSearch
+    # What was made of each correction; None where that is the optimizer's choice.
+    lengths: list[float | None] = field(default_factory=list)
+
+
+class Cycle:
+    """V-cycles over levels, the finest first. `say` is given what is worth to be printed: how much so, and the text."""
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        ways: Sequence[Way],
+        *,
+        pre: int,
+        post: int,
+        coarse: int,
+        say: Callable[[int, str], None],
+    ) -> None:
+        self._levels, self._ways = levels, ways
+        self._pre, self._post, self._coarse = pre, post, coarse
+        self._say = say
+
+    def run(self, batch: Batch) -> float:
+        """One of them with a batch. Returns the loss before the last step of the finest model, or without such a step that of where it is."""
+        for level in self._levels:
+            level.correction = level.origin = None
+            level.begin()
+        finest = self._levels[0]
+        try:
+            last = self._cycle(0, None, batch)
+            return finest.objective(batch) if last is None else last.objective
+        finally:
+            for level in self._levels:
+                level.model.zero_grad(set_to_none=True)
+
+    def _cycle(self, at: int, point: Point | None, batch: Batch) -> Point | None:
+        level = self._levels[at]
+        if at == len(self._levels) - 1:
+            return level.relax(point, batch, self._coarse, self._heard(at, "relaxation"))
+        if self._pre:
+            level.relax(point, batch, self._pre, self._heard(at, "pre-relaxation"))
+            point = None
+        point = self._corrected(at, level.evaluate(batch) if point is None else point, batch)
+        return level.relax(point, batch, self._post, self._heard(at, "post-relaxation"))
+
+    def _heard(self, at: int, what: str) -> Callable[[float], None]:
+        return lambda loss: self._say(2, f"level {at}: {what}, loss {loss:.9g}")
+
+    def _corrected(self, at: int, point: Point, batch: Batch) -> Point | None:
+        """What is known of a level once the coarser one has been asked."""
+        level, below, way = self._levels[at], self._levels[at + 1], self._ways[at]
+        self._cycle(at + 1, self._descend(at, point, batch), batch)
+        assert below.origin is not None
+        changes = combined(below.values(), below.origin, lambda now, before: now - before)
+        change = way.transfer.interpolated(changes)
+        slope = level.product(point.gradients, change, "the slope along a correction")
+        start = level.values()
+        try:
+            length, found = self._searched(at, point, start, change, slope, batch)
+        except BaseException:
+            level.move(start, change, 0.0)
+            raise
+        way.lengths.append(length)
+        shown = "by the optimizer" if length is None else f"of length {length:.4g}"
+        self._say(2, f"level {at}: correction {shown}, loss before it {point.objective:.9g}, slope {slope:.4e}")
+        return found
+
+    def _descend(self, at: int, point: Point, batch: Batch) -> Point:
+        """Puts the coarser model where a model is, and gives it the linear term; its objective's gradient there is the restricted one."""
+        above, below, way = self._levels[at], self._levels[at + 1], self._ways[at]
+        below.set(way.transfer.restricted(above.values(), way.parameters))
+        restricted = way.transfer.restricted(point.gradients, way.gradients)
+        below.correction = None
+        found = below.evaluate(batch)
+        # What the coarse model does not use has no gradient there.
+        wanted: Field = {
+            layer: [None if g is None else r for g, r in zip(found.gradients[layer], tensors)]
+            for layer, tensors in restricted.items()
+        }
+        below.correction = combined(wanted, found.gradients, lambda r, g: r - g)
+        below.origin = below.values()
+        return Point(found.objective, wanted, found.buffers)
+
+    # ---- line searches
+
+    def _searched(
+        self, at: int, point: Point, start: Field, change: Field, slope: float, batch: Batch
+    ) -> tuple[float | None, Point | None]:
+        """The length of a correction that was made, and what is known of the place."""
+        level, search = self._levels[at], self._ways[at].search
+        if search.name == "tb_adam_no_ls":
+            level.follow(combined(change, change, lambda way, _: -way))
+            return None, None
+        if search.name == "tb_simple_backtrack_ls":
+            return self._halved(at, point, start, change, slope, batch)
+        length = search.lengths[0]
+        if search.name == "tb_simple_ls":
+            losses = []
+            for length in search.lengths:
+                level.move(start, change, length)
+                losses.append(level.objective(batch))
+                self._say(2, f"level {at}: a correction of length {length:.4g} has the loss {losses[-1]:.9g}")
+            # The first of the lowest; what is no number is none.
+            best = min((loss for loss in losses if loss == loss), default=None)
+            if best is None:
+                level.move(start, change, 0.0)
+                return 0.0, None
+            length = search.lengths[losses.index(best)]
+        level.move(start, change, length)
+        return length, None
+
+    def _halved(
+        self, at: int, point: Point, start: Field, change: Field, slope: float, batch: Batch
+    ) -> tuple[float, Point]:
+        level, search = self._levels[at], self._ways[at].search
+        length = search.lengths[0]
+        for _ in range(search.trials if slope < 0 else 0):
+            level.move(start, change, length)
+            found = level.evaluate(batch)
+            if found.objective < point.objective + search.gain * length * slope:
+                return length, found
+            length /= 2
+        level.move(start, change, 0.0)
+        level.restore(point.buffers)
+        return 0.0, point

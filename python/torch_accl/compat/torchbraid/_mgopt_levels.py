@@ -1,0 +1,436 @@
+"""The levels of torchbraid's MG/Opt: a model each, whose layers lie on all ranks and whose head and tail lie on the first.
+
+Owns what a model's objective and gradients are in a batch, and what goes between two models. Options are in `_mgopt_options.py`, the V-cycle is in `_mgopt_cycle.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from ...layer_parallel import LayerParallel as Body
+from ...layer_parallel import LayerParallelError
+from ...layer_parallel._between import Field, _added, _dot, _exchanged, trained
+from ...layer_parallel._carried import between
+from ...layer_parallel._failures import described
+from ...layer_parallel._looked import looked_at
+from ...layer_parallel._origins import finer
+from ._communicator import Comm
+from ._compose import Compose
+from ._layer_parallel import LayerParallel
+from ._mgopt_options import Criterion, Restriction
+
+__all__ = ["Batch", "Draws", "Level", "Point", "Transfer", "combined", "model_of", "on_device"]
+
+# In place of a layer's number: what a model has beside its layers, on whatever ranks.
+_BESIDE = -1
+# Of a coarse layer's neighbours, and of itself.
+_STENCIL = (0.25, 0.5, 0.25)
+
+
+def model_of(made: Any) -> nn.Module:
+    """A model that MG/Opt can use, and that stands for one level.
+
+    Raises:
+        TypeError: it is none.
+    """
+    inner = getattr(made, "parallel_nn", None)
+    if not isinstance(made, nn.Module) or not isinstance(inner, LayerParallel):
+        raise TypeError(
+            f"model_factory returned {type(made).__name__}"
+            + (f" whose parallel_nn is {type(inner).__name__}" if isinstance(made, nn.Module) else "")
+            + "; return a module with a LayerParallel of this package as its `parallel_nn`"
+        )
+    others = [name for name, each in made.named_modules() if isinstance(each, Body) and each is not inner.body]
+    if others:
+        raise TypeError(f"{type(made).__name__} has a second layer-parallel net, `{others[0]}`; give each level one")
+    return made
+
+
+# ---- a batch
+
+
+class Draws:
+    """What torch's random numbers are now, for several evaluations that are to have the same ones: heads and tails draw from them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._states = self._now()
+
+    def _now(self) -> tuple[Tensor, Tensor | None]:
+        on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        return torch.get_rng_state(), on_device
+
+    def again(self) -> None:
+        """They are what they were."""
+        on_cpu, on_device = self._states
+        torch.set_rng_state(on_cpu)
+        if on_device is not None and self._device is not None:
+            torch.cuda.set_rng_state(on_device, self._device)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What all levels learn from at once."""
+
+    x: Any
+    target: Any
+    # All evaluations draw the random numbers of this one.
+    number: int
+    draws: Draws
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is known of a level where it is."""
+
+    # The loss and the linear term.
+    objective: float
+    gradients: Field
+    # As the evaluation has left them.
+    buffers: list[Tensor]
+
+
+def combined(one: Field, other: Field, how: Callable[[Tensor, Tensor], Tensor]) -> Field:
+    """Tensor by tensor; None where either has none."""
+    return {
+        layer: [None if a is None or b is None else how(a, b) for a, b in zip(tensors, other[layer])]
+        for layer, tensors in one.items()
+    }
+
+
+class Level:
+    """A model, its optimizer, its loss, and the linear term that makes it agree with the finer one."""
+
+    def __init__(self, model: nn.Module, criterion: Criterion, optimizer: Optimizer | None) -> None:
+        self.model = model
+        self.criterion = criterion
+        self.optimizer = optimizer
+        inner = model.parallel_nn
+        assert isinstance(inner, LayerParallel)
+        self.body, self.dt = inner.body, inner.dt
+        self.comm: Comm = inner.ranks
+        self._compose: Compose = getattr(model, "compose", inner.comp_op())
+        # The linear term: its gradient, and where it is zero.
+        self.correction: Field | None = None
+        self.origin: Field | None = None
+        self._buffers: list[Tensor] = []
+        self._makes = looked_at(self.body)[0] if criterion.continuity else []
+
+    # ---- what it has
+
+    def trained(self) -> dict[int, list[nn.Parameter]]:
+        """Its parameters that want a gradient, by layer."""
+        return {**trained(self.body), _BESIDE: [p for p in self._beside(self.model.parameters()) if p.requires_grad]}
+
+    def tensors(self, kind: Literal["parameters", "buffers"]) -> dict[int, list[Tensor]]:
+        """All of its parameters, or buffers, by layer."""
+        layers = self.body.solver.layers.modules
+        found: dict[int, list[Tensor]] = {number: list(getattr(each, kind)()) for number, each in layers.items()}
+        return {**found, _BESIDE: self._beside(getattr(self.model, kind)())}
+
+    def _beside(self, tensors: Iterable[Any]) -> list[Any]:
+        """Those that are none of a layer."""
+        inside = {id(tensor) for tensor in (*self.body.parameters(), *self.body.buffers())}
+        return [tensor for tensor in tensors if id(tensor) not in inside]
+
+    def values(self) -> Field:
+        """Copies of the trained parameters."""
+        return {layer: [p.detach().clone() for p in parameters] for layer, parameters in self.trained().items()}
+
+    @torch.no_grad()
+    def move(self, start: Field, change: Field, length: float) -> None:
+        """The parameters go this share of a change away from where they were."""
+        for layer, parameters in self.trained().items():
+            for parameter, value, way in zip(parameters, start[layer], change[layer]):
+                if value is not None:
+                    parameter.copy_(value if way is None or length == 0 else value + way * length)
+
+    @torch.no_grad()
+    def set(self, field: Field) -> None:
+        """The trained parameters become these."""
+        for layer, parameters in self.trained().items():
+            for parameter, value in zip(parameters, field[layer]):
+                if value is not None:
+                    parameter.copy_(value)
+
+    def begin(self) -> None:
+        """Every evaluation of a batch begins with the buffers of now: statistics are taken once, in the last one."""
+        self._buffers = [buffer.clone() for buffer in self.model.buffers()]
+
+    @torch.no_grad()
+    def restore(self, buffers: Sequence[Tensor]) -> None:
+        """Sets the buffers."""
+        for buffer, value in zip(self.model.buffers(), buffers):
+            buffer.copy_(value)
+
+    def product(self, one: Field, other: Field, what: str) -> float:
+        """The inner product of two fields over all ranks: the same on all, and by layers the same on any number of them."""
+        layers = len(self.body.solver.layers.kinds)
+        numbers = [0.0] * (layers + self.comm.size)
+        for layer, tensors in one.items():
+            found = [_dot(a, b) for a, b in zip(tensors, other[layer]) if a is not None and b is not None]
+            if found:
+                numbers[layers + self.comm.rank if layer == _BESIDE else layer] = float(torch.stack(found).sum())
+        return sum(self.body.wire.known(numbers, what))
+
+    # ---- a batch
+
+    def evaluate(self, batch: Batch) -> Point:
+        """Objective and gradients where it is, in training; all ranks call it."""
+        self._again(batch)
+        objective = self.learn(batch.x, batch.target)
+        gradients: Field = {layer: [p.grad for p in each] for layer, each in self.trained().items()}
+        self.model.zero_grad(set_to_none=True)
+        if self.correction is not None:
+            objective += self._linear()
+            gradients = combined(gradients, self.correction, lambda g, c: g + c)
+        return Point(objective, gradients, [buffer.clone() for buffer in self.model.buffers()])
+
+    @torch.no_grad()
+    def objective(self, batch: Batch) -> float:
+        """The same without gradients."""
+        self._again(batch)
+        _, value, _ = self._lost(batch.x, batch.target)
+        return value + (0.0 if self.correction is None else self._linear())
+
+    def _again(self, batch: Batch) -> None:
+        self.model.train()
+        self.restore(self._buffers)
+        self.body.solver.shared.number = batch.number
+        batch.draws.again()
+
+    def learn(self, x: Any, target: Any) -> float:
+        """The loss of a batch, the same on all ranks; its gradients take the place of those that there were."""
+        self.model.zero_grad(set_to_none=True)
+        loss, value, _ = self._lost(x, target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.criterion.continuity:
+            self._smooth()
+        return value
+
+    def tested(self, x: Any, target: Any) -> tuple[float, Any]:
+        """The loss of a batch on all ranks, and the output, which counts on the first; nothing is learnt."""
+        _, value, output = self._lost(x, target)
+        return value, output
+
+    def _lost(self, x: Any, target: Any) -> tuple[Tensor, float, Any]:
+        output = self.model(x)
+        loss: Any = None
+        error: Exception | None = None
+        try:
+            loss = self._compose(self.criterion.loss, output, target)
+            value = float(loss.detach())
+        except Exception as caught:
+            error, value = caught, 0.0
+        # What fails on the first rank alone would leave the others in their backward passes.
+        value, cause = self.comm.bcast((value, None if error is None else described(error)))
+        if cause is not None or error is not None:
+            raise LayerParallelError(f"the loss failed on rank 0: {cause or error}") from error
+        if self.criterion.continuity:
+            value += self._roughness()
+        return loss, value, output
+
+    def _linear(self) -> float:
+        assert self.correction is not None and self.origin is not None
+        away = combined(self.values(), self.origin, lambda now, before: now - before)
+        return self.product(self.correction, away, "the linear term of a coarse objective")
+
+    # ---- what makes neighbouring layers alike
+
+    def _neighbours(self) -> dict[int, list[Sequence[Tensor | None]]]:
+        """Of each of this rank's layers: the parameters of the one before and of the one after, nothing where there is none like it."""
+        body, own = self.body, trained(self.body)
+        pairs = [
+            (layer, other)
+            for layer, make in enumerate(self._makes)
+            for other in (layer - 1, layer + 1)
+            if 0 <= other < len(self._makes) and self._makes[other] == make
+        ]
+        moves = [(other, body.owner(other), body.owner(layer)) for layer, other in pairs]
+        like = {other: own[layer] for layer, other in pairs if layer in own}
+        mine: Field = {layer: list(parameters) for layer, parameters in own.items()}
+        there = _exchanged(body.wire, moves, mine, like, "parameters of neighbours")
+        known = set(pairs)
+        return {
+            layer: [there[other] if (layer, other) in known else () for other in (layer - 1, layer + 1)]
+            for layer in own
+        }
+
+    def _scale(self) -> float:
+        return self.criterion.continuity / (4 * self.dt)
+
+    @torch.no_grad()
+    def _roughness(self) -> float:
+        """The sum over all neighbours."""
+        own, numbers = trained(self.body), [0.0] * len(self._makes)
+        for layer, (_, after) in self._neighbours().items():
+            for mine, other in zip(own[layer], after):
+                numbers[layer] += float((mine - other).double().square().sum()) if other is not None else 0.0
+        return self._scale() * sum(self.body.wire.known(numbers, "the difference of neighbours"))
+
+    @torch.no_grad()
+    def _smooth(self) -> None:
+        """Adds its gradients."""
+        own = trained(self.body)
+        for layer, sides in self._neighbours().items():
+            for side in sides:
+                for mine, other in zip(own[layer], side):
+                    if other is not None and mine.grad is not None:
+                        mine.grad.add_(mine - other, alpha=2 * self._scale())
+
+    # ---- steps
+
+    def relax(self, point: Point | None, batch: Batch, steps: int, say: Callable[[float], None]) -> Point | None:
+        """Steps of the optimizer, the first with the gradients that are known; what is known before the last of them."""
+        assert self.optimizer is not None
+        for number in range(steps):
+            if number or point is None:
+                point = self.evaluate(batch)
+            say(point.objective)
+            self.follow(point.gradients)
+        return point
+
+    def follow(self, gradients: Field) -> None:
+        """A step of the optimizer with these."""
+        assert self.optimizer is not None
+        for layer, parameters in self.trained().items():
+            for parameter, gradient in zip(parameters, gradients[layer]):
+                parameter.grad = gradient
+        self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+
+
+class Transfer:
+    """Between a level and the next coarser one, each of whose steps is `factor` of the finer one's; layers may lie on any ranks. All ranks make it together.
+
+    Raises:
+        ValueError: the two nets are none like that.
+    """
+
+    def __init__(self, fine: Level, coarse: Level, factor: int, interpolation: str) -> None:
+        self._fine, self._coarse = fine, coarse
+        (makes, ties), (below, others) = looked_at(fine.body), looked_at(coarse.body)
+        kinds = coarse.body.solver.layers.kinds
+        if ties or others:
+            raise ValueError("layers share parameters, which MG/Opt cannot restrict; build each layer its own")
+        self._origins = finer(kinds, below, factor, is_linear=interpolation == "linear")
+        if len(self._origins) != len(makes) or any(makes[at] != below[o.layer] for at, o in enumerate(self._origins)):
+            raise ValueError(
+                f"a level has {len(makes)} layers, and the next coarser one {len(below)}; with ni_steps by a factor of {factor} it should have {len(self._origins)}, "
+                "of the same classes, shapes and types in the same order, single ones once: let model_factory make as many as ni_steps says"
+            )
+        self._first: dict[int, int] = {}
+        self._shares: dict[int, list[tuple[int, float]]] = {}
+        for layer, origin in enumerate(self._origins):
+            self._first.setdefault(origin.layer, layer)
+            for source in origin.sources:
+                share = origin.share if source == origin.towards else 1.0 - origin.share
+                self._shares.setdefault(source, []).append((layer, share))
+        # Where a run of steps of one make begins, and single layers.
+        self._has_before = [at > 0 and kind != "plain" and below[at] == below[at - 1] for at, kind in enumerate(kinds)]
+        wrong = [
+            rank for rank, is_same in enumerate(fine.comm.allgather(_beside(fine) == _beside(coarse))) if not is_same
+        ]
+        if wrong:
+            raise ValueError(
+                f"on rank {wrong[0]} two levels have other parameters beside their layers; let model_factory make heads and tails of the same shapes"
+            )
+
+    def interpolated(self, field: Field) -> Field:
+        """Parameters of the coarse level, or a change of them, as the fine one's."""
+        origins = self._origins
+        there = self._fetched(field, self._coarse, self._fine, {at: o.sources for at, o in enumerate(origins)})
+        found: Field = {_BESIDE: _copies(field[_BESIDE])}
+        for layer in self._fine.body.solver.layers.modules:
+            origin = origins[layer]
+            own = there[origin.layer]
+            pairs = zip(own, own if origin.towards is None else there[origin.towards])
+            found[layer] = [
+                None if a is None or b is None else a.clone() if a is b else between(a, b, origin.share)
+                for a, b in pairs
+            ]
+        return found
+
+    def restricted(self, field: Field, how: Restriction) -> Field:
+        """Parameters, or gradients, of the fine level as the coarse one's; where there is none, it counts as zero."""
+        filled: Field = {
+            layer: [torch.zeros_like(p) if t is None else t for t, p in zip(field[layer], parameters)]
+            for layer, parameters in self._fine.trained().items()
+        }
+        shares = {layer: self._parts(layer, how) for layer in self._first}
+        sources = {layer: tuple(source for source, _ in parts) for layer, parts in shares.items()}
+        there = self._fetched(filled, self._fine, self._coarse, sources)
+        found: Field = {_BESIDE: _copies(filled[_BESIDE])}
+        for layer, parameters in trained(self._coarse.body).items():
+            sums: list[Tensor | None] = [None] * len(parameters)
+            # In the order of layers, on whatever ranks they lie.
+            for source, share in shares[layer]:
+                sums = [_added(total, tensor, share) for total, tensor in zip(sums, there[source])]
+            found[layer] = [None if s is None else s.to(p.dtype, copy=True) for s, p in zip(sums, parameters)]
+        return found
+
+    def _parts(self, layer: int, how: Restriction) -> list[tuple[int, float]]:
+        """Of which fine layers a coarse one is made, and how much of each."""
+        if how == "transposed":
+            return self._shares[layer]
+        first = self._first[layer]
+        if how == "injection" or not self._has_before[layer]:
+            return [(first, 1.0)]
+        return list(zip((first - 1, first, first + 1), _STENCIL))
+
+    def initialize(self) -> None:
+        """The fine level's parameters become those of the coarse one, interpolated, and its buffers copies."""
+        for kind in ("parameters", "buffers"):
+            values: Field = {layer: list(each) for layer, each in self._coarse.tensors(kind).items()}
+            like = self._fine.tensors(kind)
+            sources = {at: o.sources if kind == "parameters" else (o.layer,) for at, o in enumerate(self._origins)}
+            there = self._fetched(values, self._coarse, self._fine, sources, like)
+            with torch.no_grad():
+                for layer, tensors in like.items():
+                    if layer == _BESIDE:
+                        for tensor, value in zip(tensors, values[_BESIDE], strict=True):
+                            tensor.copy_(value) if value is not None else None
+                        continue
+                    origin = self._origins[layer]
+                    is_mixed = kind == "parameters" and origin.towards is not None
+                    others = there[origin.towards if is_mixed and origin.towards is not None else origin.layer]
+                    for tensor, value, other in zip(tensors, there[origin.layer], others):
+                        if value is not None and other is not None:
+                            tensor.copy_(between(value, other, origin.share) if is_mixed else value)
+
+    def _fetched(
+        self,
+        field: Field,
+        source: Level,
+        target: Level,
+        sources: Mapping[int, Sequence[int]],
+        like: Mapping[int, Sequence[Tensor]] | None = None,
+    ) -> Field:
+        """The tensors of other ranks' layers beside this rank's own: of `sources`, which says what each layer of the target is made of."""
+        moves = [(at, source.body.owner(at), target.body.owner(to)) for to, each in sources.items() for at in each]
+        wanted = target.trained() if like is None else like
+        shapes = {at: wanted[to] for to, each in sources.items() if to in wanted for at in each}
+        own = {layer: tensors for layer, tensors in field.items() if layer != _BESIDE}
+        return _exchanged(source.body.wire, moves, own, shapes, "what goes between two levels")
+
+
+def _beside(level: Level) -> list[tuple[torch.Size, torch.dtype, bool]]:
+    """What a model's parameters and buffers look like that are none of a layer."""
+    tensors = [tensor for kind in ("parameters", "buffers") for tensor in level.tensors(kind)[_BESIDE]]
+    return [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+
+
+def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """The tensors of a batch where the model is."""
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)

@@ -1,0 +1,218 @@
+"""The options of torchbraid's MG/Opt: names, or names with arguments, for all levels at once or for each.
+
+Owns which there are, and the loss functions and optimizers that they name. What is done with them is in `_mgopt_levels.py` and `_mgopt_cycle.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+__all__ = [
+    "Criterion",
+    "LineSearch",
+    "Option",
+    "Restriction",
+    "criterion_of",
+    "factory_arguments",
+    "interpolation_of",
+    "levelled",
+    "line_search_of",
+    "optimizer_of",
+    "restriction_of",
+    "shown",
+    "states_of",
+]
+
+
+# A name, or in some places a function, and its arguments.
+Option = tuple[Any, dict[str, Any]]
+Restriction = Literal["injection", "linear", "transposed"]
+
+_INTERPOLATIONS: Mapping[str, Literal["constant", "linear"]] = {
+    "tb_get_injection_interp_params": "constant",
+    "tb_parallel_get_injection_interp_params": "constant",
+    "tb_get_linear_interp_params": "linear",
+}
+_RESTRICTIONS: Mapping[str, Restriction] = {
+    "tb_get_injection_restrict_params": "injection",
+    "tb_parallel_get_injection_restrict_params": "injection",
+    "tb_get_linear_restrict_params": "linear",
+}
+# torchbraid has none by which both objectives change alike to first order.
+_OF_GRADIENTS: Mapping[str, Restriction] = {**_RESTRICTIONS, "accl_transposed_interp_params": "transposed"}
+# What torchbraid sets itself, whatever is given.
+_ITS_OWN = ("cf", "deep_copy", "grad")
+_LINE_SEARCHES: Mapping[str, tuple[str, ...]] = {
+    "tb_simple_backtrack_ls": ("n_line_search", "alpha", "c1"),
+    "tb_simple_ls": ("alphas",),
+    "tb_simple_weighting": ("alpha",),
+    "tb_adam_no_ls": (),
+}
+
+
+# ---- names and arguments
+
+
+def levelled(what: str, given: Any, count: int) -> list[Option]:
+    """One of each level, level 0 first: a list as it is, the last one for all that it is too short for; anything else for all.
+
+    Raises:
+        ValueError: a list without anything.
+        TypeError: no name, and no pair of one and a dictionary.
+    """
+    each = list(given) if isinstance(given, list) else [given]
+    if not each:
+        raise ValueError(f"{what}=[]: give an option, or one for each level")
+    options = [_option(what, option) for option in each]
+    return [(name, dict(arguments)) for name, arguments in (options + [options[-1]] * count)[:count]]
+
+
+def _option(what: str, given: Any) -> Option:
+    name, arguments = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
+    if not (isinstance(name, str) or callable(name)) or not isinstance(arguments, Mapping):
+        raise TypeError(f"{what}={given!r}: give a name, or a pair of a name and a dictionary, or a list of these")
+    return name, dict(arguments)
+
+
+def shown(option: Option) -> str:
+    """As it reads in a table."""
+    name, arguments = option
+    text = name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__name__)
+    # The net itself is an argument of losses there.
+    parts = [f"{key}={value!r}" for key, value in arguments.items() if key != "model"]
+    return f"{text} ({', '.join(parts)})" if parts else text
+
+
+def _known(what: str, option: Option, known: Mapping[str, Any], arguments: tuple[str, ...]) -> Any:
+    name, _ = option
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"{what}={shown((name, {}))!r}: give one of {', '.join(known)}")
+    _check_arguments(what, option, arguments)
+    return known[name]
+
+
+def _check_arguments(what: str, option: Option, known: tuple[str, ...]) -> None:
+    wrong = sorted(set(option[1]) - set(known))
+    if wrong:
+        raise ValueError(
+            f"{what}: {shown((option[0], {}))} has no argument {', '.join(wrong)}; it takes {', '.join(known) if known else 'none'}"
+        )
+
+
+# ---- what goes between levels
+
+
+def interpolation_of(option: Option) -> Literal["constant", "linear"]:
+    """How parameters get to the finer level."""
+    found: Literal["constant", "linear"] = _known("interp_params", option, _INTERPOLATIONS, _ITS_OWN)
+    return found
+
+
+def restriction_of(what: str, option: Option) -> Restriction:
+    """How parameters, or gradients, get to the coarser level."""
+    known = _OF_GRADIENTS if what == "restrict_grads" else _RESTRICTIONS
+    found: Restriction = _known(what, option, known, _ITS_OWN)
+    return found
+
+
+def states_of(what: str, option: Option) -> None:
+    """States stay on their level, as they do there: only the name is looked at."""
+    name = {
+        "restrict_states": "tb_injection_restrict_network_state",
+        "interp_states": "tb_injection_interp_network_state",
+    }[what]
+    _known(what, option, {name: None}, _ITS_OWN)
+
+
+def factory_arguments(option: Option) -> dict[str, Any]:
+    """What the function that makes a level's model is given by name."""
+    if option[0] != "Factory":
+        raise ValueError(f"networks={shown((option[0], {}))!r}: give 'Factory', or a pair of that and a dictionary")
+    return option[1]
+
+
+# ---- line searches
+
+
+@dataclass(frozen=True)
+class LineSearch:
+    """How much of a correction is made."""
+
+    name: str
+    # Lengths that are tried: all of them, or halves of the one for so many times.
+    lengths: tuple[float, ...] = ()
+    trials: int = 0
+    # What is to be gained at least, as a share of what the slope promises.
+    gain: float = 0.0
+
+
+def line_search_of(option: Option) -> LineSearch:
+    """What a line search's name and arguments mean."""
+    name, given = option
+    known = _known("line_search", (name, {}), _LINE_SEARCHES, ())
+    arguments = dict(given)
+    # They stand in a dictionary of their own, and in the default there they do not.
+    inner = arguments.pop("ls_params", None)
+    arguments |= dict(inner or {})
+    _check_arguments("line_search", (name, arguments), known)
+    missing = [key for key in known if key not in arguments]
+    if missing:
+        wanted = ", ".join(f"{key!r}: ..." for key in known)
+        raise ValueError(
+            f"line_search: {name} lacks {', '.join(missing)}; give ({name!r}, {{'ls_params': {{{wanted}}}}})"
+        )
+    lengths = [arguments["alpha"]] if "alpha" in known else arguments.get("alphas", ())
+    trials = int(arguments.get("n_line_search", 0))
+    if name != "tb_adam_no_ls" and not len(lengths):
+        raise ValueError("line_search: alphas=[]; give at least one")
+    if name == "tb_simple_backtrack_ls" and trials < 1:
+        raise ValueError(f"line_search: n_line_search={trials}; give 1 or more")
+    return LineSearch(name, tuple(float(length) for length in lengths), trials, float(arguments.get("c1", 0.0)))
+
+
+# ---- optimizers
+
+
+def optimizer_of(option: Option, model: nn.Module) -> Optimizer:
+    """A new one of a model's parameters on this rank, of which there may be none."""
+    name, arguments = option
+    make: Callable[..., Optimizer] = (
+        name
+        if callable(name)
+        else _known("optims", (name, {}), {"pytorch_sgd": torch.optim.SGD, "pytorch_adam": torch.optim.Adam}, ())
+    )
+    return make([{"params": list(model.parameters())}], **arguments)
+
+
+# ---- losses
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A loss of the output, and how much the square of the difference of neighbouring layers' parameters counts beside it, before it is divided by 4 dt."""
+
+    loss: Callable[[Any, Any], Tensor]
+    continuity: float = 0.0
+
+
+def criterion_of(option: Option) -> Criterion:
+    """What a loss's name, or a function `loss(output, target)`, means."""
+    name, arguments = option
+    arguments.pop("model", None)
+    if callable(name):
+        return Criterion(lambda output, target: name(output, target, **arguments))
+    losses = {
+        "tb_mgopt_cross_ent": functional.cross_entropy,
+        "tb_mgopt_cross_ent_plus_continuity": functional.cross_entropy,
+        "tb_mgopt_regression": functional.mse_loss,
+    }
+    is_continuous = name == "tb_mgopt_cross_ent_plus_continuity"
+    loss = _known("criterions", option, losses, ("continuity_constant",) if is_continuous else ())
+    return Criterion(loss, float(arguments.get("continuity_constant", 1e-4)) if is_continuous else 0.0)
