@@ -484,7 +484,7 @@ def pooled(levels=(0,), pixels=None, steps=16, max_levels=3, iters=9, **options)
     return made, pixels
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("levels", [[0], [0, 1, 2], [1]], ids=str)
 def test_states_become_coarser_on_the_levels_that_are_named(rank, world, levels):
     made, pixels = pooled(levels)
@@ -563,7 +563,7 @@ def test_single_layers_that_pool_and_states_of_two_tensors_become_coarser_too(ra
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-11)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_functions_that_are_wrong_are_named_on_all_ranks(rank, world):
     cases = [
         (
@@ -1599,7 +1599,7 @@ def optimizer_for(parameters, level=0):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if parameters else None
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("how", ["injection", "linear"])
 def test_nested_iteration_is_that_of_the_core(rank, world, how):
     name = "tb_get_linear_interp_params" if how == "linear" else "tb_parallel_get_injection_interp_params"
@@ -1618,7 +1618,7 @@ def test_nested_iteration_is_that_of_the_core(rank, world, how):
             body = refined(body, 2, interpolation="linear" if how == "linear" else "constant")
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("how", ["injection", "linear"])
 def test_a_v_cycle_is_that_of_the_core(rank, world, how):
     name = "tb_get_linear_interp_params" if how == "linear" else "tb_get_injection_interp_params"
@@ -1684,7 +1684,7 @@ def test_mgopt_does_not_depend_on_the_number_of_ranks(rank, world):
     assert len(steps[0]) == len(steps[1]) == 5
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("how", ["constant", "linear"])
 def test_objectives_of_two_levels_change_alike_to_first_order(rank, world, how):
     from torch_accl.compat.torchbraid import _mgopt_cycle, _mgopt_levels, _mgopt_options
@@ -1834,7 +1834,7 @@ def test_a_hierarchy_shows_itself_on_rank_0(rank, world):
         assert not text.strip() and repr(solver) == ""
         return
     for wanted in (
-        "nested iteration, level 1: 4 steps, 267 parameters",
+        "nested iteration, model 2 of 2: 4 steps, 267 parameters",
         "batch 3 of 3: loss",
         "test: mean loss",
         "level 1, test:",
@@ -1906,6 +1906,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 SETTINGS = {
     "torchbraid_mnist.py": ("--steps", "8", "--lp-cfactor", "2", "--lp-max-levels", "2"),
     "torchbraid_gru.py": ("--length", "16", "--Tf", "16"),
+    "torchbraid_mgopt.py": ("--lp-levels", "2"),
 }
 
 
@@ -1939,3 +1940,15 @@ def test_a_script_like_the_gru_example_runs_under_torchrun_and_mpirun():
     assert (forward, backward) == (2, 1) and residual > 0
     mpi = under_mpirun(name)
     assert mpi is None or (mpi["losses"], mpi["correct"]) == (found["losses"], found["correct"])
+
+
+def test_a_script_like_the_mgopt_example_runs_under_torchrun():
+    name = "torchbraid_mgopt.py"
+    found = results(name, TORCHRUN, *SETTINGS[name])
+    losses, text = found["losses"], found["text"]
+    # Six batches an epoch.
+    assert len(losses) == 12 and losses[-1] < losses[0] / 4
+    assert found["levels"] == [8, 4] and len(found["lengths"]) == 12 and max(found["lengths"]) > 0
+    # A test of each model, and of the finest after each epoch.
+    assert len(found["right"]) == 4 and found["right"][-1] > 0.9 * found["of"]
+    assert "nested iteration, model 2 of 2: 8 steps" in text and text.count("nrelax_coarse: 3") == 1

@@ -170,7 +170,7 @@ class mgopt_solver:
             say = _Printer(level.comm, mgopt_printlevel)
             say(
                 1,
-                f"\nnested iteration, level {k}: {steps[k]} steps, {made.counts[0]} parameters, {made.counts[1]} of them trained",
+                f"\nnested iteration, model {k + 1} of {count}: {steps[k]} steps, {made.counts[0]} parameters, {made.counts[1]} of them trained",
             )
             renew = None if preserve_optim else lambda: optimizer_of(made.optims, made.model)  # noqa: B023
             _train(level, train_loader, test_loader, epochs, log_interval, self.device, say, renew)
