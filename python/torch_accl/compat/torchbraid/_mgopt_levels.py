@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...layer_parallel import LayerParallel as Body
 from ...layer_parallel import LayerParallelError
 from ...layer_parallel._between import Field, _added, _dot, _exchanged, trained
 from ...layer_parallel._carried import between
 from ...layer_parallel._failures import described
 from ...layer_parallel._looked import looked_at
+from ...layer_parallel._model import Model
 from ...layer_parallel._origins import finer
 from ._communicator import Comm
 from ._compose import Compose
@@ -47,7 +47,7 @@ def model_of(made: Any) -> nn.Module:
             + (f" whose parallel_nn is {type(inner).__name__}" if isinstance(made, nn.Module) else "")
             + "; return a module with a LayerParallel of this package as its `parallel_nn`"
         )
-    others = [name for name, each in made.named_modules() if isinstance(each, Body) and each is not inner.body]
+    others = [name for name, each in made.named_modules() if isinstance(each, Model) and each is not inner.body]
     if others:
         raise TypeError(f"{type(made).__name__} has a second layer-parallel net, `{others[0]}`; give each level one")
     return made
