@@ -1653,7 +1653,7 @@ def test_mgopt_does_not_depend_on_the_number_of_ranks(rank, world):
         BACKTRACK,
     ]
     found = []
-    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF) if rank == 0 else (MPI.COMM_WORLD,):
         solver = hierarchy(
             (2, 4, 8),
             epochs=1,
@@ -1676,8 +1676,9 @@ def test_mgopt_does_not_depend_on_the_number_of_ranks(rank, world):
                 line_search=search,
             )
         found.append((losses, [each.out_ls_step for each in solver.levels], all_values(solver.levels[0].model)))
-    (losses, steps, values), (others, alone, right) = found
+    losses, steps, values = found[0]
     if rank == 0:
+        others, alone, right = found[1]
         assert losses == others and steps == alone
         assert all(torch.equal(values[name], right[name]) for name in right)
     assert steps[0][0] in (0.1, 0.5) and steps[0][1:3] == [None, 0.5] and steps[2] == []
@@ -1794,6 +1795,49 @@ def test_what_fails_on_one_rank_in_mgopt_is_raised_on_all(rank, world):
         hierarchy(epochs=1, criterions=bad)
     with pytest.raises(ValueError, match=r"train_loader has \[3, 2\] batches on the ranks"):
         hierarchy(epochs=1, loader=samples(3 - rank))
+    solver = hierarchy(epochs=1)
+    before, calls = all_values(solver.levels[0].model), []
+
+    def tired(output, target):
+        calls.append(1)
+        # The model, the coarse one twice, and then along the correction.
+        if len(calls) == 4:
+            raise ArithmeticError("it is tired")
+        return functional.cross_entropy(output, target)
+
+    for each in solver.levels:
+        each.criterions = (tired, {})
+    with pytest.raises(LayerParallelError, match="ArithmeticError: it is tired"):
+        solver.mgopt_solve(samples(1), None, nrelax_pre=0, nrelax_coarse=2, mgopt_printlevel=0, line_search=BACKTRACK)
+    # The model is where it was, but for what its norms have counted.
+    after = all_values(solver.levels[0].model)
+    assert all(
+        torch.equal(after[name], value)
+        for name, value in before.items()
+        if not name.endswith("tracked") and "running" not in name
+    )
+    assert len(solver.mgopt_solve(samples(1), None, mgopt_printlevel=0)) == 1
+
+
+class Numbers(Whole):
+    """One whose loss is of numbers."""
+
+    def forward(self, x):
+        return super().forward(x)[:, :1] if MPI.COMM_WORLD.Get_rank() == 0 else super().forward(x)
+
+
+@on_ranks(1)
+def test_losses_and_optimizers_may_be_functions_and_regression_has_coarse_levels(rank, world):
+    data = [(x, x[:, :1].sin()) for x, _ in samples(1)] * 4
+    for options in (
+        {"criterions": "tb_mgopt_regression"},
+        {"criterions": functional.mse_loss, "optims": [(torch.optim.AdamW, {"lr": 0.05}), SGD]},
+        {"criterions": (functional.huber_loss, {"delta": 0.5}), "preserve_optim": False},
+    ):
+        solver = hierarchy(epochs=1, make=lambda global_steps: Numbers(global_steps), loader=data, **options)
+        losses = solver.mgopt_solve(data, data, mgopt_printlevel=0)
+        assert losses[-1] < losses[0] and len(solver.levels[0].out_ls_step) == 4
+        assert type(solver.levels[1].optimizer) is torch.optim.SGD
 
 
 @on_ranks(1)
