@@ -599,15 +599,22 @@ def test_functions_that_are_wrong_are_named_on_all_ranks(rank, world):
 
 
 @on_ranks(1)
-def test_levels_whose_states_look_alike_have_functions_that_do_the_same(rank, world):
-    # Their second level looks as their first one; only what the level says differs.
-    def coarsen(img, level):
-        return img * (1 - level / 2)
+def test_levels_whose_states_look_alike_are_told_apart(rank, world):
+    # As many iterations as there are intervals are exact, whatever the functions do.
+    said = []
 
-    same = Pixels([0, 1], coarsen=coarsen, refine=lambda img, level: img.clone(), shape=lambda shape, level: shape)
-    with pytest.raises(LayerParallelError, match="coarsen does on level 1 with a state .* something else"):
-        made, _ = pooled(pixels=same)
-        made(images())
+    def scaled(by):
+        def function(img, level):
+            said.append((by, level))
+            return img * by ** (level + 1)
+
+        return function
+
+    same = Pixels([0, 1], coarsen=scaled(0.5), refine=scaled(2.0), shape=lambda shape, level: shape)
+    made, _ = pooled(pixels=same, iters=17)
+    x = images()
+    torch.testing.assert_close(made(x), serial(made, x)[1], rtol=1e-10, atol=1e-12)
+    assert set(said) == {(by, level) for by in (0.5, 2.0) for level in (0, 1)}
 
 
 def test_functions_and_levels_are_given_together():

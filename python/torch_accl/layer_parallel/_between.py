@@ -19,7 +19,7 @@ from ._origins import Origin
 from ._stack import LayerParallel
 from ._wire import Wire
 
-__all__ = ["Between", "Field", "dots", "trained"]
+__all__ = ["Between", "Field", "added", "dots", "exchanged", "product_of", "trained"]
 
 
 # A tensor for each trained parameter of each of a rank's layers, in order; None where there is none.
@@ -36,13 +36,14 @@ def dots(net: LayerParallel, one: Field, other: Field, what: str) -> float:
     """The inner product of two fields over all ranks, the same on all and on any number of them by a bit."""
     numbers = [0.0] * len(net._plans.net.layers)
     for layer, tensors in one.items():
-        found = [_dot(a, b) for a, b in zip(tensors, other[layer]) if a is not None and b is not None]
+        found = [product_of(a, b) for a, b in zip(tensors, other[layer]) if a is not None and b is not None]
         if found:
             numbers[layer] = float(torch.stack(found).sum())
     return sum(net._wire.known(numbers, what))
 
 
-def _dot(one: Tensor, other: Tensor) -> Tensor:
+def product_of(one: Tensor, other: Tensor) -> Tensor:
+    """The inner product of two tensors in float64, of complex ones that of their parts."""
     x, y = (torch.view_as_real(t) if t.is_complex() else t for t in (one.detach(), other.detach()))
     return torch.dot(x.double().flatten(), y.double().flatten())
 
@@ -106,13 +107,13 @@ class Between:
             for layer, parameters in fine.items()
         }
         like = {layer: parameters for source, parameters in coarse.items() for layer, _ in self._shares[source]}
-        there = _exchanged(self.fine._wire, moves, own, like, "gradients on their way to the coarse net")
+        there = exchanged(self.fine._wire, moves, own, like, "gradients on their way to the coarse net")
         found: Field = {}
         for source, parameters in coarse.items():
             sums: list[Tensor | None] = [None] * len(parameters)
             # In the order of layers, on whatever ranks they lie.
             for layer, share in self._shares[source]:
-                sums = [_added(total, tensor, share) for total, tensor in zip(sums, there[layer])]
+                sums = [added(total, tensor, share) for total, tensor in zip(sums, there[layer])]
             found[source] = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters)]
         return found
 
@@ -127,7 +128,7 @@ class Between:
         ]
         fine = trained(self.fine)
         like = {source: fine[layer] for layer in fine for source in self._origins[layer].sources}
-        there = _exchanged(self.fine._wire, moves, changes, like, "changes on their way to the fine net")
+        there = exchanged(self.fine._wire, moves, changes, like, "changes on their way to the fine net")
         found: Field = {}
         for layer in fine:
             origin = self._origins[layer]
@@ -140,7 +141,8 @@ class Between:
         return found
 
 
-def _added(total: Tensor | None, tensor: Tensor | None, share: float) -> Tensor | None:
+def added(total: Tensor | None, tensor: Tensor | None, share: float) -> Tensor | None:
+    """A sum, in a wide type, and a share of what may be nothing."""
     if tensor is None:
         return total
     part = tensor.detach().to(wide(tensor.dtype))
@@ -148,7 +150,7 @@ def _added(total: Tensor | None, tensor: Tensor | None, share: float) -> Tensor 
     return part if total is None else total + part
 
 
-def _exchanged(
+def exchanged(
     wire: Wire,
     moves: Sequence[tuple[int, int, int]],
     own: Field,

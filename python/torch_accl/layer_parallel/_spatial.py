@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ._net import States, states_of
-from ._tree import Form, form_of, ordered, zeros
+from ._tree import Form, Leaf, form_of, ordered, zeros
 
 __all__ = ["Meshes", "Spatial"]
 
@@ -29,6 +29,16 @@ class Spatial:
     coarsen: Callable[[Any], Any]
     refine: Callable[[Any, Any], Any]
 
+    # What a net asks; `mesh` is the finer one of both, and 0 the finest.
+
+    def to_coarser(self, x: Any, mesh: int) -> Any:
+        """A state on the next coarser mesh."""
+        return self.coarsen(x)
+
+    def to_finer(self, x: Any, like: Any, mesh: int) -> Any:
+        """A state on the next finer mesh."""
+        return self.refine(x, like)
+
 
 class Meshes:
     """What the states of all points look like on each mesh, and the way from one to the other."""
@@ -38,24 +48,24 @@ class Meshes:
         self._device = device
         # By mesh, then by point.
         self.forms: list[Sequence[Form]] = [forms]
-        for _ in range(count):
-            known = {form: self._coarser_form(form) for form in dict.fromkeys(self.forms[-1])}
+        for mesh in range(count):
+            known = {form: self._coarser_form(form, mesh) for form in dict.fromkeys(self.forms[-1])}
             self.forms.append([known[form] for form in self.forms[-1]])
 
-    def _coarser_form(self, form: Form) -> Form:
-        made, _, _ = form_of(self._coarser(form.joined(*zeros(form, self._device))), "what `coarsen` returned")
+    def _coarser_form(self, form: Form, mesh: int) -> Form:
+        made, _, _ = form_of(self._coarser(form.joined(*zeros(form, self._device)), mesh), "what `coarsen` returned")
         if made.tree != form.tree or [leaf.dtype for leaf in made.leaves] != [leaf.dtype for leaf in form.leaves]:
             text = f"`coarsen` made {made} of {form}; return as many leaves, with values of the same types"
             raise ValueError(text)
         return made
 
-    def _coarser(self, x: Any) -> Any:
+    def _coarser(self, x: Any, mesh: int) -> Any:
         if self._spatial is None:
             raise ValueError(
                 "Cycle(coarser=...) and no `spatial`; give the net functions that make states coarser and finer"
             )
         with torch.no_grad():
-            return self._spatial.coarsen(x)
+            return self._spatial.to_coarser(x, mesh)
 
     def form(self, point: int, mesh: int) -> Form:
         """Of the state of a point."""
@@ -64,16 +74,21 @@ class Meshes:
     def coarsened(self, point: int, mesh: int, states: States, constants: States) -> tuple[States, States]:
         """States and constants on the next coarser mesh than the one that is given."""
         before, after = self.forms[mesh][point], self.forms[mesh + 1][point]
-        found = self._coarser(before.joined(states, constants))
+        found = self._coarser(before.joined(states, constants), mesh)
         return _worked(found, after, states, f"`coarsen`, of the state of point {point},")
 
     def refined(self, point: int, mesh: int, states: States, constants: States) -> States:
         """States on the next finer mesh than the one that is given."""
         assert self._spatial is not None
         before, after = self.forms[mesh][point], self.forms[mesh - 1][point]
+        like = after.joined(*(self._nothing(leaves) for leaves in (after.states, after.constants)))
         with torch.no_grad():
-            found = self._spatial.refine(before.joined(states, constants), after.joined(*zeros(after, self._device)))
+            found = self._spatial.to_finer(before.joined(states, constants), like, mesh - 1)
         return _worked(found, after, states, f"`refine`, of the state of point {point},")[0]
+
+    def _nothing(self, leaves: Sequence[Leaf]) -> States:
+        """Zeros that take no room, and cannot be written to."""
+        return [torch.zeros((), dtype=leaf.dtype, device=self._device).expand(leaf.shape) for leaf in leaves]
 
 
 def _worked(returned: Any, form: Form, like: States, who: str) -> tuple[States, States]:

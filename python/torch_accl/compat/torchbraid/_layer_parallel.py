@@ -92,7 +92,7 @@ class LayerParallel(Parallel):
                 seed=seed,
                 fwd=Cycle(levels=1),
                 bwd=Cycle(levels=1),
-                spatial=None if coarsened is None else coarsened.spatial(),
+                spatial=coarsened,
                 # Coarsening factors are set later, and the layers have to be somewhere now.
                 placement="even",
             )
@@ -107,8 +107,6 @@ class LayerParallel(Parallel):
         for app in (self.fwd_app, self.bwd_app):
             app.owner = body.owner
             app.coarsened = () if coarsened is None else tuple(coarsened.levels)
-        if coarsened is not None:
-            coarsened.solver = body.solver
         self.enable_diagnostics = False
         # Of the last forward pass, where somebody has asked for it.
         self._seen: dict[int, Seen] = {}

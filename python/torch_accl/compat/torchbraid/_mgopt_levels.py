@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import LayerParallelError
-from ...layer_parallel._between import Field, _added, _dot, _exchanged, trained
+from ...layer_parallel._between import Field, added, exchanged, product_of, trained
 from ...layer_parallel._carried import between
 from ...layer_parallel._failures import described
 from ...layer_parallel._looked import looked_at
@@ -175,7 +175,7 @@ class Level:
         layers = len(self.body.solver.layers.kinds)
         numbers = [0.0] * (layers + self.comm.size)
         for layer, tensors in one.items():
-            found = [_dot(a, b) for a, b in zip(tensors, other[layer]) if a is not None and b is not None]
+            found = [product_of(a, b) for a, b in zip(tensors, other[layer]) if a is not None and b is not None]
             if found:
                 numbers[layers + self.comm.rank if layer == _BESIDE else layer] = float(torch.stack(found).sum())
         return sum(self.body.wire.known(numbers, what))
@@ -256,7 +256,7 @@ class Level:
         moves = [(other, body.owner(other), body.owner(layer)) for layer, other in pairs]
         like = {other: own[layer] for layer, other in pairs if layer in own}
         mine: Field = {layer: list(parameters) for layer, parameters in own.items()}
-        there = _exchanged(body.wire, moves, mine, like, "parameters of neighbours")
+        there = exchanged(body.wire, moves, mine, like, "parameters of neighbours")
         known = set(pairs)
         return {
             layer: [there[other] if (layer, other) in known else () for other in (layer - 1, layer + 1)]
@@ -372,7 +372,7 @@ class Transfer:
             sums: list[Tensor | None] = [None] * len(parameters)
             # In the order of layers, on whatever ranks they lie.
             for source, share in shares[layer]:
-                sums = [_added(total, tensor, share) for total, tensor in zip(sums, there[source])]
+                sums = [added(total, tensor, share) for total, tensor in zip(sums, there[source])]
             found[layer] = [None if s is None else s.to(p.dtype, copy=True) for s, p in zip(sums, parameters)]
         return found
 
@@ -418,7 +418,7 @@ class Transfer:
         wanted = target.trained() if like is None else like
         shapes = {at: wanted[to] for to, each in sources.items() if to in wanted for at in each}
         own = {layer: tensors for layer, tensors in field.items() if layer != _BESIDE}
-        return _exchanged(source.body.wire, moves, own, shapes, "what goes between two levels")
+        return exchanged(source.body.wire, moves, own, shapes, "what goes between two levels")
 
 
 def _beside(level: Level) -> list[tuple[torch.Size, torch.dtype, bool]]:
