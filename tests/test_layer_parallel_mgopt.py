@@ -437,3 +437,86 @@ def test_settings_that_cannot_be_are_refused(rank, world):
         optimizer.step()
     for name, parameter in alone_.named_parameters():
         assert torch.equal(parameter, plainly.get_parameter(name))
+
+
+class Greedy(torch.optim.SGD):
+    """Changes gradients where they lie, as some optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_that_changes_gradients_where_they_lie_changes_nothing_of_the_cycle(rank, world):
+    found = []
+    for kind, rate in ((torch.optim.SGD, 0.25), (Greedy, 0.5)):
+        net = LayerParallel(mixed_list())
+        own = list(net.parameters())
+        cycle = MGOpt(net, kind(own, lr=rate) if own else None)
+        losses = [cycle.step(*batch(), squared) for _ in range(3)]
+        found.append((losses, cycle.corrections, [parameter.detach().clone() for parameter in net.parameters()]))
+    (losses, corrections, values), (others, other_corrections, other_values) = found
+    assert losses == others and corrections == other_corrections
+    assert all(torch.equal(a, b) for a, b in zip(values, other_values))
+
+
+@on_ranks(1, 2)
+def test_what_is_not_the_nets_takes_no_steps_of_coarse_nets(rank, world):
+    net = LayerParallel(mixed_list())
+    other = nn.Parameter(torch.zeros(()))
+    other.grad = torch.ones(())
+    optimizer = torch.optim.SGD([*net.parameters(), other], lr=1.0)
+    cycle = MGOpt(net, optimizer, coarse=5, levels=3)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    cycle.step(*batch(), squared)
+    assert other.item() == pytest.approx(-2e-3)
+    assert all(other is not each for coarse in cycle.optimizers[1:] for each in coarse.param_groups[0]["params"])
+
+
+@on_ranks(1, 2)
+def test_parameters_that_are_frozen_later_are_refused_on_all_ranks(rank, world):
+    net = LayerParallel(mixed_list())
+    cycle = MGOpt(net, sgd(net))
+    if rank == 0:
+        net.layers["1"][0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="other parameters of layer 1 want a gradient than when this MGOpt was made"):
+        cycle.step(*batch(), squared)
+    if rank == 0:
+        net.layers["1"][0].weight.requires_grad_()
+    cycle.step(*batch(), squared)
+
+
+@on_ranks(1)
+def test_moments_of_coarse_nets_are_what_is_asked_for(rank, world):
+    found = {}
+    for moments in ("scaled", "copied", "none"):
+        net = LayerParallel(mixed_list())
+        cycle = MGOpt(net, torch.optim.Adam(net.parameters(), lr=1e-3), moments=moments, pre=1, coarse=1)
+        cycle.step(*batch(), squared)
+        below = cycle.optimizers[1].state[cycle.nets[1].layers["1"][0].weight]
+        found[moments] = int(below["step"]), below["exp_avg_sq"]
+    # One step of the finer net, and one of its own.
+    assert [steps for steps, _ in found.values()] == [2, 2, 1]
+    (_, scaled), (_, copied), (_, none) = found.values()
+    assert (scaled > copied).all() and (copied > none).all()
+
+
+@on_ranks(1, 2)
+def test_coarse_nets_are_in_training_where_the_net_is(rank, world):
+    net = LayerParallel(mixed_list())
+    net.eval()
+    cycle = MGOpt(net, sgd(net))
+    net.train()
+    own = [module for number, module in net.layers.items() if number == "1"]
+    for module in own:
+        module[0].eval()
+    cycle.step(*batch(), squared)
+    coarse = cycle.nets[1]
+    assert coarse.training and coarse.layers.training
+    for number, module in coarse.layers.items():
+        assert [part.training for part in module.modules()].count(False) == (1 if number == "1" and own else 0)

@@ -593,3 +593,41 @@ def test_a_net_that_does_not_converge_is_found_out(rank, world, on_stall):
     assert len(mine) == net.is_first
     assert net.mode == ("exact-pipeline" if on_stall == "exact" else "inexact")
     assert (net.fwd.iterations, net.bwd.iterations) == ((3, 2) if on_stall == "more" else (2, 1))
+
+
+# ---- states of 16 bits
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"mode": "exact-forward"}, {"fwd": Cycle(levels=1)}, {"bwd": Cycle(levels=1)}, {"mode": "exact-wave"}],
+    ids=["exact-forward", "forward of one level", "backward of one level", "exact-wave"],
+)
+def test_one_pass_may_be_exact_where_states_have_16_bits(rank, world, settings, kind):
+    cycles = {"fwd": Cycle(factor=4), "bwd": Cycle(factor=4)} | settings
+    x, target = batch()
+    found = []
+    for group in ("alone", None, gloo_group()):
+        layers = [plain(small(99)), *steps(), plain(small(98))]
+        net = LayerParallel(layers, group=group, placement="even", replica=0, **cycles)
+        if kind == "bfloat16":
+            net.bfloat16()
+            x = x.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = net.step(x, target, lambda y, target: squared(y.float(), target))
+        found.append((loss, gradients_of(net)))
+    (alone_loss, wanted), *others = found
+    assert all(gradient.isfinite().all() for gradient in wanted.values())
+    for loss, gradients in others:
+        assert torch.equal(loss, alone_loss)
+        assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+
+
+@on_ranks(1, 2)
+def test_a_net_that_begins_with_a_guess_and_has_none_is_not_evaluated_from_zeros(rank, world):
+    net = LayerParallel(steps(), fwd=Cycle(start="guess"))
+    net.eval()
+    with pytest.raises(LayerParallelError, match="no guess; give the net one on every rank"):
+        net.evaluate(*batch(), squared)

@@ -819,3 +819,65 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_the_net_goes_on(rank, 
         del last[0].graph
     assert torch.isfinite(net.step(x, target, squared))
     assert torch.isfinite(refined(net, 2, placement="kept").step(x, target, squared))
+
+
+@on_ranks(2)
+def test_a_net_of_one_rank_beside_others_stays_alone(rank, world):
+    net = LayerParallel([ode(small(number)) for number in range(4)], group="alone", fwd=Cycle(factor=2))
+    deeper = refined(net, 2, placement="kept")
+    assert deeper.owned == range(8) and coarsened(deeper, 2).owned == range(4)
+    x = torch.ones(3, 6)
+    # On one rank alone, and nobody waits for the other.
+    if rank == 1:
+        deeper.step(x, x, squared)
+
+
+@on_ranks(1, 2)
+def test_a_misspelt_side_input_stays_an_error_in_a_deeper_net(rank, world):
+    net = LayerParallel([residual(Masked()) for _ in range(4)], fwd=Cycle(factor=2))
+    x = torch.ones(3, 6)
+    for each in (net, refined(net, 2), coarsened(net, 2)):
+        each.step(x, x, squared, side={"mask": torch.ones(6)})
+        with pytest.raises(ValueError, match="no layer's forward has an argument `msak`"):
+            each.step(x, x, squared, side={"mask": torch.ones(6), "msak": torch.ones(6)})
+
+
+class TwoNames(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.a = self.b = weight
+
+    def forward(self, x):
+        return torch.tanh(x @ self.a) @ self.b
+
+
+class OneName(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.w = weight
+
+    def forward(self, x):
+        return x @ self.w.T
+
+
+@on_ranks(1, 2)
+def test_a_parameter_of_two_names_in_one_layer_is_tied_to_another_layer_in_a_deeper_net(rank, world):
+    weight = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6))
+    layers = [plain(TwoNames(weight)), *(ode(small(number)) for number in range(4)), plain(OneName(weight))]
+    net = LayerParallel(layers, mode="exact-wave", placement="even")
+    deeper = refined(net, 2)
+    x = torch.linspace(-1, 1, 18).view(3, 6)
+    for each in (net, deeper):
+        each.step(x, x, squared)
+    found = {name: each.grad for name, each in deeper.named_parameters()}
+    serial = nn.Sequential(*(copy.deepcopy(each) for each in deeper.to_serial().layers))
+    # The sum of what all three places give.
+    weight = weight.detach().clone().requires_grad_()
+    y = torch.tanh(x @ weight) @ weight
+    for layer in serial[1:-1]:
+        y = y + layer(y) / 8
+    loss = squared(y @ weight.T, x)
+    (wanted,) = torch.autograd.grad(loss, [weight])
+    for name, gradient in found.items():
+        if name.endswith((".a", ".w")):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)

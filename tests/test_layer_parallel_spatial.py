@@ -199,6 +199,60 @@ def test_layers_are_timed_on_each_mesh_before_a_mode_is_chosen(rank, world):
     assert set(net.choice.seconds) == {"exact-wave", "inexact"}
 
 
+@on_ranks(1, 2, 3)
+def test_a_net_is_evaluated_exactly_and_with_fewer_pixels(rank, world):
+    layers, (x, target) = steps(), batch()
+    cycle = Cycle(factor=4, iterations=2, coarser=1)
+    net = LayerParallel(copy.deepcopy(layers), fwd=cycle, bwd=cycle, spatial=PIXELS)
+    loss = net.step(x, target, squared)
+    exact = LayerParallel(layers, mode="exact-wave")
+    net.eval()
+    found = net.evaluate(x, target, squared)
+    assert found.loss == exact.step(x, target, squared) and 0 < found.output_error < 0.2
+    assert found.mode_loss == loss
+
+
+@on_ranks(2, 3)
+def test_what_makes_states_coarser_may_be_narrower_under_autocast(rank, world):
+    weight = torch.full((2, 1, 2, 2), 0.25)
+
+    def coarsen(x):
+        return functional.conv2d(x, weight.to(x.dtype), stride=2, groups=2)
+
+    spatial = Spatial(
+        coarsen, lambda x, like: functional.conv_transpose2d(x, 4 * weight.to(x.dtype), stride=2, groups=2)
+    )
+    x, target = batch(dtype=torch.float32)
+    cycle = Cycle(factor=4, iterations=3, coarser=1)
+    found = []
+    for group in ("alone", gloo_group()):
+        net = LayerParallel(steps(dtype=torch.float32), group=group, fwd=cycle, bwd=cycle, spatial=spatial)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net.step(x, target, squared)
+        found.append((loss, net.norms, gradients_of(net)))
+    (alone, norms, wanted), (loss, others, gradients) = found
+    assert torch.equal(loss, alone) and loss.isfinite() and norms == others
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+
+
+@on_ranks(2, 3)
+def test_a_function_that_fails_on_one_rank_while_plans_are_made_is_an_error_on_all(rank, world):
+    def coarsen(x):
+        if rank == world - 1:
+            raise MemoryError("no room")
+        return PIXELS.coarsen(x)
+
+    layers, (x, target) = steps(), batch()
+    net = LayerParallel(layers, fwd=Cycle(coarser=1), spatial=Spatial(coarsen, PIXELS.refine))
+    with pytest.raises(LayerParallelError, match=rf"rank {world - 1} .* making states coarser: MemoryError: no room"):
+        net.step(x, target, squared)
+    other = LayerParallel(
+        layers, fwd=Cycle(coarser=1), spatial=Spatial(PIXELS.coarsen if rank else lambda x: x, PIXELS.refine)
+    )
+    with pytest.raises(ValueError, match="`coarsen` makes other shapes on other ranks"):
+        other.step(x, target, squared)
+
+
 @on_ranks(1, 2)
 def test_what_is_wrong_is_said_on_all_ranks(rank, world):
     layers, (x, target) = steps(), batch()

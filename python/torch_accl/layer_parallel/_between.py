@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._agreed import exchange
-from ._carried import between, moved_state, options_of, wide
+from ._carried import Moments, between, moved_state, options_of, wide
 from ._origins import Origin
+from ._scaled import Scaled
 from ._stack import LayerParallel
 from ._wire import Wire
 
@@ -46,6 +47,10 @@ def product_of(one: Tensor, other: Tensor) -> Tensor:
     """The inner product of two tensors in float64, of complex ones that of their parts."""
     x, y = (torch.view_as_real(t) if t.is_complex() else t for t in (one.detach(), other.detach()))
     return torch.dot(x.double().flatten(), y.double().flatten())
+
+
+def _block_of(module: nn.Module) -> nn.Module:
+    return module.block if isinstance(module, Scaled) else module
 
 
 class Between:
@@ -79,17 +84,23 @@ class Between:
                     old.copy_(new)
                 for buffer, other in zip(module.buffers(), first.buffers()):
                     buffer.copy_(other)
+                # Whether they are in training, too; one of both may stand around its block.
+                for part, other_part in zip(_block_of(module).modules(), _block_of(first).modules()):
+                    part.training = other_part.training
+                module.training = first.training
+        for own, others in ((self.coarse, self.fine), (self.coarse.layers, self.fine.layers)):
+            own.training = others.training
 
-    def inject_optimizer(self, fine: Optimizer, coarse: Optimizer) -> None:
-        """So do the options of groups, and what the optimiser has for each parameter; moments become those of the coarse layer's larger gradients."""
+    def inject_optimizer(self, fine: Optimizer, coarse: Optimizer, moments: Moments) -> None:
+        """So do the options of groups, and what the optimiser has for each parameter; scaled moments become those of the coarse layer's larger gradients."""
         for group, other in zip(coarse.param_groups, fine.param_groups):
             group.update(copy.deepcopy(options_of(other)))
         modules, finer = self.coarse._solver.layers.modules, self.fine._solver.layers.modules
         for layer, module in modules.items():
             first = finer[self._first[layer]]
             for old, new in zip(module.parameters(), first.parameters()):
-                if new in fine.state:
-                    ratio = self._ratios[layer]
+                if new in fine.state and moments != "none":
+                    ratio = self._ratios[layer] if moments == "scaled" else 1.0
                     coarse.state[old] = moved_state(type(fine), fine.state[new], None, 0.0, ratio, new.shape)
                 else:
                     coarse.state.pop(old, None)

@@ -16,7 +16,7 @@ from ._stack import LayerParallel
 __all__ = ["Place", "looked_at", "places_of", "slots_of"]
 
 
-# A parameter: its layer, and its place among all names of that one's parameters.
+# A parameter: its layer, and the place of the first of its names among all names of that one's parameters.
 Place = tuple[int, int]
 
 
@@ -43,7 +43,7 @@ def looked_at(net: LayerParallel) -> tuple[list[int], list[list[Place]]]:
         known = {
             f"layers.{layer}.{name}": (layer, place)
             for layer, module in modules.items()
-            for place, (name, _) in enumerate(places_of(module))
+            for (name, _), place in zip(places_of(module), _first_places(module))
         }
         wanted = {name for group in net._ties.names for name in group}
         return makes, _shared(modules), {name: known[name] for name in wanted & known.keys()}
@@ -60,9 +60,15 @@ def _shared(modules: Mapping[int, nn.Module]) -> list[list[Place]]:
     """What is one parameter in several layers of this rank."""
     found: dict[int, list[Place]] = {}
     for layer, module in modules.items():
-        for place, (_, parameter) in enumerate(places_of(module)):
+        for place, parameter in zip(dict.fromkeys(_first_places(module)), module.parameters()):
             found.setdefault(id(parameter), []).append((layer, place))
-    return [group for group in found.values() if len({layer for layer, _ in group}) > 1]
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _first_places(module: nn.Module) -> list[int]:
+    """For each name of a parameter, the place of the first one that the same parameter has."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(parameter), place) for place, (_, parameter) in enumerate(places_of(module))]
 
 
 def _joined(groups: Sequence[Sequence[Place]]) -> list[list[Place]]:

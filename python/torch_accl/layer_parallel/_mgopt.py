@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ._agreed import agreed
 from ._between import Between, Field, dots, trained
+from ._carried import Moments
 from ._looked import Place, looked_at, places_of
 from ._nested import Interpolation, coarsened
 from ._origins import finer
@@ -60,6 +61,8 @@ class MGOpt:
     trials: so many shares of a correction are tried, 1, 1/2, 1/4 ..., before none of it is made. Each takes a batch's work; the gradient of the one that is taken is that of the next step.
     coarse_optimizer: makes the optimiser of a coarse net of its parameters and its level (1, 2, ...). By default each has the class, options and moments of the one above, anew in each batch.
     settings: what is to be other in the coarse nets: `mode`, `fwd` and all that `coarsened` takes but `placement`.
+
+    Parameters of the optimiser that are not the net's take part in its `pre` and `post` steps alone. Which parameters want a gradient stays as it is.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class MGOpt:
         if "placement" in settings:
             raise ValueError("placement is given; a coarse layer lies with the first of its layers, so leave it out")
         self._pre, self._post, self._coarse, self._trials = pre, post, coarse, trials
-        self._carries = coarse_optimizer is None
+        self._moments: Moments | None = settings.get("moments", "scaled") if coarse_optimizer is None else None
         _, ties = looked_at(net)
         kinds = net._solver.layers.kinds
         if tied := sorted({layer for group in ties for layer, _ in group if kinds[layer] != "plain"}):
@@ -100,6 +103,7 @@ class MGOpt:
                 f"steps {', '.join(map(str, tied[:5]))}{' ...' if len(tied) > 5 else ''} have parameters that are tied to others; those of plain layers alone may be"
             )
         self._levels = [_Level(net, optimizer, ties)]
+        self._trained = _are_trained(net)
         self._between: list[Between] = []
         # Of the last batch, in the order in which they were made.
         self.corrections: list[Correction] = []
@@ -110,6 +114,8 @@ class MGOpt:
                 # Where another rank gives one.
                 found: Any = coarsened(above.net, factor, above.optimizer, placement="kept", **shown)
                 made, of_made = found if isinstance(found, tuple) else (found, None)
+                if of_made is not None:
+                    _keep_own(of_made, made)
             else:
                 made = coarsened(above.net, factor, placement="kept", **shown)
                 of_made = _made(coarse_optimizer, made, level)
@@ -144,6 +150,7 @@ class MGOpt:
         """
         finest = self._levels[0]
         net = finest.net
+        self._check_trained()
         every = net._audit_every, net._probe_every
         batch = _Batch(_still(x), target, loss_fn, _still(side), net._solver.shared.number)
         self.corrections = []
@@ -158,6 +165,20 @@ class MGOpt:
             for level in self._levels:
                 level.net.zero_grad(set_to_none=True)
         return point.shown
+
+    def _check_trained(self) -> None:
+        """Nets of two depths have the same gradients, one by one."""
+        net = self._levels[0].net
+        now = _are_trained(net)
+        # One more than its number, and 0 for none.
+        last = max((layer + 1 for layer, flags in now.items() if flags != self._trained.get(layer)), default=0)
+        (last,) = net._wire.together(
+            torch.tensor([last], device=net._wire.device), "the start of a cycle", is_greatest=True
+        )
+        if last:
+            raise ValueError(
+                f"other parameters of layer {last - 1} want a gradient than when this MGOpt was made; make a new one"
+            )
 
     def _cycle(self, at: int, point: _Point, batch: _Batch) -> None:
         level = self._levels[at]
@@ -205,8 +226,8 @@ class MGOpt:
         """Puts the coarser net where a net is, and gives it the linear term; its objective's gradient there is the restricted one."""
         above, below, between = self._levels[at], self._levels[at + 1], self._between[at]
         between.inject()
-        if self._carries and above.optimizer is not None and below.optimizer is not None:
-            between.inject_optimizer(above.optimizer, below.optimizer)
+        if self._moments is not None and above.optimizer is not None and below.optimizer is not None:
+            between.inject_optimizer(above.optimizer, below.optimizer, self._moments)
         below.begin()
         restricted = between.restricted(point.gradients)
         below.correction = None
@@ -315,7 +336,8 @@ class _Level:
                 point = self.evaluate(batch)
             for layer, parameters in trained(self.net).items():
                 for parameter, gradient in zip(parameters, point.gradients[layer]):
-                    parameter.grad = gradient
+                    # An optimiser may change it, and who knows the gradient may need it again.
+                    parameter.grad = None if gradient is None else gradient.clone()
             if self.optimizer is not None:
                 self.optimizer.step()
 
@@ -333,6 +355,24 @@ def _made(
     found: list[Optimizer] = []
     agreed(net._wire, f"making the optimizer of level {level}", "Give one that can be made on all ranks.", make)
     return found[0] if found else None
+
+
+def _are_trained(net: LayerParallel) -> dict[int, list[bool]]:
+    """Of this rank's layers, which parameters want a gradient."""
+    modules = net._solver.layers.modules
+    return {layer: [p.requires_grad for p in module.parameters()] for layer, module in modules.items()}
+
+
+def _keep_own(optimizer: Optimizer, net: LayerParallel) -> None:
+    """Leaves out what is not the net's: it takes no steps of a coarse net."""
+    own = {id(parameter) for parameter in net.parameters()}
+    for group in optimizer.param_groups:
+        are_own = [id(parameter) in own for parameter in group["params"]]
+        for name in ("params", "param_names"):
+            if name in group:
+                group[name] = [each for each, is_own in zip(group[name], are_own) if is_own]
+    for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and id(each) not in own]:
+        del optimizer.state[parameter]
 
 
 def _still(value: Any) -> Any:

@@ -324,6 +324,7 @@ class Model(nn.Module):
         run = self.run(x, side, call="evaluate()")
         job = Job(x, target, loss_fn, side, 1.0)
         trained = self.way_of(self._mode if self._mode not in ("exact-pipeline", "auto") else "exact-wave")
+        run.add(trained)
         with run.begun(job.wrong(self._wire, 1), is_recorded=False) as solve:
             return Evaluated(*solve.compared((self._plans.solve("forward", WAVE), trained.forward), job.loss_of))
 

@@ -354,7 +354,7 @@ def _guess_of(guess: Guess, points: Sequence[int]) -> Guess:
 def _settings_of(net: LayerParallel) -> dict[str, Any]:
     """What another net like this one is made with."""
     return dict(
-        group=net._wire.group,
+        group="alone" if net._wire.group is None else net._wire.group,
         horizon=net._horizon,
         seed=net._solver.layers.seed,
         mode=net.mode,

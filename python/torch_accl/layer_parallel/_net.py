@@ -409,8 +409,10 @@ class Evaluation:
             self.gradients[slot] = gradient if before is None else before + gradient
 
     def slot_of(self, layer: int, name: str) -> int | None:
-        """The place of a parameter among those that want a gradient."""
-        return next((slot for own, slot in self._of_layer[layer] if own == name), None)
+        """The place of a parameter, by any of its names, among those that want a gradient."""
+        parameter = self.modules[layer].get_parameter(name)
+        own = self._of_layer[layer]
+        return next((slot for other, slot in own if other == name or self.parameters[slot] is parameter), None)
 
     def gradients_of(self, layer: int) -> list[Tensor | None]:
         """Those of a layer's parameters; of what several layers share, those of the first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -196,7 +196,12 @@ class Run:
                 self.given = [leaf for leaf in pytree.tree_leaves((x, beside)) if is_state(leaf)]
         self.way: Way
         self.way = model.way(self)
-        if self.way.needs_guess and self.solver.shared.guess is None:
+        self.add(self.way)
+
+    def add(self, way: Way) -> None:
+        """The batch goes this way as well."""
+        self.way = replace(self.way, meshes=max(self.way.meshes, way.meshes))
+        if way.needs_guess and self.solver.shared.guess is None:
             self.wrong = ValueError("Cycle(start='guess') and no guess; give the net one on every rank")
 
     def key(self) -> int:

@@ -30,6 +30,11 @@ class Scaled(nn.Module):
         # A fraction, so that a third of a step three times is a step.
         self.by = Fraction(by)
 
+    @property
+    def stands_around(self) -> nn.Module:
+        """Whose side inputs it takes."""
+        return self.block
+
     def forward(self, x: Any, **side: Any) -> Any:
         """The state after the step."""
         if self.by > 1 and hasattr(self.block, "coarse_step"):

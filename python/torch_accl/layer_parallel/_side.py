@@ -66,9 +66,12 @@ def names_taken(module: nn.Module, names: Collection[str]) -> frozenset[str]:
     """Those of the names that a layer's `forward` has beside its first argument."""
     if not names:
         return frozenset()
+    # A module that stands around another one takes what that one takes.
+    module = getattr(module, "_orig_mod", module)
+    if around := getattr(module, "stands_around", None):
+        return names_taken(around, names)
     try:
-        # A compiled module takes whatever the one that it is made of takes.
-        parameters = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters.values())[1:]
+        parameters = list(inspect.signature(module.forward).parameters.values())[1:]
     except (TypeError, ValueError):
         return frozenset()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):

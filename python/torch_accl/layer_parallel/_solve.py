@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ._agreed import agreed
 from ._audit import Audit, audit_of, figures, relative
 from ._blocks import undisturbed
 from ._failures import LayerParallelError, described, sentence
@@ -244,10 +245,30 @@ class Solver:
         )
 
     def _on_meshes(self, key: int, forms: list[Form], count: int, device: torch.device) -> Meshes:
-        # The same on all ranks, and so is what is wrong with it.
+        # Whether they are known is the same on all ranks.
         known = self._meshes.get((key, count))
         if known is None or known.forms[0] is not forms:
-            known = self._meshes[key, count] = Meshes(self.shared.spatial, forms, count, device)
+            made: list[Meshes] = []
+
+            def make() -> int:
+                made.append(Meshes(self.shared.spatial, forms, count, device))
+                return digest(packed(made[0].forms[1:]))
+
+            if count == 0:
+                make()
+            else:
+                of_all = agreed(
+                    self.wire,
+                    "making states coarser",
+                    "Functions of `spatial` must work on all ranks.",
+                    make,
+                    is_for_all=True,
+                )
+                if len(set(of_all)) > 1:
+                    raise ValueError(
+                        "`coarsen` makes other shapes on other ranks of the layers; give all ranks the same functions"
+                    )
+            known = self._meshes[key, count] = made[0]
         return known
 
     def key_of(self, x: Any, side: dict[str, Any] | None) -> int:
@@ -394,6 +415,7 @@ class Solve:
         for way in passes:
             # Each has made its own whole numbers.
             self.batch.constants.clear()
+            self.batch.coarse_constants.clear()
             outputs.append(self.forward(way))
             losses.append(0.0)
             for states in outputs[-1]:

@@ -54,10 +54,15 @@ class Meshes:
 
     def _coarser_form(self, form: Form, mesh: int) -> Form:
         made, _, _ = form_of(self._coarser(form.joined(*zeros(form, self._device)), mesh), "what `coarsen` returned")
-        if made.tree != form.tree or [leaf.dtype for leaf in made.leaves] != [leaf.dtype for leaf in form.leaves]:
+        # Under autocast states may come out narrower; they stay what they are.
+        leaves = tuple(
+            replace(leaf, dtype=like.dtype) if leaf.is_state and like.is_state else leaf
+            for leaf, like in zip(made.leaves, form.leaves)
+        )
+        if made.tree != form.tree or [leaf.dtype for leaf in leaves] != [leaf.dtype for leaf in form.leaves]:
             text = f"`coarsen` made {made} of {form}; return as many leaves, with values of the same types"
             raise ValueError(text)
-        return made
+        return Form(leaves, made.tree)
 
     def _coarser(self, x: Any, mesh: int) -> Any:
         if self._spatial is None:
@@ -96,4 +101,5 @@ def _worked(returned: Any, form: Form, like: States, who: str) -> tuple[States, 
     types = iter(state.dtype for state in like)
     wide = Form(tuple(replace(leaf, dtype=next(types)) if leaf.is_state else leaf for leaf in form.leaves), form.tree)
     states, constants = states_of(returned, wide, who, may_be_states=False)
-    return [ordered(state, leaf) for state, leaf in zip(states, form.states)], constants
+    # Under autocast it may be narrower.
+    return [ordered(state.to(leaf.dtype), leaf) for state, leaf in zip(states, wide.states)], constants

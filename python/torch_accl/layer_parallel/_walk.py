@@ -139,7 +139,8 @@ class Walk:
                 return self._forward(layer, span, micro_batch, mesh, states, is_final)
             there = self._on_mesh(layer, micro_batch, mesh) if mesh > 0 else None
             pulled = evaluation.pulled_back(layer, span, micro_batch, states, is_final=is_final, there=there)
-            return [ordered(state, leaf) for state, leaf in zip(pulled, self._form(dst).states)]
+            # Of the type that this pass works in, which need not be that of the pass before.
+            return [self._worked(state, leaf) for state, leaf in zip(pulled, self._form(dst).states)]
 
         self._make(dst, lambda: f"layer {layer} ({self.batch.names[layer]}), {pass_} pass", found)
 
