@@ -18,6 +18,7 @@ from torch_accl.layer_parallel import (
     LayerParallel,
     LayerParallelError,
     Scaled,
+    Spatial,
     coarsened,
     custom,
     ode,
@@ -317,7 +318,7 @@ def test_shares_of_steps_are_given_what_the_block_takes_beside_the_state(rank, w
     blocks = [*(Masked() for _ in range(3)), *(Skip() for _ in range(3))]
     x, target, mask = torch.randn(3, 6), torch.randn(3, 6), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
     net = LayerParallel([residual(block) for block in copy.deepcopy(blocks)], mode="exact-wave")
-    side = {"mask": mask.clone().requires_grad_(), "another": torch.ones(2)}
+    side = {"mask": mask.clone().requires_grad_()}
     loss = refined(net, 2).step(x, target, squared, side=side)
     state, wanted = x, mask.clone().requires_grad_()
     for block in blocks:
@@ -549,6 +550,7 @@ def test_settings_are_kept_unless_others_are_given(rank, world):
         mode="exact-forward",
         fwd=Cycle(factor=2, iterations=5),
         bwd=Cycle(factor=2, iterations=3),
+        spatial=Spatial(lambda x: x, lambda x, like: x),
         placement="even",
         micro_batches=3,
         schedule="gpipe",
@@ -606,7 +608,11 @@ def settings_of(net):
     ]
     solver = net._solver
     others = dict(
-        dt=solver.layers.dt, seed=solver.layers.seed, replica=solver.replica, per_sample=solver.shared.per_sample
+        dt=solver.layers.dt,
+        seed=solver.layers.seed,
+        replica=solver.replica,
+        per_sample=solver.shared.per_sample,
+        spatial=solver.shared.spatial,
     )
     return {name.removeprefix("_"): getattr(net, name) for name in names} | others
 
