@@ -8,16 +8,17 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
 import layer_parallel_digits
 import torch
+import torch.distributed as dist
 from study_plan import Data, Layer
 from torch import Tensor, nn
-from torch_accl.layer_parallel import Block, Cycle, LayerParallel, ode, plain, residual
+from torch_accl.layer_parallel import Block, Cycle, LayerParallel, RecurrentParallel, ode, plain, residual
 
 # An audit above this share, and a convergence factor above this number, are reasons to go on exactly.
 MOST_OFF, MOST_FACTOR = 0.5, 1.0
@@ -35,13 +36,14 @@ def gradient_error(mark: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the layers are solved in training: a mode, so many steps to a coarse one, iterations of both passes, buffer layers at both ends.
+    """How the layers are solved in training: a mode, levels, so many steps to a coarse one, iterations of both passes, buffer layers at both ends.
 
     Some runs leave their mode for an exact one at the first probe that says so.
     """
 
     name: str
     mode: Literal["inexact", "exact-forward", "exact-wave"] = "inexact"
+    levels: int = 2
     factor: int = 4
     forward: int = 2
     backward: int = 1
@@ -54,17 +56,13 @@ class Setting:
             return greatest_factor(mark) > MOST_FACTOR
         return self.switch == "audit" and gradient_error(mark) > MOST_OFF
 
-    def net(self, task: Task, seed: int) -> LayerParallel:
-        """A net of the default group, or of this process alone; its weights depend on the seed and on nothing else here."""
-        return LayerParallel(
-            task.layers(task.depth),
-            horizon=task.horizon,
-            seed=seed,
-            mode=self.mode,
-            fwd=Cycle(factor=self.factor, iterations=self.forward),
-            bwd=Cycle(factor=self.factor, iterations=self.backward),
-            buffer_layers=(self.buffer_layers, self.buffer_layers),
+    def solve(self) -> dict[str, Any]:
+        """What every kind of net is told of it."""
+        forward, adjoint = (
+            Cycle(levels=self.levels, factor=self.factor, iterations=iterations)
+            for iterations in (self.forward, self.backward)
         )
+        return {"mode": self.mode, "fwd": forward, "bwd": adjoint}
 
 
 EXACT = Setting("exact", mode="exact-wave")
@@ -78,11 +76,11 @@ class Task:
     name: str
     title: str
     text: str
-    layers: Callable[[int], list[Block]]
-    # Steps between head and tail.
+    # Of so many steps, solved in some way, from a seed, on which alone its weights depend: a net of the default group, or of this process by itself.
+    net: Callable[[int, Setting, int], Net]
     depth: int
-    horizon: float
-    data: Callable[[], Data]
+    # Of a net of so many steps.
+    source: Callable[[int], Data]
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
     settings: tuple[Setting, ...]
     batch: int
@@ -95,6 +93,12 @@ class Task:
     # What the picture has beside the training loss, and what it counts.
     shown: Literal["accuracy", "loss"]
     unit: Literal["epoch", "batch"]
+    # What the steps are.
+    layers: str = "layers between head and tail"
+
+    def data(self) -> Data:
+        """The same object each time."""
+        return self.source(self.depth)
 
     def quick(self) -> Task:
         """A shallow one with few steps."""
@@ -116,10 +120,12 @@ def convolutions(depth: int) -> list[Block]:
 
 
 WIDTH, HEADS, CONTEXT, SYMBOLS = 48, 4, 64, 128
+# Of the recurrent net.
+HIDDEN = 96
 
 
 @cache
-def topics() -> Data:
+def topics(context: int) -> Data:
     """What Python says to `help()` of its topics, as bytes: windows that begin anywhere, and in the last tenth, which is held out, one beside the other."""
     from pydoc_data.topics import topics
 
@@ -128,8 +134,8 @@ def topics() -> Data:
     # What is no ASCII is rare here, and all one symbol.
     symbols[symbols >= SYMBOLS] = 0
     cut = len(symbols) * 9 // 10
-    windows = symbols[:cut].unfold(0, CONTEXT + 1, 1)
-    held = symbols[cut:].unfold(0, CONTEXT + 1, CONTEXT)
+    windows = symbols[:cut].unfold(0, context + 1, 1)
+    held = symbols[cut:].unfold(0, context + 1, context)
     words = f"the {len(text) >> 10} KiB that Python {platform.python_version()} has to say of its topics, the last tenth held out "
     words += f"(SHA-256 {hashlib.sha256(text).hexdigest()[:12]})"
     return Data(windows[:, :-1], windows[:, 1:], held[:, :-1], held[:, 1:], words)
@@ -168,6 +174,68 @@ def transformer(depth: int) -> list[Block]:
     return [plain(Symbols), *(residual(block) for _ in range(depth)), plain(scores)]
 
 
+class Sequences(RecurrentParallel):
+    """A GRU between an embedding and the scores of the next byte. All ranks have all weights, and are given all of the text; each works on its part of the windows."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            symbols, cell, scores = (
+                nn.Embedding(SYMBOLS, WIDTH),
+                nn.GRU(WIDTH, HIDDEN, batch_first=True),
+                nn.Linear(HIDDEN, SYMBOLS),
+            )
+        super().__init__(cell, seed=seed, **setting.solve())
+        self.symbols, self.scores = symbols, scores
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """What has weights."""
+        return {"symbols": self.symbols, "cell": self.cell, "scores": self.scores}
+
+    @property
+    def owned(self) -> range:
+        """The first rank speaks for all, since all have the same gradients."""
+        return range(len(self.layers) if self.is_first else 0)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Scores of the byte after each: in training for this rank's part of the windows, in evaluation for all, on all ranks."""
+        outputs, _ = super().forward(self.symbols(self.part(text)))
+        if not torch.is_grad_enabled() and self.wire.size > 1:
+            whole = outputs.new_zeros(*text.shape, HIDDEN)
+            self.part(whole).copy_(outputs)
+            dist.all_reduce(whole)
+            outputs = whole
+        scores: Tensor = self.scores(outputs)
+        return scores
+
+    def step(self, text: Tensor, targets: Tensor, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """As every net's: the loss of all windows, and in `.grad` its gradients."""
+        own = self.part(targets)
+        loss = loss_fn(self(text), own) * (own.numel() / targets.numel())
+        loss.backward()
+        loss = loss.detach()
+        if self.wire.size > 1:
+            # The cell's are whole already.
+            shares = [p.grad for module in (self.symbols, self.scores) for p in module.parameters()]
+            for share in (loss, *shares):
+                dist.all_reduce(share)
+        return loss
+
+    def part(self, windows: Tensor) -> Tensor:
+        """This rank's steps of them."""
+        return windows.tensor_split(self.wire.size, 1)[self.wire.rank]
+
+
+Net = LayerParallel | Sequences
+
+
+def stack(layers: Callable[[int], Sequence[Block]], horizon: float, depth: int, setting: Setting, seed: int) -> Net:
+    """A net of layers."""
+    ends = (setting.buffer_layers, setting.buffer_layers)
+    return LayerParallel(layers(depth), horizon=horizon, seed=seed, buffer_layers=ends, **setting.solve())
+
+
 def adam(parameters: Iterable[Tensor], rate: float) -> torch.optim.Optimizer:
     """Adam with torch's own settings but for the rate."""
     return torch.optim.Adam(parameters, lr=rate)
@@ -179,10 +247,9 @@ TASKS = (
         "transformer",
         "Python's topics, a language model",
         f"a transformer over bytes whose blocks have the norm before, width {WIDTH}, windows of {CONTEXT}, Adam, learning rate 0.001, 8 windows a batch",
-        transformer,
+        partial(stack, transformer, 1.0),
         depth=32,
-        horizon=1.0,
-        data=topics,
+        source=lambda depth: topics(CONTEXT),
         optimizer=partial(adam, rate=1e-3),
         settings=(
             INEXACT,
@@ -203,13 +270,38 @@ TASKS = (
         unit="batch",
     ),
     Task(
+        "gru",
+        "Python's topics, a recurrent language model",
+        f"a GRU of {HIDDEN} over bytes, the loss that of all steps, Adam, learning rate 0.003, 8 windows a batch",
+        lambda depth, setting, seed: Sequences(setting, seed),
+        depth=256,
+        source=topics,
+        optimizer=partial(adam, rate=3e-3),
+        settings=(
+            Setting("inexact, 6 / 6 iterations", forward=6, backward=6),
+            Setting("inexact, 4 / 3 iterations", forward=4, backward=3),
+            Setting("inexact, 3 levels", levels=3),
+            INEXACT,
+            Setting("switched by its audit", switch="audit"),
+            Setting("exact forward, inexact gradient", mode="exact-forward"),
+            EXACT,
+        ),
+        batch=8,
+        held=64,
+        steps=400,
+        every=40,
+        seeds=1,
+        shown="loss",
+        unit="batch",
+        layers="steps of a sequence",
+    ),
+    Task(
         "digits",
         "Digits, a residual net of convolutions",
         "the net of `examples/layer_parallel_digits.py`, Adam, learning rate 0.003, 64 images a batch",
-        convolutions,
+        partial(stack, convolutions, 4.0),
         depth=32,
-        horizon=4.0,
-        data=images,
+        source=lambda depth: images(),
         optimizer=partial(adam, rate=3e-3),
         settings=(INEXACT, Setting("inexact, c = 8", factor=8), EXACT),
         batch=64,

@@ -79,7 +79,7 @@ def tables(results: dict[str, Any], picture: Callable[[Task], str] | None = None
     for task in TASKS:
         if record := results["studies"].get(task.name):
             lines += [f"**{task.title}**: {task.text}; {record['data']}.", ""]
-            lines += [*table(Found(record), task).lines(), "", measured(record), ""]
+            lines += [*table(Found(record), task).lines(), "", measured(record, task), ""]
             if picture is not None:
                 lines += [f"![{task.title}: losses, convergence factors and errors of gradients]({picture(task)})", ""]
     return lines[:-1]
@@ -122,10 +122,12 @@ def steps(found: Iterable[int | None]) -> str:
     return ", ".join("never" if step is None else f"{step:,}" for step in dict.fromkeys(found))
 
 
-def measured(record: dict[str, Any]) -> str:
+def measured(record: dict[str, Any], task: Task) -> str:
     """When and with what."""
     seeds = "1 seed" if record["seeds"] == 1 else f"{record['seeds']} seeds"
-    words = f"{record['depth']} layers between head and tail, {record['steps']:,} batches, looked at every {record['every']}, {seeds}; "
+    words = (
+        f"{record['depth']} {task.layers}, {record['steps']:,} batches, looked at every {record['every']}, {seeds}; "
+    )
     return words + f"{record['date']}, commit {record['commit']}, torch {record['torch']}, {record['processor']}."
 
 

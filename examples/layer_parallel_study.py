@@ -4,12 +4,12 @@
     python examples/layer_parallel_study.py
     torchrun --nproc-per-node=2 examples/layer_parallel_study.py
 
-A net of convolutions learns handwritten digits, that scikit-learn brings, and a transformer of many blocks the text of Python's own help.
+A net of convolutions learns handwritten digits, that scikit-learn brings; a transformer of many blocks, and a GRU on long windows, the text of Python's own help.
 On the way each run is looked at: what it has learnt, evaluated exactly and by the iterations of its training; how far its
 gradients are from exact ones; and its convergence factor, the ratio of the last two residual norms of a batch with twice the
 iterations. Where that passes 1 more iterations do not help; two runs go on exactly once the factor, or the error of the gradients, says so.
 
-Results do not depend on the number of ranks by a bit. So processes share the runs here, each with all layers of its nets, which is
+Results do not depend on the number of ranks by a bit; the GRU's do by rounding, as ranks add up its gradients. So processes share the runs here, each with all layers of its nets, which is
 faster than one run on all of them; under torchrun and other launchers each net lies on all ranks. `layer_parallel_plan.py` has
 nets and settings, `layer_parallel_report.py` tables and pictures.
 """
@@ -38,13 +38,12 @@ import torch.distributed as dist
 import torch_accl  # noqa: F401  registers the backend
 from torch import Tensor
 from torch.nn import functional
-from torch_accl.layer_parallel import LayerParallel
 from torch_accl_cli.bench.processes import Failed, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from layer_parallel_plan import BY_NAME, TASKS, Setting, Task
+from layer_parallel_plan import BY_NAME, TASKS, Net, Setting, Task
 from layer_parallel_report import draw, tables
 from study_common import Watch, batches, facts, finite, kept, save
 
@@ -68,7 +67,7 @@ def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
 def train(task: Task, setting: Setting, seed: int, tick: Callable[[float], None] = lambda loss: None) -> dict[str, Any]:
     """Trains once, on the ranks of the default group or in this process alone; the figures are the same on all ranks."""
     data = task.data()
-    net = setting.net(task, seed)
+    net = task.net(task.depth, setting, seed)
     optimizer = task.optimizer(net.parameters())
     order = batches(len(data.targets), task.batch, task.steps, seed)
     began, losses, marks, switched = time.perf_counter(), [], [], None
@@ -76,7 +75,7 @@ def train(task: Task, setting: Setting, seed: int, tick: Callable[[float], None]
         # Looked at before the first step and after the last one as well.
         if step % task.every == 0 or step == task.steps:
             rows = order[min(step, task.steps - 1)]
-            mark = look(net, task, data.inputs[rows], data.targets[rows])
+            mark = look(net, data.inputs[rows], data.targets[rows])
             marks.append({"step": step, "loss": mean(losses), **mark, **learnt(net, task)})
             losses = []
             if switched is None and setting.is_over(mark):
@@ -108,7 +107,7 @@ def mean(losses: Sequence[float]) -> float | None:
 
 
 @contextmanager
-def solved(net: LayerParallel, mode: str, times: int = 1) -> Iterator[None]:
+def solved(net: Net, mode: str, times: int = 1) -> Iterator[None]:
     """A net that is solved otherwise meanwhile, and perhaps with so many times the iterations."""
     before = net.mode, net.fwd, net.bwd
     net.mode = mode  # type: ignore[assignment]
@@ -121,7 +120,7 @@ def solved(net: LayerParallel, mode: str, times: int = 1) -> Iterator[None]:
         net.mode, net.fwd, net.bwd = before
 
 
-def look(net: LayerParallel, task: Task, inputs: Tensor, targets: Tensor) -> dict[str, float | None]:
+def look(net: Net, inputs: Tensor, targets: Tensor) -> dict[str, float | None]:
     """Convergence factors of both passes, and how far the gradients of a batch are from exact ones. No gradient of it is kept.
 
     In training alone, `probe_every` and `audit_every` of a net say the same; here runs that are exact are looked at as well.
@@ -134,14 +133,10 @@ def look(net: LayerParallel, task: Task, inputs: Tensor, targets: Tensor) -> dic
         found = gradients(net, inputs, targets)
     with solved(net, "exact-wave"):
         exact = gradients(net, inputs, targets)
-    return {
-        "forward_factor": factors[0],
-        "backward_factor": factors[1],
-        **error(net, found, exact, len(task.layers(task.depth))),
-    }
+    return {"forward_factor": factors[0], "backward_factor": factors[1], **error(net, found, exact)}
 
 
-def gradients(net: LayerParallel, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+def gradients(net: Net, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     """Of this rank's layers, one row for each."""
     net.zero_grad()
     net.step(inputs, targets, loss_of)
@@ -159,9 +154,12 @@ def factor(norms: dict[int, float]) -> float | None:
     return finite(last / before) if before else 0.0
 
 
-def error(net: LayerParallel, found: Sequence[Tensor], exact: Sequence[Tensor], layers: int) -> dict[str, float | None]:
+def error(net: Net, found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float | None]:
     """How far gradients are off, relative, in the 2-norm, and the cosine of the angle between both."""
-    sums = torch.zeros(layers, 4, dtype=torch.float64)
+    layers = torch.tensor(max(net.owned, default=-1) + 1)
+    if dist.is_initialized():
+        dist.all_reduce(layers, op=dist.ReduceOp.MAX)
+    sums = torch.zeros(int(layers), 4, dtype=torch.float64)
     for layer, a, b in zip(net.owned, found, exact):
         sums[layer] = torch.stack([(a - b).square().sum(), b.square().sum(), a.square().sum(), torch.dot(a, b)])
     if dist.is_initialized():
@@ -175,7 +173,7 @@ def error(net: LayerParallel, found: Sequence[Tensor], exact: Sequence[Tensor], 
     }
 
 
-def learnt(net: LayerParallel, task: Task) -> dict[str, float | None]:
+def learnt(net: Net, task: Task) -> dict[str, float | None]:
     """Loss and accuracy on what was held out: evaluated exactly, and by the iterations that inexact training has."""
     found: dict[str, float | None] = {}
     net.eval()
@@ -188,7 +186,7 @@ def learnt(net: LayerParallel, task: Task) -> dict[str, float | None]:
 
 
 @torch.no_grad()
-def evaluate(net: LayerParallel, task: Task) -> tuple[float | None, float | None]:
+def evaluate(net: Net, task: Task) -> tuple[float | None, float | None]:
     """Mean loss and share of right answers."""
     data = task.data()
     # As many rows as there are to be, from all over.
