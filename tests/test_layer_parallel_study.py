@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import BACKEND
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,9 +46,9 @@ def test_a_quick_study_has_every_run_and_a_picture(tmp_path):
                 assert all(value is not None for key, value in mark.items() if key != "loss" or mark["step"])
         assert f"**{task.title}**" in ended.stdout
         assert (tmp_path / f"study-{task.name}.svg").stat().st_size > 1000
-    # All of a seed begin with the same weights, and see the same batches.
-    first = {(run["seed"], run["marks"][0]["held_loss"]) for run in found["digits"]["runs"]}
-    assert len(first) == BY_NAME["digits"].quick().seeds
+        # All of a seed begin with the same weights, and see the same batches.
+        first = {(run["seed"], run["marks"][0]["held_loss"]) for run in runs}
+        assert len(first) == task.seeds
 
 
 def test_figures_do_not_depend_on_the_number_of_ranks_by_a_bit(tmp_path):
@@ -58,6 +59,63 @@ def test_figures_do_not_depend_on_the_number_of_ranks_by_a_bit(tmp_path):
     for run in beside + together:
         del run["seconds"]
     assert beside == together
+
+
+def test_a_sequence_on_several_ranks_is_learnt_as_on_one_but_for_rounding(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+    arguments = ("--study", "gru", "--json")
+    beside = json.loads(ran(tmp_path / "beside", *arguments).stdout)["studies"]["gru"]["runs"]
+    together = json.loads(ran(tmp_path / "together", *arguments, launcher=launcher).stdout)["studies"]["gru"]["runs"]
+    for one, other in zip(beside, together, strict=True):
+        assert (one["setting"], one["seed"]) == (other["setting"], other["seed"])
+        for mark, same in zip(one["marks"], other["marks"], strict=True):
+            for key in ("held_loss", "inexact_held_loss", "cosine"):
+                assert same[key] == pytest.approx(mark[key], rel=1e-5)
+            # Differences of numbers near 1, in float32.
+            for key in ("gradient_error", "forward_factor", "backward_factor"):
+                assert same[key] == pytest.approx(mark[key], rel=1e-3, abs=1e-5)
+
+
+def test_the_net_of_sequences_is_torchs_own_and_its_loss_that_of_all_steps():
+    task = BY_NAME["gru"].quick()
+    data = task.data()
+    text, targets = data.inputs[:4], data.targets[:4]
+    net = task.net(task.depth, EXACT, 0)
+    loss = net.step(text, targets, study.loss_of)
+    found = [parameter.grad.clone() for parameter in net.parameters()]
+    net.zero_grad()
+    scores = net.scores(net.cell(net.symbols(text))[0])
+    wanted = study.loss_of(scores, targets)
+    wanted.backward()
+    assert text.shape == (4, task.depth) and torch.equal(text[:, 1:], targets[:, :-1])
+    torch.testing.assert_close(loss, wanted.detach())
+    for gradient, parameter in zip(found, net.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-7)
+    net.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(net(text), scores)
+
+
+def test_a_setting_is_what_nets_of_both_kinds_are_solved_by():
+    setting = Setting("other", levels=3, factor=2, forward=5, backward=4)
+    for name in ("digits", "gru"):
+        task = BY_NAME[name].quick()
+        net = task.net(task.depth, setting, 0)
+        assert (net.mode, net.fwd) == ("inexact", plan.Cycle(levels=3, factor=2, iterations=5))
+        assert net.bwd == plan.Cycle(levels=3, factor=2, iterations=4)
+
+
+def test_a_look_at_a_net_says_what_its_own_audit_does():
+    task = BY_NAME["digits"].quick()
+    data = task.data()
+    looked = task.net(task.depth, INEXACT, 0)
+    seen = study.look(looked, data.inputs[:8], data.targets[:8])
+    layers = plan.convolutions(task.depth)
+    audited = plan.LayerParallel(layers, horizon=4.0, seed=0, audit_every=1, audit_limit=100.0, **INEXACT.solve())
+    audited.step(data.inputs[:8], data.targets[:8], study.loss_of)
+    assert seen["gradient_error"] > 1e-4
+    assert seen["gradient_error"] == pytest.approx(audited.audits[-1].gradient_error, rel=1e-6)
+    assert seen["cosine"] == pytest.approx(audited.audits[-1].cosine, rel=1e-6)
 
 
 @pytest.mark.parametrize("reason, limit", [("audit", "MOST_OFF"), ("factor", "MOST_FACTOR")])
