@@ -33,9 +33,29 @@ def ran(folder, *arguments, launcher=()):
     return ended
 
 
-def test_a_quick_study_has_every_run_and_a_picture(tmp_path):
-    ended = ran(tmp_path)
-    found = json.loads((tmp_path / "study.json").read_text())["studies"]
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """All studies, each run in a process of its own: where the figures are, and what was printed."""
+    folder = tmp_path_factory.mktemp("quick")
+    return folder, ran(folder).stdout
+
+
+def together(folder, study, ranks):
+    """The first seed's runs of a study, each on all ranks."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    ended = ran(folder, "--study", study, "--seeds", "1", "--json", launcher=launcher)
+    return json.loads(ended.stdout)["studies"][study]["runs"]
+
+
+def beside(quick, study):
+    """The same, each run in a process of its own."""
+    found = json.loads((quick[0] / "study.json").read_text())["studies"][study]["runs"]
+    return [run for run in found if run["seed"] == 0]
+
+
+def test_a_quick_study_has_every_run_and_a_picture(quick):
+    folder, printed = quick
+    found = json.loads((folder / "study.json").read_text())["studies"]
     for task in (task.quick() for task in TASKS):
         runs = found[task.name]["runs"]
         wanted = [(setting.name, seed) for seed in range(task.seeds) for setting in task.settings]
@@ -44,29 +64,22 @@ def test_a_quick_study_has_every_run_and_a_picture(tmp_path):
             assert [mark["step"] for mark in run["marks"]] == [0, 2, 4]
             for mark in run["marks"]:
                 assert all(value is not None for key, value in mark.items() if key != "loss" or mark["step"])
-        assert f"**{task.title}**" in ended.stdout
-        assert (tmp_path / f"study-{task.name}.svg").stat().st_size > 1000
+        assert f"**{task.title}**" in printed
+        assert (folder / f"study-{task.name}.svg").stat().st_size > 1000
         # All of a seed begin with the same weights, and see the same batches.
         first = {(run["seed"], run["marks"][0]["held_loss"]) for run in runs}
         assert len(first) == task.seeds
 
 
-def test_figures_do_not_depend_on_the_number_of_ranks_by_a_bit(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    arguments = ("--study", "digits", "--seeds", "1", "--json")
-    beside = json.loads(ran(tmp_path / "beside", *arguments).stdout)["studies"]["digits"]["runs"]
-    together = json.loads(ran(tmp_path / "together", *arguments, launcher=launcher).stdout)["studies"]["digits"]["runs"]
-    for run in beside + together:
+def test_figures_do_not_depend_on_the_number_of_ranks_by_a_bit(quick, tmp_path):
+    found = [beside(quick, "digits"), together(tmp_path, "digits", 2)]
+    for run in found[0] + found[1]:
         del run["seconds"]
-    assert beside == together
+    assert found[0] == found[1]
 
 
-def test_a_sequence_on_several_ranks_is_learnt_as_on_one_but_for_rounding(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
-    arguments = ("--study", "gru", "--json")
-    beside = json.loads(ran(tmp_path / "beside", *arguments).stdout)["studies"]["gru"]["runs"]
-    together = json.loads(ran(tmp_path / "together", *arguments, launcher=launcher).stdout)["studies"]["gru"]["runs"]
-    for one, other in zip(beside, together, strict=True):
+def test_a_sequence_on_several_ranks_is_learnt_as_on_one_but_for_rounding(quick, tmp_path):
+    for one, other in zip(beside(quick, "gru"), together(tmp_path, "gru", 3), strict=True):
         assert (one["setting"], one["seed"]) == (other["setting"], other["seed"])
         for mark, same in zip(one["marks"], other["marks"], strict=True):
             for key in ("held_loss", "inexact_held_loss", "cosine"):
