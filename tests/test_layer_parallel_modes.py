@@ -1,15 +1,30 @@
 """Solves that go on until they have converged, guesses, steps with a coarse step of their own, checkpoints, and evaluation beside the mode of training."""
 
 import copy
+import shutil
+import tempfile
 import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support import gloo_group, on_ranks
 from torch import nn
-from torch_accl.layer_parallel import Cycle, LayerParallel, LayerParallelError, custom, ode, plain, residual, timed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.nn import functional
+from torch_accl.layer_parallel import (
+    Cycle,
+    GradScaler,
+    LayerParallel,
+    LayerParallelError,
+    custom,
+    ode,
+    plain,
+    residual,
+    timed,
+)
 
 
 def alone():
@@ -151,7 +166,10 @@ def test_a_solve_that_cannot_converge_says_so(rank, world):
     # float32 has an end, and exact states have a residual of zero.
     assert net.norms.forward_end in ("stalled", "converged")
     net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, tolerance=1e-12, max_iterations=3)
-    net.step(x, target, squared)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        net.step(x, target, squared)
+    assert ["has come to max_iterations=3" in str(each.message) for each in seen] == [True] * net.is_first
     assert net.norms.forward_end == "limit" and len(net.norms.forward) == 2
     with pytest.raises(ValueError, match="norms='none'"):
         LayerParallel(steps(), mode="converged", fwd=Cycle(norms="none")).step(x, target, squared)
@@ -472,13 +490,14 @@ def test_what_is_evaluated_need_not_have_a_gradient(rank, world):
 
 @on_ranks(2)
 def test_a_batch_that_cannot_be_cut_goes_on_as_a_wave(rank, world):
-    x, target = batch(rows=5)
-    net = LayerParallel(steps(), audit_every=1, audit_limit=1e-9, on_excess="exact", fwd=Cycle(factor=8))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net.step(x, target, squared)
-    assert net.mode == "exact-wave"
-    net.step(x, target, squared)
+    for rows, mode in ((5, "exact-wave"), (6, "exact-pipeline")):
+        settings = dict(audit_every=1, audit_limit=1e-9, on_excess="exact", micro_batches=2)
+        net = LayerParallel(steps(), fwd=Cycle(factor=8), **settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            net.step(*batch(rows=rows), squared)
+        assert net.mode == mode
+        net.step(*batch(rows=rows), squared)
 
 
 # ---- compiled layers
@@ -591,8 +610,187 @@ def test_a_net_that_does_not_converge_is_found_out(rank, world, on_stall):
     assert not net.probes[-1].factor < 1, net.probes
     mine = [each for each in seen if str(each.message).startswith("layer-parallel training, batch 0: the last of")]
     assert len(mine) == net.is_first
-    assert net.mode == ("exact-pipeline" if on_stall == "exact" else "inexact")
+    assert net.mode == ("exact-wave" if on_stall == "exact" else "inexact")
     assert (net.fwd.iterations, net.bwd.iterations) == ((3, 2) if on_stall == "more" else (2, 1))
+
+
+class Exploding(nn.Module):
+    """Coarse steps of it end in no numbers, and its own do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((6,), 3.0))
+
+    def forward(self, x):
+        return -self.factor * x**3
+
+
+def exploding(**settings):
+    layers = [ode(Exploding()) for _ in range(32)]
+    return LayerParallel(layers, horizon=4.0, fwd=Cycle(factor=8), bwd=Cycle(factor=8, iterations=1), **settings)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "settings", [{"audit_every": 1, "on_excess": "exact"}, {"probe_every": 1, "on_stall": "exact"}]
+)
+def test_a_solve_that_ends_in_no_numbers_is_found_out_and_run_exactly(rank, world, settings):
+    x = torch.linspace(-1.5, 1.5, 36).view(6, 6)
+    net = exploding(**settings)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss = net.step(x, torch.zeros(6, 6), squared)
+    # A probe has more iterations, which may be enough.
+    assert loss.isnan() or net.probes
+    assert sum("layer-parallel" in str(each.message) for each in seen) == net.is_first
+    assert net.mode == "exact-wave"
+    net.zero_grad()
+    assert net.step(x, torch.zeros(6, 6), squared).isfinite()
+
+
+@on_ranks(1)
+def test_what_is_no_number_exactly_either_changes_no_mode(rank, world):
+    net = LayerParallel(steps(), audit_every=1, on_excess="exact")
+    x, target = batch()
+    x[0, 0] = float("nan")
+    with pytest.warns(UserWarning, match="exactly, too, it is no finite number"):
+        net.step(x, target, squared)
+    assert net.mode == "inexact"
+
+
+@on_ranks(1, 2, 3)
+def test_a_pass_whose_iterations_do_not_help_is_run_exactly(rank, world):
+    x = torch.linspace(-1.5, 1.5, 36).view(6, 6)
+    net, exact = exploding(mode="converged"), exploding(mode="exact-wave")
+    loss = exact.step(x, torch.zeros(6, 6), squared)
+    assert torch.equal(net.step(x, torch.zeros(6, 6), squared), loss)
+    assert net.norms.forward_end == "stalled" and net.norms.backward_end in ("stalled", "converged")
+    for name, gradient in gradients_of(net).items():
+        torch.testing.assert_close(gradient, exact.get_parameter(name).grad, rtol=1e-3, atol=1e-6)
+
+
+# ---- training that goes on
+
+
+class Dropping(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.inner = small(number)
+
+    def forward(self, x):
+        return functional.dropout(self.inner(x), 0.3, self.training)
+
+
+@on_ranks(1, 2)
+def test_what_is_evaluated_between_two_batches_changes_nothing_of_the_second(rank, world):
+    x, target = batch()
+    losses = []
+    for evaluates in (False, True):
+        net = LayerParallel([ode(Dropping(number)) for number in range(8)], fwd=Cycle(factor=2))
+        for _ in range(3):
+            losses.append(float(net.step(x, target, squared)))
+            if evaluates:
+                net.eval()
+                with torch.no_grad():
+                    net(x)
+                net.evaluate(x, target, squared)
+                net.train()
+    assert losses[:3] == losses[3:] and len(set(losses)) == 3
+
+
+@on_ranks(2, 3)
+def test_a_run_that_is_resumed_on_another_number_of_ranks_goes_on_as_it_was(rank, world):
+    x, target = batch()
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def made(group):
+        net = LayerParallel([ode(Dropping(number)) for number in range(8)], group=group, mode="exact-wave", replica=0)
+        layers = list(net.parameters())
+        groups = [{"params": layers[::2], "weight_decay": 0.1}, {"params": layers[1::2]}]
+        return net, torch.optim.AdamW(groups, lr=1e-2)
+
+    def train(net, optimizer, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = net.step(x, target, squared)
+            optimizer.step()
+        return loss
+
+    net, optimizer = made(None)
+    train(net, optimizer, 2)
+    weights, moments = get_state_dict(net, optimizer, options=options)
+    dcp.save({"net": weights, "optimizer": moments, "batch": net.batch}, checkpoint_id=folder[0])
+    wanted = train(net, optimizer, 2)
+    for group in (None, "alone"):
+        net, optimizer = made(group)
+        state = dict(zip(("net", "optimizer"), get_state_dict(net, optimizer, options=options)), batch=0)
+        dcp.load(state, checkpoint_id=folder[0], no_dist=group == "alone")
+        set_state_dict(
+            net, optimizer, model_state_dict=state["net"], optim_state_dict=state["optimizer"], options=options
+        )
+        net.batch = state["batch"]
+        assert net.batch == 2
+        assert torch.equal(train(net, optimizer, 2), wanted)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
+@on_ranks(2, 3)
+def test_another_batch_on_the_last_rank_is_told_once_it_is_seen(rank, world):
+    x, target = batch()
+    for given, count in ((x + rank, 2), (x, 0), (x if rank == 0 else None, 0)):
+        net = LayerParallel(steps(), fwd=Cycle(factor=4))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                net.step(given, target, squared)
+        found = ["was given another input than the first" in str(each.message) for each in seen]
+        assert sum(found) == (count if rank == 0 else 0)
+
+
+# ---- building
+
+
+@on_ranks(2, 3)
+def test_what_builds_a_layer_and_fails_on_one_rank_is_an_error_on_all(rank, world):
+    def build(number):
+        if number == 15:
+            raise MemoryError("no room")
+        return small(number)
+
+    with pytest.raises(LayerParallelError, match=f"rank {world - 1} .* building its layers: MemoryError: no room"):
+        LayerParallel([ode(build) for _ in range(16)])
+
+
+@on_ranks(1, 2)
+def test_a_net_made_on_the_meta_device_is_trained_once_it_is_filled(rank, world):
+    x, target = batch()
+    with torch.device("meta"):
+        net = LayerParallel(steps(), mode="exact-wave")
+    with pytest.raises(
+        LayerParallelError, match=r"meta device; call to_empty\(device=...\) and initialize them before"
+    ):
+        net.step(x, target, squared)
+    net.to_empty(device="cpu")
+    right = LayerParallel(steps(), mode="exact-wave")
+    net.load_state_dict(right.state_dict())
+    assert torch.equal(net.step(x, target, squared), right.step(x, target, squared))
+
+
+@on_ranks(1, 2)
+def test_a_scaler_needs_no_loss_on_ranks_that_have_none(rank, world):
+    net = LayerParallel(steps(), mode="exact-wave")
+    scaler, optimizer = GradScaler(net, init_scale=4.0), torch.optim.SGD(net.parameters(), lr=0.1)
+    x, target = batch()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    y = net(x)
+    (scaler.scale(squared(y, target)) if net.is_last else y).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(not torch.equal(old, new) for old, new in zip(before, net.parameters()))
 
 
 # ---- states of 16 bits

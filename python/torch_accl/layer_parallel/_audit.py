@@ -57,8 +57,9 @@ class Probe:
 
     @property
     def factor(self) -> float:
-        """The worse one."""
-        return max(factor for factor in (self.forward, self.backward, 0.0) if factor is not None)
+        """The worse one; of norms that are no finite numbers it is infinite."""
+        known = [factor for factor in (self.forward, self.backward) if factor is not None]
+        return math.inf if any(math.isnan(factor) for factor in known) else max([0.0, *known])
 
     def __str__(self) -> str:
         both = {"forward": self.forward, "backward": self.backward}
@@ -68,7 +69,7 @@ class Probe:
 
 def factor_of(residuals: Sequence[float]) -> float | None:
     """The last norm divided by the one before, where there are two."""
-    return residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None
+    return residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] != 0 else None
 
 
 def figures(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[float, float, float]:

@@ -61,6 +61,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides an optimizer's gradients by the scale, and finds out whether those of all ranks are finite."""
+        # A rank without a loss has not made the scale yet.
+        self.get_scale()
         super().unscale_(optimizer)
         if not self.is_enabled():
             return

@@ -80,6 +80,8 @@ class MGOpt:
         coarse_optimizer: Callable[[Iterable[nn.Parameter], int], Optimizer] | None = None,
         **settings: Any,
     ) -> None:
+        if not isinstance(net, LayerParallel):
+            raise TypeError(f"net is {type(net).__name__}; give a LayerParallel, not what is wrapped around it")
         for name, value, least in (
             ("levels", levels, 1),
             ("factor", factor, 2),

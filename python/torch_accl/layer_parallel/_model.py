@@ -7,6 +7,7 @@ happens to a batch in `_run.py`.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -72,7 +73,8 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self._wire = wire
-        self._anchor = torch.zeros((), requires_grad=True)
+        # Also where nets are made on the meta device.
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._can_be_cut = True
         self.norms = Norms()
         # What the last batch's output looks like, known to all ranks.
@@ -81,6 +83,7 @@ class Model(nn.Module):
         self._schedule = schedule
         self._micro_batches = wire.size if micro_batches is None else micro_batches
         # Only who has given a number of micro-batches has said that a loss may be a mean over them.
+        self._may_be_cut = micro_batches is not None
         usual: tuple[Mode, ...] = (
             ("exact-wave", "inexact") if micro_batches is None else ("exact-wave", "exact-pipeline", "inexact")
         )
@@ -211,6 +214,17 @@ class Model(nn.Module):
         self._cycles["adjoint"] = cycle
 
     @property
+    def batch(self) -> int:
+        """The number of the next batch in training, which random numbers, audits and probes go by. A run that is resumed sets it, on all ranks, to what it was."""
+        return self._solver.shared.number
+
+    @batch.setter
+    def batch(self, number: int) -> None:
+        if number < 0:
+            raise ValueError(f"batch={number}: give the number of a batch, from 0")
+        self._solver.shared.number = number
+
+    @property
     def guess(self) -> Guess | None:
         """A function from the number of a point to a state like that of the point, which a solve with `Cycle(start="guess")` begins with. Each rank is asked for those of its layers."""
         return self._solver.shared.guess
@@ -239,12 +253,21 @@ class Model(nn.Module):
     def take_over(self, audit: Audit) -> None:
         """Keeps an audit, and does what is to be done about it: the same on all ranks, since all have the same figures."""
         self.audits.append(audit)
-        if audit.gradient_error > self._audit_limit:
+        if audit.exact_loss is not None and not math.isfinite(audit.exact_loss):
+            # Nothing is better than that.
+            self._change("warn", f"{audit}: exactly, too, it is no finite number")
+        elif not audit.gradient_error <= self._audit_limit:
             self._change(self._on_excess, f"{audit}, which is over {self._audit_limit:.2%}")
 
     def take_norms(self, solve: Solve, way: Way) -> None:
         """Keeps the norms of a batch whose passes are over, and looks at them if it was a probe."""
         self.norms = solve.norms
+        if "limit" in (solve.norms.forward_end, solve.norms.backward_end) and self.is_first:
+            warnings.warn(
+                f"layer-parallel training, mode converged: a solve has come to max_iterations={self._max_iterations} before its tolerance, so gradients are inexact; give more, or "
+                "take an exact mode (net.norms.forward_end and backward_end say of which pass)",
+                stacklevel=2,
+            )
         self._can_be_cut = self._is_divided(solve)
         if not way.is_probe:
             return
@@ -263,8 +286,8 @@ class Model(nn.Module):
             fwd, bwd = self._cycles["forward"].iterations, self._cycles["adjoint"].iterations
             remedy = f"from now on there are {fwd} forward and {bwd} backward iterations"
         elif what == "exact":
-            # Batches like this one that cannot be cut go one rank after the other.
-            self.mode = "exact-pipeline" if self._can_be_cut else "exact-wave"
+            # Batches like this one that cannot be cut go one rank after the other, and those whose loss may be no mean.
+            self.mode = "exact-pipeline" if self._may_be_cut and self._can_be_cut else "exact-wave"
             remedy = f"from now on the mode is {self._mode}"
         if self.is_first:
             warnings.warn(f"layer-parallel training, {why}; {remedy}", stacklevel=2)
@@ -455,6 +478,7 @@ class Model(nn.Module):
             more=plans.solve(pass_, cycle, iterations=1, start="guess", is_whole=False),
             last=plans.solve(pass_, cycle, iterations=0, start="guess"),
             tolerance=self._tolerance,
+            exact=plans.solve(pass_, WAVE),
             limit=self._max_iterations,
             iterations=(cycle.iterations, 1),
         )

@@ -553,7 +553,11 @@ class SequenceRun(Run):
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
         try:
             # What is drawn here depends on the seed and the batch as everything else does.
-            with seeded(mixed(self._steps.seed, self.solver.shared.number, self.solver.replica, self._steps.own.start)):
+            shared, is_training = self.solver.shared, self._net.training
+            number = shared.number if is_training else shared.evaluations
+            with seeded(
+                mixed(self._steps.seed, number, self.solver.replica, self._steps.own.start, int(not is_training))
+            ):
                 self._sequence = Inputs(
                     self._steps,
                     self._net.step_cell,

@@ -60,6 +60,7 @@ class Runs(Protocol):
     """What a batch needs of its net."""
 
     norms: Norms
+    training: bool
 
     @property
     def wire(self) -> Wire:
@@ -182,6 +183,10 @@ class Run:
             self.wrong = RuntimeError(
                 "step() makes gradients, and they are off here; leave no_grad, or call the net itself"
             )
+        if any(parameter.is_meta for parameter in self.parameters):
+            self.wrong = RuntimeError(
+                "parameters are on the meta device; call to_empty(device=...) and initialize them before"
+            )
         try:
             self.solver.layers.check()
         except TypeError as error:
@@ -223,6 +228,7 @@ class Run:
             beside=self.beside(is_recorded=is_recorded),
             keeps_graph=way.keeps_graph,
             meshes=way.meshes,
+            is_training=self.model.training,
         )
 
     def beside(self, *, is_recorded: bool) -> Beside | None:

@@ -7,10 +7,11 @@ on one rank is raised on all. Between the two everybody walks.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from ._net import Beside, Evaluation, Layers, Parameters, States, form_returned,
 from ._plans import Plans, Program
 from ._side import NO_SIDE, Side, SideForm, names_taken, side_of
 from ._spatial import Meshes, Spatial
+from ._ties import hash_of
 from ._tree import Form, digest, form_of, ordered, packed, zeros
 from ._walk import Batch, Walk
 from ._wire import Wire, bits_of, numbers_of
@@ -34,6 +36,8 @@ __all__ = ["Converging", "Guess", "Norms", "Passes", "Shared", "Solve", "Solver"
 # Forms of so many kinds of input are remembered.
 _REMEMBERED = 256
 _LEAST = -(1 << 63)
+# In so many batches, the first and the last rank's inputs are compared, if both were given one.
+_LOOKED_AT = 2
 # Numbers of batches are compared up to here, so that sums of their squares have room.
 _COMPARED = 1 << 20
 # Of losses.
@@ -65,6 +69,8 @@ class Converging:
     first: Program
     more: Program
     last: Program
+    # In place of all of it, where more iterations do not help.
+    exact: Program
     # Of the first norm, and most iterations.
     tolerance: float
     limit: int
@@ -80,6 +86,12 @@ class Converging:
 Passes = Program | Converging
 
 
+class _Inputs(Protocol):
+    """What a pass begins with on this rank, in the types that it works in."""
+
+    def __call__(self, *, is_exact: bool) -> list[States]: ...
+
+
 @dataclass
 class Shared:
     """What a net's solvers have in common, where it has several."""
@@ -90,6 +102,8 @@ class Shared:
     guess: Guess | None = None
     # The names of side inputs of which a micro-batch gets a part.
     per_sample: Collection[str] = ()
+    # Of the next batch in evaluation.
+    evaluations: int = 0
     # How states become coarser on coarser levels.
     spatial: Spatial | None = None
 
@@ -126,11 +140,22 @@ class Solver:
         beside: Beside | None = None,
         keeps_graph: Callable[[int], bool] | None = None,
         meshes: int = 0,
+        is_training: bool = True,
     ) -> Iterator[Solve]:
         """A solve, from its header to the status that ends it. `x` and `side` count on the first rank; `wrong` is what this rank cannot begin with."""
         with undisturbed():
             solve = self._open(
-                x, side, found, settings, wrong, micro_batches, beside, keeps_graph, meshes, is_recorded=is_recorded
+                x,
+                side,
+                found,
+                settings,
+                wrong,
+                micro_batches,
+                beside,
+                keeps_graph,
+                meshes,
+                is_recorded=is_recorded,
+                is_training=is_training,
             )
             yield solve
             self.close(solve)
@@ -171,13 +196,18 @@ class Solver:
         meshes: int,
         *,
         is_recorded: bool,
+        is_training: bool,
     ) -> Solve:
         wire, form, side_form = self.wire, None, NO_SIDE
         side_tensors: States = []
         lots: list[tuple[States, States]] = []
         mine = digest(settings.encode())
         state = self.layers.state()
+        # What is evaluated between two batches changes nothing of the second.
+        due = self.shared.number if is_training else self.shared.evaluations
+        seen = self._seen(x) if is_training and due < _LOOKED_AT else None
         header = [mine, -mine, int(wrong is not None), _LEAST, _LEAST, int(state != self._state)]
+        header += [_LEAST, _LEAST] if seen is None else [seen, -seen]
         if wire.rank == 0 and wrong is None:
             try:
                 form, lots = split(x, micro_batches)
@@ -187,16 +217,25 @@ class Solver:
             except Exception as error:
                 wrong, header[2] = error, 1
         if wire.rank == 0:
-            header[4] = self.shared.number
+            header[4] = due
         numbers = torch.tensor(header, device=wire.device)
-        what = f"the start of batch {self.shared.number}"
-        most, least, has_failed, key, number, has_changed = wire.together(numbers, what, is_greatest=True)
+        what = f"the start of batch {due}"
+        most, least, has_failed, key, number, has_changed, one, other = wire.together(numbers, what, is_greatest=True)
         if has_failed:
             cause = None if wrong is None else f"{what}: {described(wrong)}"
             raise LayerParallelError(sentence(wire.gathered(cause))) from wrong
         if most != -least:
             raise ValueError(_difference(wire.gathered(settings)))
-        self.shared.number = number + 1
+        if is_training:
+            self.shared.number = number + 1
+        else:
+            self.shared.evaluations = number + 1
+        if one not in (_LEAST, -other) and wire.rank == 0:
+            warnings.warn(
+                f"layer-parallel training, batch {number}: the last rank was given another input than the first, whose output its target is compared with; let all ranks of the layers go through "
+                "the same batches in the same order (a seeded generator, or a sampler with the rank of data parallelism), or give None as input elsewhere than on the first",
+                stacklevel=2,
+            )
         if has_changed:
             # On some rank; then the forms may be others.
             self._forms.clear()
@@ -215,7 +254,7 @@ class Solver:
         evaluation = Evaluation(
             self.layers,
             found,
-            (number, self.replica),
+            (number, self.replica) if is_training else (number, self.replica, 1),
             device,
             is_recorded=is_recorded,
             beside=beside,
@@ -243,6 +282,18 @@ class Solver:
             ),
             lots,
         )
+
+    def _seen(self, x: Any) -> int | None:
+        """What the first and the last rank were given as input, if that is alike where their batches are."""
+        if self.wire.size == 1 or not (self.wire.rank == 0 or self.wire.is_last):
+            return None
+        leaves = pytree.tree_leaves(x)
+        if not leaves or any(not isinstance(leaf, Tensor) or not leaf.dim() or leaf.is_meta for leaf in leaves):
+            return None
+        try:
+            return digest(repr([(leaf.shape, hash_of(leaf)) for leaf in leaves]).encode())
+        except Exception:
+            return None
 
     def _on_meshes(self, key: int, forms: list[Form], count: int, device: torch.device) -> Meshes:
         # Whether they are known is the same on all ranks.
@@ -359,20 +410,23 @@ class Solve:
 
     def forward(self, passes: Passes) -> list[States]:
         """The states of the last point, on the last rank, of each micro-batch."""
-        outputs, self.norms.forward, self.norms.forward_end = self._pass(passes, self._inputs(is_exact=passes.is_exact))
+        outputs, self.norms.forward, self.norms.forward_end = self._pass(passes, self._inputs)
         return outputs
 
     def backward(self, passes: Passes, cotangents: Sequence[States]) -> list[States]:
         """From the gradient of the last point's states, on the last rank, to that of the input, on the first."""
         leaves = self.output_form.states
-        is_exact = passes.is_exact
-        given = [[c.to(leaf.work_dtype(is_exact=is_exact)) for c, leaf in zip(lot, leaves)] for lot in cotangents]
+
+        def given(*, is_exact: bool) -> list[States]:
+            return [[c.to(leaf.work_dtype(is_exact=is_exact)) for c, leaf in zip(lot, leaves)] for lot in cotangents]
+
         outputs, self.norms.backward, self.norms.backward_end = self._pass(passes, given)
         return outputs
 
-    def _pass(self, passes: Passes, given: Sequence[States]) -> tuple[list[States], dict[int, float], str | None]:
+    def _pass(self, passes: Passes, inputs: _Inputs) -> tuple[list[States], dict[int, float], str | None]:
         """What comes out, the norms by iteration, and why it ended."""
         batch, wire = self.batch, self.solver.wire
+        given = inputs(is_exact=passes.is_exact)
         if isinstance(passes, Program):
             walk = Walk(passes, batch, wire)
             return walk.run(given, self._guesses(passes)), walk.norms, None
@@ -386,6 +440,8 @@ class Solve:
             states = walk.run(given, states)
             norms |= {iteration + done: norm for iteration, norm in walk.norms.items()}
             done += step
+        if end == "stalled":
+            return Walk(passes.exact, batch, wire).run(inputs(is_exact=passes.exact.is_exact)), norms, end
         return Walk(passes.last, batch, wire).run(given, states), norms, end or "limit"
 
     def _guesses(self, program: Program) -> list[States]:
@@ -573,7 +629,7 @@ def split(x: Any, micro_batches: int) -> tuple[Form, list[tuple[States, States]]
     for leaf in pytree.tree_leaves(x):
         if isinstance(leaf, Tensor):
             if leaf.dim() == 0 or leaf.shape[0] % micro_batches:
-                text = f"the input has a leaf of shape {list(leaf.shape)}, whose first dimension {micro_batches} micro-batches do not divide"
+                text = f"the input has a leaf of shape {list(leaf.shape)}, whose first dimension {micro_batches} micro-batches do not divide; give another `micro_batches`, or a loader with drop_last=True"
                 raise ValueError(text)
             rows.add(leaf.shape[0])
     if len(rows) > 1:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_accl import _native
 
+from ._agreed import agreed
 from ._audit import Excess
 from ._blocks import Block, Kind, built
 from ._cycle import Cycle
@@ -118,7 +119,12 @@ class LayerParallel(Model):
         counts = _placed(specs, placement, self._wire.size, aligned)
         net = Net(specs, counts)
         steps = sum(kind != "plain" for kind in kinds)
-        own = {layer: built(blocks[layer], layer, seed) for layer in net.owned(self._wire.rank)}
+        own: dict[int, nn.Module] = {}
+
+        def build() -> None:
+            own.update({layer: built(blocks[layer], layer, seed) for layer in net.owned(self._wire.rank)})
+
+        agreed(self._wire, "building its layers", "", build, is_for_all=True)
         self.layers = nn.ModuleDict({str(layer): module for layer, module in own.items()})
         self._solver = Solver(
             self._wire,
