@@ -160,6 +160,30 @@ def test_coarse_steps_come_near_the_fine_ones(rank, world, kind):
 
 
 @on_ranks(1, 2)
+@pytest.mark.parametrize("kind, layers", [(nn.GRU, 2), (nn.LSTM, 1), (nn.LSTM, 2)])
+def test_the_state_before_the_first_step_is_given_as_torch_takes_it(rank, world, kind, layers):
+    torch.manual_seed(4)
+    rnn = kind(WIDTH, HIDDEN, layers, batch_first=True).double()
+    x, target = seeded(1, ROWS, STEPS, WIDTH), seeded(2, ROWS, HIDDEN)
+    parts = [seeded(5 + number, layers, ROWS, HIDDEN).requires_grad_() for number in range(1 if kind is nn.GRU else 2)]
+    state = parts[0] if kind is nn.GRU else tuple(parts)
+    net = RecurrentParallel(copy.deepcopy(rnn), mode="exact-wave")
+    own = part(x, lengths(world), rank)
+    loss = net.step(own, target, squared, state=state if rank == 0 else None)
+    mine = [each.grad for each in parts]
+    for each in parts:
+        each.grad = None
+    wanted = squared(rnn(x, state)[0][:, -1], target)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-12, atol=0)
+    if rank == 0:
+        for found, right in zip(mine, parts):
+            torch.testing.assert_close(found, right.grad, rtol=1e-11, atol=1e-15)
+    with pytest.raises(LayerParallelError, match=rf"give .* of shape \({layers}, batch, {HIDDEN}\)"):
+        net.step(own, target, squared, state=seeded(5, 7, ROWS, HIDDEN))
+
+
+@on_ranks(1, 2)
 def test_the_state_before_the_first_step_has_its_gradient(rank, world):
     x, target = seeded(1, ROWS, STEPS, WIDTH), seeded(2, ROWS, HIDDEN)
     rnn, _ = made("GRUCell")

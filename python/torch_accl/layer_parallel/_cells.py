@@ -63,6 +63,24 @@ class Stepped(nn.Module):
         self.dropout = getattr(rnn, "dropout", 0.0)
         self.hidden: int = rnn.hidden_size  # type: ignore[assignment]
 
+    # Tensors of a layer's state: `h`, and of an LSTM `c`.
+    each = 1
+
+    def taken(self, state: Any) -> tuple[Tensor, ...]:
+        """A state as a user gives it: as this cell has it, or as torch's module takes it, `h` or `(h, c)` of shape (layers, batch, hidden)."""
+        given = (state,) if isinstance(state, Tensor) else tuple(state)
+        if len(given) == self.each and all(isinstance(leaf, Tensor) and leaf.dim() == 3 for leaf in given):
+            given = tuple(layer for leaf in given for layer in leaf.unbind(0))
+        if len(given) != self.each * self.layers or any(
+            not isinstance(leaf, Tensor) or leaf.dim() != 2 or leaf.shape[1] != self.hidden for leaf in given
+        ):
+            shown = [list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in given]
+            whole = "h" if self.each == 1 else "(h, c)"
+            raise ValueError(
+                f"the state has the shapes {shown}; give {whole} of shape ({self.layers}, batch, {self.hidden}), or {self.each * self.layers} tensors of shape (batch, {self.hidden})"
+            )
+        return given
+
     def output(self, state: tuple[Tensor, ...]) -> Tensor:
         """`h` of the last layer."""
         return state[self.layers - 1]
@@ -113,6 +131,8 @@ class SteppedGRU(Stepped):
 
 class SteppedLSTM(Stepped):
     """`c' = f c + i g`, `h' = o tanh(c')`; over several steps f to that power, and as much of `i g` as they add up to."""
+
+    each = 2
 
     def initial(self, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(rows, self.hidden, dtype=dtype, device=device) for _ in range(2 * self.layers))

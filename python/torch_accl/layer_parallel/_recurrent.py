@@ -22,7 +22,7 @@ from torch_accl import _native
 
 from ._audit import Excess
 from ._blocks import Kind, mixed, seeded
-from ._cells import CoarseCell, FinalCell, PreparedCell, stepped
+from ._cells import CoarseCell, FinalCell, PreparedCell, Stepped, stepped
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
 from ._model import Mode, Model, Schedule, group_of, replica_of
@@ -538,6 +538,11 @@ class SequenceRun(Run):
         if model.wire.rank == 0:
             leaf = pytree.tree_leaves(x)[0]
             first = state
+            if state is not None and isinstance(model.step_cell, Stepped):
+                try:
+                    first = model.step_cell.taken(state)
+                except Exception as error:
+                    wrong = error
             if state is None:
                 kind = leaf.dtype if leaf.dtype.is_floating_point else torch.get_default_dtype()
                 try:
