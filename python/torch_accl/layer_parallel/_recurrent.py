@@ -254,9 +254,8 @@ class RecurrentParallel(Model):
             return way
         trained = [name for name, parameter in self.cell.named_parameters() if parameter.requires_grad]
         hashes = [hash_of(parameter) for parameter in self.cell.parameters()]
-        shown = (
-            f"replicated weights {hash(tuple(hashes)):x}; trained {' '.join(trained)}; guess {self.guess is not None}"
-        )
+        weights = f"replicated weights {hash(tuple(hashes)):x} (seed torch alike before the cell is built)"
+        shown = f"{weights}; trained {' '.join(trained)}; guess {self.guess is not None}"
         return replace(way, settings=f"{way.settings}; {shown}")
 
     def way_of(self, mode: Mode, *, may_probe: bool = True) -> Way:

@@ -33,7 +33,7 @@ __all__ = ["LayerParallel"]
 
 
 class LayerParallel(Model):
-    """A net whose layers are spread over ranks, which all work on one batch at once.
+    """A net whose layers are spread over ranks, which all work on one batch at once. All of these ranks build it together.
 
     layers: one entry a layer, on all ranks the same: `ode(f)`, `timed(f)`, `residual(block)`, `custom(layer)`, `plain(layer)`, or a module, which is a plain layer.
         Each takes a module, or a function of the layer's number that builds it; then only the owner builds it, from a seed of its own.
