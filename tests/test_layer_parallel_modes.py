@@ -551,12 +551,7 @@ class Change(nn.Module):
         return torch.tanh(self.inner(x))
 
 
-class Residual(nn.Module):
-    def __init__(self, number, width=6):
-        super().__init__()
-        torch.manual_seed(number)
-        self.inner = nn.Linear(width, width)
-
+class Residual(Change):
     def forward(self, x):
         return x + torch.tanh(self.inner(x)) / 12
 
@@ -564,13 +559,11 @@ class Residual(nn.Module):
 # ---- probes
 
 
-class Stretching(nn.Module):
+class Stretching(Change):
     """A layer that is no small change of the state."""
 
-    def __init__(self, number, width=6):
-        super().__init__()
-        torch.manual_seed(number)
-        self.inner = nn.Linear(width, width)
+    def __init__(self, number):
+        super().__init__(number)
         self.inner.weight.data *= 30
 
     def forward(self, x):

@@ -70,10 +70,6 @@ class Costs:
         shares = [(share(a), share(b), share(c), share(d)) for a, b, c, d in self.layers]
         return replace(self, layers=shares, state_bytes=max(self.state_bytes // parts, 1))
 
-    def shares(self, meshes: int) -> list[int]:
-        """Thousandths that so many coarser meshes have of the finest."""
-        return [1000 * self.share**mesh // 1000**mesh for mesh in range(1, meshes + 1)]
-
 
 class Planner:
     """Plans of a net of steps `x + dt * f(x)` on so many ranks.
@@ -91,6 +87,8 @@ class Planner:
         self.layers = [("ode", False)] * len(costs.layers)
         self._relax = list(relax)
         self._coarser = frozenset(coarser)
+        # Thousandths that each coarser mesh has of the finest.
+        self.shares = [1000 * costs.share**mesh // 1000**mesh for mesh in range(1, len(self._coarser) + 1)]
 
     def multigrid(self, forward: int, backward: int, factors: Iterable[int] = FACTORS) -> Iterator[Setting]:
         """The settings that the net has layers enough for."""
@@ -134,9 +132,9 @@ class Planner:
         costs = self.costs.of_a_part(setting.micro_batches)
         # A norm goes there and back.
         rates = (costs.add_per_kib, costs.message, costs.latency, costs.wire_per_kib, 2 * costs.latency)
+        shares = [(share, share) for share in self.shares]
+        states = [costs.state_bytes] * (len(self.layers) + 1)
         for plan in self.plans(setting):
-            shares = [(share, share) for share in costs.shares(len(self._coarser))]
-            states = [costs.state_bytes] * (len(self.layers) + 1)
             total, ranks = plan.simulate(list(costs.layers), states, rates, shares)
             yield plan, total, ranks
 

@@ -87,7 +87,6 @@ class _Net(Planner):
                 f"--coarser: {given.coarser} of {given.levels or 2} levels, the finest of which is level 0"
             )
         super().__init__(native, ranks, costs, _numbers("--relax", given.relax), coarser)
-        self._coarser_levels = len(coarser)
         self.state, self.graph = state, parse_size("--graph", given.graph)
 
     def looked_at(self) -> Sequence[int]:
@@ -101,7 +100,7 @@ class _Net(Planner):
             total_ps += total
             sizes = [self.state // micro] * (len(self.layers) + 1), [self.graph // micro] * len(self.layers)
             for rank in self.looked_at():
-                state, graph = plan.memory(rank, *sizes, self.costs.shares(self._coarser_levels))
+                state, graph = plan.memory(rank, *sizes, self.shares)
                 states, graphs = max(states, state), max(graphs, graph)
         return _Found(setting, total_ps / 1e9, self.costs.serial / total_ps, states, graphs)
 

@@ -7,7 +7,7 @@ lies with the first of its layers, so that only what crosses a boundary of ranks
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,19 @@ from ._scaled import Scaled
 from ._stack import LayerParallel
 from ._wire import Wire
 
-__all__ = ["Between", "Field", "added", "dots", "exchanged", "product_of", "trained"]
+__all__ = [
+    "Between",
+    "Field",
+    "added",
+    "combined",
+    "copied",
+    "dependents",
+    "dots",
+    "exchanged",
+    "move",
+    "product_of",
+    "trained",
+]
 
 
 # A tensor for each trained parameter of each of a rank's layers, in order; None where there is none.
@@ -31,6 +43,40 @@ def trained(net: LayerParallel) -> dict[int, list[nn.Parameter]]:
     """The parameters of each of a rank's layers that want a gradient."""
     modules = net._solver.layers.modules
     return {layer: [p for p in module.parameters() if p.requires_grad] for layer, module in modules.items()}
+
+
+def copied(parameters: Mapping[int, Sequence[Tensor]]) -> Field:
+    """What they are now."""
+    return {layer: [p.detach().clone() for p in each] for layer, each in parameters.items()}
+
+
+def combined(one: Field, other: Field, how: Callable[[Tensor, Tensor], Tensor]) -> Field:
+    """Tensor by tensor; None where either has none."""
+    return {
+        layer: [None if a is None or b is None else how(a, b) for a, b in zip(tensors, other[layer])]
+        for layer, tensors in one.items()
+    }
+
+
+@torch.no_grad()
+def move(parameters: Mapping[int, Sequence[Tensor]], start: Field, change: Field, length: float) -> None:
+    """Parameters go this share of a change away from where they were."""
+    for layer, each in parameters.items():
+        for parameter, value, way in zip(each, start[layer], change[layer]):
+            if value is not None:
+                parameter.copy_(value if way is None or length == 0 else value + way * length)
+
+
+def dependents(origins: Sequence[Origin]) -> tuple[dict[int, int], dict[int, list[tuple[int, float]]]]:
+    """Of each layer of a coarser net: the first layer of the finer one that comes from it, and in order all that depend on it, with how much."""
+    first: dict[int, int] = {}
+    shares: dict[int, list[tuple[int, float]]] = {}
+    for layer, origin in enumerate(origins):
+        first.setdefault(origin.layer, layer)
+        for source in origin.sources:
+            share = origin.share if source == origin.towards else 1.0 - origin.share
+            shares.setdefault(source, []).append((layer, share))
+    return first, shares
 
 
 def dots(net: LayerParallel, one: Field, other: Field, what: str) -> float:
@@ -63,14 +109,7 @@ class Between:
         self._origins = origins
         # By coarse layer: how large its gradients are beside those of its first layer.
         self._ratios = ratios
-        self._first: dict[int, int] = {}
-        # By coarse layer, in order: the layers that depend on it, and how much.
-        self._shares: dict[int, list[tuple[int, float]]] = {}
-        for layer, origin in enumerate(origins):
-            self._first.setdefault(origin.layer, layer)
-            for source in origin.sources:
-                share = origin.share if source == origin.towards else 1.0 - origin.share
-                self._shares.setdefault(source, []).append((layer, share))
+        self._first, self._shares = dependents(origins)
 
     # ---- down
 

@@ -13,7 +13,7 @@ from ._agreed import agreed
 from ._origins import make_of
 from ._stack import LayerParallel
 
-__all__ = ["Place", "looked_at", "places_of", "slots_of"]
+__all__ = ["Place", "check_net", "looked_at", "places_of", "slots_of"]
 
 
 # A parameter: its layer, and the place of the first of its names among all names of that one's parameters.
@@ -30,6 +30,12 @@ def slots_of(module: nn.Module, places: Collection[int]) -> set[int]:
     named = places_of(module)
     wanted = {id(named[place][1]) for place in places}
     return {slot for slot, parameter in enumerate(module.parameters()) if id(parameter) in wanted}
+
+
+def check_net(net: object) -> None:
+    """Raises unless it is a net itself."""
+    if not isinstance(net, LayerParallel):
+        raise TypeError(f"net is {type(net).__name__}; give a LayerParallel, not what is wrapped around it")
 
 
 def looked_at(net: LayerParallel) -> tuple[list[int], list[list[Place]]]:

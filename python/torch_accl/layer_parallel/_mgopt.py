@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ._agreed import agreed
-from ._between import Between, Field, dots, trained
+from ._between import Between, Field, combined, copied, dots, move, trained
 from ._carried import Moments
-from ._looked import Place, looked_at, places_of
+from ._looked import Place, check_net, looked_at, places_of
 from ._nested import Interpolation, coarsened
 from ._origins import finer
 from ._run import LossFunction
@@ -80,8 +80,7 @@ class MGOpt:
         coarse_optimizer: Callable[[Iterable[nn.Parameter], int], Optimizer] | None = None,
         **settings: Any,
     ) -> None:
-        if not isinstance(net, LayerParallel):
-            raise TypeError(f"net is {type(net).__name__}; give a LayerParallel, not what is wrapped around it")
+        check_net(net)
         for name, value, least in (
             ("levels", levels, 1),
             ("factor", factor, 2),
@@ -199,7 +198,7 @@ class MGOpt:
         start = self._descend(at, point, batch)
         self._cycle(at + 1, start, batch)
         assert below.origin is not None
-        changes = _combined(below.values(), below.origin, lambda now, before: now - before)
+        changes = combined(below.values(), below.origin, lambda now, before: now - before)
         change = between.interpolated(changes)
         slope = level.product(point.gradients, change, "the slope along a correction")
         before, length = level.values(), 1.0
@@ -235,11 +234,8 @@ class MGOpt:
         below.correction = None
         found = below.evaluate(batch)
         # What the coarse net does not use has no gradient there.
-        wanted: Field = {
-            layer: [None if g is None else r for g, r in zip(found.gradients[layer], tensors)]
-            for layer, tensors in restricted.items()
-        }
-        below.correction = _combined(wanted, found.gradients, lambda r, g: r - g)
+        wanted = combined(restricted, found.gradients, lambda r, _: r)
+        below.correction = combined(wanted, found.gradients, lambda r, g: r - g)
         below.origin = below.values()
         return _Point(found.objective, found.shown, wanted, found.buffers)
 
@@ -292,15 +288,11 @@ class _Level:
 
     def values(self) -> Field:
         """Copies of the parameters."""
-        return {layer: [p.detach().clone() for p in parameters] for layer, parameters in trained(self.net).items()}
+        return copied(trained(self.net))
 
     def move(self, start: Field, change: Field, length: float) -> None:
         """The parameters go this share of a change away from where they were."""
-        with torch.no_grad():
-            for layer, parameters in trained(self.net).items():
-                for parameter, value, way in zip(parameters, start[layer], change[layer]):
-                    if value is not None:
-                        parameter.copy_(value if way is None or length == 0 else value + way * length)
+        move(trained(self.net), start, change, length)
 
     def evaluate(self, batch: _Batch) -> _Point:
         """Objective and gradients of the net where it is; all ranks call it."""
@@ -314,9 +306,9 @@ class _Level:
         objective = float(loss)
         if self.correction is not None:
             assert self.origin is not None
-            away = _combined(self.values(), self.origin, lambda now, before: now - before)
+            away = combined(self.values(), self.origin, lambda now, before: now - before)
             objective += self.product(self.correction, away, "the linear term of a coarse objective")
-            gradients = _combined(gradients, self.correction, lambda g, c: g + c)
+            gradients = combined(gradients, self.correction, lambda g, c: g + c)
         return _Point(objective, loss, gradients, [buffer.clone() for buffer in net.buffers()])
 
     def product(self, one: Field, other: Field, what: str) -> float:
@@ -380,11 +372,3 @@ def _keep_own(optimizer: Optimizer, net: LayerParallel) -> None:
 def _still(value: Any) -> Any:
     """The same without a graph behind it."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _combined(one: Field, other: Field, how: Callable[[Tensor, Tensor], Tensor]) -> Field:
-    """Tensor by tensor; None where either has none."""
-    return {
-        layer: [None if a is None or b is None else how(a, b) for a, b in zip(tensors, other[layer])]
-        for layer, tensors in one.items()
-    }

@@ -464,7 +464,7 @@ class Model(nn.Module):
             needs_guess=forward_starts_with_a_guess,
             is_probe=is_probe,
             keeps_graph=None if keeps is None else keeps.__contains__,
-            meshes=max((max(program.meshes, default=0) for program in _programs_of(forward, adjoint)), default=0),
+            meshes=max(forward.coarsest, adjoint.coarsest),
         )
 
     def _converging(self, pass_: str, cycle: Cycle) -> Passes:
@@ -489,12 +489,6 @@ class Model(nn.Module):
         if not factors:
             return frozenset()
         return frozenset(_native.layer_levels(list(self._plans.net.layers), factors)[1][:-1])
-
-
-def _programs_of(*passes: Passes) -> list[Program]:
-    return [
-        program for each in passes for program in ([each] if isinstance(each, Program) else [each.first, each.more])
-    ]
 
 
 # ---- construction

@@ -27,7 +27,7 @@ from ._carried import (
     moved_state,
     remade,
 )
-from ._looked import Place, looked_at, places_of, slots_of
+from ._looked import Place, check_net, looked_at, places_of, slots_of
 from ._origins import Origin, coarser, finer, following
 from ._parcels import Parcel, delivered, named
 from ._scaled import scaled
@@ -205,8 +205,7 @@ def _shown(value: Any) -> str:
 def _derived(
     net: LayerParallel, wanted: _Wanted, optimizer: Optimizer | None
 ) -> tuple[LayerParallel, Optimizer | None]:
-    if not isinstance(net, LayerParallel):
-        raise TypeError(f"net is {type(net).__name__}; give a LayerParallel, not what is wrapped around it")
+    check_net(net)
     wire = net._wire
     what = f"{wanted.call}()"
 

@@ -68,6 +68,8 @@ class Program:
     points: list[int]
     # By value, on which mesh of states it is.
     meshes: list[int]
+    # The coarsest of these.
+    coarsest: int
     inputs: list[int]
     outputs: list[int]
     # What a guess gives, with the points that these are states of, and what C-points have at the end where there is no final sweep: the same ones.
@@ -160,11 +162,13 @@ class Plans:
         def mine(values: Sequence[tuple[int, int]]) -> list[int]:
             return [value for rank, value in values if rank == self.rank]
 
+        meshes = plan.meshes
         return Program(
             plan=plan,
             ops=ops,
             points=points,
-            meshes=plan.meshes,
+            meshes=meshes,
+            coarsest=max(meshes, default=0),
             inputs=mine(plan.inputs),
             outputs=mine(plan.outputs),
             guesses=mine(plan.guesses),

@@ -557,8 +557,8 @@ class SequenceRun(Run):
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
         try:
             # What is drawn here depends on the seed and the batch as everything else does.
-            shared, is_training = self.solver.shared, self._net.training
-            number = shared.number if is_training else shared.evaluations
+            is_training = self._net.training
+            number = self.solver.shared.due(is_training=is_training)
             with seeded(
                 mixed(self._steps.seed, number, self.solver.replica, self._steps.own.start, int(not is_training))
             ):

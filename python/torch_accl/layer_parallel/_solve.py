@@ -82,6 +82,11 @@ class Converging:
         """Whether states are never differences of one another."""
         return self.first.is_exact
 
+    @property
+    def coarsest(self) -> int:
+        """The coarsest mesh that states are on."""
+        return max(self.first.coarsest, self.more.coarsest)
+
 
 Passes = Program | Converging
 
@@ -107,6 +112,19 @@ class Shared:
     # How states become coarser on coarser levels.
     spatial: Spatial | None = None
 
+    def due(self, *, is_training: bool) -> int:
+        """The number of the next batch: what is evaluated between two batches of training changes nothing of the second."""
+        return self.number if is_training else self.evaluations
+
+
+@dataclass
+class _Kind:
+    """What batches of a kind have in common: what states and side inputs look like, and meshes by how often states become coarser."""
+
+    forms: list[Form]
+    side: SideForm
+    meshes: dict[int, Meshes] = field(default_factory=dict)
+
 
 class Solver:
     """What a rank has for all batches of one plan."""
@@ -120,9 +138,8 @@ class Solver:
         self.plans = plans
         self.layers = layers
         self.names = names
-        self._forms: dict[int, tuple[list[Form], SideForm]] = {}
-        self._meshes: dict[tuple[int, int], Meshes] = {}
-        # What the forms hold for.
+        self._kinds: dict[int, _Kind] = {}
+        # What they hold for.
         self._state = 0
         keep_freed_memory()
 
@@ -203,8 +220,7 @@ class Solver:
         lots: list[tuple[States, States]] = []
         mine = digest(settings.encode())
         state = self.layers.state()
-        # What is evaluated between two batches changes nothing of the second.
-        due = self.shared.number if is_training else self.shared.evaluations
+        due = self.shared.due(is_training=is_training)
         seen = self._seen(x) if is_training and due < _LOOKED_AT else None
         header = [mine, -mine, int(wrong is not None), _LEAST, _LEAST, int(state != self._state)]
         header += [_LEAST, _LEAST] if seen is None else [seen, -seen]
@@ -238,15 +254,15 @@ class Solver:
             )
         if has_changed:
             # On some rank; then the forms may be others.
-            self._forms.clear()
+            self._kinds.clear()
             self._state = state
         given = [tensor for lot in lots[:1] for tensor in (*lot[0], *lot[1])]
         device = given[0].device if given else _device(self.layers)
-        if key not in self._forms:
+        if key not in self._kinds:
             form, side_form = wire.pass_on((form, side_form), 0)
             self._check_names(side_form)
         else:
-            side_form = self._forms[key][1]
+            side_form = self._kinds[key].side
         if side_form.names:
             beside = Side(
                 side_form, side_tensors, self.layers.modules, device, wire, micro_batches, self.shared.per_sample
@@ -260,10 +276,11 @@ class Solver:
             beside=beside,
             keeps_graph=keeps_graph,
         )
-        if key not in self._forms:
+        if key not in self._kinds:
             assert form is not None
-            self._remember(key, (self._forms_from(form, lots, evaluation), side_form))
-        forms = self._forms[key][0]
+            self._remember(key, _Kind(self._forms_from(form, lots, evaluation), side_form))
+        kind = self._kinds[key]
+        forms = kind.forms
         if micro_batches > 1 and any(not leaf.shape for leaf in forms[-1].leaves):
             raise ValueError(
                 "the net returns a number, which micro-batches cannot be put together from; take another mode"
@@ -278,7 +295,7 @@ class Solver:
                 evaluation,
                 self.plans.segment,
                 micro_batches,
-                self._on_meshes(key, forms, meshes, device),
+                self._on_meshes(kind, meshes, device),
             ),
             lots,
         )
@@ -295,32 +312,28 @@ class Solver:
         except Exception:
             return None
 
-    def _on_meshes(self, key: int, forms: list[Form], count: int, device: torch.device) -> Meshes:
+    def _on_meshes(self, kind: _Kind, count: int, device: torch.device) -> Meshes:
         # Whether they are known is the same on all ranks.
-        known = self._meshes.get((key, count))
-        if known is None or known.forms[0] is not forms:
-            made: list[Meshes] = []
+        if count in kind.meshes:
+            return kind.meshes[count]
+        if count == 0:
+            # Nobody's functions are called.
+            kind.meshes[0] = Meshes(None, kind.forms, 0, device)
+            return kind.meshes[0]
+        made: list[Meshes] = []
 
-            def make() -> int:
-                made.append(Meshes(self.shared.spatial, forms, count, device))
-                return digest(packed(made[0].forms[1:]))
+        def make() -> int:
+            made.append(Meshes(self.shared.spatial, kind.forms, count, device))
+            return digest(packed(made[0].forms[1:]))
 
-            if count == 0:
-                make()
-            else:
-                of_all = agreed(
-                    self.wire,
-                    "making states coarser",
-                    "Functions of `spatial` must work on all ranks.",
-                    make,
-                    is_for_all=True,
-                )
-                if len(set(of_all)) > 1:
-                    raise ValueError(
-                        "`coarsen` makes other shapes on other ranks of the layers; give all ranks the same functions"
-                    )
-            known = self._meshes[key, count] = made[0]
-        return known
+        remedy = "Functions of `spatial` must work on all ranks."
+        of_all = agreed(self.wire, "making states coarser", remedy, make, is_for_all=True)
+        if len(set(of_all)) > 1:
+            raise ValueError(
+                "`coarsen` makes other shapes on other ranks of the layers; give all ranks the same functions"
+            )
+        kind.meshes[count] = made[0]
+        return made[0]
 
     def key_of(self, x: Any, side: dict[str, Any] | None) -> int:
         """What batches of a kind have in common."""
@@ -339,13 +352,11 @@ class Solver:
                 f"no layer's forward has an argument {names}; side inputs are given to layers by these names"
             )
 
-    def _remember(self, key: int, forms: tuple[list[Form], SideForm]) -> None:
+    def _remember(self, key: int, kind: _Kind) -> None:
         # All ranks forget the same ones: they have had the same batches.
-        if len(self._forms) >= _REMEMBERED:
-            oldest = next(iter(self._forms))
-            self._forms.pop(oldest)
-            self._meshes = {known: meshes for known, meshes in self._meshes.items() if known[0] != oldest}
-        self._forms[key] = forms
+        if len(self._kinds) >= _REMEMBERED:
+            self._kinds.pop(next(iter(self._kinds)))
+        self._kinds[key] = kind
 
     def _forms_from(self, form: Form, lots: Sequence[tuple[States, States]], evaluation: Evaluation) -> list[Form]:
         """The form of each point's state. Only plain layers change it; their owners try that out."""

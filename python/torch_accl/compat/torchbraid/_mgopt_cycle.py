@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ...layer_parallel._between import Field
-from ._mgopt_levels import Batch, Level, Point, Transfer, combined
+from ...layer_parallel._between import Field, combined
+from ._mgopt_levels import Batch, Level, Point, Transfer
 from ._mgopt_options import LineSearch, Restriction
 
 __all__ = ["Cycle", "Way"]
@@ -98,10 +98,7 @@ class Cycle:
         below.correction = None
         found = below.evaluate(batch)
         # What the coarse model does not use has no gradient there.
-        wanted: Field = {
-            layer: [None if g is None else r for g, r in zip(found.gradients[layer], tensors)]
-            for layer, tensors in restricted.items()
-        }
+        wanted = combined(restricted, found.gradients, lambda r, _: r)
         below.correction = combined(wanted, found.gradients, lambda r, g: r - g)
         below.origin = below.values()
         return Point(found.objective, wanted, found.buffers)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import LayerParallelError
-from ...layer_parallel._between import Field, added, exchanged, product_of, trained
+from ...layer_parallel._between import Field, added, combined, copied, dependents, exchanged, move, product_of, trained
 from ...layer_parallel._carried import between
 from ...layer_parallel._failures import described
 from ...layer_parallel._looked import looked_at
@@ -26,7 +26,7 @@ from ._compose import Compose
 from ._layer_parallel import LayerParallel
 from ._mgopt_options import Criterion, Restriction
 
-__all__ = ["Batch", "Draws", "Level", "Point", "Transfer", "combined", "model_of", "on_device"]
+__all__ = ["Batch", "Draws", "Level", "Point", "Transfer", "model_of", "on_device"]
 
 # In place of a layer's number: what a model has beside its layers, on whatever ranks.
 _BESIDE = -1
@@ -97,14 +97,6 @@ class Point:
     buffers: list[Tensor]
 
 
-def combined(one: Field, other: Field, how: Callable[[Tensor, Tensor], Tensor]) -> Field:
-    """Tensor by tensor; None where either has none."""
-    return {
-        layer: [None if a is None or b is None else how(a, b) for a, b in zip(tensors, other[layer])]
-        for layer, tensors in one.items()
-    }
-
-
 class Level:
     """A model, its optimizer, its loss, and the linear term that makes it agree with the finer one."""
 
@@ -142,15 +134,11 @@ class Level:
 
     def values(self) -> Field:
         """Copies of the trained parameters."""
-        return {layer: [p.detach().clone() for p in parameters] for layer, parameters in self.trained().items()}
+        return copied(self.trained())
 
-    @torch.no_grad()
     def move(self, start: Field, change: Field, length: float) -> None:
         """The parameters go this share of a change away from where they were."""
-        for layer, parameters in self.trained().items():
-            for parameter, value, way in zip(parameters, start[layer], change[layer]):
-                if value is not None:
-                    parameter.copy_(value if way is None or length == 0 else value + way * length)
+        move(self.trained(), start, change, length)
 
     @torch.no_grad()
     def set(self, field: Field) -> None:
@@ -326,13 +314,7 @@ class Transfer:
                 f"a level has {len(makes)} layers, and the next coarser one {len(below)}; with ni_steps by a factor of {factor} it should have {len(self._origins)}, "
                 "of the same classes, shapes and types in the same order, single ones once: let model_factory make as many as ni_steps says"
             )
-        self._first: dict[int, int] = {}
-        self._shares: dict[int, list[tuple[int, float]]] = {}
-        for layer, origin in enumerate(self._origins):
-            self._first.setdefault(origin.layer, layer)
-            for source in origin.sources:
-                share = origin.share if source == origin.towards else 1.0 - origin.share
-                self._shares.setdefault(source, []).append((layer, share))
+        self._first, self._shares = dependents(self._origins)
         # Where a run of steps of one make begins, and single layers.
         self._has_before = [at > 0 and kind != "plain" and below[at] == below[at - 1] for at, kind in enumerate(kinds)]
         wrong = [
