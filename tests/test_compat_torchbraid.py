@@ -1909,7 +1909,9 @@ import torch.distributed as dist
 assert not dist.is_initialized()
 {before}
 comm = MPI.COMM_WORLD
-print(comm.Get_rank(), comm.Get_size(), comm.allreduce(1), dist.get_backend() if dist.is_initialized() else None)
+found = (comm.Get_rank(), comm.Get_size(), comm.allreduce(1), dist.get_backend() if dist.is_initialized() else None)
+# In one piece, also where Python writes each argument of print() by itself: ranks share what a launcher prints.
+sys.stdout.write(" ".join(map(str, found)) + "\\n")
 """
 
 
