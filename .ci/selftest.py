@@ -36,6 +36,7 @@ def script(name: str) -> ModuleType:
 layers = script("check_layers")
 shim = script("check_shim")
 planter = script("mutants")
+messages = script("check_messages")
 
 
 def package(name: str, *dependencies: tuple[str, str | None]) -> dict[str, Any]:
@@ -55,6 +56,32 @@ class Mutants(unittest.TestCase):
         mutant = {"name": "lost", "file": "a.rs", "old": "not there", "new": ""}
         with self.assertRaisesRegex(ValueError, "lost: its text stands 0 times in a.rs"):
             planter.planted("fn main() {}", mutant)
+
+
+class Messages(unittest.TestCase):
+    def breaches(self, message: str) -> str:
+        return "\n".join(messages.breaches({"0123456789abcdef": message}))
+
+    def test_a_path_of_one_machine_is_refused(self) -> None:
+        for message in (
+            "Merge /tmp/w/dev",
+            "Merge branch 'main' of /home/someone/torch-accl",
+            "ci: faster\n\nMeasured in /work/main/target.",
+        ):
+            with self.subTest(message):
+                self.assertRegex(self.breaches(message), "0123456789ab: the message names /")
+
+    def test_paths_of_the_repository_and_of_every_linux_are_accepted(self) -> None:
+        for message in (
+            "ci: look at .ci/run and tests/tmp/x",
+            "engine: read /proc/self/status and /sys/class/net",
+            "and/or",
+        ):
+            with self.subTest(message):
+                self.assertEqual(self.breaches(message), "")
+
+    def test_new_messages_are_free_of_them(self) -> None:
+        self.assertEqual(list(messages.breaches(messages.new_messages())), [])
 
 
 class Against(unittest.TestCase):
