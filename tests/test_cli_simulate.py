@@ -3,11 +3,14 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 from support import BACKEND, command_code, run_command, run_script
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+CALIBRATIONS = Path(__file__).parent / "calibrations"
 
 
 def accl(*arguments: str, status: int = 0, **env: str) -> subprocess.CompletedProcess:
@@ -99,6 +102,19 @@ def test_info_measures_once_and_says_from_where(tmp_path):
             assert calibration["source"].startswith(str(tmp_path / "torch-accl")) and calibration["age_s"] < 600
             assert len(list((tmp_path / "torch-accl").iterdir())) == 1
     assert "calibration" in accl("info", **env).stdout
+
+
+def test_a_fresh_start_warns_of_nothing_and_info_names_constants_that_are_not_determined(tmp_path):
+    env = {"XDG_CACHE_HOME": str(tmp_path), "ACCL_CALIBRATION": "auto"}
+    assert "contradicts" not in accl("info", **env).stderr
+    # As met on a two-core Sapphire Rapids, whose every measurement gives these four.
+    path = tmp_path / "machine.txt"
+    kept = (CALIBRATIONS / "sapphire-rapids-two-cores.txt").read_text()
+    path.write_text(kept + "at_bounds = shm_call_ps, shm_latency_ps, tcp_latency_ps, switch_ps\n")
+    ended = accl("info", ACCL_CALIBRATION=str(path))
+    assert ended.stderr == ""
+    marked = [line.split()[0] for line in ended.stdout.splitlines() if "does not determine" in line]
+    assert marked == ["shm_call_ps", "shm_latency_ps", "tcp_latency_ps", "switch_ps"]
 
 
 # As an earlier version kept it after a measurement that contradicted itself.

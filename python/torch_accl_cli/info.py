@@ -136,7 +136,8 @@ def _show(facts: dict[str, Any]) -> str:
     calibration = facts["calibration"]
     age = "" if calibration["age_s"] is None else f", written {_age(calibration['age_s'])} ago"
     shown = {**facts, "calibration": calibration["source"] + age}
-    shown |= {f"  {name}": value for name, value in calibration["constants"].items()}
+    bounds = dict.fromkeys(calibration["at_bounds"], " (at its bound: the measurement does not determine it)")
+    shown |= {f"  {name}": text(value) + bounds.get(name, "") for name, value in calibration["constants"].items()}
     width = max(map(len, shown))
     return "\n".join(f"{name.ljust(width)}  {text(value)}" for name, value in shown.items())
 

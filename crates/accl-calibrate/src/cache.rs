@@ -7,12 +7,14 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use accl_schedule::cost::{CONSTANTS, Machine, SIZES};
+use accl_schedule::cost::{CONSTANTS, SIZES};
 use accl_types::hash::hash_words;
 
-/// Of the file. One without a number is older, and is read as ever: each line names its constant, and what is left out is built
-/// in.
-const FORMAT: u64 = 1;
+use crate::fit::Fitted;
+
+/// Version of the file's format. A file without a number is older and is still read: each line names its constant, and a constant
+/// without a line is built in. Format 2 adds the line `at_bounds`.
+const FORMAT: u64 = 2;
 
 /// No file of ours is longer; what is longer is something else.
 const MAX_BYTES: u64 = 64 << 10;
@@ -38,11 +40,11 @@ fn identity() -> String {
     format!("{}, {cores} cores, Linux {kernel}, torch-accl {}", model.join(" "), env!("CARGO_PKG_VERSION"))
 }
 
-/// The constants in a file; `None`: there is no such file.
+/// The constants in a file, and which of them are at their bounds. `None`: there is no such file.
 ///
 /// # Errors
 /// A clause that names the file, when it cannot be read or is something else.
-pub(super) fn read(path: &Path) -> Result<Option<Machine>, String> {
+pub(super) fn read(path: &Path) -> Result<Option<Fitted>, String> {
     let wrong = |why: &str| format!("{}: {why}", path.display());
     match std::fs::metadata(path) {
         Ok(facts) if facts.is_file() && facts.len() <= MAX_BYTES => {}
@@ -54,7 +56,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Machine>, String> {
     parse(&text).map(Some).map_err(|why| wrong(&format!("this is no file with a machine's constants: {why}")))
 }
 
-pub(super) fn parse(text: &str) -> Result<Machine, String> {
+pub(super) fn parse(text: &str) -> Result<Fitted, String> {
     let lines = text.lines().map(|line| line.split_once('#').map_or(line, |(before, _)| before).trim());
     let mut words: Vec<String> = lines.filter(|line| !line.is_empty()).map(|line| line.replace(' ', "")).collect();
     // An empty file is one that was being written when the machine went down.
@@ -70,14 +72,26 @@ pub(super) fn parse(text: &str) -> Result<Machine, String> {
         }
         words.remove(0);
     }
-    words.join(" ").parse()
+    let is_list = |word: &String| word.starts_with("at_bounds=");
+    let at_bounds = words.iter().find(|word| is_list(word)).map(|word| named(&word["at_bounds=".len()..])).transpose()?;
+    words.retain(|word| !is_list(word));
+    Ok(Fitted { machine: words.join(" ").parse()?, at_bounds: at_bounds.unwrap_or_default() })
+}
+
+/// The constants of a list of names.
+fn named(list: &str) -> Result<Vec<&'static str>, String> {
+    let constant = |name: &str| {
+        let found = CONSTANTS.iter().find(|constant| constant.name == name).map(|constant| constant.name);
+        found.ok_or_else(|| format!("at_bounds: there is no constant {name}"))
+    };
+    list.split(',').map(constant).collect()
 }
 
 /// Writes a file that others see either whole or not at all.
 ///
 /// # Errors
 /// A clause that names the file.
-pub(super) fn write(path: &Path, machine: &Machine) -> Result<(), String> {
+pub(super) fn write(path: &Path, fitted: &Fitted) -> Result<(), String> {
     static WRITTEN: AtomicU32 = AtomicU32::new(0);
     let failed = |error: std::io::Error| format!("{}: the constants could not be kept: {error}", path.display());
     if let Some(folder) = path.parent() {
@@ -85,7 +99,7 @@ pub(super) fn write(path: &Path, machine: &Machine) -> Result<(), String> {
     }
     let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     let draft = path.with_extension(format!("{}-{number}.part", std::process::id()));
-    let kept = std::fs::write(&draft, text(machine)).and_then(|()| std::fs::rename(&draft, path));
+    let kept = std::fs::write(&draft, text(fitted)).and_then(|()| std::fs::rename(&draft, path));
     kept.map_err(|error| {
         let _ = std::fs::remove_file(&draft);
         failed(error)
@@ -93,7 +107,8 @@ pub(super) fn write(path: &Path, machine: &Machine) -> Result<(), String> {
 }
 
 /// One constant a line, with what it says.
-fn text(machine: &Machine) -> String {
+fn text(fitted: &Fitted) -> String {
+    let Fitted { machine, at_bounds } = fitted;
     let sizes: Vec<String> = SIZES.iter().map(|size| format!("{} KiB", size >> 10)).collect();
     let mut text = format!(
         "# Constants of the cost model of torch-accl. Five numbers: for calls of {}.\n# {}\nformat = {FORMAT}\n",
@@ -105,11 +120,16 @@ fn text(machine: &Machine) -> String {
         // Writing to a string does not fail.
         let _ = writeln!(text, "{} = {}  # {}", constant.name, values.join(", "), constant.effect);
     }
+    if !at_bounds.is_empty() {
+        let _ = writeln!(text, "at_bounds = {}  # not determined by the measurement, which leaves less", at_bounds.join(", "));
+    }
     text
 }
 
 #[cfg(test)]
 mod tests {
+    use accl_schedule::cost::Machine;
+
     use super::*;
 
     /// A directory of this test's own, which goes with it.
@@ -129,8 +149,8 @@ mod tests {
         }
     }
 
-    fn machine(switch_ps: u64) -> Machine {
-        Machine { switch_ps, ..Machine::default() }
+    fn machine(switch_ps: u64) -> Fitted {
+        Fitted { machine: Machine { switch_ps, ..Machine::default() }, at_bounds: Vec::new() }
     }
 
     #[test]
@@ -144,6 +164,18 @@ mod tests {
         assert_eq!(read(&path), Ok(Some(machine(78))));
         let left = std::fs::read_dir(path.parent().unwrap()).unwrap().count();
         assert_eq!(left, 1, "a draft was left behind");
+    }
+
+    #[test]
+    fn constants_at_their_bounds_are_named_in_the_file() {
+        let folder = Folder::new("bounds");
+        let path = folder.0.join("constants");
+        let fitted = Fitted { at_bounds: vec!["shm_call_ps", "switch_ps"], ..machine(300_000) };
+        write(&path, &fitted).unwrap();
+        assert_eq!(read(&path), Ok(Some(fitted)));
+        let written = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, written.replace("at_bounds = shm_call_ps", "at_bounds = speed")).unwrap();
+        assert!(read(&path).unwrap_err().contains("there is no constant speed"));
     }
 
     #[test]

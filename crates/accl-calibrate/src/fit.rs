@@ -74,12 +74,13 @@ impl LinkTimes {
 /// Bytes of the frames that were measured.
 pub(super) const SEGMENT: u64 = 64 << 10;
 
-/// What follows from times.
+/// The constants that follow from times.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Fitted {
     /// None of its constants is [impossible](Machine::impossible).
     pub(super) machine: Machine,
-    /// The names of constants that the times contradict, and which were cut to what can be.
+    /// The names of constants that the times do not determine. They leave less than any machine has, or more than the rest of the
+    /// call allows; the nearest value that can be is kept, and so a call of one step still takes as long as was measured.
     pub(super) at_bounds: Vec<&'static str>,
 }
 

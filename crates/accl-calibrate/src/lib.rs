@@ -59,19 +59,23 @@ pub struct Calibrated {
     pub machine: Machine,
     /// Where they came from.
     pub source: Source,
+    /// The names of constants that the measurement does not determine: it leaves them less than any machine has, and the least
+    /// that can be is kept.
+    pub at_bounds: Vec<&'static str>,
     /// How long ago the file was written.
     pub age: Option<Duration>,
 }
 
 impl Calibrated {
     fn built_in() -> Self {
-        Self { machine: Machine::default(), source: Source::BuiltIn, age: None }
+        Self { machine: Machine::default(), source: Source::BuiltIn, at_bounds: Vec::new(), age: None }
     }
 
-    fn in_file(path: PathBuf, machine: Machine) -> Self {
+    fn in_file(path: PathBuf, fitted: Fitted) -> Self {
+        let Fitted { machine, at_bounds } = fitted;
         let written = std::fs::metadata(&path).and_then(|facts| facts.modified()).ok();
         let age = written.and_then(|written| SystemTime::now().duration_since(written).ok());
-        Self { machine, source: Source::File(path), age }
+        Self { machine, source: Source::File(path), at_bounds, age }
     }
 }
 
@@ -95,10 +99,10 @@ fn find_at(path: Option<PathBuf>, of_user: bool, measure: &dyn Fn() -> Result<Fi
     let mut degenerate = None;
     if let Some(path) = &path {
         match cache::read(path) {
-            Ok(Some(machine)) => {
-                let names = machine.impossible();
+            Ok(Some(kept)) => {
+                let names = kept.machine.impossible();
                 if names.is_empty() {
-                    return Calibrated::in_file(path.clone(), machine);
+                    return Calibrated::in_file(path.clone(), kept);
                 }
                 if of_user {
                     // A file that the user named is taken as it is, and not overwritten: it may be meant so.
@@ -108,10 +112,10 @@ fn find_at(path: Option<PathBuf>, of_user: bool, measure: &dyn Fn() -> Result<Fi
                         path.display(),
                         listed(&names)
                     );
-                    return Calibrated::in_file(path.clone(), machine);
+                    return Calibrated::in_file(path.clone(), kept);
                 }
                 tracing::info!("{}: no machine has {} of 0; measured anew", path.display(), listed(&names));
-                degenerate = Some(machine);
+                degenerate = Some(kept.machine);
             }
             Ok(None) => {}
             Err(why) if of_user => {
@@ -121,7 +125,7 @@ fn find_at(path: Option<PathBuf>, of_user: bool, measure: &dyn Fn() -> Result<Fi
             Err(why) => tracing::warn!("{why}; it is written anew"),
         }
     }
-    match (measure().map(|fitted| keep(path.clone(), &fitted)), degenerate, path) {
+    match (measure().map(|fitted| keep(path.clone(), fitted)), degenerate, path) {
         (Ok(found), ..) => found,
         (Err(error), Some(machine), Some(path)) => {
             tracing::warn!(
@@ -130,7 +134,7 @@ fn find_at(path: Option<PathBuf>, of_user: bool, measure: &dyn Fn() -> Result<Fi
                 path.display(),
                 listed(&machine.impossible())
             );
-            Calibrated::in_file(path, machine.made_possible())
+            Calibrated::in_file(path, Fitted { machine: machine.made_possible(), at_bounds: Vec::new() })
         }
         (Err(error), ..) => {
             tracing::warn!("the machine was not calibrated: {error}; the built-in constants are used");
@@ -151,7 +155,7 @@ pub fn calibrate(config: &Config) -> Result<Calibrated> {
             return Err(Error::configuration("ACCL_CALIBRATION=off: nothing is measured; take the setting back"));
         }
     };
-    measured(&ASKED).map(|fitted| keep(path, &fitted))
+    measured(&ASKED).map(|fitted| keep(path, fitted))
 }
 
 /// Measures and keeps nothing.
@@ -173,7 +177,7 @@ fn measured(patience: &Patience) -> Result<Fitted> {
 /// `Configuration` when there is none, or something else.
 pub fn read_machine(path: &str) -> Result<Machine> {
     match cache::read(path.as_ref()) {
-        Ok(Some(machine)) => Ok(machine),
+        Ok(Some(kept)) => Ok(kept.machine),
         Ok(None) => Err(Error::configuration(format!("{path}: there is no such file"))),
         Err(why) => Err(Error::configuration(why)),
     }
@@ -184,29 +188,25 @@ pub fn read_machine(path: &str) -> Result<Machine> {
 /// # Errors
 /// `Configuration` for anything else.
 pub fn read_text(text: &str) -> Result<Machine> {
-    cache::parse(text).map_err(Error::configuration)
+    cache::parse(text).map(|kept| kept.machine).map_err(Error::configuration)
 }
 
-/// Keeps what was measured, and tells what is wrong with it.
-fn keep(path: Option<PathBuf>, fitted: &Fitted) -> Calibrated {
-    let Fitted { machine, at_bounds } = fitted;
-    tracing::info!(%machine, "calibrated");
-    if !at_bounds.is_empty() {
-        tracing::warn!(
-            "what calls took on this machine contradicts itself about {}, also when measured again; the nearest that can \
-             be is kept. If the machine was busy, slow algorithms may be chosen: `accl info --calibrate` measures anew",
-            listed(at_bounds)
-        );
+/// Keeps what was measured. Constants at their bounds are no warning: with them the model still predicts the calls that were
+/// measured, and `accl info` names them.
+fn keep(path: Option<PathBuf>, fitted: Fitted) -> Calibrated {
+    tracing::info!(machine = %fitted.machine, "calibrated");
+    if !fitted.at_bounds.is_empty() {
+        tracing::info!("the measurement does not determine {}; the least that can be is kept", listed(&fitted.at_bounds));
     }
-    let measured = Calibrated { machine: *machine, source: Source::Measured, age: None };
-    let Some(path) = path else { return measured };
-    match cache::write(&path, machine) {
-        Ok(()) => Calibrated::in_file(path, *machine),
+    let unkept = |Fitted { machine, at_bounds }| Calibrated { machine, source: Source::Measured, at_bounds, age: None };
+    let Some(path) = path else { return unkept(fitted) };
+    match cache::write(&path, &fitted) {
+        Ok(()) => Calibrated::in_file(path, fitted),
         Err(why) => {
             tracing::warn!(
                 "{why}; every start measures anew until ACCL_CALIBRATION names a file that can be written, or is `off`"
             );
-            measured
+            unkept(fitted)
         }
     }
 }
@@ -269,9 +269,10 @@ mod tests {
         for _ in 0..3 {
             let found = find_at(Some(kept.path()), false, &measure);
             assert_eq!((found.machine, found.source), (fitted().machine, Source::File(kept.path())));
+            assert_eq!(found.at_bounds, fitted().at_bounds);
         }
         assert_eq!(measured.get(), 1);
-        assert_eq!(cache::parse(&kept.text()), Ok(fitted().machine));
+        assert_eq!(cache::parse(&kept.text()), Ok(fitted()));
     }
 
     #[test]

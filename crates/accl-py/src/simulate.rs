@@ -55,7 +55,8 @@ fn simulate<'py>(
         .collect()
 }
 
-/// The constants of this machine, their source and its age in seconds; measured anew where asked for.
+/// The constants of this machine, those that the measurement does not determine, their source and its age in seconds; measured
+/// again on request.
 #[pyfunction]
 fn calibration(py: Python<'_>, anew: bool) -> PyResult<Bound<'_, PyDict>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;
@@ -73,6 +74,7 @@ fn calibration(py: Python<'_>, anew: bool) -> PyResult<Bound<'_, PyDict>> {
     dict.set_item("source", found.source.to_string())?;
     dict.set_item("age_s", found.age.map(|age| age.as_secs()))?;
     dict.set_item("constants", constants)?;
+    dict.set_item("at_bounds", found.at_bounds)?;
     Ok(dict)
 }
 
