@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 import tempfile
 import unittest
@@ -24,9 +25,9 @@ from benches.peers.report import as_rows
 from benches.peers.sections import tcp, two_hosts
 
 
-def script(name: str) -> ModuleType:
-    """A script of this folder as a module."""
-    loader = importlib.machinery.SourceFileLoader(name, str(HERE / name))
+def script(name: str, folder: Path = HERE) -> ModuleType:
+    """A script as a module: of this folder, or a file of a package that wants torch when it is imported whole."""
+    loader = importlib.machinery.SourceFileLoader(name, str(folder / name))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     sys.modules[name] = module
     loader.exec_module(module)
@@ -37,6 +38,7 @@ layers = script("check_layers")
 shim = script("check_shim")
 planter = script("mutants")
 messages = script("check_messages")
+cover = script("cover.py", HERE.parent / "tests" / "support")
 
 
 def package(name: str, *dependencies: tuple[str, str | None]) -> dict[str, Any]:
@@ -82,6 +84,34 @@ class Messages(unittest.TestCase):
 
     def test_new_messages_are_free_of_them(self) -> None:
         self.assertEqual(list(messages.breaches(messages.new_messages())), [])
+
+
+class Cover(unittest.TestCase):
+    CASES = [
+        dict(zip(("op", "dtype", "world", "layout"), values, strict=True))
+        for values in itertools.product(range(7), range(12), range(3), range(2))
+        if values[:2] != (6, 11)
+    ]
+
+    def test_a_part_has_every_pair_of_values_and_few_cases(self) -> None:
+        def pairs(cases: list[dict[str, int]]) -> set[Any]:
+            return {pair for case in cases for pair in itertools.combinations(sorted(case.items()), 2)}
+
+        for seed in range(3):
+            part = [self.CASES[index] for index in cover.covering(self.CASES, 2, seed)]
+            self.assertEqual(pairs(part), pairs(self.CASES))
+            # Two parameters alone have 7 times 12 pairs but one.
+            self.assertLessEqual(83, len(part))
+            self.assertLess(len(part), 110)
+
+    def test_a_part_of_single_values_is_as_large_as_the_largest_parameter(self) -> None:
+        part = [self.CASES[index] for index in cover.covering(self.CASES, 1, 5)]
+        self.assertEqual({case["op"] for case in part}, set(range(7)))
+        self.assertEqual({case["dtype"] for case in part}, set(range(12)))
+        self.assertEqual(len(part), 12)
+
+    def test_seeds_choose_other_cases(self) -> None:
+        self.assertNotEqual(cover.covering(self.CASES, 2, 1), cover.covering(self.CASES, 2, 2))
 
 
 class Against(unittest.TestCase):

@@ -17,7 +17,7 @@ import pytest
 
 pytest.register_assert_rewrite("support")
 
-from support import gaps, runner, scripts, sharing
+from support import cover, gaps, runner, scripts, sharing
 
 collect_ignore = ["peers"]
 
@@ -30,11 +30,19 @@ def pytest_configure(config):
         config.pluginmanager.register(sharing.Sharing(directory))
 
 
+COVER = os.environ.get("ACCL_TEST_COVER", "all")
+COVER_SEED = int(os.environ.get("ACCL_TEST_COVER_SEED", "0"))
+
+
 def pytest_report_header():
-    return f"accl tests: backend {runner.BACKEND}, calibration {os.environ['ACCL_CALIBRATION']}"
+    part = "" if COVER == "all" else f", of each matrix the part {COVER} of seed {COVER_SEED}"
+    return f"accl tests: backend {runner.BACKEND}, calibration {os.environ['ACCL_CALIBRATION']}{part}"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    items[:], left_out = cover.select(items, COVER, COVER_SEED)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
     if runner.BACKEND == "gloo":
         for item in items:
             if reason := gaps.gloo_gap(item.nodeid):
