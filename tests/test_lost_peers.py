@@ -38,6 +38,20 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def wait_until_dead(pid):
+    """Returns when the process has ended, whether its parent has asked for its status or not."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"process {pid} lives")
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_killed_rank_is_named_with_its_process_by_every_survivor(world, transport):
@@ -180,13 +194,15 @@ def test_a_monitored_barrier_names_a_rank_that_was_killed(moment, wait_all_ranks
     """It passed when the rank had arrived before it died."""
 
     def body(rank):
-        dist.barrier()
+        pid = torch.tensor([os.getpid()])
+        dist.broadcast(pid, 1)
         if rank == 1:
             if moment == "before":
                 die()
             threading.Timer(0.3, die).start()
         if rank == 2 and moment == "while_it_waits":
-            time.sleep(1)
+            # However late the timer is: with all ranks there the barrier would be passed.
+            wait_until_dead(pid.item())
         return errors_of(lambda: monitored_barrier(timeout=timedelta(seconds=8), wait_all_ranks=wait_all_ranks))
 
     outcomes = run_ranks(body, 3, env={"ACCL_TRANSPORTS": transport})
@@ -299,11 +315,12 @@ def test_a_world_that_stays_incomplete_lists_the_missing_ranks(present):
             return type(error).__name__, str(error), time.monotonic() - start
         raise AssertionError("the group was made")
 
-    for kind, message, seconds in check(run_ranks(body, present, init=False)):
+    for rank, (kind, message, seconds) in enumerate(check(run_ranks(body, present, init=False))):
         assert kind in ("DistStoreError", "DistBackendError", "DistNetworkError"), kind
         for missing in range(present, 4):
             assert re.search(rf"\b{missing}\b", message), message
-        assert "rank" in message and 0.9 < seconds < 4
+        # Others fail with rank 0, whose second may have begun before theirs.
+        assert "rank" in message and seconds < 4 and (rank > 0 or seconds > 0.9)
 
 
 def test_a_second_process_with_the_same_rank_is_told_so():
