@@ -162,23 +162,24 @@ class _Sum:
         self.divisor = group.size() if is_mean else 1
         self.group = group
         self.settings = settings
-        self._room = torch.empty(max(_BLOCK, settings.bucket))
-        self.units = torch.empty(0)
-        self.levels = torch.empty(0)
+        self._room = torch.empty(max(_BLOCK, settings.bucket), dtype=torch.float32, device="cpu")
+        self.units: torch.Tensor
+        self.levels: torch.Tensor
 
     def start(self) -> WorkWithEnd:
         """Agrees on units, and starts the sum."""
         bucket = self.settings.bucket
         self.units = self._units(sum(-(-flat.numel() // bucket) for flat in self.flat))
-        self.levels = torch.empty(sum(flat.numel() for flat in self.flat), dtype=_TYPES[self.settings.bits])
+        elements = sum(flat.numel() for flat in self.flat)
+        self.levels = torch.empty(elements, dtype=_TYPES[self.settings.bits], device="cpu")
         is_finite = bool(self.units.isfinite().all())
-        for values, buckets, elements in self._rows():
+        for values, buckets, own in self._rows():
             units = self.units[buckets, None]
             scaled = torch.div(values, units, out=self._room_of(values)).round_()
             if not is_finite:
                 # Nothing of a bucket that becomes NaN is sent.
                 scaled.masked_fill_(~units.isfinite(), 0)
-            self.levels[elements].view_as(values).copy_(scaled)
+            self.levels[own].view_as(values).copy_(scaled)
         with exact():
             work = dist.all_reduce(self.levels, dist.ReduceOp.SUM, self.group, async_op=True)
         return WorkWithEnd(work, self.tensors, self._end)
@@ -186,9 +187,9 @@ class _Sum:
     def _units(self, buckets: int) -> torch.Tensor:
         settings, top = self.settings, self.settings._top(self.group.size())
         # Magnitudes have the order of their bits, infinity and NaN above all; and what tells whether settings are the same.
-        agreed = torch.empty(buckets + 4, dtype=torch.int32)
+        agreed = torch.empty(buckets + 4, dtype=torch.int32, device="cpu")
         said = [settings.bits, -settings.bits, settings.bucket, -settings.bucket]
-        agreed[buckets:] = torch.tensor(said, dtype=torch.int32)
+        agreed[buckets:] = torch.tensor(said, dtype=torch.int32, device="cpu")
         greatest = agreed[:buckets].view(torch.float32)
         for values, here, _ in self._rows():
             torch.amax(self._room_of(values).copy_(values).abs_(), 1, out=greatest[here])
@@ -202,9 +203,8 @@ class _Sum:
                 f"reproducible sum: rank {self.group.rank()} cannot go on, since ranks have different settings: {' and '.join(ranges)}; "
                 "give all ranks the same"
             )
-        is_finite = agreed[:buckets] < _INFINITY_BITS
         units = (greatest / top).clamp_(min=_LEAST_UNIT)
-        return units.where(is_finite, torch.tensor(torch.nan))
+        return units.masked_fill_(agreed[:buckets] >= _INFINITY_BITS, torch.nan)
 
     def _room_of(self, values: torch.Tensor) -> torch.Tensor:
         return self._room[: values.numel()].view_as(values)
