@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import importlib.machinery
+import importlib.util
 import io
+from pathlib import Path
 
 import numpy
 import pytest
@@ -15,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch_accl import compression, layer_parallel
 from torch_accl.compat import cgx
 from torch_accl.compat.torchbraid import MPI, utils
@@ -62,6 +66,18 @@ def check_same(found, wanted):
             assert torch.equal(one, other)
         else:
             assert one == other
+
+
+def test_the_gate_knows_what_the_default_device_of_torch_changes():
+    loader = importlib.machinery.SourceFileLoader(
+        "check_factories", str(Path(__file__).parent.parent / ".ci/check_factories")
+    )
+    gate = importlib.util.module_from_spec(importlib.util.spec_from_loader("check_factories", loader))
+    loader.exec_module(gate)
+    # torch knows functions of its parts by other names, and `fill` fills a tensor that is given.
+    names = {call.__name__.replace("fft_", "fft.", 1) for call in _device_constructors()} - {"fill"}
+    names = {f"nested.{name}" if "nested" in name else name for name in names}
+    assert len(names) > 30 and [name for name in sorted(names) if not gate.FACTORY.fullmatch(name)] == []
 
 
 # ---- groups and calls
