@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from ._buckets import gradients_of
 from ._calls import checked_group, refuse_coalescing
 from ._scope import FLOATS, exact, takes_part
 from ._work import WorkWithEnd
@@ -89,7 +90,7 @@ def all_reduce_reproducible(
     one rank the call is exact.
 
     Args:
-        tensor: float32, float16 or bfloat16 on the CPU, of any shape; it is overwritten with the result.
+        tensor: float32, float16, bfloat16 or complex64 on the CPU, of any shape; it is overwritten with the result.
         op: SUM or AVG.
         group: None is the default group; its backend must be accl.
         async_op: return a Work when ranks have agreed on their units, instead of waiting for sums.
@@ -134,7 +135,7 @@ def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.
         future.set_result(buffer)
         return future
     # Of a sparse gradient the buffer is all there is.
-    work = _Sum([buffer] if buffer.is_sparse else bucket.gradients(), True, group, state).start()
+    work = _Sum([buffer] if buffer.is_sparse else gradients_of(bucket)[1], True, group, state).start()
     return work.get_future().then(lambda future: _after(future, buffer))
 
 
@@ -151,14 +152,14 @@ class _Sum:
         self, tensors: Sequence[torch.Tensor], is_mean: bool, group: dist.ProcessGroup, settings: Reproducible
     ) -> None:
         for tensor in tensors:
-            if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
+            if tensor.dtype not in (*FLOATS, torch.complex64) or tensor.layout is not torch.strided:
                 raise ValueError(
-                    f"reproducible sums are of dense float32, float16 and bfloat16, and this is {tensor.dtype} "
+                    f"reproducible sums are of dense float32, float16, bfloat16 and complex64, and this is {tensor.dtype} "
                     f"({str(tensor.layout).removeprefix('torch.')})"
                 )
         self.tensors = list(tensors)
-        # A copy of what is not contiguous.
-        self.flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        # A copy of what is not contiguous, or conjugate.
+        self.flat = [_real(tensor.detach()).reshape(-1) for tensor in tensors]
         self.divisor = group.size() if is_mean else 1
         self.group = group
         self.settings = settings
@@ -233,4 +234,10 @@ class _Sum:
             torch.mul(self.levels[elements].view_as(values), scale[buckets, None], out=values)
         for tensor, flat in zip(self.tensors, self.flat, strict=True):
             if flat.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(flat.view(tensor.shape))
+                found = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
+                tensor.detach().copy_(found.view(tensor.shape))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts of complex numbers, which share a unit as neighbours."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
