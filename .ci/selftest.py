@@ -36,6 +36,7 @@ def script(name: str, folder: Path = HERE) -> ModuleType:
 
 layers = script("check_layers")
 shim = script("check_shim")
+factories = script("check_factories")
 planter = script("mutants")
 messages = script("check_messages")
 cover = script("cover.py", HERE.parent / "tests" / "support")
@@ -260,6 +261,51 @@ class Shim(unittest.TestCase):
 
     def test_versions_belong_in_one_header(self) -> None:
         self.assertEqual(self.breaches("#if TORCH_VERSION_MINOR >= 14", "cpp_shim/torch_compat.h"), "")
+
+
+class Factories(unittest.TestCase):
+    def breaches(self, code: str) -> list[str]:
+        return list(factories.check({"a.py": f"import torch\n{code}\n"}))
+
+    def test_a_call_that_takes_a_default_of_torch_is_refused_with_its_line_and_what_it_lacks(self) -> None:
+        for code, lacks in {
+            "torch.zeros(2)": "dtype= and device=",
+            "torch.tensor([1], dtype=torch.int64)": "device=",
+            "torch.arange(3, device='cpu')": "dtype=",
+            "def f(size):\n    return [torch.rand(size, device=None, dtype=torch.float32)]": "device=",
+            "torch.as_tensor(array, device='cpu')": "dtype=",
+            "torch.randn(2, generator=torch.Generator(), **options)": "dtype= and device=",
+            "torch.fft.fftfreq(8, dtype=torch.float32)": "device=",
+            "import torch as t\nt.full((2,), 1)": "dtype= and device=",
+        }.items():
+            with self.subTest(code):
+                line = 2 + code.count("\n")
+                [found] = self.breaches(code)
+                self.assertIn(f"a.py:{line}: torch.", found)
+                self.assertIn(f"without {lacks} takes torch's default", found)
+
+    def test_other_ways_to_a_default_are_refused(self) -> None:
+        for code in (
+            "torch.Tensor([1])",
+            "torch.FloatTensor(2)",
+            "from torch import zeros",
+            "map(torch.tensor, lists)",
+        ):
+            with self.subTest(code):
+                self.assertEqual(len(self.breaches(code)), 1)
+
+    def test_what_depends_on_no_default_is_accepted(self) -> None:
+        for code in (
+            "torch.zeros(2, dtype=torch.int64, device='cpu')",
+            "torch.empty(size, device=x.device, dtype=x.dtype)",
+            "torch.zeros_like(x), x.new_zeros(2), x.new_tensor([1])",
+            "torch.frombuffer(data, dtype=torch.uint8), torch.from_numpy(array)",
+            "import functools\ndef zeros(x: torch.Tensor): return x.zeros",
+            "torch.Generator(), torch.get_default_dtype(), isinstance(x, torch.Tensor)",
+            "numpy.zeros(2), zeros(2), self.torch.zeros(2)",
+        ):
+            with self.subTest(code):
+                self.assertEqual(self.breaches(code), [])
 
 
 class Peers(unittest.TestCase):

@@ -40,7 +40,7 @@ def check_same(settings: Mapping[str, Said], group: dist.ProcessGroup) -> None:
         return
     hashed = zlib.crc32(json.dumps({name: said.value for name, said in settings.items()}).encode())
     text = json.dumps(settings).encode()
-    most = torch.tensor([hashed, -hashed, len(text)], dtype=torch.int64)
+    most = torch.tensor([hashed, -hashed, len(text)], dtype=torch.int64, device="cpu")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     options.asyncOp = True
@@ -48,7 +48,7 @@ def check_same(settings: Mapping[str, Said], group: dist.ProcessGroup) -> None:
         group.allreduce([most], options).wait()
     if most[0] == -most[1]:
         return
-    mine = torch.zeros(int(most[2]), dtype=torch.uint8)
+    mine = torch.zeros(int(most[2]), dtype=torch.uint8, device="cpu")
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(group.size())]
     with exact():

@@ -218,7 +218,8 @@ def _is_on_one_host(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of a group share a host. Collective."""
     said = accl_backend(group).options.settings.get("host_id") or os.environ.get("ACCL_HOST_ID")
     name = said or _native.host_facts()["host_id"]
-    mine = torch.tensor([int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])])
+    hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    mine = torch.tensor([hashed], dtype=torch.int64, device="cpu")
     hosts = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([hosts], [mine]).wait()
     return len({int(host) for host in hosts}) == 1

@@ -196,7 +196,8 @@ class CGXState(CompressionState):
             bucket_size = self._bucket_size or CallSettings.now().bucket_size or DEFAULT_BUCKET_SIZE
             layer = Layer(parameter.numel(), MOST_BITS if is_small else self._bits, bucket_size)
         layer = replace(layer, **self._changes.get(id(parameter), {}))
-        return replace(layer, bits=MOST_BITS) if registry.is_excluded(parameter) else layer
+        is_exact = registry.is_excluded(parameter) or parameter.is_complex()
+        return replace(layer, bits=MOST_BITS) if is_exact else layer
 
     def _registered(self, index: int, parameters: Sequence[torch.Tensor]) -> tuple[Layer, ...] | None:
         """What `register_layer` was told of a bucket, if its layers have the sizes of these gradients."""

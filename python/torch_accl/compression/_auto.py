@@ -124,7 +124,8 @@ def timed_elements(sizes: Sequence[int], dtype: torch.dtype, most_bytes: int | N
 
 def _times(codecs: Sequence[str], size: int, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
     """Nanoseconds for each element of a call of so many by each codec: medians of calls by turns."""
-    numbers = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    drawn = torch.Generator().manual_seed(1)
+    numbers = torch.randn(size, generator=drawn, dtype=torch.float32, device="cpu").to(dtype)
     seconds: dict[str, list[float]] = {codec: [] for codec in codecs}
     for turn in range((_ROUNDS if size > _SMALL else _ROUNDS_OF_SMALL) + 1):
         for codec in codecs:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch._compile import _disable_dynamo
 
+from ._buckets import gradients_of
 from ._plans import Part
 from ._scope import check_device, exact
 from ._state import CompressionState
@@ -26,7 +27,7 @@ def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Futur
     gradients one by one, and each is a call of its own.
 
     Raises:
-        RuntimeError: a parameter came into the model after the state was made, or gradients are not on the CPU.
+        RuntimeError: a parameter came into the model after the state was made, gradients are not on the CPU, or they are not the whole bucket.
     """
     if isinstance(bucket, tuple):
         return _mean_of_one(state, *bucket)
@@ -38,15 +39,15 @@ def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Futur
         step = state.step
     if buffer.is_sparse:
         return _mean_of_sparse(state, buffer)
-    parameters, gradients = bucket.parameters(), bucket.gradients()
+    memory, gradients = gradients_of(bucket)
     elements = [gradient.numel() for gradient in gradients]
-    plan = state.plan(parameters, elements, buffer.dtype, step, lambda: gradients, state.process_group)
+    plan = state.plan(bucket.parameters(), elements, memory.dtype, step, lambda: gradients, state.process_group)
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = dist.ReduceOp.AVG
     options.asyncOp = True
 
     def call(part: Part, is_encoded: bool) -> dist.Work:
-        tensors = gradients[part.tensors] if is_encoded else [buffer[part.elements]]
+        tensors = gradients[part.tensors] if is_encoded else [memory[part.elements]]
         return state.process_group.allreduce_coalesced(tensors, options)
 
     return future_of(state.send(plan, step, call), lambda: buffer)

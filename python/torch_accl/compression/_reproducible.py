@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from ._buckets import gradients_of
 from ._calls import checked_group, refuse_coalescing
 from ._scope import FLOATS, exact, takes_part
 from ._work import WorkWithEnd
@@ -89,7 +90,7 @@ def all_reduce_reproducible(
     one rank the call is exact.
 
     Args:
-        tensor: float32, float16 or bfloat16 on the CPU, of any shape; it is overwritten with the result.
+        tensor: float32, float16, bfloat16 or complex64 on the CPU, of any shape; it is overwritten with the result.
         op: SUM or AVG.
         group: None is the default group; its backend must be accl.
         async_op: return a Work when ranks have agreed on their units, instead of waiting for sums.
@@ -134,7 +135,7 @@ def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.
         future.set_result(buffer)
         return future
     # Of a sparse gradient the buffer is all there is.
-    work = _Sum([buffer] if buffer.is_sparse else bucket.gradients(), True, group, state).start()
+    work = _Sum([buffer] if buffer.is_sparse else gradients_of(bucket)[1], True, group, state).start()
     return work.get_future().then(lambda future: _after(future, buffer))
 
 
@@ -151,34 +152,35 @@ class _Sum:
         self, tensors: Sequence[torch.Tensor], is_mean: bool, group: dist.ProcessGroup, settings: Reproducible
     ) -> None:
         for tensor in tensors:
-            if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
+            if tensor.dtype not in (*FLOATS, torch.complex64) or tensor.layout is not torch.strided:
                 raise ValueError(
-                    f"reproducible sums are of dense float32, float16 and bfloat16, and this is {tensor.dtype} "
+                    f"reproducible sums are of dense float32, float16, bfloat16 and complex64, and this is {tensor.dtype} "
                     f"({str(tensor.layout).removeprefix('torch.')})"
                 )
         self.tensors = list(tensors)
-        # A copy of what is not contiguous.
-        self.flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        # A copy of what is not contiguous, or conjugate.
+        self.flat = [_real(tensor.detach()).reshape(-1) for tensor in tensors]
         self.divisor = group.size() if is_mean else 1
         self.group = group
         self.settings = settings
-        self._room = torch.empty(max(_BLOCK, settings.bucket))
-        self.units = torch.empty(0)
-        self.levels = torch.empty(0)
+        self._room = torch.empty(max(_BLOCK, settings.bucket), dtype=torch.float32, device="cpu")
+        self.units: torch.Tensor
+        self.levels: torch.Tensor
 
     def start(self) -> WorkWithEnd:
         """Agrees on units, and starts the sum."""
         bucket = self.settings.bucket
         self.units = self._units(sum(-(-flat.numel() // bucket) for flat in self.flat))
-        self.levels = torch.empty(sum(flat.numel() for flat in self.flat), dtype=_TYPES[self.settings.bits])
+        elements = sum(flat.numel() for flat in self.flat)
+        self.levels = torch.empty(elements, dtype=_TYPES[self.settings.bits], device="cpu")
         is_finite = bool(self.units.isfinite().all())
-        for values, buckets, elements in self._rows():
+        for values, buckets, own in self._rows():
             units = self.units[buckets, None]
             scaled = torch.div(values, units, out=self._room_of(values)).round_()
             if not is_finite:
                 # Nothing of a bucket that becomes NaN is sent.
                 scaled.masked_fill_(~units.isfinite(), 0)
-            self.levels[elements].view_as(values).copy_(scaled)
+            self.levels[own].view_as(values).copy_(scaled)
         with exact():
             work = dist.all_reduce(self.levels, dist.ReduceOp.SUM, self.group, async_op=True)
         return WorkWithEnd(work, self.tensors, self._end)
@@ -186,9 +188,9 @@ class _Sum:
     def _units(self, buckets: int) -> torch.Tensor:
         settings, top = self.settings, self.settings._top(self.group.size())
         # Magnitudes have the order of their bits, infinity and NaN above all; and what tells whether settings are the same.
-        agreed = torch.empty(buckets + 4, dtype=torch.int32)
+        agreed = torch.empty(buckets + 4, dtype=torch.int32, device="cpu")
         said = [settings.bits, -settings.bits, settings.bucket, -settings.bucket]
-        agreed[buckets:] = torch.tensor(said, dtype=torch.int32)
+        agreed[buckets:] = torch.tensor(said, dtype=torch.int32, device="cpu")
         greatest = agreed[:buckets].view(torch.float32)
         for values, here, _ in self._rows():
             torch.amax(self._room_of(values).copy_(values).abs_(), 1, out=greatest[here])
@@ -202,9 +204,8 @@ class _Sum:
                 f"reproducible sum: rank {self.group.rank()} cannot go on, since ranks have different settings: {' and '.join(ranges)}; "
                 "give all ranks the same"
             )
-        is_finite = agreed[:buckets] < _INFINITY_BITS
         units = (greatest / top).clamp_(min=_LEAST_UNIT)
-        return units.where(is_finite, torch.tensor(torch.nan))
+        return units.masked_fill_(agreed[:buckets] >= _INFINITY_BITS, torch.nan)
 
     def _room_of(self, values: torch.Tensor) -> torch.Tensor:
         return self._room[: values.numel()].view_as(values)
@@ -233,4 +234,10 @@ class _Sum:
             torch.mul(self.levels[elements].view_as(values), scale[buckets, None], out=values)
         for tensor, flat in zip(self.tensors, self.flat, strict=True):
             if flat.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(flat.view(tensor.shape))
+                found = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
+                tensor.detach().copy_(found.view(tensor.shape))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts of complex numbers, which share a unit as neighbours."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -424,6 +424,8 @@ class CompressionState(OfGroup):
 
     def _codec(self, parameter: torch.Tensor, leg: str = "") -> Codec | None:
         name = self.name_of(parameter)
+        if parameter.is_complex():
+            return None
         if name + leg in self._decided:
             return self._decided[name + leg]
         codec = self.compression.codec_of(name, parameter.numel(), parameter.dim())

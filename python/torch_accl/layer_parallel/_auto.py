@@ -106,7 +106,7 @@ def measured(solve: Solve, micro_batches: int) -> Measured | None:
         except Exception:
             numbers[-1] = 1
     of_all = {
-        kind: wire.together(torch.tensor(numbers, device=wire.device), "measuring layers")
+        kind: wire.together(torch.tensor(numbers, dtype=torch.int64, device=wire.device), "measuring layers")
         for kind, numbers in found.items()
     }
     if any(numbers[-1] for numbers in of_all.values()):
@@ -209,11 +209,11 @@ def _some(form: Form, device: torch.device) -> tuple[States, States]:
 
 def _rates(wire: Wire, state: int, device: torch.device) -> tuple[int, int, int, int, int]:
     """Picoseconds, as the slowest rank has found them."""
-    a, b = (torch.zeros(max(state // 4, 1), device=device) for _ in range(2))
+    a, b = (torch.zeros(max(state // 4, 1), dtype=torch.float32, device=device) for _ in range(2))
     add = min(_timed(lambda: a + b)[0] for _ in range(_TURNS_OF_MESSAGES)) * 1024 // max(state, 1)
     message = latency = wire_per_kib = norm = 0
     if wire.size > 1:
-        small = torch.zeros(1, device=device)
+        small = torch.zeros(1, dtype=torch.float32, device=device)
         first = _exchanges(wire, small)
         whole = _exchanges(wire, a)
         message, latency = first[0], first[1]
@@ -222,7 +222,7 @@ def _rates(wire: Wire, state: int, device: torch.device) -> tuple[int, int, int,
         norm = min(
             _timed(lambda: wire.together(counted.clone(), "measuring messages"))[0] for _ in range(_TURNS_OF_MESSAGES)
         )
-    found = torch.tensor([add, message, latency, wire_per_kib, norm], device=wire.device)
+    found = torch.tensor([add, message, latency, wire_per_kib, norm], dtype=torch.int64, device=wire.device)
     known = wire.together(found, "measuring messages", is_greatest=True)
     return known[0], known[1], known[2], known[3], known[4]
 

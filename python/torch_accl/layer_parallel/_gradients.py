@@ -23,12 +23,17 @@ def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, erro
     wire, solver = net.wire, net.solver
     count = len(solver.plans.net.layers)
     powers = [0.0] * count
+    # Whether a norm has 64 bits, by layer.
+    are_wide = [0.0] * count
     for layer, parameters in solver.layers.parts().items():
         found = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if found:
-            norm = float(torch.nn.utils.get_total_norm(found, norm_type).double())
+            of_layer = torch.nn.utils.get_total_norm(found, norm_type)
+            are_wide[layer] = float(of_layer.dtype == torch.float64)
+            norm = float(of_layer.double())
             powers[layer] = norm if math.isinf(norm_type) else norm**norm_type
-    known = wire.known(powers, "clipping gradients")
+    numbers = wire.known([*powers, *are_wide], "clipping gradients")
+    known, is_wide = numbers[:count], any(numbers[count:])
     total = max(known) if math.isinf(norm_type) else sum(known) ** (1 / norm_type)
     if any(math.isnan(power) for power in known):
         total = math.nan
@@ -39,7 +44,7 @@ def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, erro
         for parameter in net.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-    return torch.tensor(total)
+    return torch.tensor(total, dtype=torch.float64 if is_wide else torch.float32, device="cpu")
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -69,10 +74,12 @@ class GradScaler(torch.amp.GradScaler):
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         wire = self._net.wire
         mine = any(float(value) > 0 for value in found.values())
-        [count] = wire.together(torch.tensor([int(mine)], device=wire.device), "looking for infinite gradients")
+        [count] = wire.together(
+            torch.tensor([int(mine)], dtype=torch.int64, device=wire.device), "looking for infinite gradients"
+        )
         # A rank without gradients has nobody to tell otherwise.
         device = torch.device(self._device)
-        found.setdefault(device, torch.zeros((), device=device))
+        found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         for value in found.values():
             value.fill_(float(count > 0))
 

@@ -174,7 +174,7 @@ class MGOpt:
         # One more than its number, and 0 for none.
         last = max((layer + 1 for layer, flags in now.items() if flags != self._trained.get(layer)), default=0)
         (last,) = net._wire.together(
-            torch.tensor([last], device=net._wire.device), "the start of a cycle", is_greatest=True
+            torch.tensor([last], dtype=torch.int64, device=net._wire.device), "the start of a cycle", is_greatest=True
         )
         if last:
             raise ValueError(

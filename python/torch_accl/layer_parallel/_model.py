@@ -74,7 +74,7 @@ class Model(nn.Module):
         super().__init__()
         self._wire = wire
         # Also where nets are made on the meta device.
-        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._can_be_cut = True
         self.norms = Norms()
         # What the last batch's output looks like, known to all ranks.
@@ -376,7 +376,7 @@ class Model(nn.Module):
             # Who cannot say what the input is like says why when the batch begins.
             with contextlib.suppress(Exception):
                 key = run.key()
-        numbers = torch.tensor([key, int(state != self._state_of_choices)], device=wire.device)
+        numbers = torch.tensor([key, int(state != self._state_of_choices)], dtype=torch.int64, device=wire.device)
         key, has_changed = wire.together(numbers, "choosing a mode", is_greatest=True)
         if has_changed:
             self._choices.clear()

@@ -313,7 +313,7 @@ class Evaluation:
             return (
                 *first,
                 state,
-                torch.tensor(dt, dtype=torch.float64) if _is_compiled(self.modules[layer]) else dt,
+                torch.tensor(dt, dtype=torch.float64, device="cpu") if _is_compiled(self.modules[layer]) else dt,
             ), named
         return ((*first, state, span) if kind == "custom" and span > 1 else (*first, state)), named
 
@@ -450,7 +450,7 @@ def keep_freed_memory() -> None:
     """States come and go by the hundred. glibc gives each back to the system, page by page, until it has seen a larger block freed: from then on it keeps
     up to twice as much, 64 MiB at most, and a batch takes a tenth less time. Whoever has freed a tensor of 30 MB has that already.
     """
-    torch.empty(_KEPT_BYTES, dtype=torch.uint8)
+    torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def states_of(returned: Any, form: Form, who: str, *, may_be_states: bool) -> tuple[States, States]:

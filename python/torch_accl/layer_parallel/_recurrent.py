@@ -175,7 +175,9 @@ class RecurrentParallel(Model):
 
     def _counts(self, rows: int, count: int, wrong: BaseException | None) -> tuple[int, ...]:
         what = f"the start of batch {self._shared.number}"
-        numbers = torch.tensor([count, -count, rows, -rows, int(wrong is not None)], device=self._wire.device)
+        numbers = torch.tensor(
+            [count, -count, rows, -rows, int(wrong is not None)], dtype=torch.int64, device=self._wire.device
+        )
         most, least, most_rows, least_rows, has_failed = self._wire.together(numbers, what, is_greatest=True)
         if has_failed:
             cause = None if wrong is None else f"{what}: {described(wrong)}"
@@ -226,7 +228,7 @@ class RecurrentParallel(Model):
         ]
         if not wide:
             return
-        counts = torch.tensor([float(gradient is not None) for gradient in found], dtype=torch.float64)
+        counts = torch.tensor([float(gradient is not None) for gradient in found], dtype=torch.float64, device="cpu")
         flat = torch.cat(
             [
                 counts.to(wide[0].device),
@@ -485,7 +487,7 @@ class Inputs(Beside):
         """Those of this rank's steps, with the graph back to their states."""
         micro_batches = solve.batch.micro_batches
         if not self._steps.own:
-            return torch.zeros(self._leaves[0].shape[0], 0)
+            return torch.zeros(self._leaves[0].shape[0], 0, dtype=torch.get_default_dtype(), device="cpu")
         by_step = []
         for layer in self._steps.own:
             form = solve.batch.forms[layer + 1]

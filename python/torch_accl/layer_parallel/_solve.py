@@ -184,7 +184,9 @@ class Solver:
         # And the numbers of the batches, which are all the same if the mean of their squares is the square of their mean.
         numbers = [batch.number % _COMPARED, (batch.number % _COMPARED) ** 2]
         status = torch.tensor(
-            [int(batch.cause is not None), *bits_of([solve.loss]), solve.loss_dtype, *numbers], device=self.wire.device
+            [int(batch.cause is not None), *bits_of([solve.loss]), solve.loss_dtype, *numbers],
+            dtype=torch.int64,
+            device=self.wire.device,
         )
         failed, bits, solve.loss_dtype, first, second = self.wire.together(status, f"the end of batch {batch.number}")
         if failed:
@@ -234,7 +236,7 @@ class Solver:
                 wrong, header[2] = error, 1
         if wire.rank == 0:
             header[4] = due
-        numbers = torch.tensor(header, device=wire.device)
+        numbers = torch.tensor(header, dtype=torch.int64, device=wire.device)
         what = f"the start of batch {due}"
         most, least, has_failed, key, number, has_changed, one, other = wire.together(numbers, what, is_greatest=True)
         if has_failed:
@@ -417,7 +419,7 @@ class Solve:
     @property
     def known_loss(self) -> Tensor:
         """The loss as the last rank has it."""
-        return torch.tensor(self.loss, dtype=_DTYPES[self.loss_dtype])
+        return torch.tensor(self.loss, dtype=_DTYPES[self.loss_dtype], device="cpu")
 
     def forward(self, passes: Passes) -> list[States]:
         """The states of the last point, on the last rank, of each micro-batch."""

@@ -207,7 +207,9 @@ def hash_of(parameter: Tensor) -> int:
     total = int(words[whole:].sum(dtype=torch.int64))
     for axis, factor in ((1, 1), (0, 0x9E3779B1)):
         sums = table.sum(axis, dtype=torch.int64)
-        total += factor * int((sums * torch.arange(1, 2 * sums.numel() + 1, 2, device=sums.device)).sum())
+        total += factor * int(
+            (sums * torch.arange(1, 2 * sums.numel() + 1, 2, dtype=torch.int64, device=sums.device)).sum()
+        )
     return total & ((1 << 62) - 1)
 
 

@@ -245,13 +245,13 @@ class Walk:
 
     def _square_norm(self, interval: int, a: int, b: int) -> None:
         if self._squares is None:
-            self._squares = torch.zeros(self.program.plan.intervals, dtype=torch.float64)
+            self._squares = torch.zeros(self.program.plan.intervals, dtype=torch.float64, device="cpu")
         self._squares[interval] = sum(square_norm(x - y) for x, y in zip(self._read(a), self._read(b)))
 
     def _post_norm(self, iteration: int) -> None:
         squares, self._squares = self._squares, None
         if squares is None:
-            squares = torch.zeros(self.program.plan.intervals, dtype=torch.float64)
+            squares = torch.zeros(self.program.plan.intervals, dtype=torch.float64, device="cpu")
         # As whole numbers: each is zero on all ranks but one, and nothing rounds or compresses it.
         bits = squares.view(torch.int64).to(self.wire.device)
         self._reductions[iteration] = (bits, self._tried("adding up a norm", lambda: self.wire.add_up(bits)))

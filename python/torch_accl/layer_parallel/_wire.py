@@ -76,7 +76,7 @@ class Wire:
 
     def known(self, numbers: Sequence[float], what: str) -> list[float]:
         """Numbers of which each is zero on all ranks but one, on all of them, to the bit."""
-        return numbers_of(self.together(torch.tensor(bits_of(numbers), device=self.device), what))
+        return numbers_of(self.together(torch.tensor(bits_of(numbers), dtype=torch.int64, device=self.device), what))
 
     def add_up(self, numbers: Tensor) -> dist.Work | None:
         """Whole numbers of all ranks are added up in place."""

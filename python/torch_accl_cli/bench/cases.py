@@ -171,7 +171,7 @@ class Prepared:
 
     def _buffer(self, count: int) -> torch.Tensor:
         dtype = getattr(torch, self.case.dtype)
-        return torch.zeros(count * dtype.itemsize, dtype=torch.uint8).view(dtype)
+        return torch.zeros(count * dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)
 
     def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.split(tensor, self.case.count))
@@ -179,7 +179,7 @@ class Prepared:
     def _pattern(self, rank: int) -> torch.Tensor:
         """One period of what `rank` brings: small integers that every type holds exactly, and so their sums."""
         # Whole turns of 3, of 7 and of the ranks: no block that is in the place of another has its values.
-        index = torch.arange(21 * self.world)
+        index = torch.arange(21 * self.world, dtype=torch.int64, device="cpu")
         value = index % 3 + rank % 2
         turn = (index + rank) % self.world
         match self.case.op:

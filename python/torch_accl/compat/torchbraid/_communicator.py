@@ -477,7 +477,7 @@ class Comm:
             self._came.append(_Message(self.rank, tag, data.clone()))
             return Request([], [])
         device = _device(group)
-        parts = [torch.tensor([tag, data.numel()], device=device), data.to(device)]
+        parts = [torch.tensor([tag, data.numel()], dtype=torch.int64, device=device), data.to(device)]
         works = [dist.isend(part, group=group, group_dst=dest, tag=_TORCHS_TAG) for part in parts if part.numel()]
         return Request([work for work in works if work is not None], parts)
 
@@ -549,7 +549,7 @@ def _bytes_of(obj: Any) -> Tensor:
 def _bytes_in(buf: Any) -> Tensor:
     given = tensor_of(buf).detach().contiguous().cpu()
     # A copy: a request may outlive what the caller does with the buffer.
-    return given.flatten().view(torch.uint8).clone() if given.numel() else torch.empty(0, dtype=torch.uint8)
+    return given.flatten().view(torch.uint8).clone() if given.numel() else given.new_empty(0, dtype=torch.uint8)
 
 
 def tensor_of(buf: Any) -> Tensor:
@@ -563,7 +563,10 @@ def tensor_of(buf: Any) -> Tensor:
     if isinstance(buf, Tensor):
         return buf.detach()
     if hasattr(buf, "__array_interface__"):
-        return torch.as_tensor(buf)
+        import numpy
+
+        # Not `as_tensor`, which makes a copy on the default device.
+        return torch.from_numpy(numpy.asarray(buf))
     raise TypeError(
         f"a buffer is a tensor or an array of numpy, not {type(buf).__name__}; objects have methods in small letters"
     )

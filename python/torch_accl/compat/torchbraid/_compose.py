@@ -30,7 +30,8 @@ class Compose:
         if inspect.isclass(op):
             return None
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        zero = torch.zeros(1, device=tensors[0].device if tensors else None)
+        device = tensors[0].device if tensors else "cpu"
+        zero = torch.zeros(1, dtype=torch.get_default_dtype(), device=device)
         for tensor in tensors:
             if tensor.requires_grad:
                 # None of its elements: whatever they are, it is zero.

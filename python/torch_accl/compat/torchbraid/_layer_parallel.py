@@ -114,7 +114,7 @@ class LayerParallel(Parallel):
     def _agreed(self, functors: Sequence[Functor], counts: Sequence[int]) -> tuple[int, list[Any]]:
         """The seed of all layers, and what each functor's are; rank 0 tries that."""
         # Each rank draws, so that all are where they were.
-        drawn = int(torch.randint(1 << 62, (), device="cpu"))
+        drawn = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
         found: tuple[int, list[str]] | str | None = None
         error: Exception | None = None
         if self.ranks.rank == 0:

@@ -192,7 +192,7 @@ class _Cell(nn.Module):
 
     def output(self, state: tuple[Tensor, ...]) -> Tensor:
         # Nobody asks for those of single steps.
-        return torch.zeros(state[0].shape[1], 0, device=state[0].device)
+        return state[0].new_zeros(state[0].shape[1], 0)
 
     def final(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return state

@@ -103,4 +103,4 @@ class _ToRoot(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         found = ctx.way.backward(cotangents)
         # Of the others' number without meaning: it is what the net's own backward pass is called for.
-        return (None, *(found if found is not None else [torch.zeros((), device="cpu")]))
+        return (None, *(found if found is not None else [torch.zeros((), dtype=torch.float32, device="cpu")]))

@@ -85,7 +85,7 @@ def l2_reg(net: nn.Module, comm: Any = None) -> Tensor:
     own = (
         torch.stack([square.reshape(()) for square in squares]).sum()
         if squares
-        else torch.zeros((), requires_grad=True)
+        else torch.zeros((), dtype=torch.get_default_dtype(), device="cpu", requires_grad=True)
     )
     if comm is None:
         return own
@@ -134,7 +134,7 @@ def buffer_size(tens: Tensors) -> int:
 def pack_buffer(tens: Tensors) -> Tensor:
     """The bytes of tensors of any types, one after the other."""
     parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in _listed(tens) if tensor.numel()]
-    return torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
+    return torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def unpack_buffer(tens: Tensors, buf: Tensor) -> None:
@@ -158,6 +158,10 @@ def _listed(tens: Tensors) -> list[Tensor]:
 
 
 # ---- states
+
+
+def _numbers(classes: Sequence[int] | Tensor) -> Tensor:
+    return classes if isinstance(classes, Tensor) else torch.tensor(classes, dtype=torch.int64, device="cpu")
 
 
 class MeanInitialGuessStorage:
@@ -185,7 +189,7 @@ class MeanInitialGuessStorage:
         """
         if t not in self.state_map:
             raise KeyError(f"there is no state of time {t}; addState was told of {sorted(self.state_map)}")
-        chosen = torch.as_tensor(classes)
+        chosen = _numbers(classes)
         return tuple(mean[chosen.to(mean.device)].clone() for mean in self.state_map[t])
 
     @torch.no_grad()
@@ -196,7 +200,7 @@ class MeanInitialGuessStorage:
             ValueError: a class, or a state, for which there is no room.
         """
         states = (state,) if isinstance(state, Tensor) else tuple(state)
-        chosen = torch.as_tensor(classes).flatten()
+        chosen = _numbers(classes).flatten()
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.class_count:
             raise ValueError(
                 f"addState: classes {int(chosen.min())} to {int(chosen.max())}, and there are {self.class_count}"

@@ -38,7 +38,7 @@ def average_gradients(model: nn.Module, comm_dp: Any) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if comm.size == 1 or not parameters:
         return
-    is_there = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    is_there = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
     comm.Allreduce(MPI.IN_PLACE, is_there, MPI.MAX)
     lots: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, wanted in zip(parameters, is_there.tolist()):
@@ -75,7 +75,8 @@ class Partioner:
 
     def __init__(self, data: Any, procs: int, seed: int, batch_size: int) -> None:
         self.data = data
-        order: list[int] = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
+        drawn = torch.Generator().manual_seed(seed)
+        order: list[int] = torch.randperm(len(data), generator=drawn, dtype=torch.int64, device="cpu").tolist()
         batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
         self.partitions = [[number for batch in batches[rank::procs] for number in batch] for rank in range(procs)]
 
