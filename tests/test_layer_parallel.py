@@ -604,6 +604,33 @@ def test_a_net_of_another_type_is_planned_anew(rank, world):
         assert not net.is_last or y.dtype == dtype
 
 
+@on_ranks(1, 2, 3)
+def test_a_head_of_another_size_is_taken_for_batch_sizes_seen_before(rank, world):
+    net = LayerParallel([nn.Linear(6, 6), *(ode(small) for _ in range(4)), nn.Linear(6, 3)], mode="exact-wave")
+    head, body = str(len(net._plans.net.layers) - 1), str(len(net._plans.net.layers) - 2)
+    x = torch.ones(4, 6)
+    for size in (3, 5, 4):
+        if net.is_last:
+            net.layers[head] = nn.Linear(6, size)
+        assert torch.isfinite(net.step(x, torch.ones(4, size), squared))
+    # One of the same size, and one without parameters.
+    for layer, size in ((nn.Linear(6, 4), 4), (nn.AvgPool1d(2), 3), (nn.AvgPool1d(3), 2)):
+        if net.is_last:
+            net.layers[head] = layer
+        net.step(x, torch.ones(4, size), squared)
+    # What is changed within a layer is seen once a batch has failed.
+    if net.is_last:
+        net.layers[head].kernel_size = net.layers[head].stride = (2,)
+    with pytest.raises(LayerParallelError, match=r"returned the shape \[4, 3\], and \[4, 2\] was planned"):
+        net.step(x, torch.ones(4, 3), squared)
+    net.step(x, torch.ones(4, 3), squared)
+    # A part of a step.
+    if int(body) in net.owned:
+        old = net.layers[body][0]
+        net.layers[body][0] = nn.Linear(old.in_features, old.out_features, bias=False)
+    net.step(x, torch.ones(4, 3), squared)
+
+
 # ---- layers with random numbers and buffers
 
 
@@ -838,6 +865,46 @@ def test_two_replicas_on_two_ranks_each_train_like_one_on_one(rank, world, optio
             optimizer.step()
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(parameter, one.get_parameter(name), rtol=1e-7, atol=1e-9)
+
+
+def old_norm(kind, layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kind(layer)
+
+
+NORMS = {
+    "weight": lambda layer: nn.utils.parametrizations.weight_norm(layer),
+    "spectral": lambda layer: nn.utils.parametrizations.spectral_norm(layer),
+    "orthogonal": lambda layer: nn.utils.parametrizations.orthogonal(layer),
+    "weight, by a hook": lambda layer: old_norm(nn.utils.weight_norm, layer),
+    "spectral, by a hook": lambda layer: old_norm(nn.utils.spectral_norm, layer),
+}
+
+
+@on_ranks(1, 2)
+def test_layers_with_norms_of_weights_are_exported_and_refined(rank, world):
+    for kind, normed in NORMS.items():
+        torch.manual_seed(4)
+        blocks = [nn.Sequential(normed(nn.Linear(6, 6)), nn.Tanh()) for _ in range(4)]
+        x, target = torch.randn(2, 6), torch.randn(2, 6)
+        net = LayerParallel([ode(block) for block in blocks], mode="exact-wave")
+        net.step(x, target, squared)
+        whole = net.eval().to_serial()
+        assert [*whole.state_dict()] == [name for name in whole.state_dict() if name.startswith("layers.")]
+        with torch.no_grad():
+            y = net(x)
+            assert not net.is_last or torch.equal(y, whole(x)), kind
+            assert type(whole.layers[0][0]) is not nn.Linear or "hook" in kind
+        whole.train()
+        squared(whole(x), target).backward()
+        for name, parameter in net.named_parameters():
+            mine = whole.get_parameter(name)
+            assert mine.grad is not None and torch.equal(mine, parameter), (kind, name)
+        # Other ranks' layers come as bytes here as well.
+        finer = layer_parallel.refined(net.train(), 2)
+        coarser = layer_parallel.coarsened(finer, 4)
+        coarser.step(x, target, squared)
 
 
 @on_ranks(1, 2, 3)

@@ -14,6 +14,7 @@ from support import gloo_group, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn import functional
+from torch_accl import layer_parallel
 from torch_accl.layer_parallel import (
     Cycle,
     GradScaler,
@@ -729,6 +730,90 @@ def test_a_run_that_is_resumed_on_another_number_of_ranks_goes_on_as_it_was(rank
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])
+
+
+FALLBACKS = {
+    "more iterations after an audit": dict(audit_every=2, audit_limit=1e-9, on_excess="more"),
+    "exactly after an audit": dict(audit_every=2, audit_limit=1e-9, on_excess="exact"),
+    "exactly after a probe": dict(probe_every=2, on_stall="exact"),
+    "a chosen mode": dict(mode="auto"),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", list(FALLBACKS))
+def test_a_run_that_has_fallen_back_is_resumed_in_what_it_fell_back_to(rank, world, how, tmp_path):
+    x, target = batch()
+    folder = [tmp_path if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+
+    def made():
+        layers = [ode(Stretching(number)) for number in range(16)]
+        return LayerParallel(layers, horizon=16.0, replica=0, **FALLBACKS[how])
+
+    def train(net, count):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(count):
+                loss = net.step(x, target, squared)
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter -= 1e-4 * parameter.grad.sign()
+                        parameter.grad = None
+        return loss
+
+    net = made()
+    train(net, 2)
+    net.evaluation = "inexact"
+    if how == "a chosen mode":
+        # As if it had been the fastest.
+        net._choices = {key: layer_parallel.Choice("inexact", {"inexact": 0.5}) for key in net._choices}
+    else:
+        assert (net.mode, net.fwd.iterations) != ("inexact", 2)
+    weights = net.state_dict()
+    assert all(name.startswith("layers.") for name in weights)
+    dcp.save({"net": weights, "solver": net.solver}, checkpoint_id=folder[0] / "dcp")
+    if rank == 0:
+        torch.save({"solver": net.solver.state_dict()}, folder[0] / "plain.pt")
+    dist.barrier()
+    state = torch.load(folder[0] / "plain.pt")["solver"]
+    wanted = train(net, 2)
+
+    resumed = made()
+    found = {"net": resumed.state_dict(), "solver": resumed.solver}
+    dcp.load(found, checkpoint_id=folder[0] / "dcp")
+    resumed.load_state_dict(found["net"])
+    assert resumed.solver.state_dict() == state and resumed.evaluation == "inexact" and resumed.batch == 2
+    assert torch.equal(train(resumed, 2), wanted)
+    if how == "a chosen mode":
+        assert resumed.choice == layer_parallel.Choice("inexact", {"inexact": 0.5})
+
+    plain = made()
+    dcp.load({"net": (others := plain.state_dict())}, checkpoint_id=folder[0] / "dcp")
+    plain.load_state_dict(others)
+    plain.solver.load_state_dict(state)
+    assert torch.equal(train(plain, 2), wanted)
+    dist.barrier()
+
+
+@on_ranks(1)
+def test_a_saved_state_that_does_not_fit_changes_nothing(rank, world):
+    net = LayerParallel([ode(small) for _ in range(4)], fwd=Cycle(factor=2), bwd=Cycle(factor=2))
+    before = net.solver.state_dict()
+    wrong = {
+        r"format 7, and this version reads format 1": before | {"format": 7},
+        r"format None": {"net": 1},
+        r"lacks batch, choices": {k: v for k, v in before.items() if k not in ("batch", "choices")},
+        r"does not fit this net: mode='fast': give one of": before | {"mode": "fast"},
+        r"does not fit this net: .*levels": before | {"fwd": before["fwd"] | {"levels": 9}},
+        r"does not fit this net: .*colour": before | {"fwd": before["fwd"] | {"colour": 1}},
+        r"does not fit this net: evaluation='auto'": before | {"evaluation": "auto", "mode": "exact-wave"},
+        r"does not fit this net: batch=-1": before | {"batch": -1, "mode": "exact-wave"},
+    }
+    for text, state in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            net.solver.load_state_dict(state)
+        assert net.solver.state_dict() == before
 
 
 @on_ranks(2, 3)

@@ -201,6 +201,59 @@ def test_the_state_before_the_first_step_has_its_gradient(rank, world):
         assert mine is None
 
 
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("mode", EXACT)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_backpropagation_over_windows_begins_each_with_the_last_state_of_the_one_before(rank, world, mode, kind):
+    rnn, tail = made(kind)
+    net = RecurrentParallel(copy.deepcopy(rnn), copy.deepcopy(tail), mode=mode, micro_batches=2)
+    optimizers = [
+        torch.optim.SGD(list(modules), lr=0.1)
+        for modules in ({*rnn.parameters(), *tail.parameters()}, net.parameters())
+    ]
+    with pytest.raises(RuntimeError, match=r"last_state\(\) before the first batch"):
+        net.last_state()
+    state, last = None, None
+    # The last rank may have none of the steps of a window.
+    for window, counts in enumerate([lengths(world), lengths(world)[::-1], [2] + [0] * (world - 1)]):
+        x, target = seeded(10 + window, ROWS, sum(counts), WIDTH), seeded(20 + window, ROWS, 2)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if isinstance(rnn, nn.RNNBase):
+            outputs, state = rnn(x, state)
+        else:
+            for step in range(x.shape[1]):
+                state = rnn(x[:, step], state)
+            outputs = (state[0] if isinstance(state, tuple) else state)[:, None]
+        wanted = squared(tail(outputs[:, -1]), target)
+        wanted.backward()
+        mine = part(x, counts, rank)
+        if window == 1:
+            loss = net(mine, last)[1]
+            loss = squared(loss, target) if net.is_last else loss
+            loss.backward()
+        else:
+            loss = net.step(mine, target, squared, state=last)
+        if net.is_last:
+            torch.testing.assert_close(loss.detach(), wanted.detach(), rtol=1e-12, atol=0)
+        last = net.last_state()
+        state = tuple(leaf.detach() for leaf in state) if isinstance(state, tuple) else state.detach()
+        # As torch has it, on every rank.
+        torch.testing.assert_close(last, state, rtol=1e-12, atol=1e-14)
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, parameter in net.cell.named_parameters():
+        torch.testing.assert_close(parameter, rnn.get_parameter(name), rtol=1e-11, atol=1e-13)
+    # Evaluation goes on in the same way, and what is compared there does not count.
+    net.eval()
+    with torch.no_grad():
+        net.evaluate(part(x, counts, rank), target, squared)
+        torch.testing.assert_close(net.last_state(), state, rtol=1e-12, atol=1e-14)
+        net(part(x, counts, rank), last)
+        if isinstance(rnn, nn.RNNBase):
+            torch.testing.assert_close(net.last_state(), rnn(x, state)[1], rtol=1e-11, atol=1e-13)
+
+
 @on_ranks(2)
 def test_another_length_is_planned_anew(rank, world):
     rnn, tail = made("GRU")

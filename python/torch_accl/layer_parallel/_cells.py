@@ -81,6 +81,13 @@ class Stepped(nn.Module):
             )
         return given
 
+    def returned(self, state: tuple[Tensor, ...]) -> Any:
+        """A state as torch's module returns it: `h` or `(h, c)`, of shape (layers, batch, hidden), and of a cell of shape (batch, hidden)."""
+        if hasattr(self.rnn, "num_layers"):
+            count = self.layers
+            state = tuple(torch.stack(state[part * count : (part + 1) * count]) for part in range(self.each))
+        return state[0] if self.each == 1 else state
+
     def output(self, state: tuple[Tensor, ...]) -> Tensor:
         """`h` of the last layer."""
         return state[self.layers - 1]

@@ -28,6 +28,16 @@ def sentence(
     causes: Sequence[str | None], remedy: str = "No gradient was taken over; mend it and go on with the next batch."
 ) -> str:
     """What all ranks say, given each rank's own cause."""
-    failed = [f"rank {rank} of the layers failed in {cause}" for rank, cause in enumerate(causes) if cause is not None]
-    more = f"; and {len(failed) - _SHOWN} more ranks" if len(failed) > _SHOWN else ""
-    return f"{'; '.join(failed[:_SHOWN])}{more}. {remedy}"
+    # One sentence for what is the same everywhere.
+    of_cause: dict[str, list[int]] = {}
+    for rank, cause in enumerate(causes):
+        if cause is not None:
+            of_cause.setdefault(cause, []).append(rank)
+    failed = [f"{_ranks(ranks)} of the layers failed in {cause}" for cause, ranks in of_cause.items()]
+    more = sum(len(ranks) for ranks in list(of_cause.values())[_SHOWN:])
+    return f"{'; '.join(failed[:_SHOWN])}{f'; and {more} more ranks' if more else ''}. {remedy}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    *first, last = ranks
+    return f"ranks {', '.join(map(str, first))} and {last}" if first else f"rank {last}"

@@ -20,7 +20,7 @@ def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, erro
     """`torch.nn.utils.clip_grad_norm_` over all layers of a net, on all of its ranks together. Returns the norm before, the same on all."""
     if norm_type <= 0:
         raise ValueError(f"norm_type={norm_type}: give more than 0, or inf")
-    wire, solver = net.wire, net.solver
+    wire, solver = net.wire, net.current
     count = len(solver.plans.net.layers)
     powers = [0.0] * count
     # Whether a norm has 64 bits, by layer.

@@ -7,12 +7,13 @@ happens to a batch in `_run.py`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,11 @@ from ._audit import Audit, Excess, Probe, factor_of
 from ._auto import Candidate, Choice, chosen, measured
 from ._cycle import Cycle
 from ._plans import Plans, Program
+from ._resumed import SolverState
 from ._run import Everything, Job, LossFunction, Run, Through, Way, step
 from ._solve import Converging, Guess, Norms, Passes, Solve, Solver
 from ._tree import Form
+from ._unserved import TRACED, outside_of_transforms, refuse_traced
 from ._wire import Wire
 
 __all__ = ["MODES", "WAVE", "Evaluated", "Mode", "Model", "Schedule", "group_of", "replica_of"]
@@ -51,6 +54,9 @@ class Evaluated:
 
 class Model(nn.Module):
     """A net whose layers are spread over ranks."""
+
+    # What can be saved in its place.
+    instead_of_pickling: ClassVar[str]
 
     def __init__(
         self,
@@ -93,7 +99,8 @@ class Model(nn.Module):
         if not self._auto_modes:
             raise ValueError("auto_modes is empty; give at least one mode")
         self._choices: dict[int, Choice] = {}
-        self._state_of_choices = 0
+        # What they hold for; None: for the layers as they are at the next batch.
+        self._state_of_choices: int | None = None
         # What was chosen for the last batch in the mode `"auto"`.
         self.choice: Choice | None = None
         if self._micro_batches < 1:
@@ -126,6 +133,31 @@ class Model(nn.Module):
         self._settings = f"audits {audit_every} {audit_limit} {on_excess}; probes {probe_every} {on_stall}; tolerance {tolerance} {max_iterations}; checkpoint {checkpoint}; auto_modes {self._auto_modes}"
         self._solver: Solver
 
+    # ---- the net as an object
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled, because it holds a process group and the layers of this rank alone; save {self.instead_of_pickling}"
+        )
+
+    def __copy__(self) -> Self:
+        made = self.__class__.__new__(self.__class__)
+        made.__setstate__(self.__dict__.copy())  # type: ignore[no-untyped-call]
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        return made
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises: layers can be compiled, and the net as a whole cannot.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(TRACED)
+
     # ---- what a batch asks
 
     @property
@@ -134,8 +166,13 @@ class Model(nn.Module):
         return self._wire
 
     @property
-    def solver(self) -> Solver:
-        """What is there for all batches."""
+    def solver(self) -> SolverState:
+        """What a run that is resumed goes on from, besides weights and the optimizer: `net.solver.state_dict()` and `net.solver.load_state_dict(state)`, as an optimizer has them."""
+        return SolverState(self)
+
+    @property
+    def current(self) -> Solver:
+        """What is there for all batches of the last one's plan."""
         return self._solver
 
     @property
@@ -215,7 +252,7 @@ class Model(nn.Module):
 
     @property
     def batch(self) -> int:
-        """The number of the next batch in training, which random numbers, audits and probes go by. A run that is resumed sets it, on all ranks, to what it was."""
+        """The number of the next batch in training, which random numbers, audits and probes go by. `net.solver.state_dict()` has it, with what else a resumed run needs."""
         return self._solver.shared.number
 
     @batch.setter
@@ -317,6 +354,11 @@ class Model(nn.Module):
         In training the passes are solved as the mode says, and a pipeline goes all forward before it goes backward. In evaluation all is exact, unless
         `evaluation` says otherwise.
         """
+        refuse_traced()
+        with outside_of_transforms():
+            return self._batch(x, side)
+
+    def _batch(self, x: Any, side: dict[str, Any] | None) -> Any:
         if isinstance(x, Job):
             run = self.run(x.x, x.side, call="step()")
             anchor: Tensor = Everything.apply(run, x, self._anchor, len(run.given), *run.given, *run.parameters)
@@ -326,6 +368,7 @@ class Model(nn.Module):
             with run.begun(is_recorded=False) as solve:
                 run.solve = solve
                 outputs = run.tried_outputs(solve.forward(run.way.forward))
+            run.done()
             self.norms, self.output_form = solve.norms, solve.returned_form
             return run.value([output.detach() for output in outputs])
         outputs = Through.apply(run, self._anchor, len(run.given), *run.given, *run.parameters)
@@ -376,11 +419,12 @@ class Model(nn.Module):
             # Who cannot say what the input is like says why when the batch begins.
             with contextlib.suppress(Exception):
                 key = run.key()
-        numbers = torch.tensor([key, int(state != self._state_of_choices)], dtype=torch.int64, device=wire.device)
+        has_changed = self._state_of_choices not in (None, state)
+        numbers = torch.tensor([key, int(has_changed)], dtype=torch.int64, device=wire.device)
         key, has_changed = wire.together(numbers, "choosing a mode", is_greatest=True)
         if has_changed:
             self._choices.clear()
-            self._state_of_choices = state
+        self._state_of_choices = state
         if key < 0:
             return "exact-wave"
         if key not in self._choices:

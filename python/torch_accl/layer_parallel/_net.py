@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -122,6 +123,9 @@ class Layers:
         self.seed = seed
         # Parameters that are one with another, by layer and name.
         self.not_counted: set[tuple[int, str]] = set()
+        # The modules at the last look, and how often others stood in their places.
+        self._seen: list[weakref.ref[nn.Module]] = []
+        self._changes = 0
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -130,13 +134,21 @@ class Layers:
 
     def state(self) -> int:
         """What the types and shapes depend on that layers return: another number is another state."""
+        modules = list(self._holder.modules())
+        if len(modules) != len(self._seen) or any(seen() is not module for seen, module in zip(self._seen, modules)):
+            self._seen = [weakref.ref(module) for module in modules]
+            self._changes += 1
         return hash(
-            tuple(
-                (
-                    module.training,
-                    *(parameter.dtype for parameter in module._parameters.values() if parameter is not None),
-                )
-                for module in self._holder.modules()
+            (
+                self._changes,
+                *(
+                    (
+                        module.training,
+                        *((t.dtype, t.shape) for t in module._parameters.values() if t is not None),
+                        *((t.dtype, t.shape) for t in module._buffers.values() if t is not None),
+                    )
+                    for module in modules
+                ),
             )
         )
 
@@ -276,6 +288,11 @@ class Evaluation:
             graph.parameters = [parameter.detach().requires_grad_() for parameter in graph.parameters]
             others = {name: alias for (name, _), alias in zip(own, graph.parameters)}
         if not leaves_trace:
+            # Those of torch.func.functional_call have left the module with that call.
+            now = dict(self.modules[layer].named_parameters())
+            for (name, _), parameter in zip(own, graph.parameters):
+                if now.get(name) is not parameter:
+                    others.setdefault(name, parameter)
             kept = {name: buffer.clone() for name, buffer in record.buffers.items()}
             others |= kept or self._copies(layer)
         self._draw_anew(layer, micro_batch)

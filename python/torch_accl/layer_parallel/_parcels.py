@@ -18,6 +18,7 @@ from ._agreed import agreed, exchange
 from ._carried import Entry, entries_of
 from ._failures import described
 from ._origins import Origin
+from ._pickled import saved
 from ._stack import LayerParallel
 
 __all__ = ["Parcel", "delivered", "named"]
@@ -49,9 +50,7 @@ def delivered(
 
     def pack() -> dict[int, int]:
         for layer in {layer for layer, source, _ in moves if source == wire.rank}:
-            buffer = io.BytesIO()
-            named(layer, net._solver.names, "sent", lambda: torch.save(parcel(layer), buffer))  # noqa: B023
-            packed[layer] = buffer.getvalue()
+            packed[layer] = named(layer, net._solver.names, "sent", lambda: saved(parcel(layer)))  # noqa: B023
         return {layer: len(data) for layer, data in packed.items()}
 
     lengths = {k: v for each in agreed(wire, "packing layers", _MOVING, pack) for k, v in each.items()}

@@ -31,7 +31,8 @@ from ._plans import Net, Plans
 from ._run import LossFunction, Run, Way, step
 from ._solve import Shared, Solve, Solver
 from ._ties import hash_of
-from ._tree import is_state
+from ._tree import Form, is_state, ordered, zeros
+from ._unserved import of_forward
 from ._wire import Wire
 
 __all__ = ["RecurrentParallel"]
@@ -49,6 +50,8 @@ class RecurrentParallel(Model):
     mesh, group: the ranks that the sequence lies on, in order; every rank gives its own part of it, of any length.
     Everything else is as for `LayerParallel`; every step is a layer.
     """
+
+    instead_of_pickling = "net.state_dict(), or net.cell and net.tail, which are ordinary modules"
 
     def __init__(
         self,
@@ -100,6 +103,8 @@ class RecurrentParallel(Model):
         self._seed = seed
         self._replica = replica_of(self._wire.ranks) if replica is None else replica
         self._shared = Shared()
+        # After the last step of the last batch: the rank that has it, its form and device, and there itself.
+        self._last: tuple[int, Form, torch.device, tuple[States, States] | None] | None = None
         # For each way in which a sequence lies on the ranks, all that a batch needs: several may be under way.
         self._solvers: dict[tuple[int, ...], Solver] = {}
         self._solver = self._solver_of((1,) * self._wire.size)
@@ -146,6 +151,24 @@ class RecurrentParallel(Model):
         All ranks call `backward()` on something that depends on one of the two; gradients are those of the sum of what they call it on.
         """
         return super().forward(x, {"state": state})
+
+    def last_state(self) -> Any:
+        """The state after the last step of the last batch, detached, on all ranks, which call this together. Given as `state` of the next window, it goes on from there.
+
+        It is as torch's module returns it: `h`, or `(h, c)`, of all layers, of shape (layers, batch, hidden); of `GRUCell` and `LSTMCell` of shape (batch, hidden); and of any other cell as
+        that one has it.
+
+        Raises:
+            RuntimeError: no batch has been run.
+        """
+        if self._last is None:
+            raise RuntimeError("last_state() before the first batch; call step() or the net itself before")
+        owner, form, device, mine = self._last
+        states, constants = zeros(form, device) if mine is None else mine
+        for tensor in (*states, *constants):
+            self._wire.spread(tensor, "the state after the last step", owner)
+        state = form.joined([state.clone() for state in states], [constant.clone() for constant in constants])
+        return self.step_cell.returned(state) if isinstance(self.step_cell, Stepped) else state
 
     def evaluate(self, x: Any, target: Any = None, loss_fn: LossFunction | None = None, *, state: Any = None) -> Any:  # type: ignore[override]
         return super().evaluate(x, target, loss_fn, side={"state": state})
@@ -325,14 +348,14 @@ class Steps(Layers):
         first = sum(counts[: self._rank])
         # The steps of this rank.
         self.own = range(first, first + counts[self._rank])
-        self._end = sum(counts)
+        self.end = sum(counts)
 
     @property
     def modules(self) -> dict[int, nn.Module]:
         """By their numbers."""
         found: dict[int, nn.Module] = dict.fromkeys(self.own, self._cell)
         if self._is_last:
-            found[self._end] = self._tail
+            found[self.end] = self._tail
         return found
 
     def parts(self) -> dict[int, list[nn.Parameter]]:
@@ -341,12 +364,12 @@ class Steps(Layers):
         found = {0: own} if self._rank == 0 else {}
         if self._is_last:
             known = {id(parameter) for parameter in own}
-            found[self._end] = [parameter for parameter in self._tail.parameters() if id(parameter) not in known]
+            found[self.end] = [parameter for parameter in self._tail.parameters() if id(parameter) not in known]
         return found
 
     def is_counted(self, layer: int) -> bool:
         """All ranks have the same gradients of the cell."""
-        return layer == self._end or self._rank == 0
+        return layer == self.end or self._rank == 0
 
     def check(self) -> None:
         """Nothing is distributed by parts here."""
@@ -362,13 +385,13 @@ class Steps(Layers):
         of_layer: dict[int, list[tuple[str, int]]] = dict.fromkeys(self.own, names)
         if self._is_last:
             known = {id(parameter): place for place, parameter in enumerate(found)}
-            of_layer[self._end] = []
+            of_layer[self.end] = []
             for name, parameter in self._tail.named_parameters():
                 if parameter.requires_grad:
                     if id(parameter) not in known:
                         known[id(parameter)] = len(found)
                         found.append(parameter)
-                    of_layer[self._end].append((name, known[id(parameter)]))
+                    of_layer[self.end].append((name, known[id(parameter)]))
         return found, of_layer
 
     def shared(self) -> range:
@@ -483,6 +506,16 @@ class Inputs(Beside):
 
     # ---- outputs
 
+    def after(self, layer: int, solve: Solve) -> tuple[States, States]:
+        """The state after one of this rank's steps, detached, of all micro-batches together, and its constants."""
+        batch = solve.batch
+        micro_batches, segment = range(batch.micro_batches), batch.segment(layer + 1)
+        states = solve.together([self._states[layer, micro] for micro in micro_batches])
+        constants = solve.together([batch.constants.get((segment, micro), []) for micro in micro_batches])
+        leaves = batch.forms[layer + 1].states
+        # Dense, as they are sent.
+        return [ordered(state.detach().to(leaf.dtype), leaf) for state, leaf in zip(states, leaves)], constants
+
     def outputs(self, solve: Solve, output: Callable[[Any], Tensor]) -> Tensor:
         """Those of this rank's steps, with the graph back to their states."""
         micro_batches = solve.batch.micro_batches
@@ -531,7 +564,7 @@ class SequenceRun(Run):
     """A batch of sequences."""
 
     def __init__(self, model: RecurrentParallel, x: Any, state: Any, call: str) -> None:
-        steps = model.solver.layers
+        steps = model.current.layers
         assert isinstance(steps, Steps)
         self._net, self._steps, self._input = model, steps, x
         first: Any = None
@@ -552,7 +585,9 @@ class SequenceRun(Run):
                     wrong = error
         super().__init__(model, first, None, call=call, wrong=wrong)
         self._of_state = len(self.given)
-        self.given += [leaf for leaf in pytree.tree_leaves(x) if is_state(leaf)]
+        inputs = [leaf for leaf in pytree.tree_leaves(x) if is_state(leaf)]
+        self.given += inputs
+        self.wrong = self.wrong or of_forward(inputs)
         self._sequence: Inputs
         self._outputs: Tensor
 
@@ -578,6 +613,14 @@ class SequenceRun(Run):
 
     def beside(self, *, is_recorded: bool) -> Beside | None:
         return getattr(self, "_sequence", None)
+
+    def done(self) -> None:
+        batch, layer = self.solve.batch, self._steps.end - 1
+        owner, form = self.solver.plans.net.owner(layer), self.solve.whole(batch.forms[layer + 1])
+        mine: tuple[States, States] | None = None
+        if owner == self._net.wire.rank:
+            mine = self._sequence.after(layer, self.solve)
+        self._net._last = (owner, form, batch.device, mine)
 
     def outputs(self, found: Sequence[States]) -> list[Tensor]:
         with torch.set_grad_enabled(self._sequence._is_recorded):

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ._audit import Audit
@@ -22,6 +21,7 @@ from ._net import Beside, Parameters, States
 from ._plans import Program
 from ._solve import Norms, Passes, Solve, Solver, split
 from ._tree import is_state
+from ._unserved import of_backward, of_forward, once, outside_of_transforms
 from ._wire import Wire
 
 __all__ = ["Everything", "Job", "LossFunction", "Run", "Runs", "Through", "Way", "step"]
@@ -67,8 +67,8 @@ class Runs(Protocol):
         """The ranks."""
 
     @property
-    def solver(self) -> Solver:
-        """What is there for all batches."""
+    def current(self) -> Solver:
+        """What is there for all batches of the plan."""
 
     @property
     def anchor(self) -> Tensor:
@@ -169,7 +169,7 @@ class Run:
     ) -> None:
         self.model = model
         self.wrong = wrong
-        self.solver = model.solver
+        self.solver = model.current
         self.found: Parameters = self.solver.layers.parameters()
         self.parameters = self.found[0]
         self.solve: Solve
@@ -193,12 +193,14 @@ class Run:
             self.wrong = error
         # The leaves that the user gave and that may want a gradient.
         self.given: list[Tensor] = []
-        if model.wire.rank == 0:
-            if x is None:
-                self.wrong = self.wrong or ValueError("there is no input; give one on the first rank")
-            else:
-                beside = [side[name] for name in sorted(side)] if isinstance(side, dict) else []
-                self.given = [leaf for leaf in pytree.tree_leaves((x, beside)) if is_state(leaf)]
+        beside = [side[name] for name in sorted(side)] if isinstance(side, dict) else []
+        self.given = [leaf for leaf in pytree.tree_leaves((x, beside)) if is_state(leaf)]
+        if model.wire.rank > 0:
+            # They get no gradient here. But who asks for it gets torch's exception after the pass, and keeps no other rank waiting in it.
+            self.given = [leaf for leaf in self.given if leaf.requires_grad]
+        elif x is None:
+            self.wrong = self.wrong or ValueError("there is no input; give one on the first rank")
+        self.wrong = self.wrong or of_forward([*self.given, *self.parameters])
         self.way: Way
         self.way = model.way(self)
         self.add(self.way)
@@ -234,6 +236,9 @@ class Run:
     def beside(self, *, is_recorded: bool) -> Beside | None:
         """What layers are given beside the state, if that is no side input."""
         return None
+
+    def done(self) -> None:
+        """The forward pass is over, and nothing went wrong in it on any rank."""
 
     # ---- what autograd sees
 
@@ -284,13 +289,13 @@ class Through(torch.autograd.Function):
             # Aliases: what is returned would keep its own graph, which keeps this.
             run.states = [[state.detach() for state in states] for states in found]
             outputs = run.tried_outputs(found)
+        run.done()
         run.model.norms = solve.norms
         ctx.run, ctx.given = run, given
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         run: Run = ctx.run
         if run.is_over:
@@ -298,7 +303,12 @@ class Through(torch.autograd.Function):
                 "backward() of a layer-parallel net a second time: what its layers had left for it is gone; run forward again"
             )
         run.is_over = True
-        with undisturbed():
+        refusal = of_backward(cotangents)
+        if refusal is not None:
+            # Other ranks learn it when the pass is over, on which this one goes with zeros.
+            run.solve.batch.fail(f"the backward pass, batch {run.solve.batch.number}", refusal)
+            cotangents = (None,) * len(cotangents)
+        with torch.no_grad(), outside_of_transforms(), undisturbed():
             inputs = run.backward(cotangents)
             run.solver.close(run.solve)
         run.model.take_norms(run.solve, run.way)
@@ -330,6 +340,7 @@ class Everything(torch.autograd.Function):
                     return [again.lost(0, states, job.loss_of, job.loss_scale) for states in outputs]
 
                 audit = solve.audit(found, model.exact_passes(), model.settled, lost, has_loss=True)
+        run.done()
         model.take_norms(solve, way)
         if audit is not None:
             model.take_over(audit)
@@ -338,7 +349,7 @@ class Everything(torch.autograd.Function):
         return anchor.detach().clone()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = ctx.gradients
         by = float(scale)

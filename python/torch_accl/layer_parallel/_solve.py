@@ -190,6 +190,8 @@ class Solver:
         )
         failed, bits, solve.loss_dtype, first, second = self.wire.together(status, f"the end of batch {batch.number}")
         if failed:
+            # What a layer returns may have changed in a way that its parameters do not show: the next batch looks again.
+            self._kinds.clear()
             causes = self.wire.gathered(batch.cause)
             if batch.error is not None and not isinstance(batch.error, Exception):
                 # Somebody wants this process to end.
@@ -410,7 +412,11 @@ class Solve:
     @property
     def returned_form(self) -> Form:
         """Of what the net returns, all micro-batches together."""
-        form, count = self.output_form, self.batch.micro_batches
+        return self.whole(self.output_form)
+
+    def whole(self, form: Form) -> Form:
+        """The form of all micro-batches together, from that of one."""
+        count = self.batch.micro_batches
         if count == 1:
             return form
         leaves = [replace(leaf, shape=torch.Size((leaf.shape[0] * count, *leaf.shape[1:]))) for leaf in form.leaves]

@@ -22,6 +22,7 @@ from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
 from ._model import WAVE, Mode, Model, Schedule, group_of, replica_of
 from ._net import Layers
+from ._pickled import pickled
 from ._plans import Net, Plans
 from ._serial import Serial
 from ._solve import Guess, Solve, Solver
@@ -64,6 +65,8 @@ class LayerParallel(Model):
     probe_every, on_stall: every so many batches of an inexact mode there are twice as many iterations, at least three, and `probes` says by what the last one made residuals smaller;
         where it made them no smaller, what is done is as for `on_excess`.
     """
+
+    instead_of_pickling = "net.state_dict(), or net.to_serial(), the whole net as a module of one rank"
 
     def __init__(
         self,
@@ -176,7 +179,7 @@ class LayerParallel(Model):
         """A copy of the whole net, on all ranks, which call this together: parameters, buffers, dt."""
         layers = self._solver.layers
         try:
-            mine, cause = pickle.dumps(layers.modules), None
+            mine, cause = pickled(layers.modules), None
         except Exception as error:
             mine, cause = b"", described(error)
         of_all = self._wire.gathered((mine, cause))

@@ -87,11 +87,11 @@ class Wire:
             return None
         return dist.all_reduce(numbers, operator, group=self.group, async_op=True)
 
-    def spread(self, tensor: Tensor, what: str) -> None:
-        """The first rank's tensor, byte by byte, on all ranks in its place."""
+    def spread(self, tensor: Tensor, what: str, source: int = 0) -> None:
+        """One rank's tensor, byte by byte, on all ranks in its place."""
         if self.group is not None and tensor.numel() > 0:
             flat = _flat(tensor).reshape(-1)
-            work = dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0, async_op=True)
+            work = dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=source, async_op=True)
             assert work is not None
             tried(what, work.wait)
 

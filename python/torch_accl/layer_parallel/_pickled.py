@@ -1,0 +1,74 @@
+"""Layers as bytes.
+
+Owns that layers with parametrizations, such as weight_norm and spectral_norm, can be sent to other ranks, although torch refuses to pickle them: their classes are made while
+a program runs, and are made again where the bytes arrive.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+__all__ = ["pickled", "saved"]
+
+
+# What weight_norm registers for checkpoints of its predecessor: a function within a function, of a parameter's name.
+_HOOK = "weight_norm.<locals>._weight_norm_compat_hook"
+
+
+class Pickler(pickle.Pickler):
+    """pickle's own, for modules with parametrizations too."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """A parametrized module is its original class and its attributes; everything else is as ever."""
+        if isinstance(value, FunctionType) and value.__qualname__ == _HOOK:
+            return _hook_of, tuple(cell.cell_contents for cell in value.__closure__ or ())
+        if not isinstance(value, nn.Module) or not parametrize.is_parametrized(value):
+            return NotImplemented
+        kind = parametrize.type_before_parametrizations(value)
+        return _empty, (kind,), dict(value.__dict__), None, None, _fill
+
+
+def pickled(value: Any) -> bytes:
+    """For `pickle.loads`."""
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def saved(value: Any) -> bytes:
+    """For `torch.load`, which can put tensors on another device."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=_Module)
+    return buffer.getvalue()
+
+
+class _Module:
+    """What `torch.save` takes for the module `pickle`."""
+
+    Pickler = Pickler
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _fill(module: nn.Module, state: dict[str, Any]) -> None:
+    nn.Module.__setstate__(module, state)  # type: ignore[no-untyped-call]
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:  # type: ignore[union-attr]
+        parametrize._inject_property(module, name)
+
+
+def _hook_of(name: str) -> Any:
+    module = nn.Module()
+    module.register_parameter(name, nn.Parameter(torch.ones(1, device="cpu")))
+    nn.utils.parametrizations.weight_norm(module, name)
+    wrapped: Any = next(iter(module._load_state_dict_pre_hooks.values()))
+    return wrapped.hook

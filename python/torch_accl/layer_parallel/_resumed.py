@@ -1,0 +1,96 @@
+"""What a run that is resumed needs to know of a net besides its weights and the optimizer's state.
+
+Owns the form in which mode, cycles and batch are saved. Audits and probes may have changed them since the net was built, so the arguments of the net do not give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ._auto import Choice
+from ._cycle import Cycle
+from ._net import Layers
+from ._solve import Shared
+
+if TYPE_CHECKING:
+    from ._model import Model
+
+__all__ = ["SolverState"]
+
+
+_FORMAT = 1
+_KEYS = ("mode", "evaluation", "fwd", "bwd", "batch", "evaluations", "choices")
+
+
+class SolverState:
+    """How a net is solved from the next batch on: mode, cycles, the numbers of batches, and the choices of the mode `auto`. The same on all ranks.
+
+    It has what `torch.distributed.checkpoint` asks of an object that it saves, and `torch.save` takes its `state_dict()`.
+    """
+
+    def __init__(self, net: Model) -> None:
+        self._net = net
+
+    @property
+    def layers(self) -> Layers:
+        """This rank's layers."""
+        return self._net.current.layers
+
+    @property
+    def shared(self) -> Shared:
+        """What does not depend on the form of a batch."""
+        return self._net.current.shared
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, texts and tuples. Parameters are not among them: `net.state_dict()` has those."""
+        net, shared = self._net, self.shared
+        return {
+            "format": _FORMAT,
+            "mode": net.mode,
+            "evaluation": net.evaluation,
+            "fwd": _plain(net.fwd),
+            "bwd": _plain(net.bwd),
+            "batch": shared.number,
+            "evaluations": shared.evaluations,
+            # No dict of keys that differ between runs: a checkpoint is read by the keys that are there.
+            "choices": tuple((key, c.mode, tuple(c.seconds.items())) for key, c in net._choices.items()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on as the net did that was saved. All ranks load the same.
+
+        Raises:
+            ValueError: a state of another format, or one that does not fit this net, which stays as it was.
+        """
+        if state.get("format") != _FORMAT:
+            raise ValueError(
+                f"the saved state of a solver has format {state.get('format')}, and this version reads format {_FORMAT}; give what net.solver.state_dict() returned"
+            )
+        missing = [key for key in _KEYS if key not in state]
+        if missing:
+            raise ValueError(
+                f"the saved state of a solver lacks {', '.join(missing)}; give what net.solver.state_dict() returned"
+            )
+        net = self._net
+        before = dict(net._cycles), net.mode, net.evaluation
+        try:
+            net._cycles = {"forward": _cycle(state["fwd"]), "adjoint": _cycle(state["bwd"])}
+            net.mode, net.evaluation = state["mode"], state["evaluation"]
+            net.batch = state["batch"]
+        except Exception as error:
+            net._cycles, net._mode, net._evaluation = before
+            raise ValueError(f"the saved state of a solver does not fit this net: {error}") from error
+        self.shared.evaluations = state["evaluations"]
+        net._choices = {key: Choice(mode, dict(seconds)) for key, mode, seconds in state["choices"]}
+        # They hold for the net as it is at its next batch.
+        net._state_of_choices = None
+
+
+def _plain(cycle: Cycle) -> dict[str, Any]:
+    return {each.name: getattr(cycle, each.name) for each in fields(cycle)}
+
+
+def _cycle(saved: Mapping[str, Any]) -> Cycle:
+    return Cycle(**saved)
