@@ -69,13 +69,18 @@ _Differing = tuple[_Set, list[list[Tensor]]]
 class Copies:
     """The copies of a net's parameters.
 
-    `copied` gives those that there are now, the same names in the same order on all ranks. `remedy` ends the error where they differ from the start.
+    `copied` gives those that there are now, the same names in the same order on all ranks. `remedy` ends the error where values from outside differ: on
+    construction, or loaded. `may_round`: each rank has made or saved these values for itself.
     """
 
-    def __init__(self, wire: Wire, copied: Callable[[], Sequence[Copied]], remedy: str) -> None:
+    def __init__(
+        self, wire: Wire, copied: Callable[[], Sequence[Copied]], remedy: str, *, may_round: bool = False
+    ) -> None:
         self._wire = wire
         self._copied = copied
         self._remedy = remedy
+        # Whether values from outside may differ by rounding.
+        self._may_round = may_round
         # Whether values came from outside since copies were compared: then a difference is an error.
         self.is_new = False
         # Names that a warning has named.
@@ -112,10 +117,10 @@ class Copies:
 
     # ---- outside a batch
 
-    def check(self, what: str, *, may_round: bool = False) -> None:
-        """Compares copies whose values came from outside. All ranks call it together.
+    def check(self, what: str) -> None:
+        """Compares copies whose values came from outside, bit for bit. All ranks call it together.
 
-        With `may_round`, copies that differ by rounding become the lowest rank's.
+        Where values may differ by rounding, such copies become the lowest rank's.
 
         Raises:
             ValueError: copies differ, on all ranks; then the next batch refuses them, too.
@@ -125,7 +130,7 @@ class Copies:
             return
         self.is_new = True
         differing = self._differing(sets, self._reduced(sets, what))
-        if differing and may_round:
+        if differing and self._may_round:
             found = [self._from_lowest(each, what) for each in differing]
             largest = [far for each, winners in zip(differing, found) for *_, far in _compared(each, winners)]
             is_far = any(not far <= _ROUNDING for far in largest)

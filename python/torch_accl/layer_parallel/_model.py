@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -152,9 +152,6 @@ class Model(nn.Module):
         return self._solver.plans
 
     # ---- parameters of which several ranks have a copy
-
-    # Whether copies may differ by rounding in a `state_dict`, which each rank makes for itself.
-    copies_may_round: ClassVar[bool] = False
 
     def copied(self) -> list[Copied]:
         """Those parameters, the same on all ranks but for the tensors."""
@@ -517,7 +514,7 @@ def _compared(net: Model, incompatible: Any) -> None:
     """What was loaded is compared on all ranks."""
     if net._copies is not None:
         what = "load_state_dict() of a net of which ranks have copies of parameters, which all ranks of the layers call together"
-        net._copies.check(what, may_round=net.copies_may_round)
+        net._copies.check(what)
 
 
 def replica_of(ranks: Sequence[int]) -> int:
