@@ -68,7 +68,7 @@ def _fill(module: nn.Module, state: dict[str, Any]) -> None:
 
 def _hook_of(name: str) -> Any:
     module = nn.Module()
-    module.register_parameter(name, nn.Parameter(torch.ones(1, device="cpu")))
+    module.register_parameter(name, nn.Parameter(torch.ones(1, dtype=torch.float32, device="cpu")))
     nn.utils.parametrizations.weight_norm(module, name)
     wrapped: Any = next(iter(module._load_state_dict_pre_hooks.values()))
     return wrapped.hook
