@@ -1283,6 +1283,157 @@ def test_buffers_go_between_all_ranks(rank, world):
 
 
 @on_ranks(1, 2, 3)
+def test_a_count_that_stands_with_a_buffer_limits_what_a_call_moves(rank, world):
+    numpy = pytest.importorskip("numpy")
+    comm, root = MPI.COMM_WORLD, world - 1
+    ranks, total = list(range(world)), sum(range(1, world + 1))
+
+    def mine(count, dtype=numpy.float64):
+        return numpy.full(count, rank + 1, dtype=dtype)
+
+    for form in (
+        [2],
+        [2, MPI.DOUBLE],
+        [2, "d"],
+        [(2, 0), MPI.DOUBLE],
+        [(2, 0)],
+        [[2, 0]],
+        [2, 0, MPI.DOUBLE],
+        [16, MPI.BYTE],
+    ):
+        comm.Bcast([buffer := mine(4), *form], root=root)
+        assert buffer.tolist() == [world, world, rank + 1, rank + 1], form
+    for form in ([], [MPI.DOUBLE], [None, MPI.DOUBLE]):
+        comm.Bcast([buffer := mine(4), *form], root=root)
+        assert buffer.tolist() == [world] * 4, form
+    comm.Bcast([buffer := torch.full((2, 2), rank + 1.0).t(), (2, 1)], root=root)
+    assert buffer.flatten().tolist() == [rank + 1, world, world, rank + 1], "in another order"
+    comm.Allreduce([mine(4), 2], [buffer := numpy.zeros(4), (2, 1), MPI.DOUBLE])
+    assert buffer.tolist() == [0, total, total, 0]
+    comm.Allreduce(MPI.IN_PLACE, [buffer := mine(3), 1], MPI.MAX)
+    assert buffer.tolist() == [world, rank + 1, rank + 1]
+    comm.Reduce([mine(4), (1, 3)], [buffer := numpy.zeros(4), 1], root=root)
+    assert buffer.tolist() == [total if rank == root else 0, 0, 0, 0]
+    # A count is that of one rank's block, as MPI has it.
+    comm.Allgather([mine(4), 1], [buffer := numpy.zeros(world + 2), (1, 1)])
+    assert buffer.tolist() == [0, *(other + 1 for other in ranks), 0]
+    block = numpy.zeros(world)
+    block[rank] = rank + 1
+    comm.Allgather(MPI.IN_PLACE, block)
+    assert block.tolist() == [other + 1 for other in ranks]
+    comm.Gather(MPI.IN_PLACE if rank == root else [mine(4), 1], mine(world) if rank == root else None, root=root)
+    comm.Scatter([numpy.arange(2.0 * world), 2] if rank == root else None, [part := mine(3), 2], root=root)
+    assert part.tolist() == [2 * rank, 2 * rank + 1, rank + 1]
+    comm.Scatter(numpy.arange(1.0 * world), MPI.IN_PLACE if rank == root else mine(1), root=root)
+    comm.Alltoall([mine(world + 1), 1], [turned := numpy.zeros(world + 1), (1, 1)])
+    assert turned.tolist() == [0, *(other + 1 for other in ranks)]
+    comm.Alltoall(MPI.IN_PLACE, mine(world))
+    after, before = (rank + 1) % world, (rank - 1) % world
+    comm.Send([mine(4, numpy.int32), (2, 1), MPI.INT], dest=after)
+    status = MPI.Status()
+    comm.Irecv([into := numpy.zeros(4, dtype=numpy.int32), (3, 1)], source=before).wait(status)
+    assert into.tolist() == [0, before + 1, before + 1, 0]
+    assert (status.Get_source(), status.Get_count(MPI.INT), status.Get_count(), status.Get_count(MPI.DOUBLE)) == (
+        before, 2, 8, 1,
+    )  # fmt: skip
+
+
+@on_ranks(1, 2, 3)
+def test_parts_of_different_lengths_go_between_ranks_by_counts_and_displacements(rank, world):
+    numpy = pytest.importorskip("numpy")
+    comm, root = MPI.COMM_WORLD, world - 1
+    counts = [other + 1 for other in range(world)]
+    length, mine = sum(counts), numpy.full(rank + 1, rank + 1, dtype=numpy.int64)
+    whole = [other + 1 for other in range(world) for _ in range(other + 1)]
+    starts = [sum(counts[:other]) for other in range(world)]
+    for form in ([counts], [(counts, starts)], [counts, MPI.LONG], [counts, starts, MPI.LONG]):
+        comm.Allgatherv(mine, [found := numpy.zeros(length, dtype=numpy.int64), *form])
+        assert found.tolist() == whole, form
+    comm.Gatherv(mine, [found := numpy.zeros(length, dtype=numpy.int64), counts] if rank == root else None, root=root)
+    assert rank != root or found.tolist() == whole
+    turned = [length - count for count in [sum(counts[: other + 1]) for other in range(world)]]
+    comm.Allgatherv([mine, MPI.LONG], [found := numpy.zeros(length, dtype=numpy.int64), (counts, turned)])
+    assert found[turned[rank] : turned[rank] + rank + 1].tolist() == mine.tolist()
+    own = numpy.zeros(length, dtype=numpy.int64)
+    own[starts[rank] : starts[rank] + rank + 1] = rank + 1
+    comm.Allgatherv(MPI.IN_PLACE, [own, counts])
+    assert own.tolist() == whole
+    comm.Scatterv(
+        [own, counts] if rank == root else None, [part := numpy.zeros(world, dtype=numpy.int64), rank + 1], root=root
+    )
+    assert part.tolist() == [rank + 1] * (rank + 1) + [0] * (world - rank - 1)
+    comm.Alltoallv([own, counts], [found := numpy.zeros(world * (rank + 1), dtype=numpy.int64), rank + 1])
+    assert found.tolist() == [rank + 1] * (rank + 1) * world
+    with pytest.raises(ValueError, match=r"Allgatherv: rank 0 sends 1 elements to rank 0, which expects 2"):
+        comm.Allgatherv(mine, [numpy.zeros(length + world, dtype=numpy.int64), [count + 1 for count in counts]])
+    comm.Barrier()
+
+
+def test_forms_of_buffers_that_do_not_fit_are_refused():
+    numpy = pytest.importorskip("numpy")
+    comm, four = MPI.COMM_SELF, numpy.zeros(4)
+    for form, error, text in (
+        ([four, 2, MPI.FLOAT], TypeError, r"Bcast: type MPI.FLOAT is torch.float32, and the buffer has torch.float64"),
+        ([four, "i"], TypeError, "type i is torch.int32"),
+        ([four, "x"], TypeError, "type 'x'; expected a type of MPI"),
+        ([four, 5], ValueError, "names elements 0 to 5, and the buffer has 4"),
+        ([four, (2, 3)], ValueError, "names elements 3 to 5"),
+        ([four, -1], ValueError, "count -1; expected a number from 0"),
+        ([four, 2.0], TypeError, "count 2.0; expected a whole number"),
+        ([four, 2, 0], TypeError, "4 entries|3 entries whose last is no type"),
+        ([four, (1, 2, 3)], TypeError, r"\(1, 2, 3\) in place of \(count, displacement\)"),
+        ([], TypeError, "an empty list"),
+        ([torch.zeros(2, 3).t(), MPI.BYTE], TypeError, "not contiguous"),
+    ):
+        with pytest.raises(error, match=text):
+            comm.Bcast(form)
+    for call, error, text in (
+        (lambda: comm.Allreduce(numpy.zeros(1), four), ValueError, "sends 1 elements and receives 4"),
+        (
+            lambda: comm.Allreduce(four, numpy.zeros(4, dtype=numpy.int64)),
+            TypeError,
+            "sends torch.float64 and receives torch.int64",
+        ),
+        (lambda: comm.Allreduce([four, MPI.BYTE], [four, MPI.BYTE]), TypeError, "bytes have no sums"),
+        (lambda: comm.Allreduce(MPI.IN_PLACE, four, max), TypeError, "op=.*expected an operator of MPI"),
+        (lambda: comm.Reduce(four, numpy.zeros(5)), ValueError, "sends 4 elements and receives 5"),
+        (lambda: comm.Gather(four, numpy.zeros(3)), ValueError, "sends 4 elements and receives 3"),
+        (lambda: comm.Scatter(four, numpy.zeros(3)), ValueError, "sends 3 elements and receives 4"),
+        (lambda: comm.Gatherv(four, [four, [1, 2]]), ValueError, "2 counts for 1 ranks"),
+        (lambda: comm.Bcast(four, root=1), ValueError, "Bcast with root 1: this communicator has ranks 0 to 0"),
+        (lambda: comm.bcast(1, root=1), ValueError, "bcast with root 1"),
+        (lambda: comm.scatter([1, 2]), ValueError, "scatter: 2 objects for 1 ranks"),
+        (lambda: comm.alltoall([1, 2]), ValueError, "alltoall: 2 objects for 1 ranks"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+    comm.Send(four, dest=0)
+    with pytest.raises(TypeError, match=r"Recv: rank 0 sent elements of torch.float64, and the buffer has torch.int64"):
+        comm.Recv(numpy.zeros(4, dtype=numpy.int64))
+    comm.Send(four, dest=0)
+    with pytest.raises(TypeError, match="with Send; receive it with Recv"):
+        comm.recv()
+    comm.send("text", dest=0)
+    with pytest.raises(TypeError, match="sent an object"):
+        comm.Recv(four)
+
+
+def test_methods_of_mpi4py_that_are_missing_say_what_to_use():
+    for name, text in (
+        ("Iprobe", "has no Iprobe; use recv or Recv with source=MPI.ANY_SOURCE"),
+        ("probe", "has no probe; use recv"),
+        ("Ibcast", "has no Ibcast; use Bcast, which returns when it is complete"),
+        ("Reduce_scatter", "use Allreduce"),
+        ("Create_cart", "use torch.distributed with its group"),
+    ):
+        with pytest.raises(AttributeError, match=text):
+            getattr(MPI.COMM_WORLD, name)
+        assert not hasattr(MPI.COMM_WORLD, name)
+    with pytest.raises(AttributeError, match="has no Win; it has ANY_SOURCE"):
+        getattr(MPI, "Win")  # noqa: B009
+
+
+@on_ranks(1, 2, 3)
 def test_messages_are_found_by_source_and_tag(rank, world):
     comm = MPI.COMM_WORLD
     after, before = (rank + 1) % world, (rank - 1) % world
