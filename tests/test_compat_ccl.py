@@ -3,7 +3,9 @@
 import textwrap
 
 import pytest
-from support import BACKEND, launchers
+import torch
+import torch.distributed as dist
+from support import BACKEND, launchers, on_ranks
 from support.scripts import free_port, run_script
 from torch_accl.compat._ccl_variables import settings_of, without_effect
 
@@ -219,3 +221,86 @@ def test_an_algorithm_that_ccl_named_is_taken():
         code, 2, env={"CCL_ALLREDUCE": "recursive_doubling:0-1024;ring:1025-max", "MASTER_PORT": free_port()}
     )
     assert ranks[0].stdout.split() == ["recursive_doubling", "ring"], ranks[0].stderr
+
+
+@on_ranks(1, 2, 3)
+def test_torch_distributed_has_a_process_group_ccl_that_ranks_construct_themselves(rank, world):
+    from torch_accl.compat import ccl
+
+    assert dist.ProcessGroupCCL is ccl.ProcessGroupCCL
+    group = dist.ProcessGroupCCL(
+        dist.PrefixStore("constructed", dist.distributed_c10d._get_default_store()), rank, world
+    )
+    assert (group.rank(), group.size(), group.name()) == (rank, world, "custom")
+    root = world - 1
+    total = world * (world + 1) / 2
+
+    def mine(*shape):
+        return torch.full(shape or (1,), rank + 1.0)
+
+    sent = mine(3)
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    group.broadcast([sent], options).wait()
+    assert sent.tolist() == [root + 1.0] * 3
+    group.broadcast(one := mine(), root=0).wait()
+    assert one.item() == 1
+    group.allreduce([summed := mine()]).wait()
+    for _ in range(5):
+        group.allreduce_coalesced(both := [mine(2), mine(3)])
+        assert [one.sum().item() for one in both] == [2 * total, 3 * total], "read without waiting"
+    reduce_options = dist.ReduceOptions()
+    reduce_options.rootRank = root
+    group.reduce([reduced := mine()], reduce_options).wait()
+    assert summed.item() == total
+    assert rank != root or reduced.item() == total
+    gather_options, scatter_options = dist.GatherOptions(), dist.ScatterOptions()
+    gather_options.rootRank = scatter_options.rootRank = root
+    parts = [mine() for _ in range(world)]
+    group.gather([parts] if rank == root else [], [mine()], gather_options).wait()
+    group.scatter([part := mine()], [parts] if rank == root else [], scatter_options).wait()
+    assert part.item() == rank + 1
+    group.allgather([parts], [mine()]).wait()
+    group._allgather_base(whole := torch.zeros(world), mine()).wait()
+    assert [part.item() for part in parts] == whole.tolist() == list(range(1, world + 1))
+    group.reduce_scatter([part], [parts]).wait()
+    group._reduce_scatter_base(other := torch.zeros(1), whole).wait()
+    assert part.item() == other.item() == world * (rank + 1)
+    group.alltoall_base(turned := torch.zeros(world), mine(world), [], []).wait()
+    group.alltoall(parts, [mine() for _ in range(world)]).wait()
+    assert turned.tolist() == [part.item() for part in parts] == list(range(1, world + 1))
+    group.barrier().wait()
+    group.shutdown()
+    dist.all_reduce(again := mine())
+    assert again.item() == total, "torch's own group is none the worse"
+
+
+def test_a_constructed_group_refuses_arguments_in_torch_ccls_words():
+    from torch_accl.compat.ccl import ProcessGroupCCL
+
+    group = ProcessGroupCCL(dist.HashStore(), 0, 1)
+    for kind, call in (
+        (dist.BroadcastOptions, lambda options: group.broadcast([torch.zeros(1)], options)),
+        (dist.ReduceOptions, lambda options: group.reduce([torch.zeros(1)], options)),
+        (dist.GatherOptions, lambda options: group.gather([[torch.zeros(1)]], [torch.zeros(1)], options)),
+        (dist.ScatterOptions, lambda options: group.scatter([torch.zeros(1)], [[torch.zeros(1)]], options)),
+    ):
+        options = kind()
+        options.rootRank = -1
+        with pytest.raises(ValueError, match=r"invalid root rank: -1 \(unexpected rank\)"):
+            call(options)
+    whole = torch.zeros(1, dtype=torch.int64)
+    for call in (
+        lambda: group._allgather_base(whole, torch.zeros(1)),
+        lambda: group._reduce_scatter_base(whole, torch.zeros(1)),
+        lambda: group.allgather([[whole]], [torch.zeros(1)]),
+        lambda: group.reduce_scatter([whole], [[torch.zeros(1)]]),
+    ):
+        with pytest.raises(RuntimeError, match="Tensors are not equal in data type"):
+            call()
+    with pytest.raises(RuntimeError, match="output tensor size must be equal to world_size times input tensor size"):
+        group._allgather_base(torch.zeros(2), torch.zeros(1))
+    group.allreduce([torch.zeros(1)]).wait()
+    for rank, size in ((-1, 2), (2, 2), (0, 0)):
+        with pytest.raises(ValueError, match=r"expected a rank from 0 to size - 1"):
+            ProcessGroupCCL(dist.HashStore(), rank, size)

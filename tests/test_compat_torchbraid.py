@@ -370,8 +370,13 @@ def test_an_export_has_the_running_statistics(rank, world):
     for number in range(5):
         made(batch(seed=number)).sum().backward()
     for layer in made.layer_models:
-        assert layer.norm.num_batches_tracked == 5, "once a batch, however often it was evaluated"
-        assert not torch.equal(layer.norm.mean, torch.zeros(WIDTH)) and layer.norm.var is layer.norm.running_var
+        assert layer.norm.mean is layer.norm.running_mean and layer.norm.var is layer.norm.running_var
+        if made.body.owner(0) == rank and layer is made.layer_models[0]:
+            # The first layer's inputs are those of the net.
+            right = nn.BatchNorm1d(WIDTH)
+            for number in range(5):
+                right(batch(seed=number))
+            assert torch.equal(layer.norm.mean, right.running_mean), "once a batch, however often it was evaluated"
     made.eval()
     exported = made.buildSequentialOnRoot()
     assert (exported is None) == (rank != 0)
@@ -388,6 +393,26 @@ def test_batch_norm_takes_two_dimensions_and_says_so_of_one():
     assert norm(torch.randn(4, 3)).shape == (4, 3) and norm(torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
     with pytest.raises(ValueError, match="samples and channels"):
         norm(torch.randn(3))
+    with pytest.raises(ValueError, match="give a number"):
+        torchbraid.LPBatchNorm2d(3, momentum=None)
+
+
+def test_batch_norm_has_two_buffers_and_loads_those_of_torch_and_torchbraid():
+    norm, right = torchbraid.LPBatchNorm2d(3), nn.BatchNorm2d(3)
+    right(torch.randn(4, 3, 2, 2))
+    assert [name for name, _ in norm.named_buffers()] == ["running_mean", "running_var"]
+    saved = dict(right.state_dict())
+    norm.load_state_dict(saved)
+    assert torch.equal(norm.mean, right.running_mean) and torch.equal(norm.var, right.running_var)
+    assert set(saved) == set(right.state_dict()), "what was saved stays as it was"
+    norm.reset_running_stats()
+    assert norm.mean.tolist() == [0] * 3 and norm.var.tolist() == [1] * 3
+    theirs = {"mean": saved["running_mean"], "var": saved["running_var"], "done_flag": torch.tensor(True)}
+    norm.load_state_dict({**theirs, "weight": torch.ones(3), "bias": torch.zeros(3)})
+    assert torch.equal(norm.mean, right.running_mean)
+    again = torchbraid.LPBatchNorm2d(3)
+    again.load_state_dict(dict(norm.state_dict()))
+    assert torch.equal(again.var, right.running_var)
 
 
 @on_ranks(2)
@@ -659,10 +684,53 @@ def test_diagnostics_and_points(rank, world):
     own = [0, *range(1, 5)] if world == 1 else [0, 1, 2] if rank == 0 else [3, 4]
     assert times == [0.5 * number for number in own]
     for number, value in zip(own, values):
-        torch.testing.assert_close(value, states[number])
+        torch.testing.assert_close(value.tensor(), states[number])
     made.diagnostics(False)
     made(batch())
     assert made._seen == {}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("make", [net, inexact], ids=["exact", "inexact"])
+def test_states_of_points_are_there_without_diagnostics_until_the_backward_pass(rank, world, make):
+    functors, counts = [lambda: nn.Linear(WIDTH, WIDTH), Step], [1, 7]
+    made, other = make(functors, counts), make(functors, counts)
+    with pytest.raises(RuntimeError, match=r"call it in between, or diagnostics\(True\)"):
+        made.getFineTimePoints()
+    y = made(batch())
+    times, states = made.getFineTimePoints()
+    other.diagnostics(True)
+    other(batch())
+    right_times, right = other.getFineTimePoints()
+    assert times == right_times and len(times) == len(made.layer_models) + (rank == 0)
+    # At a C-point an inexact solve has a state, and what the layer before makes of it.
+    near = {"rtol": 1e-2, "atol": 1e-2} if make is inexact else {}
+    for state, expected in zip(states, right):
+        assert isinstance(state, torchbraid.BraidVector) and not state.tensor().requires_grad
+        torch.testing.assert_close(state.tensor(), expected.tensor(), **near)
+    assert [list(each.shape) for each in states[-1].tensors()] == [[5, WIDTH]]
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="states are kept from a forward pass with gradients"):
+        made.getFineTimePoints()
+    with torch.no_grad():
+        made(batch())
+    with pytest.raises(RuntimeError, match="states are kept from a forward pass with gradients"):
+        made.fwd_app.getTimePoints()
+
+
+def test_a_vector_has_the_tensors_of_a_state():
+    from torch_accl.compat.torchbraid.braid_vector import BraidVector
+
+    one, two = torch.ones(2), torch.zeros(3)
+    vector = torchbraid.BraidVector((one, two))
+    assert BraidVector is torchbraid.BraidVector and vector.tensor() is one and vector.tensors() == (one, two)
+    copied = vector.clone()
+    assert vector.replaceTensor(two) is one and vector.tensor(0) is two and next(iter(copied)) is not one
+    assert torch.equal(copied.tensor(), one) and vector.replaceTensor([one])[1] is two and vector.tensors() == (one,)
+    with pytest.raises(TypeError, match="int in place of a tensor"):
+        torchbraid.BraidVector([1])
+    assert torchbraid.layer_parallel.LayerParallel is torchbraid.LayerParallel
+    assert torchbraid.gru_layer_parallel.GRU_Parallel is torchbraid.GRU_Parallel
 
 
 @on_ranks(2)
@@ -1019,6 +1087,56 @@ def test_a_sequence_may_have_another_length(rank, world):
 
 
 @on_ranks(2)
+def test_dt_is_the_time_by_the_steps_of_the_batch_and_not_by_the_declared_ones(rank, world):
+    cell = FastCell().double()
+    with warnings_anew() as said:
+        # As scripts have it that give each rank the whole part of its share: 27 steps, of which 2 ranks declare 13 each.
+        made = torchbraid.GRU_Parallel(MPI.COMM_WORLD, cell, 13, HIDDEN, LAYERS, 27 * 0.25)
+        x = sequence(27)
+        state = torch.zeros(LAYERS, 4, HIDDEN, dtype=torch.float64)
+        right = torchbraid.GRU_Serial(cell, LAYERS, HIDDEN, 0.25)(x, state)
+        y = made(x[:, slice(0, 14) if rank == 0 else slice(14, 27)])
+        assert made.dt == 0.25
+        torch.testing.assert_close(y, right, rtol=1e-12, atol=1e-12)
+        grads = torch.autograd.grad(right.square().sum(), cell.parameters(), allow_unused=True)
+        # Another batch goes forward before the first goes back.
+        made(x[:, :9])
+        assert made.dt == 27 * 0.25 / 18
+        y.square().sum().backward()
+    for parameter, gradient in zip(made.parameters(), grads):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+    texts = [str(one.message) for one in said]
+    assert rank or any("a batch has 27 steps and num_steps of all ranks is 26; dt is Tf / 27" in text for text in texts)
+
+
+@on_ranks(2)
+def test_a_cell_that_may_be_fast_forwarded_is_not_where_that_is_turned_off(rank, world):
+    calls = []
+
+    class Counted(FastCell):
+        def forward(self, *arguments):
+            calls.append("forward")
+            return super().forward(*arguments)
+
+        def fastForward(self, *arguments):
+            calls.append("fastForward")
+            return super().fastForward(*arguments)
+
+    made, own = recurrent(Counted().double(), 8, rank=rank)
+    x = sequence(8)[:, own]
+    assert made.fwd_app.has_fastforward
+    fast = made(x)
+    made.fwd_app.has_fastforward = False
+    before = len(calls)
+    slow = made(x)
+    assert set(calls[before:]) == {"forward"} and made.getFastForwardInfo() == (0.0, 0)
+    torch.testing.assert_close(slow, fast, rtol=1e-12, atol=1e-12)
+    made.fwd_app.has_fastforward = True
+    slow.sum().backward()
+
+
+@on_ranks(2)
 def test_an_exception_in_a_cell_or_a_missing_input_is_raised_on_all_ranks(rank, world):
     class Bad(ImplicitCell):
         is_bad = False
@@ -1133,7 +1251,7 @@ def test_a_first_guess_is_taken():
     # Of single samples, each a class of its own.
     storage = utils.MeanInitialGuessStorage(5, 1.0)
     for time, value in zip(times, values):
-        storage.addState(time, value, range(5))
+        storage.addState(time, value.tensors(), range(5))
 
     class Guess:
         def getState(self, t):
@@ -1280,6 +1398,157 @@ def test_buffers_go_between_all_ranks(rank, world):
         comm.Allreduce(MPI.IN_PLACE, tensor, MPI.LAND)
     with pytest.raises(TypeError, match="small letters"):
         comm.Bcast("text")
+
+
+@on_ranks(1, 2, 3)
+def test_a_count_that_stands_with_a_buffer_limits_what_a_call_moves(rank, world):
+    numpy = pytest.importorskip("numpy")
+    comm, root = MPI.COMM_WORLD, world - 1
+    ranks, total = list(range(world)), sum(range(1, world + 1))
+
+    def mine(count, dtype=numpy.float64):
+        return numpy.full(count, rank + 1, dtype=dtype)
+
+    for form in (
+        [2],
+        [2, MPI.DOUBLE],
+        [2, "d"],
+        [(2, 0), MPI.DOUBLE],
+        [(2, 0)],
+        [[2, 0]],
+        [2, 0, MPI.DOUBLE],
+        [16, MPI.BYTE],
+    ):
+        comm.Bcast([buffer := mine(4), *form], root=root)
+        assert buffer.tolist() == [world, world, rank + 1, rank + 1], form
+    for form in ([], [MPI.DOUBLE], [None, MPI.DOUBLE]):
+        comm.Bcast([buffer := mine(4), *form], root=root)
+        assert buffer.tolist() == [world] * 4, form
+    comm.Bcast([buffer := torch.full((2, 2), rank + 1.0).t(), (2, 1)], root=root)
+    assert buffer.flatten().tolist() == [rank + 1, world, world, rank + 1], "in another order"
+    comm.Allreduce([mine(4), 2], [buffer := numpy.zeros(4), (2, 1), MPI.DOUBLE])
+    assert buffer.tolist() == [0, total, total, 0]
+    comm.Allreduce(MPI.IN_PLACE, [buffer := mine(3), 1], MPI.MAX)
+    assert buffer.tolist() == [world, rank + 1, rank + 1]
+    comm.Reduce([mine(4), (1, 3)], [buffer := numpy.zeros(4), 1], root=root)
+    assert buffer.tolist() == [total if rank == root else 0, 0, 0, 0]
+    # A count is that of one rank's block, as MPI has it.
+    comm.Allgather([mine(4), 1], [buffer := numpy.zeros(world + 2), (1, 1)])
+    assert buffer.tolist() == [0, *(other + 1 for other in ranks), 0]
+    block = numpy.zeros(world)
+    block[rank] = rank + 1
+    comm.Allgather(MPI.IN_PLACE, block)
+    assert block.tolist() == [other + 1 for other in ranks]
+    comm.Gather(MPI.IN_PLACE if rank == root else [mine(4), 1], mine(world) if rank == root else None, root=root)
+    comm.Scatter([numpy.arange(2.0 * world), 2] if rank == root else None, [part := mine(3), 2], root=root)
+    assert part.tolist() == [2 * rank, 2 * rank + 1, rank + 1]
+    comm.Scatter(numpy.arange(1.0 * world), MPI.IN_PLACE if rank == root else mine(1), root=root)
+    comm.Alltoall([mine(world + 1), 1], [turned := numpy.zeros(world + 1), (1, 1)])
+    assert turned.tolist() == [0, *(other + 1 for other in ranks)]
+    comm.Alltoall(MPI.IN_PLACE, mine(world))
+    after, before = (rank + 1) % world, (rank - 1) % world
+    comm.Send([mine(4, numpy.int32), (2, 1), MPI.INT], dest=after)
+    status = MPI.Status()
+    comm.Irecv([into := numpy.zeros(4, dtype=numpy.int32), (3, 1)], source=before).wait(status)
+    assert into.tolist() == [0, before + 1, before + 1, 0]
+    assert (status.Get_source(), status.Get_count(MPI.INT), status.Get_count(), status.Get_count(MPI.DOUBLE)) == (
+        before, 2, 8, 1,
+    )  # fmt: skip
+
+
+@on_ranks(1, 2, 3)
+def test_parts_of_different_lengths_go_between_ranks_by_counts_and_displacements(rank, world):
+    numpy = pytest.importorskip("numpy")
+    comm, root = MPI.COMM_WORLD, world - 1
+    counts = [other + 1 for other in range(world)]
+    length, mine = sum(counts), numpy.full(rank + 1, rank + 1, dtype=numpy.int64)
+    whole = [other + 1 for other in range(world) for _ in range(other + 1)]
+    starts = [sum(counts[:other]) for other in range(world)]
+    for form in ([counts], [(counts, starts)], [counts, MPI.LONG], [counts, starts, MPI.LONG]):
+        comm.Allgatherv(mine, [found := numpy.zeros(length, dtype=numpy.int64), *form])
+        assert found.tolist() == whole, form
+    comm.Gatherv(mine, [found := numpy.zeros(length, dtype=numpy.int64), counts] if rank == root else None, root=root)
+    assert rank != root or found.tolist() == whole
+    turned = [length - count for count in [sum(counts[: other + 1]) for other in range(world)]]
+    comm.Allgatherv([mine, MPI.LONG], [found := numpy.zeros(length, dtype=numpy.int64), (counts, turned)])
+    assert found[turned[rank] : turned[rank] + rank + 1].tolist() == mine.tolist()
+    own = numpy.zeros(length, dtype=numpy.int64)
+    own[starts[rank] : starts[rank] + rank + 1] = rank + 1
+    comm.Allgatherv(MPI.IN_PLACE, [own, counts])
+    assert own.tolist() == whole
+    comm.Scatterv(
+        [own, counts] if rank == root else None, [part := numpy.zeros(world, dtype=numpy.int64), rank + 1], root=root
+    )
+    assert part.tolist() == [rank + 1] * (rank + 1) + [0] * (world - rank - 1)
+    comm.Alltoallv([own, counts], [found := numpy.zeros(world * (rank + 1), dtype=numpy.int64), rank + 1])
+    assert found.tolist() == [rank + 1] * (rank + 1) * world
+    with pytest.raises(ValueError, match=r"Allgatherv: rank 0 sends 1 elements to rank 0, which expects 2"):
+        comm.Allgatherv(mine, [numpy.zeros(length + world, dtype=numpy.int64), [count + 1 for count in counts]])
+    comm.Barrier()
+
+
+def test_forms_of_buffers_that_do_not_fit_are_refused():
+    numpy = pytest.importorskip("numpy")
+    comm, four = MPI.COMM_SELF, numpy.zeros(4)
+    for form, error, text in (
+        ([four, 2, MPI.FLOAT], TypeError, r"Bcast: type MPI.FLOAT is torch.float32, and the buffer has torch.float64"),
+        ([four, "i"], TypeError, "type i is torch.int32"),
+        ([four, "x"], TypeError, "type 'x'; expected a type of MPI"),
+        ([four, 5], ValueError, "names elements 0 to 5, and the buffer has 4"),
+        ([four, (2, 3)], ValueError, "names elements 3 to 5"),
+        ([four, -1], ValueError, "count -1; expected a number from 0"),
+        ([four, 2.0], TypeError, "count 2.0; expected a whole number"),
+        ([four, 2, 0], TypeError, "4 entries|3 entries whose last is no type"),
+        ([four, (1, 2, 3)], TypeError, r"\(1, 2, 3\) in place of \(count, displacement\)"),
+        ([], TypeError, "an empty list"),
+        ([torch.zeros(2, 3).t(), MPI.BYTE], TypeError, "not contiguous"),
+    ):
+        with pytest.raises(error, match=text):
+            comm.Bcast(form)
+    for call, error, text in (
+        (lambda: comm.Allreduce(numpy.zeros(1), four), ValueError, "sends 1 elements and receives 4"),
+        (
+            lambda: comm.Allreduce(four, numpy.zeros(4, dtype=numpy.int64)),
+            TypeError,
+            "sends torch.float64 and receives torch.int64",
+        ),
+        (lambda: comm.Allreduce([four, MPI.BYTE], [four, MPI.BYTE]), TypeError, "bytes have no sums"),
+        (lambda: comm.Allreduce(MPI.IN_PLACE, four, max), TypeError, "op=.*expected an operator of MPI"),
+        (lambda: comm.Reduce(four, numpy.zeros(5)), ValueError, "sends 4 elements and receives 5"),
+        (lambda: comm.Gather(four, numpy.zeros(3)), ValueError, "sends 4 elements and receives 3"),
+        (lambda: comm.Scatter(four, numpy.zeros(3)), ValueError, "sends 3 elements and receives 4"),
+        (lambda: comm.Gatherv(four, [four, [1, 2]]), ValueError, "2 counts for 1 ranks"),
+        (lambda: comm.Bcast(four, root=1), ValueError, "Bcast with root 1: this communicator has ranks 0 to 0"),
+        (lambda: comm.bcast(1, root=1), ValueError, "bcast with root 1"),
+        (lambda: comm.scatter([1, 2]), ValueError, "scatter: 2 objects for 1 ranks"),
+        (lambda: comm.alltoall([1, 2]), ValueError, "alltoall: 2 objects for 1 ranks"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+    comm.Send(four, dest=0)
+    with pytest.raises(TypeError, match=r"Recv: rank 0 sent elements of torch.float64, and the buffer has torch.int64"):
+        comm.Recv(numpy.zeros(4, dtype=numpy.int64))
+    comm.Send(four, dest=0)
+    with pytest.raises(TypeError, match="with Send; receive it with Recv"):
+        comm.recv()
+    comm.send("text", dest=0)
+    with pytest.raises(TypeError, match="sent an object"):
+        comm.Recv(four)
+
+
+def test_methods_of_mpi4py_that_are_missing_say_what_to_use():
+    for name, text in (
+        ("Iprobe", "has no Iprobe; use recv or Recv with source=MPI.ANY_SOURCE"),
+        ("probe", "has no probe; use recv"),
+        ("Ibcast", "has no Ibcast; use Bcast, which returns when it is complete"),
+        ("Reduce_scatter", "use Allreduce"),
+        ("Create_cart", "use torch.distributed with its group"),
+    ):
+        with pytest.raises(AttributeError, match=text):
+            getattr(MPI.COMM_WORLD, name)
+        assert not hasattr(MPI.COMM_WORLD, name)
+    with pytest.raises(AttributeError, match="has no Win; it has ANY_SOURCE"):
+        getattr(MPI, "Win")  # noqa: B009
 
 
 @on_ranks(1, 2, 3)
@@ -1435,14 +1704,25 @@ def test_seeds_and_devices_are_by_rank():
     assert torchbraid.getDevice is utils.getDevice
 
 
-def test_buffers_have_exactly_the_bytes_of_their_tensors():
+def test_buffers_have_the_elements_of_their_tensors_exactly():
     tensors = [torch.randn(3, 2), None, torch.arange(5, dtype=torch.int16), torch.empty(0), torch.randn(4).double().t()]
     packed = utils.pack_buffer(tensors)
-    assert packed.numel() == utils.buffer_size(tensors) == 3 * 2 * 4 + 5 * 2 + 4 * 8
+    assert packed.shape == (utils.buffer_size(tensors),) == (3 * 2 + 5 + 4,) and packed.dtype == torch.float64
     into = [None if tensor is None else torch.zeros_like(tensor) for tensor in tensors]
     utils.unpack_buffer(into, packed)
     assert all(a is None or torch.equal(a, b) for a, b in zip(tensors, into))
-    with pytest.raises(ValueError, match=r"has 66 bytes, and the tensors 24"):
+    for mixed, dtype in (
+        ([torch.float32, torch.int16], torch.float32),
+        ([torch.float32, torch.int32], torch.float64),
+        ([torch.float16, torch.bfloat16, torch.bool], torch.float32),
+        ([torch.int64, torch.uint8], torch.int64),
+        ([torch.complex64, torch.int32], torch.complex128),
+        ([], torch.float32),
+    ):
+        assert utils.pack_buffer([torch.zeros(2, dtype=each) for each in mixed]).dtype == dtype
+    with pytest.raises(TypeError, match=r"no type holds torch.float32 and torch.int64 exactly"):
+        utils.pack_buffer([torch.zeros(1), torch.zeros(1, dtype=torch.int64)])
+    with pytest.raises(ValueError, match=r"has 15 elements, and the tensors 6"):
         utils.unpack_buffer(tensors[0], packed)
 
 
@@ -1457,6 +1737,21 @@ def test_parts_of_a_data_set_are_batches_by_turns():
     assert [other[index] for index in range(4)] == [parts[0][index] for index in range(4)]
     assert [other[4 + index] for index in range(4)] == [parts[1][index] for index in range(4)]
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_parts_of_a_data_set_are_those_that_torchbraid_makes_of_a_seed():
+    numpy = pytest.importorskip("numpy")
+    for length, seed in ((20, 1), (1000, 7)):
+        state = numpy.random.get_state()
+        numpy.random.seed(seed)
+        order = numpy.arange(length)
+        numpy.random.shuffle(order)
+        numpy.random.set_state(state)
+        whole = utils.Partioner(range(length), 3, seed=seed, batch_size=2)
+        assert [numpy.array_equal(a, b) for a, b in zip(state, numpy.random.get_state())] == [True] * len(state)
+        by_turns = [order[first : first + 2].tolist() for first in range(0, length, 2)]
+        for rank in range(3):
+            assert whole.partitions[rank] == [number for batch in by_turns[rank::3] for number in batch]
 
 
 def test_means_of_states_are_by_class_and_time():
@@ -1474,6 +1769,10 @@ def test_means_of_states_are_by_class_and_time():
         storage.addState(0.5, first, [0, 1, 3])
     with pytest.raises(ValueError, match="2 classes for states of"):
         storage.addState(0.5, first, [0, 1])
+    for arguments in ((0, 0.5), (-1, 0.5), (2, 1.1), (2, -0.1)):
+        for error in (ValueError, AssertionError):
+            with pytest.raises(error, match="MeanInitialGuessStorage"):
+                utils.MeanInitialGuessStorage(*arguments)
 
 
 def test_small_ones(capsys):

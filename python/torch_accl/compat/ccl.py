@@ -14,6 +14,8 @@ A group of that name is one of accl. Of oneCCL's variables it heeds `CCL_LOG_LEV
 algorithms, `CCL_ALLREDUCE` and its kin, where accl has the algorithm; options and variables of accl win over them. Others have no effect, and
 rank 0 lists those that are set once. In the profiler its calls have torch-ccl's names (`Options(profile_names="ccl")`).
 
+`ProcessGroupCCL(store, rank, size)`, which is also `torch.distributed.ProcessGroupCCL`, is such a group outside of torch's list of groups.
+
 What torch-ccl refuses works: send and recv, sub-groups, AVG and the bit operators, reduce_scatter; `docs/migrating.md` has a table.
 """
 
@@ -21,18 +23,32 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, _DistributedBackendOptions
+from torch.distributed.distributed_c10d import default_pg_timeout
 from torch_accl_launch import LaunchError, place
 
 from .. import _native
+from .._errors import InvalidArgumentError
 from .._register import connect, options_of
 from ._ccl_variables import settings_of, without_effect
 
-__all__ = ["NAME"]
+__all__ = ["NAME", "ProcessGroupCCL"]
 
 NAME = "ccl"
+
+# Phrases of our errors, and what torch-ccl's have in their place, which scripts may match.
+_PHRASES = {
+    "invalid root rank": "unexpected rank",
+    "the same type": "Tensors are not equal in data type",
+    "invalid tensor type": "Tensors are not equal in data type",
+}
 
 # Whether what has no effect was listed. Once for a process.
 _has_listed: list[bool] = []
@@ -51,6 +67,89 @@ def _create_group(group: Any, pg_options: _native.BackendOptions | None) -> _nat
         _has_listed.append(True)
         warnings.warn(f"ccl: these variables of oneCCL have no effect on accl: {', '.join(names)}", stacklevel=2)
     return connect(group, options)
+
+
+@contextmanager
+def _phrased() -> Iterator[None]:
+    """Adds torch-ccl's phrase to the error of a refused argument."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        found = [theirs for ours, theirs in _PHRASES.items() if ours in str(error)]
+        if not found:
+            raise
+        raise InvalidArgumentError(f"{error} ({found[0]})") from None
+
+
+class ProcessGroupCCL(dist.ProcessGroup):
+    """A group of `size` ranks that meet in `store`, outside of torch's list of groups. Collective.
+
+    Args:
+        store: where the ranks meet; one store serves one group.
+        rank: this rank.
+        size: the number of ranks.
+        timeout: of a call; torch's default, 30 minutes.
+
+    Calls take tensors of the CPU and return a `Work`; `shutdown()` ends the group.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"ProcessGroupCCL(rank={rank}, size={size}): expected a rank from 0 to size - 1")
+        super().__init__(rank, size)
+        wanted = _DistributedBackendOptions()
+        wanted.store, wanted.group_rank, wanted.group_size = store, rank, size
+        wanted.timeout = default_pg_timeout if timeout is None else timeout
+        wanted.group_id = NAME  # type: ignore[assignment]
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._register_backend(torch.device("cpu"), kind, _create_group(wanted, None))
+        self._set_default_backend(kind)
+
+    # Each calls torch's in a frame of its own name: torch finds out by it that the call is the method's own.
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `ProcessGroup`."""
+        with _phrased():
+            return super().broadcast(*args, **kwargs)
+
+    def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `ProcessGroup`, and complete when it returns: scripts of torch-ccl read the tensors at once."""
+        work = super().allreduce_coalesced(*args, **kwargs)
+        work.wait()
+        return work
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `ProcessGroup`."""
+        with _phrased():
+            return super().reduce(*args, **kwargs)
+
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `ProcessGroup`."""
+        with _phrased():
+            return super().gather(*args, **kwargs)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `ProcessGroup`."""
+        with _phrased():
+            return super().scatter(*args, **kwargs)
+
+    def allgather(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `ProcessGroup`."""
+        with _phrased():
+            return super().allgather(*args, **kwargs)
+
+    def _allgather_base(self, *args: Any, **kwargs: Any) -> Any:
+        with _phrased():
+            return super()._allgather_base(*args, **kwargs)
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `ProcessGroup`."""
+        with _phrased():
+            return super().reduce_scatter(*args, **kwargs)
+
+    def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Any:
+        with _phrased():
+            return super()._reduce_scatter_base(*args, **kwargs)
 
 
 def _fill_pmi() -> None:
@@ -75,3 +174,5 @@ def _fill_pmi() -> None:
 _fill_pmi()
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=["cpu"])
+# Where torch-ccl's is.
+dist.ProcessGroupCCL = ProcessGroupCCL  # type: ignore[attr-defined]

@@ -16,20 +16,24 @@ Scripts run under torchrun, and under mpirun or srun; neither MPI, XBraid nor Cy
 """
 
 from . import _mpi as MPI
-from . import mgopt, utils
+from . import gru_layer_parallel, layer_parallel, mgopt, utils
 from ._layer_parallel import LayerParallel
 from ._layers import LPBatchNorm2d, LPDropout
 from ._recurrent import GRU_Parallel, GRU_Serial
+from .braid_vector import BraidVector
 from .utils import getDevice
 
 __all__ = [
     "MPI",
+    "BraidVector",
     "GRU_Parallel",
     "GRU_Serial",
     "LPBatchNorm2d",
     "LPDropout",
     "LayerParallel",
     "getDevice",
+    "gru_layer_parallel",
+    "layer_parallel",
     "mgopt",
     "utils",
 ]

@@ -20,30 +20,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._buffers import BYTE, IN_PLACE, Datatype, Part, simple, vector
+
 __all__ = [
     "ANY_SOURCE",
     "ANY_TAG",
     "COMM_NULL",
     "COMM_TYPE_SHARED",
-    "IN_PLACE",
     "UNDEFINED",
     "Comm",
     "Op",
     "Request",
     "Status",
-    "tensor_of",
 ]
 
 ANY_SOURCE = -1
 ANY_TAG = -1
 UNDEFINED = -32766
 COMM_TYPE_SHARED = "COMM_TYPE_SHARED"
-IN_PLACE = "IN_PLACE"
 
 # The tag of torch's under which all messages travel: what torch knows of tags has no word for any of them, so each says its own.
 _TORCHS_TAG = 7461
 # As much is on its way when `send` returns, received or not, as MPIs have it; of more it waits for the receiver.
 _EAGER_BYTES = 1 << 16
+
+# What a message consists of, by numbers that all ranks have: bytes of an object, bytes as they are, or elements.
+_OBJECT, _BYTES = 0, 1
+_KINDS: tuple[torch.dtype | None, ...] = (
+    None,
+    torch.uint8,
+    torch.bool,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+# In place of methods of mpi4py's that are missing, by their names in small letters.
+_INSTEAD = {
+    "iprobe": "recv or Recv with source=MPI.ANY_SOURCE and tag=MPI.ANY_TAG, which wait for the next message",
+    "sendrecv_replace": "Isend of a copy, and Recv",
+    "exscan": "scan, of objects",
+    "scan": "scan, of objects",
+    "reduce_scatter": "Allreduce, and this rank's part of it",
+    "reduce_scatter_block": "Allreduce, and this rank's part of it",
+    "alltoallw": "Alltoallv",
+    "create": "Split",
+    "create_group": "Split",
+    "get_group": "Split, or torch's group in `comm.group`",
+}
+for _same in ("probe", "mprobe", "improbe"):
+    _INSTEAD[_same] = _INSTEAD["iprobe"]
 
 
 @dataclass(frozen=True)
@@ -86,15 +119,23 @@ class Status:
         """Its tag."""
         return self.tag
 
-    def Get_count(self) -> int:
-        """Its length in bytes."""
-        return self.count_bytes
+    def Get_count(self, datatype: Datatype = BYTE) -> int:
+        """Its length in elements of a type, by default bytes; MPI.UNDEFINED if that is no whole number."""
+        count, rest = divmod(self.count_bytes, datatype.Get_size())
+        return UNDEFINED if rest else count
+
+    Get_elements = Get_count
 
 
 class Request:
     """A message under way."""
 
-    def __init__(self, works: Sequence[dist.Work], kept: Sequence[Tensor], receive: Callable[[], Any] | None = None):
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        kept: Sequence[Tensor],
+        receive: Callable[[Status | None], Any] | None = None,
+    ) -> None:
         self._works = list(works)
         # What leaves stays as it is until it has left.
         self._kept = list(kept)
@@ -113,7 +154,7 @@ class Request:
         self._works.clear()
         self._kept.clear()
         if self._receive is not None:
-            self._found, self._receive = self._receive(), None
+            self._found, self._receive = self._receive(status), None
         return self._found
 
     def test(self) -> tuple[bool, Any]:
@@ -133,9 +174,11 @@ class Request:
         return self.test()[0]
 
     @staticmethod
-    def waitall(requests: Sequence[Request]) -> list[Any]:
+    def waitall(requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> list[Any]:
         """What each gives."""
-        return [request.wait() for request in requests]
+        if statuses is not None and len(statuses) < len(requests):
+            raise ValueError(f"waitall: {len(statuses)} statuses for {len(requests)} requests; give one for each")
+        return [request.wait(None if statuses is None else statuses[at]) for at, request in enumerate(requests)]
 
     Waitall = waitall
 
@@ -144,6 +187,8 @@ class Request:
 class _Message:
     source: int
     tag: int
+    # The place of its elements' type in `_KINDS`.
+    kind: int
     data: Tensor
 
 
@@ -164,6 +209,17 @@ class Comm:
 
     def __repr__(self) -> str:
         return f"<Comm {self.name or hex(id(self))}>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        blocking = name[1:].capitalize() if name.startswith("I") else name[1:]
+        instead = _INSTEAD.get(name.lower())
+        if instead is None and name[:1] in "Ii" and hasattr(type(self), blocking):
+            instead = f"{blocking}, which returns when it is complete"
+        raise AttributeError(
+            f"a communicator of torch_accl.compat.torchbraid has no {name}; use {instead or 'torch.distributed with its group, `comm.group`'}"
+        )
 
     # A communicator stands for ranks, and a net that is copied stays on them.
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
@@ -266,6 +322,7 @@ class Comm:
 
     def bcast(self, obj: Any = None, root: int = 0) -> Any:
         """The object of one rank."""
+        self._check_root("bcast", root)
         group = self.group
         if group is None:
             return obj
@@ -275,6 +332,7 @@ class Comm:
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """The objects of all, on one rank."""
+        self._check_root("gather", root)
         group = self.group
         if group is None:
             return [sendobj]
@@ -293,19 +351,27 @@ class Comm:
 
     def scatter(self, sendobj: Sequence[Any] | None = None, root: int = 0) -> Any:
         """Of a list of one rank, to each its own."""
+        given = self._for_each("scatter", sendobj) if self._check_root("scatter", root) else None
         group = self.group
         if group is None:
-            assert sendobj is not None, "scatter: the root gives a list"
-            (mine,) = sendobj
-            return mine
+            assert given is not None
+            return given[0]
         found: list[Any] = [None]
-        dist.scatter_object_list(found, list(sendobj) if sendobj is not None else None, group=group, group_src=root)
+        dist.scatter_object_list(found, given, group=group, group_src=root)
         return found[0]
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
         """Of each one's list, to each its own."""
         rank = self.rank
-        return [theirs[rank] for theirs in self.allgather(list(sendobj))]
+        return [theirs[rank] for theirs in self.allgather(self._for_each("alltoall", sendobj))]
+
+    def _for_each(self, call: str, given: Sequence[Any] | None) -> list[Any]:
+        """A list with an object for each rank."""
+        objects = None if given is None else list(given)
+        if objects is None or len(objects) != self.size:
+            what = "None" if objects is None else f"{len(objects)} objects"
+            raise ValueError(f"{call}: {what} for {self.size} ranks; give a list with one object for each")
+        return objects
 
     def reduce(self, sendobj: Any, op: Op | None = None, root: int = 0) -> Any:
         """The objects of all in one, in the order of ranks, on one rank."""
@@ -320,95 +386,198 @@ class Comm:
         """The objects of the ranks up to this one in one."""
         return functools.reduce(op or _ADD, self.allgather(sendobj)[: self.rank + 1])
 
-    # ---- all together, buffers: tensors, arrays, or [array, type]
+    # ---- all together, buffers in the forms of `_buffers.py`
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         """The elements of one rank."""
+        self._check_root("Bcast", root)
+        part = simple(buf, "Bcast")
         if (group := self.group) is not None:
-            _in_place(buf, lambda flat: dist.broadcast(flat, group=group, group_src=root))
+            _in_place(part, lambda flat: dist.broadcast(flat, group=group, group_src=root))
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op | None = None) -> None:
         """Elements of all in one."""
-        reduction = (op or _ADD).for_tensors()
+        reduction = _reduction("Allreduce", op)
+        out = simple(recvbuf, "Allreduce", is_reduced=True)
         if sendbuf is not IN_PLACE:
-            tensor_of(recvbuf).copy_(tensor_of(sendbuf))
+            given = simple(sendbuf, "Allreduce", is_reduced=True)
+            given.check_like(out, "Allreduce")
+            out.write(given.read())
         if (group := self.group) is not None:
-            _in_place(recvbuf, lambda flat: dist.all_reduce(flat, reduction, group=group))
+            _in_place(out, lambda flat: dist.all_reduce(flat, reduction, group=group))
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op | None = None, root: int = 0) -> None:
         """The same on one rank."""
-        reduction = (op or _ADD).for_tensors()
-        is_root = self.rank == root
-        given = tensor_of(recvbuf if sendbuf is IN_PLACE else sendbuf).clone(memory_format=torch.contiguous_format)
+        reduction = _reduction("Reduce", op)
+        is_root = self._check_root("Reduce", root)
+        given = simple(self._given("Reduce", sendbuf, recvbuf, is_root), "Reduce", is_reduced=True)
+        out = simple(recvbuf, "Reduce", is_reduced=True) if is_root else given
+        given.check_like(out, "Reduce")
+        flat = given.read().clone()
         if (group := self.group) is not None:
-            dist.reduce(given, op=reduction, group=group, group_dst=root)
+            dist.reduce(flat, op=reduction, group=group, group_dst=root)
         if is_root:
-            tensor_of(recvbuf).copy_(given.view(tensor_of(recvbuf).shape))
+            out.write(flat)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Elements of all, one rank's after the other's."""
-        size, given = self.size, tensor_of(sendbuf).contiguous()
-        parts = [torch.empty_like(given) for _ in range(size)]
+        size = self.size
+        out = simple(recvbuf, "Allgather", size)
+        given = out.block(self.rank, size) if sendbuf is IN_PLACE else simple(sendbuf, "Allgather")
+        given.check_like(out, "Allgather", size)
+        flat = given.read()
+        parts = [torch.empty_like(flat) for _ in range(size)]
         if (group := self.group) is None:
-            parts[0].copy_(given)
+            parts = [flat]
         else:
-            dist.all_gather(parts, given, group=group)
-        _fill(recvbuf, parts)
+            dist.all_gather(parts, flat, group=group)
+        out.write(torch.cat(parts))
 
     def Gather(self, sendbuf: Any, recvbuf: Any = None, root: int = 0) -> None:
         """The same on one rank."""
-        size, given = self.size, tensor_of(sendbuf).contiguous()
-        is_root = self.rank == root
-        parts = [torch.empty_like(given) for _ in range(size)] if is_root else None
+        size, is_root = self.size, self._check_root("Gather", root)
+        self._given("Gather", sendbuf, recvbuf, is_root)
+        out = simple(recvbuf, "Gather", size) if is_root else None
+        given = out.block(root, size) if out is not None and sendbuf is IN_PLACE else simple(sendbuf, "Gather")
+        if out is not None:
+            given.check_like(out, "Gather", size)
+        flat = given.read()
+        parts = [torch.empty_like(flat) for _ in range(size)] if is_root else None
         if (group := self.group) is None:
-            parts = [given]
+            parts = [flat]
         else:
-            dist.gather(given, parts, group=group, group_dst=root)
-        if parts is not None:
-            _fill(recvbuf, parts)
+            dist.gather(flat, parts, group=group, group_dst=root)
+        if out is not None and parts is not None:
+            out.write(torch.cat(parts))
 
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
         """Elements of one rank, to each its part."""
-        size, out = self.size, tensor_of(recvbuf)
-        part = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        parts = list(tensor_of(sendbuf).reshape(size, *out.shape).unbind(0)) if self.rank == root else None
+        size, is_root = self.size, self._check_root("Scatter", root)
+        self._given("Scatter", recvbuf, sendbuf, is_root)
+        given = simple(sendbuf, "Scatter", size) if is_root else None
+        out = given.block(root, size) if given is not None and recvbuf is IN_PLACE else simple(recvbuf, "Scatter")
+        if given is not None:
+            out.check_like(given, "Scatter", size)
+        parts = None if given is None else list(given.read().chunk(size)) if given.count else [given.read()] * size
+        found = torch.empty(out.count, dtype=out.dtype, device=out.tensor.device)
         if (group := self.group) is None:
             assert parts is not None
-            part = parts[0]
+            found = parts[0]
         else:
-            given = None if parts is None else [each.contiguous() for each in parts]
-            dist.scatter(part, given, group=group, group_src=root)
-        out.copy_(part)
+            dist.scatter(found, parts, group=group, group_src=root)
+        out.write(found)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
         """Elements of each, to each its part."""
-        given, out = tensor_of(sendbuf).contiguous(), tensor_of(recvbuf)
+        size = self.size
+        out = simple(recvbuf, "Alltoall", size)
+        given = out if sendbuf is IN_PLACE else simple(sendbuf, "Alltoall", size)
+        given.check_like(out, "Alltoall")
         if (group := self.group) is None:
-            out.copy_(given.view(out.shape))
+            out.write(given.read())
             return
-        found = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-        dist.all_to_all_single(found, given.flatten(), group=group)
-        out.copy_(found.view(out.shape))
+        found = torch.empty(out.count, dtype=out.dtype, device=out.tensor.device)
+        dist.all_to_all_single(found, given.read(), group=group)
+        out.write(found)
+
+    # ---- the same of parts of different lengths: counts, and displacements, by rank
+
+    def Gatherv(self, sendbuf: Any, recvbuf: Any = None, root: int = 0) -> None:
+        """As `Gather`."""
+        size, is_root = self.size, self._check_root("Gatherv", root)
+        self._given("Gatherv", sendbuf, recvbuf, is_root)
+        into = vector(recvbuf, "Gatherv", size) if is_root else []
+        given = into[root] if is_root and sendbuf is IN_PLACE else simple(sendbuf, "Gatherv")
+        self._exchange("Gatherv", {root: given}, dict(enumerate(into)), given)
+
+    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """As `Scatter`."""
+        size, is_root = self.size, self._check_root("Scatterv", root)
+        self._given("Scatterv", recvbuf, sendbuf, is_root)
+        given = vector(sendbuf, "Scatterv", size) if is_root else []
+        out = given[root] if is_root and recvbuf is IN_PLACE else simple(recvbuf, "Scatterv")
+        self._exchange("Scatterv", dict(enumerate(given)), {root: out}, out)
+
+    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
+        """As `Allgather`."""
+        size = self.size
+        into = vector(recvbuf, "Allgatherv", size)
+        given = into[self.rank] if sendbuf is IN_PLACE else simple(sendbuf, "Allgatherv")
+        self._exchange("Allgatherv", dict.fromkeys(range(size), given), dict(enumerate(into)), given)
+
+    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
+        """As `Alltoall`."""
+        size = self.size
+        into = vector(recvbuf, "Alltoallv", size)
+        given = into if sendbuf is IN_PLACE else vector(sendbuf, "Alltoallv", size)
+        self._exchange("Alltoallv", dict(enumerate(given)), dict(enumerate(into)), into[0])
+
+    def _exchange(self, call: str, sent: dict[int, Part], received: dict[int, Part], like: Part) -> None:
+        """Sends a part to each of some ranks and receives one from each of some; ranks compare their counts first."""
+        size = self.size
+        counts = [[parts[rank].count if rank in parts else 0 for rank in range(size)] for parts in (sent, received)]
+        types = {str(part.dtype) for part in (*sent.values(), *received.values())}
+        of_all = self.allgather((*counts, sorted(types)))
+        for source in range(size):
+            for to in range(size):
+                leaving, coming = of_all[source][0][to], of_all[to][1][source]
+                if leaving != coming:
+                    raise ValueError(
+                        f"{call}: rank {source} sends {leaving} elements to rank {to}, which expects {coming}; give counts that agree"
+                    )
+        named = sorted({name for _, _, names in of_all for name in names})
+        if len(named) > 1:
+            raise TypeError(f"{call}: ranks have buffers of {' and '.join(named)}; give all ranks the same type")
+        flat = [sent[rank].read() for rank in range(size) if rank in sent]
+        leaving_all = torch.cat(flat) if flat else like.read()[:0]
+        if (group := self.group) is None:
+            found = leaving_all
+        else:
+            found = torch.empty(sum(counts[1]), dtype=like.dtype, device=like.tensor.device)
+            dist.all_to_all_single(found, leaving_all, counts[1], counts[0], group=group)
+        for rank, coming_part in enumerate(torch.split(found, counts[1])):
+            if rank in received:
+                received[rank].write(coming_part)
+
+    def _check_root(self, call: str, root: int) -> bool:
+        """Whether this rank is the root."""
+        if not 0 <= root < self.size:
+            raise ValueError(f"{call} with root {root}: this communicator has ranks 0 to {self.size - 1}")
+        return self.rank == root
+
+    @staticmethod
+    def _given(call: str, own: Any, whole: Any, is_root: bool) -> Any:
+        """What a rank gives: its own buffer, or in place of it on the root its part of the whole."""
+        if own is not IN_PLACE:
+            return own
+        if not is_root:
+            raise ValueError(f"{call}: MPI.IN_PLACE on a rank that is not the root; give a buffer")
+        return whole
 
     # ---- from one to another
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Sends an object. A small one is on its way when this returns; of a large one the receiver has begun."""
-        self._send(_bytes_of(obj), dest, tag)
+        self._send(_bytes_of(obj), dest, tag, _OBJECT)
 
     ssend = send
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Begins to send an object."""
-        return self._post(_bytes_of(obj), dest, tag)
+        return self._post(_bytes_of(obj), dest, tag, _OBJECT)
 
     def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
         """Receives an object."""
-        return pickle.loads(self._take(source, tag, status).data.numpy().tobytes())
+        message = self._take(source, tag, status)
+        if message.kind != _OBJECT:
+            raise TypeError(
+                f"recv: rank {message.source} sent a buffer of {_KINDS[message.kind]} with Send; receive it with Recv"
+            )
+        return pickle.loads(message.data.numpy().tobytes())
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """An object that is received when somebody waits for it."""
-        return Request([], [], lambda: self.recv(None, source, tag))
+        return Request([], [], lambda status: self.recv(None, source, tag, status))
 
     def sendrecv(
         self,
@@ -428,56 +597,61 @@ class Comm:
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Sends the elements of a buffer."""
-        self._send(_bytes_in(buf), dest, tag)
+        self._send(*_bytes_in(buf, "Send", dest, tag))
 
     Ssend = Send
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Begins to send them."""
-        return self._post(_bytes_in(buf), dest, tag)
+        return self._post(*_bytes_in(buf, "Isend", dest, tag))
 
     def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> None:
         """Receives elements into a buffer, which must have room for them.
 
         Raises:
+            TypeError: elements of another type have come, or an object.
             ValueError: more has come than fits.
         """
-        out = tensor_of(buf)
+        out = simple(buf, "Recv")
         message = self._take(source, tag, status)
-        came, fits = message.data.numel(), out.numel() * out.element_size()
-        if came > fits or came % out.element_size():
-            raise ValueError(
-                f"Recv: {came} bytes came from rank {message.source}, and the buffer is {out.numel()} elements of {out.dtype}"
+        came, width = message.data.numel(), out.tensor.element_size()
+        wanted = _kind_of(out.dtype)
+        # Bytes are what a type is made of, on either side.
+        if message.kind != wanted and _BYTES not in (message.kind, wanted):
+            what = "an object" if message.kind == _OBJECT else f"elements of {_KINDS[message.kind]}"
+            raise TypeError(
+                f"Recv: rank {message.source} sent {what}, and the buffer has {out.dtype}; receive an object with recv, and elements with a buffer of their type"
             )
-        found = message.data.clone().view(out.dtype)
-        if came == fits:
-            out.copy_(found.view(out.shape))
-        else:
-            out.view(-1)[: found.numel()].copy_(found)
+        if came > out.count * width or came % width:
+            raise ValueError(
+                f"Recv: {came} bytes came from rank {message.source}, and the buffer is {out.count} elements of {out.dtype}"
+            )
+        out.write(message.data.clone().view(out.dtype))
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """The same when somebody waits for it."""
-        return Request([], [], lambda: self.Recv(buf, source, tag))
+        simple(buf, "Irecv")
+        return Request([], [], lambda status: self.Recv(buf, source, tag, status))
 
-    def _send(self, data: Tensor, dest: int, tag: int) -> None:
-        request = self._post(data, dest, tag)
+    def _send(self, data: Tensor, dest: int, tag: int, kind: int) -> None:
+        request = self._post(data, dest, tag, kind)
         self._leaving = [each for each in self._leaving if not each.is_over]
         if data.numel() > _EAGER_BYTES:
             request.wait()
         else:
             self._leaving.append(request)
 
-    def _post(self, data: Tensor, dest: int, tag: int) -> Request:
+    def _post(self, data: Tensor, dest: int, tag: int, kind: int) -> Request:
         group, size = self.group, self.size
         if not 0 <= dest < size:
             raise ValueError(f"send to rank {dest}: this communicator has ranks 0 to {size - 1}")
         if tag < 0:
             raise ValueError(f"send with tag {tag}: give one from 0")
         if dest == self.rank or group is None:
-            self._came.append(_Message(self.rank, tag, data.clone()))
+            self._came.append(_Message(self.rank, tag, kind, data.clone()))
             return Request([], [])
         device = _device(group)
-        parts = [torch.tensor([tag, data.numel()], dtype=torch.int64, device=device), data.to(device)]
+        parts = [torch.tensor([tag, kind, data.numel()], dtype=torch.int64, device=device), data.to(device)]
         works = [dist.isend(part, group=group, group_dst=dest, tag=_TORCHS_TAG) for part in parts if part.numel()]
         return Request([work for work in works if work is not None], parts)
 
@@ -505,16 +679,16 @@ class Comm:
         if group is None or source == self.rank:
             raise RuntimeError(f"recv from rank {source}: it is this rank, which has sent itself nothing of the kind")
         device = _device(group)
-        header = torch.zeros(2, dtype=torch.int64, device=device)
+        header = torch.zeros(3, dtype=torch.int64, device=device)
         if source == ANY_SOURCE:
             source = dist.get_group_rank(group, dist.recv(header, group=group, tag=_TORCHS_TAG))
         else:
             dist.recv(header, group=group, group_src=source, tag=_TORCHS_TAG)
-        tag, count = header.tolist()
+        tag, kind, count = header.tolist()
         data = torch.empty(count, dtype=torch.uint8, device=device)
         if count:
             dist.recv(data, group=group, group_src=source, tag=_TORCHS_TAG)
-        return _Message(source, tag, data.cpu())
+        return _Message(source, tag, kind, data.cpu())
 
 
 class _Null(Comm):
@@ -546,41 +720,29 @@ def _bytes_of(obj: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 
-def _bytes_in(buf: Any) -> Tensor:
-    given = tensor_of(buf).detach().contiguous().cpu()
+def _bytes_in(buf: Any, call: str, dest: int, tag: int) -> tuple[Tensor, int, int, int]:
+    """The arguments of a message of a buffer."""
+    part = simple(buf, call)
+    given = part.read().cpu()
     # A copy: a request may outlive what the caller does with the buffer.
-    return given.flatten().view(torch.uint8).clone() if given.numel() else given.new_empty(0, dtype=torch.uint8)
+    data = given.view(torch.uint8).clone() if part.count else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return data, dest, tag, _kind_of(part.dtype)
 
 
-def tensor_of(buf: Any) -> Tensor:
-    """A buffer as a tensor of the same memory: a tensor, an array of numpy, or a list of one of them and a type.
-
-    Raises:
-        TypeError: it is nothing of the kind.
-    """
-    if isinstance(buf, list | tuple) and buf:
-        buf = buf[0]
-    if isinstance(buf, Tensor):
-        return buf.detach()
-    if hasattr(buf, "__array_interface__"):
-        import numpy
-
-        # Not `as_tensor`, which makes a copy on the default device.
-        return torch.from_numpy(numpy.asarray(buf))
-    raise TypeError(
-        f"a buffer is a tensor or an array of numpy, not {type(buf).__name__}; objects have methods in small letters"
-    )
+def _kind_of(dtype: torch.dtype) -> int:
+    """The place of a type in `_KINDS`; that of bytes if it has none."""
+    return _KINDS.index(dtype) if dtype in _KINDS else _BYTES
 
 
-def _in_place(buf: Any, call: Callable[[Tensor], Any]) -> None:
+def _reduction(call: str, op: Op | None) -> Any:
+    if op is not None and not isinstance(op, Op):
+        raise TypeError(f"{call}: op={op!r}; expected an operator of MPI such as MPI.SUM")
+    return (op or _ADD).for_tensors()
+
+
+def _in_place(part: Part, call: Callable[[Tensor], Any]) -> None:
     """Calls with the elements of a buffer, dense, whose result they become."""
-    tensor = tensor_of(buf)
-    dense = tensor.contiguous()
-    call(dense)
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.copy_(dense)
-
-
-def _fill(recvbuf: Any, parts: Sequence[Tensor]) -> None:
-    out = tensor_of(recvbuf)
-    out.copy_(torch.stack(list(parts)).view(out.shape))
+    flat = part.read()
+    call(flat)
+    if not part.tensor.is_contiguous():
+        part.write(flat)

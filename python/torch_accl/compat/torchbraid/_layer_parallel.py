@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Block, Cycle, LayerParallelError, Serial
 from ...layer_parallel import LayerParallel as Body
@@ -20,8 +21,10 @@ from ...layer_parallel._blocks import Kind, undisturbed
 from ...layer_parallel._failures import described, sentence
 from ...layer_parallel._serial import advanced
 from ._module import Parallel, explain_buffers
+from ._points import recorded
 from ._spatial import levels_of
 from ._watch import Seen, Watch, norm_of
+from .braid_vector import BraidVector
 
 __all__ = ["LayerParallel"]
 
@@ -179,19 +182,34 @@ class LayerParallel(Parallel):
             "params": [norms for _, _, _, norms in found],
         }
 
-    def getFineTimePoints(self) -> tuple[list[float], list[Any]]:
-        """The times of this rank's points, and their states in the last forward pass.
+    def getFineTimePoints(self) -> tuple[list[float], list[BraidVector]]:
+        """The times of this rank's points, and their states in the last forward pass. Without `diagnostics(True)` they are there between a forward pass with
+        gradients and its backward pass.
 
         Raises:
-            RuntimeError: nobody has asked for states to be kept.
+            RuntimeError: states are no longer kept.
         """
-        self._check_kept("getFineTimePoints")
+        batch = None if self._batch is None else self._batch()
         points: dict[int, Any] = {}
-        for number, seen in sorted(self._seen.items()):
-            if number == 0:
-                points[0] = seen.state
-            points[number + 1] = self._after(number, seen)
-        return [number * self.dt for number in points], list(points.values())
+        if self.enable_diagnostics:
+            for number, seen in sorted(self._seen.items()):
+                if number == 0:
+                    points[0] = seen.state
+                points[number + 1] = self._after(number, seen)
+        elif batch is not None:
+            points = recorded(batch)
+            # A rank without layers has none at any time.
+            batch = batch if points or not self.layer_models else None
+        if batch is None and not self.enable_diagnostics:
+            raise RuntimeError(
+                "getFineTimePoints: states are kept from a forward pass with gradients to its backward pass; call it in between, or "
+                "diagnostics(True) on all ranks before the forward pass"
+            )
+        vectors = [
+            BraidVector(leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
+            for state in points.values()
+        ]
+        return [number * self.dt for number in points], vectors
 
     def _check_kept(self, what: str) -> None:
         if not self.enable_diagnostics:

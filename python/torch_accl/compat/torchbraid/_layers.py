@@ -6,6 +6,8 @@ layer on copies of its buffers until the last sweep.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,10 +18,16 @@ __all__ = ["LPBatchNorm2d", "LPDropout"]
 
 
 class LPBatchNorm2d(nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d`, of any number of dimensions from two; its running statistics are updated once a batch."""
+    """`torch.nn.BatchNorm2d`, of any number of dimensions from two; its running statistics are updated once a batch. They are its only buffers, and
+    checkpoints of torch's own and of torchbraid's are loaded.
+    """
 
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        if momentum is None:
+            raise ValueError("LPBatchNorm2d(momentum=None): a mean over all batches is not supported; give a number")
         super().__init__(channels, eps=eps, momentum=momentum)
+        # Only a mean over all batches needs their number.
+        self.num_batches_tracked = None
 
     @property
     def mean(self) -> Tensor | None:
@@ -31,11 +39,27 @@ class LPBatchNorm2d(nn.BatchNorm2d):
         """The running variance."""
         return self.running_var
 
+    def reset_running_stats(self) -> None:
+        """As of a new layer."""
+        assert self.running_mean is not None and self.running_var is not None, "it tracks them"
+        self.running_mean.zero_()
+        self.running_var.fill_(1)
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(
                 f"LPBatchNorm2d: the input has the shape {list(input.shape)}; give samples and channels at least"
             )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        # The number of batches of torch's, and the flag of torchbraid's, have nothing to go to.
+        for name in ("num_batches_tracked", "done_flag"):
+            state_dict.pop(f"{prefix}{name}", None)
+        for theirs, ours in (("mean", "running_mean"), ("var", "running_var")):
+            if f"{prefix}{theirs}" in state_dict:
+                state_dict[f"{prefix}{ours}"] = state_dict.pop(f"{prefix}{theirs}")
+        # Not that of the base, which adds a number of batches.
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *others)
 
 
 class LPDropout(nn.Module):

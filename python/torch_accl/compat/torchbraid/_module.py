@@ -5,6 +5,7 @@ Owns all that does not depend on what the body is, a stack of layers or a cell o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Norms
 from ...layer_parallel._model import Model
+from ...layer_parallel._walk import Batch
 from ._communicator import Comm
 from ._compose import Compose
 from ._root import at_root
@@ -40,6 +42,8 @@ class Parallel(nn.Module):
         self.timer_manager = ContextTimerManager()
         self.exec_helper = Compose(self.ranks.rank)
         self._watching: list[Watch] = []
+        # The last forward pass that a backward pass may follow, as long as its output lives.
+        self._batch: weakref.ref[Batch] | None = None
 
     def begin(
         self, body: Model, steps: list[tuple[str, bool]], Tf: float, levels: tuple[int, int], max_iters: int
@@ -92,7 +96,9 @@ class Parallel(nn.Module):
         assert form is not None, "the body has just said what it returned"
         forward.solved(norms.forward, self._iterations("forward"))
         node = next((leaf.grad_fn for leaf in pytree.tree_leaves(output) if getattr(leaf, "grad_fn", None)), None)
+        self._batch = None
         if node is not None:
+            self._batch = weakref.ref(node.run.solve.batch)
             self._await_backward(node, norms, again)
         where = self._device(device, output)
         return at_root(output, form, body.wire, where, is_everywhere=is_everywhere)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import operator
 import socket
 import time
+from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
+from ._buffers import BYTE, IN_PLACE, Datatype
 from ._communicator import (
     ANY_SOURCE,
     ANY_TAG,
     COMM_NULL,
     COMM_TYPE_SHARED,
-    IN_PLACE,
     UNDEFINED,
     Comm,
     Op,
@@ -34,26 +36,38 @@ __all__ = [
     "BOR",
     "BXOR",
     "BYTE",
+    "CHAR",
     "COMM_NULL",
     "COMM_SELF",
     "COMM_TYPE_SHARED",
     "COMM_WORLD",
+    "COMPLEX",
+    "C_BOOL",
+    "C_DOUBLE_COMPLEX",
+    "C_FLOAT_COMPLEX",
     "DOUBLE",
     "FLOAT",
     "INT",
+    "INT8_T",
+    "INT16_T",
+    "INT32_T",
     "INT64_T",
     "IN_PLACE",
     "LAND",
     "LONG",
+    "LONG_LONG",
     "LOR",
     "MAX",
     "MAXLOC",
     "MIN",
     "MINLOC",
     "PROD",
+    "SHORT",
     "SUM",
+    "UINT8_T",
     "UNDEFINED",
     "Comm",
+    "Datatype",
     "Finalize",
     "Get_processor_name",
     "Init",
@@ -82,8 +96,24 @@ LOR = Op("LOR", lambda a, b: bool(a) or bool(b))
 MAXLOC = Op("MAXLOC", lambda a, b: max(a, b, key=lambda pair: (pair[0], -pair[1])))
 MINLOC = Op("MINLOC", lambda a, b: min(a, b, key=lambda pair: (pair[0], pair[1])))
 
-# Types beside a buffer, which knows its own.
-BOOL, BYTE, INT, LONG, INT64_T, FLOAT, DOUBLE = "BOOL", "BYTE", "INT", "LONG", "INT64_T", "FLOAT", "DOUBLE"
+# Types of a buffer's elements, which must be its own.
+BOOL = Datatype("BOOL", torch.bool)
+C_BOOL = Datatype("C_BOOL", torch.bool)
+CHAR = Datatype("CHAR", torch.int8)
+SHORT = Datatype("SHORT", torch.int16)
+INT = Datatype("INT", torch.int32)
+LONG = Datatype("LONG", torch.int64)
+LONG_LONG = Datatype("LONG_LONG", torch.int64)
+INT8_T = Datatype("INT8_T", torch.int8)
+INT16_T = Datatype("INT16_T", torch.int16)
+INT32_T = Datatype("INT32_T", torch.int32)
+INT64_T = Datatype("INT64_T", torch.int64)
+UINT8_T = Datatype("UINT8_T", torch.uint8)
+FLOAT = Datatype("FLOAT", torch.float32)
+DOUBLE = Datatype("DOUBLE", torch.float64)
+COMPLEX = Datatype("COMPLEX", torch.complex64)
+C_FLOAT_COMPLEX = Datatype("C_FLOAT_COMPLEX", torch.complex64)
+C_DOUBLE_COMPLEX = Datatype("C_DOUBLE_COMPLEX", torch.complex128)
 
 Wtime = time.perf_counter
 
@@ -117,3 +147,11 @@ def Is_initialized() -> bool:
 def Is_finalized() -> bool:
     """Whether they may no more."""
     return False
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise AttributeError(
+        f"MPI of torch_accl.compat.torchbraid has no {name}; it has {', '.join(__all__)}; use torch.distributed for the rest"
+    )

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...layer_parallel import Cycle, RecurrentParallel
+from ...layer_parallel import Cycle, Norms, RecurrentParallel
 from ...layer_parallel._model import Mode
 from ...layer_parallel._run import Run, Way
 from ._module import Parallel
+from ._settings import say_once
 from ._timers import ContextTimer
 from ._watch import Watch
 
@@ -49,9 +51,9 @@ class GRU_Parallel(Parallel):
 
     comm: as of `LayerParallel`.
     basic_block: the cell; its weights become those of rank 0 on all ranks, which get the same gradients.
-    num_steps: of this rank's part. A batch may have others.
+    num_steps: of this rank's part. A batch may have others, with a warning.
     hidden_size, num_layers: of the state that a sequence begins with where none is given.
-    Tf: the length of time of all steps together. The times that a cell is given are those from the beginning of its step.
+    Tf: the length of time of all steps of a batch together: dt is Tf divided by their number. The times that a cell is given are those from the beginning of its step.
     max_fwd_levels, max_bwd_levels, max_iters: as of `LayerParallel`.
 
     Raises:
@@ -82,9 +84,11 @@ class GRU_Parallel(Parallel):
         self._make_alike(basic_block)
         kind = _FastCell if hasattr(basic_block, "fastForward") else _Cell
         cell = kind(basic_block, num_layers, hidden_size, Tf / sum(of_all), self._level)
+        self._declared = sum(of_all)
         one = Cycle(levels=1)
         body = _Body(cell, group=self.ranks.group or "alone", fwd=one, bwd=one, auto_modes=("exact-wave", "inexact"))
         self.begin(body, _steps(sum(of_all)), Tf, (max_fwd_levels, max_bwd_levels), max_iters)
+        self.fwd_app.has_fastforward = kind is _FastCell
         body.settle = self._settle_for
         for app in (self.fwd_app, self.bwd_app):
             app.owner = body.owner
@@ -102,11 +106,31 @@ class GRU_Parallel(Parallel):
             tensor.detach().copy_(other)
 
     def _settle_for(self, count: int) -> None:
-        """Cycles have as many levels as a sequence of this length allows."""
+        """Cycles have as many levels as a sequence of this length allows, and all steps together take the time that was given."""
+        if count != self._declared:
+            say_once(
+                self.ranks,
+                f"GRU_Parallel: a batch has {count} steps and num_steps of all ranks is {self._declared}; dt is Tf / {count}",
+            )
         for app in (self.fwd_app, self.bwd_app):
             if len(app.steps) != count:
                 app.steps = _steps(count)
+                app.dt = app.Tf / count
+        self.dt = self.fwd_app.dt
+        cell: _Cell = self.body.cell  # type: ignore[assignment]
+        cell.made = _Made(self.dt, self.fwd_app.has_fastforward)
         self.settle()
+
+    def _await_backward(self, node: Any, norms: Norms, watch: Watch) -> None:
+        cell: _Cell = self.body.cell  # type: ignore[assignment]
+        made = cell.made
+
+        def begins(given: Any) -> None:
+            # Another batch may have gone forward since.
+            cell.made = made
+
+        node.register_prehook(begins)
+        super()._await_backward(node, norms, watch)
 
     def _level(self, count: int) -> int:
         """That of a coarse step over so many steps."""
@@ -172,6 +196,14 @@ class _Body(RecurrentParallel):
         super().check_mode(mode)
 
 
+@dataclass(frozen=True)
+class _Made:
+    """How the steps of a batch are made: how long each is, and whether with the products of all inputs at once."""
+
+    dt: float
+    is_fast: bool
+
+
 class _Cell(nn.Module):
     """torchbraid's cell as `layer_parallel` knows one. A coarse step is one of a longer time."""
 
@@ -183,7 +215,7 @@ class _Cell(nn.Module):
         self.timer: ContextTimer | None = None
         self.reduced = (0.0, 0)
         self._size = num_layers, hidden_size
-        self._dt = dt
+        self.made = _Made(dt, is_fast=True)
         self._level = level
 
     def initial(self, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -203,9 +235,9 @@ class _Cell(nn.Module):
     def coarse_step(self, x: Any, state: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
         level = 0 if count == 1 else self._level(count)
         if self.timer is None:
-            return self._stepped(level, count * self._dt, x, state)
+            return self._stepped(level, count * self.made.dt, x, state)
         with self.timer:
-            return self._stepped(level, count * self._dt, x, state)
+            return self._stepped(level, count * self.made.dt, x, state)
 
     def _stepped(self, level: int, dt: float, x: Any, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(self.cell(level, 0.0, dt, x, state))
@@ -215,6 +247,9 @@ class _FastCell(_Cell):
     """One that makes the products of all inputs at once."""
 
     def prepare(self, x: Tensor) -> Any:
+        if not self.made.is_fast:
+            self.reduced = (0.0, 0)
+            return x
         began = time.perf_counter()
         # As of one step: samples and features.
         reduced = self.cell.reduceX(x.flatten(0, 1))  # type: ignore[operator]
@@ -223,7 +258,8 @@ class _FastCell(_Cell):
         return found
 
     def _stepped(self, level: int, dt: float, x: Any, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(self.cell.fastForward(level, 0.0, dt, x, state))  # type: ignore[operator]
+        step: Callable[..., State] = self.cell.fastForward if self.made.is_fast else self.cell  # type: ignore[assignment]
+        return tuple(step(level, 0.0, dt, x, state))
 
 
 def _steps(count: int) -> list[tuple[str, bool]]:

@@ -69,6 +69,8 @@ class App:
         self.has_guess = False
         # From which levels states become coarser on the way to the next.
         self.coarsened: tuple[int, ...] = ()
+        # Of a cell with `reduceX` and `fastForward`: whether they are used.
+        self.has_fastforward = False
         self._residual_compute = 1
         self._stats = (0, _NO_NORM)
         self._made: tuple[object, Cycle] | None = None

@@ -5,6 +5,7 @@ Owns the small ones. Timers, layers, communicators and data parallelism are in m
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch_accl_launch import LaunchError, place
 
 from .. import _mpi as MPI
+from .._buffers import tensor_of
 from .._layers import LPBatchNorm2d, LPDropout
 from .._timers import ContextTimer, ContextTimerManager
 from .._world import communicator_of
@@ -127,30 +129,54 @@ def pickle_size(obj: Any) -> int:
 
 
 def buffer_size(tens: Tensors) -> int:
-    """How many bytes `pack_buffer` makes of tensors; None has none."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _listed(tens))
+    """How many elements `pack_buffer` makes of tensors; None has none."""
+    return sum(tensor.numel() for tensor in _listed(tens))
 
 
 def pack_buffer(tens: Tensors) -> Tensor:
-    """The bytes of tensors of any types, one after the other."""
-    parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in _listed(tens) if tensor.numel()]
-    return torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
+    """The elements of tensors, one after the other, of a type that holds all of them exactly.
+
+    Raises:
+        TypeError: no type does, as of int64 and float32.
+    """
+    tensors = _listed(tens)
+    dtype = _holding([tensor.dtype for tensor in tensors])
+    parts = [tensor.detach().flatten().to("cpu", dtype) for tensor in tensors]
+    return torch.cat([*parts, torch.empty(0, dtype=dtype, device="cpu")])
 
 
-def unpack_buffer(tens: Tensors, buf: Tensor) -> None:
-    """Fills tensors from such bytes.
+def unpack_buffer(tens: Tensors, buf: Any) -> None:
+    """Fills tensors from such elements.
 
     Raises:
         ValueError: there are more or fewer.
     """
-    into = _listed(tens)
-    if buf.numel() != buffer_size(into):
-        raise ValueError(f"unpack_buffer: the buffer has {buf.numel()} bytes, and the tensors {buffer_size(into)}")
-    parts = torch.split(buf, [tensor.numel() * tensor.element_size() for tensor in into])
-    for tensor, part in zip(into, parts):
-        if tensor.numel():
-            # A part need not begin where its type may.
-            tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+    into, given = _listed(tens), tensor_of(buf).flatten()
+    if given.numel() != buffer_size(into):
+        raise ValueError(f"unpack_buffer: the buffer has {given.numel()} elements, and the tensors {buffer_size(into)}")
+    for tensor, part in zip(into, torch.split(given, [tensor.numel() for tensor in into])):
+        tensor.detach().copy_(part.view(tensor.shape))
+
+
+def _holding(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """A type that holds the elements of all these exactly."""
+    if not dtypes:
+        return torch.get_default_dtype()
+    promoted = functools.reduce(torch.promote_types, dtypes)
+    for dtype in (promoted, torch.complex128 if promoted.is_complex else torch.float64):
+        if all(_holds(dtype, each) for each in dtypes):
+            return dtype
+    raise TypeError(
+        f"pack_buffer: no type holds {' and '.join(sorted({str(each) for each in dtypes}))} exactly; pack them in buffers of their own"
+    )
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a type holds exactly what another one does, from which it was promoted."""
+    is_whole = not (narrow.is_floating_point or narrow.is_complex)
+    if not is_whole or narrow == torch.bool or not (wide.is_floating_point or wide.is_complex):
+        return True
+    return torch.iinfo(narrow).max <= 2 / torch.finfo(wide).eps
 
 
 def _listed(tens: Tensors) -> list[Tensor]:
@@ -169,9 +195,9 @@ class MeanInitialGuessStorage:
 
     def __init__(self, class_count: int, average_weight: float) -> None:
         if class_count < 1:
-            raise ValueError(f"MeanInitialGuessStorage(class_count={class_count}): give 1 or more")
+            raise _BadArgument(f"MeanInitialGuessStorage(class_count={class_count}): give 1 or more")
         if not 0 <= average_weight <= 1:
-            raise ValueError(f"MeanInitialGuessStorage(average_weight={average_weight}): give a share from 0 to 1")
+            raise _BadArgument(f"MeanInitialGuessStorage(average_weight={average_weight}): give a share from 0 to 1")
         self.class_count = class_count
         self.average_weight = average_weight
         self.state_map: dict[float, tuple[Tensor, ...]] = {}
@@ -188,18 +214,43 @@ class MeanInitialGuessStorage:
             KeyError: none was added of that time.
         """
         if t not in self.state_map:
-            raise KeyError(f"there is no state of time {t}; addState was told of {sorted(self.state_map)}")
+            raise KeyError(f"there is no state of time {t}; addState has added {sorted(self.state_map)}")
         chosen = _numbers(classes)
         return tuple(mean[chosen.to(mean.device)].clone() for mean in self.state_map[t])
 
     @torch.no_grad()
-    def addState(self, t: float, state: Tensor | tuple[Tensor, ...], classes: Sequence[int] | Tensor) -> None:
+    def addState(self, t: float, state: Tensor | Sequence[Tensor], classes: Sequence[int] | Tensor) -> None:
         """Takes the states of a batch at a time into the means of their classes.
 
         Raises:
             ValueError: a class, or a state, for which there is no room.
         """
-        states = (state,) if isinstance(state, Tensor) else tuple(state)
+        if t in self.state_map:
+            self._average(self.state_map[t], state, classes, self.average_weight)
+        else:
+            self.state_map[t] = self._initialize(state, classes, self.average_weight)
+
+    def _initialize(
+        self, new_state: Tensor | Sequence[Tensor], classes: Sequence[int] | Tensor, average_weight: float
+    ) -> tuple[Tensor, ...]:
+        """Means of a first batch, which zeros were before."""
+        states = (new_state,) if isinstance(new_state, Tensor) else tuple(new_state)
+        means = tuple(
+            torch.zeros((self.class_count, *each.shape[1:]), dtype=each.dtype, device=each.device) for each in states
+        )
+        self._average(means, states, classes, average_weight)
+        return means
+
+    @torch.no_grad()
+    def _average(
+        self,
+        old_mean: Sequence[Tensor],
+        new_state: Tensor | Sequence[Tensor],
+        classes: Sequence[int] | Tensor,
+        average_weight: float,
+    ) -> None:
+        """Takes the states of a batch into means, in place."""
+        states = (new_state,) if isinstance(new_state, Tensor) else tuple(new_state)
         chosen = _numbers(classes).flatten()
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.class_count:
             raise ValueError(
@@ -209,15 +260,14 @@ class MeanInitialGuessStorage:
             raise ValueError(
                 f"addState: {chosen.numel()} classes for states of {[len(each) for each in states]} samples"
             )
-        if t not in self.state_map:
-            self.state_map[t] = tuple(
-                torch.zeros((self.class_count, *each.shape[1:]), dtype=each.dtype, device=each.device)
-                for each in states
-            )
         for number in sorted(set(chosen.tolist())):
-            for mean, each in zip(self.state_map[t], states):
-                mean[number].mul_(1 - self.average_weight)
-                mean[number].add_(each[chosen.to(each.device) == number].mean(0), alpha=self.average_weight)
+            for mean, each in zip(old_mean, states):
+                mean[number].mul_(1 - average_weight)
+                mean[number].add_(each[chosen.to(each.device) == number].mean(0), alpha=average_weight)
+
+
+class _BadArgument(ValueError, AssertionError):
+    """A value that cannot be; torchbraid asserts where Python has a ValueError, and scripts catch either."""
 
 
 # ---- where we are

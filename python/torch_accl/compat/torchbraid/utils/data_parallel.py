@@ -70,13 +70,15 @@ class Partition:
 
 
 class Partioner:
-    """Cuts a data set, shuffled by `seed`, into as many parts as `procs`: batches of `batch_size` go to each by turns. torch's own random numbers
-    stay as they are."""
+    """Cuts a data set, shuffled by `seed`, into as many parts as `procs`: batches of `batch_size` go to each by turns. The order is torchbraid's, which
+    numpy makes of a seed; numpy's and torch's own random numbers stay as they are."""
 
     def __init__(self, data: Any, procs: int, seed: int, batch_size: int) -> None:
+        # Its sequence of a seed never changes.
+        from numpy.random import RandomState
+
         self.data = data
-        drawn = torch.Generator().manual_seed(seed)
-        order: list[int] = torch.randperm(len(data), generator=drawn, dtype=torch.int64, device="cpu").tolist()
+        order: list[int] = RandomState(seed).permutation(len(data)).tolist()
         batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
         self.partitions = [[number for batch in batches[rank::procs] for number in batch] for rank in range(procs)]
 

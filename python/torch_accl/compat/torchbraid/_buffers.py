@@ -1,0 +1,245 @@
+"""Buffers in the forms that mpi4py takes: an array or a tensor alone, or in a list with counts, displacements and a type.
+
+Owns the forms, and the checks that a form fits its memory. `simple` and `vector` read a form; a `Part` is the elements that it names. Calls that
+move elements are in `_communicator.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["BYTE", "IN_PLACE", "Datatype", "Part", "simple", "tensor_of", "vector"]
+
+IN_PLACE: Final = "IN_PLACE"
+
+_FORMS = (
+    "expected a buffer, [buffer, count], [buffer, type], [buffer, count, type], [buffer, (count, displacement), type] or "
+    "[buffer, count, displacement, type]"
+)
+
+
+@dataclass(frozen=True)
+class Datatype:
+    """A type of elements by MPI's name. `dtype`: torch's; None for bytes, which any buffer consists of."""
+
+    name: str
+    dtype: torch.dtype | None
+
+    def Get_name(self) -> str:
+        """Its name."""
+        return f"MPI_{self.name}"
+
+    def Get_size(self) -> int:
+        """The bytes of an element."""
+        return 1 if self.dtype is None else self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"MPI.{self.name}"
+
+
+BYTE = Datatype("BYTE", None)
+
+# The codes of numpy and of Python's arrays, which mpi4py takes as types.
+_CODES = {
+    "?": torch.bool,
+    "b": torch.int8,
+    "B": torch.uint8,
+    "h": torch.int16,
+    "i": torch.int32,
+    "l": torch.int64,
+    "q": torch.int64,
+    "e": torch.float16,
+    "f": torch.float32,
+    "d": torch.float64,
+    "F": torch.complex64,
+    "D": torch.complex128,
+    "i1": torch.int8,
+    "u1": torch.uint8,
+    "i2": torch.int16,
+    "i4": torch.int32,
+    "i8": torch.int64,
+    "f2": torch.float16,
+    "f4": torch.float32,
+    "f8": torch.float64,
+    "c8": torch.complex64,
+    "c16": torch.complex128,
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """`count` elements of a tensor from `start` on, in the order of its indices."""
+
+    tensor: Tensor
+    start: int
+    count: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the elements."""
+        return self.tensor.dtype
+
+    def read(self) -> Tensor:
+        """The elements, dense and in one dimension: the buffer's own memory, or a copy if that is not dense."""
+        return self.tensor.reshape(-1)[self.start : self.start + self.count]
+
+    def write(self, found: Tensor) -> None:
+        """Puts as many elements, or fewer, in their place."""
+        if self.tensor.is_contiguous():
+            self.read()[: found.numel()].copy_(found)
+            return
+        whole = self.tensor.reshape(-1)
+        whole[self.start : self.start + found.numel()].copy_(found)
+        self.tensor.copy_(whole.view(self.tensor.shape))
+
+    def block(self, number: int, blocks: int) -> Part:
+        """One of `blocks` equal parts."""
+        count = self.count // blocks
+        return Part(self.tensor, self.start + number * count, count)
+
+    def check_like(self, other: Part, call: str, blocks: int = 1) -> None:
+        """Compares a buffer that is sent with the one that receives it, which has room for `blocks` of it.
+
+        Raises:
+            TypeError: elements of another type.
+            ValueError: another number of them.
+        """
+        if other.dtype != self.dtype:
+            raise TypeError(f"{call}: it sends {self.dtype} and receives {other.dtype}; give buffers of one type")
+        if other.count != self.count * blocks:
+            raise ValueError(
+                f"{call}: it sends {self.count} elements{f' from each of {blocks} ranks' if blocks > 1 else ''} and receives {other.count}; give counts that agree"
+            )
+
+
+def tensor_of(buf: Any) -> Tensor:
+    """A buffer as a tensor of the same memory.
+
+    Raises:
+        TypeError: it is neither a tensor nor an array of numpy.
+    """
+    if isinstance(buf, Tensor):
+        return buf.detach()
+    if hasattr(buf, "__array_interface__"):
+        import numpy
+
+        # `as_tensor` would want a type, and the array has one.
+        return torch.from_numpy(numpy.asarray(buf))
+    raise TypeError(
+        f"a buffer is a tensor or an array of numpy, not {type(buf).__name__}; objects have methods in small letters"
+    )
+
+
+def simple(buf: Any, call: str, blocks: int = 1, *, is_reduced: bool = False) -> Part:
+    """The elements that a form names. A count is that of one of `blocks` equal parts, as MPI has it.
+
+    Raises:
+        TypeError: a form or a type that does not fit the buffer.
+        ValueError: more elements than the buffer has.
+    """
+    tensor, counts, displs = _unpacked(buf, call, is_vector=False, is_reduced=is_reduced)
+    start = 0 if displs is None else _number(displs, call, "displacement")
+    if counts is None:
+        total = tensor.numel() - start
+        if total % blocks:
+            raise ValueError(f"{call}: {total} elements cannot be cut into {blocks} equal parts, one for each rank")
+    else:
+        total = _number(counts, call, "count") * blocks
+    return _fitting(tensor, start, total, call)
+
+
+def vector(buf: Any, call: str, blocks: int) -> list[Part]:
+    """The elements that a form names for each of `blocks` ranks. Without counts the parts are equal, and without displacements they follow one another.
+
+    Raises:
+        TypeError: a form or a type that does not fit the buffer.
+        ValueError: more elements than the buffer has, or counts of another number of ranks.
+    """
+    tensor, given, displs = _unpacked(buf, call, is_vector=True, is_reduced=False)
+    if given is None:
+        if tensor.numel() % blocks:
+            raise ValueError(
+                f"{call}: {tensor.numel()} elements cannot be cut into {blocks} equal parts; give a count for each rank"
+            )
+        given = tensor.numel() // blocks
+    counts = _numbers(given, call, "count", blocks)
+    starts = (
+        list(accumulate(counts, initial=0))[:-1] if displs is None else _numbers(displs, call, "displacement", blocks)
+    )
+    return [_fitting(tensor, start, count, call) for start, count in zip(starts, counts)]
+
+
+def _unpacked(buf: Any, call: str, *, is_vector: bool, is_reduced: bool) -> tuple[Tensor, Any, Any]:
+    """The memory in elements of the form's type, and what it has as counts and displacements."""
+    if not isinstance(buf, list | tuple):
+        return tensor_of(buf), None, None
+    if not buf:
+        raise TypeError(f"{call}: an empty list; {_FORMS}")
+    data, *rest = buf
+    kind = rest.pop() if rest and isinstance(rest[-1], Datatype | str) else None
+    if len(rest) > (1 if kind is None else 2):
+        raise TypeError(f"{call}: a list of {len(buf)} entries whose last is no type; {_FORMS}")
+    counts, displs = rest if len(rest) == 2 else (rest[0] if rest else None, None)
+    # A list is counts by rank where there are such.
+    if len(rest) == 1 and isinstance(counts, tuple if is_vector else list | tuple):
+        if len(counts) != 2:
+            raise TypeError(f"{call}: {counts!r} in place of (count, displacement); {_FORMS}")
+        counts, displs = counts
+    return _typed(tensor_of(data), kind, call, is_reduced=is_reduced), counts, displs
+
+
+def _typed(tensor: Tensor, kind: Datatype | str | None, call: str, *, is_reduced: bool) -> Tensor:
+    if kind is None:
+        return tensor
+    if isinstance(kind, str) and kind not in _CODES:
+        raise TypeError(
+            f"{call}: type {kind!r}; expected a type of MPI such as MPI.DOUBLE, or one of {' '.join(_CODES)}"
+        )
+    wanted = _CODES[kind] if isinstance(kind, str) else kind.dtype
+    if wanted == tensor.dtype:
+        return tensor
+    if wanted is not None:
+        raise TypeError(
+            f"{call}: type {kind} is {wanted}, and the buffer has {tensor.dtype}; leave the type away or give the buffer's"
+        )
+    if is_reduced or not tensor.is_contiguous():
+        why = "bytes have no sums" if is_reduced else "the buffer is not contiguous"
+        raise TypeError(f"{call}: type {kind} of a buffer of {tensor.dtype}: {why}; leave the type away")
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _fitting(tensor: Tensor, start: int, count: int, call: str) -> Part:
+    if start + count > tensor.numel() or count < 0:
+        raise ValueError(
+            f"{call}: the form names elements {start} to {start + count}, and the buffer has {tensor.numel()}; give a smaller count"
+        )
+    return Part(tensor, start, count)
+
+
+def _number(given: Any, call: str, what: str) -> int:
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{call}: {what} {given!r}; expected a whole number; {_FORMS}") from None
+    if number < 0:
+        raise ValueError(f"{call}: {what} {number}; expected a number from 0")
+    return number
+
+
+def _numbers(given: Any, call: str, what: str, blocks: int) -> Sequence[int]:
+    if hasattr(given, "__index__"):
+        return [_number(given, call, what)] * blocks
+    try:
+        numbers = [_number(each, call, what) for each in given]
+    except TypeError:
+        raise TypeError(f"{call}: {what}s {given!r}; expected a whole number for each of {blocks} ranks") from None
+    if len(numbers) != blocks:
+        raise ValueError(f"{call}: {len(numbers)} {what}s for {blocks} ranks; give one for each")
+    return numbers

@@ -1,0 +1,51 @@
+"""torchbraid's vector of a state by its own module's name: what `getFineTimePoints` gives for each point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+__all__ = ["BraidVector"]
+
+
+class BraidVector:
+    """The tensors of a state, in order. Weights are with their layers, and never part of one."""
+
+    def __init__(self, tensor: Tensor | Iterable[Tensor]) -> None:
+        self._tensors = _tuple_of(tensor)
+
+    def tensor(self, i: int = 0) -> Tensor:
+        """One of them."""
+        return self._tensors[i]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return self._tensors
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors)
+
+    def replaceTensor(self, tensor: Tensor | Iterable[Tensor], i: int = 0) -> Tensor | tuple[Tensor, ...]:
+        """Puts a tensor in the place of one, or several in the place of all, and returns those that were there."""
+        before = self._tensors
+        if not isinstance(tensor, Tensor):
+            self._tensors = _tuple_of(tensor)
+            return before
+        self._tensors = (*before[:i], tensor, *before[i + 1 :])
+        return before[i]
+
+    def clone(self) -> BraidVector:
+        """A copy with memory of its own and without a graph."""
+        return BraidVector(tensor.detach().clone() for tensor in self._tensors)
+
+    def __repr__(self) -> str:
+        return f"<BraidVector {[list(tensor.shape) for tensor in self._tensors]}>"
+
+
+def _tuple_of(given: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
+    found = (given,) if isinstance(given, Tensor) else tuple(given)
+    for each in found:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"BraidVector: {type(each).__name__} in place of a tensor; give a tensor or several")
+    return found
