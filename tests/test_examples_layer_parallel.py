@@ -2,12 +2,10 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import BACKEND
+from support import BACKEND, run_file
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -15,9 +13,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package on
 
 
 def start(example, *arguments, ranks=2):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *launcher, str(EXAMPLES / example), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_file(EXAMPLES / example, *arguments, world=ranks, timeout=150)
 
 
 def run(tmp_path, *arguments):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import BACKEND
+from support import BACKEND, run_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -26,9 +26,14 @@ FIGURES = ROOT / "docs" / "layer-parallel"
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
 
-def ran(folder, *arguments, launcher=()):
-    command = [sys.executable, *launcher, str(EXAMPLE), "--quick", "--plot", str(folder), *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
+def ran(folder, *arguments, ranks=None):
+    """The study on its own, in a process that starts others, or as one of the ranks of a launcher."""
+    arguments = ["--quick", "--plot", str(folder), *arguments]
+    if ranks is None:
+        command = [sys.executable, str(EXAMPLE), *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    else:
+        ended = run_file(EXAMPLE, *arguments, world=ranks, timeout=150)
     assert ended.returncode == 0, ended.stderr
     return ended
 
@@ -42,8 +47,7 @@ def quick(tmp_path_factory):
 
 def together(folder, study, ranks):
     """The first seed's runs of a study, each on all ranks."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    ended = ran(folder, "--study", study, "--seeds", "1", "--json", launcher=launcher)
+    ended = ran(folder, "--study", study, "--seeds", "1", "--json", ranks=ranks)
     return json.loads(ended.stdout)["studies"][study]["runs"]
 
 

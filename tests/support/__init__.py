@@ -14,7 +14,7 @@ from .oracle import (
     reduce_op,
 )
 from .runner import BACKEND, GROUP_TIMEOUT, Outcome, gloo_group, init_group, on_ranks, run_ranks, stderr_to
-from .scripts import command_code, run_command, run_script, start_script
+from .scripts import command_code, run_command, run_file, run_script, start_script
 
 __all__ = [
     "BACKEND",
@@ -33,6 +33,7 @@ __all__ = [
     "premul_sum",
     "reduce_op",
     "run_command",
+    "run_file",
     "run_ranks",
     "run_script",
     "start_script",

@@ -159,6 +159,21 @@ def run_script(code: str, world: int = 1, timeout: float = 30.0, **options) -> l
     return scripts
 
 
+def run_file(path: Path, *arguments: str, world: int = 1, timeout: float = 120.0) -> subprocess.CompletedProcess:
+    """Runs a file as `torchrun path arguments` does, on ranks that have torch already: loading it takes seconds in each of torchrun's processes.
+
+    The result has the first status that is not 0, and what all ranks have printed, rank by rank.
+    """
+    line = [str(path), *map(str, arguments)]
+    code = f"import runpy, sys; sys.argv = {line!r}; sys.path[0:0] = [{str(path.parent)!r}]; runpy.run_path({str(path)!r}, run_name='__main__')"
+    ranks = start_script(code, world)
+    statuses = [rank.wait(timeout) for rank in ranks]
+    status = next((status for status in statuses if status), 0)
+    return subprocess.CompletedProcess(
+        line, status, "".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks)
+    )
+
+
 def command_code(arguments: list[str]) -> str:
     """A script that is the `accl` command with these arguments."""
     return f"import sys, torch_accl_cli; sys.exit(torch_accl_cli.main({arguments!r}))"
