@@ -38,7 +38,7 @@ pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
 pub use api::spec::GroupSpec;
 pub use device::OpenBus;
 pub use engine::Engine;
-pub use env::{cache_home, config_from_environment, foreign_variables};
+pub use env::{cache_home, config_from_environment, unused_variables};
 pub use session::store::{MemoryStore, Store, store_failed};
 pub use settings::{accepted, check_settings, settings_page};
 pub use signals::block_all as block_signals;
