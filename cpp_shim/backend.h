@@ -161,7 +161,7 @@ class AcclBackend : public c10d::Backend {
   c10::intrusive_ptr<AcclOptions> options_;
   std::shared_ptr<GroupHandle> group_ = std::make_shared<GroupHandle>();
   ProfileNames names_;
-  std::shared_ptr<InFlight> in_flight_ = std::make_shared<InFlight>();
+  std::shared_ptr<InFlight> in_flight_ = InFlight::make();
 };
 
 }  // namespace accl

@@ -47,7 +47,9 @@ pub use signals::block_all as block_signals;
 pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};
-pub use accl_transport::{Transport, TransportV1, announce as announce_transport, register_table, transports};
+pub use accl_transport::{
+    Transport, TransportV1, announce as announce_transport, fork_generation, register_table, transports,
+};
 pub use accl_wire::EndpointInfo;
 
 #[cfg(all(test, not(accl_loom)))]
