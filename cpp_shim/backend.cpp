@@ -9,6 +9,7 @@
 #include "interpreter.h"
 #include "sparse.h"
 #include "store.h"
+#include "timeouts.h"
 
 namespace accl {
 
@@ -139,7 +140,8 @@ AcclBackend::WorkPtr AcclBackend::complete(const Event& event, int64_t& timeout_
 }
 
 int64_t AcclBackend::extended_ms(int64_t timeout_ms, uint64_t key) const {
-  return (timeout_ms >= 0 ? timeout_ms : options_->timeout.count()) + in_flight_->extension(key).count();
+  const auto own = timeout_ms >= 0 ? std::chrono::milliseconds(timeout_ms) : options_->timeout;
+  return sum_of(own, in_flight_->extension(key)).count();
 }
 
 void AcclBackend::tell_of_failure() const noexcept {

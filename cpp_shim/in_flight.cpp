@@ -7,6 +7,7 @@
 
 #include "held_memory.h"
 #include "interpreter.h"
+#include "timeouts.h"
 
 namespace accl {
 
@@ -125,8 +126,8 @@ void InFlight::drain(size_t budget) {
 void InFlight::complete(WorkEntry& entry) noexcept {
   // First, since who waits for the call may end the profile next.
   entry.event.close();
-  const bool has_hooks = completion_hooks_.any() || abort_hooks_.any();
   if (!lock_.is_ours()) return entry.state.store(WorkEntry::kCompleted, std::memory_order_seq_cst);
+  const bool has_hooks = completion_hooks_.any() || abort_hooks_.any();
   bool calls_out = has_hooks;
   {
     const auto lock = lock_.hold();
@@ -261,9 +262,10 @@ void InFlight::extend(std::chrono::milliseconds added) {
 std::chrono::milliseconds InFlight::extension(uint64_t key) {
   const auto lock = lock_.hold();
   std::chrono::milliseconds sum{0};
+  if (!lock) return sum;
   for (auto& one : extensions_) {
     if (!one.first) one.first = key;
-    sum += one.added;
+    sum = sum_of(sum, one.added);
   }
   return sum;
 }
