@@ -90,12 +90,7 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
   }
   if (!wants_work(async_op)) {
     return complete(event, call.args.timeout_ms, [&] {
-      const auto waited = make_call(call, event);
-      if (waited.status.holds_memory) {
-        for (const auto& list : results.outputs().lists) hold_memory(waited.status, list);
-        hold_memory(waited.status, event.kept);
-      }
-      throw_unless_done(waited);
+      throw_unless_done(make_call(call, event, results));
     });
   }
   Span making;
@@ -110,9 +105,20 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
   return work;
 }
 
-bridge::Waited AcclBackend::make_call(Call& call, const Event& event) const {
-  if (!call.args.is_profiled) return call_without_gil(*group_->group, call.finish());
+bridge::Waited AcclBackend::make_call(Call& call, const Event& event, const Results& results) const {
+  const auto keep = [&](const bridge::Status& status) {
+    if (!status.holds_memory) return;
+    for (const auto& list : results.outputs().lists) hold_memory(status, list);
+    hold_memory(status, event.kept);
+  };
+  if (!call.args.is_profiled) {
+    auto waited = call_without_gil(*group_->group, call.finish());
+    keep(waited.status);
+    return waited;
+  }
   auto ended = profiled_call_without_gil(*group_->group, call.finish());
+  // First: what follows may throw.
+  keep(ended.waited.status);
   record_phases(event.title, ended.phases);
   return std::move(ended.waited);
 }

@@ -297,3 +297,22 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_list_of_calls():
 
     ended, _ = run_ranks(body, 2)
     assert ended.value == [0] * 16, ended
+
+
+@on_ranks(2, fresh=True)
+def test_an_exception_that_refuses_notes_ends_a_blocking_call_as_itself(rank, world):
+    class Stubborn(Exception):
+        def add_note(self, note):
+            raise ValueError("no notes")
+
+    def interrupt(*_):
+        raise Stubborn
+
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Stubborn):
+            dist.all_reduce(torch.ones(1))
+        store.set("interrupted", "")
+    store.wait(["interrupted"])
