@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import io
 import sys
 import tempfile
 import unittest
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,6 +57,20 @@ class Mutants(unittest.TestCase):
         mutant = {"name": "lost", "file": "a.rs", "old": "not there", "new": ""}
         with self.assertRaisesRegex(ValueError, "lost: its text stands 0 times in a.rs"):
             planter.planted("fn main() {}", mutant)
+
+
+class PeersArguments(unittest.TestCase):
+    def test_a_folder_for_the_page_is_made(self) -> None:
+        from benches.peers import arguments
+
+        with tempfile.TemporaryDirectory() as parent:
+            wanted = Path(parent, "a", "b")
+            self.assertEqual(arguments.parse(["--output", str(wanted)]).output, wanted)
+            self.assertTrue(wanted.is_dir())
+            Path(parent, "file").touch()
+            with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as said:
+                arguments.parse(["--output", str(Path(parent, "file"))])
+            self.assertIn("cannot be made a folder", said.getvalue())
 
 
 class Against(unittest.TestCase):

@@ -1,8 +1,10 @@
 """Settings by environment and by Options: what is refused, with which sentence, and that the argument wins."""
 
 import contextlib
+import copy
 import inspect
 import os
+import pickle
 import re
 import socket
 import time
@@ -164,6 +166,22 @@ def test_options_of_another_type_are_refused(rank, world):
 
 
 @on_ranks(1, fresh=True, init=False)
+def test_options_can_be_copied_and_pickled(rank, world):
+    import torch_accl
+
+    options = torch_accl.Options(timeout=timedelta(seconds=7), algorithm="all_reduce=ring", timing=True)
+    options.group_name = "named"
+    for copied in (pickle.loads(pickle.dumps(options)), copy.copy(options), copy.deepcopy(options)):
+        assert type(copied) is torch_accl.Options and repr(copied) == repr(options)
+        assert (copied.timeout, copied._timeout, copied.group_name) == (timedelta(seconds=7),) * 2 + ("named",)
+    assert pickle.loads(pickle.dumps(torch_accl.Options())).timeout is None
+    init_group(pg_options=pickle.loads(pickle.dumps(options)))
+    made = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    again = pickle.loads(pickle.dumps(made))
+    assert (again.settings, again._timeout) == (made.settings, made._timeout) and made.settings == options.settings
+
+
+@on_ranks(1, fresh=True, init=False)
 def test_a_timeout_of_another_type_is_refused(rank, world):
     import torch_accl
 
@@ -194,7 +212,8 @@ def test_a_variable_works_without_options(rank, world):
 
 @on_ranks(2, fresh=True, init=False)
 def test_options_can_be_copied_and_shown(rank, world):
-    
+    import copy
+
     import torch_accl
 
     options = torch_accl.Options(segment_bytes="16KiB", deterministic=True)
