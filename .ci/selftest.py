@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import io
 import itertools
 import sys
 import tempfile
 import unittest
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,6 +115,20 @@ class Cover(unittest.TestCase):
 
     def test_seeds_choose_other_cases(self) -> None:
         self.assertNotEqual(cover.covering(self.CASES, 2, 1), cover.covering(self.CASES, 2, 2))
+
+
+class PeersArguments(unittest.TestCase):
+    def test_a_folder_for_the_page_is_made(self) -> None:
+        from benches.peers import arguments
+
+        with tempfile.TemporaryDirectory() as parent:
+            wanted = Path(parent, "a", "b")
+            self.assertEqual(arguments.parse(["--output", str(wanted)]).output, wanted)
+            self.assertTrue(wanted.is_dir())
+            Path(parent, "file").touch()
+            with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as said:
+                arguments.parse(["--output", str(Path(parent, "file"))])
+            self.assertIn("cannot be made a folder", said.getvalue())
 
 
 class Against(unittest.TestCase):

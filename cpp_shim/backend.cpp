@@ -9,6 +9,7 @@
 #include "interpreter.h"
 #include "sparse.h"
 #include "store.h"
+#include "timeouts.h"
 
 namespace accl {
 
@@ -89,12 +90,7 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
   }
   if (!wants_work(async_op)) {
     return complete(event, call.args.timeout_ms, [&] {
-      const auto waited = make_call(call, event);
-      if (waited.status.holds_memory) {
-        for (const auto& list : results.outputs().lists) hold_memory(waited.status, list);
-        hold_memory(waited.status, event.kept);
-      }
-      throw_unless_done(waited);
+      throw_unless_done(make_call(call, event, results));
     });
   }
   Span making;
@@ -109,9 +105,20 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
   return work;
 }
 
-bridge::Waited AcclBackend::make_call(Call& call, const Event& event) const {
-  if (!call.args.is_profiled) return call_without_gil(*group_->group, call.finish());
+bridge::Waited AcclBackend::make_call(Call& call, const Event& event, const Results& results) const {
+  const auto keep = [&](const bridge::Status& status) {
+    if (!status.holds_memory) return;
+    for (const auto& list : results.outputs().lists) hold_memory(status, list);
+    hold_memory(status, event.kept);
+  };
+  if (!call.args.is_profiled) {
+    auto waited = call_without_gil(*group_->group, call.finish());
+    keep(waited.status);
+    return waited;
+  }
   auto ended = profiled_call_without_gil(*group_->group, call.finish());
+  // First: what follows may throw.
+  keep(ended.waited.status);
   record_phases(event.title, ended.phases);
   return std::move(ended.waited);
 }
@@ -139,7 +146,8 @@ AcclBackend::WorkPtr AcclBackend::complete(const Event& event, int64_t& timeout_
 }
 
 int64_t AcclBackend::extended_ms(int64_t timeout_ms, uint64_t key) const {
-  return (timeout_ms >= 0 ? timeout_ms : options_->timeout.count()) + in_flight_->extension(key).count();
+  const auto own = timeout_ms >= 0 ? std::chrono::milliseconds(timeout_ms) : options_->timeout;
+  return sum_of(own, in_flight_->extension(key)).count();
 }
 
 void AcclBackend::tell_of_failure() const noexcept {

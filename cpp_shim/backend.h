@@ -134,8 +134,8 @@ class AcclBackend : public c10d::Backend {
   // A blocking call is made here and now and has no work, as in torch's own backends: what torch does with one takes longer
   // than a small call.
   WorkPtr run(Call& call, const Event& event, const Results& results, bool async_op);
-  // Makes a call and waits for it.
-  bridge::Waited make_call(Call& call, const Event& event) const;
+  // Makes a call and waits for it; keeps its memory if that must stay.
+  bridge::Waited make_call(Call& call, const Event& event, const Results& results) const;
   bool wants_work(bool async_op) const;
   // The synchronous event of making a call, which ends with `span`; in some styles of names there is none.
   void record_call(const Event& event, Span& span) const;
@@ -161,7 +161,7 @@ class AcclBackend : public c10d::Backend {
   c10::intrusive_ptr<AcclOptions> options_;
   std::shared_ptr<GroupHandle> group_ = std::make_shared<GroupHandle>();
   ProfileNames names_;
-  std::shared_ptr<InFlight> in_flight_ = std::make_shared<InFlight>();
+  std::shared_ptr<InFlight> in_flight_ = InFlight::make();
 };
 
 }  // namespace accl

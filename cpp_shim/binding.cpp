@@ -48,6 +48,8 @@ PYBIND11_DECLARE_HOLDER_TYPE(T, accl::NoGilPtr<T>, true)
 
 namespace accl {
 
+using OptionsState = std::tuple<std::map<std::string, std::string>, std::chrono::milliseconds, std::vector<uint64_t>, std::string, std::string>;
+
 rust::Str bridge::built_with() noexcept { return ACCL_BUILT_WITH; }
 
 bool bridge::define_classes(std::size_t module_address) noexcept {
@@ -58,7 +60,17 @@ bool bridge::define_classes(std::size_t module_address) noexcept {
       .def(py::init<>())
       .def_readwrite("settings", &AcclOptions::settings)
       .def("__copy__", copy)
-      .def("__deepcopy__", [copy](const AcclOptions& self, const py::dict&) { return copy(self); });
+      .def("__deepcopy__", [copy](const AcclOptions& self, const py::dict&) { return copy(self); })
+      .def(py::pickle(
+          [](const AcclOptions& self) {
+            return std::make_tuple(self.settings, self.timeout, self.global_ranks_in_group, self.group_name, self.group_desc);
+          },
+          [](const OptionsState& state) {
+            auto options = c10::make_intrusive<AcclOptions>();
+            std::tie(options->settings, options->timeout, options->global_ranks_in_group, options->group_name,
+                     options->group_desc) = state;
+            return options;
+          }));
 
   py::class_<AcclBackend, c10d::Backend, NoGilPtr<AcclBackend>> backend(module, "Backend");
   backend.def_property_readonly("options", [](AcclBackend& self) { return self.getBackendOptions(); })

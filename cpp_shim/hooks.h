@@ -7,26 +7,29 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
+
+#include "process_lock.h"
 
 namespace accl {
 
 template <class Hook>
 class Hooks {
  public:
-  explicit Hooks(std::mutex& mutex) : mutex_(mutex) {}
+  explicit Hooks(const ProcessLock& lock) : lock_(lock) {}
 
   void set(int64_t id, Hook hook) {
     auto held = std::make_shared<const Hook>(std::move(hook));
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = lock_.hold();
+    if (!lock) return;
     hooks_[id].swap(held);
     any_.store(true, std::memory_order_release);
   }
 
   void erase(int64_t id) {
     std::shared_ptr<const Hook> dropped;
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = lock_.hold();
+    if (!lock) return;
     const auto found = hooks_.find(id);
     if (found == hooks_.end()) return;
     dropped.swap(found->second);
@@ -38,13 +41,14 @@ class Hooks {
 
   std::vector<std::shared_ptr<const Hook>> all() const {
     std::vector<std::shared_ptr<const Hook>> found;
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = lock_.hold();
+    if (!lock) return found;
     for (const auto& [id, hook] : hooks_) found.push_back(hook);
     return found;
   }
 
  private:
-  std::mutex& mutex_;
+  const ProcessLock& lock_;
   std::map<int64_t, std::shared_ptr<const Hook>> hooks_;
   std::atomic<bool> any_{false};
 };

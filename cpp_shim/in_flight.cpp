@@ -7,6 +7,7 @@
 
 #include "held_memory.h"
 #include "interpreter.h"
+#include "timeouts.h"
 
 namespace accl {
 
@@ -88,8 +89,8 @@ struct EntryCompletion final : bridge::CompletionTask {
 bool bridge::run_completion(CompletionTask& task) noexcept { return task.run(); }
 
 void InFlight::add(std::shared_ptr<WorkEntry> entry) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  entries_.push_back(std::move(entry));
+  const auto lock = lock_.hold();
+  if (lock) entries_.push_back(std::move(entry));
 }
 
 void InFlight::drain(size_t budget) {
@@ -97,7 +98,8 @@ void InFlight::drain(size_t budget) {
   std::vector<std::shared_ptr<WorkEntry>> leaving;
   std::vector<WorkEntry*> claimed;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = lock_.hold();
+    if (!lock) return;
     for (size_t looked = std::min(budget, entries_.size()); looked > 0 && !entries_.empty(); --looked) {
       if (cursor_ >= entries_.size()) cursor_ = 0;
       auto& entry = entries_[cursor_];
@@ -124,10 +126,11 @@ void InFlight::drain(size_t budget) {
 void InFlight::complete(WorkEntry& entry) noexcept {
   // First, since who waits for the call may end the profile next.
   entry.event.close();
+  if (!lock_.is_ours()) return entry.state.store(WorkEntry::kCompleted, std::memory_order_seq_cst);
   const bool has_hooks = completion_hooks_.any() || abort_hooks_.any();
   bool calls_out = has_hooks;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = lock_.hold();
     entry.closed = true;
     calls_out = calls_out || entry.future;
     // For hooks and callbacks of this call it is over.
@@ -144,7 +147,7 @@ void InFlight::complete(WorkEntry& entry) noexcept {
     }
   }
   if (calls_out) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = lock_.hold();
     completers_.erase(std::find(completers_.rbegin(), completers_.rend(), ::pthread_self()).base() - 1);
   }
   if (is_extended()) expire(entry.key);
@@ -153,7 +156,7 @@ void InFlight::complete(WorkEntry& entry) noexcept {
   entry.state.store(WorkEntry::kCompleted, std::memory_order_seq_cst);
   if (waiters_.load(std::memory_order_seq_cst) == 0) return;
   // Under the lock, or it could fall between a waiter's look and its sleep.
-  std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_.hold();
   completed_.notify_all();
 }
 
@@ -163,11 +166,11 @@ bool InFlight::is_completer() const {
 
 bool InFlight::try_complete(WorkEntry& entry) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = lock_.hold();
     // For its own callbacks a call is over: they would wait for themselves.
-    if (is_completer()) return true;
+    if (lock && is_completer()) return true;
     // The completion thread runs callbacks, unless there was none.
-    if ((entry.future && entry.watched) || !entry.claim()) return entry.completed();
+    if ((lock && entry.future && entry.watched) || !entry.claim()) return entry.completed();
     entry.closed = true;
   }
   complete(entry);
@@ -179,7 +182,9 @@ void InFlight::await_completed(const WorkEntry& entry, std::chrono::steady_clock
   constexpr std::chrono::milliseconds kSignalCheck{50};
   const auto begun = Clock::now();
   const auto how = without_gil([&] {
-    std::unique_lock<std::mutex> lock(mutex_);
+    auto lock = lock_.hold();
+    // The thread that has claimed the call is not in this process.
+    if (!lock) return Outcome::Done;
     // Callbacks of several calls may wait for these calls in turn; for them the outputs are enough.
     if (is_completer()) return Outcome::Done;
     waiters_.fetch_add(1, std::memory_order_seq_cst);
@@ -248,23 +253,26 @@ void InFlight::run_abort_hooks() noexcept {
 // --- ephemeral timeouts ---
 
 void InFlight::extend(std::chrono::milliseconds added) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_.hold();
+  if (!lock) return;
   extensions_.push_back({added, std::nullopt});
   extended_.store(true, std::memory_order_relaxed);
 }
 
 std::chrono::milliseconds InFlight::extension(uint64_t key) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_.hold();
   std::chrono::milliseconds sum{0};
+  if (!lock) return sum;
   for (auto& one : extensions_) {
     if (!one.first) one.first = key;
-    sum += one.added;
+    sum = sum_of(sum, one.added);
   }
   return sum;
 }
 
 void InFlight::expire(uint64_t key) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_.hold();
+  if (!lock) return;
   extensions_.erase(std::remove_if(extensions_.begin(), extensions_.end(), [&](const auto& one) { return one.first == key; }),
                     extensions_.end());
   extended_.store(!extensions_.empty(), std::memory_order_relaxed);
@@ -275,10 +283,10 @@ c10::intrusive_ptr<c10::ivalue::Future> InFlight::future_of(const std::shared_pt
   auto future = c10::make_intrusive<c10::ivalue::Future>(entry->outputs.type());
   bool closed = false;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (entry->future) return entry->future;
-    closed = entry->closed;
-    if (!closed) {
+    const auto lock = lock_.hold();
+    if (lock && entry->future) return entry->future;
+    closed = lock ? entry->closed : entry->completed();
+    if (lock && !closed) {
       entry->future = future;
       entry->caller = caller;
     }
@@ -293,17 +301,18 @@ c10::intrusive_ptr<c10::ivalue::Future> InFlight::future_of(const std::shared_pt
 
 void InFlight::watch(const std::shared_ptr<WorkEntry>& entry) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (entry->closed || entry->watched) return;
-    entry->watched = true;
+    const auto lock = lock_.hold();
+    // In a forked child the ticket refuses it.
+    if (lock && (entry->closed || entry->watched)) return;
+    if (lock) entry->watched = true;
   }
   // Without a completion thread the drains complete it, as if nobody had asked.
   const auto status =
       bridge::ticket_when_done(*entry->ticket, std::make_unique<EntryCompletion>(shared_from_this(), entry.get()));
   if (is_ok(status)) return;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    entry->watched = false;
+    const auto lock = lock_.hold();
+    if (lock) entry->watched = false;
   }
   throw_status(status);
 }
@@ -312,13 +321,14 @@ void InFlight::watch(const std::shared_ptr<WorkEntry>& entry) {
 
 bool InFlight::in_batch() {
   if (batch_count_.load(std::memory_order_acquire) == 0) return false;
-  std::lock_guard<std::mutex> lock(mutex_);
-  return batches_.count(::pthread_self()) != 0;
+  const auto lock = lock_.hold();
+  return lock && batches_.count(::pthread_self()) != 0;
 }
 
 bool InFlight::collect(const c10::intrusive_ptr<c10d::Work>& work) {
   if (batch_count_.load(std::memory_order_acquire) == 0) return false;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_.hold();
+  if (!lock) return false;
   const auto found = batches_.find(::pthread_self());
   if (found == batches_.end()) return false;
   found->second.push_back(work);
@@ -327,13 +337,15 @@ bool InFlight::collect(const c10::intrusive_ptr<c10d::Work>& work) {
 
 void InFlight::begin_batch() {
   end_batch();
-  std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_.hold();
+  if (!lock) return;
   batches_.try_emplace(::pthread_self());
   batch_count_.store(batches_.size(), std::memory_order_release);
 }
 
 std::vector<c10::intrusive_ptr<c10d::Work>> InFlight::end_batch() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_.hold();
+  if (!lock) return {};
   auto node = batches_.extract(::pthread_self());
   batch_count_.store(batches_.size(), std::memory_order_release);
   return node.empty() ? std::vector<c10::intrusive_ptr<c10d::Work>>() : std::move(node.mapped());
@@ -342,7 +354,8 @@ std::vector<c10::intrusive_ptr<c10d::Work>> InFlight::end_batch() {
 void InFlight::drop_batches() {
   // Dropped after the lock: a work takes it when it goes.
   decltype(batches_) dropped;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_.hold();
+  if (!lock) return;
   dropped.swap(batches_);
   batch_count_.store(0, std::memory_order_release);
 }

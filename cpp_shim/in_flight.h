@@ -13,7 +13,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -21,6 +20,7 @@
 
 #include "errors.h"
 #include "hooks.h"
+#include "process_lock.h"
 #include "profile.h"
 #include "torch_compat.h"
 
@@ -92,8 +92,15 @@ struct WorkEntry {
   bool watched = false;  // a completion thread will come
 };
 
+// In a forked child it is the parent's: nothing is added, looked at or completed there, and it is never freed.
 class InFlight : public std::enable_shared_from_this<InFlight> {
  public:
+  static std::shared_ptr<InFlight> make() {
+    return {new InFlight, [](InFlight* list) {
+              if (list->lock_.is_ours()) delete list;
+            }};
+  }
+
   void add(std::shared_ptr<WorkEntry> entry);
   // Never used twice in a group.
   uint64_t next_key() { return keys_.fetch_add(1, std::memory_order_relaxed); }
@@ -142,15 +149,15 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
     std::optional<uint64_t> first;  // the call that it ends with
   };
 
-  std::mutex mutex_;
+  ProcessLock lock_;
   std::condition_variable completed_;
   std::atomic<uint32_t> waiters_{0};
   std::vector<pthread_t> completers_;  // threads inside callbacks
   std::atomic<uint64_t> keys_{0};
   std::vector<Extension> extensions_;
   std::atomic<bool> extended_{false};
-  Hooks<CompletionHook> completion_hooks_{mutex_};
-  Hooks<AbortHook> abort_hooks_{mutex_};
+  Hooks<CompletionHook> completion_hooks_{lock_};
+  Hooks<AbortHook> abort_hooks_{lock_};
   std::vector<std::shared_ptr<WorkEntry>> entries_;
   size_t cursor_ = 0;
   std::atomic<bool> scheduled_{false};

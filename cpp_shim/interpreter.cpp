@@ -40,7 +40,11 @@ void note_on_python_error(const std::string& sentence) {
   py::gil_scoped_acquire gil;
   if (PyErr_Occurred() == nullptr) return;
   py::error_already_set raised;
-  raised.value().attr("add_note")(sentence);
+  try {
+    raised.value().attr("add_note")(sentence);
+  } catch (const py::error_already_set&) {
+    // A class of the user's may refuse a note; the exception is raised as it is.
+  }
   raised.restore();
 }
 

@@ -6,6 +6,8 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "timeouts.h"
+
 namespace accl {
 
 using bridge::Outcome;
@@ -74,14 +76,15 @@ bool AcclWork::wait(std::chrono::milliseconds timeout) {
   Span waiting;
   if (at::hasCallbacks()) waiting.begin([this] { return names_.wait(title_, elements_); });
   if (!entry_->completed()) {
-    const auto begun = timeout == kNoTimeout ? Clock::time_point() : Clock::now();
+    const bool is_own = timeout <= kNoTimeout;
+    const auto begun = is_own ? Clock::time_point() : Clock::now();
     const auto waited = wait_without_gil(*entry_->ticket, timeout);
     // The call may run on: the wait's own time has passed, a signal handler raised, or the wait itself broke.
     if (waited.how == Outcome::Interrupted || !entry_->ended()) throw_unless_done(waited);
     if (entry_->claim()) {
       home_->complete(*entry_);
     } else if (!entry_->completed()) {
-      home_->await_completed(*entry_, timeout == kNoTimeout ? Clock::now() + entry_->timeout : begun + timeout);
+      home_->await_completed(*entry_, is_own ? deadline_after(entry_->timeout) : deadline_after(timeout, begun));
     }
     home_->drain(8);
   }
@@ -144,10 +147,10 @@ Tensors CoalescedWork::result() {
 
 bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + timeout;
+  const auto deadline = deadline_after(timeout);
   for (const auto& part : parts_) {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
-    part->wait(timeout == kNoTimeout ? kNoTimeout : std::max(left, std::chrono::milliseconds(1)));
+    part->wait(timeout <= kNoTimeout ? timeout : std::max(left, std::chrono::milliseconds(1)));
   }
   forget(*this);
   return true;

@@ -245,6 +245,24 @@ def test_a_wait_for_a_batch_has_one_deadline(rank, world):
 
 
 @on_ranks(2, fresh=True)
+@pytest.mark.parametrize("timeout", [timedelta(days=150_000), timedelta.max], ids=["410 years", "the longest"])
+def test_a_wait_for_longer_than_clocks_count_waits(rank, world, timeout):
+    """Nanoseconds of more than 292 years do not fit into 64 bits: a wait for a batch ended after 1 ms."""
+    store = dist.distributed_c10d._get_default_store()
+    tensors = [torch.ones(10) for _ in range(3)]
+    if rank == 1:
+        store.wait(["waits"])
+    work = batch_of(*[lambda tensor=tensor: dist.all_reduce(tensor, async_op=True) for tensor in tensors])
+    if rank == 0:
+        store.set("waits", "")
+    assert work.wait(timeout) and all((tensor == world).all() for tensor in tensors)
+    single = dist.all_reduce(torch.ones(3), async_op=True)
+    future = single.get_future().then(lambda _: None)
+    assert single.wait(timeout)
+    future.wait()
+
+
+@on_ranks(2, fresh=True)
 def test_threads_may_batch_at_the_same_time(rank, world):
     groups = [dist.new_group() for _ in range(2)]
 

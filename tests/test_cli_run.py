@@ -133,9 +133,11 @@ SHOW = f"say(*[os.environ[name] for name in {VARIABLES}], os.environ['MASTER_ADD
 
 
 def test_ranks_see_what_torchrun_would_tell_them(tmp_path):
-    ended = run("-n", 2, script(tmp_path, SHOW), "--lr", "0.1", "-n", cwd=tmp_path)
+    # None of these is ours, although `--n` could be short for several.
+    theirs = ["--lr", "0.1", "-n", "--n", "3", "--no-python"]
+    ended = run("-n", 2, script(tmp_path, SHOW), *theirs, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == [f"{r} 2 {r} 2 0 127.0.0.1 ['--lr', '0.1', '-n']" for r in range(2)]
+    assert sorted(ended.stdout.splitlines()) == [f"{r} 2 {r} 2 0 127.0.0.1 {theirs}" for r in range(2)]
 
 
 def test_ranks_run_where_the_layout_says(tmp_path):

@@ -40,6 +40,13 @@ def test_the_table_marks_the_choice_of_each_size():
     assert len(rows) == 5 and all(row.count("*") == 1 for row in rows)
 
 
+def test_columns_of_long_times_stay_apart():
+    arguments = ("--ranks", "4096", "--ranks-per-host", "8", "--link", "1Gbit/s,2us", "--sizes", "64MiB")
+    _, head, row = accl("simulate", *arguments).stdout.splitlines()
+    # The size is a number and a unit.
+    assert len(row.split()) == len(head.split()) + 1 and len(row.rstrip()) <= len(head), (head, row)
+
+
 def test_a_slower_network_takes_longer_and_constants_come_from_a_file(tmp_path):
     def time_us(*arguments: str) -> float:
         world = ("--ranks", "8", "--ranks-per-host", "1", "--sizes", "64MiB", "--json")

@@ -1,6 +1,7 @@
 """Figures of the explicit calls: near what can be seen from outside, by key, and not of calls that travel as they are."""
 
 import gc
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,12 +12,23 @@ from torch_accl import compression
 from torch_accl.compression import Compression, _call_measures
 from torch_accl.compression._scope import codecs_of, encoded
 from torch_accl.compression._settings import tensor_id
+from torch_accl.compression._together import WorkOfSeveral
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
 
 def rows(group=None):
     return {(row.collective, row.key): row for row in compression.call_measures(group)}
+
+
+def test_the_longest_timeout_is_passed_on_to_each_of_several_calls():
+    class Done(dist.Work):
+        def wait(self, timeout):
+            waited.append(timeout)
+
+    waited = []
+    assert WorkOfSeveral([Done(), Done()], []).wait(timedelta.max)
+    assert len(waited) == 2 and all(timeout > timedelta.max / 2 for timeout in waited)
 
 
 @on_ranks(3, fresh=True)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, init_group, on_ranks, run_ranks
+from support import BACKEND, init_group, on_ranks, run_ranks, runner
 from support.accelerators import accelerator  # noqa: F401  each test runs twice
 from support.runner import check
 from support.versions import needs, set_timeout
@@ -604,3 +604,55 @@ def test_a_snapshot_in_a_forked_child_waits_for_no_thread_of_its_parent():
 
     # A child that waits for the lock is ended by its alarm.
     assert check(run_ranks(body, 2, env={"ACCL_SPIN_US": "1000000"}))[0] == [0] * 12
+
+
+class Wrapped(dist.Store):
+    """A store as users write one in Python, around another."""
+
+    def __init__(self, store, fails=None):
+        super().__init__()
+        self.store, self.fails, self.compared = store, fails, 0
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def get(self, key):
+        return self.store.get(key)
+
+    def add(self, key, value):
+        return self.store.add(key, value)
+
+    def check(self, keys):
+        return self.store.check(keys)
+
+    def wait(self, keys, timeout=timedelta(seconds=20)):
+        self.store.wait(keys, timeout)
+
+    def delete_key(self, key):
+        return self.store.delete_key(key)
+
+
+class Comparing(Wrapped):
+    def compare_set(self, key, expected, desired):
+        self.compared += 1
+        if self.fails is not None:
+            raise self.fails
+        return self.store.compare_set(key, expected, desired)
+
+
+@on_ranks(2, fresh=True, init=False)
+@pytest.mark.parametrize("error", [None, NotImplementedError("compare_set"), RuntimeError("Not implemented.")], ids=str)
+def test_a_store_that_cannot_compare_is_asked_once(rank, world, error):
+    inner = runner._seat.rendezvous.store(rank, world)
+    store = Wrapped(inner) if error is None else Comparing(inner, error)
+    init_group(store=store)
+    dist.all_reduce(torch.ones(1))
+    assert store.compared == (error is not None)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_a_comparison_that_fails_is_the_error_of_the_store(rank, world):
+    """Any error of `compare_set` counted as that of a store which cannot compare: the next answers could be too old."""
+    store = Comparing(runner._seat.rendezvous.store(rank, world), ConnectionError("reset by peer"))
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        init_group(store=store)

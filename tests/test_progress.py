@@ -1,16 +1,19 @@
 """Who makes progress: threads, the GIL, groups in different orders, idle processes and many groups."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import BACKEND, on_ranks, run_ranks, run_script
 from support.runner import check
+from support.versions import needs
 
 
 @on_ranks(2)
@@ -248,3 +251,68 @@ def test_a_live_data_loader_does_not_hide_that_its_rank_died(transport):
     outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": transport})
     assert outcomes[1].status == "died", outcomes[1].describe()
     assert check(outcomes[:1])[0] < 3
+
+
+@needs("ephemeral timeouts")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_waits_for_no_lock_of_its_parents_list_of_calls():
+    def in_child(backend, work):
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(3)
+            backend._start_coalescing()
+            backend._add_ephemeral_timeout(timedelta(seconds=1))
+            with contextlib.suppress(RuntimeError):
+                work.is_completed()
+            # The handle of a call that runs has the list watch the call.
+            del work
+            os._exit(0)
+        return os.waitpid(pid, 0)[1]
+
+    def body(rank):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        if rank == 1:
+            dist.recv(torch.ones(1), 0, tag=1)
+            return []
+        works, is_over = [dist.irecv(torch.ones(1), 1, tag=2)], False
+        # Each call adds up all of these under the lock, for which other threads queue: at a fork one of them holds it.
+        for _ in range(200_000):
+            backend._add_ephemeral_timeout(timedelta(milliseconds=1))
+
+        def calls():
+            while not is_over:
+                works.append(dist.irecv(torch.ones(1), 1, tag=2))
+
+        callers = [threading.Thread(target=calls) for _ in range(32)]
+        [caller.start() for caller in callers]
+        ends = []
+        while len(ends) < 16 and not any(ends):
+            ends.append(in_child(backend, works[0]))
+        is_over = True
+        [caller.join() for caller in callers]
+        dist.send(torch.ones(1), 1, tag=1)
+        backend.abort()
+        return ends
+
+    ended, _ = run_ranks(body, 2)
+    assert ended.value == [0] * 16, ended
+
+
+@on_ranks(2, fresh=True)
+def test_an_exception_that_refuses_notes_ends_a_blocking_call_as_itself(rank, world):
+    class Stubborn(Exception):
+        def add_note(self, note):
+            raise ValueError("no notes")
+
+    def interrupt(*_):
+        raise Stubborn
+
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Stubborn):
+            dist.all_reduce(torch.ones(1))
+        store.set("interrupted", "")
+    store.wait(["interrupted"])

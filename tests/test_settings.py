@@ -1,8 +1,10 @@
 """Settings by environment and by Options: what is refused, with which sentence, and that the argument wins."""
 
 import contextlib
+import copy
 import inspect
 import os
+import pickle
 import re
 import socket
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, init_group, on_ranks, run_ranks, stderr_to
+from support import BACKEND, init_group, on_ranks, run_command, run_ranks, stderr_to
 from support.runner import check
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
@@ -46,12 +48,52 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(name, value, neare
     assert kind == "ValueError" and name in sentence and f"did you mean {nearest}?" in sentence, sentence
 
 
-def test_a_variable_of_another_project_is_a_warning_and_no_error():
-    env = {"ACCL_DEVICE_ID": "0", "ACCL_PROFILER_OUTPUT_DIR": "/tmp"}
-    outcomes = run_ranks(lambda rank: None, 2, env=env)
+def test_a_variable_that_is_not_ours_is_one_warning_on_rank_0_and_no_error():
+    env = {"ACCL_DEVICE_ID": "0", "ACCL_PROFILER_OUTPUT_DIR": "/tmp", "ACCL_TX_DEPTH": "512", "ACCL_DB_PATH": "/tmp/db"}
+
+    def body(rank):
+        # A second engine in this process repeats no warning.
+        dist.destroy_process_group()
+        init_group()
+
+    outcomes = run_ranks(body, 2, env=env)
     check(outcomes)
     for name in env:
-        assert [name in outcome.output for outcome in outcomes] == [True, False], outcomes
+        assert [outcome.output.count(name) for outcome in outcomes] == [1, 0], outcomes
+
+
+def test_variables_that_kubernetes_sets_for_services_are_silent():
+    of_service = {
+        "{}_SERVICE_HOST": "10.0.0.7",
+        "{}_SERVICE_PORT": "29500",
+        "{}_SERVICE_PORT_METRICS": "9090",
+        "{}_PORT": "tcp://10.0.0.7:29500",
+        "{}_PORT_29500_TCP": "tcp://10.0.0.7:29500",
+        "{}_PORT_29500_TCP_PROTO": "tcp",
+        "{}_PORT_29500_TCP_PORT": "29500",
+        "{}_PORT_29500_TCP_ADDR": "10.0.0.7",
+        "{}_PORT_53_UDP": "udp://10.0.0.7:53",
+        "{}_PORT_53_SCTP_PORT": "53",
+    }
+    services = ("ACCL", "ACCL_TRAIN", "ACCL_PORT", "ACCL_MIN")
+    env = {name.format(service): value for service in services for name, value in of_service.items()}
+    # These have such a form too, and no such value: they may be meant for us.
+    env |= {"ACCL_LISTEN_PORT": "29500", "ACCL_PORT_29500_TCPX": ""}
+    (outcome,) = run_ranks(lambda rank: None, 1, env=env)
+    check([outcome])
+    warned = [name for name in env if re.search(rf"\b{name}\b", outcome.output)]
+    assert warned == ["ACCL_LISTEN_PORT", "ACCL_PORT_29500_TCPX"], outcome.output
+
+
+def test_a_setting_without_a_variable_is_refused_as_one():
+    kind, sentence = refused({"ACCL_COMPRESSED_CALLS": "all"})
+    assert kind == "ValueError" and "Options(compressed_calls=...)" in sentence, sentence
+
+
+def test_accl_config_names_variables_that_have_no_effect():
+    env = {"ACCL_TX_DEPTH": "512", "ACCL_PORT": "tcp://10.0.0.7:29500"}
+    listed = run_command(["config"], env=env)
+    assert "ACCL_TX_DEPTH" in listed.stderr and "ACCL_PORT " not in listed.stderr, listed
 
 
 WRONG = [
@@ -72,6 +114,7 @@ WRONG = [
     ("ACCL_DETERMINISTIC", "deterministic", "maybe"),
     ("ACCL_TIMING", "timing", "2"),
     ("ACCL_HOST_ID", "host_id", "two words"),
+    ("ACCL_HOST_ID", "host_id", "h" * 129),
     ("ACCL_ALGORITHM", "algorithm", "all_reduce"),
     ("ACCL_ALGORITHM", "algorithm", "allreduce=ring"),
 ]
@@ -120,6 +163,22 @@ def test_options_for_another_backend_of_a_mixed_group_are_left_alone(rank, world
 def test_options_of_another_type_are_refused(rank, world):
     with pytest.raises(TypeError, match="torch_accl.Options"):
         init_group(pg_options={"timing": True})
+
+
+@on_ranks(1, fresh=True, init=False)
+def test_options_can_be_copied_and_pickled(rank, world):
+    import torch_accl
+
+    options = torch_accl.Options(timeout=timedelta(seconds=7), algorithm="all_reduce=ring", timing=True)
+    options.group_name = "named"
+    for copied in (pickle.loads(pickle.dumps(options)), copy.copy(options), copy.deepcopy(options)):
+        assert type(copied) is torch_accl.Options and repr(copied) == repr(options)
+        assert (copied.timeout, copied._timeout, copied.group_name) == (timedelta(seconds=7),) * 2 + ("named",)
+    assert pickle.loads(pickle.dumps(torch_accl.Options())).timeout is None
+    init_group(pg_options=pickle.loads(pickle.dumps(options)))
+    made = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    again = pickle.loads(pickle.dumps(made))
+    assert (again.settings, again._timeout) == (made.settings, made._timeout) and made.settings == options.settings
 
 
 @on_ranks(1, fresh=True, init=False)

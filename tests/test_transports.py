@@ -1,5 +1,6 @@
 """The same calls over every transport, ring size and algorithm, with the same bits; nothing is left behind."""
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -50,6 +51,32 @@ def test_a_group_describes_its_links(transport):
     lines = text.splitlines()
     assert lines[1:3] == ["rank 0", "world 2"] and first != second
     assert len(lines) == 4 and lines[3].startswith("rank 1 (host ") and f"pid {second}): {transport}" in lines[3], text
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_line_printed_without_standard_streams_reaches_no_descriptor_of_the_group(transport):
+    """A process that was started without them gets their numbers first: the board of a rank was descriptor 1, which a line overwrote."""
+
+    def body(rank):
+        for stream in (0, 1, 2):
+            os.close(stream)
+        init_group()
+        received = torch.zeros(3)
+        for step in range(3):
+            for stream in (1, 2):
+                with contextlib.suppress(OSError):
+                    os.write(stream, b"a line, long enough to be in the way of something\n" * 20)
+            dist.all_reduce(torch.ones(70000))
+            if rank == 0:
+                dist.send(torch.full((3,), float(step)), 1)
+            else:
+                dist.recv(received, 0)
+                assert received.tolist() == [step] * 3
+        for stream in (0, 1, 2):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(stream)
+
+    check(run_ranks(body, 2, init=False, env={"ACCL_TRANSPORTS": transport, "ACCL_WORKER_COUNT": "1"}, deadline=10))
 
 
 def test_links_are_made_when_they_are_needed_or_all_at_once_when_asked():

@@ -85,9 +85,11 @@ def positive(text: str) -> float:
 
 
 def folder(text: str) -> Path:
-    """A folder that is there."""
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"`{text}` is no folder")
+    """A folder, which is made if it does not exist: not only after hours of measuring."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"`{text}` cannot be made a folder: {error.strerror}") from None
     return Path(text)
 
 

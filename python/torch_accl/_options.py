@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -133,18 +133,31 @@ class Options(_native.BackendOptions):
         return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Options:
-        copy = Options(timeout=self._own_timeout)
-        copy.settings = self.settings
-        copy._timeout = self._timeout
-        copy.global_ranks_in_group = self.global_ranks_in_group
-        copy.group_name = self.group_name
-        return copy
+        make, state = self.__reduce__()
+        return make(*state)
+
+    def __reduce__(self) -> tuple[Callable[..., Options], tuple[Any, ...]]:
+        return _restored, (
+            self._own_timeout,
+            {name: getattr(self, name) for name in _STATE if hasattr(self, name)},
+        )
 
     def __repr__(self) -> str:
         given = [f"{name}={value!r}" for name, value in sorted(self.settings.items())]
         if self._own_timeout is not None:
             given.insert(0, f"timeout={self._own_timeout!r}")
         return f"torch_accl.Options({', '.join(given)})"
+
+
+# What torch's class and the native one have to write; not every version of torch has the last.
+_STATE = ("settings", "_timeout", "global_ranks_in_group", "group_name", "enable_reconfigure")
+
+
+def _restored(timeout: timedelta | None, state: dict[str, Any]) -> Options:
+    options = Options(timeout=timeout)
+    for name, value in state.items():
+        setattr(options, name, value)
+    return options
 
 
 def _codec(value: object) -> str | None:

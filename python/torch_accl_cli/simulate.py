@@ -91,17 +91,15 @@ def _tables(found: dict[str, list[dict[str, Any]]], world: dict[str, int]) -> st
         algorithms = list(dict.fromkeys(key for prediction in predictions for key in prediction["times_us"]))
         hosts = -(-world["ranks"] // world["ranks_per_host"])
         lines.append(f"# {name}: {world['ranks']} ranks on {hosts} hosts; microseconds, * is chosen")
-        lines.append("".join([f"{'size':>10}", *(f"{key:>{_width(key)}}" for key in algorithms)]))
+        rows = [["size", *algorithms]]
         for prediction in predictions:
-            cells = [_cell(prediction, key) for key in algorithms]
-            size = show_size(prediction["bytes"])
-            lines.append("".join([f"{size:>10}", *(f"{cell:>{_width(key)}}" for cell, key in zip(cells, algorithms))]))
+            rows.append([show_size(prediction["bytes"]), *(_cell(prediction, key) for key in algorithms)])
+        widths = [max(map(len, column)) + 2 for column in zip(*rows)]
+        # As wide as before, where that suffices: scripts cut these lines.
+        widths = [max(least, width) for least, width in zip([10, *(14 for _ in algorithms)], widths)]
+        lines += ["".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in rows]
         lines.append("")
     return "\n".join(lines).rstrip()
-
-
-def _width(name: str) -> int:
-    return max(14, len(name) + 2)
 
 
 def _cell(prediction: dict[str, Any], name: str) -> str:

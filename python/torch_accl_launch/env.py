@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlparse
 
 from .jobs import job, slurm_job
-from .meeting import Meeting, port_of
+from .meeting import Meeting, above_standard_streams, port_of
 from .places import LaunchError, Place, expand, place
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _listen_here(timeout: timedelta) -> TCPStore:
             raise LaunchError(
                 f"rank 0 cannot listen on port {port} ({_first_line(error)}); set MASTER_PORT to a free one, or unset it"
             ) from None
-    with socket.create_server((_THIS_HOST, 0)) as listener:
+    with above_standard_streams(socket.create_server((_THIS_HOST, 0))) as listener:
         port = listener.getsockname()[1]
         # The store closes what it is given.
         fd = os.dup(listener.fileno())

@@ -9,6 +9,7 @@ believed; knows nothing of torch.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from contextlib import suppress
 
 from .places import LaunchError, Place
 
-__all__ = ["Meeting", "port_of"]
+__all__ = ["Meeting", "above_standard_streams", "port_of"]
 
 # Between two looks for a socket that is not there yet; and until somebody hears what is waited for.
 _LOOK_AGAIN_S = 0.01
@@ -64,7 +65,7 @@ class Meeting:
         Raises:
             LaunchError: somebody has.
         """
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = above_standard_streams(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             listener.bind(self._name)
             listener.listen(max(self._place.world, 128))
@@ -91,7 +92,7 @@ class Meeting:
         while awaited:
             with suppress(TimeoutError):
                 listener.settimeout(self._patience(_ranks(awaited)))
-                with listener.accept()[0] as peer:
+                with above_standard_streams(listener.accept()[0]) as peer:
                     awaited -= self._answer(peer, port)
             if awaited:
                 self._check_time(f"{_ranks(awaited)} of {self._place.world} did not come to the meeting of this host")
@@ -134,7 +135,7 @@ class Meeting:
             # Nobody is there yet; or so many come at once that there is no room in the queue.
             with (
                 suppress(ConnectionError, FileNotFoundError, TimeoutError, BlockingIOError),
-                socket.socket(socket.AF_UNIX) as meeting,
+                above_standard_streams(socket.socket(socket.AF_UNIX)) as meeting,
             ):
                 meeting.settimeout(self._patience("rank 0"))
                 meeting.connect(self._name)
@@ -171,6 +172,12 @@ class Meeting:
                 f"rank {self._place.rank}: {otherwise} within {waited:.0f} s; if the ranks run in containers or network namespaces of their "
                 "own, set MASTER_ADDR and MASTER_PORT on all of them"
             )
+
+
+def above_standard_streams(made: socket.socket) -> socket.socket:
+    """The socket at a number that is none of a standard stream: in a process that was started without them, what it prints must not go there."""
+    with made:
+        return socket.socket(fileno=fcntl.fcntl(made.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
 
 
 def _say(peer: socket.socket, what: dict[str, object]) -> None:

@@ -3,7 +3,8 @@
 //! Owns its place, text and atomic writing. Read [`read`] and [`write`] first.
 
 use std::fmt::Write as _;
-use std::io::ErrorKind;
+use std::fs::File;
+use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -99,7 +100,13 @@ pub(super) fn write(path: &Path, fitted: &Fitted) -> Result<(), String> {
     }
     let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     let draft = path.with_extension(format!("{}-{number}.part", std::process::id()));
-    let kept = std::fs::write(&draft, text(fitted)).and_then(|()| std::fs::rename(&draft, path));
+    let write = || {
+        // A number that is none of a standard stream: what the process prints must not go there.
+        let mut file = File::from(rustix::io::fcntl_dupfd_cloexec(File::create(&draft)?, 3)?);
+        file.write_all(text(fitted).as_bytes())?;
+        std::fs::rename(&draft, path)
+    };
+    let kept = write();
     kept.map_err(|error| {
         let _ = std::fs::remove_file(&draft);
         failed(error)

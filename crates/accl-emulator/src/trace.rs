@@ -70,7 +70,8 @@ impl Trace {
     /// # Errors
     /// It cannot be written.
     pub(crate) fn create(path: &Path) -> io::Result<Self> {
-        let file = BufWriter::new(File::create(path)?);
+        // A number that is none of a standard stream: what the process prints must not go there.
+        let file = BufWriter::new(File::from(rustix::io::fcntl_dupfd_cloexec(File::create(path)?, 3)?));
         let shared = Arc::new(Shared::default());
         let (path, to_write) = (path.to_owned(), shared.clone());
         let write = move || {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use accl_types::Result;
-use accl_types::config::{Config, PREFIX, foreign};
+use accl_types::config::{Config, Meaning, PREFIX, meaning};
 
 use crate::settings::check_settings;
 
@@ -34,18 +34,28 @@ pub(crate) fn launch_label() -> String {
 /// The settings that this process's environment gives.
 ///
 /// # Errors
-/// `Configuration` for an unknown `ACCL_*` variable or a value that is not accepted.
+/// `Configuration` for a mistyped `ACCL_*` variable or a value that is not accepted.
 pub fn config_from_environment() -> Result<Config> {
     let config = Config::from_variables(variables())?;
     check_settings(&config)?;
     Ok(config)
 }
 
-/// Variables in this process's environment that begin as ours do and belong to others: name and owner.
-pub fn foreign_variables() -> Vec<(String, &'static str)> {
-    let of_others = |name: &str| foreign(name).filter(|foreign| !foreign.is_companion());
-    let mut found: Vec<_> =
-        variables().filter_map(|(name, _)| of_others(&name).map(|foreign| (name, foreign.owner))).collect();
+/// Variables of this process's environment that begin as ours do and have no effect, each with the reason.
+pub fn unused_variables() -> Vec<(String, String)> {
+    let mut found: Vec<_> = variables()
+        .filter_map(|(name, value)| {
+            let why = match meaning(&name, &value) {
+                Meaning::Foreign { owner } => format!("it belongs to {owner}"),
+                Meaning::Unknown { near: Some(near) } => {
+                    format!("did you mean {near}? `accl config` lists the settings")
+                }
+                Meaning::Unknown { near: None } => "`accl config` lists the settings".to_owned(),
+                Meaning::Setting | Meaning::Expected | Meaning::Mistyped { .. } => return None,
+            };
+            Some((name, why))
+        })
+        .collect();
     found.sort_unstable();
     found
 }

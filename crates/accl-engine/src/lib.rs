@@ -38,7 +38,7 @@ pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
 pub use api::spec::GroupSpec;
 pub use device::OpenBus;
 pub use engine::Engine;
-pub use env::{cache_home, config_from_environment, foreign_variables};
+pub use env::{cache_home, config_from_environment, unused_variables};
 pub use session::store::{MemoryStore, Store, store_failed};
 pub use settings::{accepted, check_settings, settings_page};
 pub use signals::block_all as block_signals;
@@ -47,7 +47,9 @@ pub use signals::block_all as block_signals;
 pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};
-pub use accl_transport::{Transport, TransportV1, announce as announce_transport, register_table, transports};
+pub use accl_transport::{
+    Transport, TransportV1, announce as announce_transport, fork_generation, register_table, transports,
+};
 pub use accl_wire::EndpointInfo;
 
 #[cfg(all(test, not(accl_loom)))]

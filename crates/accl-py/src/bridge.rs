@@ -237,6 +237,8 @@ pub mod ffi {
 
         fn new_group() -> Box<Group>;
         fn new_ticket() -> Box<Ticket>;
+        /// How often this process is a forked child of one that had an engine.
+        fn fork_generation() -> u64;
 
         fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &StoreRef) -> Status;
         fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &StoreRef) -> Status;
@@ -308,6 +310,8 @@ pub mod ffi {
         fn create_backend(runtime: &Runtime, store: usize, rank: i32, world: i32, options: usize) -> usize;
     }
 }
+
+use accl_engine::fork_generation;
 
 use crate::group::{
     group_abort, group_call, group_call_profiled, group_conclude, group_connect_all, group_create, group_create_beside,

@@ -34,6 +34,8 @@ pub struct Runtime(Mutex<Slot>);
 struct Slot {
     engine: Option<Arc<Engine>>,
     has_made_groups: bool,
+    /// The variables that have no effect were reported.
+    has_warned: bool,
     /// The process that the engine belongs to: a forked child makes its own.
     pid: u32,
 }
@@ -46,7 +48,12 @@ impl Slot {
             std::mem::forget(self.engine.take());
             *self = Self { pid, ..Self::default() };
         }
-        self.engine.get_or_insert_with(|| open(config.clone(), rank)).clone()
+        let engine = self.engine.get_or_insert_with(|| open(config.clone())).clone();
+        // Launchers give all ranks the same variables, and one of them reports it.
+        if rank == 0 && !std::mem::replace(&mut self.has_warned, true) {
+            log::warn_of_unused_variables();
+        }
+        engine
     }
 }
 
@@ -81,12 +88,8 @@ impl Runtime {
 }
 
 /// A new engine, and its log.
-fn open(config: Config, rank: u32) -> Arc<Engine> {
+fn open(config: Config) -> Arc<Engine> {
     log::follow(config.log);
-    // Launchers give all ranks the same variables, and one of them says so.
-    for (name, owner) in accl_engine::foreign_variables().into_iter().filter(|_| rank == 0) {
-        tracing::warn!("{name} is no setting of torch-accl and has no effect on it: it belongs to {owner}");
-    }
     let engine = accl_calibrate::engine(config);
     engine.open_devices_with(Arc::new(Opener));
     engine

@@ -5,10 +5,13 @@ use accl_types::{Dtype, Error, ReduceOp};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::log;
+
 /// The rows of the configuration table, with the value that the environment gives.
 #[pyfunction]
 fn config_rows(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;
+    log::during(config.log, log::warn_of_unused_variables);
     let default = Config::default();
     ROWS.iter()
         .map(|row| {

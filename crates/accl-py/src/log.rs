@@ -45,6 +45,13 @@ pub(crate) fn during<T>(level: LogLevel, work: impl FnOnce() -> T) -> T {
     tracing::subscriber::with_default(printer(level), work)
 }
 
+/// Warns of each variable under our prefix that has no effect.
+pub(crate) fn warn_of_unused_variables() {
+    for (name, why) in accl_engine::unused_variables() {
+        tracing::warn!("{name} is not a setting of torch-accl and has no effect on it: {why}");
+    }
+}
+
 fn printer(level: LogLevel) -> impl Subscriber + Send + Sync {
     let level = match level {
         _ if LACKS_STDERR.load(Ordering::Relaxed) => LevelFilter::OFF,

@@ -34,8 +34,8 @@ impl Store for TorchStore<'_> {
         if !self.lacks_compare_set.get() {
             match ffi::store_compare_set(self.store, key, NOTHING, NOTHING) {
                 Ok(value) => return Ok(Some(value).filter(|value| !value.is_empty() && value != NOTHING)),
-                // Should it be the connection that fails, the next question says so.
-                Err(_) => self.lacks_compare_set.set(true),
+                Err(error) if is_not_implemented(error.what()) => self.lacks_compare_set.set(true),
+                Err(error) => return Err(rendezvous(error)),
             }
         }
         match ffi::store_check(self.store, key).map_err(rendezvous)? {
@@ -56,4 +56,13 @@ impl Store for TorchStore<'_> {
 
 fn rendezvous(error: cxx::Exception) -> Error {
     accl_engine::store_failed(error.what())
+}
+
+/// Whether a store lacks an operation. The classes of such errors do not cross the bridge, their texts do: torch's own stores, and those that
+/// Python code derives or wraps.
+fn is_not_implemented(what: &str) -> bool {
+    let what = what.to_lowercase();
+    ["not implemented", "notimplementederror", "not supported", "attributeerror", "pure virtual"]
+        .iter()
+        .any(|text| what.contains(text))
 }

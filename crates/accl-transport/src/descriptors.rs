@@ -1,9 +1,24 @@
-//! The limit on descriptors of this process.
+//! Descriptors of this process: the limit on their count, and the numbers of the standard streams.
 //!
-//! Owns reading and raising it. It is raised only when it is in the way: a higher one can break programs that use
+//! Owns reading and raising the limit. It is raised only when it is in the way: a higher one can break programs that use
 //! `select`, and children inherit it.
 
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// The first number that is not a standard stream's.
+const FIRST: i32 = 3;
+
+/// Moves a descriptor away from the numbers of the standard streams. A process that was started without them gets these numbers first, and
+/// what it prints would be written to our memory and connections.
+///
+/// # Errors
+/// Those of `fcntl`; the descriptor is closed then.
+pub(crate) fn above_standard_streams(made: OwnedFd) -> Result<OwnedFd, Errno> {
+    if made.as_raw_fd() >= FIRST { Ok(made) } else { rustix::io::fcntl_dupfd_cloexec(&made, FIRST) }
+}
 
 /// Raises the soft limit to the hard one. `true`: more descriptors can be made now.
 pub(crate) fn raise_limit() -> bool {

@@ -5,13 +5,13 @@
 
 use std::cell::UnsafeCell;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::io::Errno;
 
-use crate::descriptors::raise_limit;
+use crate::descriptors::{above_standard_streams, raise_limit};
 
 /// How often this process is a forked child of one that used this crate; 0 in the original.
 #[inline]
@@ -33,13 +33,13 @@ pub struct Fd {
 }
 
 impl Fd {
-    /// Makes a descriptor and registers it; no fork can happen in between. Where the limit of descriptors is in the way,
-    /// it is raised as far as it can be.
+    /// Makes a descriptor and registers it; no fork can happen in between. Its number is none of a standard stream. Where the limit of
+    /// descriptors is in the way, it is raised as far as it can be.
     ///
     /// # Errors
     /// Those of `make`.
     pub fn adopt(make: impl Fn() -> Result<OwnedFd, Errno>) -> Result<Fd, Errno> {
-        with_higher_limit(|| without_forks(|registry| make().map(|fd| registry.adopt(fd))))
+        with_higher_limit(|| without_forks(|registry| registry.adopt(make()?)))
     }
 
     /// As [`Fd::adopt`], of two that are made together.
@@ -48,7 +48,10 @@ impl Fd {
     /// Those of `make`.
     pub fn adopt_pair(make: impl Fn() -> Result<(OwnedFd, OwnedFd), Errno>) -> Result<(Fd, Fd), Errno> {
         with_higher_limit(|| {
-            without_forks(|registry| make().map(|(one, other)| (registry.adopt(one), registry.adopt(other))))
+            without_forks(|registry| {
+                let (one, other) = make()?;
+                Ok((registry.adopt(one)?, registry.adopt(other)?))
+            })
         })
     }
 
@@ -108,13 +111,14 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    /// Registers a descriptor made while forks were held off.
-    pub(crate) fn adopt(&mut self, fd: OwnedFd) -> Fd {
-        let raw = fd.into_raw_fd();
-        self.fds.push(raw);
-        // SAFETY: `raw` was just taken out of its owner.
-        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
-        Fd { raw: ManuallyDrop::new(fd), generation: fork_generation() }
+    /// Registers a descriptor made while forks were held off, at a number that is none of a standard stream.
+    ///
+    /// # Errors
+    /// It has such a number and no other could be had.
+    pub(crate) fn adopt(&mut self, fd: OwnedFd) -> Result<Fd, Errno> {
+        let fd = above_standard_streams(fd)?;
+        self.fds.push(fd.as_raw_fd());
+        Ok(Fd { raw: ManuallyDrop::new(fd), generation: fork_generation() })
     }
 
     fn forget(&mut self, raw: RawFd) {

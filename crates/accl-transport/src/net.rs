@@ -11,6 +11,7 @@ use accl_types::{Error, Result};
 use rustix::io::Errno;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 
+use crate::descriptors::above_standard_streams;
 use crate::fork::Fd;
 
 /// Connections that may wait while this process is busy elsewhere; the kernel caps it.
@@ -110,7 +111,7 @@ fn describe(filter: &IfnameFilter) -> String {
 /// The address from which this machine would talk to `master`. Sends nothing.
 pub(crate) fn route_to(master: IpAddr) -> Option<IpAddr> {
     let any: IpAddr = if master.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    let socket = UdpSocket::bind((any, 0)).ok()?;
+    let socket = UdpSocket::from(above_standard_streams(UdpSocket::bind((any, 0)).ok()?.into()).ok()?);
     socket.connect((master, 9)).ok()?;
     Some(socket.local_addr().ok()?.ip())
 }

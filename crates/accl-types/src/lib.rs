@@ -22,7 +22,7 @@ pub use cpus::{parse_cpus, show_cpus};
 pub use dtype::{Dtype, DtypeClass};
 pub use error::{Context, Error, ErrorKind, Result};
 pub use moment::Moment;
-pub use nearest::nearest;
+pub use nearest::{nearest, nearest_within};
 pub use reduce_op::ReduceOp;
 pub use size::{parse_size, show_size};
 pub use units::{Bytes, Elems, Rank, Seq, round_up};

@@ -1,23 +1,36 @@
-//! "Did you mean": the nearest of several known names.
+//! The nearest known name for a mistyped one, for messages that say how to do it right.
 
-/// The name of `known` with the smallest edit distance to `name`, first of equals. `None` if `known` is empty.
+/// The candidate with the smallest edit distance to `name`; the first one among equals.
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    known.into_iter().min_by_key(|candidate| edit_distance(name, candidate))
+    nearest_within(name, known, usize::MAX)
 }
 
+/// The same, if its distance is at most `limit` typing mistakes.
+pub fn nearest_within<'a>(name: &str, known: impl IntoIterator<Item = &'a str>, limit: usize) -> Option<&'a str> {
+    let distances = known.into_iter().map(|candidate| (edit_distance(name, candidate), candidate));
+    distances.min_by_key(|(distance, _)| *distance).filter(|(distance, _)| *distance <= limit).map(|(_, near)| near)
+}
+
+/// Characters inserted, left out or replaced, and neighbours exchanged (Damerau and Levenshtein's distance, each character in one
+/// edit at most).
 fn edit_distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
+    let mut before_last: Vec<usize> = Vec::new();
+    let mut last: Vec<usize> = (0..=b.len()).collect();
+    let mut previous = None;
     for (i, ca) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
+        let mut row = vec![i + 1];
         for (j, &cb) in b.iter().enumerate() {
-            let substituted = diagonal + usize::from(ca != cb);
-            diagonal = row[j + 1];
-            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
+            let mut least = (last[j] + usize::from(ca != cb)).min(row[j] + 1).min(last[j + 1] + 1);
+            if j > 0 && previous == Some(cb) && ca == b[j - 1] {
+                least = least.min(before_last[j - 1] + 1);
+            }
+            row.push(least);
         }
+        before_last = std::mem::replace(&mut last, row);
+        previous = Some(ca);
     }
-    row[b.len()]
+    last[b.len()]
 }
 
 #[cfg(test)]
@@ -30,12 +43,17 @@ mod tests {
         assert_eq!(nearest("ACCL_PORTRANGE", known), Some("ACCL_PORT_RANGE"));
         assert_eq!(nearest("ACCL_SOCKET_IFNAMES", known), Some("ACCL_SOCKET_IFNAME"));
         assert_eq!(nearest("x", []), None);
+        assert_eq!(nearest_within("ACCL_LGO", known, 1), Some("ACCL_LOG"));
+        assert_eq!(nearest_within("ACCL_PATH", known, 1), None);
     }
 
     #[test]
-    fn distances_are_those_of_levenshtein() {
+    fn distances_are_those_of_levenshtein_and_an_exchange_is_one_mistake() {
         assert_eq!(edit_distance("kitten", "sitting"), 3);
         assert_eq!(edit_distance("", "abc"), 3);
+        assert_eq!(edit_distance("abc", ""), 3);
         assert_eq!(edit_distance("abc", "abc"), 0);
+        assert_eq!(edit_distance("abcd", "acbd"), 1);
+        assert_eq!(edit_distance("abab", "baba"), 2);
     }
 }

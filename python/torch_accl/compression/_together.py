@@ -42,10 +42,11 @@ class WorkOfSeveral(Work):
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Waits for all of them, and raises the first error: after that, none writes to its tensors any more."""
-        end = time.monotonic() + timeout.total_seconds()
+        begin = time.monotonic()
         errors = []
         for work in self._works:
-            left = timedelta(seconds=max(end - time.monotonic(), 1e-3)) if timeout > _FOREVER else timeout
+            passed = timedelta(seconds=time.monotonic() - begin)
+            left = max(timeout - passed, timedelta(milliseconds=1)) if timeout > _FOREVER else timeout
             try:
                 work.wait(left)
             except Exception as error:

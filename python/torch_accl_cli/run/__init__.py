@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    # Or an argument of the script, such as --n, is looked up among ours.
+    parser.allow_abbrev = False
     add = parser.add_argument
     add("-n", "--ranks", type=int, default=2, metavar="N", help="ranks on each host (default %(default)s)")
     add("--hosts", metavar="HOSTS", help="hosts, such as a,b or a:4,b:2 with numbers of ranks (default: this one)")

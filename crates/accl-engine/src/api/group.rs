@@ -249,10 +249,6 @@ impl Group {
         let cut = self.cut(desc);
         let desc = cut.as_ref().map_or(desc, |cut| &cut.first);
         let placed = |error: Error| error.of(desc.collective);
-        // All reasons to refuse the call come first where preparing its memory may change it.
-        if !desc.uses_tensors_as_they_are() {
-            self.refuse_if_aborted(desc.collective)?;
-        }
         let prepared = self.prepare(desc).map_err(placed);
         // That the group has failed says more than what is wrong with a call that it would not take anyway.
         let prepared = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;

@@ -65,7 +65,6 @@ impl Caller {
         if let Some(shape) = &shape {
             buffers.add_scratch(shape.plan.scratch_bytes)?;
         }
-        buffers.scale_in_place(desc)?;
         buffers.offload(desc);
         buffers.join(desc);
         Ok(Prepared { shape, buffers })

@@ -12,8 +12,8 @@ use smallvec::SmallVec;
 use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap};
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, Encoded, External, ExternalCollective, ExternalCopy, ExternalHandle, ExternalWork, MemoryKind,
-    TensorDesc, Wake,
+    Blocks, CallDesc, External, ExternalCollective, ExternalCopy, ExternalHandle, ExternalWork, MemoryKind, TensorDesc,
+    Wake,
 };
 use crate::plan::ExternalStep;
 
@@ -131,22 +131,16 @@ impl Buffers {
     /// Calls that work in place: all_reduce and reduce contribute what the output holds, a broadcast has no input.
     fn prepare_in_place(&mut self, desc: &CallDesc, premul: bool) -> Result<()> {
         match desc.collective {
-            // Room for codes comes last of all, from the group, and may be refused: until then a factor must not show in the tensor.
-            Collective::AllReduce if !premul || !matches!(desc.encoding, Encoded::As(_)) => {
-                self.inputs = self.outputs.clone();
-                return Ok(());
-            }
-            Collective::AllReduce | Collective::Reduce => {
-                // Off the root of a reduce, too, the tensor is only read.
-                self.inputs = self.outputs.clone();
-                if premul {
-                    self.inputs.clear();
-                    for tensor in desc.outputs.pieces() {
-                        let base = self.stage_input(tensor)?;
-                        self.inputs.push(base);
-                    }
+            Collective::AllReduce | Collective::Reduce if premul => {
+                // Not in the tensor itself: the call may still be refused, and off the root of a reduce the tensor is only read.
+                for tensor in desc.outputs.pieces() {
+                    let base = self.stage_input(tensor)?;
+                    // SAFETY: `base` is staging of this many elements, made just now; source and destination are the same.
+                    unsafe { accl_kernels::scale(desc.dtype, base, base, tensor.count_elems() as usize, desc.factor)? };
+                    self.inputs.push(base);
                 }
             }
+            Collective::AllReduce | Collective::Reduce => self.inputs = self.outputs.clone(),
             Collective::Broadcast
             | Collective::ReduceScatter
             | Collective::AllGather
@@ -156,27 +150,6 @@ impl Buffers {
             | Collective::Barrier
             | Collective::Send
             | Collective::Recv => {}
-        }
-        if premul { self.scale(desc) } else { Ok(()) }
-    }
-
-    /// Multiplies what an all_reduce in place contributes by the factor of `PREMUL_SUM`. That shows in the tensor, so it comes after all
-    /// that may be refused.
-    ///
-    /// # Errors
-    /// `Unsupported` for a dtype that has no factor.
-    pub(crate) fn scale_in_place(&self, desc: &CallDesc) -> Result<()> {
-        let is_left = desc.collective == Collective::AllReduce
-            && desc.op == ReduceOp::PremulSum
-            && desc.inputs.is_empty()
-            && !matches!(desc.encoding, Encoded::As(_));
-        if is_left { self.scale(desc) } else { Ok(()) }
-    }
-
-    fn scale(&self, desc: &CallDesc) -> Result<()> {
-        for (base, tensor) in self.inputs.iter().zip(desc.outputs.pieces()) {
-            // SAFETY: `base` is the plain tensor or its staging, of this many elements; in place.
-            unsafe { accl_kernels::scale(desc.dtype, *base, *base, tensor.count_elems() as usize, desc.factor)? };
         }
         Ok(())
     }
@@ -371,7 +344,8 @@ mod tests {
         let now = || unsafe { std::slice::from_raw_parts(base, 2).to_vec() };
         let buffers = Buffers::prepare(&desc, 0).unwrap();
         assert_eq!(now(), [1.0, 2.0]);
-        buffers.scale_in_place(&desc).unwrap();
-        assert_eq!(now(), [3.0, 6.0]);
+        // SAFETY: staging of two elements.
+        let contributed = unsafe { std::slice::from_raw_parts(buffers.inputs[0].cast::<f32>(), 2) };
+        assert_eq!((contributed, buffers.outputs[0]), ([3.0, 6.0].as_slice(), base.cast()));
     }
 }

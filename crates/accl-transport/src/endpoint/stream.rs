@@ -85,7 +85,9 @@ fn receive(socket: &Fd, room: &mut [u8], fds: &mut Vec<Fd>) -> Result<usize, Err
             if let RecvAncillaryMessage::ScmRights(rights) = message {
                 // Those that are too many are closed at once.
                 let room = MAX_FDS.saturating_sub(fds.len());
-                fds.extend(rights.take(room).map(|fd| registry.adopt(fd)));
+                for fd in rights.take(room) {
+                    fds.push(registry.adopt(fd)?);
+                }
             }
         }
         Ok(count)

@@ -3,10 +3,12 @@
 //! Owns names, types, defaults, accepted values and effects, and parses the name-value pairs it is given. It reads no
 //! environment: one function of `accl-engine` does. Read [`ROWS`] first; [`Config`] holds the parsed values.
 
+mod meaning;
 mod parse;
 mod table;
 
-pub use table::{ALIASES, Accepted, Alias, FOREIGN, Foreign, ROWS, Row, Scope, foreign};
+pub use meaning::{Meaning, meaning};
+pub use table::{ALIASES, Accepted, Alias, FOREIGN, Foreign, ROWS, Row, Scope};
 
 use crate::{Collective, Error, Result, nearest};
 
@@ -199,11 +201,11 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Parses `pairs` of variable names and values over the defaults. Names without our prefix are ignored, and those that
-    /// are [`foreign`].
+    /// Parses `pairs` of variable names and values over the defaults. Names without our prefix are ignored, and those that by
+    /// their [`meaning`] are not ours.
     ///
     /// # Errors
-    /// `Configuration` for an unknown `ACCL_*` name (with the nearest known one) or a value that is not accepted.
+    /// `Configuration` for a mistyped `ACCL_*` name (with the right one) or a value that is not accepted.
     pub fn from_variables<N: AsRef<str>, V: AsRef<str>>(pairs: impl IntoIterator<Item = (N, V)>) -> Result<Self> {
         let mut config = Self::default();
         let pairs: Vec<(N, V)> = pairs.into_iter().collect();
@@ -227,8 +229,13 @@ impl Config {
             if is_alias(name.as_ref()) {
                 continue;
             }
-            if name.as_ref().starts_with(PREFIX) && foreign(name.as_ref()).is_none() {
-                config.set_variable(name.as_ref(), value.as_ref())?;
+            if !name.as_ref().starts_with(PREFIX) {
+                continue;
+            }
+            match meaning(name.as_ref(), value.as_ref()) {
+                Meaning::Setting => config.set_variable(name.as_ref(), value.as_ref())?,
+                Meaning::Mistyped { near } => return Err(mistyped(name.as_ref(), near)),
+                Meaning::Expected | Meaning::Foreign { .. } | Meaning::Unknown { .. } => {}
             }
         }
         Ok(config)
@@ -239,9 +246,14 @@ impl Config {
     /// # Errors
     /// `Configuration`, as in [`Config::from_variables`].
     pub fn set_variable(&mut self, name: &str, value: &str) -> Result<()> {
-        let variables = ROWS.iter().filter(|row| row.is_variable());
-        let row = variables.clone().find(|row| row.name == name);
-        let row = row.ok_or_else(|| unknown(name, variables.map(|row| row.name)))?;
+        let row =
+            ROWS.iter().find(|row| row.name == name).ok_or_else(|| unknown(name, ROWS.iter().map(|row| row.name)))?;
+        if !row.is_variable() {
+            return Err(Error::configuration(format!(
+                "{name}: the environment cannot set this; pass torch_accl.Options({}=...)",
+                row.option
+            )));
+        }
         self.set_row(row, row.name, value)
     }
 
@@ -281,6 +293,12 @@ impl Config {
     }
 }
 
+fn mistyped(name: &str, near: &str) -> Error {
+    Error::configuration(format!(
+        "{name}: unknown setting; did you mean {near}? Rename or unset {name}; `accl config` lists the settings"
+    ))
+}
+
 fn unknown(name: &str, known: impl Iterator<Item = &'static str> + Clone) -> Error {
     let hint = nearest(name, known.clone()).map(|n| format!("; did you mean {n}?")).unwrap_or_default();
     let known = known.collect::<Vec<_>>().join(", ");
@@ -293,8 +311,7 @@ pub fn environment_page(codecs: &str) -> String {
         "# Settings\n\n\
          Generated from the table in `crates/accl-types/src/config/table.rs`; do not edit.\n\n\
          Every setting but those without a variable is an environment variable and an argument of `torch_accl.Options`,\n\
-         which is passed as `pg_options`; the argument wins. An unknown `ACCL_*` variable is an error, since it is\n\
-         probably a typing mistake; those that other projects are known to use are listed below. *Process* settings are fixed by the\n\
+         which is passed as `pg_options`; the argument wins. *Process* settings are fixed by the\n\
          first group of a process; *group* settings may differ from group to group. Settings marked *agreed* must be the\n\
          same on all ranks of a group; a difference is an error that names both values.\n\n\
          | variable | option | scope | default | accepted | effect |\n|---|---|---|---|---|---|\n",
@@ -322,9 +339,15 @@ pub fn environment_page(codecs: &str) -> String {
         page.push_str(&format!("| `{name}={value}` | `{setting}={means}` |\n"));
     }
     page.push_str(
-        "\n## Names of others\n\n\
-         These begin as ours do and belong to somebody else. They have no effect here: rank 0 warns of those that are set, and\n\
-         the group is made. `*` stands for anything.\n\n\
+        "\n## Unknown names\n\n\
+         An `ACCL_*` variable that is not in the tables above has no effect:\n\n\
+         | name | what happens |\n|---|---|\n\
+         | one typing mistake away from a name above: a character missing, added or wrong, or two exchanged | an error on every rank, with the right name |\n\
+         | Kubernetes sets it for a service such as `accl` or `accl-train`: `*_SERVICE_HOST`, `*_SERVICE_PORT`, `*_SERVICE_PORT_*`, `*_PORT=tcp://...`, `*_PORT_<number>_TCP*` (also `udp`, `sctp`) | nothing |\n\
+         | a name of `torch-accl-mpi` in the table below | nothing: that package reads it |\n\
+         | any other name | rank 0 prints one warning for each process; so does `accl config` |\n\n\
+         ## Names of others\n\n\
+         Other projects and packages are known to use these names; the warning names the owner. `*` stands for anything.\n\n\
          | variable | belongs to |\n|---|---|\n",
     );
     for foreign in FOREIGN {
@@ -412,16 +435,12 @@ mod tests {
     }
 
     #[test]
-    fn known_names_of_others_are_ignored_and_mistyped_ones_are_not() {
-        for name in ["ACCL_DEVICE_ID", "ACCL_NP", "ACCL_C4_STATS_MODE", "ACCL_PROFILER_OUTPUT_DIR"] {
+    fn names_that_are_not_ours_change_nothing_and_mistyped_ones_are_refused() {
+        for name in ["ACCL_DEVICE_ID", "ACCL_SERVICE_HOST", "ACCL_MPI_TIMEOUT", "ACCL_TX_DEPTH"] {
             assert_eq!(Config::from_variables([(name, "1")]).unwrap(), Config::default());
-            assert!(foreign(name).is_some(), "{name}");
         }
-        for name in ["ACCL_DEVICE_IDS", "ACCL_DEBU", "ACCL_PROFILE", "ACCL_LOGS"] {
+        for name in ["ACCL_DEBU", "ACCL_LOGS", "ACCL_MPI_TIMEOUTS"] {
             Config::from_variables([(name, "1")]).unwrap_err();
-        }
-        for row in ROWS {
-            assert!(foreign(row.name).is_none(), "{} is ours", row.name);
         }
     }
 
@@ -496,12 +515,8 @@ mod tests {
 
     #[test]
     fn no_variable_compresses_ordinary_calls() {
-        for name in ["ACCL_COMPRESSED_CALLS", "ACCL_SCOPE"] {
-            let error = Config::from_variables([(name, "all")]).unwrap_err();
-            assert!(error.message.contains("unknown setting"), "{error}");
-            let known = error.message.split_once("known settings:").map(|(_, known)| known);
-            assert!(known.is_some_and(|known| !known.contains(name)), "{error}");
-        }
+        let error = Config::from_variables([("ACCL_COMPRESSED_CALLS", "all")]).unwrap_err();
+        assert!(error.message.contains("pass torch_accl.Options(compressed_calls=...)"), "{error}");
         Config::default().set_option("compressed_calls", "most").unwrap_err();
     }
 

@@ -121,11 +121,15 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "",
-        accepted: Accepted::Words("any text without blanks, or empty for the host's own identity"),
+        accepted: Accepted::Words("text of at most 128 bytes without blanks, or empty for the host's own identity"),
         effect: "Identity of the host: ranks with different ones do not share memory and count as different hosts for two-level algorithms.",
         set: |c, v| {
             if v.contains(char::is_whitespace) {
                 return Err(" (it has blanks)".into());
+            }
+            // Every rank reads it from every other at the rendezvous.
+            if v.len() > 128 {
+                return Err(format!(" (it has {} bytes)", v.len()));
             }
             c.host_id = (!v.is_empty()).then(|| v.to_owned());
             Ok(())
@@ -354,7 +358,8 @@ impl Foreign {
         self.owner == MPI
     }
 
-    fn is(&self, name: &str) -> bool {
+    /// Whether it is this variable.
+    pub(super) fn is(&self, name: &str) -> bool {
         self.name.strip_suffix('*').map_or(self.name == name, |start| name.starts_with(start))
     }
 }
@@ -366,7 +371,7 @@ const EXPERTS: &str = "ACCL's kernels for expert parallelism";
 
 const MPI: &str = "torch-accl-mpi, the package with the transport `mpi`: docs/mpi.md";
 
-/// Names that others use. A name that is neither here nor a setting is taken for a typing mistake.
+/// Names that others are known to use. For any other name a warning cannot name the owner.
 pub const FOREIGN: &[Foreign] = &[
     Foreign { name: "ACCL_COMMS", owner: FPGA },
     Foreign { name: "ACCL_DEVICE_ID", owner: FPGA },
@@ -394,9 +399,3 @@ pub const FOREIGN: &[Foreign] = &[
     Foreign { name: "ACCL_MPI_THREAD_LEVEL", owner: MPI },
     Foreign { name: "ACCL_MPI_TIMEOUT", owner: MPI },
 ];
-
-/// The project that a variable belongs to, if it is known and not this one.
-pub fn foreign(name: &str) -> Option<&'static Foreign> {
-    let is_ours = ROWS.iter().any(|row| row.is_variable() && row.name == name);
-    FOREIGN.iter().find(|foreign| !is_ours && foreign.is(name))
-}

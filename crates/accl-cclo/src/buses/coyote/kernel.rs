@@ -64,7 +64,9 @@ impl Kernel {
 }
 
 fn device(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).open(path)
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    // A number that is none of a standard stream: what the process prints must not go there.
+    Ok(rustix::io::fcntl_dupfd_cloexec(&file, 3)?.into())
 }
 
 /// A request with its words.

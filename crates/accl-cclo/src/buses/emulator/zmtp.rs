@@ -144,7 +144,11 @@ fn reached(address: &Address, patience: Duration) -> Result<TcpStream, Failure> 
             return Err(Failure::UnreachedInTime);
         }
         match TcpStream::connect_timeout(&address, left) {
-            Ok(stream) => return Ok(stream),
+            // A number that is none of a standard stream: what the process prints must not go there.
+            Ok(stream) => {
+                let stream = rustix::io::fcntl_dupfd_cloexec(&stream, 3).map_err(io::Error::from);
+                return stream.map(TcpStream::from).map_err(Failure::Unreached);
+            }
             Err(error) if is_late(&error) => last = Failure::UnreachedInTime,
             Err(error) => last = Failure::Unreached(error),
         }
