@@ -316,6 +316,63 @@ dist.barrier()
     assert "interrupted" in first.stdout
 
 
+# Registered before torch's backend, and so before everything that ends a group by itself.
+BEFORE = """
+import atexit
+
+def last(number):
+    dist.barrier()
+    sums = torch.ones(3)
+    dist.all_reduce(sums)
+    got = torch.zeros(1)
+    if rank == 0:
+        dist.send(torch.full((1,), 7.0), 1)
+        dist.recv(got, 1)
+    else:
+        dist.recv(got, 0)
+        dist.send(got + 1, 0)
+    print(number, int(sums.sum()), int(got), flush=True)
+
+atexit.register(last, 1)
+"""
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "atexit.register(last, 3); multiprocessing.util"])
+def test_functions_that_were_registered_before_the_group_may_use_it_at_exit(end):
+    code = BEFORE + "import multiprocessing.util\natexit.register(last, 2)" + HEAD + end
+    for rank, script in enumerate(run_script(code, world=2)):
+        assert (script.exitcode, script.stderr) == (0, "")
+        numbers = [3, 2, 1] if "3" in end else [2, 1]
+        assert script.stdout.splitlines() == [f"{number} 6 {8 - rank}" for number in numbers]
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+def test_a_rank_that_ends_does_not_wait_for_a_child_that_waits_for_it(tmp_path):
+    """multiprocessing waits for its children at exit, and this one waits for a message of its parent."""
+    code = f"""
+import multiprocessing, torch, torch.distributed as dist
+
+def join(rank):
+    dist.init_process_group("accl", init_method="file://{tmp_path}/meet", rank=rank, world_size=2)
+    dist.barrier()
+
+def child():
+    join(1)
+    try:
+        dist.recv(torch.ones(1), 0)
+    except RuntimeError as error:
+        print(error, flush=True)
+
+multiprocessing.get_context("fork").Process(target=child).start()
+join(0)
+"""
+    [script] = run_script(code, world=1, timeout=20)
+    assert script.exitcode == 0 and "rank 0" in script.stdout and "has left" in script.stdout, (
+        script.stdout,
+        script.stderr,
+    )
+
+
 def give(meet, end, count, size):
     os.environ.update(ACCL_TRANSPORTS="tcp", ACCL_EAGER_BYTES="64MiB")
     dist.init_process_group(BACKEND, init_method=f"file://{meet}", rank=0, world_size=2)

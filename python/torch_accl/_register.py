@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import inspect
 import multiprocessing
 import multiprocessing.util
@@ -44,6 +45,12 @@ _ending_in: list[int] = []
 
 # What makes the group of the whole job in place of `connect`, if a facade has said so.
 _maker: list[Callable[[Any, _native.BackendOptions], _native.Backend]] = []
+
+# What ends the children of multiprocessing that are daemons, and waits for the others.
+_await_children = multiprocessing.util._exit_function  # type: ignore[attr-defined]
+
+# Whether this process has made a group, or tried to.
+_has_connected: list[bool] = []
 
 # Whether somebody who sets variables of torch_cgx knows by now what they do here. Once for a process.
 _knows_of_cgx: list[bool] = []
@@ -93,6 +100,7 @@ def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
         announce_transports()
     find_transports(chosen)
     find_sidestep(options.settings.get("sidestep"))
+    _has_connected[:] = [True]
     _end_with_child()
     return _runtime.create_backend(group.store, group.group_rank, group.group_size, options)
 
@@ -146,6 +154,52 @@ def _end() -> None:
     finish_transports()
 
 
+class _OursAndLater:
+    """Equal to this module's exit function and to those that were registered later: `atexit.unregister` removes these.
+
+    Python compares with the oldest one first.
+    """
+
+    def __init__(self) -> None:
+        self._is_later = False
+
+    def __eq__(self, function: object) -> bool:
+        self._is_later |= function is _end_last
+        return self._is_later
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _end_last() -> None:
+    """Ends the engine after the exit functions that were registered before this one, which may use a group.
+
+    Python runs exit functions in the reverse order, and takes none at the front. The exit function of multiprocessing comes after the engine's
+    end: it waits for child processes, which may wait for what the end of this rank lets them know.
+    """
+    if not _has_connected:
+        return
+    if sys.version_info >= (3, 14):
+        # They are called from a copy of Python's list: the end of both is ours.
+        entries = [each for each in gc.get_referrers(_end_last) if isinstance(each, tuple) and each[0] is _end_last]
+        lists = [each for entry in entries for each in gc.get_referrers(entry) if isinstance(each, list)]
+        for each in lists:
+            each[:] = [entry for entry in each if entry[0] is not _await_children]
+            each.append((_end_before_children, (), None))
+        if not lists:
+            _end()
+    else:
+        # What has run is still among them, and would run once more.
+        atexit.unregister(_OursAndLater())  # type: ignore[arg-type]
+        atexit.unregister(_await_children)
+        atexit._run_exitfuncs()
+        _end_before_children()
+
+
+def _end_before_children() -> None:
+    _end()
+    _await_children()
+
+
 def _end_with_child() -> None:
     """Sees to the end of a child of multiprocessing, which may leave by `os._exit` and run no `atexit` hook."""
     if multiprocessing.parent_process() is not None and _ending_in[:] != [os.getpid()]:
@@ -170,5 +224,5 @@ def _end_of_child() -> None:
     threading.Thread(target=end, name="accl-end").start()
 
 
-# A process may end without destroy_process_group: the peers learn of it at once, and no thread of ours outlives Python.
-atexit.register(_end)
+# A process may end without destroy_process_group: the peers learn of it, and no thread of ours outlives Python.
+atexit.register(_end_last)

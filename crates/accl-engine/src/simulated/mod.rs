@@ -194,6 +194,18 @@ fn what_ends_a_call_of_several_lanes_ends_all_of_its_parts_whichever_lane_it_bef
     }
 }
 
+/// One rank is done with its part of the first lane, and waits for another lane's; the other rank is not, and fails when the wire is cut.
+#[test]
+fn a_rank_learns_of_a_failure_although_the_first_lane_has_lost_its_wire_to_who_failed() {
+    for processes in [2, 3] {
+        for at in (1..600).map(|step| step * 250) {
+            let mut scenario = Scenario::of_staged(processes, &[Fault::Cut { wire: 0, at }]).with_lanes(3);
+            scenario.items[0].counts = vec![500];
+            run(&scenario).unwrap_or_else(|violation| panic!("cut at {at} among {processes}: {violation}"));
+        }
+    }
+}
+
 /// Runs one world, as a failure names it.
 #[test]
 #[ignore = "needs WORLD_SEED"]

@@ -304,6 +304,9 @@ impl Scenario {
             if scenario.faults.iter().any(|fault| matches!(fault, Fault::Vanish { .. })) && rng.below(4) > 0 {
                 scenario.timeout = LONG_TIMEOUT;
             }
+            if let Some(cut) = scenario.draw_cut_of_first_lane() {
+                scenario.faults = vec![cut];
+            }
         }
         scenario.steps = scenario.draw_steps();
         scenario
@@ -581,6 +584,18 @@ impl Scenario {
         let process = members[rng.below(members.len() as u64) as usize];
         let at = 1 << (20 + rng.below(10));
         (rng.below(2) == 0).then_some(Fault::Kill { process, at: at + rng.below(at) })
+    }
+
+    /// In a third of the worlds with lanes and faults the first lane of two processes loses its wire, and nothing else happens: what that lane would
+    /// notify the other process of has to come over other lanes. Draws for itself.
+    fn draw_cut_of_first_lane(&self) -> Option<Fault> {
+        let mut rng = Rng::new(self.seed ^ 0xc07);
+        rng.next_u64();
+        let first_wires = (self.wires.len() / self.lanes) as u64;
+        // While calls are in flight.
+        let at = 1 << (10 + rng.below(12));
+        let cut = Fault::Cut { wire: rng.below(first_wires) as usize, at: at + rng.below(at) };
+        (self.lanes > 1 && rng.below(3) == 0).then_some(cut)
     }
 
     fn draw_fault(&self, rng: &mut Rng) -> Fault {

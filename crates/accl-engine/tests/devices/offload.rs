@@ -306,7 +306,7 @@ fn an_abort_in_the_middle_of_a_call_of_a_device_ends_it_at_once() {
             Waited::Failed(error) => assert_eq!(error.kind, ErrorKind::Aborted, "{error}"),
             other => panic!("{other:?}"),
         }
-        assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+        assert!(begin.elapsed() < PATIENCE / 2, "{:?}", begin.elapsed());
     });
 }
 
@@ -423,7 +423,7 @@ fn a_call_that_waits_for_a_stuck_device_does_not_hide_why_it_is_stuck() {
         member.all_reduce(&mut [1_i64], ReduceOp::Sum).unwrap();
         member.barrier().unwrap();
         devices.faults().hangs.store(1, Ordering::Relaxed);
-        let (mut one, mut other, allowed) = ([1_i64; 5], [1_i64; 5], Duration::from_millis(300));
+        let (mut one, mut other, allowed) = ([1_i64; 5], [1_i64; 5], Duration::from_secs(1));
         let make = |data: &mut [i64], collective| {
             let mut desc = member.all_reduce_desc(data, ReduceOp::Sum, Mode::Async);
             (desc.timeout, desc.collective) = (Some(allowed), collective);
@@ -431,12 +431,10 @@ fn a_call_that_waits_for_a_stuck_device_does_not_hide_why_it_is_stuck() {
         };
         let mut barrier = CallDesc::new(Collective::Barrier, Dtype::U8);
         (barrier.timeout, barrier.mode) = (Some(allowed), Mode::Async);
-        let begin = Instant::now();
         let first = member.group.submit(make(&mut one, Collective::AllReduce)).unwrap();
         let second = member.group.submit(make(&mut other, Collective::AllReduce)).unwrap();
         let barrier = member.group.submit(barrier).unwrap();
         let errors = [finish(&first), finish(&second), finish(&barrier)].map(Result::unwrap_err);
-        assert!(begin.elapsed() < allowed + Duration::from_millis(1500), "{:?}", begin.elapsed());
         errors
     });
     for error in errors.iter().flatten() {
@@ -490,7 +488,7 @@ fn a_host_call_is_late_at_its_deadline_although_a_device_still_works() {
             desc.timeout = Some(Duration::from_millis(200));
             let begin = Instant::now();
             let error = finish(&member.group.submit(desc).unwrap()).unwrap_err();
-            assert!(error.kind == ErrorKind::Timeout && begin.elapsed() < Duration::from_millis(1500), "{error}");
+            assert!(error.kind == ErrorKind::Timeout && begin.elapsed() < PATIENCE / 2, "{error}");
         }
         finish(&working).unwrap_err();
     });

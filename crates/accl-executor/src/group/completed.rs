@@ -52,6 +52,15 @@ pub enum Notify {
     Nobody,
 }
 
+/// Whether neighbours that look at no link are sent a note of a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Notes {
+    /// Unless they speak of it before.
+    Sent,
+    /// The first lane sends them.
+    LeftToFirstLane,
+}
+
 impl Completed {
     /// Somebody follows calls: all that end from now on are kept for that.
     pub(super) fn follow(&mut self) {

@@ -15,7 +15,7 @@ use accl_wire::frame::{Groups, Header, Kind, LAST, OVERHEAD_BYTES};
 use accl_wire::{EndpointInfo, Link, Slot, Stance};
 use smallvec::SmallVec;
 
-use super::completed::{Completed, FailedGroup, Notify};
+use super::completed::{Completed, FailedGroup, Notes, Notify};
 use super::context::Context;
 use super::ended::Ended;
 use super::inbox::{Early, Lobby, MAX_LOBBY_BYTES};
@@ -307,16 +307,17 @@ impl Core {
         self.ended.add(id, group.and_then(|group| Some(group.announced_cause(most)?.1)));
     }
 
-    /// A group of this lane fails that has failed on another one, once it has taken what had come for it before. The first lane tells the peers,
-    /// whatever the one has told that failed first. `false`: it is not there, or has failed already.
+    /// A group of this lane fails that has failed on another one, once it has taken what had come for it before. The first lane notifies the peers,
+    /// whatever the lane has sent that failed first. So do the others over the links that they have: the first lane's link to a peer may have
+    /// broken, while that peer waits for a part on another lane. `false`: the group is not there, or has failed already.
     pub fn fail_with_lane(&mut self, failed: &FailedGroup, is_first: bool, now: Moment) -> bool {
         if self.groups.get(&failed.group).is_none_or(|state| state.poison().is_some()) {
             return false;
         }
         self.look_again_at(failed.group);
         self.pass_whole(now);
-        let tell = if is_first { failed.tell } else { Notify::Nobody };
-        let fails = |state: &mut GroupState, context: &mut Context<'_>| state.fail_on_lane(failed, tell, context);
+        let notes = if is_first { Notes::Sent } else { Notes::LeftToFirstLane };
+        let fails = |state: &mut GroupState, context: &mut Context<'_>| state.fail_on_lane(failed, notes, context);
         matches!(self.guarded(|core| core.with_group(failed.group, now, fails)), Ok(Some(())))
     }
 

@@ -13,7 +13,7 @@ use accl_wire::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, OVERHEAD_BYTES, S
 use smallvec::SmallVec;
 
 use super::admission::Admission;
-use super::completed::{FailedGroup, Notify};
+use super::completed::{FailedGroup, Notes, Notify};
 use super::context::Context;
 use super::failure::Failure;
 use super::history::History;
@@ -944,7 +944,7 @@ impl GroupState {
             return;
         }
         let failed = FailedGroup { group: self.id, error, tell };
-        self.fail_on_lane(&failed, tell, context);
+        self.fail_on_lane(&failed, Notes::Sent, context);
         if self.sequence.has_lanes() {
             context.completed.fail_elsewhere(failed);
         }
@@ -958,23 +958,26 @@ impl GroupState {
     }
 
     /// As [`GroupState::fail`], on this lane alone: the one that it has failed on first tells the others, each by itself.
-    pub(super) fn fail_on_lane(&mut self, failed: &FailedGroup, tell: Notify, context: &mut Context<'_>) {
+    pub(super) fn fail_on_lane(&mut self, failed: &FailedGroup, notes: Notes, context: &mut Context<'_>) {
         if self.failure.has_come() {
             return;
         }
         let error = failed.error.clone();
-        match tell {
+        let origin = match failed.tell {
             Notify::Peers => {
                 self.notify_cause(self.members.ranks(), self.rank, &error, context);
-                self.note_cause(self.rank, &error, context);
+                Some(self.rank)
             }
             Notify::Neighbours => {
-                // Whoever saw it first tells everybody, and may not reach everybody: a link between two ranks can break alone.
+                // The rank that saw it first notifies all ranks, and may not reach all of them: a link between two ranks can break alone.
                 let origin = error.context.peer.unwrap_or(self.rank);
                 self.notify_cause(self.members.neighbours(self.rank), origin, &error, context);
-                self.note_cause(origin, &error, context);
+                Some(origin)
             }
-            Notify::Nobody => {}
+            Notify::Nobody => None,
+        };
+        if let Some(origin) = origin.filter(|_| notes == Notes::Sent) {
+            self.note_cause(origin, &error, context);
         }
         self.failure.set(error.clone(), failed.announced_by());
         self.inbox.clear();
