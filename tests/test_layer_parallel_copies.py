@@ -56,7 +56,9 @@ def tied(**settings):
 
 def recurrent(**settings):
     torch.manual_seed(3)
-    return RecurrentParallel(nn.GRU(WORDS, HIDDEN, batch_first=True), nn.Linear(HIDDEN, WORDS), mode="exact-wave", **settings)
+    return RecurrentParallel(
+        nn.GRU(WORDS, HIDDEN, batch_first=True), nn.Linear(HIDDEN, WORDS), mode="exact-wave", **settings
+    )
 
 
 def batch(net, number, replicas, part):
@@ -92,7 +94,9 @@ def copies_of(net):
         mine = [("tied", net.get_parameter(name)) for name in net.tied_names()]
     local = [(name, value.to_local() if isinstance(value, DTensor) else value) for name, value in mine]
     found = {}
-    for name, value in (each for part in net.wire.gathered([(n, v.detach().clone()) for n, v in local]) for each in part):
+    for name, value in (
+        each for part in net.wire.gathered([(n, v.detach().clone()) for n, v in local]) for each in part
+    ):
         found.setdefault(name, []).append(value)
     return found
 
@@ -198,7 +202,12 @@ def test_copies_that_are_sharded_over_replicas_stay_equal(rank, world):
 def test_copies_that_are_sharded_in_different_ways_are_refused_on_all_ranks(rank, world):
     mesh, _ = grid(1, 2)
     net = tied(mesh=mesh["lp"])
-    fully_shard(net, mesh=mesh["dp"], reshard_after_forward=False, shard_placement_fn=lambda parameter: Shard(rank) if parameter.dim() > 1 else None)
+    fully_shard(
+        net,
+        mesh=mesh["dp"],
+        reshard_after_forward=False,
+        shard_placement_fn=lambda parameter: Shard(rank) if parameter.dim() > 1 else None,
+    )
     with pytest.raises(ValueError, match="shard their copies of layers.0.weight, layers.5.weight in different ways"):
         layer_parallel.step(net, *batch(net, 0, 1, 0), functional.cross_entropy)
 
@@ -234,7 +243,10 @@ def test_copies_stay_equal_on_ranks_whose_processors_round_in_other_ways():
 @on_ranks(2, 3)
 def test_a_cell_that_is_another_on_one_rank_is_refused_when_the_net_is_built(rank, world):
     torch.manual_seed(rank // (world - 1))
-    with pytest.raises(ValueError, match=rf"building the net: copies of cell.weight_ih_l0 \(and of 3 more parameters\) have different values: rank {world - 1} .*rank 0; seed torch"):
+    with pytest.raises(
+        ValueError,
+        match=rf"building the net: copies of cell.weight_ih_l0 \(and of 3 more parameters\) have different values: rank {world - 1} .*rank 0; seed torch",
+    ):
         RecurrentParallel(nn.GRU(3, 4, batch_first=True))
     with pytest.raises(ValueError, match="have cells with other parameters"):
         RecurrentParallel(nn.GRU(3, 4 if rank == 0 else 5, batch_first=True))
@@ -303,7 +315,11 @@ def test_a_copy_that_is_further_off_than_rounding_is_warned_of_once(rank, world,
         assert are_equal(net)
     assert [len(messages) for messages in found] == ([0, 1, 0] if rank == 2 else [0, 0, 0])
     if rank == 2:
-        assert f"batch 1: the copy of " in found[1][0] and name in found[1][0] and "rank 2 of the layers was 0.01 " in found[1][0]
+        assert (
+            "batch 1: the copy of " in found[1][0]
+            and name in found[1][0]
+            and "rank 2 of the layers was 0.01 " in found[1][0]
+        )
 
 
 @on_ranks(2)

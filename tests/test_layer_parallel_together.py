@@ -158,19 +158,27 @@ def test_a_batch_that_fails_in_one_replica_fails_in_all_and_is_left_out(rank, wo
         if number == 1 and "0" in nets[0].layers:
             nets[0].layers["0"].fails = dp == 1
         if number == 1:
-            with pytest.raises(layer_parallel.LayerParallelError, match=r"^replica 1 \(ranks 2, 3\) failed: rank 0 of the layers failed in .*layer 0 .*no luck"):
+            with pytest.raises(
+                layer_parallel.LayerParallelError,
+                match=r"^replica 1 \(ranks 2, 3\) failed: rank 0 of the layers failed in .*layer 0 .*no luck",
+            ):
                 run(failing, optimizers[0])
             assert all(parameter.grad is None for parameter in nets[0].parameters())
             if "0" in nets[0].layers:
                 nets[0].layers["0"].fails = False
         if number == 2:
-            with pytest.raises(layer_parallel.LayerParallelError, match=r"replica 0 \(ranks 0, 1\) failed: rank 1 .*no loss"):
+            with pytest.raises(
+                layer_parallel.LayerParallelError, match=r"replica 0 \(ranks 0, 1\) failed: rank 1 .*no loss"
+            ):
                 run(failing, optimizers[0], broken if dp == 0 else squared)
         if number == 3:
             # Before the batch begins.
             if dp == 1:
                 nets[0].mode = "inexact" if rank == 2 else "exact-pipeline"
-            with pytest.raises(layer_parallel.LayerParallelError, match=r"replica 1 \(ranks 2, 3\) failed: ValueError: ranks 0 and 1 of the layers differ in `mode inexact"):
+            with pytest.raises(
+                layer_parallel.LayerParallelError,
+                match=r"replica 1 \(ranks 2, 3\) failed: ValueError: ranks 0 and 1 of the layers differ in `mode inexact",
+            ):
                 run(failing, optimizers[0])
             nets[0].mode = "exact-wave"
         if number == 4:

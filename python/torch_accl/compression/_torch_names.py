@@ -44,7 +44,6 @@ NAMES = (
     Name("group", "fsdp_params", _ALL, "the parameters of a group"),
     Name("group", "mesh_info", _ALL, "the mesh of a group"),
     Name("mesh", "replicate_process_group", _ALL, "the group of replicas"),
-    Name("mesh", "shard_process_group", _ALL, "the group that parameters are sharded over"),
     Name("param", "sharded_param", _ALL, "the parameter as the model has it"),
     Name("param", "padded_sharded_param_size", _ALL, "its part of a row"),
     # Which parameters a row has: 2.15 hands them to the first, and before it is told by the others.

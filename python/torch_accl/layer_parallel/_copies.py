@@ -170,10 +170,7 @@ class Copies:
             for copied in found
         ]
         stored = [
-            [
-                parameter if shard is None else shard.to_local()
-                for parameter, shard in zip(copied.mine, mine)
-            ]
+            [parameter if shard is None else shard.to_local() for parameter, shard in zip(copied.mine, mine)]
             for copied, mine in zip(found, shards)
         ]
         layout = ""
@@ -349,7 +346,9 @@ def hash_of(parameter: Tensor) -> int:
 @functools.lru_cache(maxsize=32)
 def _weights(count: int, series: int, device: torch.device) -> Tensor:
     """Numbers without an order, the same on all ranks."""
-    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * 0x1E3779B97F4A7C15 + series * 0x3C6EF372FE94F82B
+    mixed = (
+        torch.arange(1, count + 1, dtype=torch.int64, device=device) * 0x1E3779B97F4A7C15 + series * 0x3C6EF372FE94F82B
+    )
     for factor in (0x3F58476D1CE4E5B9, 0x14D049BB133111EB):
         mixed = (mixed ^ (mixed >> 30)) * factor
     return (mixed ^ (mixed >> 31)) | 1

@@ -116,7 +116,9 @@ class RecurrentParallel(Model):
         """Refuses cells that differ, on all ranks."""
         if self._wire.size == 1:
             return
-        shapes = [f"{name} {parameter.dtype}{list(parameter.shape)}" for name, parameter in self.cell.named_parameters()]
+        shapes = [
+            f"{name} {parameter.dtype}{list(parameter.shape)}" for name, parameter in self.cell.named_parameters()
+        ]
         of_all = self._wire.gathered(shapes)
         for rank, theirs in enumerate(of_all):
             if theirs != of_all[0]:

@@ -56,7 +56,9 @@ def agree(model: nn.Module, net: Any, error: Exception | None) -> None:
     failed = sorted((replica, ranks, cause) for replica, ranks, cause, _ in found if cause is not None)
     if error is not None and len(failed) == len(found) and len({cause for *_, cause in failed}) == 1:
         raise error
-    shown = [f"replica {replica} (ranks {', '.join(map(str, ranks))}) failed: {cause}" for replica, ranks, cause in failed]
+    shown = [
+        f"replica {replica} (ranks {', '.join(map(str, ranks))}) failed: {cause}" for replica, ranks, cause in failed
+    ]
     more = f"; and {len(shown) - _SHOWN} more replicas" if len(shown) > _SHOWN else ""
     raise LayerParallelError(
         f"{'; '.join(shown[:_SHOWN])}{more} No replica took over a gradient of this batch."
@@ -68,8 +70,8 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     if kind is not type(model):
         found = [group for group in _found_groups(model) if group.size() > 1]
         _known[model] = type(model), found
-    # There, a replica without data left takes part in the reductions that it knows, and in no other.
-    if any(getattr(getattr(module, "_join_config", None), "enable", False) for module in _wrappers(model)):
+    # In `join()`, a replica without data left takes part in the reductions that it knows, and in no other.
+    if found and any(getattr(getattr(module, "_join_config", None), "enable", False) for module in _wrappers(model)):
         return []
     return found
 

@@ -207,10 +207,12 @@ class LayerParallel(Model):
 # ---- construction
 
 
-def _made_equal(net: LayerParallel, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  it is torch's signature
+def _made_equal(net: LayerParallel, prefix: str, keep_vars: bool) -> None:
     """What is saved has copies that are equal: they were last compared before the last step of the optimizer."""
     if net._copies is not None:
-        net._copies.make_equal("state_dict() of a net with tied parameters, which all ranks of the layers call together")
+        net._copies.make_equal(
+            "state_dict() of a net with tied parameters, which all ranks of the layers call together"
+        )
 
 
 def _blocks(layers: Sequence[Block | nn.Module]) -> list[Block]:

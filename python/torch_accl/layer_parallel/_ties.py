@@ -66,7 +66,9 @@ class Ties:
         """Each group as a parameter of which ranks have copies, with those of this rank."""
         found = []
         for group, names in zip(self._groups, self.names):
-            own = [modules[member.layer].get_parameter(member.name) for member in group if member.owner == self._wire.rank]
+            own = [
+                modules[member.layer].get_parameter(member.name) for member in group if member.owner == self._wire.rank
+            ]
             mine = list({id(parameter): parameter for parameter in own}.values())
             found.append(Copied(", ".join(names), tuple(sorted({member.owner for member in group})), mine))
         return found
