@@ -590,7 +590,7 @@ _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 def names_of(model: nn.Module) -> dict[int, str]:
     """The name that each parameter has in the model that was wrapped, by identity."""
     found = [(id(parameter), name.split(".")) for name, parameter in model.named_parameters()]
-    plain = {identity: ".".join(part for part in parts if part not in _WRAPPERS) for identity, parts in found}
+    plain = {identity: _without_wrappers(parts) for identity, parts in found}
     # A model may have a part of such a name: then all keep theirs.
     return plain if len(set(plain.values())) == len(plain) else {identity: ".".join(parts) for identity, parts in found}
 
@@ -606,5 +606,10 @@ def _keys_of(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
         for name, key in tied_names().items() if callable(tied_names) else ():
             own = names[id(module.get_parameter(name))]
             # Where the module is a part of the model, both have its name before theirs.
-            found[own] = own.removesuffix(name) + key
+            short = _without_wrappers(name.split("."))
+            found[own] = own.removesuffix(short) + _without_wrappers(key.split("."))
     return found
+
+
+def _without_wrappers(parts: Sequence[str]) -> str:
+    return ".".join(part for part in parts if part not in _WRAPPERS)
