@@ -30,6 +30,7 @@ def gradients_of(bucket: GradBucket) -> tuple[torch.Tensor, list[torch.Tensor]]:
         )
     if not as_real:
         return buffer, parts
-    buffer = torch.view_as_complex(buffer.view(-1, 2))
+    # Not `view_as_complex`, of which autocast makes a copy in float32.
+    buffer = buffer.view(buffer.dtype.to_complex())
     cut = buffer.split_with_sizes(elements)
     return buffer, [part.view(parameter.shape) for part, parameter in zip(cut, parameters, strict=True)]

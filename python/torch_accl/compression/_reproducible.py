@@ -227,15 +227,16 @@ class _Sum:
             first += -(-flat.numel() // bucket)
             start += flat.numel()
 
+    @torch.inference_mode()
     def _end(self) -> None:
+        # Also a tensor that was made in inference mode is written outside of it, as by all_reduce.
         # An integer of 16 bits is exact in float32.
         scale = (self.units.double() if self.settings.bits == 32 else self.units) / self.divisor
         for values, buckets, elements in self._rows():
             torch.mul(self.levels[elements].view_as(values), scale[buckets, None], out=values)
         for tensor, flat in zip(self.tensors, self.flat, strict=True):
             if flat.data_ptr() != tensor.data_ptr():
-                found = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
-                tensor.detach().copy_(found.view(tensor.shape))
+                tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
