@@ -74,7 +74,8 @@ pub(super) fn parse(text: &str) -> Result<Fitted, String> {
         words.remove(0);
     }
     let is_list = |word: &String| word.starts_with("at_bounds=");
-    let at_bounds = words.iter().find(|word| is_list(word)).map(|word| named(&word["at_bounds=".len()..])).transpose()?;
+    let at_bounds =
+        words.iter().find(|word| is_list(word)).map(|word| named(&word["at_bounds=".len()..])).transpose()?;
     words.retain(|word| !is_list(word));
     Ok(Fitted { machine: words.join(" ").parse()?, at_bounds: at_bounds.unwrap_or_default() })
 }
@@ -128,7 +129,11 @@ fn text(fitted: &Fitted) -> String {
         let _ = writeln!(text, "{} = {}  # {}", constant.name, values.join(", "), constant.effect);
     }
     if !at_bounds.is_empty() {
-        let _ = writeln!(text, "at_bounds = {}  # not determined by the measurement, which leaves less", at_bounds.join(", "));
+        let _ = writeln!(
+            text,
+            "at_bounds = {}  # not determined by the measurement, which leaves less",
+            at_bounds.join(", ")
+        );
     }
     text
 }

@@ -196,7 +196,10 @@ pub fn read_text(text: &str) -> Result<Machine> {
 fn keep(path: Option<PathBuf>, fitted: Fitted) -> Calibrated {
     tracing::info!(machine = %fitted.machine, "calibrated");
     if !fitted.at_bounds.is_empty() {
-        tracing::info!("the measurement does not determine {}; the least that can be is kept", listed(&fitted.at_bounds));
+        tracing::info!(
+            "the measurement does not determine {}; the least that can be is kept",
+            listed(&fitted.at_bounds)
+        );
     }
     let unkept = |Fitted { machine, at_bounds }| Calibrated { machine, source: Source::Measured, at_bounds, age: None };
     let Some(path) = path else { return unkept(fitted) };
