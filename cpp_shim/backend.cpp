@@ -530,8 +530,8 @@ AcclBackend::WorkPtr AcclBackend::endCoalescing() {
 
 // --- life of the group ---
 
-AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* beside, c10::intrusive_ptr<c10d::Store> store,
-                         int rank, int world, c10::intrusive_ptr<AcclOptions> options)
+AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* beside, Role role,
+                         c10::intrusive_ptr<c10d::Store> store, int rank, int world, c10::intrusive_ptr<AcclOptions> options)
     : Backend(rank, world), options_(std::move(options)) {
   rust::Vec<rust::String> settings;
   for (const auto& [name, value] : options_->settings) {
@@ -544,6 +544,7 @@ AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* besi
   args.world = static_cast<uint32_t>(world);
   args.timeout_ms = options_->timeout.count();
   args.global_ranks = {options_->global_ranks_in_group.data(), options_->global_ranks_in_group.size()};
+  args.is_default = role == Role::Default;
   args.settings = {settings.data(), settings.size()};
   const bridge::StoreRef handle(store);
   const auto master = handle.master();
@@ -578,14 +579,14 @@ c10::intrusive_ptr<c10d::Backend> AcclBackend::split(const c10::intrusive_ptr<c1
     const auto& global = options_->global_ranks_in_group;
     options->global_ranks_in_group.push_back(global.empty() ? rank : global.at(rank));
   }
-  return c10::make_intrusive<AcclBackend>(nullptr, this, store, static_cast<int>(place - ranks.begin()),
+  return c10::make_intrusive<AcclBackend>(nullptr, this, Role::Other, store, static_cast<int>(place - ranks.begin()),
                                           static_cast<int>(ranks.size()), std::move(options));
 }
 
 c10::intrusive_ptr<c10d::Backend> AcclBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                      const c10::intrusive_ptr<Options>& opts, const int& rank,
                                                      const int& size) {
-  return c10::make_intrusive<AcclBackend>(nullptr, this, store, rank, size, options_for(opts));
+  return c10::make_intrusive<AcclBackend>(nullptr, this, Role::Other, store, rank, size, options_for(opts));
 }
 
 c10::intrusive_ptr<AcclOptions> AcclBackend::options_for(const c10::intrusive_ptr<Options>& opts) const {

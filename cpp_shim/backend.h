@@ -35,9 +35,12 @@ class AcclBackend : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using TensorLists = std::vector<Tensors>;
 
+  // Of the group in the process: only the default process group has the device.
+  enum class Role { Default, Other };
+
   // Collective: returns when all ranks are connected. `beside` is a backend of the same process, or null.
-  AcclBackend(const bridge::Runtime* runtime, const AcclBackend* beside, c10::intrusive_ptr<c10d::Store> store, int rank,
-              int world, c10::intrusive_ptr<AcclOptions> options);
+  AcclBackend(const bridge::Runtime* runtime, const AcclBackend* beside, Role role, c10::intrusive_ptr<c10d::Store> store,
+              int rank, int world, c10::intrusive_ptr<AcclOptions> options);
   ~AcclBackend() override;
 
   const std::string getBackendName() const override { return "accl"; }

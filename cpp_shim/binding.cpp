@@ -92,7 +92,7 @@ bool bridge::define_classes(std::size_t module_address) noexcept {
 }
 
 std::size_t bridge::create_backend(const Runtime& runtime, std::size_t store_address, std::int32_t rank,
-                                   std::int32_t world, std::size_t options_address) noexcept {
+                                   std::int32_t world, std::size_t options_address, bool is_default) noexcept {
   HANDLE_TH_ERRORS
   const auto object = [](std::size_t address) { return py::handle(reinterpret_cast<PyObject*>(address)); };
   auto store = py::cast<c10::intrusive_ptr<c10d::Store>>(object(store_address));
@@ -102,7 +102,8 @@ std::size_t bridge::create_backend(const Runtime& runtime, std::size_t store_add
   {
     // torch does not release it around the creator, and other threads may be needed for the others to come.
     py::gil_scoped_release no_gil;
-    backend = c10::make_intrusive<AcclBackend>(&runtime, nullptr, std::move(store), rank, world,
+    const auto role = is_default ? AcclBackend::Role::Default : AcclBackend::Role::Other;
+    backend = c10::make_intrusive<AcclBackend>(&runtime, nullptr, role, std::move(store), rank, world,
                                                c10::make_intrusive<AcclOptions>(*options));
   }
   return reinterpret_cast<std::size_t>(py::cast(std::move(backend)).release().ptr());
@@ -118,6 +119,8 @@ static rust::Vec<std::uint8_t> to_rust(const std::vector<std::uint8_t>& bytes) {
   for (const std::uint8_t byte : bytes) value.push_back(byte);
   return value;
 }
+
+std::uint64_t bridge::store_identity(const StoreRef& store) noexcept { return reinterpret_cast<std::uintptr_t>(store.root()); }
 
 void bridge::store_set(const StoreRef& store, rust::Str key, Bytes value) {
   store.store->set(std::string(key), bytes_of(value));

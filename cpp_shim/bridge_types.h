@@ -21,6 +21,7 @@ rust::Vec<std::uint8_t> store_compare_set(const StoreRef& store, rust::Str key, 
 std::int64_t store_add(const StoreRef& store, rust::Str key, std::int64_t delta);
 bool store_check(const StoreRef& store, rust::Str key);
 bool store_delete(const StoreRef& store, rust::Str key);
+std::uint64_t store_identity(const StoreRef& store) noexcept;
 
 // A task that makes several calls and waits for them. Run once, by one thread, and destroyed by that thread: it must not
 // hold the last reference to a tensor that Python may know.
@@ -46,6 +47,6 @@ bool python_interrupted_at_end() noexcept;
 rust::Str built_with() noexcept;
 bool define_classes(std::size_t module) noexcept;
 std::size_t create_backend(const Runtime& runtime, std::size_t store, std::int32_t rank, std::int32_t world,
-                           std::size_t options) noexcept;
+                           std::size_t options, bool is_default) noexcept;
 
 }  // namespace accl::bridge

@@ -17,12 +17,17 @@ class StoreRef {
 
   // Host name of the server, or empty for stores without one.
   std::string master() const {
+    const auto* tcp = dynamic_cast<const c10d::TCPStore*>(root());
+    return tcp != nullptr ? tcp->getHost() : std::string();
+  }
+
+  // The store beneath all prefixes.
+  const c10d::Store* root() const {
     const auto* below = store.get();
     while (const auto* prefix = dynamic_cast<const c10d::PrefixStore*>(below)) {
       below = const_cast<c10d::PrefixStore*>(prefix)->getUnderlyingStore().get();
     }
-    const auto* tcp = dynamic_cast<const c10d::TCPStore*>(below);
-    return tcp != nullptr ? tcp->getHost() : std::string();
+    return below;
   }
 
   c10::intrusive_ptr<c10d::Store> store;

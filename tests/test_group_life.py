@@ -14,6 +14,7 @@ from support.accelerators import accelerator  # noqa: F401  each test runs twice
 from support.runner import check
 from support.versions import needs, set_timeout
 from torch._C._distributed_c10d import ErrorType
+from torch.distributed import distributed_c10d as c10d
 
 CPU = torch.device("cpu")
 
@@ -656,3 +657,53 @@ def test_a_comparison_that_fails_is_the_error_of_the_store(rank, world):
     store = Comparing(runner._seat.rendezvous.store(rank, world), ConnectionError("reset by peer"))
     with pytest.raises(RuntimeError, match="reset by peer"):
         init_group(store=store)
+
+
+def make_beside(rank, folder, world=3):
+    """As frameworks make a group of trainers and engines: with torch's helper, over a store of its own."""
+    store = dist.PrefixStore("weights", dist.FileStore(f"{folder}/weights", world))
+    group, _ = c10d._new_process_group_helper(
+        world, rank, [], dist.Backend(BACKEND), store, "weights", timeout=timedelta(seconds=20)
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
+    return group
+
+
+@on_ranks(3, init=False)
+def test_a_group_of_trainers_and_an_engine_does_not_take_the_place_of_the_job(rank, world, tmp_path):
+    """The end of the engine, rank 1 of its own job, was taken for that of the second trainer."""
+    if rank != 1:
+        store = dist.FileStore(f"{tmp_path}/trainers", 2)
+        dist.init_process_group(BACKEND, store=store, rank=rank // 2, world_size=2)
+    group = make_beside(rank, tmp_path)
+    weights = torch.full((5,), float(rank))
+    dist.broadcast(weights, 0, group=group)
+    assert weights.eq(0).all()
+    if rank == 1:
+        return
+    # It ends.
+    with pytest.raises(RuntimeError):
+        dist.recv(weights, 1, group=group)
+    if rank == 2:
+        time.sleep(0.3)
+    sums(dist.new_group([0, 1]))
+    sums()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+@on_ranks(3, init=False, env={"ACCL_DEVICE": "sim://"})
+def test_a_group_of_trainers_and_an_engine_leaves_the_device_to_the_job(rank, world, tmp_path):
+    def has_device(group=None):
+        return "device " in backend_of(group).describe()
+
+    if rank < 2:
+        store = dist.FileStore(f"{tmp_path}/trainers", 2)
+        dist.init_process_group(BACKEND, store=store, rank=rank, world_size=2)
+        assert has_device()
+    group = make_beside(rank, tmp_path)
+    assert not has_device(group)
+    sums(group, 3)
+    if rank < 2:
+        sums()
+        dist.destroy_process_group()

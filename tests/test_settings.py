@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib.util
 import inspect
 import os
 import pickle
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, init_group, on_ranks, run_command, run_ranks, stderr_to
+from support import BACKEND, init_group, on_ranks, run_command, run_ranks, run_script, stderr_to
 from support.runner import check
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
@@ -282,6 +283,25 @@ def test_an_interface_that_does_not_exist_is_refused_with_those_that_do():
     kind, sentence = refused({"ACCL_SOCKET_IFNAME": "=nosuch0", "ACCL_TRANSPORTS": "tcp"})
     assert kind in ("DistNetworkError", "ValueError"), (kind, sentence)
     assert "nosuch0" in sentence and re.search(r"\blo\b|\beth", sentence), sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "others"), [("ACCL_LOG", "loud", "warn"), ("ACCL_TRANSPORTS", "mpi,shm,tcp", "shm,tcp")]
+)
+def test_a_rank_whose_setting_is_refused_fails_the_others_with_its_cause(name, value, others):
+    if name == "ACCL_TRANSPORTS" and importlib.util.find_spec("torch_accl_mpi"):
+        pytest.skip("this transport is installed")
+    code = """
+import torch.distributed as dist
+try:
+    dist.init_process_group("accl")
+except (RuntimeError, ValueError) as error:
+    print(error)
+"""
+    scripts = run_script(code, world=3, env={name: [others, value, others]})
+    for rank, script in enumerate(scripts):
+        assert value in script.stdout, (script.stdout, script.stderr)
+        assert ("rank 1 could not make the group" in script.stdout) == (rank != 1)
 
 
 def test_a_later_group_may_not_change_what_is_fixed_for_the_process():

@@ -178,8 +178,11 @@ class Runtime:
     """The process's engine; one per process."""
 
     def __init__(self) -> None: ...
-    def create_backend(self, store: Store, rank: int, size: int, options: BackendOptions) -> Backend:
-        """Makes a backend: collective over all ranks; blocks until they are connected or the timeout passed."""
+    def create_backend(self, store: Store, rank: int, size: int, options: BackendOptions, is_default: bool) -> Backend:
+        """Makes a backend: collective over all ranks; blocks until they are connected or the timeout passed.
+
+        `is_default`: it is that of the default process group, which has the device. All ranks say so, or none.
+        """
 
     def shutdown(self, await_calls: bool = False) -> None:
         """Says goodbye to all peers and stops the threads. Bounded, silent, any number of times."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import inspect
 import multiprocessing
@@ -27,6 +28,7 @@ __all__ = [
     "connect",
     "create_backend",
     "finish_destroy",
+    "is_default_group",
     "make_whole_job_with",
     "options_of",
     "register",
@@ -34,6 +36,9 @@ __all__ = [
 ]
 
 NAME = "accl"
+
+# The module in which torch makes groups.
+_C10D = "torch.distributed.distributed_c10d"
 
 # The base of every backend's options.
 AnyOptions = Backend.Options
@@ -43,7 +48,7 @@ _runtime = _native.Runtime()
 # The child of multiprocessing whose end is seen to.
 _ending_in: list[int] = []
 
-# What makes the group of the whole job in place of `connect`, if a facade has said so.
+# What makes the default process group in place of `connect`, if a facade has said so.
 _maker: list[Callable[[Any, _native.BackendOptions], _native.Backend]] = []
 
 # What ends the children of multiprocessing that are daemons, and waits for the others.
@@ -70,9 +75,22 @@ def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _na
     # Launchers give all ranks the same variables, and one of them says so.
     if group.group_rank == 0:
         _warn_of_cgx()
-    # torch names no ranks of the group of all.
-    make = _maker[0] if _maker and not group.global_ranks_in_group else connect
+    make = _maker[0] if _maker and is_default_group() else connect
     return make(group, options_of(group, pg_options))
+
+
+def is_default_group() -> bool:
+    """Whether the group that torch makes now on this thread is the default process group: that of `init_process_group`.
+
+    torch names no ranks of it, nor does a framework of a group that it makes over a store of its own, with `_new_process_group_helper`.
+    All ranks of such a group must say alike what it is, and only some of them may have a default process group before.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "init_process_group" and frame.f_globals.get("__name__") == _C10D:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native.BackendOptions:
@@ -94,19 +112,30 @@ def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native
 
 def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
     """Makes one rank's backend of a group; blocks until all ranks have met."""
-    chosen = options.settings.get("transports")
-    if chosen is not None:
-        # What the environment names beside is checked as well, and nothing of it is loaded.
-        announce_transports()
-    find_transports(chosen)
-    find_sidestep(options.settings.get("sidestep"))
     _has_connected[:] = [True]
     _end_with_child()
-    return _runtime.create_backend(group.store, group.group_rank, group.group_size, options)
+
+    def make() -> _native.Backend:
+        return _runtime.create_backend(group.store, group.group_rank, group.group_size, options, is_default_group())
+
+    chosen = options.settings.get("transports")
+    try:
+        if chosen is not None:
+            # What the environment names beside is checked as well, and nothing of it is loaded.
+            announce_transports()
+        find_transports(chosen)
+        find_sidestep(options.settings.get("sidestep"))
+    except Exception as error:
+        # The other ranks fail with it, and do not wait for this one.
+        options.settings = {**options.settings, "refusal": str(error)}
+        with contextlib.suppress(Exception):
+            make()
+        raise
+    return make()
 
 
 def make_whole_job_with(maker: Callable[[Any, _native.BackendOptions], _native.Backend] | None) -> None:
-    """From now on groups of the whole job are made by `maker`, which calls `connect`; None: by that alone."""
+    """From now on default process groups are made by `maker`, which calls `connect`; None: by that alone."""
     _maker[:] = [] if maker is None else [maker]
 
 

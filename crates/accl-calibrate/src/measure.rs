@@ -6,7 +6,9 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use accl_engine::{Blocks, CallDesc, Engine, Group, GroupSpec, MemoryStore, Ran, TensorDesc, Waited, block_signals};
+use accl_engine::{
+    Blocks, CallDesc, Engine, Group, GroupRole, GroupSpec, MemoryStore, Ran, TensorDesc, Waited, block_signals,
+};
 use accl_schedule::cost::{Machine, SIZES};
 use accl_types::config::{Calibration, Config};
 use accl_types::{Collective, Dtype, Elems, Error, Rank, Result};
@@ -195,6 +197,7 @@ impl Member {
             config,
             master: None,
             global_ranks: Vec::new(),
+            role: GroupRole::Default,
         };
         let group = engine.create_group(spec, store, &mut || false)?;
         Ok(Self { engine, group, rank, input: Vec::new(), output: Vec::new() })

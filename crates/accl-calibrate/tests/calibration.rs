@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::{Group, GroupSpec, MemoryStore};
+use accl_engine::{Group, GroupRole, GroupSpec, MemoryStore};
 use accl_schedule::cost::{IntraNode, Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_testkit::{Member, finish_ran};
@@ -55,6 +55,7 @@ fn with_ranks<R: Send>(configs: &[Config], body: impl Fn(Result<Arc<Group>>) -> 
             config: config.clone(),
             master: None,
             global_ranks: Vec::new(),
+            role: GroupRole::Default,
         };
         let result = body(engine.create_group(spec, &store, &mut || false));
         engine.shutdown();

@@ -64,8 +64,8 @@ pub struct Engine {
     /// Of this host, in the group that has most ranks here.
     pub(crate) crowd: Mutex<Crowd>,
     pub(crate) makings: Makings,
-    /// The group of the whole job, whose ranks the others are numbered by.
-    pub(crate) job: Mutex<Option<Job>>,
+    /// The jobs that this process is in, each over a store of its own.
+    pub(crate) jobs: Mutex<Vec<Job>>,
     /// The machine's constants, found when they are first needed.
     pub(crate) machine: OnceLock<Machine>,
     /// Finds them.
@@ -86,8 +86,11 @@ pub(crate) struct Parts<'a> {
     pub(crate) connector: &'a Connector,
 }
 
-/// Who is who in the job.
+/// The processes of a job: those that the ranks of its sub-groups are numbered by.
 pub(crate) struct Job {
+    /// Identity of the store in which its ranks have met, and those of its sub-groups meet.
+    pub(crate) store: u64,
+    /// Number of its group.
     pub(crate) group: u64,
     /// The processes by rank.
     pub(crate) processes: Vec<[u8; 16]>,
@@ -124,7 +127,7 @@ impl Engine {
             groups_made: AtomicU64::new(0),
             crowd: Mutex::default(),
             makings: Makings::default(),
-            job: Mutex::new(None),
+            jobs: Mutex::default(),
             machine: OnceLock::new(),
             find_machine,
             opener: OnceLock::new(),

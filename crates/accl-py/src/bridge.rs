@@ -194,6 +194,8 @@ pub mod ffi {
         world: u32,
         timeout_ms: i64,
         global_ranks: &'a [u64],
+        /// It is the default process group.
+        is_default: bool,
         /// Host name of the store's master, or empty.
         master: &'a str,
         /// Names and values of options, alternating.
@@ -304,10 +306,19 @@ pub mod ffi {
 
         /// The torch and the pybind11 that the shim was compiled for, a line each. Needs nothing of torch.
         fn built_with() -> &'static str;
+        /// Address of the store beneath all prefixes, as `Store::identity`.
+        fn store_identity(store: &StoreRef) -> u64;
         /// Adds the shim's classes to the module at this address.
         fn define_classes(module: usize) -> bool;
         /// A backend as a new Python reference; 0 with a Python error set.
-        fn create_backend(runtime: &Runtime, store: usize, rank: i32, world: i32, options: usize) -> usize;
+        fn create_backend(
+            runtime: &Runtime,
+            store: usize,
+            rank: i32,
+            world: i32,
+            options: usize,
+            is_default: bool,
+        ) -> usize;
     }
 }
 

@@ -6,7 +6,9 @@ use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use accl_engine::{Blocks, Call, CallDesc, Engine, GroupSpec, Mode, Phases, Ran, TensorDesc, Waited as EngineWaited};
+use accl_engine::{
+    Blocks, Call, CallDesc, Engine, GroupRole, GroupSpec, Mode, Phases, Ran, TensorDesc, Waited as EngineWaited,
+};
 use accl_types::config::{Config, ProfileNames};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
@@ -23,6 +25,8 @@ use crate::status::INTERRUPTED;
 use crate::store::TorchStore;
 use crate::ticket::Ticket;
 
+/// Name in place of an option's: why Python cannot make the group on this rank, so that the others learn it.
+const REFUSAL: &str = "refusal";
 /// How long a call that was aborted may take to end.
 const STOPPING: Duration = Duration::from_secs(1);
 
@@ -131,17 +135,18 @@ impl Drop for Group {
 bridged! {
     /// Makes the group: collective over its ranks. Blocks; Python's signal handlers run meanwhile.
     fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
-        group.0 = Some(runtime.create(config(args)?, args, store)?);
+        let config = config(args).inspect_err(|error| refuse(args, store, error))?;
+        group.0 = Some(runtime.create(config, args, store)?);
         Ok(Status::ok())
     }
 
     /// As [`group_create`], out of another group, in whose engine it is.
     fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
         let engine = other.inner()?.engine.clone();
-        let config = config(args)?;
+        let config = config(args).inspect_err(|error| refuse(args, store, error))?;
         let names = config.profile_names;
         let spec = spec_of(config, args)?;
-        let made = engine.create_group_beside(spec, &TorchStore::new(store), &mut ffi::python_interrupted)?;
+        let made = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted)?;
         group.0 = Some(Inner { engine, group: made, names });
         Ok(Status::ok())
     }
@@ -304,10 +309,20 @@ impl Drop for Leaving<'_> {
 fn config(args: &GroupArgs) -> Result<Config> {
     let mut config = accl_engine::config_from_environment()?;
     for pair in args.settings.chunks_exact(2) {
+        if pair[0] == REFUSAL {
+            return Err(Error::configuration(pair[1].clone()));
+        }
         config.set_option(&pair[0], &pair[1])?;
     }
     accl_engine::check_settings(&config)?;
     Ok(config)
+}
+
+/// Lets the other ranks know why this one cannot make the group.
+fn refuse(args: &GroupArgs, store: &ffi::StoreRef, error: &Error) {
+    if let Ok(spec) = spec_of(Config::default(), args) {
+        accl_engine::refuse_group(&spec, &TorchStore::new(store), error, &mut ffi::python_interrupted);
+    }
 }
 
 fn spec_of(config: Config, args: &GroupArgs) -> Result<GroupSpec> {
@@ -319,6 +334,7 @@ fn spec_of(config: Config, args: &GroupArgs) -> Result<GroupSpec> {
         config,
         master: address_of(args.master),
         global_ranks: args.global_ranks.to_vec(),
+        role: if args.is_default { GroupRole::Default } else { GroupRole::Other },
     })
 }
 

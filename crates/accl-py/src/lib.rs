@@ -39,15 +39,18 @@ impl Runtime {
         Self::default()
     }
 
-    /// A backend over `store`: collective over all ranks. Blocks until they are connected or the timeout passed.
+    /// A backend over `store`: collective over all ranks. Blocks until they are connected or the timeout passed. All ranks say alike whether it is
+    /// that of the default process group.
     fn create_backend<'py>(
         &self,
         store: &Bound<'py, PyAny>,
         rank: i32,
         size: i32,
         options: &Bound<'py, PyAny>,
+        is_default: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let address = ffi::create_backend(&self.inner, store.as_ptr() as usize, rank, size, options.as_ptr() as usize);
+        let (store_address, options) = (store.as_ptr() as usize, options.as_ptr() as usize);
+        let address = ffi::create_backend(&self.inner, store_address, rank, size, options, is_default);
         // SAFETY: the shim returns a new reference, or null with a Python exception set; the GIL is held.
         unsafe { Bound::from_owned_ptr_or_err(store.py(), address as *mut pyo3::ffi::PyObject) }
     }

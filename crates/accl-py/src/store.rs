@@ -52,6 +52,11 @@ impl Store for TorchStore<'_> {
     fn delete(&self, key: &str) -> Result<bool> {
         Ok(ffi::store_delete(self.store, key).unwrap_or(false))
     }
+
+    /// torch keeps the store while it has a group over it, and gives sub-groups the same one.
+    fn identity(&self) -> u64 {
+        ffi::store_identity(self.store)
+    }
 }
 
 fn rendezvous(error: cxx::Exception) -> Error {

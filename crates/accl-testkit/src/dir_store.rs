@@ -94,6 +94,10 @@ impl Store for DirStore {
         }
     }
 
+    fn identity(&self) -> u64 {
+        accl_types::hash::hash_words(self.dir.as_os_str().as_encoded_bytes().iter().map(|&byte| u64::from(byte)))
+    }
+
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
         let lock_path = self.dir.join(LOCK);
         let lock = File::create(&lock_path).map_err(|why| failed("made", &lock_path, &why))?;

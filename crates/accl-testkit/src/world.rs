@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::{Engine, Group, GroupSpec};
+use accl_engine::{Engine, Group, GroupRole, GroupSpec};
 use accl_transport::loopback::{self, Capacity, LoopbackLink};
 use accl_types::config::{Calibration, Config, WorkerCount};
 use accl_types::{Rank, Result};
@@ -247,6 +247,7 @@ impl World {
             config,
             master: None,
             global_ranks: Vec::new(),
+            role: GroupRole::Default,
         };
         let store = self.store.prefixed(name);
         engine.create_group(spec, &store, &mut || false)

@@ -2,6 +2,9 @@
 
 use std::io::Read;
 
+use accl_types::{Error, Result};
+use accl_wire::{EndpointInfo, PROTOCOL_VERSION};
+
 /// Name of the machine, for messages.
 pub(crate) fn hostname() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -21,8 +24,27 @@ pub(crate) fn host_id() -> String {
     format!("{}/{network}/{}", boot.trim(), hostname())
 }
 
+/// This process with a random identity, and nothing by which it could be reached.
+///
+/// # Errors
+/// `Network` when the system has no random numbers.
+pub fn process_info() -> Result<EndpointInfo> {
+    Ok(EndpointInfo {
+        version: PROTOCOL_VERSION,
+        uuid: random_uuid().map_err(Error::network)?,
+        pid: std::process::id(),
+        uid: rustix::process::geteuid().as_raw(),
+        hostname: hostname(),
+        host_id: host_id(),
+        addresses: Vec::new(),
+        unix_name: String::new(),
+        transports: Vec::new(),
+        lanes: 1,
+    })
+}
+
 /// A random identity.
-pub(crate) fn random_uuid() -> Result<[u8; 16], String> {
+pub(crate) fn random_uuid() -> std::result::Result<[u8; 16], String> {
     let mut uuid = [0; 16];
     match getrandom::fill(&mut uuid) {
         Ok(()) => Ok(uuid),

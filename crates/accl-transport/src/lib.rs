@@ -36,6 +36,7 @@ pub use endpoint::{
 };
 pub use faulty::{Faults, Faulty};
 pub use fork::{Fd, fork_generation, forked};
+pub use host::process_info;
 pub use plugin::register_table;
 pub use poller::{News, Poller, Waker, Watched};
 pub use rows::{TRANSPORTS, announce, check, find, named, register, transports};

@@ -590,6 +590,7 @@ mod tests {
             config,
             master: None,
             global_ranks: Vec::new(),
+            role: crate::GroupRole::Default,
         };
         let group = engine.create_group(spec, &MemoryStore::default(), &mut || false).unwrap();
         let (sender, made) = mpsc::channel();

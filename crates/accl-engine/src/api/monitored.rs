@@ -232,7 +232,7 @@ mod tests {
     use accl_wire::frame::OVERHEAD_BYTES;
 
     use super::*;
-    use crate::{Engine, GroupSpec, MemoryStore};
+    use crate::{Engine, GroupRole, GroupSpec, MemoryStore};
 
     /// A group of two ranks of this process.
     fn pair() -> [(Arc<Engine>, Arc<Group>); 2] {
@@ -253,6 +253,7 @@ mod tests {
                 config: config.clone(),
                 master: None,
                 global_ranks: Vec::new(),
+                role: GroupRole::Default,
             };
             engines[rank as usize].create_group(spec, &store, &mut || false).unwrap()
         };

@@ -289,7 +289,7 @@ mod tests {
     use super::*;
     use crate::api::default_codec::DefaultCodec;
     use crate::api::group::Group;
-    use crate::api::spec::GroupSpec;
+    use crate::api::spec::{GroupRole, GroupSpec};
     use crate::engine::Engine;
     use crate::lanes::Cut;
     use crate::session::store::MemoryStore;
@@ -318,8 +318,16 @@ mod tests {
             let engine = Engine::new(config.clone(), |_| Machine::default());
             engine.set_least_part_bytes(1);
             let (name, timeout, config) = ("g".to_owned(), Duration::from_secs(30), config.clone());
-            let spec =
-                GroupSpec { name, rank: Rank(rank), world: 2, timeout, config, master: None, global_ranks: Vec::new() };
+            let spec = GroupSpec {
+                name,
+                rank: Rank(rank),
+                world: 2,
+                timeout,
+                config,
+                master: None,
+                global_ranks: Vec::new(),
+                role: GroupRole::Default,
+            };
             let group = engine.create_group(spec, &store, &mut || false).unwrap();
             (engine, group)
         };

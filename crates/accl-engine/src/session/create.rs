@@ -16,11 +16,11 @@ use accl_wire::EndpointInfo;
 
 use super::cores::{Cores, Crowd};
 use super::lanes::{LaneStates, Lanes, tell_bound, tell_fewer_lanes};
-use super::rendezvous::{Meeting, Outcome, RankInfo};
+use super::rendezvous::{Makings, Meeting, Outcome, RankInfo};
 use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
 use crate::api::group::{Group, Rules};
-use crate::api::spec::GroupSpec;
+use crate::api::spec::{GroupRole, GroupSpec};
 use crate::device::{Device, Opening};
 use crate::driver::Driver;
 use crate::engine::{Engine, Job, Parts};
@@ -40,6 +40,9 @@ const CONNECT_SLICE: Duration = Duration::from_millis(200);
 /// A rank that has waited for links for so long says to whom.
 const WORTH_A_WORD: Duration = Duration::from_secs(5);
 
+/// How long a rank that cannot make a group waits for the others, which are to learn why.
+const REFUSAL: Duration = Duration::from_secs(10);
+
 /// While a device opens the store is asked after this part of the time before, or after so long.
 const ASKED_PART: u32 = 4;
 const LONGEST_UNASKED: Duration = Duration::from_millis(400);
@@ -53,8 +56,8 @@ struct Devices {
     opened: Option<Arc<Device>>,
 }
 
-/// The device that a group is to have. One serves the group of the whole job: others have none.
-fn device_of(spec: &GroupSpec, is_of_the_job: bool) -> Result<Option<DeviceUrl>> {
+/// The device that a group is to have. One serves the default process group: others have none.
+fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
     let url = DeviceUrl::parse(&spec.config.device)?;
     if url.is_none()
         && let Some(bare) = spec.config.sidestep.iter().find(|sidestep| sidestep.to == SidestepTo::Unnamed)
@@ -64,7 +67,7 @@ fn device_of(spec: &GroupSpec, is_of_the_job: bool) -> Result<Option<DeviceUrl>>
             bare.collective
         )));
     }
-    Ok(url.filter(|_| is_of_the_job))
+    Ok(url.filter(|_| spec.role == GroupRole::Default))
 }
 
 /// Does something that takes long, and looks meanwhile whether the others go on: what a rank says that gives up is heard at once. `None`: the
@@ -94,6 +97,25 @@ fn agreed_text(spec: &GroupSpec, url: Option<&DeviceUrl>) -> String {
     format!("{} device={device}", spec.config.agreed_text())
 }
 
+/// Lets the other ranks of a group fail with the cause for which this one cannot make it, once all have come; waits for them a while, at most until
+/// the group's deadline.
+pub fn refuse_group(spec: &GroupSpec, store: &dyn Store, error: &Error, interrupt: &mut dyn FnMut() -> bool) {
+    if spec.world < 2 || spec.rank.0 >= spec.world {
+        return;
+    }
+    // Without an identity there is no session to lead or to answer.
+    let Ok(mine) = RankInfo::of_no_endpoint() else { return };
+    let (label, makings) = (launch_label(), Makings::default());
+    let deadline = Instant::now() + spec.timeout.min(REFUSAL);
+    let mut meeting = Meeting::new(spec, store, &mine, &label, &makings, deadline).refusing(error);
+    // What comes of it is known: the meeting ends with this rank's own cause, or the others have not come.
+    let _ = meeting.gather(&mut || match interrupt() {
+        true => Err(Error::aborted("interrupted while the others were notified")),
+        false => Ok(()),
+    });
+    meeting.give_up(error);
+}
+
 /// What all ranks have before a group is made.
 struct Prepared {
     states: LaneStates,
@@ -114,52 +136,32 @@ impl Engine {
         store: &dyn Store,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Arc<Group>> {
-        let is_of_the_job = spec.global_ranks.is_empty();
-        self.make_group(&spec, is_of_the_job, store, interrupt)
-            .map_err(|error| error.in_group(&spec.name).on_rank(spec.rank))
-    }
-
-    /// As [`Engine::create_group`], of a group that is made out of others: it is not that of the whole job, whatever is known of the ranks in it.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn create_group_beside(
-        self: &Arc<Self>,
-        spec: GroupSpec,
-        store: &dyn Store,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<Arc<Group>> {
-        self.make_group(&spec, false, store, interrupt).map_err(|error| error.in_group(&spec.name).on_rank(spec.rank))
+        self.make_group(&spec, store, interrupt).map_err(|error| error.in_group(&spec.name).on_rank(spec.rank))
     }
 
     fn make_group(
         self: &Arc<Self>,
         spec: &GroupSpec,
-        is_of_the_job: bool,
         store: &dyn Store,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Arc<Group>> {
         if spec.rank.0 >= spec.world {
             return Err(Error::invalid_argument(format!("rank {} does not fit a world of {}", spec.rank, spec.world)));
         }
-        self.check_process_settings(&spec.config)?;
         let deadline = Instant::now().checked_add(spec.timeout).unwrap_or_else(far);
-        let parts = self.parts(spec.master)?;
-        let info = parts.info.clone();
-        if spec.world > 1 {
-            // From now on peers may connect: they know this process by its info.
-            parts.connector.start()?;
-        }
-        let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
-        let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
-        let url = device_of(spec, is_of_the_job)?;
-        let (agreed, cores) = (agreed_text(spec, url.as_ref()), Cores::of_this_process());
-        let has_auto_lanes = self.config.worker_count == WorkerCount::Auto;
-        let crowd = *self.crowd.lock();
-        let mine = RankInfo { counter, agreed, cores, has_auto_lanes, crowd, machine, info };
+        let (parts, mine, url) = match self.introduction(spec) {
+            Ok(introduction) => introduction,
+            Err(error) => {
+                // In a forked child the parent's rank meets the others.
+                if !self.is_forked() {
+                    refuse_group(spec, store, &error, interrupt);
+                }
+                return Err(error);
+            }
+        };
         let label = launch_label();
         let mut meeting = Meeting::new(spec, store, &mine, &label, &self.makings, deadline);
-        let members = self.known_members(spec);
+        let members = self.known_members(spec, store);
         self.want_neighbours(&members, spec);
         let mut look = || {
             if interrupt() {
@@ -191,11 +193,6 @@ impl Engine {
         let mut states = states.into_iter();
         let state = states.next().ok_or_else(|| Error::internal("a group has no lane"))?;
         let (id, name) = (state.id(), state.name().clone());
-        if is_of_the_job {
-            tell_bound(spec, &infos);
-            self.place_threads(&infos, spec.rank.index(), lanes);
-            *self.job.lock() = Some(Job { group: id, processes: infos.iter().map(|info| info.info.uuid).collect() });
-        }
         let now = time::now();
         self.driver.with_core(|core| {
             for (rank, info) in infos.iter().enumerate() {
@@ -220,7 +217,44 @@ impl Engine {
         for (lane, state) in self.other_lanes().iter().zip(states) {
             lane.with_core(|core| core.add_group(state, now));
         }
+        if self.is_first_job(spec, store, id, &infos) {
+            tell_bound(spec, &infos);
+            self.place_threads(&infos, spec.rank.index(), lanes);
+        }
         Ok(Group::new(self.clone(), id, name, spec, rules))
+    }
+
+    /// What the others learn of this rank before they meet it, and the group's device.
+    fn introduction(&self, spec: &GroupSpec) -> Result<(Parts<'_>, RankInfo, Option<DeviceUrl>)> {
+        self.check_process_settings(&spec.config)?;
+        let parts = self.parts(spec.master)?;
+        let info = parts.info.clone();
+        if spec.world > 1 {
+            // From now on peers may connect: they know this process by its info.
+            parts.connector.start()?;
+        }
+        let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
+        let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
+        let url = device_of(spec)?;
+        let (agreed, cores) = (agreed_text(spec, url.as_ref()), Cores::of_this_process());
+        let has_auto_lanes = self.config.worker_count == WorkerCount::Auto;
+        let crowd = *self.crowd.lock();
+        Ok((parts, RankInfo { counter, agreed, cores, has_auto_lanes, crowd, machine, info }, url))
+    }
+
+    /// Notes the job that a new group is the group of: the first one over its store that lists no ranks, or the default process group. Whether the
+    /// threads of this process are placed for it: they are for the default process group, and for a job that is the only one.
+    fn is_first_job(&self, spec: &GroupSpec, store: &dyn Store, id: u64, infos: &[RankInfo]) -> bool {
+        let mut jobs = self.jobs.lock();
+        jobs.retain(|job| self.driver.with_core(|core| core.group(job.group).is_some()));
+        let is_default = spec.role == GroupRole::Default;
+        let (is_only, store) = (jobs.is_empty(), store.identity());
+        if !spec.global_ranks.is_empty() || !is_default && jobs.iter().any(|job| job.store == store) {
+            return false;
+        }
+        jobs.retain(|job| job.store != store);
+        jobs.push(Job { store, group: id, processes: infos.iter().map(|info| info.info.uuid).collect() });
+        is_default || is_only
     }
 
     /// Meets the others until all ranks, in one session, have what the group needs.
@@ -354,10 +388,11 @@ impl Engine {
         Sidestep::open(named, (id, &spec.name), spec.rank.0, &told, &self.sidestep).map(Some)
     }
 
-    /// The processes of a sub-group's ranks, as the group of the job knows them; empty for other groups.
-    fn known_members(&self, spec: &GroupSpec) -> Vec<(Rank, [u8; 16])> {
-        let job = self.job.lock();
-        let Some(job) = job.as_ref().filter(|job| self.driver.with_core(|core| core.group(job.group).is_some())) else {
+    /// The processes of a sub-group's ranks, as the group of the job knows them that has met in the same store; empty for other groups.
+    fn known_members(&self, spec: &GroupSpec, store: &dyn Store) -> Vec<(Rank, [u8; 16])> {
+        let (jobs, store) = (self.jobs.lock(), store.identity());
+        let is_there = |job: &&Job| self.driver.with_core(|core| core.group(job.group).is_some());
+        let Some(job) = jobs.iter().find(|job| job.store == store).filter(is_there) else {
             return Vec::new();
         };
         let process = |&global: &u64| job.processes.get(usize::try_from(global).ok()?).copied();

@@ -20,6 +20,9 @@ pub trait Store {
     fn add(&self, key: &str, delta: i64) -> Result<i64>;
     /// Deletes a value, if there is one. `false` when nothing was deleted, as by a store that cannot delete.
     fn delete(&self, key: &str) -> Result<bool>;
+    /// Number of the store beneath all prefixes, in this process: the same for all groups of a job, and another one for each store that is open
+    /// at the same time.
+    fn identity(&self) -> u64;
 }
 
 /// The error of a store that fails, from what it says: its first line, and a remedy where one is known.
@@ -77,6 +80,10 @@ impl Store for MemoryStore {
 
     fn delete(&self, key: &str) -> Result<bool> {
         Ok(self.shared.lock().remove(&self.key(key)).is_some())
+    }
+
+    fn identity(&self) -> u64 {
+        Arc::as_ptr(&self.shared).addr() as u64
     }
 }
 

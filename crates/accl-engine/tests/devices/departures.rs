@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use accl_engine::{Group, GroupSpec, Mode, Waited};
+use accl_engine::{Group, GroupRole, GroupSpec, Mode, Waited};
 use accl_testkit::devices::{LocalDevices, Network};
 use accl_testkit::{Member, World};
 use accl_types::{Error, ErrorKind, Rank, ReduceOp};
@@ -155,12 +155,10 @@ fn a_group_made_out_of_others_has_no_device_and_leaves_the_numbers_of_the_job_al
             config: engine.config().clone(),
             master: None,
             global_ranks: global_ranks.to_vec(),
+            role: GroupRole::Other,
         };
         let store = world.store.prefixed(name);
-        match global_ranks.is_empty() {
-            true => engine.create_group_beside(spec, &store, &mut || false),
-            false => engine.create_group(spec, &store, &mut || false),
-        }
+        engine.create_group(spec, &store, &mut || false)
     };
     let make_all = |name: &str, global_ranks: &[u64], ranks: &[usize]| -> Vec<Arc<Group>> {
         std::thread::scope(|scope| {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_cclo::call::ConfigFunction;
-use accl_engine::{Engine, Group, GroupSpec, MemoryStore, Store};
+use accl_engine::{Engine, Group, GroupRole, GroupSpec, MemoryStore, Store};
 use accl_testkit::Member;
 use accl_testkit::devices::{Faithful, LocalDevices, Network};
 use accl_types::config::{Calibration, Config};
@@ -64,6 +64,10 @@ impl Store for Mortal<'_> {
         self.live("delete", key)?;
         self.store.delete(key)
     }
+
+    fn identity(&self) -> u64 {
+        self.store.identity()
+    }
 }
 
 fn config() -> Config {
@@ -102,6 +106,7 @@ impl Process {
             config: config(),
             master: None,
             global_ranks: Vec::new(),
+            role: GroupRole::Default,
         };
         self.engine.create_group(spec, store, interrupt)
     }
@@ -383,5 +388,9 @@ impl Store for Garbled {
 
     fn delete(&self, key: &str) -> Result<bool> {
         self.store.delete(key)
+    }
+
+    fn identity(&self) -> u64 {
+        self.store.identity()
     }
 }

@@ -118,6 +118,7 @@ fn the_least_number_of_lanes_of_any_rank_counts() {
                         config: engine.config().clone(),
                         master: None,
                         global_ranks: Vec::new(),
+                        role: accl_engine::GroupRole::Default,
                     };
                     let member = Member::new(engine.create_group(spec, store, &mut || false).unwrap());
                     let mut sum = vec![1.0_f32; COUNT];

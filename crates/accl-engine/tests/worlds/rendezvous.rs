@@ -9,7 +9,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use accl_engine::{Engine, Group, GroupSpec, MemoryStore, Store};
+use accl_engine::{Engine, Group, GroupRole, GroupSpec, MemoryStore, Store};
 use accl_testkit::{Member, Rng};
 use accl_types::config::{Calibration, Config};
 use accl_types::{Error, ErrorKind, Rank, ReduceOp, Result};
@@ -81,6 +81,10 @@ impl Store for Mortal {
         self.live("delete", key)?;
         self.store.delete(key)
     }
+
+    fn identity(&self) -> u64 {
+        self.store.identity()
+    }
 }
 
 fn engine() -> Arc<Engine> {
@@ -96,6 +100,7 @@ fn spec(name: &str, rank: u32, world: u32, global_ranks: &[u64]) -> GroupSpec {
         config: Config { calibration: Calibration::Off, ..Config::default() },
         master: None,
         global_ranks: global_ranks.to_vec(),
+        role: GroupRole::Default,
     }
 }
 
@@ -379,6 +384,10 @@ impl Store for Counting<'_> {
         self.ask("delete", key)?;
         self.store.delete(key)
     }
+
+    fn identity(&self) -> u64 {
+        self.store.identity()
+    }
 }
 
 #[test]
@@ -421,6 +430,33 @@ fn a_rank_that_is_interrupted_while_it_waits_tells_the_others_at_once() {
                     assert!(error.message.contains("interrupted"), "{error}");
                     assert!(rank == victim || error.message.contains(&format!("rank {victim} could")), "{error}");
                     assert!(began.elapsed() < SOON);
+                    engine.shutdown();
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_has_no_endpoint_to_publish_fails_the_others_with_its_cause() {
+    for victim in 0..WORLD {
+        let store = MemoryStore::default();
+        std::thread::scope(|scope| {
+            for rank in 0..WORLD {
+                let store = &store;
+                scope.spawn(move || {
+                    let mut spec = spec("g", rank, WORLD, &[]);
+                    if rank == victim {
+                        spec.config.set_option("transports", "tcp").unwrap();
+                        spec.config.set_option("socket_ifname", "=nosuch0").unwrap();
+                    }
+                    let engine = accl_calibrate::engine(spec.config.clone());
+                    let began = Instant::now();
+                    let Err(error) = engine.create_group(spec, store, &mut || false) else { panic!("made") };
+                    assert!(error.message.contains("nosuch0"), "{error}");
+                    let is_of_another = error.message.contains(&format!("rank {victim} could not make the group"));
+                    assert_eq!(is_of_another, rank != victim, "{error}");
+                    assert!(began.elapsed() < SOON, "rank {rank} waited {:?}", began.elapsed());
                     engine.shutdown();
                 });
             }
@@ -474,6 +510,10 @@ impl Store for Slow<'_> {
 
     fn delete(&self, key: &str) -> Result<bool> {
         self.store.delete(key)
+    }
+
+    fn identity(&self) -> u64 {
+        self.store.identity()
     }
 }
 

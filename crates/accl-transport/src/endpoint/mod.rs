@@ -145,13 +145,14 @@ impl Endpoint {
     /// `Configuration` when no interface or port fits the settings; `Network` or `Exhausted` when the system refuses.
     pub fn new(settings: Settings, waker: Arc<Waker>) -> Result<Endpoint> {
         let rows = rows::named(&settings.transports)?;
-        let uuid = host::random_uuid().map_err(Error::network)?;
+        let info = host::process_info()?;
+        let uuid = info.uuid;
         let local = Local { settings: &settings, waker: &waker };
         let me = Identity {
             uuid,
-            uid: rustix::process::geteuid().as_raw(),
-            host_id: settings.host_id.clone().unwrap_or_else(host::host_id),
-            hostname: host::hostname(),
+            uid: info.uid,
+            host_id: settings.host_id.clone().unwrap_or_else(|| info.host_id.clone()),
+            hostname: info.hostname.clone(),
             max_payload_bytes: settings.max_payload_bytes(),
             nonces: AtomicU64::new(u64::from_le_bytes(std::array::from_fn(|i| uuid[i] ^ uuid[i + 8]))),
             lanes: vec![rows.into_iter().map(|row| Opened { row, provider: (row.open)(&local) }).collect()],
@@ -184,18 +185,8 @@ impl Endpoint {
             let reachable = |ip: &std::net::IpAddr| ip.is_ipv4() || families == net::Families::Both;
             addresses = offered.into_iter().filter(reachable).map(|ip| SocketAddr::new(ip, port)).collect();
         }
-        let info = EndpointInfo {
-            version: PROTOCOL_VERSION,
-            uuid,
-            pid: std::process::id(),
-            uid: me.uid,
-            hostname: me.hostname.clone(),
-            host_id: me.host_id.clone(),
-            addresses,
-            unix_name,
-            transports: settings.transports.clone(),
-            lanes: 1,
-        };
+        let (host_id, transports) = (me.host_id.clone(), settings.transports.clone());
+        let info = EndpointInfo { host_id, addresses, unix_name, transports, ..info };
         Ok(Endpoint {
             me,
             waker,

@@ -34,6 +34,9 @@
 //! Where all ranks were there and no group is made, each counts itself in at `silent` with its last question, and the leader returns when all have, or
 //! after two seconds: the store is its process's as a rule, and ends with it.
 //!
+//! A rank that cannot even publish an endpoint says so in place of its info. When all ranks have answered the leader writes that in place of the
+//! roster, and all fail with it. The rank itself waits for this ten seconds at most.
+//!
 //! A member of the job's own group that is seen to have gone, on a link that exists already, ends the making of a
 //! sub-group at once: it will not come back into this job.
 //!
@@ -69,7 +72,10 @@ use crate::sync::Mutex;
 use accl_types::hash::hash_words;
 
 pub(crate) use texts::RankInfo;
-use texts::{Notice, Phase, Why, roster_from_text, roster_to_text, settings_differ, told_from_text, told_to_text};
+use texts::{
+    Notice, Phase, Why, refusal_from_text, refusal_to_text, roster_from_text, roster_to_text, settings_differ,
+    told_from_text, told_to_text,
+};
 
 /// Subtracted from the count of a session that is over. More than any world, twice.
 const ENDED: i64 = 1 << 40;
@@ -137,6 +143,8 @@ pub(crate) struct Meeting<'a> {
     concluded: bool,
     /// The last session in which all ranks were there.
     complete: Option<String>,
+    /// Why this rank cannot make the group, if it takes part to say so.
+    refusal: Option<Cause>,
 }
 
 impl<'a> Meeting<'a> {
@@ -173,7 +181,14 @@ impl<'a> Meeting<'a> {
             most_rounds: 0,
             concluded: false,
             complete: None,
+            refusal: None,
         }
+    }
+
+    /// Takes part only to let the others know why this rank cannot make the group: they and it fail with that.
+    pub(crate) fn refusing(mut self, error: &Error) -> Self {
+        self.refusal = Some(cause_of(self.spec, error));
+        self
     }
 
     /// All ranks' infos in rank order. `look` is called now and then while this waits, and ends it with an error.
@@ -290,7 +305,7 @@ impl<'a> Meeting<'a> {
 
     /// Tells the others why there will be no group, unless they know.
     pub(crate) fn give_up(mut self, error: &Error) {
-        self.end_with(&Why::Failed(Cause { kind: error.kind, origin: self.spec.rank, text: error.message.clone() }));
+        self.end_with(&Why::Failed(cause_of(self.spec, error)));
     }
 
     // ---- rank 0
@@ -352,12 +367,19 @@ impl<'a> Meeting<'a> {
     /// The infos of all ranks; `None` when the session has moved.
     fn collect(&mut self, session: &str, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<RankInfo>>> {
         let mut infos = vec![self.mine.clone()];
+        let mut refusal = self.refusal.clone();
         let pace = Pace::new();
         // One after the other: while one is missing nothing can go on, and the rest is asked for when it has come.
         while infos.len() < self.spec.world as usize {
             let rank = infos.len() as u32;
-            if let Some(info) = self.text(&info(&self.keys, session, rank))? {
-                infos.push(RankInfo::from_text(&info)?);
+            if let Some(text) = self.text(&info(&self.keys, session, rank))? {
+                match refusal_from_text(&text)? {
+                    None => infos.push(RankInfo::from_text(&text)?),
+                    Some(cause) => {
+                        infos.push(self.mine.clone());
+                        refusal.get_or_insert(cause);
+                    }
+                }
                 continue;
             }
             match self.standing(session)? {
@@ -377,7 +399,19 @@ impl<'a> Meeting<'a> {
             }
             self.pause(&pace, look)?;
         }
+        if let Some(cause) = refusal {
+            self.store.set(&roster(&self.keys, session), refusal_to_text(&cause).as_bytes())?;
+            return self.refused(session, cause).map(|()| None);
+        }
         Ok(Some(infos))
+    }
+
+    /// All ranks were there, and one of them cannot make the group.
+    fn refused(&mut self, session: &str, cause: Cause) -> Result<()> {
+        let why = Why::Failed(cause);
+        self.complete = Some(session.to_owned());
+        self.end(session, i64::from(self.spec.world), &why)?;
+        self.leave(why)
     }
 
     // ---- the others
@@ -439,12 +473,22 @@ impl<'a> Meeting<'a> {
             self.confirmed_before = self.makings.confirmed.load(Ordering::SeqCst);
             // Before the store is asked: the others hear of it also if that fails.
             (self.session, self.rounds) = (Some(notice.session), 0);
-            self.store.set(&key, self.mine.to_text().as_bytes())?;
+            let text = self.refusal.as_ref().map_or_else(|| self.mine.to_text(), refusal_to_text);
+            self.store.set(&key, text.as_bytes())?;
         }
         Ok(None)
     }
 
     fn read_roster(&mut self, session: &str, text: &str) -> Result<Option<Vec<RankInfo>>> {
+        if let Some(cause) = refusal_from_text(text)? {
+            return match self.session.as_deref() == Some(session) {
+                true => self.refused(session, cause).map(|()| None),
+                false => {
+                    self.leave_session(session);
+                    Ok(None)
+                }
+            };
+        }
         let infos = roster_from_text(text)?;
         let Some(member) = infos.get(self.spec.rank.index()).filter(|_| infos.len() == self.spec.world as usize) else {
             return Err(Error::rendezvous(format!("a roster of {} ranks for {}", infos.len(), self.spec.world)));
@@ -760,6 +804,11 @@ impl Drop for Meeting<'_> {
             self.makings.led.lock().remove(&what);
         }
     }
+}
+
+/// An error of this rank, as the others learn of it.
+fn cause_of(spec: &GroupSpec, error: &Error) -> Cause {
+    Cause { kind: error.kind, origin: spec.rank, text: error.message.clone() }
 }
 
 /// The error of a rank that hears that another one could not make the group.

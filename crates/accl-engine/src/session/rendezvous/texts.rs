@@ -5,7 +5,7 @@
 //! and read is said in the parent module.
 
 use accl_schedule::cost::Machine;
-use accl_types::{Error, Result};
+use accl_types::{Error, ErrorKind, Rank, Result};
 use accl_wire::frame::Cause;
 use accl_wire::{EndpointInfo, PROTOCOL_VERSION};
 
@@ -13,6 +13,8 @@ use crate::session::cores::{Cores, Crowd};
 
 /// What the first line of a rank's info begins with; its version follows.
 const CARD_MAGIC: &str = "accl-group";
+/// As that, of what a rank writes in its place that cannot make the group.
+const REFUSAL_MAGIC: &str = "accl-refusal";
 /// As that, of the leader's notice.
 const NOTICE_MAGIC: &str = "accl-notice";
 /// What a rank's info says of its lanes.
@@ -77,6 +79,13 @@ impl RankInfo {
         Ok(Self { counter, agreed, cores, has_auto_lanes, crowd, machine, info })
     }
 
+    /// Of a process that cannot make the group, and to which no link leads.
+    pub(crate) fn of_no_endpoint() -> Result<Self> {
+        let info = accl_transport::process_info()?;
+        let (agreed, cores) = (String::new(), Cores::of_this_process());
+        Ok(Self { counter: 0, agreed, cores, has_auto_lanes: false, crowd: Crowd::default(), machine: None, info })
+    }
+
     /// Of a process that there is not.
     #[cfg(test)]
     pub(crate) fn for_tests(counter: u64, agreed: &str) -> Self {
@@ -113,6 +122,27 @@ fn check_version(line: Option<&str>, magic: &str) -> std::result::Result<(), Str
         "its protocol version is {version}, and that of this process {PROTOCOL_VERSION}; install the same version of torch-accl \
          on all hosts"
     ))
+}
+
+/// Why a rank cannot make the group, in place of its info, and then in place of the roster.
+pub(super) fn refusal_to_text(cause: &Cause) -> String {
+    format!("{REFUSAL_MAGIC} {PROTOCOL_VERSION}\n{} {}\n{}", cause.origin, cause.kind as u8, cause.text)
+}
+
+/// `None`: it is no refusal.
+pub(super) fn refusal_from_text(text: &str) -> Result<Option<Cause>> {
+    let mut lines = text.splitn(3, '\n');
+    if !text.starts_with(REFUSAL_MAGIC) {
+        return Ok(None);
+    }
+    let broken = |what: &str| Error::rendezvous(format!("the store holds something that is no refusal: {what}"));
+    check_version(lines.next(), REFUSAL_MAGIC).map_err(|why| broken(&why))?;
+    let head = lines.next().and_then(|line| line.split_once(' '));
+    let cause = head.zip(lines.next()).and_then(|((origin, kind), text)| {
+        let kind = ErrorKind::from_code(kind.parse().ok()?)?;
+        Some(Cause { kind, origin: Rank(origin.parse().ok()?), text: text.to_owned() })
+    });
+    cause.map(Some).ok_or_else(|| broken("no cause"))
 }
 
 /// All ranks' infos in rank order, each behind its length.
@@ -269,7 +299,6 @@ mod tests {
     use accl_kernels::codec;
     use accl_schedule::ALGORITHMS;
     use accl_types::config::Config;
-    use accl_types::{ErrorKind, Rank};
     use proptest::prelude::*;
 
     use super::*;
@@ -295,6 +324,7 @@ mod tests {
                 prop_assert_eq!(Notice::from_text(&notice.to_text()).unwrap(), notice);
             }
             let cause = Cause { kind: ErrorKind::Network, origin: Rank(world), text: process.clone() };
+            prop_assert_eq!(refusal_from_text(&refusal_to_text(&cause)).unwrap(), Some(cause.clone()));
             for why in [Why::Moved, Why::Complete, Why::Taken(process), Why::Failed(cause)] {
                 prop_assert_eq!(Why::from_bytes(&why.to_bytes()).unwrap(), why);
             }
@@ -306,6 +336,8 @@ mod tests {
             prop_assert!(text.is_empty() || roster_from_text(&text).is_err());
             prop_assert!(RankInfo::from_text(&text).is_err());
             let _ = told_from_text(&text);
+            prop_assert_eq!(refusal_from_text(&text).unwrap(), None);
+            let _ = refusal_from_text(&format!("{REFUSAL_MAGIC} {PROTOCOL_VERSION}\n{text}"));
             let _ = Why::from_bytes(&bytes);
         }
 
