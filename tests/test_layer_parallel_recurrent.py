@@ -338,12 +338,11 @@ def test_a_cell_that_raises_on_one_rank_is_said_on_all(rank, world, where):
 def test_weights_that_differ_in_order_or_in_what_is_trained_are_found_out(rank, world):
     rnn, tail = made("GRU")
     mine = part(seeded(1, ROWS, STEPS, WIDTH), lengths(world), rank)
-    net = RecurrentParallel(rnn, tail, mode="exact-wave")
     if rank == 1:
         with torch.no_grad():
-            net.cell.weight_hh_l0.copy_(net.cell.weight_hh_l0.flip(0))
-    with pytest.raises(ValueError, match="ranks 0 and 1 .*replicated weights"):
-        net.step(mine, seeded(2, ROWS, 2), squared)
+            rnn.weight_hh_l0.copy_(rnn.weight_hh_l0.flip(0))
+    with pytest.raises(ValueError, match="copies of cell.weight_hh_l0 have different values"):
+        RecurrentParallel(rnn, tail, mode="exact-wave")
     net = RecurrentParallel(made("GRU")[0], tail, mode="exact-wave")
     net.cell.get_parameter("bias_ih_l0" if rank == 0 else "bias_hh_l0").requires_grad_(False)
     with pytest.raises(ValueError, match="ranks 0 and 1 .*trained"):
@@ -451,10 +450,12 @@ def test_what_is_wrong_is_said_on_all_ranks(rank, world):
         net.step(mine[:, :0], target, squared)
     expected = RecurrentParallel(copy.deepcopy(rnn), copy.deepcopy(tail), group=alone()).step(x, target, squared)
     assert torch.equal(net.step(mine, target, squared), expected)
+    # A cell that comes later is compared as well.
+    net.cell = copy.deepcopy(rnn)
     if rank == 1:
         with torch.no_grad():
             net.cell.weight_hh_l0[0, 0] += 1
-    with pytest.raises(ValueError, match="ranks 0 and 1 .*replicated weights"):
+    with pytest.raises(ValueError, match="start of batch 1: copies of cell.weight_hh_l0 have different values"):
         net.step(mine, target, squared)
 
 

@@ -213,18 +213,12 @@ def test_tied_parameters_may_lie_in_another_order(rank, world):
 
 
 @on_ranks(2)
-def test_tied_parameters_that_are_not_one_any_more_are_found_out_on_all_ranks(rank, world):
+def test_tied_parameters_of_which_some_are_not_trained_are_found_out_on_all_ranks(rank, world):
     x, target = batch()
     net = LayerParallel(blocks(), tie=TIE)
     if rank == 0:
         net.layers["0"].weight.requires_grad_(False)
     with pytest.raises(LayerParallelError, match="some want a gradient and others do not"):
-        net.step(x, target, functional.cross_entropy)
-    net = LayerParallel(blocks(), tie=TIE)
-    if rank == 0:
-        with torch.no_grad():
-            net.layers["0"].weight[0, 0] += 1
-    with pytest.raises(LayerParallelError, match=r"layers.0.weight, layers.9.weight have different values"):
         net.step(x, target, functional.cross_entropy)
 
 

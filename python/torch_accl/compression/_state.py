@@ -108,6 +108,8 @@ class CompressionState(OfGroup):
         self.step = 0
         self.traffic = Traffic()
         self._names = names_of(model)
+        # By name: that under which what is one parameter on several ranks is compressed alike.
+        self._keys = _keys_of(model, self._names)
         # The names are by identity: parameters must live as long.
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
@@ -144,7 +146,7 @@ class CompressionState(OfGroup):
                 )
             if known.hides_magnitudes and compression.error_feedback:
                 watch_for_adam(self._parameters, codec)
-        for key in compression.unmatched(self._names.values()):
+        for key in compression.unmatched([self._key_of(name) for name in self._names.values()]):
             warnings.warn(f"compression: {key!r} fits no parameter of the model", stacklevel=2)
 
     # ---- for users
@@ -273,6 +275,7 @@ class CompressionState(OfGroup):
     def _migrated(self, parts: dict[str, Any], version: int) -> dict[str, Any]:
         if version < 1:
             parts["_residuals"], parts["_residuals_of_sums"] = parts.pop("_losses"), parts.pop("_losses_of_sums")
+        parts.setdefault("_keys", {})
         return parts
 
     def _restore(self, parts: Mapping[str, Any]) -> None:
@@ -422,11 +425,14 @@ class CompressionState(OfGroup):
 
     # ---- decisions
 
+    def _key_of(self, name: str) -> str:
+        return self._keys.get(name, name)
+
     def _codec(self, parameter: torch.Tensor, leg: str = "") -> Codec | None:
         name = self.name_of(parameter)
         if name + leg in self._decided:
             return self._decided[name + leg]
-        codec = self.compression.codec_of(name, parameter.numel(), parameter.dim())
+        codec = self.compression.codec_of(self._key_of(name), parameter.numel(), parameter.dim())
         if codec is None or codec[1] != AUTO:
             return codec
         choice = self._choices.get(name + leg)
@@ -436,7 +442,7 @@ class CompressionState(OfGroup):
         name = self.name_of(parameter)
         if self.compression.codec != AUTO:
             return False
-        codec = self.compression.codec_of(name, parameter.numel(), parameter.dim())
+        codec = self.compression.codec_of(self._key_of(name), parameter.numel(), parameter.dim())
         return codec is not None and codec[1] == AUTO and name + leg not in self._choices
 
     def _is_changed_by_look(self, plan: Plan, group: dist.ProcessGroup) -> bool:
@@ -485,7 +491,7 @@ class CompressionState(OfGroup):
     ) -> Plan:
         names = [self.name_of(parameter) + leg for parameter in parameters]
         chosen = [self._codec(parameter, leg) if dtype in FLOATS else None for parameter in parameters]
-        ids = [tensor_id(name) for name in names]
+        ids = [tensor_id(self._key_of(self.name_of(parameter)) + leg) for parameter in parameters]
         plan = plan_of(names, chosen, ids, elements, dtype, blocks, self.compression.fusion_bytes)
         plan.is_waiting = any(self._awaits_choice(parameter, leg) for parameter in parameters)
         if not plan.is_encoded:
@@ -582,6 +588,26 @@ _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 def names_of(model: nn.Module) -> dict[int, str]:
     """The name that each parameter has in the model that was wrapped, by identity."""
     found = [(id(parameter), name.split(".")) for name, parameter in model.named_parameters()]
-    plain = {identity: ".".join(part for part in parts if part not in _WRAPPERS) for identity, parts in found}
+    plain = {identity: _without_wrappers(parts) for identity, parts in found}
     # A model may have a part of such a name: then all keep theirs.
     return plain if len(set(plain.values())) == len(plain) else {identity: ".".join(parts) for identity, parts in found}
+
+
+def _keys_of(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
+    """For names of parameters that are tied to others, which may be on other ranks: the name that all of these have in common.
+
+    A module says so by a method `tied_names`, of names that begin at the module, as `LayerParallel` does.
+    """
+    found = {}
+    for module in model.modules():
+        tied_names = getattr(module, "tied_names", None)
+        for name, key in tied_names().items() if callable(tied_names) else ():
+            own = names[id(module.get_parameter(name))]
+            # Where the module is a part of the model, both have its name before theirs.
+            short = _without_wrappers(name.split("."))
+            found[own] = own.removesuffix(short) + _without_wrappers(key.split("."))
+    return found
+
+
+def _without_wrappers(parts: Sequence[str]) -> str:
+    return ".".join(part for part in parts if part not in _WRAPPERS)

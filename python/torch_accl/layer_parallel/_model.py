@@ -23,6 +23,7 @@ from torch_accl import _native
 
 from ._audit import Audit, Excess, Probe, factor_of
 from ._auto import Candidate, Choice, chosen, measured
+from ._copies import Copied, Copies
 from ._cycle import Cycle
 from ._plans import Plans, Program
 from ._run import Everything, Job, LossFunction, Run, Through, Way, step
@@ -123,6 +124,9 @@ class Model(nn.Module):
         self._mode: Mode = mode
         self._evaluation: Mode = "exact-wave"
         # How the net was built, for who compares it with others.
+        # Of parameters of which several ranks have a copy, where there are any.
+        self._copies: Copies | None = None
+        self.register_load_state_dict_post_hook(_compared)  # type: ignore[no-untyped-call]
         self._settings = f"audits {audit_every} {audit_limit} {on_excess}; probes {probe_every} {on_stall}; tolerance {tolerance} {max_iterations}; checkpoint {checkpoint}; auto_modes {self._auto_modes}"
         self._solver: Solver
 
@@ -146,6 +150,18 @@ class Model(nn.Module):
     @property
     def _plans(self) -> Plans:
         return self._solver.plans
+
+    # ---- parameters of which several ranks have a copy
+
+    def copied(self) -> list[Copied]:
+        """Those parameters, the same on all ranks but for the tensors."""
+        return []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; before that, FSDP2 has its shards where all see them."""
+        if self._copies is not None:
+            self._copies.look()
+        return super().__call__(*args, **kwargs)
 
     # ---- settings
 
@@ -492,6 +508,13 @@ class Model(nn.Module):
 
 
 # ---- construction
+
+
+def _compared(net: Model, incompatible: Any) -> None:
+    """What was loaded is compared on all ranks."""
+    if net._copies is not None:
+        what = "load_state_dict() of a net of which ranks have copies of parameters, which all ranks of the layers call together"
+        net._copies.check(what)
 
 
 def replica_of(ranks: Sequence[int]) -> int:

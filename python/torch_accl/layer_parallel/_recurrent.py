@@ -23,6 +23,7 @@ from torch_accl import _native
 from ._audit import Excess
 from ._blocks import Kind, mixed, seeded
 from ._cells import CoarseCell, FinalCell, PreparedCell, Stepped, stepped
+from ._copies import Copied, Copies
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
 from ._model import Mode, Model, Schedule, group_of, replica_of
@@ -30,7 +31,6 @@ from ._net import Beside, Evaluation, Extra, Layers, Parameters, States
 from ._plans import Net, Plans
 from ._run import LossFunction, Run, Way, step
 from ._solve import Shared, Solve, Solver
-from ._ties import hash_of
 from ._tree import is_state
 from ._wire import Wire
 
@@ -105,6 +105,31 @@ class RecurrentParallel(Model):
         self._solver = self._solver_of((1,) * self._wire.size)
         self._settings += f"; cell {type(cell).__name__}; seed {seed}"
         self.mode = mode
+        self._compare_cells()
+
+    def copied(self) -> list[Copied]:
+        """The cell's parameters."""
+        ranks = tuple(range(self._wire.size))
+        return [Copied(f"cell.{name}", ranks, [parameter]) for name, parameter in self.cell.named_parameters()]
+
+    def _compare_cells(self) -> None:
+        """Refuses cells that differ, on all ranks."""
+        if self._wire.size == 1:
+            return
+        shapes = [
+            f"{name} {parameter.dtype}{list(parameter.shape)}" for name, parameter in self.cell.named_parameters()
+        ]
+        of_all = self._wire.gathered(shapes)
+        for rank, theirs in enumerate(of_all):
+            if theirs != of_all[0]:
+                raise ValueError(
+                    f"ranks 0 and {rank} of the layers have cells with other parameters: {', '.join(of_all[0])}, and {', '.join(theirs)}; give all ranks the same cell"
+                )
+        if shapes:
+            remedy = "seed torch alike on all ranks before the cell is built, or give all the same weights"
+            # One seed gives other last bits on another processor, and a rank may save its own cell after a step of the optimizer.
+            self._copies = Copies(self._wire, self.copied, remedy, may_round=True)
+            self._copies.check("building the net")
 
     @property
     def step_cell(self) -> nn.Module:
@@ -172,17 +197,23 @@ class RecurrentParallel(Model):
             self._steps = (steps,)
             self._steps_tail = (Tail(steps, self.tail),)
             self._solvers.clear()
+            if self._copies is not None:
+                self._copies.is_new = True
 
     def _counts(self, rows: int, count: int, wrong: BaseException | None) -> tuple[int, ...]:
         what = f"the start of batch {self._shared.number}"
-        numbers = torch.tensor([count, -count, rows, -rows, int(wrong is not None)], device=self._wire.device)
-        most, least, most_rows, least_rows, has_failed = self._wire.together(numbers, what, is_greatest=True)
+        header = [count, -count, rows, -rows, int(wrong is not None)]
+        header += [] if self._copies is None else self._copies.numbers()
+        numbers = torch.tensor(header, device=self._wire.device)
+        most, least, most_rows, least_rows, has_failed, *copies = self._wire.together(numbers, what, is_greatest=True)
         if has_failed:
             cause = None if wrong is None else f"{what}: {described(wrong)}"
             raise LayerParallelError(sentence(self._wire.gathered(cause))) from wrong
         if most_rows != -least_rows:
             of_all = self._wire.gathered(rows)
             raise ValueError(f"the ranks' parts of the sequence have {of_all} rows; give all the same batch")
+        if self._copies is not None:
+            self._copies.settle(copies, what)
         counts = (most,) * self._wire.size if most == -least else tuple(self._wire.gathered(count))
         if sum(counts) == 0:
             raise ValueError("a sequence of no steps; give at least one on some rank")
@@ -248,14 +279,12 @@ class RecurrentParallel(Model):
                 evaluation.gradients[slot] = whole.to(parameter.dtype)
 
     def way(self, run: Run) -> Way:
-        """How a batch is run; the weights are compared, too."""
+        """How a batch is run; what is trained is compared, too."""
         way = super().way(run)
         if self._wire.size == 1:
             return way
         trained = [name for name, parameter in self.cell.named_parameters() if parameter.requires_grad]
-        hashes = [hash_of(parameter) for parameter in self.cell.parameters()]
-        weights = f"replicated weights {hash(tuple(hashes)):x} (seed torch alike before the cell is built)"
-        shown = f"{weights}; trained {' '.join(trained)}; guess {self.guess is not None}"
+        shown = f"trained {' '.join(trained)}; guess {self.guess is not None}"
         return replace(way, settings=f"{way.settings}; {shown}")
 
     def way_of(self, mode: Mode, *, may_probe: bool = True) -> Way:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -108,12 +108,18 @@ def step(
     """
     job = Job(x, target, loss_fn, side, loss_scale)
     anchor = model(job)
-    if not isinstance(anchor, Tensor) or job.loss is None:
+    if not isinstance(anchor, Tensor) or job.found.loss is None:
         raise TypeError(
             f"step() takes a LayerParallel, or a wrapper around one whose forward hands its argument on, and got {type(model).__name__}"
         )
     anchor.backward()  # type: ignore[no-untyped-call]
-    return job.loss
+    return job.found.loss
+
+
+class Found:
+    """What a job has come to."""
+
+    loss: Tensor | None = None
 
 
 @dataclass
@@ -125,7 +131,8 @@ class Job:
     loss_fn: LossFunction | None
     side: dict[str, Any] | None
     loss_scale: float
-    loss: Tensor | None = None
+    # A wrapper that casts its arguments makes a job of its own, which has this in common with the first.
+    found: Found = field(default_factory=Found)
 
     def loss_of(self, y: Any, micro_batch: int, micro_batches: int) -> Tensor:
         """Of the output of a micro-batch: its share of the batch's loss."""
@@ -333,7 +340,7 @@ class Everything(torch.autograd.Function):
         model.take_norms(solve, way)
         if audit is not None:
             model.take_over(audit)
-        job.loss = solve.known_loss
+        job.found.loss = solve.known_loss
         ctx.gradients = [*run.of_given(solve, inputs), *solve.batch.evaluation.gradients]
         return anchor.detach().clone()
 

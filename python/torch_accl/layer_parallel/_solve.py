@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 from ._agreed import agreed
 from ._audit import Audit, audit_of, figures, relative
 from ._blocks import undisturbed
+from ._copies import Copies, hash_of
 from ._failures import LayerParallelError, described, sentence
 from ._net import Beside, Evaluation, Layers, Parameters, States, form_returned, keep_freed_memory, states_of
 from ._plans import Plans, Program
 from ._side import NO_SIDE, Side, SideForm, names_taken, side_of
 from ._spatial import Meshes, Spatial
-from ._ties import hash_of
 from ._tree import Form, digest, form_of, ordered, packed, zeros
 from ._walk import Batch, Walk
 from ._wire import Wire, bits_of, numbers_of
@@ -138,6 +138,8 @@ class Solver:
         self.plans = plans
         self.layers = layers
         self.names = names
+        # Of parameters of which several ranks have a copy; None: somebody else looks after them, or there are none.
+        self.copies: Copies | None = None
         self._kinds: dict[int, _Kind] = {}
         # What they hold for.
         self._state = 0
@@ -224,6 +226,7 @@ class Solver:
         seen = self._seen(x) if is_training and due < _LOOKED_AT else None
         header = [mine, -mine, int(wrong is not None), _LEAST, _LEAST, int(state != self._state)]
         header += [_LEAST, _LEAST] if seen is None else [seen, -seen]
+        header += [] if self.copies is None else self.copies.numbers()
         if wire.rank == 0 and wrong is None:
             try:
                 form, lots = split(x, micro_batches)
@@ -236,12 +239,16 @@ class Solver:
             header[4] = due
         numbers = torch.tensor(header, device=wire.device)
         what = f"the start of batch {due}"
-        most, least, has_failed, key, number, has_changed, one, other = wire.together(numbers, what, is_greatest=True)
+        most, least, has_failed, key, number, has_changed, one, other, *copies = wire.together(
+            numbers, what, is_greatest=True
+        )
         if has_failed:
             cause = None if wrong is None else f"{what}: {described(wrong)}"
             raise LayerParallelError(sentence(wire.gathered(cause))) from wrong
         if most != -least:
             raise ValueError(_difference(wire.gathered(settings)))
+        if self.copies is not None:
+            self.copies.settle(copies, what)
         if is_training:
             self.shared.number = number + 1
         else:

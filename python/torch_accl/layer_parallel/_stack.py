@@ -18,6 +18,7 @@ from torch_accl import _native
 from ._agreed import agreed
 from ._audit import Excess
 from ._blocks import Block, Kind, built
+from ._copies import Copied, Copies
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
 from ._model import WAVE, Mode, Model, Schedule, group_of, replica_of
@@ -136,6 +137,10 @@ class LayerParallel(Model):
         given = [block.module for block in blocks]
         self._ties = Ties([*tie, *shared_names(given, net.owner)], net.owner, self._solver.layers.modules, self._wire)
         self._solver.layers.not_counted = self._ties.not_counted
+        if self._ties.names:
+            self._solver.copies = self._copies = Copies(self._wire, self.copied, "give all of them the same values")
+            self._copies.check("building the net")
+            self.register_state_dict_pre_hook(_made_equal)  # type: ignore[no-untyped-call]
         self._horizon, self._placement = horizon, placement
         self._solver.shared.guess = guess
         self._solver.shared.spatial = spatial
@@ -151,6 +156,15 @@ class LayerParallel(Model):
     def owner(self, layer: int) -> int:
         """The rank of the layers that has one."""
         return self._plans.net.owner(layer)
+
+    def copied(self) -> list[Copied]:
+        """The tied parameters."""
+        return self._ties.copied(self._solver.layers.modules)
+
+    def tied_names(self) -> dict[str, str]:
+        """For each tied parameter of this rank, the first name of its group: what is compressed of copies has that name in common."""
+        own = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        return {name: names[0] for names in self._ties.names for name in names if name in own}
 
     def settled(self, solve: Solve) -> None:
         """Brings what ranks know of the gradients of tied parameters and of side inputs together."""
@@ -175,6 +189,8 @@ class LayerParallel(Model):
     def to_serial(self) -> Serial:
         """A copy of the whole net, on all ranks, which call this together: parameters, buffers, dt."""
         layers = self._solver.layers
+        if self._copies is not None:
+            self._copies.make_equal("to_serial()")
         try:
             mine, cause = pickle.dumps(layers.modules), None
         except Exception as error:
@@ -189,6 +205,14 @@ class LayerParallel(Model):
 
 
 # ---- construction
+
+
+def _made_equal(net: LayerParallel, prefix: str, keep_vars: bool) -> None:
+    """What is saved has copies that are equal: they were last compared before the last step of the optimizer."""
+    if net._copies is not None:
+        net._copies.make_equal(
+            "state_dict() of a net with tied parameters, which all ranks of the layers call together"
+        )
 
 
 def _blocks(layers: Sequence[Block | nn.Module]) -> list[Block]:

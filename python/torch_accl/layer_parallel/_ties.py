@@ -1,6 +1,7 @@
 """Parameters that are one and lie on several ranks, as an embedding and the last layer of a language model.
 
 Owns which ones are tied, that they begin with the same values, and the sum of their gradients, which all of them get. Only the ranks that have some of them take part.
+That they stay equal is a matter of `_copies.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._copies import Copied
 from ._failures import described
 from ._net import Evaluation
 from ._wire import Wire, tried
 
-__all__ = ["Ties", "hash_of", "shared_names"]
-
-
-# A prime, so that rows of a matrix begin in different columns.
-_COLUMNS = 61
+__all__ = ["Ties", "shared_names"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,10 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a member brings: its gradient, whether it wants one, and what its values look like."""
+    """What a member brings: its gradient, and whether it wants one."""
 
     gradient: Tensor | None
     is_trained: bool
-    hash: int
 
 
 class Ties:
@@ -65,8 +62,19 @@ class Ties:
         """All but the first of each group, by layer and name: where something is summed over parameters, they are one."""
         return {(member.layer, member.name) for group in self._groups for member in group[1:]}
 
+    def copied(self, modules: dict[int, nn.Module]) -> list[Copied]:
+        """Each group as a parameter of which ranks have copies, with those of this rank."""
+        found = []
+        for group, names in zip(self._groups, self.names):
+            own = [
+                modules[member.layer].get_parameter(member.name) for member in group if member.owner == self._wire.rank
+            ]
+            mine = list({id(parameter): parameter for parameter in own}.values())
+            found.append(Copied(", ".join(names), tuple(sorted({member.owner for member in group})), mine))
+        return found
+
     def add_up(self, evaluation: Evaluation, what: str) -> None:
-        """Every one gets the sum of all gradients of its group, added up in the order in which they are named. Raises where they are not one any more."""
+        """Every one gets the sum of all gradients of its group, added up in the order in which they are named. Raises where some are not trained."""
         for group in self._groups:
             own = [member for member in group if member.owner == self._wire.rank]
             if own:
@@ -76,22 +84,17 @@ class Ties:
         mine: dict[_Member, _Part] = {}
         slots: dict[int, _Member] = {}
         for member in own:
-            parameter = evaluation.modules[member.layer].get_parameter(member.name)
             slot = evaluation.slot_of(member.layer, member.name)
             gradient = None
             # Of what is one parameter under two names, the second has no gradient of its own.
             if slot is not None and slot not in slots:
                 slots[slot] = member
                 gradient = evaluation.gradients[slot]
-            mine[member] = _Part(gradient, slot is not None, hash_of(parameter))
+            mine[member] = _Part(gradient, slot is not None)
         of_all = self._exchanged(group, mine, evaluation.modules[own[0].layer].get_parameter(own[0].name), what)
         names = ", ".join(f"layers.{member.layer}.{member.name}" for member in group)
         if len({part.is_trained for part in of_all.values()}) > 1:
             raise ValueError(f"of the tied parameters {names} some want a gradient and others do not")
-        if len({part.hash for part in of_all.values()}) > 1:
-            raise ValueError(
-                f"the tied parameters {names} have different values; give all of them the same when you change one"
-            )
         total: Tensor | None = None
         for member in group:
             gradient = of_all[member].gradient
@@ -116,20 +119,20 @@ class Ties:
                 sent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
                 if gradient is not None:
                     sent.copy_(gradient)
-                facts = [int(gradient is not None), int(part.is_trained), part.hash]
+                facts = [int(gradient is not None), int(part.is_trained)]
                 flags = torch.tensor(facts, dtype=torch.int64, device=like.device)
                 kept += [sent, flags]
                 works += [wire.send(tensor, to, "adjoint") for to in others for tensor in (flags, sent)]
             else:
-                flags = torch.zeros(3, dtype=torch.int64, device=like.device)
+                flags = torch.zeros(2, dtype=torch.int64, device=like.device)
                 room = torch.empty(like.shape, dtype=like.dtype, device=like.device)
                 works += [wire.receive(tensor, member.owner, "adjoint") for tensor in (flags, room)]
                 coming.append((member, flags, room))
         tried(f"adding up the gradients of tied parameters, {what}", lambda: [work.wait() for work in works])
         found = dict(mine)
         for member, flags, room in coming:
-            has, is_trained, hash_ = flags.tolist()
-            found[member] = _Part(room if has else None, bool(is_trained), hash_)
+            has, is_trained = flags.tolist()
+            found[member] = _Part(room if has else None, bool(is_trained))
         return found
 
     def _check(self, modules: dict[int, nn.Module]) -> None:
@@ -194,21 +197,6 @@ def _member(name: str, owner: Callable[[int], int]) -> _Member:
         except IndexError:
             raise ValueError(f"tie: {name!r} is of layer {layer}, which there is not") from None
     raise ValueError(f"tie: {name!r} names no parameter; give names such as 'layers.0.weight'")
-
-
-def hash_of(parameter: Tensor) -> int:
-    """63 bits of its values, the same for the same ones."""
-    raw = parameter.detach().contiguous()
-    raw = (torch.view_as_real(raw.resolve_conj()) if raw.is_complex() else raw).flatten()
-    words = raw.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[raw.element_size()])
-    # By rows and by columns, weighed by their places: values in another order have other sums.
-    whole = words.numel() // _COLUMNS * _COLUMNS
-    table = words[:whole].view(-1, _COLUMNS)
-    total = int(words[whole:].sum(dtype=torch.int64))
-    for axis, factor in ((1, 1), (0, 0x9E3779B1)):
-        sums = table.sum(axis, dtype=torch.int64)
-        total += factor * int((sums * torch.arange(1, 2 * sums.numel() + 1, 2, device=sums.device)).sum())
-    return total & ((1 << 62) - 1)
 
 
 def _merged(groups: Sequence[Sequence[str]]) -> list[list[str]]:

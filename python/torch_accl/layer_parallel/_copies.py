@@ -1,0 +1,354 @@
+"""Parameters of which several ranks of the layers have a copy: tied ones, and the cell of a recurrent net.
+
+Owns that copies stay equal to the bit. A reduction rounds by where a tensor lies in its buckets, and an optimizer rounds by its processor: copies that were
+equal drift apart in their last bits. A batch opens with hashes of all copies. Where these differ, the lowest rank's copy wins and is sent to the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._agreed import exchange
+from ._tree import digest
+from ._wire import Wire
+
+__all__ = ["Copied", "Copies", "hash_of"]
+
+
+# Relative, in the 2-norm: rounding of one step leaves copies much nearer to one another.
+_ROUNDING = 1e-3
+# The number of a rank that has no copy.
+_NONE = -(1 << 63)
+# Parts of a message begin at multiples of that, in bytes.
+_ALIGNED = 16
+# Of a table of words of eight bytes.
+_COLUMNS = 256
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A parameter of which several ranks of the layers have a copy."""
+
+    # As users know it.
+    name: str
+    # Those ranks, the lowest first.
+    ranks: tuple[int, ...]
+    # The copies of this rank.
+    mine: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class _Set:
+    """All parameters that the same ranks have, with the tensors of this rank: as they are evaluated, and as the optimizer has them."""
+
+    copied: list[Copied]
+    evaluated: list[list[Tensor]]
+    stored: list[list[Tensor]]
+    # How those are sharded; empty without FSDP2.
+    layout: str
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have them."""
+        return self.copied[0].ranks
+
+
+# Tensors that differ between ranks: each parameter's copies of this rank.
+_Differing = tuple[_Set, list[list[Tensor]]]
+
+
+class Copies:
+    """The copies of a net's parameters.
+
+    `copied` gives those that there are now, the same names in the same order on all ranks. `remedy` ends the error where values from outside differ: on
+    construction, or loaded. `may_round`: each rank has made or saved these values for itself.
+    """
+
+    def __init__(
+        self, wire: Wire, copied: Callable[[], Sequence[Copied]], remedy: str, *, may_round: bool = False
+    ) -> None:
+        self._wire = wire
+        self._copied = copied
+        self._remedy = remedy
+        # Whether values from outside may differ by rounding.
+        self._may_round = may_round
+        # Whether values came from outside since copies were compared: then a difference is an error.
+        self.is_new = False
+        # Names that a warning has named.
+        self._warned: set[str] = set()
+        # Shards as the optimizer has them, by name and place: FSDP2 puts the whole parameters in their place during a batch.
+        self._shards: dict[tuple[str, int], Any] = {}
+
+    def look(self) -> None:
+        """Remembers shards. Called before FSDP2 gathers the whole parameters."""
+        for copied in self._copied():
+            for place, parameter in enumerate(copied.mine):
+                if _is_shard(parameter):
+                    self._shards[copied.name, place] = parameter
+
+    # ---- in a batch
+
+    def numbers(self) -> list[int]:
+        """Numbers that all ranks reduce to the greatest, which say whether copies are equal: `settle` takes these."""
+        return self._numbers(self._sets())
+
+    def settle(self, greatest: Sequence[int], what: str) -> None:
+        """Makes copies equal that drifted apart. All ranks call it together.
+
+        Raises:
+            ValueError: copies differ that were not equal before, on all ranks.
+        """
+        sets = self._sets()
+        differing = self._differing(sets, greatest)
+        if differing and greatest[0]:
+            raise ValueError(f"{what}: {self._difference()}")
+        self.is_new = False
+        for found in differing:
+            self._take_lowest(found, what)
+
+    # ---- outside a batch
+
+    def check(self, what: str) -> None:
+        """Compares copies whose values came from outside, bit for bit. All ranks call it together.
+
+        Where values may differ by rounding, such copies become the lowest rank's.
+
+        Raises:
+            ValueError: copies differ, on all ranks; then the next batch refuses them, too.
+        """
+        sets = self._sets(is_batch=False)
+        if not sets:
+            return
+        self.is_new = True
+        differing = self._differing(sets, self._reduced(sets, what))
+        if differing and self._may_round:
+            found = [self._from_lowest(each, what) for each in differing]
+            largest = [far for each, winners in zip(differing, found) for *_, far in _compared(each, winners)]
+            is_far = any(not far <= _ROUNDING for far in largest)
+            [count] = self._wire.together(torch.tensor([int(is_far)], device=self._wire.device), what)
+            if not count:
+                for each, winners in zip(differing, found):
+                    for _, copy, winner, _ in _compared(each, winners):
+                        _set(copy, winner)
+                differing = []
+        if differing:
+            raise ValueError(f"{what}: {self._difference()}")
+        # Of those on the meta device, the first batch says.
+        self.is_new = any(tensor.is_meta for each in sets for mine in each.stored for tensor in mine)
+
+    def make_equal(self, what: str) -> None:
+        """Makes copies equal that drifted apart. All ranks call it together."""
+        sets = self._sets(is_batch=False)
+        if sets and not self.is_new:
+            for found in self._differing(sets, self._reduced(sets, what)):
+                self._take_lowest(found, what)
+
+    # ---- comparing
+
+    def _sets(self, *, is_batch: bool = True) -> list[_Set]:
+        by_ranks: dict[tuple[int, ...], list[Copied]] = {}
+        for copied in self._copied():
+            by_ranks.setdefault(copied.ranks, []).append(copied)
+        return [self._set_of(found, is_batch=is_batch) for found in by_ranks.values()]
+
+    @torch.no_grad()
+    def _set_of(self, found: list[Copied], *, is_batch: bool) -> _Set:
+        shards: list[list[Any]] = [
+            [
+                parameter if _is_shard(parameter) else self._shards.get((copied.name, place))
+                for place, parameter in enumerate(copied.mine)
+            ]
+            for copied in found
+        ]
+        stored = [
+            [parameter if shard is None else shard.to_local() for parameter, shard in zip(copied.mine, mine)]
+            for copied, mine in zip(found, shards)
+        ]
+        layout = ""
+        if any(shard is not None for mine in shards for shard in mine):
+            shown: Any = [
+                [None if shard is None else (str(shard.placements), list(shard.to_local().shape)) for shard in mine]
+                for mine in shards
+            ]
+            # Copies of one rank are as alike as those of several.
+            layout = str([mine[0] if all(each == mine[0] for each in mine) else mine for mine in shown])
+        evaluated = [list(copied.mine) for copied in found] if is_batch and layout else stored
+        return _Set(found, evaluated, stored, layout)
+
+    def _numbers(self, sets: Sequence[_Set]) -> list[int]:
+        found = [int(self.is_new)]
+        for each in sets:
+            stored = _hash_pair(each.stored)
+            evaluated = stored if each.evaluated is each.stored else _hash_pair(each.evaluated)
+            layout = digest(each.layout.encode())
+            found += [*stored, *evaluated, *((layout, -layout) if stored[0] != _NONE else (_NONE, _NONE))]
+        return found
+
+    def _reduced(self, sets: Sequence[_Set], what: str) -> list[int]:
+        numbers = torch.tensor(self._numbers(sets), device=self._wire.device)
+        return self._wire.together(numbers, what, is_greatest=True)
+
+    def _differing(self, sets: Sequence[_Set], greatest: Sequence[int]) -> list[_Differing]:
+        """What the reduced numbers say to differ, the same on all ranks."""
+        found: list[_Differing] = []
+        for place, each in enumerate(sets):
+            pairs = greatest[1 + 6 * place : 7 + 6 * place]
+            stored, evaluated, layout = (pairs[at] not in (_NONE, -pairs[at + 1]) for at in (0, 2, 4))
+            if layout:
+                names = ", ".join(copied.name for copied in each.copied)
+                raise ValueError(
+                    f"ranks of the layers shard their copies of {names} in different ways; give `fully_shard` the same mesh size and placement for all of them"
+                )
+            if stored:
+                found.append((each, each.stored))
+            if evaluated and each.evaluated is not each.stored:
+                found.append((each, each.evaluated))
+        return found
+
+    def _difference(self) -> str:
+        """Which copies differ; all ranks call it together."""
+        mine = {
+            copied.name: [hash_of(tensor) for tensor in tensors]
+            for each in self._sets(is_batch=False)
+            for copied, tensors in zip(each.copied, each.stored)
+            if tensors
+        }
+        of_all = self._wire.gathered(mine)
+        shown = []
+        for copied in self._copied():
+            known = {rank: of_all[rank][copied.name] for rank in copied.ranks}
+            first = known[copied.ranks[0]][0]
+            others = [str(rank) for rank, hashes in known.items() if any(each != first for each in hashes)]
+            if others:
+                shown.append((copied.name, copied.ranks[0], ", ".join(others)))
+        name, lowest, where = shown[0]
+        more = f" (and of {len(shown) - 1} more parameters)" if len(shown) > 1 else ""
+        return f"copies of {name}{more} have different values: rank {where} of the layers has others than rank {lowest}; {self._remedy}"
+
+    # ---- the lowest rank's
+
+    def _take_lowest(self, found: _Differing, what: str) -> None:
+        each = found[0]
+        for name, copy, winner, far in _compared(found, self._from_lowest(found, what)):
+            _set(copy, winner)
+            if not far <= _ROUNDING and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(
+                    f"layer-parallel training, {what}: the copy of {name} on rank {self._wire.rank} of the layers was {far:.2g} (relative, in the 2-norm) off rank {each.ranks[0]}'s, "
+                    "further than rounding takes it; the lowest rank's copy is now that of all. Change copies on all ranks alike, and give all ranks the same optimizer",
+                    stacklevel=2,
+                )
+
+    def _from_lowest(self, found: _Differing, what: str) -> list[Tensor]:
+        """The lowest rank's copy of each parameter, on the ranks that have one."""
+        each, tensors = found
+        wire, ranks = self._wire, each.ranks
+        is_everywhere = len(ranks) == wire.size
+        if wire.rank not in ranks or len(ranks) == 1:
+            return [mine[0].detach() for mine in tensors if mine]
+        message, parts = _message([mine[0] for mine in tensors])
+        if wire.rank == ranks[0]:
+            for part, mine in zip(parts, tensors):
+                part.copy_(mine[0].detach())
+        if is_everywhere:
+            wire.spread(message, what)
+        elif wire.rank == ranks[0]:
+            exchange(wire, [(to, message) for to in ranks[1:]], [], what)
+        else:
+            exchange(wire, [], [(ranks[0], message)], what)
+        return parts
+
+
+def _hash_pair(tensors: Sequence[Sequence[Tensor]]) -> tuple[int, int]:
+    """A hash of all copies of this rank, and its negative; where they differ among themselves, of another number."""
+    if not any(tensors) or any(tensor.is_meta for mine in tensors for tensor in mine):
+        return _NONE, _NONE
+    hashes = [[hash_of(tensor) for tensor in mine] for mine in tensors]
+    whole = hash(tuple(mine[0] for mine in hashes)) & _MASK
+    is_one = all(each == mine[0] for mine in hashes for each in mine)
+    return whole, -whole if is_one else 1 - whole
+
+
+def _message(like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Room for such tensors in one piece, and its parts."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+    ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
+    message = torch.zeros(ends[-1], dtype=torch.uint8, device=like[0].device)
+    starts = [0, *ends[:-1]]
+    parts = [
+        message[start : start + size].view(tensor.dtype).view(tensor.shape)
+        for tensor, start, size in zip(like, starts, sizes)
+    ]
+    return message, parts
+
+
+def _compared(found: _Differing, winners: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+    """Copies of this rank that are not the lowest rank's: the name, the copy, the lowest rank's, and how far one is from the other."""
+    for copied, tensors, winner in zip(found[0].copied, found[1], winners):
+        for copy in tensors:
+            far = _distance(copy, winner)
+            if far > 0 or (far != far and hash_of(copy) != hash_of(winner)):
+                yield copied.name, copy, winner, far
+
+
+@torch.no_grad()
+def _distance(copy: Tensor, winner: Tensor) -> float:
+    """Relative, in the 2-norm. Signs of zeros make no distance."""
+    if copy.element_size() == 1 or not (copy.is_floating_point() or copy.is_complex()):
+        copy, winner = copy.double(), winner.double()
+    wide = torch.complex128 if copy.is_complex() else torch.float64
+    difference, size = (float(torch.linalg.vector_norm(of, dtype=wide)) for of in (copy - winner, winner))
+    return difference / size if size else math.inf if difference else 0.0
+
+
+@torch.no_grad()
+def _set(copy: Tensor, winner: Tensor) -> None:
+    copy.copy_(winner)
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    return hasattr(parameter, "placements")
+
+
+# ---- hashes
+
+
+_MASK = (1 << 62) - 1
+
+
+def hash_of(parameter: Tensor) -> int:
+    """62 bits of its values, the same for the same ones on any processor."""
+    raw = parameter.detach().contiguous()
+    raw = (torch.view_as_real(raw.resolve_conj()) if raw.is_complex() else raw).flatten()
+    if raw.storage_offset() * raw.element_size() % 8:
+        raw = raw.clone()
+    bytes_ = raw.view(torch.uint8)
+    # By rows and by columns, weighed by their places. All sums are of whole numbers, modulo 2^64.
+    whole = bytes_.numel() // (8 * _COLUMNS) * 8 * _COLUMNS
+    left = bytes_[whole:].to(torch.int64)
+    total = int((left * _weights(left.numel(), 0, raw.device)).sum()) + bytes_.numel()
+    if whole:
+        table = bytes_[:whole].view(torch.int64).view(-1, _COLUMNS)
+        total += int((table.sum(1) * _weights(len(table), 1, raw.device)).sum())
+        total += int((table.sum(0) * _weights(_COLUMNS, 2, raw.device)).sum())
+    return total & _MASK
+
+
+@functools.lru_cache(maxsize=32)
+def _weights(count: int, series: int, device: torch.device) -> Tensor:
+    """Numbers without an order, the same on all ranks."""
+    mixed = (
+        torch.arange(1, count + 1, dtype=torch.int64, device=device) * 0x1E3779B97F4A7C15 + series * 0x3C6EF372FE94F82B
+    )
+    for factor in (0x3F58476D1CE4E5B9, 0x14D049BB133111EB):
+        mixed = (mixed ^ (mixed >> 30)) * factor
+    return (mixed ^ (mixed >> 31)) | 1

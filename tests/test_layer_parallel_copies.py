@@ -1,0 +1,349 @@
+"""Parameters of which several ranks of a net have a copy: tied ones, and the cell of a recurrent net."""
+
+import copy
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import BACKEND, gloo_group, on_ranks, run_script
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch_accl import compression, layer_parallel
+from torch_accl.layer_parallel import LayerParallel, RecurrentParallel, ode, plain
+
+WORDS, WIDTH, STEPS, ROWS = 331, 96, 20, 6
+TIE = [("layers.0.weight", "layers.5.weight")]
+HIDDEN, PARTS = 33, 3
+# Batches after which copies are compared.
+LOOKED = 3
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(9)
+        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH) / 4)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Unembedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WORDS, WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WORDS))
+
+    def forward(self, x):
+        return functional.linear(x, self.weight, self.bias)
+
+
+def small(number):
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def tied(**settings):
+    blocks = [plain(Embedding()), *(ode(small(number)) for number in range(4)), plain(Unembedding())]
+    return LayerParallel(blocks, mode="exact-wave", tie=TIE, **settings)
+
+
+def recurrent(**settings):
+    torch.manual_seed(3)
+    return RecurrentParallel(
+        nn.GRU(WORDS, HIDDEN, batch_first=True), nn.Linear(HIDDEN, WORDS), mode="exact-wave", **settings
+    )
+
+
+def batch(net, number, replicas, part):
+    """The rows of one of several replicas; of a recurrent net, this rank's steps of them."""
+    # Of whole numbers, which are the same on all processors.
+    generator = torch.Generator().manual_seed(number)
+    rows = slice(part * ROWS, (part + 1) * ROWS)
+    if isinstance(net, RecurrentParallel):
+        # As many steps on any number of ranks.
+        x = torch.randint(-3, 4, (replicas * ROWS, 2 * PARTS, WORDS), generator=generator).float()
+        count = 2 * PARTS // net.wire.size
+        x = x[rows, net.wire.rank * count : (net.wire.rank + 1) * count]
+    else:
+        x = torch.randint(4, (replicas * ROWS, WORDS), generator=generator)[rows] / 64
+    return x, torch.randint(WORDS, (replicas * ROWS,), generator=generator)[rows]
+
+
+def alone():
+    return dist.new_subgroups(group_size=1)[0]
+
+
+def grid(dp, lp):
+    """The mesh, and which replica this rank is of."""
+    mesh = init_device_mesh("cpu", (dp, lp), mesh_dim_names=("dp", "lp"))
+    return mesh, mesh.get_local_rank("dp")
+
+
+def copies_of(net):
+    """All copies of all ranks of the layers, by the name of what they are copies of."""
+    if isinstance(net, RecurrentParallel):
+        mine = [(name, value) for name, value in net.cell.named_parameters()]
+    else:
+        mine = [("tied", net.get_parameter(name)) for name in net.tied_names()]
+    local = [(name, value.to_local() if isinstance(value, DTensor) else value) for name, value in mine]
+    found = {}
+    for name, value in (
+        each for part in net.wire.gathered([(n, v.detach().clone()) for n, v in local]) for each in part
+    ):
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def are_equal(net):
+    return all(torch.equal(copies[0], other) for copies in copies_of(net).values() for other in copies[1:])
+
+
+def trained(net, wrapped, replicas=1, part=0, rate=0.5):
+    """The losses of some batches, and whether copies ever differed between two."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
+    losses, drifted = [], False
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        x, target = batch(net, number, replicas, part)
+        losses.append(float(layer_parallel.step(wrapped, x, target, functional.cross_entropy)))
+        optimizer.step()
+        drifted = drifted or (number < LOOKED and not are_equal(net))
+    return losses, drifted
+
+
+def settled(net):
+    """Ends with a batch that is only evaluated: it opens as any."""
+    net.eval()
+    with torch.no_grad():
+        net(batch(net, 0, 1, 0)[0])
+
+
+def serial(make, replicas, rate=0.5):
+    """The net after the same training on one rank, with all rows in one batch."""
+    net = make(group=alone())
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        parts = [batch(net, number, replicas, part) for part in range(replicas)]
+        net.step(*(torch.cat(each) for each in zip(*parts)), functional.cross_entropy)
+        optimizer.step()
+    return net
+
+
+# Sums of float32 in another order are 1e-7 off, and momentum adds up those of ten steps; training itself makes differences larger.
+ROUNDING = dict(rtol=1e-3, atol=1e-5)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("way", ["accl", "gloo"])
+def test_tied_parameters_and_three_replicas_train_on_after_the_first_batch(rank, world, way):
+    net = tied(group="alone")
+    group = gloo_group() if way == "gloo" else None
+    wrapped = DistributedDataParallel(net, process_group=group)
+    _, drifted = trained(net, wrapped, 3, rank)
+    assert drifted
+    settled(net)
+    assert are_equal(net)
+    one = serial(tied, 3)
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter, one.get_parameter(name), **ROUNDING)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("make, codec", [(tied, "maxmin:4"), (recurrent, "maxmin:8")])
+def test_compressed_gradients_of_replicas_leave_copies_equal(rank, world, make, codec):
+    mesh, dp = grid(2, 2)
+    group = mesh["dp"].get_group()
+    nets = [make(mesh=mesh["lp"]) for _ in range(2)]
+    wrapped, exact = (DistributedDataParallel(net, process_group=group) for net in nets)
+    state = compression.CompressionState(compression.Compression(codec, min_elements=1), wrapped, group)
+    wrapped.register_comm_hook(state, compression.ddp_hook)
+    losses, drifted = trained(nets[0], wrapped, 2, dp, rate=0.1)
+    assert drifted
+    settled(nets[0])
+    assert are_equal(nets[0])
+    # Replicas as well.
+    flat = torch.cat([parameter.detach().flatten() for parameter in nets[0].parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat, group=group)
+    assert torch.equal(*both)
+    # A gradient of 4 bits is at most 1/30 of its bucket's range off, and errors of 20 steps have a mean of zero.
+    wanted, _ = trained(nets[1], exact, 2, dp, rate=0.1)
+    torch.testing.assert_close(losses, wanted, rtol=2e-3, atol=0)
+
+
+@on_ranks(4)
+def test_copies_that_are_sharded_over_replicas_stay_equal(rank, world):
+    mesh, dp = grid(2, 2)
+    for policy in (None, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
+        nets = [tied(mesh=mesh["lp"]) for _ in range(2)]
+        for net in nets:
+            options = {} if policy is None else {"mp_policy": policy}
+            fully_shard(net, mesh=mesh["dp"], reshard_after_forward=False, **options)
+        settings = compression.Compression("maxmin:4,rounding=stochastic", min_elements=1)
+        compression.apply_fsdp2(nets[0], compression.CompressionState(settings, nets[0], mesh["dp"].get_group()))
+        losses, drifted = trained(nets[0], nets[0], 2, dp, rate=0.1)
+        assert drifted
+        saved = nets[0].state_dict()
+        assert are_equal(nets[0]) and all(isinstance(value, DTensor) for value in saved.values())
+        wanted, _ = trained(nets[1], nets[1], 2, dp, rate=0.1)
+        # A loss in bfloat16 has eight bits.
+        torch.testing.assert_close(losses, wanted, rtol=2e-3 if policy is None else 2**-6, atol=0)
+
+
+@on_ranks(2)
+def test_copies_that_are_sharded_in_different_ways_are_refused_on_all_ranks(rank, world):
+    mesh, _ = grid(1, 2)
+    net = tied(mesh=mesh["lp"])
+    fully_shard(
+        net,
+        mesh=mesh["dp"],
+        reshard_after_forward=False,
+        shard_placement_fn=lambda parameter: Shard(rank) if parameter.dim() > 1 else None,
+    )
+    with pytest.raises(ValueError, match="shard their copies of layers.0.weight, layers.5.weight in different ways"):
+        layer_parallel.step(net, *batch(net, 0, 1, 0), functional.cross_entropy)
+
+
+OTHER_PROCESSOR = """
+import os
+if os.environ["RANK"] == "1":
+    os.environ["ATEN_CPU_CAPABILITY"] = "default"
+import sys
+sys.path[:0] = {paths!r}
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+assert (torch.backends.cpu.get_cpu_capability() == "DEFAULT") == (os.environ["RANK"] == "1")
+dist.init_process_group({backend!r})
+import test_layer_parallel_copies as tests
+for make in (tests.tied, tests.recurrent):
+    net = make()
+    _, drifted = tests.trained(net, net, rate=0.1)
+    print("drifted" if drifted else "equal")
+    tests.settled(net)
+    assert tests.are_equal(net)
+dist.destroy_process_group()
+"""
+
+
+def test_copies_stay_equal_on_ranks_whose_processors_round_in_other_ways():
+    here = os.path.dirname(__file__)
+    for script in run_script(OTHER_PROCESSOR.format(paths=[here], backend=BACKEND), 2, timeout=60):
+        assert script.exitcode == 0, script.stderr
+        assert script.stdout.split() == ["drifted", "drifted"]
+
+
+@on_ranks(2, 3)
+def test_a_cell_that_is_another_on_one_rank_is_refused_when_the_net_is_built(rank, world):
+    torch.manual_seed(rank // (world - 1))
+    with pytest.raises(
+        ValueError,
+        match=rf"building the net: copies of cell.weight_ih_l0 \(and of 3 more parameters\) have different values: rank {world - 1} .*rank 0; seed torch",
+    ):
+        RecurrentParallel(nn.GRU(3, 4, batch_first=True))
+    with pytest.raises(ValueError, match="have cells with other parameters"):
+        RecurrentParallel(nn.GRU(3, 4 if rank == 0 else 5, batch_first=True))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("make", [tied, recurrent])
+def test_copies_that_are_loaded_and_differ_are_refused_on_all_ranks(rank, world, make):
+    net = make()
+    wanted = net.state_dict()
+    saved = copy.deepcopy(wanted)
+    name = "cell.weight_hh_l0" if make is recurrent else "layers.5.weight"
+    if rank == world - 1:
+        saved[name][1, 2] += 1
+    message = rf"load_state_dict.*copies of .*{name}.* have different values: rank {world - 1} of the layers has others than rank 0"
+    with pytest.raises(ValueError, match=message):
+        net.load_state_dict(saved)
+    with pytest.raises(ValueError, match=f"start of batch 0: copies of .*{name}"):
+        net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+    net.load_state_dict(make().state_dict())
+    net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+
+
+@on_ranks(2)
+def test_tied_parameters_that_are_loaded_are_compared_bit_for_bit(rank, world):
+    net = tied()
+    saved = copy.deepcopy(net.state_dict())
+    if rank == 1:
+        saved["layers.5.weight"].view(torch.int32)[3, 4] ^= 1
+    with pytest.raises(ValueError, match="layers.0.weight, layers.5.weight have different values"):
+        net.load_state_dict(saved)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [tied, recurrent])
+def test_what_is_saved_after_a_step_that_rounded_can_be_loaded(rank, world, make):
+    net, other = make(), make()
+    name = "cell.weight_hh_l0" if make is recurrent else f"layers.{5 * rank}.weight"
+    if rank == 1:
+        with torch.no_grad():
+            net.get_parameter(name).view(torch.int32)[3, 4] ^= 1
+    if make is recurrent:
+        # Each rank saves its own, alone.
+        assert rank == 0 or net.state_dict()
+    other.load_state_dict(net.state_dict())
+    assert are_equal(other)
+    x, target = batch(net, 0, 1, 0)
+    assert torch.equal(other.step(x, target, functional.cross_entropy), net.step(x, target, functional.cross_entropy))
+    assert are_equal(net)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("make", [tied, recurrent])
+def test_a_copy_that_is_further_off_than_rounding_is_warned_of_once(rank, world, make):
+    net = make()
+    name = "cell.weight_hh_l0" if make is recurrent else "layers.5.weight"
+    found = []
+    for number in range(3):
+        if rank == 2:
+            with torch.no_grad():
+                net.get_parameter(name).mul_(1.01 if number else 1.0001)
+        with warnings.catch_warnings(record=True) as each:
+            warnings.simplefilter("always")
+            net.step(*batch(net, number, 1, 0), functional.cross_entropy)
+        found.append([str(warning.message) for warning in each if "copy of" in str(warning.message)])
+        assert are_equal(net)
+    assert [len(messages) for messages in found] == ([0, 1, 0] if rank == 2 else [0, 0, 0])
+    if rank == 2:
+        assert (
+            "batch 1: the copy of " in found[1][0]
+            and name in found[1][0]
+            and "rank 2 of the layers was 0.01 " in found[1][0]
+        )
+
+
+@on_ranks(2)
+def test_copies_on_the_meta_device_are_compared_in_the_first_batch(rank, world):
+    with torch.device("meta"):
+        net = tied()
+    net.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(1.0 + rank)
+    with pytest.raises(ValueError, match="start of batch 0: copies of layers.0.weight, layers.5.weight have different"):
+        net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(1.0)
+    net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+
+
+@on_ranks(2)
+def test_tied_parameters_are_compressed_by_one_key(rank, world):
+    net = tied()
+    settings = compression.Compression("maxmin:4", min_elements=1, layers={"layers.0.weight": "maxmin:8"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = compression.CompressionState(settings, net)
+    assert [state.codec_of(name).split(",")[0] for name in net.tied_names()] == ["maxmin:8"]
+    assert net.tied_names() == {f"layers.{5 * rank}.weight": "layers.0.weight"}
