@@ -105,3 +105,101 @@ def test_a_layer_that_is_sharded_by_itself_is_refused_on_all_ranks(rank, world):
         fully_shard(net.layers["1"], mesh=mesh["dp"])
     with pytest.raises(layer_parallel.LayerParallelError, match="rank 0 .*layer 1 is in fully_shard by itself"):
         net.step(*batch(), squared)
+
+
+class Failing(nn.Module):
+    """A layer that raises while it is asked to."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.inner = small(number)
+        self.fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise ArithmeticError("no luck")
+        return self.inner(x)
+
+
+def wrapped_in(way, net, mesh):
+    if way == "ddp":
+        return DistributedDataParallel(net, process_group=mesh["dp"].get_group())
+    return fully_shard(net, mesh=mesh["dp"], reshard_after_forward=False)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_a_batch_that_fails_in_one_replica_fails_in_all_and_is_left_out(rank, world, way):
+    mesh, dp = replicas()
+    nets, wrapped, optimizers = [], [], []
+    for _ in range(2):
+        blocks = [plain(Failing(50)), *(ode(small(number)) for number in range(4)), plain(small(51))]
+        nets.append(LayerParallel(blocks, mesh=mesh["lp"], mode="exact-wave"))
+        wrapped.append(wrapped_in(way, nets[-1], mesh))
+        optimizers.append(torch.optim.SGD(nets[-1].parameters(), lr=0.1, momentum=0.9))
+    x, target = batch()
+    mine = slice(4 * dp, 4 * dp + 4)
+    failing, calm = wrapped
+
+    def broken(y, target):
+        raise ArithmeticError("no loss")
+
+    def run(model, optimizer, loss_fn=squared):
+        optimizer.zero_grad()
+        layer_parallel.step(model, x[mine], target[mine], loss_fn)
+        optimizer.step()
+
+    # What an evaluation leaves of FSDP2 says nothing of shards.
+    nets[0].eval()
+    with torch.no_grad():
+        nets[0](x[mine])
+    nets[0].train()
+    for number in range(6):
+        if number == 1 and "0" in nets[0].layers:
+            nets[0].layers["0"].fails = dp == 1
+        if number == 1:
+            with pytest.raises(
+                layer_parallel.LayerParallelError,
+                match=r"^replica 1 \(ranks 2, 3\) failed: rank 0 of the layers failed in .*layer 0 .*no luck",
+            ):
+                run(failing, optimizers[0])
+            assert all(parameter.grad is None for parameter in nets[0].parameters())
+            if "0" in nets[0].layers:
+                nets[0].layers["0"].fails = False
+        if number == 2:
+            with pytest.raises(
+                layer_parallel.LayerParallelError, match=r"replica 0 \(ranks 0, 1\) failed: rank 1 .*no loss"
+            ):
+                run(failing, optimizers[0], broken if dp == 0 else squared)
+        if number == 3:
+            # Before the batch begins.
+            if dp == 1:
+                nets[0].mode = "inexact" if rank == 2 else "exact-pipeline"
+            with pytest.raises(
+                layer_parallel.LayerParallelError,
+                match=r"replica 1 \(ranks 2, 3\) failed: ValueError: ranks 0 and 1 of the layers differ in `mode inexact",
+            ):
+                run(failing, optimizers[0])
+            nets[0].mode = "exact-wave"
+        if number == 4:
+            # What all have done wrong is raised as it is.
+            nets[0].mode = "inexact" if rank % 2 else "exact-wave"
+            with pytest.raises(ValueError, match="ranks 0 and 1 of the layers differ"):
+                run(failing, optimizers[0])
+            nets[0].mode = "exact-wave"
+        run(failing, optimizers[0])
+        run(calm, optimizers[1])
+    for one, other in zip(*(net.state_dict().values() for net in nets), strict=True):
+        one, other = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
+        assert torch.equal(one, other)
+
+
+@on_ranks(2)
+def test_a_replica_without_batches_left_joins_in_nothing_but_reductions(rank, world):
+    net = LayerParallel(layers(), group="alone", mode="exact-wave")
+    wrapped = DistributedDataParallel(net)
+    x, target = batch()
+    with wrapped.join():
+        for _ in range(1 + rank):
+            layer_parallel.step(wrapped, x, target, squared)
+    assert all(parameter.grad is not None for parameter in net.parameters())

@@ -1,4 +1,4 @@
-"""Names of torch's FSDP2 that are not public and that `apply_fsdp2` needs, with the versions of torch that have them.
+"""Names of torch's FSDP2 that are not public and that `apply_fsdp2` and `layer_parallel.step` need, with the versions of torch that have them.
 
 Owns the table, and the objects behind the names: nothing else in the package touches the inside of FSDP2. Where torch has a public way it is
 taken: `set_custom_reduce_scatter`, whose object also allocates the rows that are reduced, and `__torch_function__`, which
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["NAMES", "Name", "Rows", "asks_torch_function", "parameter_groups", "replicas_of"]
+__all__ = ["NAMES", "Name", "Rows", "asks_torch_function", "data_groups_of", "parameter_groups", "replicas_of"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,13 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any, list[Any]]]:
 def replicas_of(group: Any) -> dist.ProcessGroup | None:
     """The process group in which a group of parameters is all-reduced; None without replicas."""
     return getattr(_get(group, "mesh_info"), "replicate_process_group", None)
+
+
+def data_groups_of(group: Any) -> list[dist.ProcessGroup]:
+    """The process groups whose ranks have different data: that a group of parameters is sharded over, and that of replicas."""
+    mesh = _get(group, "mesh_info")
+    found = [getattr(mesh, name, None) for name in ("shard_process_group", "replicate_process_group")]
+    return [each for each in found if each is not None]
 
 
 def asks_torch_function() -> bool:

@@ -15,7 +15,10 @@ _SHOWN = 3
 
 
 class LayerParallelError(RuntimeError):
-    """A layer, the loss or the input of one rank made a solve impossible. All ranks of the layers raise it, and the group can go on."""
+    """A layer, the loss or the input of one rank made a solve impossible. All ranks of the layers raise it, and the group can go on.
+
+    With replicas, those of all replicas raise it where `layer_parallel.step` was given the wrapped net, and those of one replica otherwise.
+    """
 
 
 def described(error: BaseException) -> str:

@@ -334,9 +334,15 @@ class Model(nn.Module):
         `evaluation` says otherwise.
         """
         if isinstance(x, Job):
-            run = self.run(x.x, x.side, call="step()")
-            anchor: Tensor = Everything.apply(run, x, self._anchor, len(run.given), *run.given, *run.parameters)
-            return anchor
+            x.found.net = self
+            try:
+                run = self.run(x.x, x.side, call="step()")
+                anchor: Tensor = Everything.apply(run, x, self._anchor, len(run.given), *run.given, *run.parameters)
+                return anchor
+            except Exception as error:
+                # The forward pass of a wrapper comes to its end in all replicas alike; `step` raises.
+                x.found.error = error
+                return self._anchor.detach().clone().requires_grad_()
         run = self.run(x, side)
         if not torch.is_grad_enabled():
             with run.begun(is_recorded=False) as solve:

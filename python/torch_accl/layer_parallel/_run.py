@@ -20,6 +20,7 @@ from ._audit import Audit
 from ._blocks import undisturbed
 from ._net import Beside, Parameters, States
 from ._plans import Program
+from ._replicas import agree
 from ._solve import Norms, Passes, Solve, Solver, split
 from ._tree import is_state
 from ._wire import Wire
@@ -104,22 +105,36 @@ def step(
 ) -> Tensor:
     """`LayerParallel.step` for a wrapped net: `model` is one in DistributedDataParallel, or in FSDP2.
 
-    All is done in the wrapper's forward pass, and the gradients are handed out in its backward pass, each once.
+    All is done in the wrapper's forward pass, and the gradients are handed out in its backward pass, each once. Before that replicas agree: what goes wrong in one of
+    them is raised in all, and none takes over a gradient. All replicas call it equally often.
+
+    Raises:
+        LayerParallelError: the batch failed in this replica or another.
     """
     job = Job(x, target, loss_fn, side, loss_scale)
     anchor = model(job)
-    if not isinstance(anchor, Tensor) or job.found.loss is None:
+    found = job.found
+    if found.net is not None:
+        try:
+            agree(model, found.net, found.error)
+        finally:
+            # Its traceback has the job.
+            found.error = None
+    if not isinstance(anchor, Tensor) or found.loss is None:
         raise TypeError(
             f"step() takes a LayerParallel, or a wrapper around one whose forward hands its argument on, and got {type(model).__name__}"
         )
     anchor.backward()  # type: ignore[no-untyped-call]
-    return job.found.loss
+    return found.loss
 
 
 class Found:
-    """What a job has come to."""
+    """What a job has come to, in which net."""
 
-    loss: Tensor | None = None
+    def __init__(self) -> None:
+        self.net: Runs | None = None
+        self.loss: Tensor | None = None
+        self.error: Exception | None = None
 
 
 @dataclass

@@ -1,0 +1,90 @@
+"""Replicas of a net, each on ranks of its own: in DistributedDataParallel, FSDP2 or FullyShardedDataParallel.
+
+Owns that a batch which fails in one replica fails in all. One replica that raised while others go on into the reduction of gradients would leave them waiting there,
+and have its next batch reduced with their last.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ._failures import LayerParallelError, described
+from ._wire import Wire
+
+__all__ = ["agree"]
+
+
+# Of each model that was given to `step`: its class, which FSDP2 changes, and the groups that bring its replicas together.
+_known: WeakKeyDictionary[nn.Module, tuple[type, list[dist.ProcessGroup]]] = WeakKeyDictionary()
+# So many replicas that failed are shown.
+_SHOWN = 3
+
+
+def agree(model: nn.Module, net: Any, error: Exception | None) -> None:
+    """Raises on all replicas if the batch failed in any: `error` says why it did in this one. All replicas call it together.
+
+    Raises:
+        LayerParallelError: what failed, with replica, ranks and cause. An error that all replicas have in common is raised as it is.
+    """
+    # The ranks of a process that is lost cannot be asked any more.
+    is_lost = isinstance(error, dist.DistError)
+    groups = [] if is_lost else _groups_of(model)
+    what = f"replicas comparing how a batch went, before batch {net.batch}"
+    has_failed = int(error is not None)
+    for group in groups:
+        wire = Wire(group)
+        numbers = torch.tensor([has_failed], dtype=torch.int64, device=wire.device)
+        [has_failed] = wire.together(numbers, what, is_greatest=True)
+    if not has_failed:
+        return
+    if not groups:
+        assert error is not None
+        raise error
+    cause = None if error is None else str(error) if isinstance(error, LayerParallelError) else described(error)
+    found = [(net.solver.replica, net.wire.ranks, cause, net.batch)]
+    for group in groups:
+        found = [each for part in Wire(group).gathered(found) for each in part]
+    # A replica that failed before it began has counted one batch less.
+    net.batch = max(number for *_, number in found)
+    failed = sorted((replica, ranks, cause) for replica, ranks, cause, _ in found if cause is not None)
+    if error is not None and len(failed) == len(found) and len({cause for *_, cause in failed}) == 1:
+        raise error
+    shown = [
+        f"replica {replica} (ranks {', '.join(map(str, ranks))}) failed: {cause}" for replica, ranks, cause in failed
+    ]
+    more = f"; and {len(shown) - _SHOWN} more replicas" if len(shown) > _SHOWN else ""
+    raise LayerParallelError(
+        f"{'; '.join(shown[:_SHOWN])}{more} No replica took over a gradient of this batch."
+    ) from error
+
+
+def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    kind, found = _known.get(model, (None, []))
+    if kind is not type(model):
+        found = [group for group in _found_groups(model) if group.size() > 1]
+        _known[model] = type(model), found
+    # In `join()`, a replica without data left takes part in the reductions that it knows, and in no other.
+    if found and any(getattr(getattr(module, "_join_config", None), "enable", False) for module in _wrappers(model)):
+        return []
+    return found
+
+
+def _found_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    found = [module.process_group for module in _wrappers(model)]
+    if "torch.distributed.fsdp" in sys.modules:
+        from ..compression._torch_names import data_groups_of, parameter_groups
+
+        found += [each for *_, groups in parameter_groups(model) for group in groups for each in data_groups_of(group)]
+    return list({id(group): group for group in found}.values())
+
+
+def _wrappers(model: nn.Module) -> list[Any]:
+    fully_sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    return [module for module in model.modules() if isinstance(module, (DistributedDataParallel, fully_sharded))]
