@@ -1340,6 +1340,10 @@ def test_a_net_can_be_copied_and_seen():
     made.setFwdMaxIters(5)
     assert other.getFwdMaxIters() == 2 and torch.equal(other(batch()), inexact(comm=MPI.COMM_SELF)(batch()))
     assert "rank 0 of 1" in repr(other)
+    output = made(batch())
+    with pytest.raises(RuntimeError, match="getFineTimePoints"):
+        copy.deepcopy(made).getFineTimePoints()
+    assert len(made.getFineTimePoints()[0]) == len(made.layer_models) + 1 and output.requires_grad
     other.zero_grad()
     assert all(parameter.grad is None for parameter in other.parameters())
     assert other.to("cpu") is other

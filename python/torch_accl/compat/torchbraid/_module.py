@@ -45,6 +45,10 @@ class Parallel(nn.Module):
         # The last forward pass that a backward pass may follow, as long as its output lives.
         self._batch: weakref.ref[Batch] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has made no forward pass.
+        return {**self.__dict__, "_batch": None}
+
     def begin(
         self, body: Model, steps: list[tuple[str, bool]], Tf: float, levels: tuple[int, int], max_iters: int
     ) -> None:
