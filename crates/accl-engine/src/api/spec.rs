@@ -6,7 +6,7 @@ use std::time::Duration;
 use accl_types::Rank;
 use accl_types::config::Config;
 
-/// GroupRole of a group in its process.
+/// Role of a group in its process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupRole {
     /// The default process group, which has the process's device. The caller knows it: no other argument says so.
@@ -33,6 +33,6 @@ pub struct GroupSpec {
     /// Ranks in the job of this group's ranks: the job whose ranks meet in the same store. Empty where the ranks are the job's own numbers, or
     /// no job is known.
     pub global_ranks: Vec<u64>,
-    /// GroupRole of the group.
+    /// Role of the group.
     pub role: GroupRole,
 }
