@@ -6,12 +6,15 @@ import itertools
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch._dynamo  # what optimizers load, which takes seconds: here once, and not in every rank
 import torch.distributed as dist
 from support import gloo_group, on_ranks, run_ranks
 from support.runner import check
@@ -20,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_accl import layer_parallel
 from torch_accl.layer_parallel import Cycle, LayerParallel, LayerParallelError, ode, plain, residual, timed
 from torch_accl.layer_parallel._model import replica_of
+from torch_accl.layer_parallel._net import Evaluation
+from torch_accl.layer_parallel._own import warn_of_other_threads
 from torch_accl.layer_parallel._walk import moved
 
 RANKS = (1, 2, 3, 4)
@@ -671,6 +676,143 @@ def test_masks_are_the_same_in_every_iteration_and_new_in_every_batch(rank, worl
         norm = net.layers[str(layer)].norm
         assert norm.num_batches_tracked == 3
         torch.testing.assert_close(norm.running_mean, one.layers[str(layer)].norm.running_mean, rtol=0, atol=0)
+
+
+class Drawing(nn.Module):
+    """It draws in several ways: by operations that take a generator, that have an overload with one, and that have neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        y = self.drop(torch.tanh(self.inner(x))) + 0.1 * torch.rand(6) + torch.randn_like(x) / 10
+        kept, _ = torch.ops.aten.native_dropout(y, 0.5, True)
+        return nn.functional.alpha_dropout(kept, 0.1, True)
+
+
+@contextmanager
+def drawing_thread():
+    """Another thread draws from the default generator; gives the numbers that it has drawn."""
+    is_over, drawn = threading.Event(), []
+
+    def draw():
+        while not is_over.wait(5e-4):
+            drawn.append(torch.rand(4))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        yield drawn
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_masks_do_not_depend_on_what_other_threads_draw(rank, world, checkpoint):
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    found = []
+    for is_beside in (False, True):
+        torch.manual_seed(5)
+        # Built from seeds of their own, too.
+        with drawing_thread() if is_beside else nullcontext([]) as drawn:
+            net = LayerParallel(
+                [ode(lambda number: Drawing()) for _ in range(8)], fwd=Cycle(factor=2), checkpoint=checkpoint
+            )
+            before = torch.random.get_rng_state()
+            losses = [net.step(x, x + 1, squared) for _ in range(3)]
+            with torch.inference_mode():
+                y = net(x)
+        if is_beside:
+            # Nothing is drawn twice.
+            assert len({tuple(numbers.tolist()) for numbers in drawn}) == len(drawn) > 0
+        else:
+            assert torch.equal(before, torch.random.get_rng_state())
+        found.append([*losses, y, *(parameter.grad for parameter in net.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Sometimes(nn.Module):
+    """It draws in some batches, which is not known before."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = torch.tanh(self.inner(x))
+        return nn.functional.dropout(y, 0.5) if x.detach().mean() > 1 else y
+
+
+@on_ranks(1, 2)
+def test_a_layer_that_begins_to_draw_while_other_threads_do_is_found_out(rank, world):
+    x = torch.zeros(16, 6)
+    found = []
+    for is_beside in (False, True):
+        is_over = threading.Event()
+        thread = threading.Thread(target=is_over.wait)
+        if is_beside:
+            thread.start()
+        net = LayerParallel([ode(lambda number: Sometimes()) for _ in range(8)], fwd=Cycle(factor=2))
+        found.append([net.step(each, x, squared) for each in (x, x + 9, x, x + 9)])
+        if is_beside:
+            is_over.set()
+            thread.join()
+            # The last batch's were in its last sweep.
+            assert not net.current.layers.quiet
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@on_ranks(1)
+def test_a_compiled_layer_stays_compiled_while_there_are_other_threads(rank, world):
+    runs, x = [], torch.ones(4, 6)
+
+    def backend(graph, _):
+        return lambda *given: (runs.append(1), graph(*given))[1]
+
+    found = []
+    for is_beside in (False, True):
+        is_over = threading.Event()
+        thread = threading.Thread(target=is_over.wait)
+        if is_beside:
+            thread.start()
+        torch.manual_seed(3)
+        block = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), backend=backend)
+        net = LayerParallel([ode(block)], mode="exact-wave")
+        before, count = torch.random.get_rng_state(), len(runs)
+        found.append(net.step(x, x, squared))
+        assert len(runs) > count and torch.equal(before, torch.random.get_rng_state())
+        is_over.set()
+        if is_beside:
+            thread.join()
+    assert torch.equal(*found)
+
+
+@on_ranks(1, 2)
+def test_a_thread_that_cannot_be_kept_apart_is_warned_of_once(rank, world):
+    net = LayerParallel([ode(lambda number: nn.Dropout(0.5)) for _ in range(8)], fwd=Cycle(factor=2))
+    x = torch.ones(4, 6, requires_grad=True)
+    counts = []
+    drawing = Evaluation._drawing
+
+    @contextmanager
+    def disturbed(self, *arguments, **named):
+        with drawing(self, *arguments, **named):
+            yield
+        # As a thread does that runs no Python.
+        torch.rand(1)
+
+    warn_of_other_threads.cache_clear()
+    for how in (drawing, disturbed, disturbed):
+        with warnings.catch_warnings(record=True) as seen, pytest.MonkeyPatch.context() as patch:
+            warnings.simplefilter("always")
+            patch.setattr(Evaluation, "_drawing", how)
+            net.step(x, x.detach(), squared)
+        counts.append(sum("another thread draws" in str(each.message) for each in seen))
+    assert counts == [0, 1, 0]
 
 
 @on_ranks(1)

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from ._drawing import draw_for, drawn_for
+from ._own import OwnNumbers, own_generator, with_own_generator
 
 __all__ = [
     "Block",
     "Kind",
     "built",
     "custom",
-    "draw_from",
+    "drawing_from",
     "mixed",
     "ode",
     "plain",
@@ -99,33 +100,44 @@ def built(block: Block, number: int, seed: int) -> nn.Module:
     return module
 
 
-def draw_from(seed: int, *, has_cuda: bool) -> None:
-    """torch's random numbers come from this seed from now on."""
-    torch.default_generator.manual_seed(seed)
-    if has_cuda:
-        torch.cuda.manual_seed(seed)
-
-
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """torch's random numbers come from this seed meanwhile, and go on afterwards as if nothing had been."""
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    with undisturbed():
-        draw_from(seed, has_cuda=has_cuda)
+    with undisturbed(), drawing_from(seed):
+        if has_cuda:
+            torch.cuda.manual_seed(seed)
         yield
 
 
 @contextmanager
+def drawing_from(seed: int) -> Iterator[OwnNumbers | None]:
+    """A CPU's random numbers of this thread come from this seed meanwhile. Gives what watches over them, if they do not come from the default generator."""
+    own = own_generator()
+    if own is None:
+        torch.default_generator.manual_seed(seed)
+        yield None
+        return
+    own.manual_seed(seed)
+    with OwnNumbers(own) as numbers:
+        yield numbers
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
-    """What was drawn meanwhile leaves no trace in torch's random numbers."""
-    before, evaluation = torch.random.get_rng_state(), drawn_for()
+    """What was drawn meanwhile leaves no trace in torch's random numbers, and layers do not draw from those of other threads."""
+    evaluation = drawn_for()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(before)
-        draw_for(evaluation)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+    with with_own_generator() as is_shared:
+        # Of what is shared, only other threads draw.
+        before = None if is_shared else torch.random.get_rng_state()
+        try:
+            yield
+        finally:
+            draw_for(evaluation)
+            if before is not None:
+                torch.random.set_rng_state(before)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)

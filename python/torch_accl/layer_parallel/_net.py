@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from ._blocks import Kind, draw_from, mixed
+from ._blocks import Kind, drawing_from, mixed
 from ._drawing import Drawing, draw_for
+from ._own import own_generator, warn_of_other_threads
 from ._tree import Form, Leaf, form_of, ordered
 
 __all__ = [
@@ -126,6 +127,8 @@ class Layers:
         # The modules at the last look, and how often others stood in their places.
         self._seen: list[weakref.ref[nn.Module]] = []
         self._changes = 0
+        # Those that have drawn no random numbers when they were evaluated for good.
+        self.quiet: set[int] = set()
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -224,6 +227,10 @@ class Evaluation:
         self.keeps_graph = keeps_graph
         self._key = mixed(layers.seed, *key)
         self._seeds: dict[tuple[int, int], int] = {}
+        # The layers that have drawn from a generator of ours.
+        self._drew: set[int] = set()
+        # The last evaluation, and the states of generators after it: None before there is one, and empty once they have been looked at.
+        self._left: tuple[int, int, States] | tuple[()] | None = None
         # A backward pass may run where autocast is another one.
         self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self._buffered: dict[int, bool] = {}
@@ -232,17 +239,26 @@ class Evaluation:
 
     def for_now(self, layer: int, span: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
         """What a layer returns; it leaves no trace."""
-        self._draw_anew(layer, micro_batch)
         with torch.no_grad():
             extra = self.beside.of(layer, micro_batch)
             given = [] if extra is None else extra.leaves
             arguments = self._arguments(layer, span, form, states, constants, extra, given)
-            return self._call(layer, span, *arguments, self._copies(layer))
+            quiet, default = self.layers.quiet, torch.default_generator
+            if layer in quiet and own_generator() is not None:
+                # It has never drawn on the CPU, and most layers never do.
+                self._begin_drawing(layer, micro_batch)
+                before = default.get_state()
+                returned = self._call(layer, span, *arguments, self._copies(layer))
+                if torch.equal(before, default.get_state()):
+                    return returned
+                # Another thread has, or the layer: then this was not to be.
+                quiet.discard(layer)
+            with self._drawing(layer, micro_batch):
+                return self._call(layer, span, *arguments, self._copies(layer))
 
     def for_good(self, layer: int, micro_batch: int, form: Form, after: Form, states: States, constants: States) -> Any:
         """What a layer returns, with the graph that its adjoint needs if there will be one."""
         if not self.is_recorded or not self._keeps(layer):
-            self._draw_anew(layer, micro_batch)
             with torch.no_grad():
                 extra = self.beside.of(layer, micro_batch)
                 arguments = self._arguments(
@@ -250,7 +266,8 @@ class Evaluation:
                 )
                 buffers = self._copies(layer) if self.is_recorded or self.leaves_no_trace else {}
                 others = {name: buffer.clone() for name, buffer in buffers.items()} if self.leaves_no_trace else {}
-                returned = self._call(layer, 1, *arguments, others)
+                with self._drawing(layer, micro_batch, is_final=True):
+                    returned = self._call(layer, 1, *arguments, others)
             if self.is_recorded:
                 record = Record([state.detach() for state in states], constants, form, after, buffers=buffers)
                 record.versions = [0 if state.is_inference() else state._version for state in record.states]
@@ -295,7 +312,6 @@ class Evaluation:
                     others.setdefault(name, parameter)
             kept = {name: buffer.clone() for name, buffer in record.buffers.items()}
             others |= kept or self._copies(layer)
-        self._draw_anew(layer, micro_batch)
         # Anew, it is to be as it was, whatever autocast is around the backward pass.
         kind, (enabled, dtype) = self.device.type, self._autocast
         autocast: AbstractContextManager[Any] = (
@@ -308,7 +324,8 @@ class Evaluation:
                 given = [leaf.detach() for leaf in extra.leaves]
                 graph.extras = [given[place].requires_grad_() for place in extra.wanted]
             arguments = self._arguments(layer, span, record.before, graph.inputs, record.constants, extra, given)
-            return graph, self._call(layer, span, *arguments, others)
+            with self._drawing(layer, micro_batch, is_final=leaves_trace):
+                return graph, self._call(layer, span, *arguments, others)
 
     def _arguments(
         self,
@@ -351,13 +368,58 @@ class Evaluation:
             return {}
         return {name: buffer.clone() for name, buffer in self.modules[layer].named_buffers()}
 
-    def _draw_anew(self, layer: int, micro_batch: int) -> None:
+    @contextmanager
+    def _drawing(self, layer: int, micro_batch: int, *, is_final: bool = False) -> Iterator[None]:
+        """A call of a layer draws the numbers that are its own in this batch."""
+        self._look_for_other_threads(layer, micro_batch)
+        seed = self._begin_drawing(layer, micro_batch)
+        if own_generator() is not None and any(_is_compiled(module) for module in self.modules[layer].modules()):
+            # Its operations cannot be seen one by one: the default generator is its own for as long as it runs.
+            before = torch.default_generator.get_state()
+            torch.default_generator.manual_seed(seed)
+            try:
+                yield
+            finally:
+                torch.default_generator.set_state(before)
+            return
+        with drawing_from(seed) as numbers:
+            yield
+        self._left = (layer, micro_batch, self._default_states()) if self._left is None else ()
+        if numbers is None:
+            return
+        if numbers.has_drawn:
+            self._drew.add(layer)
+            self.layers.quiet.discard(layer)
+        elif is_final and layer not in self._drew:
+            self.layers.quiet.add(layer)
+
+    def _begin_drawing(self, layer: int, micro_batch: int) -> int:
+        """The seed of a layer. What is changed here is put back when the solve is over."""
         seed = self._seeds.get((layer, micro_batch))
         if seed is None:
             seed = self._seeds[layer, micro_batch] = mixed(self._key, layer, micro_batch)
-        # Both are put back when the solve is over.
-        draw_from(seed, has_cuda=self.device.type == "cuda")
         draw_for(Drawing(self._key, layer, micro_batch))
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        return seed
+
+    def _look_for_other_threads(self, layer: int, micro_batch: int) -> None:
+        """Between a layer and the next one nothing of ours draws. Once in a batch, that is cheap to see."""
+        if not self._left:
+            return
+        before, part, states = self._left
+        if (before + 1, micro_batch) == (layer, part):
+            if any(not torch.equal(old, new) for old, new in zip(states, self._default_states())):
+                warn_of_other_threads()
+            self._left = ()
+        else:
+            # Another pair, then.
+            self._left = None
+
+    def _default_states(self) -> States:
+        """Of the default generators that layers draw from."""
+        states = [] if own_generator() is not None else [torch.default_generator.get_state()]
+        return [*states, torch.cuda.get_rng_state()] if self.device.type == "cuda" else states
 
     # ---- the other way
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...layer_parallel._blocks import mixed
 from ...layer_parallel._drawing import Drawing, drawn_for
+from ...layer_parallel._own import SEEDING_THEMSELVES
 
 __all__ = ["LPBatchNorm2d", "LPDropout"]
 
@@ -117,5 +118,7 @@ _OPERATORS = torch.library.Library("torch_accl_torchbraid", "DEF")  # type: igno
 _OPERATORS.define(  # type: ignore[no-untyped-call]
     "sample_mask(Tensor like, float p, int t) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
 )
+# It asks for the layer that it is in.
+SEEDING_THEMSELVES.add("torch_accl_torchbraid::sample_mask")
 for _device, _body in (("CPU", _sample_mask), ("CUDA", _sample_mask), ("Meta", _form_of_mask)):
     _OPERATORS.impl("sample_mask", _body, _device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,125 @@
+"""Random numbers of layers while other threads draw from torch's default generator, which belongs to the whole process.
+
+Owns when that is so, and the generator from which layers draw then: their masks do not depend on what other threads do, and what those draw is theirs. The numbers are the
+same bits as those of the default generator.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["SEEDING_THEMSELVES", "OwnNumbers", "own_generator", "warn_of_other_threads", "with_own_generator"]
+
+
+# Operators that are tagged as random and draw from no default generator.
+SEEDING_THEMSELVES: set[str] = set()
+
+_now: ContextVar[torch.Generator | None] = ContextVar("torch_accl_own_generator", default=None)
+
+
+def own_generator() -> torch.Generator | None:
+    """What layers draw from on a CPU in place of the default generator; None while this thread is the only one."""
+    return _now.get()
+
+
+@contextmanager
+def with_own_generator() -> Iterator[bool]:
+    """Layers draw from a generator of their own meanwhile, if there are other threads; says whether it is so."""
+    # Of threads that run Python, each once.
+    has_others = len(sys._current_frames()) > 1
+    token = _now.set(torch.Generator("cpu") if has_others else None)
+    try:
+        yield has_others
+    finally:
+        _now.reset(token)
+
+
+class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Random operations on a CPU, of this thread, draw from one generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+        # Whether there was any.
+        self.has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_random(func) or not _is_on_cpu(args, kwargs):
+            return func(*args, **kwargs)
+        self.has_drawn = True
+        if kwargs.get("generator") is not None or any(isinstance(each, torch.Generator) for each in args):
+            # One that the layer has chosen.
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.native_dropout.default:
+            return self._dropout(*args, **kwargs)
+        taking = _taking_generator(func)
+        if taking is not None:
+            return taking(*args, **kwargs, generator=self._generator)
+        with self:
+            found = func.decompose(*args, **kwargs)
+        return self._swapped(lambda: func(*args, **kwargs)) if found is NotImplemented else found
+
+    def _dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        """As torch has it on a CPU, with a generator."""
+        if train is False:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=self._generator)
+        return x.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+    def _swapped(self, call: Callable[[], Any]) -> Any:
+        """Of an operation that takes no generator: the default one is ours for as long as it runs."""
+        default = torch.default_generator
+        before = default.get_state()
+        default.set_state(self._generator.get_state())
+        try:
+            return call()
+        finally:
+            self._generator.set_state(default.get_state())
+            default.set_state(before)
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags and func.name() not in SEEDING_THEMSELVES
+
+
+@functools.cache
+def _taking_generator(func: Any) -> Any:
+    """The operation, or an overload of it, with an argument `generator`."""
+    own = {argument.name for argument in func._schema.arguments}
+    if "generator" in own:
+        return func
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        if {argument.name for argument in other._schema.arguments} == own | {"generator"}:
+            return other
+    return None
+
+
+def _is_on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is None:
+        device = next((each.device for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), "cpu")
+    return torch.device(device).type == "cpu"
+
+
+@functools.cache
+def warn_of_other_threads() -> None:
+    """Once in a process."""
+    warnings.warn(
+        "layer-parallel training: another thread draws from torch's default generator while layers are evaluated, so masks of dropout differ between iterations and that "
+        "thread's numbers repeat; let it draw from a torch.Generator of its own",
+        stacklevel=2,
+    )
