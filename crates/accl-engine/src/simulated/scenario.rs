@@ -586,16 +586,16 @@ impl Scenario {
         (rng.below(2) == 0).then_some(Fault::Kill { process, at: at + rng.below(at) })
     }
 
-    /// In a third of the worlds with lanes and faults the first lane of two processes loses its wire, and nothing else happens: what that lane would
+    /// In half of the worlds with lanes and faults the first lane of two processes loses its wire, and nothing else happens: what that lane would
     /// notify the other process of has to come over other lanes. Draws for itself.
     fn draw_cut_of_first_lane(&self) -> Option<Fault> {
         let mut rng = Rng::new(self.seed ^ 0xc07);
         rng.next_u64();
         let first_wires = (self.wires.len() / self.lanes) as u64;
         // While calls are in flight.
-        let at = 1 << (10 + rng.below(12));
+        let at = 1 << (14 + rng.below(6));
         let cut = Fault::Cut { wire: rng.below(first_wires) as usize, at: at + rng.below(at) };
-        (self.lanes > 1 && rng.below(3) == 0).then_some(cut)
+        (self.lanes > 1 && rng.below(2) == 0).then_some(cut)
     }
 
     fn draw_fault(&self, rng: &mut Rng) -> Fault {

@@ -13,6 +13,8 @@ const WORLD: u32 = 32;
 const STRANGERS: [u32; 4] = [3, 5, 17, 29];
 /// Far shorter than any deadline here.
 const SOON: Duration = Duration::from_secs(10);
+/// By then other processes have found out whatever they can.
+const LATER: Duration = Duration::from_secs(2);
 
 fn world(world: u32, fabric: Fabric) -> World {
     World::new(WorldOptions::new(world).over(fabric).timeout(Duration::from_secs(30)))
@@ -348,7 +350,7 @@ fn receive_from_any_while_others_leave(ranks: u32, sender: usize, leaves: impl F
                 assert_eq!(data, [5]);
             } else if member.rank == sender {
                 // Long after it is known that the others cannot be reached.
-                std::thread::sleep(2 * SOON);
+                std::thread::sleep(LATER);
                 send(&member, 0, 5).unwrap();
             }
             left.wait();
@@ -448,7 +450,7 @@ fn once_all_are_linked_the_threads_that_make_links_sleep() {
                 // tests of this program run in processes of their own.
                 let is_quiet = (0..8).any(|_| {
                     let before = sleeps_of_connectors();
-                    std::thread::sleep(SOON);
+                    std::thread::sleep(LATER / 2);
                     sleeps_of_connectors() == before
                 });
                 assert!(is_quiet, "{fabric:?}");
