@@ -347,6 +347,57 @@ def test_functions_that_were_registered_before_the_group_may_use_it_at_exit(end)
 
 
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+def test_a_rank_that_dies_of_an_error_lets_its_peers_know_before_functions_of_its_exit(tmp_path):
+    """The peer learned of it once the functions had run that were registered before the group, however long they took."""
+    os.mkfifo(tmp_path / "go_on")
+    code = (
+        f"import atexit\natexit.register(lambda: print(open('{tmp_path}/go_on').read(), flush=True))"
+        + HEAD
+        + """
+if rank == 1:
+    raise ValueError("died of it")
+try:
+    dist.recv(tensor, 1)
+except RuntimeError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+    )
+    first, second = start_script(code, world=2)
+    first.wait(60)
+    assert "rank 1" in first.stdout and second.exitcode is None, (first.stdout, second.stderr)
+    (tmp_path / "go_on").write_text("late")
+    assert second.wait(60) == 1 and "died of it" in second.stderr and second.stdout == "late\n"
+
+
+ENDING = "from torch_accl._transports import add_finish\nadd_finish(lambda: print('finished', flush=True))"
+UNCOMPARABLE = """
+import atexit
+class Uncomparable:
+    def __call__(self): print("called", flush=True)
+    def __eq__(self, other): raise ValueError("no comparison")
+"""
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+def test_transports_end_in_a_process_that_made_no_group():
+    [script] = run_script(ENDING, world=1)
+    assert (script.exitcode, script.stdout, script.stderr) == (0, "finished\n", "")
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_exit_function_that_cannot_be_compared_does_not_keep_the_engine_from_its_end(order):
+    register = "atexit.register(Uncomparable())"
+    parts = {"before": [UNCOMPARABLE, register, ENDING], "after": [UNCOMPARABLE, ENDING, register]}[order]
+    [script] = run_script("\n".join(parts), world=1)
+    assert script.exitcode == 0 and "finished" in script.stdout and "called" in script.stdout, (
+        script.stdout,
+        script.stderr,
+    )
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 def test_a_rank_that_ends_does_not_wait_for_a_child_that_waits_for_it(tmp_path):
     """multiprocessing waits for its children at exit, and this one waits for a message of its parent."""
     code = f"""

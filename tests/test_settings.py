@@ -53,6 +53,9 @@ def test_a_variable_that_is_not_ours_is_one_warning_on_rank_0_and_no_error():
     env = {"ACCL_DEVICE_ID": "0", "ACCL_PROFILER_OUTPUT_DIR": "/tmp", "ACCL_TX_DEPTH": "512", "ACCL_DB_PATH": "/tmp/db"}
 
     def body(rank):
+        # Each is the first rank of a group of its own.
+        for alone in (0, 1):
+            dist.new_group([alone])
         # A second engine in this process repeats no warning.
         dist.destroy_process_group()
         init_group()

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Backend
 
 from . import _native
 from ._options import Options
-from ._transports import announce_transports, find_sidestep, find_transports, finish_transports
+from ._transports import announce_transports, find_sidestep, find_transports, finish_transports, has_finishes
 
 __all__ = [
     "NAME",
@@ -175,12 +175,19 @@ def _warn_of_cgx() -> None:
         )
 
 
+def _error_of_the_end() -> BaseException | None:
+    """The error by which the program ends, if it does; `SystemExit` is none."""
+    # A child of multiprocessing comes here while its error is on the way.
+    error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return None if isinstance(error, SystemExit) else error
+
+
 def _end() -> None:
     """Ends the engine. Calls in flight may end well first, unless the program ends by an error: others may wait for it."""
-    # A child of multiprocessing comes here while its error is on the way.
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    _runtime.shutdown(await_calls=error is None or isinstance(error, SystemExit))
-    finish_transports()
+    try:
+        _runtime.shutdown(await_calls=_error_of_the_end() is None)
+    finally:
+        finish_transports()
 
 
 class _OursAndLater:
@@ -203,30 +210,52 @@ def _end_last() -> None:
     """Ends the engine after the exit functions that were registered before this one, which may use a group.
 
     Python runs exit functions in the reverse order, and takes none at the front. The exit function of multiprocessing comes after the engine's
-    end: it waits for child processes, which may wait for what the end of this rank lets them know.
+    end: it waits for child processes, which may wait for what the end of this rank lets them know. A program that ends by an error ends the
+    engine at once: its peers wait.
     """
-    if not _has_connected:
+    if _error_of_the_end() is not None:
+        _end()
+        return
+    if not _has_connected and not has_finishes():
         return
     if sys.version_info >= (3, 14):
-        # They are called from a copy of Python's list: the end of both is ours.
-        entries = [each for each in gc.get_referrers(_end_last) if isinstance(each, tuple) and each[0] is _end_last]
-        lists = [each for entry in entries for each in gc.get_referrers(entry) if isinstance(each, list)]
-        for each in lists:
-            each[:] = [entry for entry in each if entry[0] is not _await_children]
-            each.append((_end_before_children, (), None))
-        if not lists:
-            _end()
+        is_listed = False
+        try:
+            is_listed = _list_end_last()
+        finally:
+            if not is_listed:
+                _end()
     else:
-        # What has run is still among them, and would run once more.
-        atexit.unregister(_OursAndLater())  # type: ignore[arg-type]
-        atexit.unregister(_await_children)
-        atexit._run_exitfuncs()
-        _end_before_children()
+        # An exit function whose comparison raises ends this here, too.
+        try:
+            # What has run is still among them, and would run once more.
+            atexit.unregister(_OursAndLater())  # type: ignore[arg-type]
+            atexit.unregister(_await_children)
+            atexit._run_exitfuncs()
+        finally:
+            _end_before_children()
+
+
+def _list_end_last() -> bool:
+    """Puts the engine's end behind all exit functions that Python is about to call; `False`: their list was not found."""
+    # The search passes over objects that a program has frozen.
+    gc.unfreeze()
+    # They are called from a copy of Python's list: the end of both is ours.
+    entries = [each for each in gc.get_referrers(_end_last) if isinstance(each, tuple) and each[0] is _end_last]
+    lists = [each for entry in entries for each in gc.get_referrers(entry) if isinstance(each, list)]
+    # That of this function refers to the entries as well.
+    lists = [each for each in lists if each is not entries]
+    for each in lists:
+        each[:] = [entry for entry in each if entry[0] is not _await_children]
+        each.append((_end_before_children, (), None))
+    return bool(lists)
 
 
 def _end_before_children() -> None:
-    _end()
-    _await_children()
+    try:
+        _end()
+    finally:
+        _await_children()
 
 
 def _end_with_child() -> None:

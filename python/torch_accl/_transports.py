@@ -23,6 +23,7 @@ __all__ = [
     "find_transports",
     "finish_transports",
     "get_include",
+    "has_finishes",
     "lend_communicator",
     "register_transport",
 ]
@@ -78,6 +79,11 @@ def finish_transports() -> None:
     """Ends the transports that want it, the last first: the engine has ended."""
     while _finishes:
         _finishes.pop()()
+
+
+def has_finishes() -> bool:
+    """Whether a transport wants to be ended."""
+    return bool(_finishes)
 
 
 def lend_communicator(communicator: Any) -> None:

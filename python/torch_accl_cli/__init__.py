@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from torch_accl_launch.meeting import fill_standard_streams
+
 from . import algorithms, bench, codecs, config, device, emulator, info, plan, run, simulate
 from ._package import CannotLoad
 from ._wrong import WrongInput
@@ -24,7 +26,7 @@ COMMANDS = (config, algorithms, codecs, info, run, bench, simulate, plan, device
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, 1 when what it did failed, 2 when it cannot be done as asked."""
-    _fill_standard_streams()
+    fill_standard_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     # Its arguments, `--help` among them, are for another parser.
     is_emulator = arguments[:1] == [emulator.NAME]
@@ -41,16 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Who read the output has seen enough; Python would say more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _fill_standard_streams() -> None:
-    """Opens /dev/null for each standard stream that the process was started without, so that no other file gets its number."""
-    for stream in (0, 1, 2):
-        try:
-            os.fstat(stream)
-        except OSError:
-            # The system gives the lowest free number, which is this one.
-            os.open(os.devnull, os.O_RDWR)
 
 
 class _Parser(argparse.ArgumentParser):

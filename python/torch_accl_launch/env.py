@@ -7,6 +7,7 @@ MASTER_ADDR is unset. With it, torch's own serves. Owns how a store is found; ho
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import socket
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlparse
 
 from .jobs import job, slurm_job
-from .meeting import Meeting, above_standard_streams, port_of
+from .meeting import Meeting, above_standard_streams, fill_standard_streams, port_of
 from .places import LaunchError, Place, expand, place
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ def find_store(found: Place, timeout: timedelta) -> Store:
         TimeoutError: not all ranks came in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
+    # torch's stores take the numbers that they get.
+    fill_standard_streams()
     name = job(found.launcher, os.environ)
     kept: socket.socket | None = None
     store: Store
@@ -166,7 +169,7 @@ def _listen_here(timeout: timedelta) -> TCPStore:
     with above_standard_streams(socket.create_server((_THIS_HOST, 0))) as listener:
         port = listener.getsockname()[1]
         # The store closes what it is given.
-        fd = os.dup(listener.fileno())
+        fd = fcntl.fcntl(listener.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
         return TCPStore(_THIS_HOST, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
 
 

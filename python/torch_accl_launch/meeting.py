@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from .places import LaunchError, Place
 
-__all__ = ["Meeting", "above_standard_streams", "port_of"]
+__all__ = ["Meeting", "above_standard_streams", "fill_standard_streams", "port_of"]
 
 # Between two looks for a socket that is not there yet; and until somebody hears what is waited for.
 _LOOK_AGAIN_S = 0.01
@@ -178,6 +178,16 @@ def above_standard_streams(made: socket.socket) -> socket.socket:
     """The socket at a number that is none of a standard stream: in a process that was started without them, what it prints must not go there."""
     with made:
         return socket.socket(fileno=fcntl.fcntl(made.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+
+
+def fill_standard_streams() -> None:
+    """Opens /dev/null for each standard stream that the process was started without, so that no other file gets its number."""
+    for stream in (0, 1, 2):
+        try:
+            os.fstat(stream)
+        except OSError:
+            # The system gives the lowest free number, which is this one.
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _say(peer: socket.socket, what: dict[str, object]) -> None:

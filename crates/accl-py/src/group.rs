@@ -9,7 +9,7 @@ use std::time::Duration;
 use accl_engine::{
     Blocks, Call, CallDesc, Engine, GroupRole, GroupSpec, Mode, Phases, Ran, TensorDesc, Waited as EngineWaited,
 };
-use accl_types::config::{Config, ProfileNames};
+use accl_types::config::{Config, LogLevel, ProfileNames};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
 
@@ -27,6 +27,8 @@ use crate::ticket::Ticket;
 
 /// Name in place of an option's: why Python cannot make the group on this rank, so that the others learn it.
 const REFUSAL: &str = "refusal";
+/// The option of the log's level.
+const LOG: &str = "log";
 /// How long a call that was aborted may take to end.
 const STOPPING: Duration = Duration::from_secs(1);
 
@@ -38,7 +40,7 @@ pub struct Runtime(Mutex<Slot>);
 struct Slot {
     engine: Option<Arc<Engine>>,
     has_made_groups: bool,
-    /// The variables that have no effect were reported.
+    /// It is settled whether this process reports the variables that have no effect.
     has_warned: bool,
     /// The process that the engine belongs to: a forked child makes its own.
     pid: u32,
@@ -53,8 +55,9 @@ impl Slot {
             *self = Self { pid, ..Self::default() };
         }
         let engine = self.engine.get_or_insert_with(|| open(config.clone())).clone();
-        // Launchers give all ranks the same variables, and one of them reports it.
-        if rank == 0 && !std::mem::replace(&mut self.has_warned, true) {
+        // Launchers give all ranks the same variables, and one of them reports it. A process's first group decides: of sub-groups, many
+        // processes are the first rank.
+        if !std::mem::replace(&mut self.has_warned, true) && rank == 0 {
             log::warn_of_unused_variables();
         }
         engine
@@ -321,8 +324,22 @@ fn config(args: &GroupArgs) -> Result<Config> {
 /// Lets the other ranks know why this one cannot make the group.
 fn refuse(args: &GroupArgs, store: &ffi::StoreRef, error: &Error) {
     if let Ok(spec) = spec_of(Config::default(), args) {
-        accl_engine::refuse_group(&spec, &TorchStore::new(store), error, &mut ffi::python_interrupted);
+        // There may be no engine yet that prints what is said.
+        log::during(log_level(args), || {
+            accl_engine::refuse_group(&spec, &TorchStore::new(store), error, &mut ffi::python_interrupted);
+        });
     }
+}
+
+/// What is to be printed of a group whose settings are refused.
+fn log_level(args: &GroupArgs) -> LogLevel {
+    let mut config = Config::default();
+    let options = args.settings.chunks_exact(2).filter(|pair| pair[0] == LOG).map(|pair| pair[1].clone());
+    for level in std::env::var("ACCL_LOG").into_iter().chain(options) {
+        // A wrong one leaves the default.
+        let _ = config.set_option(LOG, &level);
+    }
+    config.log
 }
 
 fn spec_of(config: Config, args: &GroupArgs) -> Result<GroupSpec> {

@@ -50,7 +50,9 @@ impl Fd {
         with_higher_limit(|| {
             without_forks(|registry| {
                 let (one, other) = make()?;
-                Ok((registry.adopt(one)?, registry.adopt(other)?))
+                // Both before one is registered: to drop a registered one takes the lock that is held here.
+                let (one, other) = (above_standard_streams(one)?, above_standard_streams(other)?);
+                Ok((registry.register(one), registry.register(other)))
             })
         })
     }
@@ -116,9 +118,12 @@ impl Registry {
     /// # Errors
     /// It has such a number and no other could be had.
     pub(crate) fn adopt(&mut self, fd: OwnedFd) -> Result<Fd, Errno> {
-        let fd = above_standard_streams(fd)?;
+        Ok(self.register(above_standard_streams(fd)?))
+    }
+
+    fn register(&mut self, fd: OwnedFd) -> Fd {
         self.fds.push(fd.as_raw_fd());
-        Ok(Fd { raw: ManuallyDrop::new(fd), generation: fork_generation() })
+        Fd { raw: ManuallyDrop::new(fd), generation: fork_generation() }
     }
 
     fn forget(&mut self, raw: RawFd) {

@@ -97,6 +97,8 @@ class ProcessGroupCCL(dist.ProcessGroup):
         if not 0 <= rank < size:
             raise ValueError(f"ProcessGroupCCL(rank={rank}, size={size}): expected a rank from 0 to size - 1")
         super().__init__(rank, size)
+        # Groups of one store are of one job, and it is known by its address: no other store may get that.
+        self._store = store
         wanted = _DistributedBackendOptions()
         wanted.store, wanted.group_rank, wanted.group_size = store, rank, size
         wanted.timeout = default_pg_timeout if timeout is None else timeout

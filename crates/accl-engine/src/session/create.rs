@@ -100,19 +100,37 @@ fn agreed_text(spec: &GroupSpec, url: Option<&DeviceUrl>) -> String {
 /// Lets the other ranks of a group fail with the cause for which this one cannot make it, once all have come; waits for them a while, at most until
 /// the group's deadline.
 pub fn refuse_group(spec: &GroupSpec, store: &dyn Store, error: &Error, interrupt: &mut dyn FnMut() -> bool) {
+    refuse_among(&Makings::default(), spec, store, error, interrupt);
+}
+
+/// As [`refuse_group`], in a process that makes these groups.
+fn refuse_among(
+    makings: &Makings,
+    spec: &GroupSpec,
+    store: &dyn Store,
+    error: &Error,
+    interrupt: &mut dyn FnMut() -> bool,
+) {
     if spec.world < 2 || spec.rank.0 >= spec.world {
         return;
     }
     // Without an identity there is no session to lead or to answer.
     let Ok(mine) = RankInfo::of_no_endpoint() else { return };
-    let (label, makings) = (launch_label(), Makings::default());
-    let deadline = Instant::now() + spec.timeout.min(REFUSAL);
-    let mut meeting = Meeting::new(spec, store, &mine, &label, &makings, deadline).refusing(error);
+    let (label, wait) = (launch_label(), spec.timeout.min(REFUSAL));
+    tracing::warn!(
+        group = spec.name,
+        "rank {} cannot make the group: {}; it waits {} s at most for the other ranks, which fail with this",
+        spec.rank,
+        error.message,
+        wait.as_secs()
+    );
+    let mut meeting = Meeting::new(spec, store, &mine, &label, makings, Instant::now() + wait).refusing(error);
     // What comes of it is known: the meeting ends with this rank's own cause, or the others have not come.
     let _ = meeting.gather(&mut || match interrupt() {
         true => Err(Error::aborted("interrupted while the others were notified")),
         false => Ok(()),
     });
+    meeting.leave_hint();
     meeting.give_up(error);
 }
 
@@ -154,7 +172,7 @@ impl Engine {
             Err(error) => {
                 // In a forked child the parent's rank meets the others.
                 if !self.is_forked() {
-                    refuse_group(spec, store, &error, interrupt);
+                    refuse_among(&self.makings, spec, store, &error, interrupt);
                 }
                 return Err(error);
             }

@@ -21,7 +21,7 @@ pub trait Store {
     /// Deletes a value, if there is one. `false` when nothing was deleted, as by a store that cannot delete.
     fn delete(&self, key: &str) -> Result<bool>;
     /// Number of the store beneath all prefixes, in this process: the same for all groups of a job, and another one for each store that is open
-    /// at the same time.
+    /// at the same time. Where it is an address, who makes groups keeps the store for as long as these: torch does so for its groups.
     fn identity(&self) -> u64;
 }
 

@@ -414,6 +414,21 @@ fn a_rank_that_fails_after_the_meeting_tells_the_others_at_once() {
 }
 
 #[test]
+fn ranks_that_come_when_a_refusing_rank_has_gone_quote_its_cause_at_their_deadline() {
+    for (refusing, late) in [(0, 1), (1, 0), (1, 2), (2, 1)] {
+        let store = MemoryStore::default();
+        let soon = |rank| GroupSpec { timeout: Duration::from_millis(50), ..spec("g", rank, WORLD, &[]) };
+        let cause = Error::configuration("no interface has that name");
+        accl_engine::refuse_group(&soon(refusing), &store, &cause, &mut || false);
+        let engine = engine();
+        let Err(error) = engine.create_group(soon(late), &store, &mut || false) else { panic!("made") };
+        let quoted = format!("rank {refusing} was here and failed: no interface has that name");
+        assert!(error.kind == ErrorKind::Timeout && error.message.contains(&quoted), "{error}");
+        engine.shutdown();
+    }
+}
+
+#[test]
 fn a_rank_that_is_interrupted_while_it_waits_tells_the_others_at_once() {
     for victim in 0..2 {
         let store = MemoryStore::default();

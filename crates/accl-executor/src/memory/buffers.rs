@@ -210,11 +210,23 @@ impl Buffers {
     /// The collective is done elsewhere, with the memory that was prepared for it.
     pub(crate) fn offload(&mut self, desc: &CallDesc) {
         let Some(by) = &desc.offload else { return };
-        let works_in_place =
-            matches!(desc.collective, Collective::AllReduce | Collective::Reduce | Collective::Broadcast);
-        let inputs = match desc.inputs.is_empty() && works_in_place {
-            true => dense_blocks(&desc.outputs, &self.outputs),
-            false => dense_blocks(&desc.inputs, &self.inputs),
+        let inputs = match desc.collective {
+            // What is contributed may be a scaled copy.
+            Collective::AllReduce | Collective::Reduce if desc.inputs.is_empty() => {
+                dense_blocks(&desc.outputs, &self.inputs)
+            }
+            Collective::Broadcast if desc.inputs.is_empty() => dense_blocks(&desc.outputs, &self.outputs),
+            Collective::AllReduce
+            | Collective::Reduce
+            | Collective::Broadcast
+            | Collective::ReduceScatter
+            | Collective::AllGather
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::AllToAll
+            | Collective::Barrier
+            | Collective::Send
+            | Collective::Recv => dense_blocks(&desc.inputs, &self.inputs),
         };
         let collective = ExternalCollective {
             collective: desc.collective,

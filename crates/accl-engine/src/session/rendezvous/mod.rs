@@ -35,7 +35,8 @@
 //! after two seconds: the store is its process's as a rule, and ends with it.
 //!
 //! A rank that cannot even publish an endpoint says so in place of its info. When all ranks have answered the leader writes that in place of the
-//! roster, and all fail with it. The rank itself waits for this ten seconds at most.
+//! roster, and all fail with it. The rank itself waits for this ten seconds at most. If not all have come by then, it leaves its cause under a fixed
+//! name, as a hint: ranks that come later still wait for a group, and quote the hint if there is none at their deadline.
 //!
 //! A member of the job's own group that is seen to have gone, on a link that exists already, ends the making of a
 //! sub-group at once: it will not come back into this job.
@@ -301,6 +302,15 @@ impl<'a> Meeting<'a> {
         self.concluded = true;
         self.clean_up(&session).unwrap_or_else(|why| tracing::debug!("keys stay in the store: {why}"));
         Ok(Outcome::Made)
+    }
+
+    /// Of a rank that takes part to refuse: writes why for ranks that come when it has gone. They still wait for a group, since another process
+    /// may have its place by then, and quote this when they have waited in vain.
+    pub(crate) fn leave_hint(&self) {
+        if let Some(cause) = self.refusal.as_ref().filter(|_| self.complete.is_none()) {
+            // Without a hint the others name the rank alone.
+            let _ = self.store.set(&refused(&self.keys, self.spec.rank.0), refusal_to_text(cause).as_bytes());
+        }
     }
 
     /// Tells the others why there will be no group, unless they know.
@@ -787,7 +797,16 @@ impl<'a> Meeting<'a> {
         if let Some((_, process)) = self.beaten_by.last() {
             what += &format!(" (rank {mine} is taken in its group, by {process})");
         }
+        if let Some(cause) = (0..world).filter(|&rank| rank != mine).find_map(|rank| self.hint(rank)) {
+            what += &format!(" (rank {} was here and failed: {})", cause.origin, cause.text);
+        }
         self.timed_out(&(what + "; start them, or raise the timeout"))
+    }
+
+    /// Why a rank could not make the group that has gone since.
+    fn hint(&self, rank: u32) -> Option<Cause> {
+        let text = self.text(&refused(&self.keys, rank)).ok()??;
+        refusal_from_text(&text).ok()?
     }
 
     fn has_info(&self, session: &str, rank: u32) -> bool {
@@ -854,6 +873,11 @@ fn silent(keys: &str, session: &str) -> String {
 
 fn why_key(keys: &str, session: &str) -> String {
     format!("{keys}/{session}/why")
+}
+
+/// Why a rank could not make the group; of no session.
+fn refused(keys: &str, rank: u32) -> String {
+    format!("{keys}/refused/{rank}")
 }
 
 /// Pauses that grow with the time waited.
