@@ -18,12 +18,13 @@ import pytest
 import torch
 import torch._dynamo  # what optimizers load, which takes seconds: here once, and not in every rank
 import torch.distributed as dist
-from support import BACKEND, on_ranks, run_file, run_script
+from support import BACKEND, gloo_group, on_ranks, run_file, run_script
 from support.launchers import COMMANDS, OF_A_JOB, run_under
 from torch import nn
 from torch.nn import functional
 from torch_accl.compat import torchbraid
 from torch_accl.compat.torchbraid import MPI, mgopt, utils
+from torch_accl.compat.torchbraid._communicator import Comm
 from torch_accl.compat.torchbraid._settings import _has_said
 from torch_accl.layer_parallel import Cycle, LayerParallelError, MGOpt, ode, refined
 from torch_accl.layer_parallel import LayerParallel as Body
@@ -1402,6 +1403,40 @@ def test_buffers_go_between_all_ranks(rank, world):
         comm.Allreduce(MPI.IN_PLACE, tensor, MPI.LAND)
     with pytest.raises(TypeError, match="small letters"):
         comm.Bcast("text")
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("way", ["accl", "gloo"])
+@pytest.mark.parametrize("kind", ["every second", "transposed"])
+def test_buffers_that_are_not_dense_have_their_own_elements(rank, world, way, kind):
+    group = gloo_group() if way == "gloo" else None
+    comm = MPI.COMM_WORLD if group is None else Comm(lambda: group)
+    memory = torch.full((16,), -1.0)
+    buffer = memory[::2] if kind == "every second" else memory.view(4, 4)[:, ::2].t()
+    numbers = torch.arange(8.0).reshape(buffer.shape)
+
+    def filled(by):
+        memory.fill_(-1)
+        buffer.copy_(numbers + by)
+        return buffer
+
+    def holds(wanted):
+        return torch.equal(buffer, wanted) and torch.equal(memory[1::2], torch.full((8,), -1.0))
+
+    comm.Bcast(filled(rank), root=world - 1)
+    assert holds(numbers + world - 1)
+    comm.Allreduce(MPI.IN_PLACE, filled(rank))
+    assert holds(world * numbers + sum(range(world)))
+    found = torch.zeros(8)
+    comm.Allreduce(filled(rank), found)
+    assert torch.equal(found, (world * numbers + sum(range(world))).flatten())
+    request = comm.Isend(filled(rank), dest=(rank + 1) % world)
+    comm.Recv(filled(-9), source=(before := (rank - 1) % world))
+    request.wait()
+    assert holds(numbers + before)
+    gathered = torch.zeros(world, 8)
+    comm.Allgather(filled(rank), gathered)
+    assert torch.equal(gathered, torch.stack([numbers.flatten() + each for each in range(world)]))
 
 
 @on_ranks(1, 2, 3)

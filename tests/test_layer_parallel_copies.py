@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import compression, layer_parallel
-from torch_accl.layer_parallel import LayerParallel, RecurrentParallel, ode, plain
+from torch_accl.layer_parallel import (
+    LayerParallel,
+    LayerParallelError,
+    RecurrentParallel,
+    ode,
+    plain,
+)
+from torch_accl.layer_parallel._copies import hash_of
 
 WORDS, WIDTH, STEPS, ROWS = 331, 96, 20, 6
 TIE = [("layers.0.weight", "layers.5.weight")]
@@ -101,7 +108,9 @@ def copies_of(net):
 
 
 def are_equal(net):
-    return all(torch.equal(copies[0], other) for copies in copies_of(net).values() for other in copies[1:])
+    """Bit for bit: zeros have signs."""
+    bits = [[copy.view(torch.int32) for copy in copies] for copies in copies_of(net).values()]
+    return all(torch.equal(copies[0], other) for copies in bits for other in copies[1:])
 
 
 def trained(net, wrapped, replicas=1, part=0, rate=0.5, count=STEPS):
@@ -281,6 +290,10 @@ def test_copies_that_are_loaded_and_differ_are_refused_on_all_ranks(rank, world,
         net.load_state_dict(saved)
     with pytest.raises(ValueError, match=f"start of batch 0: copies of .*{name}"):
         net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+    if make is tied:
+        # What was refused is not saved, either.
+        with pytest.raises(ValueError, match=rf"state_dict.*copies of .*{name}.* have different values"):
+            net.state_dict()
     net.load_state_dict(make().state_dict())
     net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
 
@@ -353,6 +366,110 @@ def test_copies_on_the_meta_device_are_compared_in_the_first_batch(rank, world):
     net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
 
 
+@on_ranks(3)
+def test_a_net_from_the_meta_device_is_saved_where_a_rank_has_no_copy(rank, world):
+    with torch.device("meta"):
+        net = tied()
+    assert all(value.is_meta for value in net.state_dict().values())
+    net.to_empty(device="cpu")
+    # As a checkpoint is loaded in place.
+    for value in (found := net.state_dict()).values():
+        value.fill_(1.0)
+    net.load_state_dict(found)
+    net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+
+
+@on_ranks(2)
+def test_copies_that_differ_in_signs_of_zeros_become_equal(rank, world):
+    net = tied()
+    for value in net.tied_names():
+        with torch.no_grad():
+            net.get_parameter(value)[:3] = -0.0 if rank else 0.0
+    assert not are_equal(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+    assert are_equal(net)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("make", [tied, recurrent])
+def test_copies_of_other_shapes_or_types_are_refused_on_all_ranks(rank, world, make):
+    net = make()
+    own = net.cell if make is recurrent else net.layers["5"] if rank == world - 1 else None
+
+    def put(module):
+        if make is recurrent:
+            net.cell = module
+        else:
+            net.layers["5"] = module
+
+    if make is recurrent:
+        others = [
+            nn.GRU(WORDS, HIDDEN + 1, batch_first=True),
+            nn.GRU(WORDS, HIDDEN, 2, batch_first=True),
+        ]
+        name = "cell"
+    else:
+        others, name = (
+            [Unembedding(), Unembedding().double()],
+            "layers.0.weight, layers.5.weight",
+        )
+        others[0].weight = nn.Parameter(torch.zeros(WORDS, WIDTH + 3))
+    for other in others:
+        if rank == world - 1:
+            put(other)
+        message = rf"start of batch 0: copies of {name}.* have different shapes or types: .* on rank 0, .* on rank {world - 1} of the layers"
+        with pytest.raises(ValueError, match=message):
+            net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+        if rank == world - 1:
+            put(own)
+        net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+        net.batch = 0
+
+
+@on_ranks(2, 3)
+def test_a_copy_that_a_rank_does_not_find_is_named_on_all_ranks(rank, world):
+    net = tied()
+    if rank == world - 1:
+        own, net.layers["5"] = (
+            net.layers["5"],
+            nn.Linear(WIDTH, WORDS).requires_grad_(False),
+        )
+        del net.layers["5"].weight
+    for call in (
+        lambda: net.step(*batch(net, 0, 1, 0), functional.cross_entropy),
+        net.state_dict,
+    ):
+        with pytest.raises(
+            LayerParallelError,
+            match=rf"rank {world - 1} of the layers failed in .*weight",
+        ):
+            call()
+    if rank == world - 1:
+        net.layers["5"] = own
+    net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
+
+
+@on_ranks(2, 3)
+def test_a_net_with_tied_parameters_is_called_with_other_tensors(rank, world):
+    net = tied()
+    given = {name: (2 * parameter.detach()).requires_grad_() for name, parameter in net.named_parameters()}
+    x, target = batch(net, 0, 1, 0)
+    y = torch.func.functional_call(net, given, (x,))
+    loss = functional.cross_entropy(y, target) if net.is_last else y.sum() * 0
+    loss.backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(2)
+    torch.testing.assert_close(
+        net.step(x, target, functional.cross_entropy),
+        net.wire.pass_on(loss.detach(), world - 1),
+    )
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(given[name].grad, parameter.grad)
+
+
 @on_ranks(2)
 def test_tied_parameters_are_compressed_by_one_key(rank, world):
     net = tied()
@@ -362,3 +479,47 @@ def test_tied_parameters_are_compressed_by_one_key(rank, world):
         state = compression.CompressionState(settings, net)
     assert [state.codec_of(name).split(",")[0] for name in net.tied_names()] == ["maxmin:8"]
     assert net.tied_names() == {f"layers.{5 * rank}.weight": "layers.0.weight"}
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_copy_of_which_one_bit_or_all_signs_differ_has_another_hash(dtype):
+    # One table of several rows, and less than a row after it.
+    count = (3 * 2048 + 256) // dtype.itemsize
+    real = torch.randn(
+        count * (2 if dtype.is_complex else 1),
+        generator=torch.Generator().manual_seed(5),
+    )
+    value = torch.view_as_complex(real.view(-1, 2)) if dtype.is_complex else real.to(dtype)
+    whole = torch.view_as_real(value).flatten() if dtype.is_complex else value
+    bits = whole.view(INTEGERS[whole.itemsize])
+    before = hash_of(value)
+    # Each place of an element in a word, in the table and after it.
+    for place in [*range(16), *range(len(bits) - 16, len(bits))]:
+        for bit in range(8 * bits.itemsize):
+            flip = torch.tensor(1, dtype=bits.dtype) << bit
+            bits[place] ^= flip
+            one = hash_of(value)
+            bits[(place + 101) % len(bits)] ^= flip
+            both = hash_of(value)
+            bits[place] ^= flip
+            bits[(place + 101) % len(bits)] ^= flip
+            assert before not in (one, both) and one != both, (place, bit)
+    assert hash_of(value) == before
+    # Of any length: a table of one, two or four rows as well.
+    for rows in (1, 2, 4, 64):
+        long = torch.ones(rows * 2048 // dtype.itemsize, dtype=dtype)
+        bits = (torch.view_as_real(long).flatten() if dtype.is_complex else long).view(INTEGERS[whole.itemsize])
+        plus = hash_of(long)
+        bits ^= torch.tensor(1, dtype=bits.dtype) << (8 * bits.itemsize - 1)
+        assert hash_of(long) != plus, rows

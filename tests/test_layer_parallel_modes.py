@@ -809,6 +809,14 @@ def test_a_saved_state_that_does_not_fit_changes_nothing(rank, world):
         r"does not fit this net: .*colour": before | {"fwd": before["fwd"] | {"colour": 1}},
         r"does not fit this net: evaluation='auto'": before | {"evaluation": "auto", "mode": "exact-wave"},
         r"does not fit this net: batch=-1": before | {"batch": -1, "mode": "exact-wave"},
+        r"does not fit this net: evaluations=-1": before | {"batch": 3, "evaluations": -1},
+        r"does not fit this net: bwd=.*a guess": before | {"bwd": before["bwd"] | {"start": "guess"}, "batch": 3},
+        r"does not fit this net: .*too many|levels": before
+        | {"fwd": before["fwd"] | {"levels": 9}, "mode": "exact-wave", "batch": 3},
+        r"does not fit this net: mode='slow'": before | {"choices": ((1, "slow", ()),), "batch": 3},
+        r"does not fit this net: not enough values": before | {"choices": ((1, "inexact"),), "batch": 3},
+        r"does not fit this net: could not convert": before
+        | {"choices": ((1, "inexact", (("inexact", "fast"),)),), "batch": 3},
     }
     for text, state in wrong.items():
         with pytest.raises(ValueError, match=text):

@@ -222,6 +222,22 @@ def test_tied_parameters_of_which_some_are_not_trained_are_found_out_on_all_rank
         net.step(x, target, functional.cross_entropy)
 
 
+@on_ranks(3)
+def test_tied_parameters_that_are_refused_keep_no_other_rank_waiting(rank, world):
+    tie = [("layers.0.weight", "layers.1.weight"), ("layers.1.bias", "layers.2.bias")]
+    net = LayerParallel([plain(nn.Linear(WIDTH, WIDTH)) for _ in range(3)], mode="exact-wave", tie=tie)
+    x, target = torch.ones(2, WIDTH), torch.zeros(2, WIDTH)
+    if rank == 0:
+        net.layers["0"].weight.requires_grad_(False)
+    with pytest.raises(
+        LayerParallelError,
+        match="layers.0.weight, layers.1.weight some want a gradient",
+    ):
+        net.step(x, target, functional.mse_loss)
+    net.requires_grad_(True)
+    net.step(x, target, functional.mse_loss)
+
+
 # ---- gradient scaling
 
 

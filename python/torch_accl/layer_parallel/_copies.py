@@ -6,6 +6,7 @@ equal drift apart in their last bits. A batch opens with hashes of all copies. W
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._agreed import exchange
+from ._failures import LayerParallelError, described, sentence
 from ._tree import digest
 from ._wire import Wire
 
@@ -28,10 +30,14 @@ __all__ = ["Copied", "Copies", "hash_of"]
 _ROUNDING = 1e-3
 # The number of a rank that has no copy.
 _NONE = -(1 << 63)
+# Since copies were compared, values came from nobody, or from outside.
+_UNSET, _GIVEN = 1, 2
 # Parts of a message begin at multiples of that, in bytes.
 _ALIGNED = 16
-# Of a table of words of eight bytes.
-_COLUMNS = 256
+# Of a table of words of four bytes.
+_COLUMNS = 512
+# Numbers in a header for each set.
+_PAIRS = 8
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,12 @@ class Copies:
         self._may_round = may_round
         # Whether values came from outside since copies were compared: then a difference is an error.
         self.is_new = False
+        # Whether they are such as nobody has given: after the meta device.
+        self._is_unset = False
+        # What kept this rank from the last look.
+        self._wrong: BaseException | None = None
+        # As many as there are.
+        self._count = len({each.ranks for each in copied()})
         # Names that a warning has named.
         self._warned: set[str] = set()
         # Shards as the optimizer has them, by name and place: FSDP2 puts the whole parameters in their place during a batch.
@@ -90,28 +102,30 @@ class Copies:
 
     def look(self) -> None:
         """Remembers shards. Called before FSDP2 gathers the whole parameters."""
-        for copied in self._copied():
-            for place, parameter in enumerate(copied.mine):
-                if _is_shard(parameter):
-                    self._shards[copied.name, place] = parameter
+        # What is missing is named when the batch opens, on all ranks.
+        with contextlib.suppress(AttributeError):
+            for copied in self._copied():
+                for place, parameter in enumerate(copied.mine):
+                    if _is_shard(parameter):
+                        self._shards[copied.name, place] = parameter
 
     # ---- in a batch
 
     def numbers(self) -> list[int]:
         """Numbers that all ranks reduce to the greatest, which say whether copies are equal: `settle` takes these."""
-        return self._numbers(self._sets())
+        return self._numbers(is_batch=True)
 
     def settle(self, greatest: Sequence[int], what: str) -> None:
         """Makes copies equal that drifted apart. All ranks call it together.
 
         Raises:
-            ValueError: copies differ that were not equal before, on all ranks.
+            ValueError: copies differ that were not equal before, or in their shapes, on all ranks.
+            LayerParallelError: a rank does not find its copies, on all ranks.
         """
-        sets = self._sets()
-        differing = self._differing(sets, greatest)
+        differing = self._differing(greatest, what, is_batch=True)
         if differing and greatest[0]:
             raise ValueError(f"{what}: {self._difference()}")
-        self.is_new = False
+        self.is_new = self._is_unset = False
         for found in differing:
             self._take_lowest(found, what)
 
@@ -125,11 +139,8 @@ class Copies:
         Raises:
             ValueError: copies differ, on all ranks; then the next batch refuses them, too.
         """
-        sets = self._sets(is_batch=False)
-        if not sets:
-            return
-        self.is_new = True
-        differing = self._differing(sets, self._reduced(sets, what))
+        self.is_new, self._is_unset = True, False
+        differing = self._differing(self._reduced(what), what)
         if differing and self._may_round:
             found = [self._from_lowest(each, what) for each in differing]
             largest = [far for each, winners in zip(differing, found) for *_, far in _compared(each, winners)]
@@ -145,13 +156,23 @@ class Copies:
         if differing:
             raise ValueError(f"{what}: {self._difference()}")
         # Of those on the meta device, the first batch says.
-        self.is_new = any(tensor.is_meta for each in sets for mine in each.stored for tensor in mine)
+        self.is_new = self._is_unset = any(
+            tensor.is_meta for each in self._sets(is_batch=False) for mine in each.stored for tensor in mine
+        )
 
     def make_equal(self, what: str) -> None:
-        """Makes copies equal that drifted apart. All ranks call it together."""
-        sets = self._sets(is_batch=False)
-        if sets and not self.is_new:
-            for found in self._differing(sets, self._reduced(sets, what)):
+        """Makes copies equal that drifted apart. All ranks call it together; those that nobody has given values yet stay as they are.
+
+        Raises:
+            ValueError: copies differ whose values came from outside, on all ranks.
+        """
+        # What a rank knows by itself says nothing of the others: some have no copies.
+        greatest = self._reduced(what)
+        differing = self._differing(greatest, what)
+        if differing and greatest[0] == _GIVEN:
+            raise ValueError(f"{what}: {self._difference()}")
+        if greatest[0] != _UNSET:
+            for found in differing:
                 self._take_lowest(found, what)
 
     # ---- comparing
@@ -186,24 +207,40 @@ class Copies:
         evaluated = [list(copied.mine) for copied in found] if is_batch and layout else stored
         return _Set(found, evaluated, stored, layout)
 
-    def _numbers(self, sets: Sequence[_Set]) -> list[int]:
-        found = [int(self.is_new)]
-        for each in sets:
-            stored = _hash_pair(each.stored)
-            evaluated = stored if each.evaluated is each.stored else _hash_pair(each.evaluated)
-            layout = digest(each.layout.encode())
-            found += [*stored, *evaluated, *((layout, -layout) if stored[0] != _NONE else (_NONE, _NONE))]
+    def _numbers(self, *, is_batch: bool) -> list[int]:
+        """Looks at the copies. What is reduced of them: as many numbers on all ranks, whatever goes wrong on one."""
+        self._wrong = None
+        try:
+            sets = self._sets(is_batch=is_batch)
+            if len(sets) != self._count:
+                raise ValueError("the parameters of which other ranks have copies are gone")
+            found = [(_UNSET if self._is_unset else _GIVEN) if self.is_new else 0, 0]
+            for each in sets:
+                stored = _hash_pair(each.stored)
+                evaluated = stored if each.evaluated is each.stored else _hash_pair(each.evaluated)
+                layout = digest(each.layout.encode())
+                found += [*stored, *evaluated, *((layout, -layout) if stored[0] != _NONE else (_NONE, _NONE))]
+                found += _pair_of_forms(each)
+        except Exception as error:
+            self._wrong = error
+            return [0, 1, *[_NONE] * (_PAIRS * self._count)]
         return found
 
-    def _reduced(self, sets: Sequence[_Set], what: str) -> list[int]:
-        numbers = torch.tensor(self._numbers(sets), dtype=torch.int64, device=self._wire.device)
+    def _reduced(self, what: str) -> list[int]:
+        numbers = torch.tensor(self._numbers(is_batch=False), dtype=torch.int64, device=self._wire.device)
         return self._wire.together(numbers, what, is_greatest=True)
 
-    def _differing(self, sets: Sequence[_Set], greatest: Sequence[int]) -> list[_Differing]:
+    def _differing(self, greatest: Sequence[int], what: str, *, is_batch: bool = False) -> list[_Differing]:
         """What the reduced numbers say to differ, the same on all ranks."""
+        if greatest[1]:
+            cause = None if self._wrong is None else f"{what}: {described(self._wrong)}"
+            raise LayerParallelError(sentence(self._wire.gathered(cause))) from self._wrong
+        sets = self._sets(is_batch=is_batch)
         found: list[_Differing] = []
-        for place, each in enumerate(sets):
-            pairs = greatest[1 + 6 * place : 7 + 6 * place]
+        pairs_of = [greatest[2 + _PAIRS * place :][:_PAIRS] for place in range(self._count)]
+        if any(pairs[6] not in (_NONE, -pairs[7]) for pairs in pairs_of):
+            raise ValueError(f"{what}: {self._difference_of_forms(sets)}")
+        for pairs, each in zip(pairs_of, sets):
             stored, evaluated, layout = (pairs[at] not in (_NONE, -pairs[at + 1]) for at in (0, 2, 4))
             if layout:
                 names = ", ".join(copied.name for copied in each.copied)
@@ -215,6 +252,18 @@ class Copies:
             if evaluated and each.evaluated is not each.stored:
                 found.append((each, each.evaluated))
         return found
+
+    def _difference_of_forms(self, sets: Sequence[_Set]) -> str:
+        """Which copies have other shapes or types; all ranks call it together."""
+        of_all = self._wire.gathered([_forms(each) for each in sets])
+        for place, each in enumerate(sets):
+            known = {rank: dict(of_all[rank][place]) for rank in each.ranks}
+            for name in dict.fromkeys(name for forms in known.values() for name in forms):
+                forms = {rank: " and ".join(of_rank.get(name, ["none"])) for rank, of_rank in known.items()}
+                if len(set(forms.values())) > 1 or any(len(of_rank.get(name, [])) > 1 for of_rank in known.values()):
+                    shown = ", ".join(f"{form} on rank {rank}" for rank, form in forms.items())
+                    return f"copies of {name} have different shapes or types: {shown} of the layers; put modules with the same parameters in their places on all ranks"
+        raise AssertionError("forms differ that are the same")
 
     def _difference(self) -> str:
         """Which copies differ; all ranks call it together."""
@@ -297,9 +346,8 @@ def _compared(found: _Differing, winners: Sequence[Tensor]) -> Iterator[tuple[st
     """Copies of this rank that are not the lowest rank's: the name, the copy, the lowest rank's, and how far one is from the other."""
     for copied, tensors, winner in zip(found[0].copied, found[1], winners):
         for copy in tensors:
-            far = _distance(copy, winner)
-            if far > 0 or (far != far and hash_of(copy) != hash_of(winner)):
-                yield copied.name, copy, winner, far
+            if not torch.equal(_bytes(copy), _bytes(winner)):
+                yield copied.name, copy, winner, _distance(copy, winner)
 
 
 @torch.no_grad()
@@ -321,28 +369,56 @@ def _is_shard(parameter: Tensor) -> bool:
     return hasattr(parameter, "placements")
 
 
-# ---- hashes
+# ---- hashes and forms
 
 
-_MASK = (1 << 62) - 1
+def _forms(each: _Set) -> list[tuple[str, list[str]]]:
+    """What each parameter of this rank looks like, by its name: several times where its copies differ."""
+    return [
+        (
+            copied.name,
+            list(dict.fromkeys(f"{str(of.dtype).removeprefix('torch.')}{list(of.shape)}" for of in copied.mine)),
+        )
+        for copied in each.copied
+        if copied.mine
+    ]
+
+
+def _pair_of_forms(each: _Set) -> tuple[int, int]:
+    """A hash of them, and its negative; where copies of this rank differ, of another number."""
+    forms = _forms(each)
+    if not forms:
+        return _NONE, _NONE
+    found = digest(repr(forms).encode())
+    return found, -found if all(len(form) == 1 for _, form in forms) else 1 - found
+
+
+_MASK = (1 << 63) - 1
 
 
 def hash_of(parameter: Tensor) -> int:
-    """62 bits of its values, the same for the same ones on any processor."""
-    raw = parameter.detach().contiguous()
-    raw = (torch.view_as_real(raw.resolve_conj()) if raw.is_complex() else raw).flatten()
-    if raw.storage_offset() * raw.element_size() % 8:
-        raw = raw.clone()
-    bytes_ = raw.view(torch.uint8)
-    # By rows and by columns, weighed by their places. All sums are of whole numbers, modulo 2^64.
-    whole = bytes_.numel() // (8 * _COLUMNS) * 8 * _COLUMNS
+    """63 bits of its values, the same for the same ones on any processor."""
+    bytes_ = _bytes(parameter)
+    device = bytes_.device
+    # By rows and by columns, weighed by their places. All sums are of whole numbers, modulo 2^64, and a word is half as long: its highest bit counts as well.
+    whole = bytes_.numel() // (4 * _COLUMNS) * 4 * _COLUMNS
     left = bytes_[whole:].to(torch.int64)
-    total = int((left * _weights(left.numel(), 0, raw.device)).sum()) + bytes_.numel()
+    total = int((left * _weights(left.numel(), 0, device)).sum()) + bytes_.numel()
     if whole:
-        table = bytes_[:whole].view(torch.int64).view(-1, _COLUMNS)
-        total += int((table.sum(1) * _weights(len(table), 1, raw.device)).sum())
-        total += int((table.sum(0) * _weights(_COLUMNS, 2, raw.device)).sum())
+        table = bytes_[:whole].view(torch.int32).view(-1, _COLUMNS)
+        total += int((table.sum(1, dtype=torch.int64) * _weights(len(table), 1, device)).sum())
+        # Even ones: the weight of a word, which is the sum of its row's and its column's, is odd, so that no bit of it is lost.
+        total += int((table.sum(0, dtype=torch.int64) * (_weights(_COLUMNS, 2, device) & ~1)).sum())
     return total & _MASK
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Those of its elements, in the order of their indices."""
+    raw = tensor.detach().contiguous()
+    raw = (torch.view_as_real(raw.resolve_conj()) if raw.is_complex() else raw).flatten()
+    if raw.storage_offset() * raw.element_size() % 4:
+        raw = raw.clone()
+    return raw.view(torch.uint8)
 
 
 @functools.lru_cache(maxsize=32)

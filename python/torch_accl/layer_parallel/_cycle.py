@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Cycle"]
+__all__ = ["Cycle", "check_backward"]
 
 
 Reuse = Literal["auto", "nothing", "values", "all"]
@@ -107,3 +107,9 @@ class Cycle:
             return self.reuse
         # Recording costs little beside evaluating, and the gradients of parameters about as much as those of the input.
         return "all" if ranks <= (1 if is_adjoint else 8) else "values"
+
+
+def check_backward(cycle: Cycle) -> None:
+    """Raises for a cycle that is none of a backward pass."""
+    if cycle.start == "guess":
+        raise ValueError("bwd=Cycle(start='guess'): a guess is of states; let the backward pass begin otherwise")

@@ -11,7 +11,7 @@ import copy
 import math
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
@@ -25,7 +25,7 @@ from torch_accl import _native
 from ._audit import Audit, Excess, Probe, factor_of
 from ._auto import Candidate, Choice, chosen, measured
 from ._copies import Copied, Copies
-from ._cycle import Cycle
+from ._cycle import Cycle, check_backward
 from ._plans import Plans, Program
 from ._resumed import SolverState
 from ._run import Everything, Job, LossFunction, Run, Through, Way, step
@@ -120,8 +120,7 @@ class Model(nn.Module):
             raise ValueError(f"tolerance={tolerance}: give a share of the first residual norm, from 0 to below 1")
         if max_iterations < 1:
             raise ValueError(f"max_iterations={max_iterations}: give 1 or more")
-        if bwd.start == "guess":
-            raise ValueError("bwd=Cycle(start='guess'): a guess is of states; let the backward pass begin otherwise")
+        check_backward(bwd)
         self._audit_every, self._audit_limit, self._on_excess = audit_every, audit_limit, on_excess
         self._probe_every, self._on_stall = probe_every, on_stall
         self.probes: deque[Probe] = deque(maxlen=_KEPT_AUDITS)
@@ -219,22 +218,27 @@ class Model(nn.Module):
 
     @evaluation.setter
     def evaluation(self, mode: Mode) -> None:
-        self.check_mode(mode)
-        if mode in ("exact-pipeline", "auto"):
-            raise ValueError(f"evaluation={mode!r}: give one of the other modes")
+        self.check_evaluation(mode)
         self._evaluation = mode
 
-    def check_mode(self, mode: Mode) -> None:
-        """Raises for a mode that there is not, or not for this net."""
+    def check_evaluation(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
+        """Raises for a mode that is none of evaluation."""
+        self.check_mode(mode, cycles)
+        if mode in ("exact-pipeline", "auto"):
+            raise ValueError(f"evaluation={mode!r}: give one of the other modes")
+
+    def check_mode(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
+        """Raises for a mode that there is not, or not for this net with these cycles, by default its own."""
+        cycles = self._cycles if cycles is None else cycles
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: give one of {', '.join(MODES)}")
         if mode == "auto":
             for other in self._auto_modes:
-                self.check_mode(other)
+                self.check_mode(other, cycles)
         if mode in ("inexact", "converged"):
-            self.check_cycle(self._cycles["forward"])
+            self.check_cycle(cycles["forward"])
         if mode in ("inexact", "converged", "exact-forward"):
-            self.check_cycle(self._cycles["adjoint"])
+            self.check_cycle(cycles["adjoint"])
 
     def check_cycle(self, cycle: Cycle) -> None:
         """Raises for more levels than the net has."""
@@ -261,8 +265,7 @@ class Model(nn.Module):
 
     @bwd.setter
     def bwd(self, cycle: Cycle) -> None:
-        if cycle.start == "guess":
-            raise ValueError("bwd=Cycle(start='guess'): a guess is of states; let the backward pass begin otherwise")
+        check_backward(cycle)
         self.check_cycle(cycle)
         self._cycles["adjoint"] = cycle
 
@@ -443,8 +446,8 @@ class Model(nn.Module):
                 key = run.key()
         has_changed = self._state_of_choices not in (None, state)
         numbers = torch.tensor([key, int(has_changed)], dtype=torch.int64, device=wire.device)
-        key, has_changed = wire.together(numbers, "choosing a mode", is_greatest=True)
-        if has_changed:
+        key, is_other = wire.together(numbers, "choosing a mode", is_greatest=True)
+        if is_other:
             self._choices.clear()
         self._state_of_choices = state
         if key < 0:

@@ -34,6 +34,7 @@ __all__ = [
     "States",
     "form_returned",
     "keep_freed_memory",
+    "parameter_of",
     "states_of",
 ]
 
@@ -489,7 +490,7 @@ class Evaluation:
 
     def slot_of(self, layer: int, name: str) -> int | None:
         """The place of a parameter, by any of its names, among those that want a gradient."""
-        parameter = self.modules[layer].get_parameter(name)
+        parameter = parameter_of(self.modules[layer], name)
         own = self._of_layer[layer]
         return next((slot for other, slot in own if other == name or self.parameters[slot] is parameter), None)
 
@@ -506,6 +507,13 @@ class Evaluation:
     def forget(self, layer: int, micro_batch: int) -> None:
         """Lets the graph of a layer go."""
         self.tape.pop((layer, micro_batch), None)
+
+
+def parameter_of(module: nn.Module, name: str) -> Tensor:
+    """One by its name: the tensor in its place, within a call of `torch.func.functional_call` as well."""
+    path, _, last = name.rpartition(".")
+    found = module.get_submodule(path)._parameters.get(last)
+    return module.get_parameter(name) if found is None else found
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ weights' gradients over all ranks. What a cell computes is in `_cells.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
@@ -141,8 +141,8 @@ class RecurrentParallel(Model):
         """The cell as it is stepped."""
         return self._steps[0]
 
-    def check_mode(self, mode: Mode) -> None:
-        super().check_mode(mode)
+    def check_mode(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
+        super().check_mode(mode, cycles)
         if mode in ("inexact", "converged", "exact-forward") and not isinstance(self.step_cell, CoarseCell):
             raise ValueError(
                 f"mode={mode!r} of a cell {type(self.step_cell).__name__} without `coarse_step`; give it one, or take exact-wave or exact-pipeline"

@@ -5,12 +5,13 @@ Owns the form in which mode, cycles and batch are saved. Audits and probes may h
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ._auto import Choice
-from ._cycle import Cycle
+from ._cycle import Cycle, check_backward
 from ._net import Layers
 from ._solve import Shared
 
@@ -74,16 +75,27 @@ class SolverState:
                 f"the saved state of a solver lacks {', '.join(missing)}; give what net.solver.state_dict() returned"
             )
         net = self._net
-        before = dict(net._cycles), net.mode, net.evaluation
         try:
-            net._cycles = {"forward": _cycle(state["fwd"]), "adjoint": _cycle(state["bwd"])}
-            net.mode, net.evaluation = state["mode"], state["evaluation"]
-            net.batch = state["batch"]
+            cycles = {"forward": _cycle(state["fwd"]), "adjoint": _cycle(state["bwd"])}
+            for name, cycle in cycles.items():
+                # What an exact mode leaves alone may be of more levels than the net has.
+                if cycle != net._cycles[name]:
+                    net.check_cycle(cycle)
+            check_backward(cycles["adjoint"])
+            net.check_mode(state["mode"], cycles)
+            net.check_evaluation(state["evaluation"], cycles)
+            batch, evaluations = (_count(state, name) for name in ("batch", "evaluations"))
+            choices = {}
+            for key, mode, seconds in state["choices"]:
+                net.check_mode(mode, cycles)
+                choices[operator.index(key)] = Choice(
+                    mode, {str(of): float(each) for of, each in dict(seconds).items()}
+                )
         except Exception as error:
-            net._cycles, net._mode, net._evaluation = before
             raise ValueError(f"the saved state of a solver does not fit this net: {error}") from error
-        self.shared.evaluations = state["evaluations"]
-        net._choices = {key: Choice(mode, dict(seconds)) for key, mode, seconds in state["choices"]}
+        net._cycles, net._mode, net._evaluation = cycles, state["mode"], state["evaluation"]
+        net.batch, self.shared.evaluations = batch, evaluations
+        net._choices = choices
         # They hold for the net as it is at its next batch.
         net._state_of_choices = None
 
@@ -94,3 +106,10 @@ def _plain(cycle: Cycle) -> dict[str, Any]:
 
 def _cycle(saved: Mapping[str, Any]) -> Cycle:
     return Cycle(**saved)
+
+
+def _count(state: Mapping[str, Any], name: str) -> int:
+    number = operator.index(state[name])
+    if number < 0:
+        raise ValueError(f"{name}={number}: give the number of a batch, from 0")
+    return number

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ._copies import Copied
 from ._failures import described
-from ._net import Evaluation
+from ._net import Evaluation, parameter_of
 from ._wire import Wire, tried
 
 __all__ = ["Ties", "shared_names"]
@@ -67,7 +67,7 @@ class Ties:
         found = []
         for group, names in zip(self._groups, self.names):
             own = [
-                modules[member.layer].get_parameter(member.name) for member in group if member.owner == self._wire.rank
+                parameter_of(modules[member.layer], member.name) for member in group if member.owner == self._wire.rank
             ]
             mine = list({id(parameter): parameter for parameter in own}.values())
             found.append(Copied(", ".join(names), tuple(sorted({member.owner for member in group})), mine))
@@ -75,33 +75,40 @@ class Ties:
 
     def add_up(self, evaluation: Evaluation, what: str) -> None:
         """Every one gets the sum of all gradients of its group, added up in the order in which they are named. Raises where some are not trained."""
-        for group in self._groups:
-            own = [member for member in group if member.owner == self._wire.rank]
-            if own:
-                self._add_up(group, own, evaluation, what)
+        brought = [
+            self._bring(group, own, evaluation, what)
+            for group in self._groups
+            if (own := [member for member in group if member.owner == self._wire.rank])
+        ]
+        # Nothing is raised before all groups have exchanged what they have: other ranks are in others of them.
+        for group, slots, of_all in brought:
+            names = ", ".join(f"layers.{member.layer}.{member.name}" for member in group)
+            if len({part.is_trained for part in of_all.values()}) > 1:
+                raise ValueError(f"of the tied parameters {names} some want a gradient and others do not")
+            total: Tensor | None = None
+            for member in group:
+                gradient = of_all[member].gradient
+                if gradient is not None:
+                    total = gradient if total is None else total + gradient
+            for slot in slots:
+                evaluation.gradients[slot] = total
 
-    def _add_up(self, group: Sequence[_Member], own: Sequence[_Member], evaluation: Evaluation, what: str) -> None:
+    def _bring(
+        self, group: Sequence[_Member], own: Sequence[_Member], evaluation: Evaluation, what: str
+    ) -> tuple[Sequence[_Member], set[int], dict[_Member, _Part]]:
+        """A group, the places of this rank's gradients, and what all members have."""
         mine: dict[_Member, _Part] = {}
-        slots: dict[int, _Member] = {}
+        slots: set[int] = set()
         for member in own:
             slot = evaluation.slot_of(member.layer, member.name)
             gradient = None
             # Of what is one parameter under two names, the second has no gradient of its own.
             if slot is not None and slot not in slots:
-                slots[slot] = member
+                slots.add(slot)
                 gradient = evaluation.gradients[slot]
             mine[member] = _Part(gradient, slot is not None)
-        of_all = self._exchanged(group, mine, evaluation.modules[own[0].layer].get_parameter(own[0].name), what)
-        names = ", ".join(f"layers.{member.layer}.{member.name}" for member in group)
-        if len({part.is_trained for part in of_all.values()}) > 1:
-            raise ValueError(f"of the tied parameters {names} some want a gradient and others do not")
-        total: Tensor | None = None
-        for member in group:
-            gradient = of_all[member].gradient
-            if gradient is not None:
-                total = gradient if total is None else total + gradient
-        for slot in slots:
-            evaluation.gradients[slot] = total
+        like = parameter_of(evaluation.modules[own[0].layer], own[0].name)
+        return group, slots, self._exchanged(group, mine, like, what)
 
     def _exchanged(
         self, group: Sequence[_Member], mine: dict[_Member, _Part], like: Tensor, what: str

@@ -88,7 +88,8 @@ class Part:
 
     def read(self) -> Tensor:
         """The elements, dense and in one dimension: the buffer's own memory, or a copy if that is not dense."""
-        return self.tensor.reshape(-1)[self.start : self.start + self.count]
+        # One dimension of every second element is no reason for `reshape` to copy.
+        return self.tensor.reshape(-1)[self.start : self.start + self.count].contiguous()
 
     def write(self, found: Tensor) -> None:
         """Puts as many elements, or fewer, in their place."""

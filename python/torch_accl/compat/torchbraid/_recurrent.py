@@ -7,7 +7,7 @@ tuple of tensors; with `reduceX(x)` and `fastForward(level, tstart, tstop, reduc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,12 +188,12 @@ class _Body(RecurrentParallel):
         """The rank that has a step of the last batch."""
         return self._plans.net.owner(layer)
 
-    def check_mode(self, mode: Mode) -> None:
+    def check_mode(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
         if mode == "exact-pipeline":
             raise ValueError(
                 "mode='exact-pipeline' of GRU_Parallel: the first dimension of its states is no batch that could be cut; take one of the other modes"
             )
-        super().check_mode(mode)
+        super().check_mode(mode, cycles)
 
 
 @dataclass(frozen=True)
