@@ -20,6 +20,7 @@ from support import gloo_group, on_ranks, run_ranks
 from support.runner import check
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch_accl import layer_parallel
 from torch_accl.layer_parallel import Cycle, LayerParallel, LayerParallelError, ode, plain, residual, timed
 from torch_accl.layer_parallel._model import replica_of
@@ -763,6 +764,59 @@ def test_a_layer_that_begins_to_draw_while_other_threads_do_is_found_out(rank, w
             thread.join()
             # The last batch's were in its last sweep.
             assert not net.current.layers.quiet
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Checkpointed(nn.Module):
+    """Draws before a checkpoint, in it and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.is_plain = False
+
+    def forward(self, x):
+        def inner(x):
+            return nn.functional.dropout(torch.tanh(self.inner(x)), 0.5)
+
+        x = nn.functional.dropout(x, 0.3)
+        y = inner(x) if self.is_plain else checkpoint(inner, x, use_reentrant=False)
+        return nn.functional.dropout(y, 0.3)
+
+
+@on_ranks(1, 2)
+def test_a_checkpoint_in_a_layer_draws_the_same_again_while_there_are_other_threads(rank, world):
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    found = []
+    for is_beside in (False, True):
+        is_over = threading.Event()
+        thread = threading.Thread(target=is_over.wait)
+        if is_beside:
+            thread.start()
+        torch.manual_seed(5)
+        net = LayerParallel(
+            [ode(lambda number: Checkpointed()) for _ in range(4)],
+            mode="exact-wave",
+        )
+        before = torch.random.get_rng_state()
+        losses = [net.step(x, x + 1, squared) for _ in range(2)]
+        gradients = [parameter.grad.clone() for parameter in net.parameters()]
+        assert torch.equal(before, torch.random.get_rng_state())
+        if is_beside:
+            assert not net.current.layers.plainly_drawing
+            # One that begins with it unseen is refused, once.
+            for layer in net.layers.values():
+                layer.is_plain = True
+            net.step(x, x, squared)
+            net.step(x, x, squared)
+            assert net.current.layers.plainly_drawing
+            for layer in net.layers.values():
+                layer.is_plain = False
+            with pytest.raises(LayerParallelError, match="draws random numbers in a checkpoint"):
+                net.step(x, x, squared)
+            is_over.set()
+            thread.join()
+        found.append([*losses, *gradients])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 

@@ -6,7 +6,7 @@ Owns the five kinds, and that a layer is built from a seed of its own. How a lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -113,15 +113,19 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def drawing_from(seed: int) -> Iterator[OwnNumbers | None]:
-    """A CPU's random numbers of this thread come from this seed meanwhile. Gives what watches over them, if they do not come from the default generator."""
+def drawing_from(seed: int, *, has_graph: bool = False, is_followed: bool = False) -> Iterator[OwnNumbers | None]:
+    """A CPU's random numbers of this thread come from this seed meanwhile. Gives what watches over them, if they do not come from the default generator.
+
+    `has_graph`: autograd records, and may recompute. `is_followed`: the default generator goes along, from which a recomputation draws.
+    """
     own = own_generator()
     if own is None:
         torch.default_generator.manual_seed(seed)
         yield None
         return
     own.manual_seed(seed)
-    with OwnNumbers(own) as numbers:
+    numbers = OwnNumbers(own, has_graph=has_graph)
+    with numbers.followed() if is_followed else nullcontext(), numbers:
         yield numbers
 
 

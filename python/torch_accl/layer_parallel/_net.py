@@ -130,6 +130,9 @@ class Layers:
         self._changes = 0
         # Those that have drawn no random numbers when they were evaluated for good.
         self.quiet: set[int] = set()
+        # Those of which nothing drew what is drawn again in a recomputation, while `state` has been the same.
+        self.plainly_drawing: set[int] = set()
+        self._state = 0
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -142,7 +145,7 @@ class Layers:
         if len(modules) != len(self._seen) or any(seen() is not module for seen, module in zip(self._seen, modules)):
             self._seen = [weakref.ref(module) for module in modules]
             self._changes += 1
-        return hash(
+        now = hash(
             (
                 self._changes,
                 *(
@@ -155,6 +158,10 @@ class Layers:
                 ),
             )
         )
+        if now != self._state:
+            self._state = now
+            self.plainly_drawing.clear()
+        return now
 
     def check(self) -> None:
         """Raises for what would leave parameters without gradients."""
@@ -325,7 +332,7 @@ class Evaluation:
                 given = [leaf.detach() for leaf in extra.leaves]
                 graph.extras = [given[place].requires_grad_() for place in extra.wanted]
             arguments = self._arguments(layer, span, record.before, graph.inputs, record.constants, extra, given)
-            with self._drawing(layer, micro_batch, is_final=leaves_trace):
+            with self._drawing(layer, micro_batch, is_final=leaves_trace, has_graph=True):
                 return graph, self._call(layer, span, *arguments, others)
 
     def _arguments(
@@ -370,7 +377,9 @@ class Evaluation:
         return {name: buffer.clone() for name, buffer in self.modules[layer].named_buffers()}
 
     @contextmanager
-    def _drawing(self, layer: int, micro_batch: int, *, is_final: bool = False) -> Iterator[None]:
+    def _drawing(
+        self, layer: int, micro_batch: int, *, is_final: bool = False, has_graph: bool = False
+    ) -> Iterator[None]:
         """A call of a layer draws the numbers that are its own in this batch."""
         self._look_for_other_threads(layer, micro_batch)
         seed = self._begin_drawing(layer, micro_batch)
@@ -383,8 +392,13 @@ class Evaluation:
             finally:
                 torch.default_generator.set_state(before)
             return
-        with drawing_from(seed) as numbers:
-            yield
+        plain = self.layers.plainly_drawing
+        with drawing_from(seed, has_graph=has_graph, is_followed=has_graph and layer not in plain) as numbers:
+            try:
+                yield
+            finally:
+                if has_graph and numbers is not None:
+                    (plain.discard if numbers.is_recomputed else plain.add)(layer)
         self._left = (layer, micro_batch, self._default_states()) if self._left is None else ()
         if numbers is None:
             return

@@ -47,11 +47,40 @@ def with_own_generator() -> Iterator[bool]:
 class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random operations on a CPU, of this thread, draw from one generator."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, *, has_graph: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generator = generator
+        self._has_graph = has_graph
+        # The default generator's state while that one follows.
+        self._followed: Tensor | None = None
+        # Whether any was drawn where a backward pass computes it again, as in a checkpoint: the default generator's state is kept for that.
+        self.is_recomputed = False
         # Whether there was any.
         self.has_drawn = False
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """The default generator has the state of ours meanwhile, for what keeps its state and draws from it again."""
+        before = torch.default_generator.get_state()
+        self._follow()
+        try:
+            yield
+        finally:
+            self._check_followed()
+            self._followed = None
+            torch.default_generator.set_state(before)
+
+    def _follow(self) -> None:
+        self._followed = self._generator.get_state()
+        torch.default_generator.set_state(self._followed)
+
+    def _check_followed(self) -> None:
+        if (
+            self.is_recomputed
+            and self._followed is not None
+            and not torch.equal(self._followed, torch.default_generator.get_state())
+        ):
+            warn_of_other_threads()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -61,6 +90,21 @@ class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("generator") is not None or any(isinstance(each, torch.Generator) for each in args):
             # One that the layer has chosen.
             return func(*args, **kwargs)
+        if self._has_graph and _is_recomputed():
+            self.is_recomputed = True
+            if self._followed is None:
+                raise RuntimeError(
+                    "it draws random numbers in a checkpoint, which it did not in an earlier batch, while other threads run; call it again, as from now on that is known"
+                )
+        if self._followed is None:
+            return self._drawn(func, args, kwargs)
+        self._check_followed()
+        try:
+            return self._drawn(func, args, kwargs)
+        finally:
+            self._follow()
+
+    def _drawn(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.native_dropout.default:
             return self._dropout(*args, **kwargs)
         taking = _taking_generator(func)
@@ -87,6 +131,11 @@ class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._generator.set_state(default.get_state())
             default.set_state(before)
+
+
+def _is_recomputed() -> bool:
+    """Whether, while autograd records, what runs now is kept for a recomputation: `torch.utils.checkpoint` has hooks of saved tensors, or records nothing."""
+    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @functools.cache
