@@ -159,9 +159,9 @@ def unpack_buffer(tens: Tensors, buf: Any) -> None:
 
 
 def _holding(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """A type that holds the elements of all these exactly."""
+    """A type that holds the elements of all these exactly; float32 for none."""
     if not dtypes:
-        return torch.get_default_dtype()
+        return torch.float32
     promoted = functools.reduce(torch.promote_types, dtypes)
     for dtype in (promoted, torch.complex128 if promoted.is_complex else torch.float64):
         if all(_holds(dtype, each) for each in dtypes):
