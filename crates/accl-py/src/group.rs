@@ -333,9 +333,9 @@ fn refuse(args: &GroupArgs, store: &ffi::StoreRef, error: &Error) {
 
 /// What is to be printed of a group whose settings are refused.
 fn log_level(args: &GroupArgs) -> LogLevel {
-    let mut config = Config::default();
+    let mut config = accl_engine::config_from_environment().unwrap_or_default();
     let options = args.settings.chunks_exact(2).filter(|pair| pair[0] == LOG).map(|pair| pair[1].clone());
-    for level in std::env::var("ACCL_LOG").into_iter().chain(options) {
+    for level in options {
         // A wrong one leaves the default.
         let _ = config.set_option(LOG, &level);
     }
