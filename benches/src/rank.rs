@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::{CallDesc, Engine, Group, GroupSpec, Mode, config_from_environment};
+use accl_engine::{CallDesc, Engine, Group, GroupRole, GroupSpec, Mode, config_from_environment};
 use accl_schedule::Algorithm;
 use accl_testkit::{DirStore, finish_ran};
 use accl_types::{Collective, Error, Rank, Result};
@@ -212,6 +212,7 @@ impl Member {
             config,
             master: None,
             global_ranks: Vec::new(),
+            role: GroupRole::Default,
         };
         let group = self.engine.create_group(spec, &self.store.prefixed(&title), &mut || false)?;
         Ok(vacant.insert(group).clone())
