@@ -304,9 +304,9 @@ impl Scenario {
             if scenario.faults.iter().any(|fault| matches!(fault, Fault::Vanish { .. })) && rng.below(4) > 0 {
                 scenario.timeout = LONG_TIMEOUT;
             }
-            if let Some(cut) = scenario.draw_cut_of_first_lane() {
-                scenario.faults = vec![cut];
-            }
+        }
+        if let Some(cut) = scenario.draw_cut_of_first_lane() {
+            scenario.faults = vec![cut];
         }
         scenario.steps = scenario.draw_steps();
         scenario
@@ -586,16 +586,20 @@ impl Scenario {
         (rng.below(2) == 0).then_some(Fault::Kill { process, at: at + rng.below(at) })
     }
 
-    /// In half of the worlds with lanes and faults the first lane of two processes loses its wire, and nothing else happens: what that lane would
-    /// notify the other process of has to come over other lanes. Draws for itself.
+    /// In three of four worlds of two processes with lanes, and in one of four larger ones with faults, the first lane of two processes loses its wire,
+    /// and nothing else happens: what that lane would notify the other process of has to come over other lanes. Draws for itself.
     fn draw_cut_of_first_lane(&self) -> Option<Fault> {
-        let mut rng = Rng::new(self.seed ^ 0xc07);
+        let mut rng = Rng::new(self.seed ^ 0xc09);
         rng.next_u64();
         let first_wires = (self.wires.len() / self.lanes) as u64;
         // While calls are in flight.
-        let at = 1 << (14 + rng.below(6));
-        let cut = Fault::Cut { wire: rng.below(first_wires) as usize, at: at + rng.below(at) };
-        (self.lanes > 1 && rng.below(2) == 0).then_some(cut)
+        let at = 1 << (15 + rng.below(4));
+        let cut = Fault::Cut { at: at + rng.below(at), wire: rng.below(first_wires) as usize };
+        let is_cut = match (self.processes, rng.below(4)) {
+            (2, draw) => draw > 0,
+            (_, draw) => draw == 0 && !self.faults.is_empty(),
+        };
+        (self.lanes > 1 && is_cut).then_some(cut)
     }
 
     fn draw_fault(&self, rng: &mut Rng) -> Fault {

@@ -434,8 +434,7 @@ fn a_call_that_waits_for_a_stuck_device_does_not_hide_why_it_is_stuck() {
         let first = member.group.submit(make(&mut one, Collective::AllReduce)).unwrap();
         let second = member.group.submit(make(&mut other, Collective::AllReduce)).unwrap();
         let barrier = member.group.submit(barrier).unwrap();
-        let errors = [finish(&first), finish(&second), finish(&barrier)].map(Result::unwrap_err);
-        errors
+        [finish(&first), finish(&second), finish(&barrier)].map(Result::unwrap_err)
     });
     for error in errors.iter().flatten() {
         assert!(error.to_string().contains("it expects"), "{error}");
