@@ -7,7 +7,7 @@ and have its next batch reduced with their last.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ._failures import LayerParallelError, described
+from ._solve import Solver
 from ._wire import Wire
 
 __all__ = ["agree"]
@@ -27,7 +28,19 @@ _known: WeakKeyDictionary[nn.Module, tuple[type, list[dist.ProcessGroup]]] = Wea
 _SHOWN = 3
 
 
-def agree(model: nn.Module, net: Any, error: Exception | None) -> None:
+class _Net(Protocol):
+    """A replica on this rank."""
+
+    @property
+    def wire(self) -> Wire:
+        """Its ranks."""
+
+    @property
+    def current(self) -> Solver:
+        """What is there for all batches of its plan."""
+
+
+def agree(model: nn.Module, net: _Net, error: Exception | None) -> None:
     """Raises on all replicas if the batch failed in any: `error` says why it did in this one. All replicas call it together.
 
     Raises:
@@ -36,7 +49,8 @@ def agree(model: nn.Module, net: Any, error: Exception | None) -> None:
     # The ranks of a process that is lost cannot be asked any more.
     is_lost = isinstance(error, dist.DistError)
     groups = [] if is_lost else _groups_of(model)
-    what = f"replicas comparing how a batch went, before batch {net.batch}"
+    replica, batches = net.current.replica, net.current.shared
+    what = f"replicas comparing how a batch went, before batch {batches.number}"
     has_failed = int(error is not None)
     for group in groups:
         wire = Wire(group)
@@ -48,16 +62,16 @@ def agree(model: nn.Module, net: Any, error: Exception | None) -> None:
         assert error is not None
         raise error
     cause = None if error is None else str(error) if isinstance(error, LayerParallelError) else described(error)
-    found = [(net.solver.replica, net.wire.ranks, cause, net.batch)]
+    found = [(replica, net.wire.ranks, cause, batches.number)]
     for group in groups:
         found = [each for part in Wire(group).gathered(found) for each in part]
     # A replica that failed before it began has counted one batch less.
-    net.batch = max(number for *_, number in found)
-    failed = sorted((replica, ranks, cause) for replica, ranks, cause, _ in found if cause is not None)
+    batches.number = max(number for *_, number in found)
+    failed = sorted((number, ranks, cause) for number, ranks, cause, _ in found if cause is not None)
     if error is not None and len(failed) == len(found) and len({cause for *_, cause in failed}) == 1:
         raise error
     shown = [
-        f"replica {replica} (ranks {', '.join(map(str, ranks))}) failed: {cause}" for replica, ranks, cause in failed
+        f"replica {number} (ranks {', '.join(map(str, ranks))}) failed: {cause}" for number, ranks, cause in failed
     ]
     more = f"; and {len(shown) - _SHOWN} more replicas" if len(shown) > _SHOWN else ""
     raise LayerParallelError(
