@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help aarch64 mpi test-mpi demo demo-device study study-layers codec-errors test test-quick test-matrices wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling layer-plans bench-peers bench-lanes clean
+.PHONY: help aarch64 mpi test-mpi demo demo-device study study-layers codec-errors test test-quick test-all wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling layer-plans bench-peers bench-lanes clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -32,13 +32,13 @@ study-layers: ## train nets layer-parallel, exactly and by multigrid, and compar
 codec-errors: ## what each codec loses, alone and in sums, beside what it must
 	@.ci/codec_errors $(ARGS)
 
-test: ## every check and test, cheap ones first; of large matrices a part
+test: ## every check and test, cheap ones first; of large matrices and slow tests a part
 	@.ci/test
 
 test-quick: ## for a change in hand: gates, Rust tests of changed crates, a part of the tests through torch
 	@.ci/quick
 
-test-matrices: ## every case of every test through torch
+test-all: ## every case of every test through torch
 	@.ci/tools
 	@.ci/venv build test
 	@.ci/install

@@ -116,6 +116,22 @@ class Cover(unittest.TestCase):
     def test_seeds_choose_other_cases(self) -> None:
         self.assertNotEqual(cover.covering(self.CASES, 2, 1), cover.covering(self.CASES, 2, 2))
 
+    def test_each_slow_test_has_its_turn(self) -> None:
+        class Item:
+            def __init__(self, number: int) -> None:
+                self.nodeid = f"tests/test_a.py::test_{number}"
+
+            def get_closest_marker(self, name: str) -> bool:
+                return name == "slow" and self.nodeid[-1] not in "06"
+
+        items = [Item(number) for number in range(20)]
+        run = [cover.select(items, "pairs", seed)[0] for seed in range(5)]
+        self.assertEqual(set(items), {item for part in run for item in part})
+        # Of the 16 slow ones three or four in each part, and the four others in all.
+        self.assertEqual({len(part) for part in run}, {7, 8})
+        self.assertEqual(len(cover.select(items, "values", 0)[0]), 4)
+        self.assertEqual(cover.select(items, "all", 0), (items, []))
+
 
 class PeersArguments(unittest.TestCase):
     def test_a_folder_for_the_page_is_made(self) -> None:

@@ -24,7 +24,12 @@ collect_ignore = ["peers"]
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "large: needs several GiB of memory; skipped with the reason where there is less"
+        "markers",
+        "large: needs several GiB of memory; skipped with the reason where there is less",
+    )
+    config.addinivalue_line(
+        "markers",
+        "slow: takes seconds; ACCL_TEST_COVER=pairs runs every fifth of them, others each day, and values runs none",
     )
     if directory := os.environ.get("ACCL_TEST_SHARED"):
         config.pluginmanager.register(sharing.Sharing(directory))
@@ -35,7 +40,7 @@ COVER_SEED = int(os.environ.get("ACCL_TEST_COVER_SEED", "0"))
 
 
 def pytest_report_header():
-    part = "" if COVER == "all" else f", of each matrix the part {COVER} of seed {COVER_SEED}"
+    part = "" if COVER == "all" else f", of matrices and slow tests the part {COVER} of seed {COVER_SEED}"
     return f"accl tests: backend {runner.BACKEND}, calibration {os.environ['ACCL_CALIBRATION']}{part}"
 
 

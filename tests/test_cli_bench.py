@@ -63,6 +63,7 @@ def test_the_table_has_a_row_for_each_size_and_a_column_for_each_backend():
         assert all(float(row[column]) >= 0 for column in (5, 6, 7, 9, 10))
 
 
+@pytest.mark.slow
 def test_codecs_stand_beside_the_raw_call_with_their_error():
     codecs = ["maxmin:8,bucket=64", "raw"]
     arguments = ["--sizes", "64KiB", *(word for codec in codecs for word in ("--codec", codec)), *BRIEF]
@@ -79,6 +80,7 @@ def test_codecs_stand_beside_the_raw_call_with_their_error():
         assert 1e-3 < cell["backends"][codecs[0]]["error"] < 3e-2 and cell["backends"]["raw"]["error"] == 0
 
 
+@pytest.mark.slow
 def test_every_collective_gives_right_results_and_a_row_of_its_own_size():
     document = json.loads(
         bench("all", "--sizes", "7,1KiB-4KiB:x2", "--dtype", "int32", "--ranks", "3", "--json", *BRIEF)
@@ -93,6 +95,7 @@ def test_every_collective_gives_right_results_and_a_row_of_its_own_size():
     assert sizes == whole | {name: [12, 1020, 2040, 4092] for name in names} | {"barrier": [0]}
 
 
+@pytest.mark.slow
 def test_the_json_document_has_every_round_of_every_backend():
     printed = bench("all_reduce", "broadcast", "--sizes", "4,64KiB", "--dtype", "float32,int16", "--against", "gloo", "--json", *BRIEF)  # fmt: skip
     document = json.loads(printed)
@@ -114,12 +117,14 @@ def test_the_json_document_has_every_round_of_every_backend():
             assert theirs["wrong"] == 0 and theirs["ratio"] == theirs["time_us"] / mine["time_us"]
 
 
+@pytest.mark.slow
 def test_the_algorithm_is_the_engines_own_answer():
     free = rows(bench("--sizes", "4", *BRIEF))
     forced = rows(bench("--sizes", "4", "--algorithm", "ring", *BRIEF))
     assert forced[0][4] == "ring" != free[0][4]
 
 
+@pytest.mark.slow
 def test_try_all_compares_every_algorithm_that_the_ranks_can_run():
     document = json.loads(bench("all_reduce", "reduce", "--sizes", "4,64KiB", "--try-all", "--json", *BRIEF))
     for cell in document["cells"]:
@@ -135,6 +140,7 @@ def test_try_all_compares_every_algorithm_that_the_ranks_can_run():
     assert int(last[1]) == [row[9] for row in rows(printed)].count("yes")
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_counted_and_is_status_1():
     # In place of a broken backend: one element is spoiled on one rank.
     spoil = """
@@ -276,6 +282,7 @@ def test_wrong_input_is_one_sentence_and_status_2(name, refusals):
     assert WRONG[name][1] in err
 
 
+@pytest.mark.slow
 def test_a_plot_that_cannot_be_written_is_refused_before_measuring(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed, so nothing is drawn")
     for path in (tmp_path / "missing" / "speed.png", tmp_path / "speed.xyz", tmp_path):
@@ -286,18 +293,21 @@ def test_a_plot_that_cannot_be_written_is_refused_before_measuring(tmp_path):
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_more_ranks_than_ports_are_refused():
     ended = command("--ranks", "3", env={"ACCL_PORT_RANGE": "20000-20001"})
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "3 are more than the 2 ranks that there are ports for" in ended.stderr
 
 
+@pytest.mark.slow
 def test_an_algorithm_that_these_ranks_cannot_run_is_refused():
     ended = command("--algorithm", "two_level", env={"ACCL_CALIBRATION": "off"})
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "two_level of all_reduce does not apply" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_are_used_and_only_rank_0_prints():
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = run([*launcher, "-m", "torch_accl_cli", "bench", "--sizes", "4", "--against", "gloo", *BRIEF])
@@ -306,6 +316,7 @@ def test_torchruns_ranks_are_used_and_only_rank_0_prints():
     assert len(rows(ended.stdout)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
@@ -330,6 +341,7 @@ def test_ranks_of_other_launchers_meet_on_one_host_without_an_address(names, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ranks_on_several_hosts_without_an_address_are_told_what_is_missing():
     places = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     ended = command("--sizes", "4", env=places | {"MASTER_ADDR": "", "MASTER_PORT": ""})
@@ -386,6 +398,7 @@ def all_end(pids: list[int]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_dies_ends_the_run_and_is_named(dead, start):
     command, ranks = start("--against", "gloo")
@@ -397,6 +410,7 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(dead, start):
     assert all_end(ranks)
 
 
+@pytest.mark.slow
 def test_interruption_ends_all_ranks_without_a_word(start):
     command, ranks = start("--against", "gloo")
     os.killpg(command.pid, signal.SIGINT)
@@ -405,6 +419,7 @@ def test_interruption_ends_all_ranks_without_a_word(start):
     assert all_end(ranks)
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_the_command(start):
     command, ranks = start()
     command.kill()
@@ -412,6 +427,7 @@ def test_no_rank_outlives_the_command(start):
     assert all_end(ranks)
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_ends_the_run(start):
     command, ranks = start("--sizes", "4-1MiB:x2", "--iterations", "100")
     command.stdout.close()

@@ -16,6 +16,7 @@ def accl(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
     return ended
 
 
+@pytest.mark.slow
 def test_info_says_who_does_what_and_why():
     found = json.loads(accl("device", "info", "sim://?design=udp&eager=1MiB", "--ranks", "3", "--json").stdout)
     assert found["ranks"] == 3 and found["eager_bytes"] == 1 << 20 and "design=udp" in found["agreed"]
@@ -56,6 +57,7 @@ def test_nobody_at_a_port_is_one_sentence():
     assert f"127.0.0.1:{port}" in said and said.count("\n") == 1, said
 
 
+@pytest.mark.slow
 def test_an_emulator_is_dumped_and_reset():
     with Emulator(2, "tcp") as emulator:
         dump = json.loads(accl("device", "dump", emulator.url, "--rank", "1", "--json").stdout)
@@ -65,6 +67,7 @@ def test_an_emulator_is_dumped_and_reset():
         assert "is reset" in accl("device", "reset", emulator.url).stdout
 
 
+@pytest.mark.slow
 def test_the_emulator_says_what_it_takes_and_what_it_does_not():
     text = accl("emulator", "--help").stdout
     assert "accl emulator" in text and "--faithful" in text and "--trace" in text

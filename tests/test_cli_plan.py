@@ -38,6 +38,7 @@ def test_a_solve_is_never_slower_than_the_closed_formula(ranks, factor):
     assert row["speedup"] >= 3 / (4 / ranks + 1 / (factor * ranks) + 4 / factor) * 0.999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "factor"), [(2, 4), (4, 8), (8, 8)])
 def test_coarser_states_leave_of_a_coarse_step_what_their_share_is(ranks, factor):
     arguments = ("--layers", "64", "--ranks", str(ranks), "--factor", str(factor), *FREE)
@@ -74,6 +75,7 @@ def test_a_step_has_what_each_rank_does_when():
     assert sum(operations["eval"] for operations in document["steps"][0]["operations"]) > 16
 
 
+@pytest.mark.slow
 def test_worlds_that_nobody_has_here_are_planned(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = tmp_path / "plan.png"
@@ -83,6 +85,7 @@ def test_worlds_that_nobody_has_here_are_planned(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_of_several_worlds_the_best_setting_of_each_is_shown():
     arguments = ("--layers", "256", "--ranks", "2,8,64", "--relax", "0,1", *FREE)
     worlds = json.loads(accl(*arguments, "--json").stdout)["worlds"]
@@ -97,6 +100,7 @@ def test_of_several_worlds_the_best_setting_of_each_is_shown():
         assert alone["multigrid", best["factor"], best["levels"]]["speedup"] == best["speedup"]
 
 
+@pytest.mark.slow
 def test_each_level_has_relaxations_of_its_own():
     def time(relax: str) -> float:
         return settings("--layers", "256", "--ranks", "8", "--relax", relax, *FREE)["multigrid", 4, 3]["milliseconds"]

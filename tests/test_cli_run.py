@@ -387,6 +387,7 @@ def impatient(tmp_path):
     return {**os.environ, "PYTHONPATH": str(tmp_path / "patched")}
 
 
+@pytest.mark.slow
 def test_ranks_on_hosts_go_on_while_nobody_reads_what_they_print(tmp_path, ssh):
     code = "[say('x' * 1000) for _ in range(2000)]"
     command = [*RUN, "-n", "1", "--hosts", "a,b", "--ssh", str(ssh), script(tmp_path, code)]
@@ -403,6 +404,7 @@ def test_ranks_on_hosts_go_on_while_nobody_reads_what_they_print(tmp_path, ssh):
     assert process.returncode == 0 and len(out.splitlines()) == 4000, err
 
 
+@pytest.mark.slow
 def test_an_agent_that_nobody_speaks_to_says_so_and_ends_its_ranks(tmp_path, ssh):
     code = "open('here' + os.environ['RANK'], 'w').close(); time.sleep(60)"
     command = [*RUN, "-n", "1", "--grace", "1", "--hosts", "a,b", "--ssh", str(ssh), script(tmp_path, code)]
@@ -488,6 +490,7 @@ def test_a_key_that_a_real_sshd_does_not_know_is_named_and_asks_for_nothing(tmp_
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[], ["--hosts", "a:1,b:1"]], ids=["here", "hosts"])
 def test_signals_of_batch_systems_reach_the_ranks_and_end_nothing(hosts, tmp_path, ssh):
     code = """
@@ -503,6 +506,7 @@ while time.monotonic() < end:
     assert (process.returncode, out.count("saved")) == (0, 2), err
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_outlives_the_terminal(tmp_path):
     process, _ = begin(tmp_path, text=WAITING.replace("sleep(60)", "sleep(2)"), before=("nohup",))
     process.send_signal(signal.SIGHUP)

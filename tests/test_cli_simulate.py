@@ -47,6 +47,7 @@ def test_columns_of_long_times_stay_apart():
     assert len(row.split()) == len(head.split()) + 1 and len(row.rstrip()) <= len(head), (head, row)
 
 
+@pytest.mark.slow
 def test_a_slower_network_takes_longer_and_constants_come_from_a_file(tmp_path):
     def time_us(*arguments: str) -> float:
         world = ("--ranks", "8", "--ranks-per-host", "1", "--sizes", "64MiB", "--json")
@@ -64,6 +65,7 @@ def test_an_override_is_shown_as_the_choice():
     assert {row["chosen"] for row in json.loads(printed)["predictions"]["all_reduce"]} == {"ring"}
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = tmp_path / "curves.png"
@@ -99,6 +101,7 @@ def test_nonsense_is_one_sentence_and_status_2(arguments, named):
     assert ended.stdout == "" and len(ended.stderr.splitlines()) == 1 and named in ended.stderr
 
 
+@pytest.mark.slow
 def test_info_measures_once_and_says_from_where(tmp_path):
     env = {"ACCL_CALIBRATION": "auto", "XDG_CACHE_HOME": str(tmp_path)}
     for _ in range(2):
@@ -128,6 +131,7 @@ def test_a_fresh_start_warns_of_nothing_and_info_names_constants_that_are_not_de
 DEGENERATE = "shm_call_ps = 0\ntcp_latency_ps = 0\nswitch_ps = 369800\n"
 
 
+@pytest.mark.slow
 def test_a_degenerate_cache_is_measured_anew_once(tmp_path):
     env = {"ACCL_CALIBRATION": "auto", "XDG_CACHE_HOME": str(tmp_path)}
     accl("info", "--calibrate", **env)
@@ -155,6 +159,7 @@ def test_a_degenerate_file_that_the_user_named_is_taken_as_it_is_and_told(tmp_pa
     assert "`accl info --calibrate` measures anew" in ended.stderr
 
 
+@pytest.mark.slow
 def test_info_overwrites_a_cache_that_is_garbage_and_measures_anew_when_asked(tmp_path):
     env = {"ACCL_CALIBRATION": str(tmp_path / "machine.txt")}
     (tmp_path / "machine.txt").write_text("garbage")
@@ -165,6 +170,7 @@ def test_info_overwrites_a_cache_that_is_garbage_and_measures_anew_when_asked(tm
     assert "ACCL_CALIBRATION=off" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connect_all", [False, True])
 def test_info_under_a_launcher_shows_the_ranks_their_links_and_what_they_would_choose(connect_all):
     asked = ["--connect-all"] if connect_all else []
@@ -194,6 +200,7 @@ def test_info_under_a_launcher_shows_the_ranks_their_links_and_what_they_would_c
     assert shown.count("6 ranks, started by torchrun") == 1 and "all_to_all" in shown
 
 
+@pytest.mark.slow
 def test_info_starts_ranks_of_its_own_and_draws_where_each_may_run():
     from torch_accl_cli._job import show
 

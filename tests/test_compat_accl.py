@@ -230,6 +230,7 @@ def test_tensors_of_many_rx_buffers_are_whole(rank, world):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, init=False)
 @pytest.mark.parametrize("bufsize", [1, 64, 1000, 65536, 4 << 20])
 def test_any_size_of_rx_buffers_is_right(rank, world, bufsize):
@@ -496,6 +497,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comms", ["cyt_rdma", "udp"])
 def test_simulation_connects_to_the_emulators_of_its_ranks(comms):
     with Emulator(2, comms) as emulator:

@@ -161,6 +161,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", sorted(LAUNCHERS))
 def test_the_demo_of_onecls_guide_trains_in_the_environment_of_each_launcher(launcher):
     rank, world, local_rank, local_world = LAUNCHERS[launcher]

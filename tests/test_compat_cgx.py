@@ -855,6 +855,7 @@ def test_without_the_facade_variables_of_cgx_are_one_warning_of_rank_0():
     assert "torch_cgx" not in scripts[1].stderr
 
 
+@pytest.mark.slow
 def test_a_script_runs_after_changing_the_import():
     code = PLAIN.replace("import torch, ", "from torch_accl.compat import cgx as torch_cgx\nimport torch, ")
     scripts = run_script(code.replace('"accl"', '"cgx"'), 2, env={BITS: "2"})

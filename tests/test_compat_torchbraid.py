@@ -798,6 +798,7 @@ def test_a_weight_of_c_relaxation_is_refused_of_both_directions():
             getattr(made, name)(1.3)
 
 
+@pytest.mark.slow
 def test_compiled_layers_draw_anew_for_each_batch_and_alike_within_it():
     found = []
 
@@ -1963,6 +1964,7 @@ def test_nested_iteration_is_that_of_the_core(rank, world, how):
             body = refined(body, 2, interpolation="linear" if how == "linear" else "constant")
 
 
+@pytest.mark.slow
 @on_ranks(3)
 @pytest.mark.parametrize("how", ["injection", "linear"])
 def test_a_v_cycle_is_that_of_the_core(rank, world, how):
@@ -1989,6 +1991,7 @@ def test_a_v_cycle_is_that_of_the_core(rank, world, how):
     assert len(losses) == 3 and all(found < before for found, before in zip(losses, wanted))
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_mgopt_does_not_depend_on_the_number_of_ranks(rank, world):
     searches = [
@@ -2171,6 +2174,7 @@ class Numbers(Whole):
         return super().forward(x)[:, :1] if MPI.COMM_WORLD.Get_rank() == 0 else super().forward(x)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_losses_and_optimizers_may_be_functions_and_regression_has_coarse_levels(rank, world):
     data = [(x, x[:, :1].sin()) for x, _ in samples(1)] * 4
@@ -2259,6 +2263,7 @@ def test_the_world_is_the_launchers_and_made_when_it_is_asked_for():
         assert script.stdout.split() == [str(script.rank), "2", "2", "accl"] and script.stderr == ""
 
 
+@pytest.mark.slow
 def test_another_backend_can_be_asked_for():
     for before in ("MPI.Init('gloo')", "dist.init_process_group('gloo')"):
         for script in run_script(WORLD.format(before=before), 2):
@@ -2310,6 +2315,7 @@ def under_mpirun(name):
     return None if launcher is None else results(name, [*launcher, "-n", "2", sys.executable], *SETTINGS[name])
 
 
+@pytest.mark.slow
 def test_a_script_like_the_mnist_example_runs_under_torchrun_and_mpirun(tmp_path):
     name = "torchbraid_mnist.py"
     found = results(name, TORCHRUN, *SETTINGS[name], "--timers", str(tmp_path / "t"))
@@ -2326,6 +2332,7 @@ def test_a_script_like_the_mnist_example_runs_under_torchrun_and_mpirun(tmp_path
 
 
 # One script under launchers of torch and MPI is enough: each of their processes takes seconds to load torch.
+@pytest.mark.slow
 def test_a_script_like_the_gru_example_runs():
     name = "torchbraid_gru.py"
     found = results(name, None, *SETTINGS[name])
@@ -2335,6 +2342,7 @@ def test_a_script_like_the_gru_example_runs():
     assert (forward, backward) == (2, 1) and residual > 0
 
 
+@pytest.mark.slow
 def test_a_script_like_the_mgopt_example_runs():
     name = "torchbraid_mgopt.py"
     found = results(name, None, *SETTINGS[name])

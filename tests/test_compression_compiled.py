@@ -33,6 +33,7 @@ def steps(rank, net, count=3, run=forward_and_backward):
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
+@pytest.mark.slow
 @on_ranks(2, fresh=True, deadline=DEADLINE)
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"], ids=str)
 def test_the_reducer_in_python_hands_over_gradients_one_by_one(rank, world, backend):

@@ -100,6 +100,7 @@ def test_both_calls_of_a_mesh_of_replicas_are_compressed_and_measured(rank, worl
     assert "up.weight (replicas)" in state.summary()
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True)
 def test_what_is_carried_over_between_replicas_is_by_shard(rank, world):
     mesh = mesh_of(2, 2)
@@ -142,6 +143,7 @@ def test_a_mesh_of_replicas_has_the_same_bits_in_calls_of_any_size(rank, world):
             assert error(others[name], gradient) < 0.03, name
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True)
 def test_replicas_choose_their_codecs_by_themselves(rank, world):
     model, state = compressed(Compression("auto", min_elements=64), made(fully_shard, mesh=mesh_of(2, 2)))

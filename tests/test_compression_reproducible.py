@@ -46,6 +46,7 @@ def group_of(algorithm, **settings):
     return dist.new_group(pg_options=Options(algorithm=f"all_reduce={algorithm}", **settings))
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, 4)
 def test_every_algorithm_has_the_same_bits(rank, world):
     for algorithm in ALGORITHMS:

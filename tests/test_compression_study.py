@@ -35,6 +35,7 @@ def assert_met(checks, count):
     assert not (missed := [str(check) for check in checks if not check.is_met]), missed
 
 
+@pytest.mark.slow
 @on_ranks(len(errors.SHAPES), deadline=DEADLINE)
 def test_one_encoding_loses_what_it_must(rank, world):
     own = errors.samples(FEWER)[rank]
@@ -66,6 +67,7 @@ def test_a_sum_loses_what_its_algorithm_must(rank, world):
     assert_met(errors.checks(found), {2: 5, 4: 5, 8: 15}[world])
 
 
+@pytest.mark.slow
 @on_ranks(study.RANKS, deadline=DEADLINE, env={"ACCL_ALGORITHM": study.ALGORITHM})
 def test_two_bits_change_how_the_digits_end_and_error_feedback_undoes_it(rank, world):
     losses = {}
@@ -124,6 +126,7 @@ def record(**losses):
     return {**facts, "seeds": 3, "steps": 2, "data": "d", "runs": runs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("four_bits, status", [([1.01, 1.0, 1.02], 0), ([1.2, 1.3, 1.25], 1), ([1.01, None, 1.02], 1)])
 def test_the_study_fails_where_parity_does(tmp_path, capsys, four_bits, status):
     results = {"format": 1, "models": {"digits": record(**{"float32": [1.0, 1.02, 1.01], "4_bits": four_bits})}}
@@ -159,6 +162,7 @@ def test_wrong_arguments_of_the_study_are_one_sentence(capsys, given, said):
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_quick_study_has_every_run_and_a_picture(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "compression_study.py"), "--quick", "--models", "digits"]
     ended = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=150)

@@ -41,6 +41,7 @@ def test_functional_collectives_give_the_same_eagerly(rank, world, call):
     same_as_gloo(lambda rank, world: run(call, rank, compiled=False), rank, world)
 
 
+@pytest.mark.slow
 @on_ranks(2, fresh=True, init=False, deadline=90)
 @pytest.mark.parametrize("calls", [list(CALLS)[:6], list(CALLS)[6:]], ids=["first_half", "second_half"])
 def test_functional_collectives_give_the_same_compiled(rank, world, calls):

@@ -168,6 +168,7 @@ def test_dtensors_with_uneven_and_empty_shards_are_redistributed_alike(rank, wor
     same_as_gloo(consumer, rank, world)
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True, init=False)
 def test_tensor_parallel_and_fsdp2_share_a_mesh(rank, world):
     def consumer(rank, world):

@@ -148,6 +148,7 @@ def check_moves(rank, world, design):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world", "design", "place"), MATRIX)
 def test_collectives_of_a_device_are_those_of_the_host_bit_for_bit(world, design, place):
@@ -239,6 +240,7 @@ def test_the_environment_gives_the_default_group_a_device():
     check(run_ranks(body, 2, init=False, env={"ACCL_DEVICE": "1"}))
 
 
+@pytest.mark.slow
 def test_groups_are_made_one_after_the_other_on_the_same_emulator():
     def body(rank, text):
         for _ in range(3):
@@ -253,6 +255,7 @@ def test_groups_are_made_one_after_the_other_on_the_same_emulator():
         check(run_ranks(body, 2, {"text": emulator.url}, init=False))
 
 
+@pytest.mark.slow
 @on_ranks(1, init=False)
 def test_an_emulator_is_free_although_a_forked_process_has_the_connection_of_its_last_group(rank, world):
     """A group was told that its device is in use by this very process, as soon as a DataLoader had forked a worker."""
@@ -376,6 +379,7 @@ def test_a_port_without_an_emulator_is_every_ranks_error_in_time(what, words):
         assert words in message and seconds < 4.5, (seconds, message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("design", ["udp", "cyt_rdma"])
 def test_an_emulator_that_ends_in_the_middle_of_calls_is_every_ranks_error(how, design):
@@ -412,6 +416,7 @@ def test_an_emulator_that_ends_in_the_middle_of_calls_is_every_ranks_error(how, 
         assert "First cause" in later, later
 
 
+@pytest.mark.slow
 def test_an_emulator_of_which_a_rank_is_missing_names_it():
     ports = free_ports(12)
 
@@ -426,6 +431,7 @@ def test_an_emulator_of_which_a_rank_is_missing_names_it():
         assert f":{ports + 2}" in message or re.search(r"these ranks .*: 2\b", message), message
 
 
+@pytest.mark.slow
 def test_host_groups_live_on_beside_a_dead_device():
     def body(rank, text, pid):
         init_group(pg_options=options(text), timeout=timedelta(seconds=3))

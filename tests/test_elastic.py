@@ -120,6 +120,7 @@ def test_torchrun_restarts_when_a_rank_leaves_before_or_during_init(tmp_path, mo
     assert got == [(0, 6.0), (1, 6.0), (2, 3.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["static", "c10d"] if ALL else ["c10d"])
 def test_two_torchruns_restart_when_a_rank_of_one_dies_during_init(tmp_path, how):
     port = free_port()

@@ -150,6 +150,7 @@ def together(engines, act):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comms", ["udp", "tcp", "cyt_rdma"])
 def test_an_ordinary_client_gets_every_collective(context, comms):
     ranks = 3
@@ -195,6 +196,7 @@ def test_an_ordinary_client_gets_every_collective(context, comms):
                         assert torch.equal(got, torch.cat([b[rank] for b in block]))
 
 
+@pytest.mark.slow
 def test_whatever_other_clients_do_an_engine_goes_on_answering(context):
     with Emulator(1, "udp") as emulator:
         engine = Engine(context, emulator.port)

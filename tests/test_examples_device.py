@@ -52,6 +52,7 @@ def figures(tmp_path, name, *arguments, **how):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 def test_two_ranks_end_with_the_bits_of_the_host_path(tmp_path, name):
     found = figures(tmp_path, name)
@@ -65,6 +66,7 @@ def test_two_ranks_end_with_the_bits_of_the_host_path(tmp_path, name):
         assert sim["calls"]["all_to_all int64"] == 5 and sim["calls"]["all_to_all float32"] == 9
 
 
+@pytest.mark.slow
 def test_what_a_device_does_not_do_stays_on_the_host(tmp_path):
     found = figures(tmp_path, "collectives", "--ranks", 3, "--device", "sim://?design=udp")
     calls = found["runs"][1]["calls"]
@@ -74,17 +76,20 @@ def test_what_a_device_does_not_do_stays_on_the_host(tmp_path):
     assert not any("all_to_all" in call for call in found["runs"][1]["calls"])
 
 
+@pytest.mark.slow
 def test_under_torchrun_and_without_a_device_an_example_runs_as_well(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     found = figures(tmp_path, "collectives", "--device", "none", launcher=launcher)
     assert len(found["runs"]) == 1 and "host path alone" in found["verdict"]
 
 
+@pytest.mark.slow
 def test_float16_on_the_wire_is_said_to_lose_bits(tmp_path):
     found = figures(tmp_path, "mnist", "--device", "sim://?compression=fp16")
     assert "float16 on the wire loses bits" in found["verdict"] and found["runs"][1]["calls"][SUM] > 0
 
 
+@pytest.mark.slow
 def test_emulators_give_the_same_bits(tmp_path):
     with Emulator(2, "cyt_rdma") as emulator:
         port = emulator.port
@@ -92,6 +97,7 @@ def test_emulators_give_the_same_bits(tmp_path):
     assert "bit for bit" in found["verdict"] and found["runs"][1]["calls"][SUM] > 0
 
 
+@pytest.mark.slow
 def test_a_device_that_makes_no_sense_or_does_not_open_is_one_sentence():
     done = run("dlrm", "--device", "sim://?desgin=udp")
     assert done.returncode == 2 and "did you mean design?" in done.stderr

@@ -20,6 +20,7 @@ def run(tmp_path, *arguments):
     return start("layer_parallel_digits.py", "--out", str(tmp_path), *arguments)
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_in_every_mode_and_drawn(tmp_path):
     ended = run(tmp_path, "--layers", "8", "--epochs", "2", "--json")
     assert ended.returncode == 0, ended.stderr
@@ -34,11 +35,13 @@ def test_digits_are_learnt_in_every_mode_and_drawn(tmp_path):
     assert (tmp_path / "layer_parallel_digits.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_mode_that_it_does_not_know_is_refused(tmp_path):
     ended = run(tmp_path, "--modes", "fast")
     assert ended.returncode and "--modes: fast is none of exact-wave" in ended.stderr
 
 
+@pytest.mark.slow
 def test_nested_iteration_is_studied_with_the_same_work_for_every_way(tmp_path):
     arguments = ["--quick", "--json", "--plot", str(tmp_path / "a" / "nested.png")]
     ended = start("layer_parallel_nested.py", *arguments)

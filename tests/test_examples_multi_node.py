@@ -68,11 +68,13 @@ def check(*commands: list[str]):
     assert "2 ranks, parameters agree; linked by tcp 198.18.0.1:" in said and f"-> {SECOND}:" in said, ended
 
 
+@pytest.mark.slow
 def test_accl_run_starts_ranks_on_two_hosts():
     places = ["--hosts", f"{FIRST},{SECOND}", "-n", "1", "--master-addr", FIRST, "--ssh", str(HOSTS)]
     check([PYTHON, "-m", "torch_accl_cli", "run", *places, str(FOLDER / "train.py")])
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_on_two_hosts():
     where = f"--nnodes 2 --nproc-per-node 1 --master-addr {FIRST} --master-port 29500"
     lines = [f"{PYTHON} -m torch.distributed.run {where} --node-rank {rank} {FOLDER / 'train.py'}" for rank in (0, 1)]

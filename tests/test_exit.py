@@ -40,6 +40,7 @@ def test_leaving_is_silent_and_ends_with_code_0(way):
         assert not re.search("terminate|Traceback|Aborted|Fatal", script.stderr), script.stderr
 
 
+@pytest.mark.slow
 def test_leaving_without_destroy_ends_with_code_0_each_time():
     codes = []
     for _ in range(10):
@@ -56,6 +57,7 @@ def test_leaving_takes_no_time():
     assert end - max(float(script.stdout.split()[-1]) for script in scripts) < 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 def test_works_of_many_groups_that_are_dropped_last_do_not_hold_up_the_end():
     """Each waited for room in Python's queue of pending calls, and the main thread, which empties it, for them: half a minute."""
@@ -102,6 +104,7 @@ def serve(count):
 """
 
 
+@pytest.mark.slow
 def test_a_callback_that_outlives_the_group_ends_before_the_process():
     """It ran into the end of the interpreter, which aborted the process, and its future never got its value."""
     code = (
@@ -171,6 +174,7 @@ os._exit(0)
     assert float(second.stdout.split()[-1]) < 5
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_a_callback_at_the_end_of_the_process():
     code = (
         HEAD
@@ -465,6 +469,7 @@ def give_and_take(meet, end, late, count, size):
     return [child.exitcode for child in children]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 @pytest.mark.parametrize("end", ["destroy", "return"])
 def test_what_a_child_has_sent_arrives_although_it_ends_10_times_of_10(end, tmp_path):
@@ -472,6 +477,7 @@ def test_what_a_child_has_sent_arrives_although_it_ends_10_times_of_10(end, tmp_
     assert codes == [[0, 0]] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 @pytest.mark.parametrize("end", ["destroy", "return"])
 def test_what_a_child_has_sent_waits_for_a_receiver_that_comes_4_s_late(end, tmp_path):

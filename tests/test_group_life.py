@@ -574,6 +574,7 @@ def test_a_snapshot_after_the_end_has_no_group():
     assert [(found["group"], found["ranks"]) for found in check(run_ranks(body, 2))] == [(None, [])] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_snapshot_in_a_forked_child_waits_for_no_thread_of_its_parent():
     # A thread that spins has the engine's lock most of the time, and so at the moment of one fork or another.

@@ -204,6 +204,7 @@ def test_a_call_that_times_out_leaves_a_dump_of_the_flight_recorder(rank, world)
     dist.barrier()
 
 
+@pytest.mark.slow
 @needs("abort hooks")
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asynchronous"])

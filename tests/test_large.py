@@ -31,6 +31,7 @@ def filled():
     return block.repeat(BEYOND_INT32 // 100 + 1)[:BEYOND_INT32]
 
 
+@pytest.mark.slow
 @pytest.mark.large
 @on_ranks(2, fresh=True, deadline=120)
 def test_all_reduce_of_more_than_2_to_the_31_elements(rank, world):
@@ -40,6 +41,7 @@ def test_all_reduce_of_more_than_2_to_the_31_elements(rank, world):
     check_ends(tensor, world)
 
 
+@pytest.mark.slow
 @pytest.mark.large
 @on_ranks(2, fresh=True, deadline=120)
 def test_broadcast_of_more_than_2_to_the_31_elements(rank, world):
@@ -49,6 +51,7 @@ def test_broadcast_of_more_than_2_to_the_31_elements(rank, world):
     check_ends(tensor, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.large
 @on_ranks(2, fresh=True, deadline=120)
 def test_send_of_more_than_2_to_the_31_elements(rank, world):

@@ -210,6 +210,7 @@ def test_ranks_of_one_host_meet_without_an_address_again_and_again(name):
         assert rank.stdout == f"{number} 3 {number} 3 6.0 no address\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_port", [False, True], ids=["", "port"])
 @pytest.mark.parametrize("name", ["srun_two_nodes", "srun_pmi2"])
 def test_ranks_of_a_step_on_several_nodes_meet_on_its_first_again_and_again(name, has_port):
@@ -254,6 +255,7 @@ def test_a_rank_or_a_world_that_was_given_and_is_not_the_launchers_is_named():
     assert "world_size=3" in text and "SIZE is 2" in text
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_rank_that_does_not_come_says_which_one():
     alone = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"alone-{os.getpid()}"}
     (text,) = refusal([MPI | alone | {"OMPI_COMM_WORLD_RANK": "0"}], seconds=1)
@@ -283,6 +285,7 @@ def test_the_port_of_another_slurm_job_is_refused():
     assert f"rank 0 cannot listen on port {port}" in text
 
 
+@pytest.mark.slow
 def test_a_second_program_of_a_slurm_step_does_not_meet_the_first_ones_store():
     code = """
 import os, time, torch, torch_accl
@@ -314,6 +317,7 @@ if os.environ["SLURM_PROCID"] == "0" and os.environ["TAIL"]:
         assert rank.stdout.strip() == "2.0"
 
 
+@pytest.mark.slow
 def test_a_store_without_a_name_at_the_port_of_a_slurm_job_is_not_waited_for():
     from torch._C._distributed_c10d import TCPStore
 

@@ -89,6 +89,7 @@ def check_single(norms, known):
     assert len(found) == 7 and found[-1] < 1e-5
 
 
+@pytest.mark.slow
 @on_ranks(*RANKS)
 @pytest.mark.parametrize("setting", list(FORWARD))
 def test_residuals_are_the_known_ones(rank, world, setting):

@@ -164,6 +164,7 @@ def test_tied_parameters_and_three_replicas_train_on_after_the_first_batch(rank,
         torch.testing.assert_close(parameter, one.get_parameter(name), **ROUNDING)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("make, codec", [(tied, "maxmin:4"), (recurrent, "maxmin:8")])
 def test_compressed_gradients_of_replicas_leave_copies_equal(rank, world, make, codec):
@@ -187,6 +188,7 @@ def test_compressed_gradients_of_replicas_leave_copies_equal(rank, world, make, 
     torch.testing.assert_close(losses, wanted, rtol=2e-3, atol=0)
 
 
+@pytest.mark.slow
 @on_ranks(4, deadline=80)
 def test_copies_that_are_sharded_over_replicas_stay_equal(rank, world):
     mesh, dp = grid(2, 2)
@@ -258,6 +260,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_copies_stay_equal_on_ranks_whose_processors_round_in_other_ways():
     for script in run_script(OTHER_PROCESSOR.format(backend=BACKEND), 2, timeout=60):
         assert script.exitcode == 0, script.stderr

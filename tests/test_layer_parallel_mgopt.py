@@ -181,6 +181,7 @@ def test_both_objectives_change_alike_to_first_order_and_not_to_second(rank, wor
         assert 3.5 < differences[0] / differences[1] < 4.5
 
 
+@pytest.mark.slow
 @on_ranks(1, 2)
 @pytest.mark.parametrize("levels", [2, 3])
 @pytest.mark.parametrize("mode", ["exact-wave", "exact-pipeline", "inexact"])
@@ -205,6 +206,7 @@ def test_cycles_lower_the_loss_by_more_than_as_many_steps(rank, world, levels, m
     assert all(parameter.grad is None for made in multigrid.nets for parameter in made.parameters())
 
 
+@pytest.mark.slow
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("interpolation, mode", [("constant", "exact-wave"), ("linear", "inexact")])
 def test_nothing_depends_on_the_number_of_ranks_by_a_bit(rank, world, interpolation, mode):

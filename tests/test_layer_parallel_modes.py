@@ -525,6 +525,7 @@ def graphs_of(blocks, cycle):
     return len(made), losses
 
 
+@pytest.mark.slow
 @on_ranks(1, 2)
 def test_a_kind_of_layer_is_compiled_twice_however_many_layers_and_levels_there_are(rank, world):
     cycle = Cycle(levels=3, factor=2, iterations=3, relax="FCF")

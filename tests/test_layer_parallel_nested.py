@@ -353,6 +353,7 @@ def test_a_share_of_a_step_has_the_leaves_of_the_state():
 # ---- ranks
 
 
+@pytest.mark.slow
 @on_ranks(*RANKS)
 @pytest.mark.parametrize("interpolation", ["constant", "linear"])
 def test_nothing_depends_on_the_number_of_ranks_by_a_bit(rank, world, interpolation):

@@ -57,6 +57,7 @@ def beside(quick, study):
     return [run for run in found if run["seed"] == 0]
 
 
+@pytest.mark.slow
 def test_a_quick_study_has_every_run_and_a_picture(quick):
     folder, printed = quick
     found = json.loads((folder / "study.json").read_text())["studies"]
@@ -75,6 +76,7 @@ def test_a_quick_study_has_every_run_and_a_picture(quick):
         assert len(first) == task.seeds
 
 
+@pytest.mark.slow
 def test_figures_do_not_depend_on_the_number_of_ranks_by_a_bit(quick, tmp_path):
     found = [beside(quick, "digits"), together(tmp_path, "digits", 2)]
     for run in found[0] + found[1]:
@@ -82,6 +84,7 @@ def test_figures_do_not_depend_on_the_number_of_ranks_by_a_bit(quick, tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_sequence_on_several_ranks_is_learnt_as_on_one_but_for_rounding(quick, tmp_path):
     for one, other in zip(beside(quick, "gru"), together(tmp_path, "gru", 3), strict=True):
         assert (one["setting"], one["seed"]) == (other["setting"], other["seed"])
@@ -122,6 +125,7 @@ def test_a_setting_is_what_nets_of_both_kinds_are_solved_by():
         assert net.bwd == plan.Cycle(levels=3, factor=2, iterations=4)
 
 
+@pytest.mark.slow
 def test_a_look_at_a_net_says_what_its_own_audit_does():
     task = BY_NAME["digits"].quick()
     data = task.data()
@@ -135,6 +139,7 @@ def test_a_look_at_a_net_says_what_its_own_audit_does():
     assert seen["cosine"] == pytest.approx(audited.audits[-1].cosine, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason, limit", [("audit", "MOST_OFF"), ("factor", "MOST_FACTOR")])
 def test_a_run_that_goes_on_exactly_from_the_first_batch_is_the_exact_one(monkeypatch, reason, limit):
     task = BY_NAME["digits"].quick()
@@ -195,6 +200,7 @@ def test_a_run_has_departed_where_its_loss_is_higher_to_the_end():
         assert report.Found(record(exact=exact, other=losses)).departed("other") == [first]
 
 
+@pytest.mark.slow
 def test_what_was_lost_is_told_and_drawn_with_the_rest(tmp_path):
     found = record(exact=[3.0, 2.0, 1.5, 1.2, 1.0], inexact=[3.0, 2.0, None, None, None])
     for one in found["runs"][1]["marks"][2:]:

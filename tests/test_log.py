@@ -30,12 +30,14 @@ def ended(tmp_path, level, **streams):
     return done.returncode, found.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["info", "trace"])
 def test_a_full_disk_under_standard_error_loses_lines_only(tmp_path, level):
     with open("/dev/full", "w") as full:
         assert ended(tmp_path, level, stderr=full) == (0, "done\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["info", "trace"])
 def test_a_pipe_that_nobody_reads_any_more_loses_lines_only(tmp_path, level):
     reading, writing = os.pipe()
@@ -46,5 +48,6 @@ def test_a_pipe_that_nobody_reads_any_more_loses_lines_only(tmp_path, level):
         os.close(writing)
 
 
+@pytest.mark.slow
 def test_lines_do_not_go_into_a_file_that_has_the_descriptor_of_a_closed_standard_error(tmp_path):
     assert ended(tmp_path, "trace", preexec_fn=lambda: os.close(2)) == (0, "done\n")

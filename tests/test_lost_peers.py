@@ -273,6 +273,7 @@ def test_a_rank_that_leaves_without_a_word_is_named():
     assert "rank 1" in message and seconds < 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_destroyed_its_group_is_named():
     def body(rank):
         dist.all_reduce(torch.ones(3))
@@ -325,6 +326,7 @@ def test_a_world_that_stays_incomplete_lists_the_missing_ranks(present):
         assert "rank" in message and seconds < 4 and (rank > 0 or seconds > 0.9)
 
 
+@pytest.mark.slow
 def test_a_second_process_with_the_same_rank_is_told_so():
     def body(seat):
         start = time.monotonic()
@@ -466,6 +468,7 @@ print("destroyed", time.monotonic() - start, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "accl", reason="gloo waits for its timeout")
 def test_a_host_that_vanishes_is_found_by_the_least_deadline_on_its_link(tmp_path):
     """What is under way to it is repeated by the system for a quarter of an hour, and the other call may take 5 minutes."""
@@ -494,6 +497,7 @@ def test_a_host_that_vanishes_is_found_by_the_least_deadline_on_its_link(tmp_pat
     assert float(destroyed.split()[1]) < 10, destroyed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "accl", reason="about windows of this package")
 def test_a_stopped_rank_whose_window_is_closed_is_not_lost():
     def body(rank):

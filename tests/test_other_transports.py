@@ -122,6 +122,7 @@ def package(library, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_transport_that_a_package_has_is_found_by_its_entry_point_and_ended_after_the_groups(package):
     code = f"""
 import sys
@@ -146,6 +147,7 @@ def command(package, transports, *arguments):
     return subprocess.run(line, env=os.environ | env, capture_output=True, text=True, timeout=90)
 
 
+@pytest.mark.slow
 def test_the_command_names_a_transport_of_a_package_without_loading_it(package):
     (package / "pigeons.py").write_text("raise ImportError('it was loaded')\n")
     found = command(package, "datagrams,shm", "info", "--json")
@@ -162,6 +164,7 @@ def test_the_command_names_a_transport_of_a_package_without_loading_it(package):
     assert refused.returncode == 1 and "there is no transport `pigeons`" in refused.stderr, refused.stderr
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_over_a_transport_of_a_package(package):
     brief = ["--sizes", "4KiB", "--iterations", "2", "--alternations", "2", "--warmup", "1"]
     ended = command(package, "datagrams", "bench", "all_reduce", "--ranks", "2", *brief)

@@ -280,6 +280,7 @@ def test_a_profile_that_ends_before_its_calls_do_does_not_crash_the_process(rank
     dist.barrier()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_ddp_under_a_profiler_does_not_crash_the_process(rank, world, scheduled):

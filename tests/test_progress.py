@@ -190,6 +190,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_1000_live_groups_work_at_1024_descriptors_without_more_threads():
     code = MANY.format(backend=BACKEND, count=1000)
     for script in run_script(code, world=2, timeout=120, limits={"RLIMIT_NOFILE": 1024}):
@@ -231,6 +232,7 @@ def test_a_forked_data_loader_beside_a_live_group_changes_nothing(rank, world, c
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "accl", reason="gloo notices the loss in its own time and words")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_live_data_loader_does_not_hide_that_its_rank_died(transport):
@@ -253,6 +255,7 @@ def test_a_live_data_loader_does_not_hide_that_its_rank_died(transport):
     assert check(outcomes[:1])[0] < 3
 
 
+@pytest.mark.slow
 @needs("ephemeral timeouts")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_waits_for_no_lock_of_its_parents_list_of_calls():

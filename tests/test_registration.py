@@ -243,6 +243,7 @@ def test_the_native_module_has_the_name_of_its_torch():
     assert [file.name for file in native().parent.glob("*.so")] == [native().name]
 
 
+@pytest.mark.slow
 def test_of_modules_for_several_torches_in_one_folder_that_of_the_running_one_is_taken(source_tree):
     shutil.copy(native(), source_tree)
     # What was built last, and what an older release would have left: neither is looked at.
@@ -252,12 +253,14 @@ def test_of_modules_for_several_torches_in_one_folder_that_of_the_running_one_is
     assert said.startswith(f"{source_tree / native().name} {NAME}.") and said.endswith(" Backend"), said
 
 
+@pytest.mark.slow
 def test_a_source_tree_that_was_built_for_another_torch_is_refused_by_name(source_tree):
     shutil.copy(native(), source_tree / native().name.replace(NAME.replace(".", "_"), OTHER.replace(".", "_")))
     said = imported_from(source_tree)
     assert f"built for torch {OTHER}, but torch {NAME}." in said and f"TORCH={NAME}" in said, said
 
 
+@pytest.mark.slow
 def test_a_module_for_another_torch_under_the_name_of_this_one_is_refused_before_it_is_used(source_tree):
     shutil.copy(native(), source_tree / native().name.replace(NAME.replace(".", "_"), "9_9"))
     said = imported_from(source_tree, before='torch.__version__ = "9.9.1"')
@@ -265,29 +268,34 @@ def test_a_module_for_another_torch_under_the_name_of_this_one_is_refused_before
     assert f"was built for torch {NAME}." in said and "but torch 9.9.1 is running" in said and "TORCH=9.9" in said, said
 
 
+@pytest.mark.slow
 def test_a_module_of_another_abi_is_refused_before_it_is_used(source_tree):
     shutil.copy(native(), source_tree)
     said = imported_from(source_tree, before="torch._C._GLIBCXX_USE_CXX11_ABI = not torch._C._GLIBCXX_USE_CXX11_ABI")
     assert native().name in said and "C++ ABI" in said, said
 
 
+@pytest.mark.slow
 def test_a_module_that_does_not_load_is_named(source_tree):
     (source_tree / native().name).write_bytes(b"not a library")
     said = imported_from(source_tree)
     assert said.startswith(f"{native().name} does not load with torch {NAME}."), said
 
 
+@pytest.mark.slow
 def test_a_source_tree_that_was_not_built_says_how(source_tree):
     said = imported_from(source_tree)
     assert "was not built" in said and f"TORCH={NAME} pip install ." in said, said
 
 
+@pytest.mark.slow
 def test_a_source_tree_that_was_built_for_another_python_is_refused(source_tree):
     (source_tree / f"_native_torch_{NAME.replace('.', '_')}.cpython-27-x86_64-linux-gnu.so").touch()
     said = imported_from(source_tree)
     assert "another Python" in said and "cpython-27" in said and EXTENSION_SUFFIXES[0] in said, said
 
 
+@pytest.mark.slow
 def test_a_module_that_is_not_filled_has_nothing_of_torch():
     result = plain_python(
         f"""
@@ -337,6 +345,7 @@ def test_help_and_usage_errors_of_the_command_load_no_torch(arguments):
     assert ended.stderr.splitlines()[-1] == "False"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["info"], ["config"], ["algorithms"], ["bench"], ["simulate", "--ranks", "2"]], ids=" ".join
 )
@@ -514,6 +523,7 @@ SILENT = {
 }
 
 
+@pytest.mark.slow
 def test_a_panic_in_any_bridged_function_is_an_error_and_not_the_end():
     ends = dict(line.split() for line in in_one_process(PANICS).splitlines())
     assert len(ends) > 15

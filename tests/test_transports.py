@@ -160,6 +160,7 @@ def test_everything_works_with(setting, world):
     assert len(set(digests)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_bits_are_the_same_over_every_transport_and_on_every_run(world):
     digests = set()

@@ -1,8 +1,9 @@
-"""Runs a part of each matrix of tests: as few of its cases as have every pair of values, or every value, of its parameters once.
+"""Runs a part of the tests. Of each matrix: as few cases as have every pair of values, or every value, of its parameters once.
+Of the tests marked `slow`: every fifth, or none.
 
-`ACCL_TEST_COVER` says which: `all` (every case, the default), `pairs` or `values`. A test with two parameters keeps all of its cases under
-`pairs`. Which of several parts is chosen depends on `ACCL_TEST_COVER_SEED`, a number that the scripts take from the date of the commit: over
-the days every case has its turn, and a commit always gets the same part. Owns the choice only; `conftest.py` applies it.
+`ACCL_TEST_COVER` says which part: `all` (the default), `pairs` or `values`. A test with two parameters keeps all of its cases under `pairs`.
+Which of several parts is chosen depends on `ACCL_TEST_COVER_SEED`, a number that the scripts take from the date of the commit: over the days
+every case has its turn, and a commit always gets the same part. Owns the choice only; `conftest.py` applies it.
 """
 
 import itertools
@@ -13,6 +14,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 STRENGTH = {"values": 1, "pairs": 2}
+# Of so many slow tests one is run; no number: none of them.
+TURNS = {"values": None, "pairs": 5}
 
 # Of these every case counts: what they hold is a table of its own, not a product of properties.
 WHOLE = ("test_surface.py",)
@@ -54,6 +57,9 @@ def select(items: Iterable[T], cover: str, seed: int) -> tuple[list[T], list[T]]
         if all(hasattr(case, "callspec") for case in cases) and cases[0].path.name not in WHOLE:
             wanted = covering([_values(case) for case in cases], STRENGTH[cover], seed)
         kept.update(id(cases[index]) for index in wanted)
+    slow = [item for item in items if id(item) in kept and item.get_closest_marker("slow")]
+    turns = TURNS[cover]
+    kept.difference_update(id(item) for index, item in enumerate(slow) if turns is None or (index + seed) % turns)
     return [item for item in items if id(item) in kept], [item for item in items if id(item) not in kept]
 
 

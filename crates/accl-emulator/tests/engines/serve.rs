@@ -361,11 +361,15 @@ fn a_host_that_does_not_fetch_its_answer_holds_up_no_other_and_is_disconnected()
         while growth() < u64::from(BYTES) {
             assert!(begin.elapsed() < host::PATIENCE, "no answer is on its way");
         }
-        for _ in 0..100 {
-            let text = Request::ReadRegister { offset: 8184 }.to_json();
-            let answer = host.answer(text.clone(), Duration::from_secs(1)).await;
-            assert_eq!(answer, Some(Reply::Register(0)));
-            assert!(Host::is_answered(port).await, "a host that comes later");
+        for number in 0..100 {
+            assert_eq!(host.register(8184).await, 0);
+            assert!(Host::is_answered(port, host::PATIENCE).await, "a host that comes later");
+            // A busy machine may take longer for all of them than the other's answer is kept.
+            let is_kept = growth() > u64::from(BYTES) / 2;
+            assert!(is_kept || number > 0, "others were answered when the answer was given up");
+            if !is_kept {
+                break;
+            }
         }
         // Its answer is not kept for ever.
         let begin = Instant::now();
@@ -410,7 +414,7 @@ fn connections_that_speak_another_language_take_no_rank_away() {
         // Those who connect while others are being disconnected may be so too.
         let begin = Instant::now();
         run(async {
-            while !Host::is_answered(port).await {
+            while !Host::is_answered(port, Duration::from_secs(1)).await {
                 assert!(begin.elapsed() < host::PATIENCE, "{garbage:?}");
             }
         });
@@ -424,7 +428,7 @@ fn a_message_of_empty_frames_takes_no_memory() {
     use std::io::Write;
     let port = free_ports(4);
     let emulators = Emulators(vec![start_with(&words(&format!("--port {port}")), Stdio::null())]);
-    run(async { assert!(Host::is_answered(port).await) });
+    run(async { assert!(Host::is_answered(port, host::PATIENCE).await) });
     let before = resident_bytes(&emulators.0[0]);
     let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.write_all(&[&greeting()[..], READY].concat()).unwrap();

@@ -63,15 +63,15 @@ impl Host {
         Self { socket }
     }
 
-    /// Whether a rank answers a host that connects now.
-    pub async fn is_answered(port: u16) -> bool {
+    /// Whether a rank answers a host that connects now, within a time.
+    pub async fn is_answered(port: u16, within: Duration) -> bool {
         let ask = async {
             let mut socket = ReqSocket::new();
             socket.connect(&format!("tcp://127.0.0.1:{port}")).await.ok()?;
             socket.send(Request::Poll { control: 0 }.to_json().into()).await.ok()?;
             socket.recv().await.ok()
         };
-        tokio::time::timeout(Duration::from_secs(1), ask).await.ok().flatten().is_some()
+        tokio::time::timeout(within, ask).await.ok().flatten().is_some()
     }
 
     pub async fn ask(&mut self, request: &Request) -> Reply {
