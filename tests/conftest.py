@@ -29,7 +29,11 @@ def pytest_configure(config):
     )
     config.addinivalue_line(
         "markers",
-        "slow: takes seconds; ACCL_TEST_COVER=pairs runs every fifth of them, others each day, and values runs none",
+        "alone: has bounds of tenths of a second, or looks at the whole machine; no other test runs beside it",
+    )
+    config.addinivalue_line(
+        "markers",
+        "slow: takes a second or more; ACCL_TEST_COVER=pairs runs every sixth of them, others each day, and values runs none",
     )
     if directory := os.environ.get("ACCL_TEST_SHARED"):
         config.pluginmanager.register(sharing.Sharing(directory))

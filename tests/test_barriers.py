@@ -72,6 +72,7 @@ def test_barriers_of_subgroups_concern_only_their_members(rank, world):
             dist.barrier(group)
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, fresh=True)
 def test_a_barrier_that_times_out_says_so_within_a_tenth_of_a_second(rank, world):
     group = dist.new_group(timeout=timedelta(seconds=1))
@@ -117,6 +118,7 @@ def test_a_monitored_barrier_holds_everybody_until_the_last_comes(rank, world):
     assert time.monotonic() - start >= 0.19
 
 
+@pytest.mark.slow
 @on_ranks(3, fresh=True)
 def test_a_monitored_barrier_names_the_first_missing_rank_and_the_group_works_on(rank, world):
     timeout = timedelta(milliseconds=400)
@@ -136,6 +138,7 @@ def test_a_monitored_barrier_names_the_first_missing_rank_and_the_group_works_on
     assert tensor.tolist() == [3] * 3
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True)
 def test_a_monitored_barrier_that_waits_for_all_names_all_missing_ranks(rank, world):
     timeout = timedelta(milliseconds=400)

@@ -69,6 +69,7 @@ def test_each_file_makes_the_engine_choose_otherwise_than_usual(path, monkeypatc
     assert choices(str(path)) != choices(None)
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, init=False)
 @EVERY
 def test_every_collective_is_exact(rank, world, calibration):
@@ -140,6 +141,7 @@ def test_layers_in_one_call_are_exact_and_the_same_as_alone(rank, world, calibra
             assert torch.equal(output, expected_reduction(all_of_it, "SUM"))
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, init=False)
 @EVERY
 def test_every_encoded_collective_is_the_same_on_all_and_within_its_bound(rank, world, calibration):

@@ -298,6 +298,7 @@ def test_a_host_that_is_not_there_is_named_and_nothing_runs(tmp_path, ssh):
     assert "accl run: nowhere: ssh: Could not resolve hostname nowhere" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_host_ends_the_ranks_of_the_others(tmp_path, ssh):
     code = "time.sleep(60 if os.environ['RANK'] == '0' else 0.3); sys.exit(5)"
     start = time.monotonic()
@@ -353,6 +354,7 @@ def test_another_version_on_a_host_is_named_before_anything_runs(tmp_path, ssh):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_hosts_are_not_sent_to_their_own_loopback(tmp_path, ssh):
     say = script(tmp_path, "say(os.environ['MASTER_ADDR'])")
     ended = run("-n", 1, "--hosts", "localhost,b", "--ssh", ssh, say, cwd=tmp_path)
@@ -361,6 +363,7 @@ def test_hosts_are_not_sent_to_their_own_loopback(tmp_path, ssh):
     assert {line.split()[1] for line in ended.stdout.splitlines()} == {socket.gethostname()}, ended.stderr
 
 
+@pytest.mark.slow
 def test_names_that_only_ssh_knows_for_this_host_are_not_what_ranks_meet_at(tmp_path, ssh):
     say = script(tmp_path, "say(os.environ['MASTER_ADDR'])")
     ended = run("-n", 1, "--hosts", "loop-a,loop-b", "--ssh", ssh, say, cwd=tmp_path)
@@ -560,6 +563,7 @@ write(b"10%\\r20%\\r\\n" + "wide: \\u2028 \\u00e9\\n".encode() + b"x" * 100000 +
     assert ended.returncode == 0 and "[0] last" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_child_of_a_rank_that_saves_has_the_grace_as_well(tmp_path):
     (tmp_path / "child.py").write_text(SAVING)
     code = """

@@ -19,6 +19,7 @@ def accl(*arguments: str, status: int = 0, **env: str) -> subprocess.CompletedPr
     return ended
 
 
+@pytest.mark.slow
 def test_every_algorithm_has_a_time_and_one_is_chosen():
     arguments = ("--ranks", "4096", "--ranks-per-host", "8", "--link", "100Gbit/s,2us", "--collective", "all")
     document = json.loads(accl("simulate", *arguments, "--sizes", "4,1MiB", "--json").stdout)
@@ -114,6 +115,7 @@ def test_info_measures_once_and_says_from_where(tmp_path):
     assert "calibration" in accl("info", **env).stdout
 
 
+@pytest.mark.slow
 def test_a_fresh_start_warns_of_nothing_and_info_names_constants_that_are_not_determined(tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path), "ACCL_CALIBRATION": "auto"}
     assert "contradicts" not in accl("info", **env).stderr

@@ -446,6 +446,7 @@ def test_what_was_created_holds_until_it_is_reset_and_options_win(rank, world):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @on_ranks(3, init=False)
 def test_ranks_sleep_for_a_debugger_before_they_make_the_group(rank, world):
     begin = time.monotonic()
@@ -509,6 +510,7 @@ def test_simulation_connects_to_the_emulators_of_its_ranks(comms):
         assert "1 calls: all_reduce float32 SUM 1" in script.stdout
 
 
+@pytest.mark.slow
 def test_without_listeners_engines_are_in_the_ranks_own_processes():
     for script in run_script(SCRIPT.format(port=free_ports(2), udp=False), 2):
         assert script.exitcode == 0, script.stderr

@@ -182,6 +182,7 @@ def test_the_examples_of_torch_ccl_run_under_a_launcher_that_is_installed(name, 
     )
 
 
+@pytest.mark.slow
 def test_the_profiler_shows_calls_and_waits_by_torch_ccls_names_and_a_variable_without_effect_is_listed_once():
     code = textwrap.dedent("""
         import torch
@@ -205,6 +206,7 @@ def test_the_profiler_shows_calls_and_waits_by_torch_ccls_names_and_a_variable_w
     assert ranks[0].stderr.count(listed) == 1 and listed not in ranks[1].stderr
 
 
+@pytest.mark.slow
 def test_an_algorithm_that_ccl_named_is_taken():
     code = textwrap.dedent("""
         import torch

@@ -98,6 +98,7 @@ def test_sums_of_constants_are_exact(rank, world):
                 assert torch.equal(tensor, torch.full((count,), world * (world + 1) // 2, dtype=dtype)), (bits, count)
 
 
+@pytest.mark.slow
 @cgx_ranks(2, 3)
 @pytest.mark.parametrize("bucket", [64, 512, 2048])
 def test_sums_of_ramps_keep_within_the_bound_of_cgx(rank, world, bucket):
@@ -845,6 +846,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_without_the_facade_variables_of_cgx_are_one_warning_of_rank_0():
     scripts = run_script(PLAIN, 2, env={BITS: "2", "CGX_NONSENSE": "x"})
     for script in scripts:

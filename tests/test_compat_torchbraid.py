@@ -1945,6 +1945,7 @@ def optimizer_for(parameters, level=0):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if parameters else None
 
 
+@pytest.mark.slow
 @on_ranks(3)
 @pytest.mark.parametrize("how", ["injection", "linear"])
 def test_nested_iteration_is_that_of_the_core(rank, world, how):
@@ -2134,6 +2135,7 @@ def test_options_that_there_are_not_are_refused_with_those_that_there_are():
         hierarchy(make=lambda global_steps: Whole(5 if global_steps == 4 else global_steps))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_fails_on_one_rank_in_mgopt_is_raised_on_all(rank, world):
     def bad(output, target):
@@ -2211,6 +2213,7 @@ def test_continuity_is_counted_between_neighbours(rank, world):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 @on_ranks(1, 2)
 def test_a_hierarchy_shows_itself_on_rank_0(rank, world):
     out = io.StringIO()
@@ -2257,6 +2260,7 @@ sys.stdout.write(" ".join(map(str, found)) + "\\n")
 """
 
 
+@pytest.mark.slow
 def test_the_world_is_the_launchers_and_made_when_it_is_asked_for():
     for script in run_script(WORLD.format(before=""), 2):
         assert script.exitcode == 0, script.stderr

@@ -640,6 +640,7 @@ def sharded(options):
     return fully_shard(model, **options)
 
 
+@pytest.mark.slow
 @on_ranks(3, fresh=True)
 @pytest.mark.parametrize("options", list(FSDP))
 def test_fsdp2_trains_near_plain_training(rank, world, options):
@@ -694,6 +695,7 @@ def compressed_fsdp2(settings, model):
     return model, state
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True)
 @pytest.mark.parametrize("feedback", [False, True])
 def test_fsdp2_over_replicas_trains_near_plain_training(rank, world, feedback):
@@ -708,6 +710,7 @@ def test_fsdp2_over_replicas_trains_near_plain_training(rank, world, feedback):
     assert state.step == 4 and state.traffic.ratio > 1.5
 
 
+@pytest.mark.slow
 @on_ranks(3, fresh=True)
 def test_fsdp2_divides_by_the_factor_that_it_was_given(rank, world):
     def gradients(settings, factor):

@@ -85,6 +85,7 @@ def test_modules_that_fsdp2_replicates_are_compressed(rank, world, dtype):
     assert rows["up.bias (replicas)"].codec is None
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True)
 def test_both_calls_of_a_mesh_of_replicas_are_compressed_and_measured(rank, world):
     mesh = mesh_of(2, 2)
@@ -130,6 +131,7 @@ def test_what_is_carried_over_between_replicas_is_by_shard(rank, world):
     )
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True)
 def test_a_mesh_of_replicas_has_the_same_bits_in_calls_of_any_size(rank, world):
     mesh, found = mesh_of(2, 2), []
@@ -152,6 +154,7 @@ def test_replicas_choose_their_codecs_by_themselves(rank, world):
     assert "up.weight: " in told and "up.weight (replicas): " in told
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True)
 def test_gradients_that_wait_for_their_all_reduce_are_sums_of_all_steps(rank, world):
     mesh, found = mesh_of(2, 2), []

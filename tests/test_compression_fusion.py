@@ -79,6 +79,7 @@ def test_a_wrong_bound_is_refused(wrong):
         Compression(fusion_bytes=wrong)
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, fresh=True, env=SAME_ALGORITHM)
 @pytest.mark.parametrize("feedback", [False, True])
 def test_ddp_has_the_same_bits_in_calls_of_any_size(rank, world, feedback):
@@ -216,6 +217,7 @@ def test_auto_chooses_alike_and_predicts_what_happens_in_calls_of_any_size(rank,
     assert found[0] == found[1] and len(made) > 4
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, fresh=True, env=SAME_ALGORITHM)
 @pytest.mark.parametrize("feedback", [False, True])
 def test_fsdp2_has_the_same_bits_in_calls_of_any_size(rank, world, feedback):

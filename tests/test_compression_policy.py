@@ -188,6 +188,7 @@ def test_what_is_carried_over_is_told(rank, world):
 TCP = {"ACCL_TRANSPORTS": "tcp"}
 
 
+@pytest.mark.slow
 @on_ranks(3, fresh=True, env=TCP)
 def test_auto_takes_what_is_fastest_within_the_budget_and_stays_with_it(rank, world, monkeypatch):
     # Times are given: what is measured here says nothing about links.

@@ -276,6 +276,7 @@ def sharded(seed=7):
     return net, state
 
 
+@pytest.mark.slow
 @on_ranks(3, fresh=True)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_distributed_checkpoint_keeps_what_every_rank_carries_over(rank, world, kind):

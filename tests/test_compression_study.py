@@ -53,6 +53,7 @@ def test_one_encoding_loses_what_it_must(rank, world):
     assert_met(errors.checks(found), 9 * 7 + 9 * 7 + 12 * 8 + 2 * len(formats))
 
 
+@pytest.mark.slow
 @on_ranks(2, 4, 8, deadline=DEADLINE)
 def test_a_sum_loses_what_its_algorithm_must(rank, world):
     found = {"once": {}, "variance": {}, "format": {}, "sum": {}}

@@ -66,6 +66,7 @@ def test_ddp_in_bfloat16_trains_to_the_same_weights(rank, world):
     same_as_gloo(consumer, rank, world)
 
 
+@pytest.mark.slow
 @on_ranks(3, fresh=True, init=False)
 def test_ddp_with_three_ranks_trains_to_the_same_weights_but_for_the_order_of_sums(rank, world):
     def consumer(rank, world):

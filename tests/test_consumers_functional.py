@@ -48,6 +48,7 @@ def test_functional_collectives_give_the_same_compiled(rank, world, calls):
     same_as_gloo(lambda rank, world: [run(call, rank, compiled=True) for call in calls], rank, world)
 
 
+@pytest.mark.slow
 @on_ranks(2, fresh=True, init=False, deadline=90)
 def test_in_place_collectives_inside_a_compiled_function_give_the_same(rank, world):
     def consumer(rank, world):

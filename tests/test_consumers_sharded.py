@@ -59,6 +59,7 @@ FSDP = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(2, fresh=True, init=False)
 @pytest.mark.parametrize("options", list(FSDP))
 def test_fsdp2_trains_to_the_same_weights(rank, world, options):
@@ -114,6 +115,7 @@ def test_fsdp2_accumulates_without_synchronisation(rank, world):
     same_as_gloo(consumer, rank, world)
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, fresh=True, init=False)
 def test_tensor_parallel_layers_give_the_same_outputs_and_gradients(rank, world):
     def consumer(rank, world):
@@ -224,6 +226,7 @@ def test_a_pipeline_gives_the_same_losses_and_gradients(rank, world, schedule):
     same_as_gloo(consumer, rank, world)
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, fresh=True, init=False)
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_a_checkpoint_comes_back_as_it_was_saved(rank, world, how, tmp_path):

@@ -298,6 +298,7 @@ def gradients_of(module):
 MODES = ["exact-wave", "exact-pipeline", "exact-forward", "inexact", "converged", "auto"]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_of_layer_parallel_nets(rank, world, mode):
@@ -391,6 +392,7 @@ def test_cycles_over_nets_of_other_depths(rank, world):
     check_states_are_ignored(prepare)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 @pytest.mark.parametrize(("kind", "mode"), [("LSTM", "exact-wave"), ("GRU", "inexact")])
 def test_recurrent_nets(rank, world, mode, kind):

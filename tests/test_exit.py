@@ -33,6 +33,7 @@ LEAVING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", list(LEAVING))
 def test_leaving_is_silent_and_ends_with_code_0(way):
     for script in run_script(HEAD + LEAVING[way], world=2):
@@ -48,6 +49,7 @@ def test_leaving_without_destroy_ends_with_code_0_each_time():
     assert codes == [0] * 20
 
 
+@pytest.mark.alone
 def test_leaving_takes_no_time():
     code = HEAD + "print(time.monotonic(), flush=True)"
     scripts = start_script(code, world=2)
@@ -76,6 +78,7 @@ main()
     assert (script.exitcode, script.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_an_uncaught_error_ends_with_code_1_on_its_rank_and_an_error_on_the_other():
     code = (
         HEAD
@@ -132,6 +135,7 @@ dist.destroy_process_group()
         assert script.stdout.startswith("ends")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass", "sys.exit(0)"])
 def test_a_rank_that_ends_lets_its_asynchronous_calls_end(end):
     """The others' calls failed, although this rank had made them."""
@@ -209,6 +213,7 @@ WAITING = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("wait", list(WAITING))
 def test_ctrl_c_ends_a_wait_within_200_ms(wait):
     code = (
@@ -268,6 +273,8 @@ os._exit(0)
             assert "interrupted" in text and "blocking call" in text and "new group" in text, script.stdout
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_ctrl_c_ends_an_init_that_waits_for_others():
     code = f"""
 import os, time, torch, torch.distributed as dist
@@ -288,6 +295,7 @@ except KeyboardInterrupt:
     assert float(script.stdout.split()[-1]) - start < 0.5, script.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_wait_leaves_the_call_running_and_a_later_wait_succeeds():
     # `Work.wait` is only a wait: what poisons is an interrupt inside a blocking call.
     code = (

@@ -122,6 +122,7 @@ def test_the_error_state_is_success_until_a_call_times_out(rank, world):
     assert backend_of().get_error() == ErrorType.SUCCESS
 
 
+@pytest.mark.alone
 @on_ranks(2)
 def test_a_group_that_timed_out_refuses_later_calls_quoting_the_cause(rank, world):
     group = dist.new_group(timeout=timedelta(milliseconds=300))
@@ -138,6 +139,7 @@ def test_a_group_that_timed_out_refuses_later_calls_quoting_the_cause(rank, worl
     sums()
 
 
+@pytest.mark.alone
 @on_ranks(2)
 def test_the_cause_of_a_poisoned_group_reaches_the_other_rank(rank, world):
     group = dist.new_group(timeout=timedelta(milliseconds=300))
@@ -155,6 +157,7 @@ def test_the_cause_of_a_poisoned_group_reaches_the_other_rank(rank, world):
     sums()
 
 
+@pytest.mark.alone
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["abort", "shutdown"])
 def test_abort_from_another_thread_ends_a_wait_at_once(rank, world, how):

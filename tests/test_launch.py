@@ -241,6 +241,7 @@ def refusal(environments: list[dict[str, str]], seconds: float = 20, more: str =
     return [rank.stderr.strip().splitlines()[-1] for rank in ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mpich_two_hosts", "openmpi_two_hosts"])
 def test_ranks_on_several_hosts_that_no_launcher_names_are_asked_for_an_address(name):
     for text in refusal(RECORDINGS[name]):
@@ -248,6 +249,7 @@ def test_ranks_on_several_hosts_that_no_launcher_names_are_asked_for_an_address(
         assert ("Open MPI" in text) == ("openmpi" in name)
 
 
+@pytest.mark.slow
 def test_a_rank_or_a_world_that_was_given_and_is_not_the_launchers_is_named():
     (text,) = refusal([MPI], more="rank=0, world_size=2")
     assert "rank=0" in text and "RANK is 1" in text
@@ -264,6 +266,7 @@ def test_who_waits_for_a_rank_that_does_not_come_says_which_one():
     assert text.startswith("TimeoutError") and "rank 0 did not come" in text
 
 
+@pytest.mark.slow
 def test_an_occupied_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -273,6 +276,7 @@ def test_an_occupied_port_is_named():
     assert "MASTER_PORT='many' is not a port" in text
 
 
+@pytest.mark.slow
 def test_the_port_of_another_slurm_job_is_refused():
     from torch._C._distributed_c10d import TCPStore
 
@@ -329,6 +333,7 @@ def test_a_store_without_a_name_at_the_port_of_a_slurm_job_is_not_waited_for():
     assert "that of another job (a store without a name" in text and time.monotonic() - start < 40
 
 
+@pytest.mark.slow
 def test_with_an_address_torchs_own_handler_serves_whatever_a_script_calls_its_ranks():
     code = """
 import os, torch, torch_accl
@@ -347,6 +352,7 @@ print(tensor.item())
     assert [rank.stdout.strip() for rank in ranks] == ["2.0"] * 2, "\n".join(rank.stderr for rank in ranks)
 
 
+@pytest.mark.slow
 def test_without_a_launcher_an_import_changes_nothing():
     code = """
 import os

@@ -821,6 +821,7 @@ def test_a_checkpoint_in_a_layer_draws_the_same_again_while_there_are_other_thre
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_a_compiled_layer_stays_compiled_while_there_are_other_threads(rank, world):
     runs, x = [], torch.ones(4, 6)
@@ -1031,6 +1032,7 @@ def test_the_input_gets_its_gradient_on_the_first_rank(rank, world):
         torch.testing.assert_close(mine.grad, given.grad)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("mode", ["inexact", "exact-pipeline"])
@@ -1168,6 +1170,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_layers(rank, world, norm_type)
 # ---- audits
 
 
+@pytest.mark.slow
 @on_ranks(1, 2, 3)
 def test_an_audit_says_how_wrong_gradients_are(rank, world):
     torch.manual_seed(7)

@@ -149,6 +149,7 @@ def serial(make, replicas, rate=0.5):
 ROUNDING = dict(rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 @pytest.mark.parametrize("way", ["accl", "gloo"])
 def test_tied_parameters_and_three_replicas_train_on_after_the_first_batch(rank, world, way):

@@ -264,6 +264,7 @@ def test_a_batch_has_one_mask_and_statistics_are_taken_once(rank, world):
         assert int(module.norm.num_batches_tracked) == 3
 
 
+@pytest.mark.slow
 @on_ranks(1, 2)
 def test_a_batch_is_audited_and_probed_once(rank, world):
     cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
@@ -452,6 +453,7 @@ class Greedy(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.slow
 @on_ranks(1, 2)
 def test_an_optimizer_that_changes_gradients_where_they_lie_changes_nothing_of_the_cycle(rank, world):
     found = []

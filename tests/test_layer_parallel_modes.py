@@ -399,6 +399,7 @@ class Slow(nn.Module):
         return torch.tanh(self.inner(x)) / 10
 
 
+@pytest.mark.slow
 @on_ranks(1, 4)
 def test_the_fastest_mode_is_chosen_once_for_each_kind_of_batch(rank, world):
     cycle = Cycle(factor=8, iterations=1)
@@ -693,6 +694,7 @@ def test_what_is_evaluated_between_two_batches_changes_nothing_of_the_second(ran
     assert losses[:3] == losses[3:] and len(set(losses)) == 3
 
 
+@pytest.mark.slow
 @on_ranks(2, 3)
 def test_a_run_that_is_resumed_on_another_number_of_ranks_goes_on_as_it_was(rank, world):
     x, target = batch()

@@ -84,6 +84,7 @@ def test_it_converges_to_what_the_layers_give_one_after_the_other(rank, world, w
         assert found[-1] < 1e-3 * found[0], found
 
 
+@pytest.mark.slow
 @on_ranks(2, 3)
 @pytest.mark.parametrize("levels, coarser", [(2, 1), (3, (2,)), (3, (1, 2))])
 def test_nothing_depends_on_the_number_of_ranks_by_a_bit(rank, world, levels, coarser):

@@ -152,6 +152,7 @@ def test_a_run_that_goes_on_exactly_from_the_first_batch_is_the_exact_one(monkey
     assert inexact["loss"] != exact["loss"]
 
 
+@pytest.mark.slow
 def test_a_look_at_a_net_changes_nothing_of_its_training():
     task = BY_NAME["digits"].quick()
     often, seldom = (

@@ -40,6 +40,7 @@ def replicas():
     return mesh, mesh.get_local_rank("dp")
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("mode", ["inexact", "exact-wave"])
 def test_replicas_whose_gradients_are_compressed_stay_the_same_by_a_bit(rank, world, mode):
@@ -65,6 +66,7 @@ def test_replicas_whose_gradients_are_compressed_stay_the_same_by_a_bit(rank, wo
     assert torch.equal(*both)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("mode", ["inexact", "exact-wave", "exact-pipeline"])
 @pytest.mark.parametrize("way", ["step", "backward"])
@@ -127,6 +129,7 @@ def wrapped_in(way, net, mesh):
     return fully_shard(net, mesh=mesh["dp"], reshard_after_forward=False)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_a_batch_that_fails_in_one_replica_fails_in_all_and_is_left_out(rank, world, way):

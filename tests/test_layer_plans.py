@@ -52,6 +52,7 @@ def test_a_plan_is_never_slower_than_the_formula(layers):
             assert formula is None or net.speedup(each) >= formula * 0.9999, each
 
 
+@pytest.mark.slow
 def test_the_page_has_what_plans_say():
     page = layer_plans.PAGE.read_text()
     lines = page.splitlines()

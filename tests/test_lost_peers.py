@@ -287,6 +287,7 @@ def test_a_rank_that_destroyed_its_group_is_named():
     assert "rank 1" in message and seconds < 3
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_a_timeout_and_not_a_death():
     def body(rank):
         group = dist.new_group(timeout=timedelta(seconds=1))
@@ -308,6 +309,7 @@ def test_a_stopped_rank_is_a_timeout_and_not_a_death():
     assert kind == "DistBackendError" and "rank 1" in message and 0.9 < seconds < 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("present", [1, 2])
 def test_a_world_that_stays_incomplete_lists_the_missing_ranks(present):
     def body(rank):

@@ -61,6 +61,7 @@ def test_a_group_runs_over_a_transport_of_another_package(library):
     assert all(": datagrams, " in text for text in check(outcomes))
 
 
+@pytest.mark.slow
 def test_the_death_of_a_peer_over_a_transport_of_another_package_is_noticed(library):
     def body(rank):
         register(library)

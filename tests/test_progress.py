@@ -16,6 +16,8 @@ from support.runner import check
 from support.versions import needs
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("count", [3, 1_000_003])
 def test_a_thread_that_holds_the_gil_does_not_stop_a_call(rank, world, count):
@@ -34,6 +36,7 @@ def test_a_thread_that_holds_the_gil_does_not_stop_a_call(rank, world, count):
     assert (tensor == 2).all()
 
 
+@pytest.mark.alone
 @on_ranks(2)
 def test_calls_advance_while_the_main_thread_computes(rank, world):
     dist.barrier()
@@ -121,6 +124,7 @@ def test_groups_may_be_used_in_different_orders_on_different_ranks(rank, world, 
     assert all((tensor == world * i).all() for i, tensor in enumerate(tensors))
 
 
+@pytest.mark.alone
 @on_ranks(2)
 def test_four_bytes_do_not_wait_behind_64_mib_of_another_thread(rank, world):
     small = dist.new_group()
@@ -158,6 +162,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("pending", [False, True], ids=["nothing_in_flight", "a_receive_pending"])
 def test_a_process_with_a_live_group_and_nothing_to_do_uses_no_cpu(pending):
     late = torch_late = ""
@@ -220,6 +225,7 @@ class Numbers(torch.utils.data.Dataset):
         return torch.full((1000,), float(index))
 
 
+@pytest.mark.slow
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("context", ["fork"])
 def test_a_forked_data_loader_beside_a_live_group_changes_nothing(rank, world, context):

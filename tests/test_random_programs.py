@@ -101,6 +101,7 @@ def test_a_random_program_gives_exact_results(rank, world, seed):
     dist.barrier()
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, fresh=True, init=False)
 @pytest.mark.parametrize("setting", ["tcp", "small_rings"])
 @pytest.mark.parametrize("seed", [11, 12])
@@ -116,6 +117,7 @@ def test_a_random_program_gives_exact_results_with_other_settings(rank, world, s
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, fresh=True)
 @pytest.mark.parametrize("seed", [21, 22, 23])
 def test_threads_run_random_programs_on_groups_of_their_own(rank, world, seed):

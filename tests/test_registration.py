@@ -533,6 +533,7 @@ def test_a_panic_in_any_bridged_function_is_an_error_and_not_the_end():
     assert {name for name, end in ends.items() if end == "4"} - silent == set()
 
 
+@pytest.mark.slow
 def test_the_command_lists_settings_algorithms_and_facts():
     printed = in_one_process(
         """

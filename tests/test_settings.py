@@ -288,6 +288,7 @@ def test_an_interface_that_does_not_exist_is_refused_with_those_that_do():
     assert "nosuch0" in sentence and re.search(r"\blo\b|\beth", sentence), sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "others"), [("ACCL_LOG", "loud", "warn"), ("ACCL_TRANSPORTS", "mpi,shm,tcp", "shm,tcp")]
 )

@@ -60,6 +60,7 @@ def test_a_call_completes_while_nobody_waits_for_it(rank, world, count):
     assert (tensor == world).all()
 
 
+@pytest.mark.alone
 @on_ranks(2)
 def test_is_completed_answers_at_once(rank, world):
     dist.barrier()
@@ -74,6 +75,7 @@ def test_is_completed_answers_at_once(rank, world):
         work.wait()
 
 
+@pytest.mark.alone
 @on_ranks(2)
 def test_a_wait_that_expires_raises_and_the_call_runs_on(rank, world):
     dist.barrier()

@@ -1,8 +1,8 @@
 """Several pytest processes share a run: each takes the next file of tests that none of them has begun.
 
 Much of a run waits for who was killed or is late, and another process works meanwhile. `.ci/pytest` starts the processes, and names a
-directory of theirs in `ACCL_TEST_SHARED`: a file is taken by making its name there. The files of `ALONE` come last, one after the other
-in one process, when the others have nothing left. Owns who runs what. (Workers of pytest-xdist have a second thread, and ranks are
+directory of theirs in `ACCL_TEST_SHARED`: a file is taken by making its name there. Tests marked `alone` come last, one after the other
+in one process, when the others have nothing left. Owns the choice of the process. (Workers of pytest-xdist have a second thread, and ranks are
 forked from the process that runs the tests.)
 """
 
@@ -12,10 +12,11 @@ import sys
 
 import pytest
 
-# Their bounds are tenths of a second, or they look at what the whole machine does.
-ALONE = {"test_exit.py", "test_group_life.py", "test_progress.py", "test_work.py"}
 # Those that take longest begin first, so that no process is left with one when the others have ended.
 LONG = [
+    "test_exit.py",
+    "test_layer_parallel.py",
+    "test_cli_bench.py",
     "test_elastic.py",
     "test_compression_calls.py",
     "test_lost_peers.py",
@@ -39,14 +40,14 @@ class Sharing:
     def pytest_collection_modifyitems(items):
         def place(item):
             name = item.path.name
-            return name in ALONE, LONG.index(name) if name in LONG else len(LONG)
+            return _is_alone(item), LONG.index(name) if name in LONG else len(LONG)
 
         items.sort(key=place)
 
     # Around the time limit of the test, too.
     @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_runtest_protocol")
     def wait_until_alone(self, item):
-        if item.path.name in ALONE and not self.is_alone:
+        if _is_alone(item) and not self.is_alone:
             sys.stdout.flush()
             # Who held on to the first while it asks for the second would wait for who does the same.
             fcntl.lockf(self.lock, fcntl.LOCK_UN)
@@ -57,7 +58,7 @@ class Sharing:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):
         # Anything but None: nobody has to run it here.
-        return None if self._takes(item.path.name) else True
+        return None if self._takes(item.path.name + (".alone" if _is_alone(item) else "")) else True
 
     def _takes(self, name: str) -> bool:
         if name not in self.is_mine:
@@ -67,3 +68,7 @@ class Sharing:
             except FileExistsError:
                 self.is_mine[name] = False
         return self.is_mine[name]
+
+
+def _is_alone(item) -> bool:
+    return item.get_closest_marker("alone") is not None

@@ -162,7 +162,7 @@ impl Model {
 
 fn check(model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(PREEMPTIONS);
+    builder.preemption_bound = Some(builder.preemption_bound.map_or(PREEMPTIONS, |asked| asked.min(PREEMPTIONS)));
     builder.check(model);
 }
 
