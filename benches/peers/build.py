@@ -167,7 +167,7 @@ def compile_board(shop: Workshop) -> None:
 def make_accl(shop: Workshop) -> None:
     """The engine's rank program."""
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    shop.names["accl"] = engine(target, profile="release" if shop.is_timed else "dev")
+    shop.names["accl"] = engine(target, is_timed=shop.is_timed)
 
 
 def make_accl_unchecked(shop: Workshop) -> None:
@@ -175,10 +175,13 @@ def make_accl_unchecked(shop: Workshop) -> None:
     shop.names["accl_unchecked"] = engine(shop.folder / "accl_unchecked", "--cfg accl_without_signatures")
 
 
-def engine(target: Path, flags: str = "", profile: str = "release") -> str:
+def engine(target: Path, flags: str = "", is_timed: bool = True) -> str:
     """Builds the engine's rank program below `target`, with these flags of the compiler besides those of this run."""
-    command = ["cargo", "build", "--profile", profile, "--locked", "--package", "accl-benches"]
-    command += ["--bin", "accl-peers-rank"]
+    command = ["cargo", "build", "--release", "--locked", "--package", "accl-benches", "--bin", "accl-peers-rank"]
+    if not is_timed:
+        # As `.ci/bench --test` builds it, with a benchmark: the same features of all that is below, so nothing is built twice.
+        command = ["cargo", "test", "--workspace", "--exclude", "accl-py", "--locked", "--bench", "kernel_shares"]
+        command += ["--no-run"]
     if shutil.which("cargo") is None:
         raise Unavailable("`cargo` is not there")
     environment = os.environ | {"CARGO_TARGET_DIR": str(target)}
@@ -186,7 +189,7 @@ def engine(target: Path, flags: str = "", profile: str = "release") -> str:
         environment["RUSTFLAGS"] = f"{os.environ.get('RUSTFLAGS', '')} {flags}".strip()
     manifest = ["--manifest-path", str(ROOT / "Cargo.toml")]
     finish([*command, *manifest], "the engine does not compile", DOWNLOAD_S, environment)
-    return str(target / ("debug" if profile == "dev" else profile) / "accl-peers-rank")
+    return str(target / ("release" if is_timed else "debug") / "accl-peers-rank")
 
 
 def make_sketch(shop: Workshop) -> None:
