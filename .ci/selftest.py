@@ -11,7 +11,7 @@ import tempfile
 import unittest
 from contextlib import redirect_stderr
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -131,6 +131,20 @@ class Cover(unittest.TestCase):
         self.assertEqual({len(part) for part in run}, {6, 7})
         self.assertEqual(len(cover.select(items, "values", 0)[0]), 4)
         self.assertEqual(cover.select(items, "all", 0), (items, []))
+
+    def test_a_slow_test_has_its_turn_whatever_part_of_a_matrix_is_chosen(self) -> None:
+        def item(nodeid: str, **more: Any) -> Any:
+            path = Path("tests/test_a.py")
+            return SimpleNamespace(nodeid=nodeid, path=path, get_closest_marker=lambda name: name == "slow", **more)
+
+        cases = [dict(enumerate(values)) for values in itertools.product(range(4), repeat=4)]
+        self.assertGreater(len({len(cover.covering(cases, 2, seed)) for seed in range(6)}), 1)
+        matrix = [item(f"a[{index}]", callspec=SimpleNamespace(indices=case)) for index, case in enumerate(cases)]
+        plain = [item(f"b_{number}") for number in range(12)]
+        for items in (matrix + plain, plain + matrix[::-1]):
+            run = [cover.select(items, "pairs", seed)[0] for seed in range(6)]
+            for each in plain:
+                self.assertEqual(sum(each in part for part in run), 1, each.nodeid)
 
 
 class PeersArguments(unittest.TestCase):
