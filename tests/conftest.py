@@ -24,12 +24,11 @@ collect_ignore = ["peers"]
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers",
-        "large: needs several GiB of memory; skipped with the reason where there is less",
+        "markers", "large: needs several GiB of memory; skipped with the reason where there is less"
     )
     config.addinivalue_line(
         "markers",
-        "alone: has bounds of tenths of a second, or looks at the whole machine; no other test runs beside it",
+        "alone: has bounds of tenths of a second, or looks at the whole machine; no other test runs at the same time",
     )
     config.addinivalue_line(
         "markers",

@@ -7,7 +7,7 @@ and have its next batch reduced with their last.
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,19 +28,7 @@ _known: WeakKeyDictionary[nn.Module, tuple[type, list[dist.ProcessGroup]]] = Wea
 _SHOWN = 3
 
 
-class _Net(Protocol):
-    """A replica on this rank."""
-
-    @property
-    def wire(self) -> Wire:
-        """Its ranks."""
-
-    @property
-    def current(self) -> Solver:
-        """What is there for all batches of its plan."""
-
-
-def agree(model: nn.Module, net: _Net, error: Exception | None) -> None:
+def agree(model: nn.Module, solver: Solver, error: Exception | None) -> None:
     """Raises on all replicas if the batch failed in any: `error` says why it did in this one. All replicas call it together.
 
     Raises:
@@ -49,8 +37,7 @@ def agree(model: nn.Module, net: _Net, error: Exception | None) -> None:
     # The ranks of a process that is lost cannot be asked any more.
     is_lost = isinstance(error, dist.DistError)
     groups = [] if is_lost else _groups_of(model)
-    replica, batches = net.current.replica, net.current.shared
-    what = f"replicas comparing how a batch went, before batch {batches.number}"
+    what = f"replicas comparing how a batch went, before batch {solver.shared.number}"
     has_failed = int(error is not None)
     for group in groups:
         wire = Wire(group)
@@ -62,16 +49,16 @@ def agree(model: nn.Module, net: _Net, error: Exception | None) -> None:
         assert error is not None
         raise error
     cause = None if error is None else str(error) if isinstance(error, LayerParallelError) else described(error)
-    found = [(replica, net.wire.ranks, cause, batches.number)]
+    found = [(solver.replica, solver.wire.ranks, cause, solver.shared.number)]
     for group in groups:
         found = [each for part in Wire(group).gathered(found) for each in part]
     # A replica that failed before it began has counted one batch less.
-    batches.number = max(number for *_, number in found)
-    failed = sorted((number, ranks, cause) for number, ranks, cause, _ in found if cause is not None)
+    solver.shared.number = max(number for *_, number in found)
+    failed = sorted((replica, ranks, cause) for replica, ranks, cause, _ in found if cause is not None)
     if error is not None and len(failed) == len(found) and len({cause for *_, cause in failed}) == 1:
         raise error
     shown = [
-        f"replica {number} (ranks {', '.join(map(str, ranks))}) failed: {cause}" for number, ranks, cause in failed
+        f"replica {replica} (ranks {', '.join(map(str, ranks))}) failed: {cause}" for replica, ranks, cause in failed
     ]
     more = f"; and {len(shown) - _SHOWN} more replicas" if len(shown) > _SHOWN else ""
     raise LayerParallelError(

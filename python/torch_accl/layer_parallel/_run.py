@@ -116,7 +116,7 @@ def step(
     found = job.found
     if found.net is not None:
         try:
-            agree(model, found.net, found.error)
+            agree(model, found.net.current, found.error)
         finally:
             # Its traceback has the job.
             found.error = None
