@@ -64,24 +64,3 @@ pub(crate) fn copy(isa: Isa) -> CopyFn {
 pub(crate) fn loops(isa: Isa) -> &'static Loops {
     isa.row().map_or(&PLAINEST.loops, |row| &row.loops)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_plainest_isa_is_always_there_and_comes_first() {
-        assert_eq!(available_isas().first(), Some(&Isa::Scalar));
-        assert!(available_isas().contains(&Isa::best()));
-    }
-
-    #[test]
-    fn an_isa_that_is_not_there_is_refused_by_name() {
-        for isa in [Isa::Scalar, Isa::Avx2, Isa::Avx512] {
-            match isa.check_available() {
-                Ok(()) => assert!(available_isas().contains(&isa)),
-                Err(error) => assert!(error.message.contains(isa.name()), "{error}"),
-            }
-        }
-    }
-}

@@ -27,7 +27,7 @@ mod reduce;
 mod scale;
 mod strided;
 
-pub use copy::copy;
+pub use copy::{copy, copy_with_isa};
 pub use dispatch::{available_isas, describe_isa};
 pub use isa::Isa;
 pub use reduce::{Finish, Reducer, supports};

@@ -8,6 +8,7 @@ use accl_transport::loopback::{self, Capacity, LoopbackLink};
 use accl_types::config::{Calibration, Config, WorkerCount};
 use accl_types::{Rank, Result};
 use accl_wire::frame::OVERHEAD_BYTES;
+use parking_lot::Mutex;
 
 use crate::{Member, MemoryStore, Rig, Rigged, THRIFTY, every_transport};
 
@@ -183,20 +184,34 @@ impl World {
     /// # Panics
     /// As [`World::run`].
     pub fn run_ranks<R: Send>(&self, name: &str, ranks: &[u32], body: impl Fn(Member) -> R + Sync) -> Vec<R> {
+        self.run_on_threads(name, ranks, &body)
+    }
+
+    /// Compiled once for each `R`: hundreds of tests call [`World::run`], each with a `body` of its own type.
+    fn run_on_threads<R: Send>(&self, name: &str, ranks: &[u32], body: &(dyn Fn(Member) -> R + Sync)) -> Vec<R> {
+        let results: Vec<Mutex<Option<R>>> = ranks.iter().map(|_| Mutex::new(None)).collect();
+        self.on_a_thread_each(name, ranks, &|rank, member| *results[rank].lock() = Some(body(member)));
+        results.into_iter().map(|result| result.into_inner().expect("every thread has ended well")).collect()
+    }
+
+    fn on_a_thread_each(&self, name: &str, ranks: &[u32], body: &(dyn Fn(usize, Member) + Sync)) {
         std::thread::scope(|scope| {
             let threads: Vec<_> = ranks
                 .iter()
                 .enumerate()
                 .map(|(rank, &global)| {
-                    let body = &body;
                     let spawn = std::thread::Builder::new().name(format!("rank {rank}"));
-                    let work = move || body(Member::new(self.group(name, global, rank as u32, ranks.len() as u32)));
+                    let work = move || {
+                        body(rank, Member::new(self.group(name, global, rank as u32, ranks.len() as u32)));
+                    };
                     spawn.spawn_scoped(scope, work).unwrap_or_else(|error| panic!("no thread: {error}"))
                 })
                 .collect();
             let results: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
-            results.into_iter().map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-        })
+            for result in results {
+                result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            }
+        });
     }
 
     /// Makes a group over all ranks, each on a thread of its own, and returns what became of it in rank order.

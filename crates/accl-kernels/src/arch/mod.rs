@@ -24,22 +24,3 @@ pub(crate) const ROWS: &[Row] = &[
     #[cfg(all(target_arch = "x86_64", accl_avx512))]
     avx512::ROW,
 ];
-
-#[cfg(all(test, target_arch = "x86_64", accl_avx512, not(miri)))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_file_of_an_instruction_set_has_its_row() {
-        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/arch");
-        let mut files: Vec<String> = std::fs::read_dir(folder)
-            .unwrap()
-            .map(|entry| entry.unwrap().path().file_stem().unwrap().to_string_lossy().into_owned())
-            .filter(|stem| stem != "mod" && stem != "row")
-            .collect();
-        let mut rows: Vec<String> = ROWS.iter().map(|row| row.isa.name().to_owned()).collect();
-        files.sort();
-        rows.sort();
-        assert_eq!(files, rows);
-    }
-}

@@ -126,27 +126,3 @@ pub fn from_word(word: u32) -> Option<Summary> {
     let row = CODECS.iter().find(|row| row.id == Summary::row_id(word))?;
     Summary::from_word(word, row)
 }
-
-#[cfg(test)]
-mod tests {
-    use accl_types::Dtype;
-
-    use super::*;
-
-    #[test]
-    fn settings_are_named_after_their_way_through_a_word() {
-        let settings = Settings { bits: 8, bucket: 8192, meta: Dtype::BF16, ..Settings::default() };
-        let text = |settings: &Settings| {
-            let summary = Summary::new(&max_min::ROW, *settings);
-            assert_eq!(from_word(summary.word()), Some(summary));
-            summary.to_string()
-        };
-        assert_eq!(text(&Settings::default()), "maxmin:4,bucket=512,meta=float32,rounding=nearest");
-        assert_eq!(text(&settings), "maxmin:8,bucket=8192,meta=bfloat16,rounding=nearest");
-        let settings = Settings { rounding: Rounding::Stochastic, skip_incomplete: true, ..settings };
-        assert_eq!(text(&settings), "maxmin:8,bucket=8192,meta=bfloat16,rounding=stochastic,skip_incomplete");
-        let settings = Settings { rounding: Rounding::Correlated, skip_incomplete: false, ..settings };
-        assert_eq!(text(&settings), "maxmin:8,bucket=8192,meta=bfloat16,rounding=correlated");
-        assert_eq!(Summary::new(&cast::RAW, Settings::default()).to_string(), "raw");
-    }
-}

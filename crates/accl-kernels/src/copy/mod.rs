@@ -8,6 +8,8 @@ pub(crate) mod blocks;
 
 use std::ptr;
 
+use accl_types::Result;
+
 use crate::dispatch;
 use crate::isa::Isa;
 
@@ -32,6 +34,20 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
         // SAFETY: the caller's promise; the instruction set is available.
         unsafe { dispatch::copy(Isa::best())(dst, src, len_bytes) };
     }
+}
+
+/// As [`copy`] of many bytes, with a chosen instruction set: for tests.
+///
+/// # Errors
+/// `Unsupported` if this machine has not got the instruction set.
+///
+/// # Safety
+/// As [`copy`].
+pub unsafe fn copy_with_isa(isa: Isa, dst: *mut u8, src: *const u8, len_bytes: usize) -> Result<()> {
+    isa.check_available()?;
+    // SAFETY: the caller's promise; the instruction set is available.
+    unsafe { dispatch::copy(isa)(dst, src, len_bytes) };
+    Ok(())
 }
 
 /// Both ends, which overlap.
@@ -60,43 +76,6 @@ unsafe fn tiny(dst: *mut u8, src: *const u8, len_bytes: usize) {
             2..4 => ends::<u16>(dst, src, len_bytes),
             4..8 => ends::<u32>(dst, src, len_bytes),
             _ => ends::<u64>(dst, src, len_bytes),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::dispatch::available_isas;
-
-    #[test]
-    fn every_instruction_set_copies_all_bytes_and_no_others() {
-        let src: Vec<u8> = (0..9000).map(|i| (i * 31 % 251) as u8).collect();
-        for isa in available_isas() {
-            for (from, to, len) in [(0, 0, 64), (0, 1, 64), (1, 0, 1000), (63, 64, 1024), (5, 7, 4096), (0, 0, 8192)] {
-                let mut dst = vec![0xee_u8; 9000];
-                // SAFETY: both ranges lie within the vectors, which are apart.
-                unsafe {
-                    if cfg!(miri) {
-                        copy(dst.as_mut_ptr().add(to), src.as_ptr().add(from), len);
-                    } else {
-                        dispatch::copy(isa)(dst.as_mut_ptr().add(to), src.as_ptr().add(from), len);
-                    }
-                }
-                assert!(dst[to..to + len] == src[from..from + len], "{isa} {from} {to} {len}");
-                assert!(dst[..to].iter().chain(&dst[to + len..]).all(|&byte| byte == 0xee), "{isa} {from} {to} {len}");
-            }
-        }
-    }
-
-    #[test]
-    fn every_length_around_the_limit_is_copied() {
-        let src: Vec<u8> = (0..3000).map(|i| (i % 253) as u8).collect();
-        for len in (0..40).chain(LONG_BYTES - 2..LONG_BYTES + 300) {
-            let mut dst = vec![0_u8; len];
-            // SAFETY: both hold `len` bytes.
-            unsafe { copy(dst.as_mut_ptr(), src.as_ptr().add(3), len) };
-            assert!(dst[..] == src[3..3 + len], "{len}");
         }
     }
 }
