@@ -57,6 +57,24 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"gloo: {reason}"))
 
 
+@pytest.fixture(autouse=True)
+def no_engine_in_this_process():
+    """Ranks are forked from this process and would inherit the log level of an engine that a test creates here."""
+    yield
+    assert not _has_engine(), "the test created a group in pytest's own process: use on_ranks(1) or run_ranks"
+
+
+def _has_engine() -> bool:
+    """Whether this process has the shared memory that every engine wakes its threads by."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:accl"):
+                return True
+        except FileNotFoundError:
+            pass
+    return False
+
+
 def pytest_sessionfinish():
     runner.close_pools()
     scripts.close_scripts()

@@ -278,7 +278,8 @@ def test_torch_distributed_has_a_process_group_ccl_that_ranks_construct_themselv
     assert again.item() == total, "torch's own group is none the worse"
 
 
-def test_a_constructed_group_refuses_arguments_in_torch_ccls_words():
+@on_ranks(1, fresh=True, init=False)
+def test_a_constructed_group_refuses_arguments_in_torch_ccls_words(rank):
     from torch_accl.compat.ccl import ProcessGroupCCL
 
     group = ProcessGroupCCL(dist.HashStore(), 0, 1)
