@@ -26,8 +26,8 @@ SETUPTOOLS = "setuptools>=77.0.3"
 # First torch version that finds backends by an entry point group of their own.
 FIRST_WITH_ENTRY_POINTS = (2, 14)
 
-# Native modules in a wheel or in the source tree. The version part is absent in maturin's name for the module that it has just
-# built, and present in this wrapper's name for a module of any torch.
+# Native modules in a wheel or in the source tree. maturin's name for the module that it has built has no version part. This
+# wrapper's name has one, for any torch.
 NATIVE = re.compile(r"torch_accl/_native(_torch_\d+_\d+)?(\.[^/]*\.so)")
 
 Settings = Mapping[str, Any] | None

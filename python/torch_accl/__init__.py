@@ -2,7 +2,7 @@
 
 Importing the package loads the native module that fits the running torch and registers the backend. With torch 2.14 and newer
 `torch.distributed.init_process_group("accl")` needs no import: torch finds the package by its entry point. Under mpirun or
-srun the import is needed: it sets those of torch's rank variables that are unset, and ranks then meet without MASTER_ADDR.
+srun the import is needed: it sets torch's rank variables that are unset, and ranks then meet without MASTER_ADDR.
 """
 
 import importlib
