@@ -1,6 +1,6 @@
 """`accl emulator`: collective engines (CCLO) in software, with the sockets of the ACCL project's emulator.
 
-The command line is that of the program `accl-emulator`, which the native module contains. That program prints its own help.
+The command line belongs to the program `accl-emulator`, which the native module contains. That program prints its own help.
 """
 
 from __future__ import annotations

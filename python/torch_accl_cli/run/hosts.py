@@ -298,7 +298,7 @@ class _Crowd:
         """Returns address and port of rank 0's store for the other hosts: the address that ssh used, or the host's name."""
         hosts = [agent.first for agent in self._agents if agent.first is not None]
         first = hosts[0]
-        # An address that the user gave is used as it is: it may be that of a tunnel.
+        # An address that the user gave is used unchanged: it may be the address of a tunnel.
         if self._order.master:
             return self._order.master, self._order.port or first["port"]
         candidates = [first["address"], self._agents[0].host.name.rpartition("@")[2], first["name"]]

@@ -16,7 +16,7 @@ __all__ = ["Core", "Seat", "numbers", "ranges", "share_out", "topology"]
 
 @dataclass(frozen=True, order=True)
 class Core:
-    """A physical core and those of its hardware threads that this process may use."""
+    """A physical core, with the hardware threads of it that this process may use."""
 
     node: int
     package: int
