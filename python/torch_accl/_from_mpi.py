@@ -117,7 +117,7 @@ def _serve(comm: Communicator, timeout: timedelta) -> Store:
         store.set(_TOKEN, token)
         addresses = _addresses()
     except BaseException as error:
-            # The other ranks wait in the broadcast, so it is completed with the error.
+        # The other ranks wait in the broadcast, so it is completed with the error.
         comm.bcast(([], 0, f"{type(error).__name__}: {error}"), root=0)
         raise
     comm.bcast((addresses, store.port, token), root=0)

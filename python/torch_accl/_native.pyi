@@ -321,7 +321,7 @@ class ErrorStats:
     def read(self) -> list[Measured]: ...
 
 class Encoding:
-    """How calls are encoded.
+    """Encoding of calls: codecs, seed, step, residuals and statistics.
 
     `residuals` are two lists of addresses of float32 arrays, one value per tensor element; 0 means no array. The engine reads
     and writes the arrays until a call completes. The first list is for contributions: each tensor of each block, block

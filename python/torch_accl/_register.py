@@ -37,7 +37,7 @@ __all__ = [
 
 NAME = "accl"
 
-# The module in which torch makes groups.
+# Name of the module in which torch creates groups.
 _C10D = "torch.distributed.distributed_c10d"
 
 # The base of every backend's options.

@@ -149,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the prediction."""
+    """Prints the prediction. Returns the exit status."""
     for name in ("layers", "forward", "backward", "micro_batches"):
         value = getattr(given, name)
         if value is not None and value < 1:

@@ -1,4 +1,4 @@
-"""How a process that a launcher has started learns its rank, and where rank 0 is.
+"""Rank and rendezvous of a process that a launcher has started: how it finds its rank, and the address of rank 0.
 
 This package is separate from `torch_accl`: importing any module of `torch_accl` imports torch, and `accl` commands determine their
 rank before they know whether they need torch. `import torch_accl` loads this package as well, through `env.prepare`.

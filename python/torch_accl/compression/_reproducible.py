@@ -41,7 +41,7 @@ _BLOCK = 1 << 15
 
 @dataclass(frozen=True)
 class Reproducible:
-    """How reproducible sums are computed. It must be the same on all ranks, which is checked at each call.
+    """Settings of reproducible sums. They must be the same on all ranks, which is checked at each call.
 
     Args:
         bits: bits per element as sent: 8, 16 or 32. With 8, each of 4 ranks has 31 levels on each side of zero, each of 16 has 7.

@@ -32,7 +32,7 @@ __all__ = [
 # Types that are encoded. All other tensors are sent unchanged.
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-# An operator as torch's calls take it: with a factor (PREMUL_SUM) it is a `ReduceOp`.
+# Type of the operators that torch's calls accept. An operator with a factor (PREMUL_SUM) is a `ReduceOp`.
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 # Addresses of residuals: of contributions, and of sums.

@@ -1,4 +1,4 @@
-"""Which tensors are compressed, and how: settings that all ranks of a group share."""
+"""Settings of compression, which all ranks of a group share: the tensors that are compressed, and their codecs."""
 
 from __future__ import annotations
 

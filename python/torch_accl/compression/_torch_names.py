@@ -24,8 +24,9 @@ class Name:
     """An attribute of a torch object.
 
     Attributes:
-        of: owner of the attribute: an FSDP2 `module`, its `state`, a `group` of parameters of the state, a `param` of the group
-            that was gathered once, the `mesh` of a group that has replicas, a `process_group`, or `torch._C`.
+        of: owner of the attribute: an FSDP2 `module`, its `state`, a `group` of parameters of the state, a `param` of the group,
+            a `mesh`, a `process_group`, or `torch._C`. A `param` must have been gathered once; the `group` of a `mesh` must have
+            replicas.
         name: name of the attribute.
         versions: supported versions of torch that have the attribute.
         use: purpose of the attribute.

@@ -85,7 +85,7 @@ class InEngine:
 
 
 class Compressed:
-    """Another contestant with compressed messages."""
+    """A contestant that runs another one with compressed messages."""
 
     def __init__(self, codec: str, raw: Contestant) -> None:
         self.name, self._raw = codec, raw
@@ -115,7 +115,7 @@ class Timed:
 
     # Median of each round, in microseconds per call.
     rounds_us: list[float] = field(default_factory=list)
-    # Calls in each round.
+    # Calls per round.
     iterations: int = 0
     # Wrong elements on all ranks after one call.
     wrong: int = 0
