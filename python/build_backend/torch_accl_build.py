@@ -1,9 +1,9 @@
-"""PEP 517 build backend: maturin, and the one torch minor that a wheel serves.
+"""PEP 517 build backend: maturin, plus what ties a wheel to one minor version of torch.
 
-The environment variable TORCH (2.15 or 2.15.0; default below) names the torch to build for. This wrapper asks for it as a
-build requirement, and writes it into the wheel: `Requires-Dist`, the entry point by which that torch finds backends, and
-the name of the native module's file, which the version gate (`torch_accl/_gate.py`) goes by. Everything else is maturin's.
-Tried first and rejected: a generated pyproject.toml, which a second build could overwrite.
+The environment variable TORCH (2.15 or 2.15.0; default below) names the torch to build for. This wrapper requests that torch
+as a build requirement. It also writes the version into the wheel: into `Requires-Dist`, into the entry point by which that
+torch finds backends, and into the file name of the native module. The version gate (`torch_accl/_gate.py`) reads that file
+name. maturin does everything else. Rejected alternative: a generated pyproject.toml, because a second build could overwrite it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from typing import Any
 
 DEFAULT_TORCH = "2.15"
 MATURIN = "maturin>=1.9.4,<2"
-# torch's own description of how to build against it needs it.
+# torch's own build support for extensions (`torch.utils.cpp_extension`) imports setuptools.
 SETUPTOOLS = "setuptools>=77.0.3"
-# The first torch that finds backends by their own entry points.
+# First torch version that finds backends by an entry point group of their own.
 FIRST_WITH_ENTRY_POINTS = (2, 14)
 
-# Native modules in a wheel or in the source tree: maturin's own name for the one it has built, and ours for any torch.
+# Native modules in a wheel or in the source tree. maturin's name for the module that it has built has no version part. This
+# wrapper's name has one, for any torch.
 NATIVE = re.compile(r"torch_accl/_native(_torch_\d+_\d+)?(\.[^/]*\.so)")
 
 Settings = Mapping[str, Any] | None
 
 
 def torch_minor() -> str:
-    """The torch minor version to build for."""
+    """Returns the torch minor version to build for, such as `2.15`."""
     parts = (os.environ.get("TORCH") or DEFAULT_TORCH).split(".")
     if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
         raise SystemExit(
@@ -78,7 +79,7 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
     import maturin
 
     with alone():
-        # The given metadata is adapted already, and maturin checks it against its own.
+        # `metadata_directory` is not passed on: its files are adapted already, and maturin compares them with its own.
         name = maturin.build_wheel(wheel_directory, config_settings, None)
         adapt_wheel(Path(wheel_directory) / name, torch_minor())
     return name
@@ -106,7 +107,10 @@ def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Lets one build of this source tree run at a time: all leave their module under one name before it gets its own."""
+    """Holds a lock, so that one build of this source tree runs at a time.
+
+    Every build writes its native module under the same name before `adapt_tree` or `adapt_wheel` renames it.
+    """
     tree = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(tree, fcntl.LOCK_EX)
@@ -116,25 +120,25 @@ def alone() -> Iterator[None]:
 
 
 def adapt_tree(python: Path, minor: str) -> None:
-    """Gives the module that an editable build has left in the source tree the name of its torch; others stay beside it."""
+    """Renames the module that an editable build left in the source tree after its torch. Modules for other torches stay."""
     for path in (python / "torch_accl").glob("_native.*.so"):
         refuse_other_module(path.name, path.read_bytes(), minor)
         path.replace(path.with_name(native_name(path.name, minor)))
 
 
 def native_name(name: str, minor: str) -> str:
-    """The name of a native module's file, for one torch minor."""
+    """Returns the file name of a native module for one torch minor version."""
     return re.sub(r"_native\.", f"_native_torch_{minor.replace('.', '_')}.", name)
 
 
 def refuse_other_module(name: str, data: bytes, minor: str) -> None:
-    """Ends the build when a native module says that it was built for another torch."""
+    """Ends the build if the native module was built for another torch than `minor`; the module's docstring names its torch."""
     if f"native module of torch_accl, built for torch {minor}.".encode() not in data:
         raise SystemExit(f"{name} was not built for torch {minor}: another build wrote it meanwhile; build again")
 
 
 def adapt_wheel(path: Path, minor: str) -> None:
-    """Rewrites the wheel for one torch minor: metadata and the native module's name, with their lines in RECORD."""
+    """Rewrites a wheel for one torch minor version: the metadata, the native module's name, and their lines in RECORD."""
     adapted = path.with_suffix(".adapted")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(adapted, "w", zipfile.ZIP_DEFLATED) as new:
         changed: dict[str, bytes] = {}
@@ -147,7 +151,7 @@ def adapt_wheel(path: Path, minor: str) -> None:
             data = old.read(item)
             if native := NATIVE.fullmatch(item.filename):
                 if native[1] is not None:
-                    # Of an editable installation in this source tree, perhaps for another torch.
+                    # An editable installation in this source tree left this module, perhaps for another torch.
                     left_out.add(item.filename)
                     continue
                 refuse_other_module(item.filename, data, minor)
@@ -164,10 +168,10 @@ def adapt_wheel(path: Path, minor: str) -> None:
 
 
 def adapt(name: str, data: bytes, minor: str) -> bytes:
-    """The metadata file `name` for one torch minor; other files as they are."""
+    """Returns the contents of the metadata file `name` for one torch minor version. Other files are returned unchanged."""
     text = data.decode() if name in ("METADATA", "entry_points.txt") else ""
     if name == "METADATA":
-        # Headers end with the first empty line.
+        # The first empty line ends the headers.
         headers, gap, body = text.partition("\n\n")
         return f"{headers}\nRequires-Dist: torch=={minor}.*{gap}{body}".encode()
     if name == "entry_points.txt" and tuple(map(int, minor.split("."))) < FIRST_WITH_ENTRY_POINTS:
@@ -186,6 +190,6 @@ def _record_line(line: str, changed: dict[str, bytes], renamed: dict[str, str]) 
 
 
 def _requested_torch() -> str:
-    """2.15 asks for the newest of that minor, 2.15.0 for exactly that one."""
+    """Returns the version to require: for TORCH=2.15 the newest release of that minor, for TORCH=2.15.0 exactly that one."""
     asked = os.environ.get("TORCH") or DEFAULT_TORCH
     return f"{torch_minor()}.*" if asked.count(".") < 2 else asked

@@ -1,8 +1,8 @@
 """The `accl` backend of torch.distributed.
 
-Importing chooses the native module that fits the running torch and registers the backend; nothing else. With torch 2.14 and
-newer not even the import is needed: `torch.distributed.init_process_group("accl")` finds the package by its entry point. Under
-mpirun or srun it is: the import sets torch's rank variables where they are unset, and ranks meet without MASTER_ADDR.
+Importing the package loads the native module that fits the running torch and registers the backend. With torch 2.14 and newer
+`torch.distributed.init_process_group("accl")` needs no import: torch finds the package by its entry point. Under mpirun or
+srun the import is needed: it sets torch's rank variables that are unset, and ranks then meet without MASTER_ADDR.
 """
 
 import importlib
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # What few need is loaded when it is asked for.
+    # Few programs need these modules, so they are loaded on first use.
     if name == "layer_parallel":
         return importlib.import_module(".layer_parallel", __name__)
     if name == "LayerParallel":

@@ -1,4 +1,4 @@
-"""Written by the build; read by the version gate before the native module is loaded."""
+"""A torch minor version and a version of the package. The version gate does not read them: it compares file names."""
 
 __all__ = ["BUILT_FOR_TORCH", "VERSION"]
 

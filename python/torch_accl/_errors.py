@@ -1,7 +1,7 @@
 """Exceptions for arguments that a call refuses.
 
-gloo refuses what is wrong with a RuntimeError, Python with a ValueError or TypeError, and scripts catch either: these are
-both. Raised by the native module; everything else that it raises is a class of torch or of Python.
+For an invalid argument gloo raises a RuntimeError, and Python a ValueError or TypeError. Scripts catch either, so each class
+here derives from both. The native module raises them; all other exceptions that it raises are classes of torch or Python.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ __all__ = ["InvalidArgumentError", "InvalidTypeError"]
 
 
 class InvalidArgumentError(ValueError, RuntimeError):
-    """An argument of a call has a value that the call does not take. The call did nothing and the group works on."""
+    """An argument of a call has a value that the call does not accept. The call had no effect, and the group stays usable."""
 
 
 class InvalidTypeError(TypeError, RuntimeError):
-    """A tensor of a call has a device or layout that the call does not take. The call did nothing and the group works on."""
+    """A tensor has a device or layout that the call does not accept. The call had no effect, and the group stays usable."""
 
 
 for _kind in (InvalidArgumentError, InvalidTypeError):

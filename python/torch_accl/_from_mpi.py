@@ -1,7 +1,8 @@
-"""A group of the ranks of an MPI communicator, without any variable of the environment.
+"""Creates a process group from the ranks of an MPI communicator, without environment variables.
 
-For jobs that MPI starts with other programs beside: `mpirun -n 2 sim : -n 2 python train.py`, where rank and world are those of a
-communicator that the program has split off. Owns how the ranks learn where rank 0's store is; MPI does nothing more.
+MPI may start a job together with other programs: `mpirun -n 2 sim : -n 2 python train.py`. Rank and world size are then those
+of a communicator that the program has split off. This module owns how ranks learn the address of rank 0's store. MPI is used
+for nothing else here.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "init_from_mpi", "store_by_mpi"]
 
 _T = TypeVar("_T")
-# How long an address has to answer before the next is tried, besides what the group's timeout leaves.
+# Seconds that an address has to accept a connection before the next address is tried; less if the group's timeout is shorter.
 _ADDRESS_S = 3.0
 _TOKEN = "torch_accl/mpi"
 _CANNOT_LEARN = "accl: rank {rank} cannot learn by MPI where rank 0 is: {why}"
 
 
 class Communicator(Protocol):
-    """What is used of an `mpi4py.MPI.Comm`."""
+    """The methods of `mpi4py.MPI.Comm` that are used here."""
 
     def Get_rank(self) -> int: ...
     def Get_size(self) -> int: ...
@@ -38,20 +39,21 @@ class Communicator(Protocol):
 def init_from_mpi(
     comm: Communicator, backend: str = "accl", *, timeout: timedelta | None = None, **options: Any
 ) -> None:
-    """Makes torch's default group of the ranks of an MPI communicator, as `init_process_group` does of a launcher's.
+    """Creates torch's default process group from the ranks of an MPI communicator, like `init_process_group` under a launcher.
 
-    Collective over the communicator, which is used for one broadcast, and by the transport `mpi` when a group first names it: it may be freed
-    once no more groups are made.
+    The call is collective over the communicator and uses it for one broadcast. The transport `mpi` uses it as well when a
+    group first names that transport. The communicator may be freed once no more groups will be created.
 
     Args:
-        comm: an intracommunicator of mpi4py, such as `MPI.COMM_WORLD` or what `Split` has returned.
+        comm: an intracommunicator of mpi4py, such as `MPI.COMM_WORLD` or the result of `Split`.
         backend: as for `torch.distributed.init_process_group`.
-        timeout: of the group, and for the ranks to meet; torch's default if not given.
-        options: what else `init_process_group` takes, such as `pg_options`; not `store`, `rank`, `world_size` or `init_method`.
+        timeout: timeout of the group, and maximum time for the ranks to meet; None takes torch's default.
+        options: other arguments of `init_process_group`, such as `pg_options`. Not allowed: `store`, `rank`, `world_size`
+            and `init_method`.
 
     Raises:
-        TypeError: `comm` is no communicator, or an option is one that follows from it.
-        torch.distributed.DistNetworkError: no address of rank 0 answers this rank.
+        TypeError: `comm` is not a communicator, or an option is one that follows from the communicator.
+        torch.distributed.DistNetworkError: this rank reached rank 0 at none of its addresses.
     """
     import torch.distributed as dist
     from torch.distributed.constants import default_pg_timeout
@@ -63,10 +65,11 @@ def init_from_mpi(
             )
     if not all(callable(getattr(comm, name, None)) for name in ("Get_rank", "Get_size", "bcast")):
         raise TypeError(f"init_from_mpi: expected a communicator of mpi4py, and not {type(comm).__name__}")
-    # The transport `mpi` has its messages among these ranks, too. Not every object that has the rest has this.
+    # The transport `mpi` sends its messages among these ranks, too. Objects that only mimic a communicator may lack `py2f`.
     if callable(getattr(comm, "py2f", None)):
         lend_communicator(comm)
-    # All ranks are here. A transport that is theirs together is opened now, and not while some wait for rank 0.
+    # All ranks are in this call, so a transport that all ranks must open together is opened here. Later, some ranks would
+    # already be waiting for rank 0.
     find_transports()
     rank, world = comm.Get_rank(), comm.Get_size()
     patience = timeout or default_pg_timeout
@@ -77,8 +80,10 @@ def init_from_mpi(
 
 
 def store_by_mpi(found: Place, timeout: timedelta) -> Store | None:
-    """The store in which a launcher's ranks meet, whose place MPI tells them: on several hosts nothing else may know it. None without the
-    package that has MPI. Collective over the job's ranks.
+    """Returns the store in which a launcher's ranks meet; MPI distributes its address.
+
+    On several hosts nothing else may know that address. Collective over the job's ranks. Returns None without the package
+    `torch_accl_mpi`, or if rank and world size of MPI differ from `found`.
     """
     from torch.distributed import DistBackendError, DistError
 
@@ -103,7 +108,7 @@ def store_by_mpi(found: Place, timeout: timedelta) -> Store | None:
 
 
 def _serve(comm: Communicator, timeout: timedelta) -> Store:
-    """Rank 0: a store of its own, whose addresses it tells the others."""
+    """Creates the store of rank 0 and broadcasts its addresses, port and token to the other ranks."""
     from torch._C._distributed_c10d import TCPStore
 
     token = secrets.token_hex(8)
@@ -112,7 +117,7 @@ def _serve(comm: Communicator, timeout: timedelta) -> Store:
         store.set(_TOKEN, token)
         addresses = _addresses()
     except BaseException as error:
-        # The others are in the broadcast.
+        # The other ranks wait in the broadcast, so it is completed with the error.
         comm.bcast(([], 0, f"{type(error).__name__}: {error}"), root=0)
         raise
     comm.bcast((addresses, store.port, token), root=0)
@@ -129,7 +134,7 @@ def _find(rank: int, told: Any, timeout: timedelta) -> Store:
     tried = []
     for address in addresses:
         try:
-            # torch would go on asking an address that nobody answers.
+            # TCPStore would retry an address that does not answer until its timeout, so the address is tried first.
             with socket.create_connection((address, port), timeout=min(_ADDRESS_S, timeout.total_seconds())):
                 pass
             store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
@@ -145,8 +150,8 @@ def _find(rank: int, told: Any, timeout: timedelta) -> Store:
 
 
 def _addresses() -> list[str]:
-    """The addresses of this host, those that others may reach first."""
-    # The engine refuses a setting that names what it has not got.
+    """Returns the addresses of this host, those that other hosts may reach first and loopback addresses last."""
+    # `host_facts` reads ACCL_TRANSPORTS, and the engine refuses the name of a transport that is not loaded.
     find_transports()
     found = [address.rpartition(":")[0].strip("[]") for address in _native.host_facts()["addresses"]]
     return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127.") or address == "::1")

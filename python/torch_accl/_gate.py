@@ -1,9 +1,9 @@
-"""Chooses the native module that was built for the running torch, and refuses a torch that none was built for.
+"""Chooses the native module that was built for the running torch, and refuses a torch without such a module.
 
-c10d's classes change their layout with every minor version of torch. A module built for another one may load and then
-call the wrong function, so the versions are compared by name and not by trying. Twice: each module has the torch's minor
-version in its file's name, so that those of several torches can lie in one folder; and what a module says of itself is
-compared before it makes the first class that derives from one of torch's.
+The layout of c10d's classes changes with every minor version of torch. A module built for another version may load and then
+call the wrong function. Versions are therefore compared by name, and nothing is tried. There are two comparisons. The file
+name of each module contains torch's minor version, so that modules for several torches can lie in one folder. The values
+that a module reports (`built_for()`) are compared before it defines the first class that derives from a torch class.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 __all__ = ["built", "difference", "load_native", "minor_of", "refusal"]
 
-# The name by which everybody imports the module, whatever the name of its file.
+# Name by which all code imports the module, whatever the name of its file is.
 _MODULE = f"{__package__}._native"
 _HERE = Path(__file__).parent
-# `_native_torch_2_15.cpython-311-x86_64-linux-gnu.so`: torch's minor version, and the interpreter's own suffix.
+# `_native_torch_2_15.cpython-311-x86_64-linux-gnu.so`: torch's minor version, then the suffix of the interpreter.
 _FILE = re.compile(r"_native_torch_(\d+)_(\d+)(\..+)")
 _SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 
 
 def load_native() -> ModuleType:
-    """The native module of the running torch; also as `torch_accl._native` from now on.
+    """Returns the native module for the running torch, and makes it importable as `torch_accl._native`.
 
     Raises:
         ImportError: no module fits the running torch, torch is missing, or it has no torch.distributed.
@@ -59,7 +59,7 @@ def load_native() -> ModuleType:
 
 
 def built(folder: Path) -> list[str]:
-    """The torch minors that a folder has modules for which this interpreter can load, oldest first."""
+    """Returns the torch minor versions for which `folder` has a module that this interpreter can load, oldest first."""
     found = [match for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))]
     minors = sorted((int(match[1]), int(match[2])) for match in found if match[3] == _SUFFIX)
     if found and not minors:
@@ -69,7 +69,7 @@ def built(folder: Path) -> list[str]:
 
 
 def refusal(running: str, built_for: list[str]) -> str | None:
-    """Why builds for `built_for` cannot run with torch `running`, or None when one can."""
+    """Returns why builds for `built_for` cannot run with torch `running`, or None if one of them can."""
     minor = minor_of(running)
     if minor in built_for:
         return None
@@ -85,7 +85,7 @@ def refusal(running: str, built_for: list[str]) -> str | None:
 
 
 def difference(built_for: Mapping[str, Any], torch: Any, finds_pybind11: bool) -> str | None:
-    """In what a module differs from the running torch by what it says of itself, or None when it fits."""
+    """Returns how a module, by the values it reports, differs from the running torch; None if it fits."""
     if minor_of(built_for["torch"]) != minor_of(torch.__version__):
         return f"was built for torch {built_for['torch']}, whatever its name says, but torch {torch.__version__} is running"
     if built_for["cxx11_abi"] != bool(torch._C._GLIBCXX_USE_CXX11_ABI):
@@ -103,7 +103,7 @@ def difference(built_for: Mapping[str, Any], torch: Any, finds_pybind11: bool) -
 
 
 def minor_of(version: str) -> str:
-    """`2.15` of `2.15.0+cpu` or `2.15.0a0+git1234`."""
+    """Returns major and minor version: `2.15` of `2.15.0+cpu` or `2.15.0a0+git1234`."""
     return ".".join(str(version).split("+", 1)[0].split(".")[:2])
 
 

@@ -1,6 +1,6 @@
-"""Types of the native module.
+"""Type stub of the native module.
 
-A class that is a `TypedDict` names the keys of a row, and is not in the module: its name is for annotations alone.
+A `TypedDict` class lists the keys of a row. The module does not contain it: the name is for annotations only.
 """
 
 from datetime import timedelta
@@ -69,7 +69,7 @@ class _CodecFacts(TypedDict):
     next_finer: str | None
 
 class BackendOptions(_TorchBackend.Options):
-    """Options of a backend: torch's own, and settings by the names of `torch_accl.Options`."""
+    """Options of a backend: torch's own, plus settings whose names are the arguments of `torch_accl.Options`."""
 
     settings: dict[str, str]
     def __init__(self) -> None: ...
@@ -77,26 +77,26 @@ class BackendOptions(_TorchBackend.Options):
     def __deepcopy__(self, memo: dict[int, Any], /) -> BackendOptions: ...
 
 class Backend(_TorchBackend):
-    """One rank's backend of one group, as `group._get_backend(device)` returns it."""
+    """The backend of one rank in one group, as `group._get_backend(device)` returns it."""
 
     @property
     def options(self) -> BackendOptions: ...
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        """As `set_timeout`, by the name that gloo's backend has."""
+        """Does the same as `set_timeout`, under the name that gloo's backend uses."""
 
     def describe(self) -> str:
-        """Facts about the group, one a line."""
+        """Returns facts about the group, one per line."""
 
     def snapshot(self) -> dict[str, Any]:
-        """What the group is doing and has done; `docs/torch.md` lists the fields. Costs what it takes to write them down.
+        """Returns the group's state and counters; `docs/torch.md` lists the fields. It only costs the time to write them.
 
-        `group`: calls made and failed, bytes, waits, calls in flight with the ranks that they wait for. `ranks`: for each rank its
-        process, its link, and what went there. `process`: what progress has cost in all groups of the process. Empty of a group
-        that has been destroyed: `group` is None.
+        `group`: calls issued and failed, bytes, waits, and calls in flight with the ranks that they wait for. `ranks`: for
+        each rank its process, its link, and what was sent to it. `process`: cost of progress in all groups of the process.
+        After the group was destroyed `group` is None.
         """
 
     def first_error(self) -> str:
-        """The sentence of the cause that made the group unusable, or an empty string."""
+        """Returns the message of the first error that made the group unusable, or an empty string."""
 
     def algorithm_of(
         self,
@@ -106,11 +106,11 @@ class Backend(_TorchBackend):
         op: ReduceOp | ReduceOp.RedOpType,
         root: int,
     ) -> str:
-        """The algorithm that a call takes in this group. Makes no call; all ranks get the same answer.
+        """Returns the algorithm that a call would use in this group. Issues no call. All ranks get the same answer.
 
-        A call is described by its blocks, a tensor each: in place as `outputs` where torch's call is (all_reduce,
-        reduce, broadcast); one for each rank in `inputs` of reduce_scatter, all_to_all and the root's scatter, and in
-        `outputs` of all_gather, all_to_all and the root's gather.
+        A call is described by its blocks, one tensor per block. Calls that are in place in torch (all_reduce, reduce,
+        broadcast) have one tensor in `outputs`. `inputs` has one tensor per rank for reduce_scatter, all_to_all and the root
+        of scatter. `outputs` has one tensor per rank for all_gather, all_to_all and the root of gather.
         """
 
     def time_calls(
@@ -124,14 +124,14 @@ class Backend(_TorchBackend):
         calls: int,
         fenced: bool,
     ) -> list[int]:
-        """Makes `samples` times `calls` blocking calls below torch, without the interpreter; nanoseconds of each sample.
+        """Issues `samples` times `calls` blocking calls below torch, without the interpreter. Returns nanoseconds per sample.
 
-        For benches. The calls go the road of every blocking call; all ranks must make the same. `fenced` puts a
-        barrier, which is not counted, before each sample.
+        Intended for benchmarks. The calls use the same code path as every blocking call, and all ranks must issue the same
+        calls. `fenced` runs a barrier before each sample; the barrier is not timed.
         """
 
 class LayerPlan:
-    """What all ranks do in a layer-parallel solve or pipeline. Operations are tuples that begin with their name."""
+    """Operations of all ranks in a layer-parallel solve or pipeline. Each operation is a tuple that starts with its name."""
 
     @staticmethod
     def mgrit(
@@ -175,32 +175,36 @@ def layer_placement(layers: list[tuple[str, bool]], factors: list[int], ranks: i
 def layer_levels(layers: list[tuple[str, bool]], factors: list[int]) -> list[list[int]]: ...
 
 class Runtime:
-    """The process's engine; one per process."""
+    """The engine of this process. A process creates only one."""
 
     def __init__(self) -> None: ...
     def create_backend(self, store: Store, rank: int, size: int, options: BackendOptions, is_default: bool) -> Backend:
-        """Makes a backend: collective over all ranks; blocks until they are connected or the timeout passed.
+        """Creates a backend. Collective over all ranks: blocks until they are connected or the timeout has passed.
 
-        `is_default`: it is that of the default process group, which has the device. All ranks say so, or none.
+        `is_default`: whether the backend belongs to the default process group, which uses the device. The value must be the
+        same on all ranks.
         """
 
     def shutdown(self, await_calls: bool = False) -> None:
-        """Says goodbye to all peers and stops the threads. Bounded, silent, any number of times."""
+        """Disconnects from all peers and stops the threads. Takes bounded time, raises nothing, and may be called repeatedly.
+
+        `await_calls`: whether calls in flight get time to complete first.
+        """
 
 def built_for() -> _BuiltFor:
-    """What the module was built for: `version` of this package, `torch` as its headers say, `cxx11_abi`, `pybind11`."""
+    """Returns what the module was built for: `version` of this package, `torch` by its headers, `cxx11_abi`, `pybind11`."""
 
 def config_rows() -> list[_ConfigRow]:
-    """The rows of the configuration table, with the values that the environment gives."""
+    """Returns the rows of the configuration table, with the values that the environment sets."""
 
 def algorithms() -> list[_AlgorithmRow]:
-    """The rows of the table of algorithms."""
+    """Returns the rows of the table of algorithms."""
 
 def dtypes() -> list[_DtypeRow]:
-    """The types of elements that can be sent: `name` as in torch, `bytes` of one, `ops` that reduce them."""
+    """Returns the element types that can be sent: `name` as in torch, `bytes` per element, `ops` that can reduce them."""
 
 def host_facts() -> _HostFacts:
-    """What this process would offer its peers: instruction set, transports, interfaces."""
+    """Returns what this process would offer its peers: host name and identity, instruction set, transports, addresses."""
 
 def simulate(
     collective: str,
@@ -209,105 +213,120 @@ def simulate(
     link: tuple[int, int] | None,
     machine_file: str | None,
 ) -> list[dict[str, Any]]:
-    """For each size `bytes`, the algorithm `chosen` and `times_us` by algorithm. `world` has
-    ranks, ranks per host and cores per host, `link` picoseconds for a KiB of a host's
-    connection and for the way; `machine_file` replaces the constants of this machine.
+    """Returns a row for each size: `bytes`, the algorithm `chosen`, and `times_us`, the predicted microseconds by algorithm.
 
-    Raises ValueError for what makes no world, and for a file that holds no constants.
+    `world` is (ranks, ranks per host, cores per host). `link` is (picoseconds per KiB, latency in picoseconds) of a host's
+    network connection; None takes the measured constants. `machine_file` replaces the constants of this machine.
+
+    Raises ValueError if `world` is invalid or the file contains no constants.
     """
 
 def calibration(anew: bool) -> dict[str, Any]:
-    """The `constants` of this machine, their `source` and `age_s`; measured anew where asked for."""
+    """Returns the cost model's `constants` for this machine, their `source`, and `age_s`, their age in seconds or None.
+
+    `at_bounds` lists the constants that the measurement does not determine. `anew` measures the constants again.
+    """
 
 def check_option(option: str, value: str) -> None:
     """Raises ValueError for an unknown option or a value that is not accepted."""
 
 def device_keys() -> list[tuple[str, str, str]]:
-    """The keys of a device's text: name, what it accepts, and what it is for."""
+    """Returns the keys of a device URL: name, accepted values, and purpose of each."""
 
 def device_facts(text: str, world: int) -> dict[str, Any]:
-    """What a device's text means for so many ranks: `agreed` text, driver settings, and `routes`, each of collective, operator, dtype,
-    whether the device does it, and if not, why. Raises ValueError for what is no device."""
+    """Returns what a device URL means for `world` ranks: the text that ranks must agree on (`agreed`), the driver's settings
+    and `routes`.
+
+    Each route has collective, operator, dtype, whether the device runs it, and the reason if not.
+    Raises ValueError if `text` is not a device URL.
+    """
 
 def device_dump(text: str, rank: int, world: int) -> dict[str, Any]:
-    """What can be read of a rank's device: `registers`, each of name, offset, value and a sentence, and the `state` of its tables in words.
-    Raises ValueError for what is no device, RuntimeError for one that cannot be reached."""
+    """Returns the readable state of a rank's device: `registers` and `state`.
+
+    A register is (name, offset, value, description). `state` describes the device's tables in words, or is None before
+    they are set up. Raises ValueError if `text` is not a device URL, RuntimeError if the device cannot be reached.
+    """
 
 def device_reset(text: str, rank: int, world: int) -> str:
-    """Resets a rank's device, and returns its name. Raises as `device_dump`."""
+    """Resets a rank's device and returns its name. Raises the same exceptions as `device_dump`."""
 
 def run_emulator(arguments: list[str]) -> int:
-    """Runs the command `accl-emulator` until a signal ends it; returns the exit status."""
+    """Runs the command `accl-emulator` until a signal ends it. Returns the exit status."""
 
 def announce_transport(name: str) -> None:
-    """Lets settings name a transport that is handed in later."""
+    """Allows settings to name a transport that is registered later."""
 
 def register_transport(table: Any) -> str:
-    """Adds a transport; see `torch_accl.register_transport`."""
+    """Adds a transport and returns its name; see `torch_accl.register_transport`."""
 
 class Codecs:
-    """The codecs of a call's tensors: of each, those inside hosts, of parts of sums and of results, and a number that
-    tells its random numbers from those of others. Raises ValueError for what is no codec."""
+    """The codecs of a call's tensors.
+
+    Each tensor has three codecs, in this order: inside hosts, for parts of sums, for results. Its number selects its
+    stream of random numbers. Raises ValueError if a text is not a codec.
+    """
 
     def __init__(self, tensors: list[tuple[str, str, str, int]]) -> None: ...
     @property
     def text(self) -> str:
-        """The settings in words."""
+        """The codecs and their settings as text."""
 
     def encoded_bytes(self, position: int, dtype: str, elements: int) -> tuple[int, int]:
-        """Bytes that a tensor at this position becomes on its way to be added up, and on its way back."""
+        """Returns the encoded bytes of the tensor at this position: as a part of a sum, and as a result."""
 
     def __len__(self) -> int: ...
 
 class Measured:
-    """What was measured of one tensor, added up over calls that are done."""
+    """Measurements of one tensor, summed over completed calls."""
 
     @property
     def calls(self) -> int: ...
     @property
     def compared(self) -> int:
-        """Elements of results that were compared with exact ones."""
+        """Number of result elements that were compared with exact ones."""
 
     @property
     def error(self) -> float:
-        """Sum of the squares of their errors."""
+        """Sum of the squared errors of the compared elements."""
 
     @property
     def square(self) -> float:
-        """Sum of the squares of the exact ones."""
+        """Sum of the squares of the exact elements that were compared."""
 
     @property
     def carried_calls(self) -> int:
-        """Calls with error feedback on gradients that were not all zeros."""
+        """Number of calls with error feedback whose gradients were not all zeros."""
 
     @property
     def carried(self) -> float:
-        """Sum over these of the norm of what this rank carries over, by the norm of its gradient."""
+        """Sum over these calls of the norm of this rank's residual, divided by the norm of its gradient."""
 
     @property
     def not_finite(self) -> int:
-        """Buckets that this rank encoded as NaN for a value that is not finite."""
+        """Number of buckets that this rank encoded as NaN because a value was not finite."""
 
     @property
     def too_large(self) -> int:
-        """Buckets that this rank encoded as NaN because their metadata cannot hold their range."""
+        """Number of buckets that this rank encoded as NaN because their metadata cannot hold their range."""
 
     @property
     def nanos(self) -> int:
-        """Time that this rank took to encode, decode and add, in nanoseconds."""
+        """Nanoseconds that this rank spent on encoding, decoding and adding."""
 
 class ErrorStats:
-    """Where calls enter what was measured of each of their tensors."""
+    """Accumulates the measurements of calls, one record per tensor."""
 
     def __init__(self, tensors: int) -> None: ...
     def read(self) -> list[Measured]: ...
 
 class Encoding:
-    """How calls are encoded.
+    """Encoding of calls: codecs, seed, step, residuals and statistics.
 
-    `residuals` are addresses of float32, one for each element of a tensor, that are read and written until a call ends: of
-    the contributions of each tensor of each block, one block after the other, and of the sums of each tensor; 0 for none.
-    With statistics the call is measured, and about one element in `one_in` is compared with the exact sum (0: none).
+    `residuals` are two lists of addresses of float32 arrays, one value per tensor element; 0 means no array. The engine reads
+    and writes the arrays until a call completes. The first list is for contributions: each tensor of each block, block
+    by block. The second is for sums: one array per tensor. With `stats` the call is measured, and about one element in
+    `one_in` is compared with the exact sum (0: none).
     """
 
     def __init__(
@@ -321,26 +340,36 @@ class Encoding:
     ) -> None: ...
     @staticmethod
     def none() -> Encoding:
-        """Calls travel as they are, also in a group that encodes all."""
+        """Returns an encoding that sends data unchanged, even in a group that compresses all calls."""
 
 def encode_calls(encoding: Encoding | None) -> Encoding | None:
-    """Says how calls that this thread makes from now on are encoded; None: as their group does by default. What was said before."""
+    """Sets how calls that this thread issues from now on are encoded; None selects the group's default.
+
+    Returns the previous value.
+    """
 
 def check_codec(text: str) -> str:
-    """A codec's settings with all that was left out; raises ValueError for what is none."""
+    """Returns a codec with all settings that were left out. Raises ValueError if `text` is not a codec."""
 
 def codec_facts(text: str) -> _CodecFacts:
-    """What the table says of a codec with its settings: the fields of `compression._codecs.Facts`. Raises ValueError for what is none."""
+    """Returns the codec table's facts about a codec with its settings: the fields of `compression._codecs.Facts`.
+
+    Raises ValueError if `text` is not a codec.
+    """
 
 def codecs() -> list[_CodecRow]:
-    """The rows of the table of codecs: `name`, `spelled` (with a word for bits), `description`, `settings` (their names), `bits` (the least
-    and the most) and `buckets` (in words) where there is a choice, `needs_feedback`, and `auto`, what the choice by measurement tries."""
+    """Returns the rows of the codec table.
+
+    Keys: `name`; `spelled` (with a placeholder for bits); `description`; `settings` (their names); `bits` (minimum and
+    maximum) and `buckets` (in words), each None if there is no choice; `needs_feedback`; and `auto`, the codecs that
+    `codec="auto"` tries.
+    """
 
 def _finds_pybind11() -> bool:
-    """Whether the running torch was built with the same pybind11; asked by the version gate."""
+    """Whether the running torch was built with the same pybind11; called by the version gate."""
 
 def _define() -> None:
-    """Fills the module, once: before, it has only what the version gate asks for."""
+    """Defines the module's classes and functions, once. Before, the module has only what the version gate calls."""
 
 def _bridged_functions() -> list[str]: ...
 def _panic_for_test(name: str) -> None: ...

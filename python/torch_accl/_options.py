@@ -1,4 +1,4 @@
-"""Options of a group: the settings of `docs/environment.md` as arguments, and the group's timeout."""
+"""Options of a group: the settings of `docs/environment.md` as arguments, plus the group's timeout."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ __all__ = ["Options"]
 class Options(_native.BackendOptions):
     """Settings of one group, given as `init_process_group("accl", pg_options=torch_accl.Options(...))`.
 
-    Each argument has the name and the meaning of an `ACCL_*` variable (`accl config` lists them) and wins over it. What is
-    left out comes from the environment. Sizes are bytes or text such as `"64KiB"`, and lists can be text with commas.
+    Each argument has the name and the meaning of an `ACCL_*` variable (`accl config` lists them) and overrides it. The
+    environment sets the others. Sizes are bytes or text such as `"64KiB"`. Lists can be text with commas.
 
     Args:
         timeout: how long a call may take; None takes the one given to `init_process_group` or `new_group`. It has no variable.
-        log: what is told on standard error: off, warn, info, debug or trace.
+        log: log level for standard error: off, warn, info, debug or trace.
         socket_ifname: prefixes of network interfaces that peers are offered; `=` before them means exact names, `^` all but these.
-        port_range: two ports, such as `(20000, 20100)` or `"20000-20100"`, between which the process listens on one.
-        transports: in the order in which they are tried, such as `["shm", "tcp"]`; those that were registered, too.
+        port_range: two ports, such as `(20000, 20100)` or `"20000-20100"`; the process listens on one port of this range.
+        transports: transports in the order in which they are tried, such as `["shm", "tcp"]`; includes registered ones.
         host_id: identity of the host, any text without blanks; ranks with different ones count as on different hosts.
-        ring_bytes: most shared memory of one direction between two processes, a size from 16KiB to 64MiB.
-        shm_limit: most shared memory that a process creates for its links, a size from 0 to 1TiB.
-        segment_bytes: most payload of a frame, a size from 1KiB to 4MiB.
-        eager_bytes: how far a sender may be ahead of the receiver, for each peer, a size from 0 to 64MiB.
+        ring_bytes: maximum shared memory per direction between two processes of a host, a size from 16KiB to 64MiB.
+        shm_limit: maximum shared memory that a process creates for its links, a size from 0 to 1TiB.
+        segment_bytes: maximum payload of a frame, a size from 1KiB to 4MiB.
+        eager_bytes: maximum bytes sent to a peer before it issues the matching call, a size from 0 to 64MiB.
         spin_us: how long a waiting thread spins, `"auto"` or microseconds from 0 to 1000000.
-        worker_count: threads besides the caller's that do parts of large calls, `"auto"` or a number from 0 to 63.
-        worker_affinity: `"auto"`, or a list of CPUs such as `"0-3,28-31"`: one for each of those threads of the host, its ranks in order.
+        worker_count: worker threads that run parts of large calls, in addition to the caller, `"auto"` or a number from 0 to 63.
+        worker_affinity: `"auto"`, or CPUs such as `"0-3,28-31"`, one per worker thread of the host, in the order of its ranks.
         algorithm: rules that replace the choice, such as `"all_reduce=ring"` or `["all_gather=ring:64KiB-1MiB"]`.
-        deterministic: whether the choice of algorithm depends on collective, size, dtype and world alone.
-        calibration: where its constants come from: `"auto"`, `"off"` or the path of a file, with a `/`.
+        deterministic: whether the choice of algorithm depends only on collective, size, dtype and world.
+        calibration: source of the constants by which algorithms are chosen: `"auto"`, `"off"` or the path of a file, with a `/`.
         timing: whether every call records its duration.
-        profile_names: how calls and waits are called in torch's profiler: `"accl"`, or as torch-ccl did `"ccl"` or `"pg"`.
-        compression: a codec such as `"maxmin:4"` (`ACCL_CODEC`), for what `torch_accl.compression` sends and names none for.
-        compressed_calls: `"hooks"`, or `"all"`, which compresses ordinary calls with `compression`, too. It has no variable.
-        device: engine that does collectives of the default group: `"none"`, `"sim"`, `"emulator://host:5500"`, a card; sub-groups have none.
-        sidestep: who does collectives instead: `"all_gather=host"` the host although there is a device, `"all_reduce=mpi"` the MPI library of the job.
-        scope: the old name of `compressed_calls`.
+        profile_names: names of calls and waits in torch's profiler: `"accl"`, or as torch-ccl did `"ccl"` or `"pg"`.
+        compression: codec such as `"maxmin:4"` (`ACCL_CODEC`), for calls of `torch_accl.compression` that name no codec.
+        compressed_calls: `"hooks"`, or `"all"`, which compresses ordinary calls with `compression`, too.
+        device: engine that runs collectives of the default group: `"none"`, `"sim"`, `"emulator://host:5500"`, a card; sub-groups have none.
+        sidestep: collectives to run elsewhere: `"all_gather=host"` on the host despite a device, `"all_reduce=mpi"` in the MPI library of the job.
+        scope: old name of `compressed_calls`.
 
     Raises:
-        ValueError: a value is not accepted; the message says what is.
-        TypeError: an unknown argument.
+        ValueError: a value is not accepted; the message lists the accepted ones.
+        TypeError: an argument is unknown.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Options(_native.BackendOptions):
         settings = {name: _text(value) for name, value in given.items() if value is not None}
         for name, text in settings.items():
             if name == "transports":
-                # What a package has is loaded with the first group, which is all ranks' affair.
+                # The transport of a package is loaded only with the first group, because loading may involve all ranks.
                 announce_transports(text)
             _native.check_option(name, text)
         self.settings = settings
@@ -149,7 +149,7 @@ class Options(_native.BackendOptions):
         return f"torch_accl.Options({', '.join(given)})"
 
 
-# What torch's class and the native one have to write; not every version of torch has the last.
+# Attributes that torch's class and the native class store. Not every version of torch has the last one.
 _STATE = ("settings", "_timeout", "global_ranks_in_group", "group_name", "enable_reconfigure")
 
 

@@ -37,7 +37,7 @@ __all__ = [
 
 NAME = "accl"
 
-# The module in which torch makes groups.
+# Name of the module in which torch creates groups.
 _C10D = "torch.distributed.distributed_c10d"
 
 # The base of every backend's options.
@@ -45,34 +45,34 @@ AnyOptions = Backend.Options
 
 _runtime = _native.Runtime()
 
-# The child of multiprocessing whose end is seen to.
+# Process id of the multiprocessing child for which `_end_with_child` has registered its finalizer.
 _ending_in: list[int] = []
 
-# What makes the default process group in place of `connect`, if a facade has said so.
+# Function that creates the default process group instead of `connect`, if a facade has set one. Empty or one element.
 _maker: list[Callable[[Any, _native.BackendOptions], _native.Backend]] = []
 
-# What ends the children of multiprocessing that are daemons, and waits for the others.
+# multiprocessing's exit function: it ends daemonic children and waits for the others.
 _await_children = multiprocessing.util._exit_function  # type: ignore[attr-defined]
 
-# Whether this process has made a group, or tried to.
+# Non-empty once this process has created a group or tried to.
 _has_connected: list[bool] = []
 
-# Whether somebody who sets variables of torch_cgx knows by now what they do here. Once for a process.
+# Non-empty once the warning about torch_cgx's variables was given or is not needed. One per process.
 _knows_of_cgx: list[bool] = []
 
 
 def register() -> None:
-    """Registers the backend with torch.distributed; again and again is fine. Also the entry point of torch's plug-ins."""
+    """Registers the backend with torch.distributed. May be called repeatedly. It is also the entry point of torch's plug-ins."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=["cpu"])
 
 
 def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _native.Backend:
-    """Makes one rank's backend of a group; torch calls this on every rank of it.
+    """Creates the backend of one rank in a group. torch calls this on every rank of the group.
 
     `group` is torch's description of the group: store, rank, size, timeout, name, global ranks.
     """
-    # Launchers give all ranks the same variables, and one of them says so.
+    # Launchers give all ranks the same variables, so one rank warns.
     if group.group_rank == 0:
         _warn_of_cgx()
     make = _maker[0] if _maker and is_default_group() else connect
@@ -80,10 +80,11 @@ def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _na
 
 
 def is_default_group() -> bool:
-    """Whether the group that torch makes now on this thread is the default process group: that of `init_process_group`.
+    """Whether this thread is in `init_process_group`, so that the group being created is the default process group.
 
-    torch names no ranks of it, nor does a framework of a group that it makes over a store of its own, with `_new_process_group_helper`.
-    All ranks of such a group must say alike what it is, and only some of them may have a default process group before.
+    torch lists no global ranks of the default process group, so a list of ranks could identify it. But a framework may
+    create a group over its own store with `_new_process_group_helper`, and torch lists no ranks of that group either.
+    All ranks of a group must give the same answer, and only some of them may have a default process group already.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -94,9 +95,9 @@ def is_default_group() -> bool:
 
 
 def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native.BackendOptions:
-    """The options of a group that is about to be made, from what was given for it."""
+    """Returns the options of a group that is about to be created, from the `pg_options` given for it."""
     is_ours = isinstance(pg_options, _native.BackendOptions)
-    # In a group of several backends ("cpu:accl,cuda:nccl") all get the one object, which may be for another.
+    # All backends of a group ("cpu:accl,cuda:nccl") get the same object, which may be meant for another backend.
     if pg_options is None or (isinstance(pg_options, AnyOptions) and not is_ours):
         pg_options = Options()
     elif not is_ours:
@@ -111,7 +112,7 @@ def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native
 
 
 def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
-    """Makes one rank's backend of a group; blocks until all ranks have met."""
+    """Creates the backend of one rank in a group. Blocks until all ranks have met."""
     _has_connected[:] = [True]
     _end_with_child()
 
@@ -121,12 +122,12 @@ def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
     chosen = options.settings.get("transports")
     try:
         if chosen is not None:
-            # What the environment names beside is checked as well, and nothing of it is loaded.
+            # Transports that only the environment names are checked as well, but not loaded.
             announce_transports()
         find_transports(chosen)
         find_sidestep(options.settings.get("sidestep"))
     except Exception as error:
-        # The other ranks fail with it, and do not wait for this one.
+        # Creating the backend with this refusal makes the other ranks fail with it, instead of waiting for this rank.
         options.settings = {**options.settings, "refusal": str(error)}
         with contextlib.suppress(Exception):
             make()
@@ -135,21 +136,21 @@ def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
 
 
 def make_whole_job_with(maker: Callable[[Any, _native.BackendOptions], _native.Backend] | None) -> None:
-    """From now on default process groups are made by `maker`, which calls `connect`; None: by that alone."""
+    """Sets the function that creates default process groups from now on; it calls `connect`. None: only `connect` is used."""
     _maker[:] = [] if maker is None else [maker]
 
 
 def finish_destroy() -> None:
-    """Ends the `destroy_process_group` that this thread is in, whose `shutdown` is about to raise.
+    """Completes the `destroy_process_group` call that this thread is in; the `shutdown` that it called is about to raise.
 
-    torch forgets its groups after the last shutdown. One that raises would leave it with groups that are gone, and the next
-    `init_process_group` would be refused. A group reports once, so the inner call gets to the end.
+    torch forgets its groups after the last shutdown. A shutdown that raises would leave torch with destroyed groups, and the
+    next `init_process_group` would be refused. A group reports its error once, so the inner call completes.
     """
     code = inspect.unwrap(dist.destroy_process_group).__code__
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    # Otherwise `shutdown` was called by itself, which takes no group away from torch.
+    # Otherwise the program called `shutdown` itself, which removes no group from torch.
     if frame is None:
         return
     try:
@@ -159,12 +160,12 @@ def finish_destroy() -> None:
 
 
 def settle_cgx() -> None:
-    """From now on nothing is said of variables of torch_cgx."""
+    """Suppresses the warning about torch_cgx's variables from now on."""
     _knows_of_cgx[:] = [True]
 
 
 def _warn_of_cgx() -> None:
-    """Says that the variables of torch_cgx compress nothing in a group of accl."""
+    """Warns, once per process, that the variables of torch_cgx compress nothing in a group of accl."""
     found = sorted(name for name in os.environ if name.startswith("CGX_"))
     if found and not _knows_of_cgx:
         settle_cgx()
@@ -176,14 +177,17 @@ def _warn_of_cgx() -> None:
 
 
 def _error_of_the_end() -> BaseException | None:
-    """The error by which the program ends, if it does; `SystemExit` is none."""
-    # A child of multiprocessing comes here while its error is on the way.
+    """Returns the exception that ends the program, or None; `SystemExit` does not count."""
+    # In a child of multiprocessing this runs while the exception is being handled.
     error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return None if isinstance(error, SystemExit) else error
 
 
 def _end() -> None:
-    """Ends the engine. Calls in flight may end well first, unless the program ends by an error: others may wait for it."""
+    """Ends the engine and then the transports.
+
+    Calls in flight get time to complete, unless an exception ends the program: peers may then wait for this rank.
+    """
     try:
         _runtime.shutdown(await_calls=_error_of_the_end() is None)
     finally:
@@ -191,9 +195,9 @@ def _end() -> None:
 
 
 class _OursAndLater:
-    """Equal to this module's exit function and to those that were registered later: `atexit.unregister` removes these.
+    """Compares equal to `_end_last` and to exit functions registered after it, so that `atexit.unregister` removes these.
 
-    Python compares with the oldest one first.
+    Python compares with the oldest exit function first.
     """
 
     def __init__(self) -> None:
@@ -207,11 +211,11 @@ class _OursAndLater:
 
 
 def _end_last() -> None:
-    """Ends the engine after the exit functions that were registered before this one, which may use a group.
+    """Ends the engine after all exit functions that were registered before this one, because they may use a group.
 
-    Python runs exit functions in the reverse order, and takes none at the front. The exit function of multiprocessing comes after the engine's
-    end: it waits for child processes, which may wait for what the end of this rank lets them know. A program that ends by an error ends the
-    engine at once: its peers wait.
+    Python runs exit functions in reverse order of registration, and offers no way to register one to run last. The exit
+    function of multiprocessing runs after the end of the engine. It waits for child processes, which may wait until this
+    rank disconnects. If an exception ends the program, the engine is ended at once, because peers wait for this rank.
     """
     if _error_of_the_end() is not None:
         _end()
@@ -226,9 +230,9 @@ def _end_last() -> None:
             if not is_listed:
                 _end()
     else:
-        # An exit function whose comparison raises ends this here, too.
+        # `finally` also covers an exit function whose comparison raises.
         try:
-            # What has run is still among them, and would run once more.
+            # Python still lists the exit functions that have run, and would run them again.
             atexit.unregister(_OursAndLater())  # type: ignore[arg-type]
             atexit.unregister(_await_children)
             atexit._run_exitfuncs()
@@ -237,13 +241,13 @@ def _end_last() -> None:
 
 
 def _list_end_last() -> bool:
-    """Puts the engine's end behind all exit functions that Python is about to call; `False`: their list was not found."""
-    # The search passes over objects that a program has frozen.
+    """Appends the engine's end to the exit functions that Python is about to call. Returns False if their list was not found."""
+    # `gc.get_referrers` skips objects that the program has frozen.
     gc.unfreeze()
-    # They are called from a copy of Python's list: the end of both is ours.
+    # Python calls the functions from a copy of its list. The engine's end is appended to the list and to the copy.
     entries = [each for each in gc.get_referrers(_end_last) if isinstance(each, tuple) and each[0] is _end_last]
     lists = [each for entry in entries for each in gc.get_referrers(entry) if isinstance(each, list)]
-    # That of this function refers to the entries as well.
+    # The list `entries` of this function refers to the entries as well.
     lists = [each for each in lists if each is not entries]
     for each in lists:
         each[:] = [entry for entry in each if entry[0] is not _await_children]
@@ -259,15 +263,15 @@ def _end_before_children() -> None:
 
 
 def _end_with_child() -> None:
-    """Sees to the end of a child of multiprocessing, which may leave by `os._exit` and run no `atexit` hook."""
+    """Registers the engine's end in a child of multiprocessing, which may leave by `os._exit` without running `atexit` hooks."""
     if multiprocessing.parent_process() is not None and _ending_in[:] != [os.getpid()]:
         _ending_in[:] = [os.getpid()]
-        # After all others: they may use a group. Those of a parent are not inherited.
+        # The lowest priority runs after all other finalizers, which may use a group. Finalizers of a parent are not inherited.
         multiprocessing.util.Finalize(None, _end_of_child, exitpriority=-(1 << 30))
 
 
 def _end_of_child() -> None:
-    """Ends the engine when nothing of the child's program runs any more: multiprocessing awaits its threads after this."""
+    """Ends the engine once no non-daemon thread of the child runs. multiprocessing joins those threads after this finalizer."""
     running = [each for each in threading.enumerate() if each is not threading.current_thread() and not each.daemon]
     if not running:
         _end()
@@ -278,9 +282,10 @@ def _end_of_child() -> None:
             thread.join()
         _end()
 
-    # Not here: threads of a pool end only when Python tells them, which comes next. It awaits this one, too.
+    # Waiting here would deadlock: threads of a pool end only when Python stops them, which happens after this finalizer.
+    # Python joins the new thread, too.
     threading.Thread(target=end, name="accl-end").start()
 
 
-# A process may end without destroy_process_group: the peers learn of it, and no thread of ours outlives Python.
+# A process may end without destroy_process_group. Its peers are then notified, and no thread of the engine outlives Python.
 atexit.register(_end_last)

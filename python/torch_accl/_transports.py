@@ -1,6 +1,7 @@
 """Transports of other packages: tables of C functions, as `accl_transport.h` describes them.
 
-Owns how such a table gets to the engine: by hand, or by the entry point of an installed package when a setting names the transport.
+This module owns how such a table reaches the engine: by an explicit call, or by the entry point of an installed package when a
+setting names the transport.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ __all__ = [
     "register_transport",
 ]
 
-# Group of the entry points of packages that have a transport: the name is the transport's, and what it names is called without arguments
-# and returns the arguments of `register_transport`: a table and `finish`. Where ranks have met by an MPI communicator, it gets
-# `communicator=`, which is its handle in Fortran.
+# Entry point group of packages that have a transport. The entry point has the name of the transport and refers to a function.
+# The function is called without arguments and returns the arguments of `register_transport`: a table and `finish`. If ranks
+# have met by an MPI communicator, the function gets `communicator=`, the Fortran handle of that communicator.
 ENTRY_POINTS = "torch_accl.transports"
 _OWN = ("shm", "tcp")
 _TRANSPORTS = "transports (ACCL_TRANSPORTS)"
-# Transports that come in packages of this project, for people who have not installed them.
+# How to install the transports that come in separate packages of this project.
 _PACKAGES = {"mpi": "pip install 'torch-accl[mpi]' on a machine with mpicc"}
 
 _known = set(_OWN)
@@ -44,21 +45,21 @@ _finding = threading.Lock()
 
 
 def get_include() -> str:
-    """The folder that has `accl_transport.h`, for compilers."""
+    """Returns the folder that contains `accl_transport.h`, for a compiler's include path."""
     return str(Path(__file__).parent / "include")
 
 
 def register_transport(table: Any, *, finish: Callable[[], None] | None = None) -> str:
-    """Adds a transport that `ACCL_TRANSPORTS` and `Options(transports=...)` may then name, and returns its name.
+    """Adds a transport and returns its name. `ACCL_TRANSPORTS` and `Options(transports=...)` may then contain that name.
 
     `table` is an `accl_transport_v1` as `accl_transport.h` describes it: a capsule of that name, a `ctypes` pointer, or an
-    address. It is trusted: what does not keep its promises can crash the process. Each process of a job registers the
-    transport before its first group, and the library with the table stays loaded until the process ends. `finish` is called as
-    the process ends, when its groups have ended and nobody calls the table's functions any more.
+    address. The table is trusted: a function that breaks the header's contract can crash the process. Each process of a job
+    registers the transport before its first group. The library with the table stays loaded until the process ends.
+    `finish` is called at process exit, when all groups have ended and no thread calls the table's functions any more.
 
     Raises:
         TypeError: `table` is none of these.
-        ValueError: the table is of another version or lacks something, or there is a transport of that name.
+        ValueError: the table has another version or lacks something, or a transport of that name exists.
     """
     if isinstance(table, ctypes._SimpleCData | ctypes._Pointer):
         table = ctypes.cast(table, ctypes.c_void_p).value or 0
@@ -70,33 +71,34 @@ def register_transport(table: Any, *, finish: Callable[[], None] | None = None) 
 
 
 def add_finish(finish: Callable[[], None]) -> None:
-    """Has `finish` called as the process ends, once however often it is given."""
+    """Registers `finish` to be called at process exit; a function that is added several times is called once."""
     if finish not in _finishes:
         _finishes.append(finish)
 
 
 def finish_transports() -> None:
-    """Ends the transports that want it, the last first: the engine has ended."""
+    """Calls the functions that `add_finish` registered, the last one first. The engine has ended before."""
     while _finishes:
         _finishes.pop()()
 
 
 def has_finishes() -> bool:
-    """Whether a transport wants to be ended."""
+    """Whether any function waits to be called by `finish_transports`."""
     return bool(_finishes)
 
 
 def lend_communicator(communicator: Any) -> None:
-    """Transports that are found from now on may use this MPI communicator, one of mpi4py."""
+    """Offers this mpi4py communicator to transports that are loaded from now on."""
     _communicator[:] = [communicator]
 
 
 def announce_transports(names: str | None = None) -> list[EntryPoint]:
-    """Lets settings name the transports of installed packages that are yet to be loaded, and returns where those begin: of `names`, or else
-    `ACCL_TRANSPORTS`. Loads nothing.
+    """Lets settings name the transports of installed packages that are not loaded yet. Loads nothing.
+
+    Returns the entry points of the transports in `names`, or in `ACCL_TRANSPORTS` if `names` is None.
 
     Raises:
-        ValueError: a transport is not installed; where a package of this project has it, the text says which.
+        ValueError: a transport is not installed; the message names the package if this project has one.
     """
     text = os.environ.get("ACCL_TRANSPORTS", "") if names is None else names
     parts = [part.strip() for part in text.split(",")]
@@ -109,7 +111,7 @@ def announce_transports(names: str | None = None) -> list[EntryPoint]:
 
 
 def find_sidestep(text: str | None = None) -> None:
-    """Loads the package whose library does collectives, if a setting names it: `text`, or else `ACCL_SIDESTEP`.
+    """Loads the package whose library runs collectives, if a setting names it: `text`, or `ACCL_SIDESTEP` if that is None.
 
     Raises:
         ValueError, torch.distributed.DistBackendError: as `find_transports`.
@@ -120,12 +122,13 @@ def find_sidestep(text: str | None = None) -> None:
 
 
 def find_transports(names: str | None = None) -> None:
-    """Loads the installed packages whose transports a setting names, unless that was done: `names`, or else `ACCL_TRANSPORTS`.
+    """Loads the installed packages whose transports a setting names, unless they are loaded.
 
-    A transport may want all ranks of the job to do so at once.
+    The setting is `names`, or `ACCL_TRANSPORTS` if that is None. A transport may require that all ranks of the job load it
+    at the same time.
 
     Raises:
-        ValueError: there is no such transport; where a package of this project has it, the text says which.
+        ValueError: a transport is not installed; the message names the package if this project has one.
         torch.distributed.DistBackendError: the package's transport cannot be used here; the text says why.
     """
     text = os.environ.get("ACCL_TRANSPORTS", "") if names is None else names
@@ -161,10 +164,10 @@ def _find(name: str, setting: _Setting) -> None:
     from torch.distributed import DistBackendError
 
     found = _packages_with(name, setting)
-    # The engine says which there are.
+    # The engine refuses the unknown name and lists the known ones.
     if not found:
         return
-    # One of mpi4py is false once it was freed, and its handle is that of another one then, or of none.
+    # An mpi4py communicator is false after it was freed. Its handle then refers to another communicator, or to none.
     if not all(_communicator):
         raise DistBackendError(
             f"accl: transport `{name}` cannot be used: the communicator that init_from_mpi was given was freed; keep it until the first "

@@ -1,4 +1,4 @@
-"""`python -m torch_accl.cli` is the `accl` command, which is in `torch_accl_cli`."""
+"""Makes `python -m torch_accl.cli` run the `accl` command, whose code is in `torch_accl_cli`."""
 
 import sys
 

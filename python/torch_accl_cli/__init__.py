@@ -1,8 +1,8 @@
-"""The `accl` command: reads the command line and hands over to one file per command.
+"""The `accl` command: reads the command line and calls the module of the command, one file per command.
 
-A command is a module with `NAME`, `SUMMARY`, `add_arguments(parser)` and `run(given)`, which returns the exit status, and
-one line in `COMMANDS`. What it imports at its top must be light, and nothing of torch: help and usage errors wait for nothing,
-and work with a torch that is refused. What needs the package asks `_package.load_native()` for it first.
+A command is a module with `NAME`, `SUMMARY`, `add_arguments(parser)` and `run(given)`, which returns the exit status, and a line
+in `COMMANDS`. Its top-level imports must be light, and must not import torch: help and usage errors appear at once, and also
+with a torch that is refused. A command that needs the package calls `_package.load_native()` first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ COMMANDS = (config, algorithms, codecs, info, run, bench, simulate, plan, device
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 0, 1 when what it did failed, 2 when it cannot be done as asked."""
+    """Runs the command. Returns the exit status: 0, 1 if the command failed, 2 if its arguments cannot be carried out."""
     fill_standard_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # Its arguments, `--help` among them, are for another parser.
+    # Another parser reads the emulator's arguments, including `--help`.
     is_emulator = arguments[:1] == [emulator.NAME]
     given = _parser().parse_args(arguments[:1] if is_emulator else arguments)
     try:
@@ -40,13 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"accl {given.command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Who read the output has seen enough; Python would say more when it flushes at the end.
+        # The reader has closed the pipe. Without this redirection Python would report an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence; the usage is a `--help` away."""
+    """Reports an error as one sentence and refers to `--help` instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")

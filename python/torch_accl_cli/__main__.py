@@ -1,4 +1,4 @@
-"""`python -m torch_accl_cli` is the `accl` command."""
+"""Makes `python -m torch_accl_cli` run the `accl` command."""
 
 import sys
 

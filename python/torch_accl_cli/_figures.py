@@ -1,4 +1,4 @@
-"""Pictures that commands draw, with matplotlib where that is installed."""
+"""Pictures that commands draw with matplotlib, if it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["empty_figure", "save"]
 
 
 def empty_figure(path: Path | None) -> Any:
-    """An empty figure, after a look at whether it can be drawn and written; None without a path."""
+    """Returns an empty figure, after checking that it can be drawn and written; None without a path."""
     if path is None:
         return None
     try:
@@ -27,7 +27,7 @@ def empty_figure(path: Path | None) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes a figure."""
+    """Writes a figure to `path`."""
     try:
         figure.savefig(path)
     except OSError as error:

@@ -1,6 +1,7 @@
-"""What `accl info` finds where a launcher has started several of it: the ranks of the job, their links, and what they would choose.
+"""Facts that `accl info` shows under a launcher: the ranks of the job, their links, and the algorithms that they would choose.
 
-Owns the meeting and the tables; what a link is comes from the backend's snapshot. Read `find` first.
+This module owns the rendezvous of the ranks and the tables. Facts about links come from the backend's snapshot. Read `find`
+first.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ __all__ = ["find", "show"]
 
 TIMEOUT_S = 60
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
-# How the backend's description calls them.
+# Label of the number of worker threads in the backend's description.
 _WORKERS = "threads for parts of large calls"
 _CORES_A_LINE = 32
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20]
 
 
 def find(place: Place, connect_all: bool) -> dict[str, Any]:
-    """The facts of all ranks, on rank 0; the others get a part of them. Collective over all ranks.
+    """Returns the facts of all ranks on rank 0; other ranks get them without `algorithms`. Collective over all ranks.
 
     Raises:
-        WrongInput: nothing says where rank 0 is.
+        WrongInput: no setting or launcher gives the address of rank 0.
         RuntimeError, ValueError: as `init_process_group`.
     """
     store = meet(place, TIMEOUT_S)
@@ -52,7 +53,7 @@ def find(place: Place, connect_all: bool) -> dict[str, Any]:
     assert isinstance(backend, Backend), "torch has put another one around it"
     if connect_all:
         backend.eager_connect_single_device(torch.device("cpu"))
-    # Nobody counts before all are connected, nor leaves before all have been counted.
+    # Every rank waits here until all are connected, and in the following gather until all have taken their facts.
     dist.barrier()
     ranks: list[Any] = [None] * place.world
     dist.all_gather_object(ranks, _of_this_rank(place, backend))
@@ -63,7 +64,7 @@ def find(place: Place, connect_all: bool) -> dict[str, Any]:
 
 
 def show(job: dict[str, Any]) -> str:
-    """The facts as tables."""
+    """Returns the facts as tables."""
     ranks = [
         [
             str(one["rank"]),
@@ -100,7 +101,7 @@ def _of_this_rank(place: Place, backend: Backend) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "cores": len(cpus),
-        # Threads besides the caller's; and the CPUs that it and they may use.
+        # Number of worker threads, not counting the caller's thread, and the CPUs that this process may use.
         "workers": int(described.get(_WORKERS, "0")),
         "cpus": ranges(cpus),
         "host_cores": [{"node": core.node, "cpus": ranges(core.threads)} for core in topology(_online())],
@@ -114,7 +115,7 @@ def _online() -> list[int]:
 
 
 def _drawing(ranks: list[dict[str, Any]]) -> list[str]:
-    """For each host a line a NUMA node, in which each core has the rank that may use it."""
+    """Returns one line per host and NUMA node, in which each core shows the rank that may use it."""
     lines = ["cores by NUMA node, each with the rank that may use it (* for several, . for none)"]
     for host in dict.fromkeys(one["host"] for one in ranks):
         of_host = [(one["rank"], set(numbers(one["cpus"]))) for one in ranks if one["host"] == host]
@@ -135,7 +136,7 @@ def _mark(cpus: set[int], ranks: list[tuple[int, set[int]]]) -> str:
 
 
 def _choices(backend: Backend, place: Place) -> dict[str, dict[str, str]]:
-    """By collective and size in bytes: what a call of float32 takes."""
+    """Returns the algorithm of a float32 call, by collective and size in bytes."""
     found: dict[str, dict[str, str]] = {}
     for case in cases(COLLECTIVES, SIZES, ["float32"], ["sum"], place.world):
         name = backend.algorithm_of(**Prepared(case, place.rank, place.world).in_engine())
@@ -151,7 +152,7 @@ def _shared_kib() -> int:
 
 
 def _summary(links: list[dict[str, Any]]) -> str:
-    """`shm 3, tcp 4, none yet 1`"""
+    """Returns the number of links of each kind, such as `none yet 1, shm 3, tcp 4`."""
     kinds = collections.Counter(link["link"].split()[0].rstrip(",") if link["link"] else "none yet" for link in links)
     return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
 

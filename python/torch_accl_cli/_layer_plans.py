@@ -1,6 +1,7 @@
-"""Steps of a layer-parallel net: the settings that there are, and how long each takes.
+"""Steps of a layer-parallel net: the possible settings, and the predicted time of each.
 
-Owns how a setting becomes plans and what these are told of the net's costs. Where times of layers come from, and how what is found is shown, is the caller's matter.
+This module owns how a setting becomes plans, and which costs of the net the plans get. The caller provides the times of
+layers, and shows the results.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 __all__ = ["FACTORS", "Costs", "LayerTimes", "Planner", "Setting"]
 
-# Plain, recorded, vector-Jacobian product of the input, and of everything; in picoseconds.
+# Picoseconds of a layer: plain, recorded, vector-Jacobian product of the input, vector-Jacobian product of everything.
 LayerTimes = tuple[int, int, int, int]
 
 _PASSES = ("forward", "adjoint")
@@ -21,7 +22,7 @@ _MOST_LEVELS = 5
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run a step."""
+    """One way to run a training step."""
 
     name: str
     factor: int = 0
@@ -31,38 +32,38 @@ class Setting:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether `forward` are micro-batches."""
+        """Whether the setting is a pipeline; `forward` is then the number of micro-batches."""
         return self.name in ("gpipe", "1f1b")
 
     @property
     def micro_batches(self) -> int:
-        """Parts of a batch."""
+        """Number of micro-batches that a batch is split into."""
         return self.forward if self.is_pipeline else 1
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a net costs: times in picoseconds, of a KiB where they say so."""
+    """Costs of a net. Times are in picoseconds, or in picoseconds per KiB if the name ends in `_per_kib`."""
 
-    # Of each layer.
+    # Times of each layer.
     layers: Sequence[LayerTimes]
     state_bytes: int
     add_per_kib: int = 0
-    # Of a rank's own time, and of the way.
+    # Time that a message costs its ranks, and time on the network.
     message: int = 0
     latency: int = 0
     wire_per_kib: int = 0
-    # Thousandths of bytes and of a layer's time that a coarser mesh of states has of the mesh before.
+    # Thousandths of a state's bytes, and of a layer's time, that remain on a coarser mesh compared with the next finer mesh.
     share: int = 1000
 
     @property
     def serial(self) -> int:
-        """A step of one process, with as many sums of states as layers in each pass."""
+        """Time of a step in one process, with one sum of states per layer in each pass."""
         adding = 2 * len(self.layers) * self.state_bytes * self.add_per_kib // 1024
         return sum(recorded + full for _, recorded, _, full in self.layers) + adding
 
     def of_a_part(self, parts: int) -> Costs:
-        """Those of a part of a batch: of layers a share of the time."""
+        """Returns the costs of one of `parts` parts of a batch: layer times and state bytes divided by `parts`."""
 
         def share(time: int) -> int:
             return max(time // parts, 1)
@@ -72,10 +73,11 @@ class Costs:
 
 
 class Planner:
-    """Plans of a net of steps `x + dt * f(x)` on so many ranks.
+    """Plans for a net of steps `x + dt * f(x)` on `ranks` ranks.
 
-    relax: how often C-points are relaxed besides, from the finest level, the last for the rest.
-    coarser: levels whose states are coarser than those of the level before; those that a setting has not do not count.
+    relax: number of additional C-point relaxations by level, the finest first; the last entry holds for the remaining levels.
+    coarser: levels whose states are coarser than the states of the level before. Levels that a setting does not have are
+        ignored.
     """
 
     def __init__(
@@ -87,11 +89,11 @@ class Planner:
         self.layers = [("ode", False)] * len(costs.layers)
         self._relax = list(relax)
         self._coarser = frozenset(coarser)
-        # Thousandths that each coarser mesh has of the finest.
+        # Thousandths of the finest mesh's bytes and time that remain on each coarser mesh.
         self.shares = [1000 * costs.share**mesh // 1000**mesh for mesh in range(1, len(self._coarser) + 1)]
 
     def multigrid(self, forward: int, backward: int, factors: Iterable[int] = FACTORS) -> Iterator[Setting]:
-        """The settings that the net has layers enough for."""
+        """Yields the settings for which the net has enough layers."""
         for factor in factors:
             for levels in range(2, _MOST_LEVELS + 1):
                 try:
@@ -101,7 +103,7 @@ class Planner:
                 yield Setting("multigrid", factor, levels, forward, backward)
 
     def plans(self, setting: Setting) -> list[Any]:
-        """The plans of a step, one after the other."""
+        """Returns the plans of a step, in the order in which they run."""
         if setting.is_pipeline:
             return [self.native.LayerPlan.pipeline(self.layers, self._counts([]), setting.name, setting.forward)]
         factors = [setting.factor] * (setting.levels - 1)
@@ -122,15 +124,15 @@ class Planner:
         return counts
 
     def _reuse(self, pass_: str) -> str:
-        """What pays with so many ranks."""
+        """Returns the reuse mode that pays with this number of ranks."""
         from torch_accl.layer_parallel import Cycle
 
         return Cycle().reuse_for(self.ranks, is_adjoint=pass_ == "adjoint")
 
     def simulate(self, setting: Setting) -> Iterator[tuple[Any, int, Any]]:
-        """Of each plan: the plan, its time, and what each rank does when."""
+        """Yields, for each plan of the setting, the plan, its time in picoseconds, and the timeline of each rank."""
         costs = self.costs.of_a_part(setting.micro_batches)
-        # A norm goes there and back.
+        # The last rate is a norm: it crosses the network in both directions.
         rates = (costs.add_per_kib, costs.message, costs.latency, costs.wire_per_kib, 2 * costs.latency)
         shares = [(share, share) for share in self.shares]
         states = [costs.state_bytes] * (len(self.layers) + 1)
@@ -139,5 +141,5 @@ class Planner:
             yield plan, total, ranks
 
     def time(self, setting: Setting) -> list[int]:
-        """Of each plan, in picoseconds."""
+        """Returns the time of each plan in picoseconds."""
         return [total for _, total, _ in self.simulate(setting)]

@@ -1,4 +1,4 @@
-"""What the commands that print facts have in common: `--json`, and errors as one sentence."""
+"""Common parts of the commands that print facts: `--json`, and errors as one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def print_found(given: argparse.Namespace, collect: Callable[[Any], Any], show: Callable[[Any], str]) -> int:
-    """Prints what `collect` finds in the native module, as JSON or as `show` puts it; returns the exit status."""
+    """Prints what `collect` returns for the native module, as JSON or formatted by `show`. Returns the exit status."""
     native = load_native()
     try:
         found = collect(native)

@@ -8,7 +8,7 @@ from ._wrong import WrongInput
 
 __all__ = ["parse_link", "parse_time"]
 
-# Picoseconds of a second.
+# Picoseconds per second.
 _SECOND_PS = 10**12
 _BITS = {"bit/s": 1, "Kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9, "Tbit/s": 10**12}
 _RATES = _BITS | {"MB/s": 8 * 10**6, "GB/s": 8 * 10**9}
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z/]+)")
 
 
 def parse_link(text: str) -> tuple[int, int]:
-    """Of `RATE,TIME`, the argument `--link`: picoseconds for a KiB and for the way."""
+    """Returns (picoseconds per KiB, latency in picoseconds) of `RATE,TIME`, the argument `--link`."""
     rate, comma, latency = text.partition(",")
     try:
         per_second, way_ps = _quantity(rate, _RATES), _quantity(latency, _TIMES)
@@ -29,7 +29,7 @@ def parse_link(text: str) -> tuple[int, int]:
 
 
 def parse_time(name: str, text: str) -> int:
-    """Picoseconds of an argument."""
+    """Returns the picoseconds of the argument called `name`."""
     try:
         return round(_quantity(text, _TIMES))
     except KeyError:

@@ -1,4 +1,4 @@
-"""Sizes as people write them: `4,1KiB,1MiB`, and ranges such as `4-64MiB:x4`."""
+"""Sizes in the notation of the command line: `4,1KiB,1MiB`, and ranges such as `4-64MiB:x4`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ._wrong import WrongInput
 
 __all__ = ["parse_size", "parse_sizes", "show_size"]
 
-# Powers of 1024 and of 1000, as the ACCL_* settings take them.
+# Powers of 1024 and of 1000, as accepted by the ACCL_* settings.
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d+)\s*([a-zA-Z]*)")
@@ -18,7 +18,7 @@ ACCEPTED = f"sizes such as 4, 64KiB or 1MiB, and ranges such as 4-64MiB:x{DEFAUL
 
 
 def parse_sizes(text: str) -> list[int]:
-    """The sizes in bytes, in the order given.
+    """Returns the sizes in bytes, in the given order.
 
     Raises:
         WrongInput: an entry is neither a size nor a range.
@@ -27,7 +27,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_size(name: str, text: str) -> int:
-    """Bytes of an argument."""
+    """Returns the bytes of the argument called `name`."""
     size = _bytes(text)
     if size is None:
         raise WrongInput(f"{name}: {text!r} is no size; expected something like 64KiB")
@@ -74,7 +74,7 @@ def _factor(step: str, entry: str) -> int:
 
 
 def show_size(size: int) -> str:
-    """`64 KiB` for 65536: the largest unit that divides it."""
+    """Returns a size in the largest unit that divides it: `64 KiB` for 65536."""
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size and size % unit == 0:
             return f"{size // unit} {name}"

@@ -1,4 +1,4 @@
-"""What a command says when it cannot do what it was asked."""
+"""The error of a command that cannot do what its arguments request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["WrongInput", "nearest"]
 
 
 class WrongInput(Exception):
-    """One sentence about the command line, a setting or what is missing here; the exit status is 2."""
+    """One sentence about the command line, a setting or something missing on this machine; the exit status is 2."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint such as ` (did you mean all_reduce?)`, or nothing when no known word is near."""
+    """Returns a hint such as ` (did you mean all_reduce?)`, or an empty string if no known word is similar."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""

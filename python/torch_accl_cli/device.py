@@ -1,4 +1,4 @@
-"""`accl device`: what a device's text means, what is in a device, and its reset."""
+"""`accl device`: explains a device URL, shows the contents of a device, and resets a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ A device is one of sim, sim://?KEY=VALUE&..., emulator://HOST:PORT, emulator://H
 xrt://INDEX?xclbin=FILE and coyote://INDEX. Keys:
 """
 
-# As `torch_accl.Options(device=...)` takes them; a test compares them with what the native module has.
+# Keys that `torch_accl.Options(device=...)` accepts. A test compares them with the keys of the native module.
 _KEYS = (
     ("xclbin", "bitstream of a card behind XRT"),
     ("design", "udp, tcp or cyt_rdma: how the devices reach one another"),
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Does what was asked for."""
+    """Runs `info`, `dump` or `reset`."""
     if given.ranks is None:
         given.ranks = max(2, given.rank + 1)
     if given.ranks < 1 or not 0 <= given.rank < given.ranks:
@@ -91,7 +91,7 @@ def _named_routes(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _show_facts(facts: dict[str, Any]) -> str:
     lines = [f"{name:17} {value}" for name, value in facts.items() if name != "routes"]
-    # What goes the same way is one line: by collective and reason, the dtypes with their operators.
+    # Routes with the same target are grouped: by collective and reason, the dtypes with their operators.
     ways: dict[tuple[str, bool, str], dict[str, list[str]]] = {}
     for collective, op, dtype, is_on_device, why in facts["routes"]:
         ways.setdefault((collective, is_on_device, why), {}).setdefault(dtype, []).append(op or "")

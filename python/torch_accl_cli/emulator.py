@@ -1,6 +1,6 @@
-"""`accl emulator`: collective engines (CCLO) in software, behind the sockets of the ACCL project's emulator.
+"""`accl emulator`: collective engines (CCLO) in software, with the sockets of the ACCL project's emulator.
 
-The command line is the one of the program `accl-emulator`, which is in the native module and says itself what it takes.
+The command line belongs to the program `accl-emulator`, which the native module contains. That program prints its own help.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ SUMMARY = "collective engines (CCLO) in software, for hosts that speak the proto
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds nothing: what stands behind the command's name is not for this parser."""
+    """Adds nothing: the arguments after the command's name are read by the emulator."""
 
 
 def run(given: argparse.Namespace) -> int:
-    """Runs it with the default arguments."""
+    """Runs the emulator with default arguments."""
     return run_with([])
 
 
 def run_with(arguments: Sequence[str]) -> int:
-    """Runs it until a signal ends it; returns the exit status."""
+    """Runs the emulator until a signal ends it. Returns the exit status."""
     native = load_native()
-    # Python would note the signal and wait for the native code to return.
+    # Python's handler would only record the signal, and wait until the native code returns.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     status: int = native.run_emulator([os.fsdecode(argument) for argument in arguments])
     return status

@@ -1,4 +1,4 @@
-"""`accl info`: facts about this installation and this machine; under a launcher, about the ranks that it started."""
+"""`accl info`: facts about this installation and this machine; under a launcher, about the ranks of the job."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Prints the facts."""
-    # What is imported next imports torch, which may be missing or refused.
+    # The next import loads torch, which may be missing or refused.
     load_native()
     from .bench.place import place_given
 
     place = place_given()
     if given.ranks is not None:
         if place is not None:
-            # All ranks find the same; one of them says so.
+            # All ranks find the same error, and only rank 0 reports it.
             if place.rank != 0:
                 return 2
             raise WrongInput(f"--ranks: {place.launcher} has started {place.world} ranks; leave it away")
@@ -58,7 +58,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _start_ranks(given: argparse.Namespace) -> int:
-    """Starts ranks of this very command, each on cores of its own."""
+    """Starts ranks of this same command, each on its own cores."""
     import os
 
     from .run.agent import Order, run_here
@@ -82,14 +82,14 @@ def _start_ranks(given: argparse.Namespace) -> int:
 
 
 def _run_in_job(given: argparse.Namespace, place: Any) -> int:
-    """As a rank of a job, of which rank 0 prints."""
+    """Runs as a rank of a job; rank 0 prints."""
     from . import _job
     from .bench.processes import said_by
 
     try:
         job = _job.find(place, given.connect_all)
     except WrongInput:
-        # All ranks find the same; one of them says so.
+        # All ranks find the same error, and only rank 0 reports it.
         if place.rank != 0:
             return 2
         raise
@@ -102,7 +102,7 @@ def _run_in_job(given: argparse.Namespace, place: Any) -> int:
 
 
 def facts(native: Any, calibrate: bool) -> dict[str, Any]:
-    """Versions, what a process of this machine would offer its peers, and the constants by which it would choose."""
+    """Returns versions, what a process on this machine would offer its peers, and the constants for choosing algorithms."""
     import platform
 
     import torch
@@ -116,7 +116,7 @@ def facts(native: Any, calibrate: bool) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         **native.host_facts(),
-        # What such a package needs is known when it is loaded, which is all ranks' affair.
+        # A package's requirements are known only when it is loaded, and loading it may involve all ranks of a job.
         "loaded_with_the_first_group": [f"{one.name} of {_package(one)}" for one in packages],
         "calibration": native.calibration(calibrate),
     }

@@ -1,4 +1,4 @@
-"""`accl plan`: what each rank does when in a layer-parallel solve, how long it takes, and which setting is best."""
+"""`accl plan`: predicts the timeline of each rank in a layer-parallel step, its time, and the best setting."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ _FORECAST = 64
 
 @dataclass(frozen=True)
 class _Found:
-    """What it takes."""
+    """Predicted figures of one setting."""
 
     setting: Setting
     milliseconds: float
     speedup: float
-    # Most bytes at a time of one rank: of states, and of graphs.
+    # Maximum bytes on any rank at one time: of states, and of autograd graphs.
     state_bytes: int
     graph_bytes: int
 
 
 class _Net(Planner):
-    """What the arguments say of the net."""
+    """The net that the arguments describe."""
 
     def __init__(self, given: argparse.Namespace, native: Any, ranks: int) -> None:
         times = [parse_time("--layer", part) for part in given.layer.split(",")]
@@ -76,7 +76,7 @@ class _Net(Planner):
         costs = Costs(
             [(times[0], times[1], times[2], times[3])] * given.layers,
             state,
-            # Sums of states are free here.
+            # Sums of states are not counted here.
             latency=latency,
             wire_per_kib=per_kib,
             share=_thousandths(given.share),
@@ -90,7 +90,7 @@ class _Net(Planner):
         self.state, self.graph = state, parse_size("--graph", given.graph)
 
     def looked_at(self) -> Sequence[int]:
-        """The ranks whose memory is forecast: of many, the first, the middle and the last one."""
+        """The ranks whose memory is predicted: all, or with many ranks the first, the middle and the last one."""
         return range(self.ranks) if self.ranks <= _FORECAST else (0, self.ranks // 2, self.ranks - 1)
 
     def find(self, setting: Setting) -> _Found:
@@ -149,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the prediction."""
+    """Prints the prediction. Returns the exit status."""
     for name in ("layers", "forward", "backward", "micro_batches"):
         value = getattr(given, name)
         if value is not None and value < 1:
@@ -182,7 +182,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _numbers(name: str, text: str, least: int = 0) -> list[int]:
-    """Whole numbers with commas between."""
+    """Returns the integers of a comma-separated list."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:
@@ -214,7 +214,7 @@ def _settings(given: argparse.Namespace, net: _Net, is_one_world: bool) -> Itera
 
 
 def _best(found: Sequence[_Found]) -> _Found:
-    """The fastest by multigrid; of all where the net is too small for that."""
+    """Returns the fastest multigrid setting, or the fastest of all if the net is too small for multigrid."""
     solved = [each for each in found if each.setting.name == "multigrid"]
     return min(solved or found, key=lambda each: each.milliseconds)
 
@@ -227,7 +227,7 @@ def _rows(found: Sequence[_Found]) -> list[dict[str, Any]]:
 
 
 def _show_worlds(given: argparse.Namespace, nets: Sequence[_Net], found: Sequence[Sequence[_Found]]) -> None:
-    """The best setting of each number of ranks."""
+    """Prints the best setting for each number of ranks."""
     serial_ms = nets[0].costs.serial / 1e9
     if not all(found):
         raise WrongInput(f"--layers: {given.layers} layers have no coarser level, and only multigrid is compared")
@@ -275,7 +275,7 @@ def _named(setting: Setting) -> str:
 
 
 def _timelines(net: _Net, shown: _Found) -> Iterator[tuple[str, tuple[Any, int, Any], list[list[str]]]]:
-    """Of each plan: its name, itself, and the part that each operation of each rank belongs to."""
+    """Yields, for each plan of a step, its name, its simulation, and the phase of each operation of each rank."""
     names = ("step",) if shown.setting.is_pipeline else ("forward", "backward")
     for name, simulated in zip(names, net.simulate(shown.setting)):
         parts = []

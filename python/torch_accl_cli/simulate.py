@@ -1,4 +1,4 @@
-"""`accl simulate`: predicted time per algorithm, and the choice, for a world of any size."""
+"""`accl simulate`: predicted time of each algorithm, and the chosen one, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _tables(found: dict[str, list[dict[str, Any]]], world: dict[str, int]) -> st
         for prediction in predictions:
             rows.append([show_size(prediction["bytes"]), *(_cell(prediction, key) for key in algorithms)])
         widths = [max(map(len, column)) + 2 for column in zip(*rows)]
-        # As wide as before, where that suffices: scripts cut these lines.
+        # Columns keep their former minimum widths, because scripts cut these lines by position.
         widths = [max(least, width) for least, width in zip([10, *(14 for _ in algorithms)], widths)]
         lines += ["".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in rows]
         lines.append("")

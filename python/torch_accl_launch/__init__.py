@@ -1,10 +1,11 @@
-"""How a process that a launcher has started learns its rank, and where rank 0 is.
+"""Rank and rendezvous of a process that a launcher has started: how it finds its rank, and the address of rank 0.
 
-It stands beside `torch_accl` and not in it: importing anything of that package imports torch, and `accl` commands ask where they stand
-before they know whether they need it. Who imports `torch_accl` gets both by themselves (`env.prepare`).
+This package is separate from `torch_accl`: importing any module of `torch_accl` imports torch, and `accl` commands determine their
+rank before they know whether they need torch. `import torch_accl` loads this package as well, through `env.prepare`.
 
-`places` knows the launchers' variables, `jobs` what names one start of a launcher, `meeting` how rank 0 tells the others where its store
-is, and `env` what of this torch sees: variables of the environment, and its `env://` handler. Each imports only those before it.
+`places` knows the launchers' variables. `jobs` names one start of a launcher. `meeting` is how rank 0 announces the address of its
+store. `env` is the part that torch sees: environment variables, and torch's `env://` handler. Each module imports only the
+modules before it.
 """
 
 from .env import find_store

@@ -1,8 +1,9 @@
-"""What of a launcher torch sees: the variables that it reads, and its `env://` handler.
+"""The part of a launcher that torch sees: the variables that torch reads, and its `env://` handler.
 
-torch's rendezvous wants RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets. Under other launchers `prepare` sets the first
-two and their local kin where they are unset, which is its only change of the environment; and its handler finds rank 0 by itself where
-MASTER_ADDR is unset. With it, torch's own serves. Owns how a store is found; how ranks meet is in `meeting`.
+torch's rendezvous needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets. Under other launchers `prepare` sets
+RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are unset, and changes no other variable. If MASTER_ADDR is unset, this
+module's handler finds rank 0; otherwise torch's own handler is used. This module owns how a store is found, and `meeting` owns
+how the ranks of one host meet.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ __all__ = ["find_store", "prepare"]
 Rendezvous = Iterator[tuple["Store", int, int]]
 
 _THIS_HOST = "127.0.0.1"
-# The key under which rank 0 names the job.
+# Key under which rank 0 stores the name of the job.
 _JOB = "torch_accl/job"
-# How long it may take to say so.
+# Seconds that rank 0 may take to set that key.
 _KNOWN_S = 5.0
 _LOOK_AGAIN_S = 0.5
 
-# How often this process has met the others of its job, all of which count alike. As rank 0 it keeps the first socket, by which other
-# programs of the job would find it.
+# One entry per rendezvous of this process with its job. All ranks of the job have equally many. Rank 0 keeps the socket of its
+# first rendezvous open, so that other programs of the job find it.
 _meetings: list[socket.socket | None] = []
 
 
-# Another way to meet, where no other says where rank 0 is: a store, or None if there is no such way either.
+# Another way to obtain a store, for when the address of rank 0 is not known. It returns None if it is not available either.
 _otherwise: list[Callable[[Place, timedelta], Store | None]] = []
 
 
 def prepare(otherwise: Callable[[Place, timedelta], Store | None] | None = None) -> None:
-    """Under a launcher: sets what is unset of torch's rank variables, and puts ourselves before torch's `env://` handler. Where a rank has
-    started the launcher, they are still that rank's, and are set as well.
+    """Under a launcher, sets torch's rank variables where they are unset, and wraps torch's `env://` handler.
 
-    What the launcher's variables contradict is said by the handler, when somebody wants a group. `otherwise` is how ranks meet where neither
-    this module nor MASTER_ADDR says where rank 0 is.
+    If a rank has started the launcher, the variables are inherited from that rank, and are overwritten. If the launcher's
+    variables contradict each other, the handler reports it when a group is requested. `otherwise` returns a store if
+    neither this module nor MASTER_ADDR gives the address of rank 0.
     """
     if otherwise is not None:
         _otherwise[:] = [otherwise]
@@ -66,7 +67,7 @@ def prepare(otherwise: Callable[[Place, timedelta], Store | None] | None = None)
             ("LOCAL_RANK", found.local_rank),
             ("LOCAL_WORLD_SIZE", found.local_world),
         )
-        # Of a launcher that was started by a rank, which has left its own there.
+        # The variables are stale if the launcher was started by a rank, from which they are inherited.
         is_stale = any(os.environ.get(name) not in (None, "", str(value)) for name, value in said[:2])
         for name, value in said:
             if value is not None and (is_stale or not os.environ.get(name)):
@@ -75,7 +76,7 @@ def prepare(otherwise: Callable[[Place, timedelta], Store | None] | None = None)
 
 
 def _wrap_handler() -> None:
-    # The package has a function of that name.
+    # `torch.distributed.rendezvous` is a function, so the module of that name must be imported this way.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Callable[..., Rendezvous]] = rendezvous._rendezvous_handlers
     torchs = handlers["env"]
@@ -83,7 +84,7 @@ def _wrap_handler() -> None:
         return
 
     def handler(url: str, **options: Any) -> Rendezvous:
-        # Once a script has set it, whatever it has called the ranks is its own matter.
+        # A script that sets MASTER_ADDR may number its ranks as it likes.
         if os.environ.get("MASTER_ADDR"):
             return torchs(url, **options)
         return _meet(url, **options)
@@ -112,14 +113,14 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Rendezvous:
 
 
 def find_store(found: Place, timeout: timedelta) -> Store:
-    """The store in which the ranks of a launcher meet, without MASTER_ADDR. Collective over all of them.
+    """Returns the store in which the ranks of a launcher meet without MASTER_ADDR. Collective over all ranks.
 
     Raises:
-        LaunchError: nothing says where rank 0 is, or the ranks have different ideas of the job.
+        LaunchError: the address of rank 0 cannot be found, or the ranks disagree about the job.
         TimeoutError: not all ranks came in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    # torch's stores take the numbers that they get.
+    # torch's stores may get the descriptor of a closed standard stream.
     fill_standard_streams()
     name = job(found.launcher, os.environ)
     kept: socket.socket | None = None
@@ -138,7 +139,7 @@ def find_store(found: Place, timeout: timedelta) -> Store:
             f"rank {found.rank}: MASTER_ADDR is not set, and {found.launcher} {where}; set MASTER_ADDR to the host of rank 0 and MASTER_PORT to "
             "a free port there, the same for all ranks"
         )
-    # A try that failed is no meeting: the next one is the same again.
+    # Only a successful rendezvous is counted: a retry after a failure uses the same number again.
     if _meetings and kept is not None:
         kept.close()
         kept = None
@@ -154,13 +155,13 @@ def _wanted_port() -> int:
 
 
 def _listen_here(timeout: timedelta) -> TCPStore:
-    """A store that serves the processes of this host alone."""
+    """Returns a store that serves only processes of this host."""
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError
 
     if port := _wanted_port():
         try:
-            # That of an earlier group of this process may be there still.
+            # `multi_tenant`: the store of an earlier group of this process may still use the port.
             return TCPStore(_THIS_HOST, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
         except DistNetworkError as error:
             raise LaunchError(
@@ -168,7 +169,7 @@ def _listen_here(timeout: timedelta) -> TCPStore:
             ) from None
     with above_standard_streams(socket.create_server((_THIS_HOST, 0))) as listener:
         port = listener.getsockname()[1]
-        # The store closes what it is given.
+        # The store closes the descriptor that it is given, so it gets a duplicate.
         fd = fcntl.fcntl(listener.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
         return TCPStore(_THIS_HOST, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
 
@@ -184,7 +185,7 @@ def _connect(host: str, port: int, timeout: timedelta) -> Store:
 
 
 def _on_this_host(found: Place, name: str, deadline: float, timeout: timedelta) -> tuple[Store, socket.socket | None]:
-    """Rank 0's comes with the socket that it keeps."""
+    """Returns the store of a rendezvous on one host and, for rank 0, the socket that it keeps open."""
     meeting = Meeting(found, name, len(_meetings), deadline)
     if found.rank:
         return _connect(_THIS_HOST, meeting.ask(), timeout), None
@@ -199,7 +200,10 @@ def _on_this_host(found: Place, name: str, deadline: float, timeout: timedelta) 
 
 
 def _on_slurms_hosts(found: Place, step: str, deadline: float, timeout: timedelta) -> Store:
-    """Rank 0 is on the first node of the step, at a port that follows from the step; who answers there must be of it."""
+    """Returns the store of a rendezvous over Slurm's hosts.
+
+    Rank 0 is on the first node of the step, and the port is derived from the step. The store there must belong to the step.
+    """
     nodes = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST") or "")
     if not nodes:
         raise LaunchError(
@@ -225,10 +229,10 @@ def _serve_step(node: str, port: int, who: str, deadline: float, timeout: timede
 
     while True:
         try:
-            # With MASTER_PORT that of an earlier group of this process may be there still.
+            # `multi_tenant`: with MASTER_PORT, the store of an earlier group of this process may still use the port.
             store = TCPStore(node, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
         except DistNetworkError as error:
-            # Of a program that the step has run before, whose rank 0 is about to end.
+            # The port may be held by rank 0 of an earlier program of the step, which is about to end.
             if time.monotonic() + _LOOK_AGAIN_S < deadline and _is_of(node, port, who):
                 time.sleep(_LOOK_AGAIN_S)
                 continue
@@ -241,12 +245,12 @@ def _serve_step(node: str, port: int, who: str, deadline: float, timeout: timede
 
 
 def _round() -> str:
-    """The key that says that rank 0 is there as often as this rank."""
+    """Returns the key by which rank 0 shows that it has reached the same rendezvous as this rank."""
     return f"{_JOB}/{len(_meetings)}"
 
 
 def _is_of(node: str, port: int, who: str) -> bool:
-    """Whether the store at a port is one of this step."""
+    """Whether the store at a port belongs to this step."""
     try:
         store = _connect(node, port, timedelta(seconds=_KNOWN_S))
         return store.check([_JOB]) and store.get(_JOB).decode() == who
@@ -261,7 +265,7 @@ def _join_step(found: Place, node: str, port: int, who: str, deadline: float, ti
             theirs = _job_of(store)
             has_been_here = theirs == who and not _is_new(store, found.rank)
         except RuntimeError:
-            # It has just gone.
+            # The store has just closed, so it belonged to an earlier program.
             theirs, has_been_here = who, True
         if theirs != who:
             raise LaunchError(
@@ -270,7 +274,7 @@ def _join_step(found: Place, node: str, port: int, who: str, deadline: float, ti
             )
         if not has_been_here and _has_come(store, deadline):
             return store
-        # It is that of a program that the step has run before: rank 0 has not begun with this one.
+        # The store belongs to an earlier program of the step: rank 0 of this program has not started its store yet.
         del store
         if time.monotonic() + _LOOK_AGAIN_S >= deadline:
             raise TimeoutError(
@@ -280,12 +284,12 @@ def _join_step(found: Place, node: str, port: int, who: str, deadline: float, ti
 
 
 def _is_new(store: Store, rank: int) -> bool:
-    """Whether no program before this one has been at a store as this rank; of a process that has met before, that is known."""
+    """Whether no earlier program has joined the store as this rank; always true after this process's first rendezvous."""
     return bool(_meetings) or store.add(f"{_JOB}/came/{rank}", 1) == 1
 
 
 def _has_come(store: Store, deadline: float) -> bool:
-    """Whether rank 0 has come to a store, which it has for an earlier group of this process as well, until then."""
+    """Whether rank 0 reaches this rendezvous before `deadline`; its store may be there already, for an earlier group."""
     try:
         store.wait([_round()], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except RuntimeError:
@@ -294,7 +298,7 @@ def _has_come(store: Store, deadline: float) -> bool:
 
 
 def _job_of(store: Store) -> str:
-    """What rank 0 has said of its job, at once after its store was there; nothing of a store of others."""
+    """Returns the job name that rank 0 sets right after it creates its store; an empty string for a store of another program."""
     until = time.monotonic() + _KNOWN_S
     while not store.check([_JOB]):
         if time.monotonic() > until:

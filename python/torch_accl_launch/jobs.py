@@ -1,6 +1,6 @@
-"""What names one start of a launcher: the same for all its ranks on a host, and for no other start.
+"""The name of one start of a launcher: the same for all its ranks on a host, and different for every other start.
 
-Owns where such a name is found. A name says nothing of what the job is.
+This module owns where such a name is found. The name does not describe the job.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 
 __all__ = ["job", "slurm_job"]
 
-# The process by which hydra, MPICH's and Intel's, starts the ranks of a host.
+# Process name of the proxy by which hydra (MPICH, Intel MPI) starts the ranks of a host.
 _HYDRA_PROXY = "hydra_pmi_proxy"
 
 
 def job(launcher: str, environment: Mapping[str, str]) -> str | None:
-    """The name of the job of this launcher that this process is a rank of, on this host; None where nothing names it."""
+    """Returns the name of the launcher's job that this process belongs to, on this host; None if there is no such name."""
     if launcher == "Open MPI":
-        # The first may be the same for two jobs in containers; the second is an address of the one's own daemon.
+        # In containers, the namespace may be the same for two jobs. The server URI is an address of the job's own daemon.
         names = [name for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") if environment.get(name)]
         servers = sorted(name for name in environment if name.startswith("PMIX_SERVER_URI"))
         if names:
@@ -28,25 +28,25 @@ def job(launcher: str, environment: Mapping[str, str]) -> str | None:
     elif launcher in ("PMI", "Slurm") and (step := slurm_job(environment)):
         return step
     elif launcher == "torchrun":
-        # Whoever sets its variables sets MASTER_ADDR, too.
+        # torchrun sets MASTER_ADDR, and so does a user who sets torchrun's variables.
         return None
-    # What else has started the ranks of this host is the parent of each.
+    # Any other launcher is the parent process of all its ranks on this host.
     return next((f"parent-{pid}-{start}" for pid, _, start in _ancestors()), None)
 
 
 def slurm_job(environment: Mapping[str, str]) -> str | None:
-    """The job and step of Slurm, which are the same on all hosts."""
+    """Returns a name from Slurm's job and step, which is the same on all hosts."""
     ids = [environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     return "slurm-" + ".".join(ids) if all(ids) else None
 
 
 def _hydra_proxy() -> str | None:
-    """The number of the proxy that started this process, and when it began: numbers are used again."""
+    """Returns process id and start time of the proxy that started this process. The system reuses process ids."""
     return next((f"{pid}-{start}" for pid, name, start in _ancestors() if name == _HYDRA_PROXY), None)
 
 
 def _ancestors() -> Iterator[tuple[int, str, str]]:
-    """Number, name and start of the process's parents, the nearest first."""
+    """Yields process id, name and start time of this process's ancestors, the nearest first."""
     pid = os.getppid()
     while pid > 1:
         try:

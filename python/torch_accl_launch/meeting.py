@@ -1,9 +1,9 @@
-"""How rank 0 tells the others of its job where its store is, when nobody has told them before: no MASTER_ADDR.
+"""How rank 0 sends the port of its store to the other ranks of its job if MASTER_ADDR is unset.
 
-Ranks of one host meet at an abstract Unix socket, which leaves nothing in a file system and ends with its process. Its name has the user,
-the job and how often the job has met so far. Rank 0 waits until all have been told, and keeps the name for as long as it runs: another
-process of the job that takes itself for rank 0 is refused, and so is a rank of another program. Owns what goes over that socket, and who is
-believed; knows nothing of torch.
+Ranks of one host meet at an abstract Unix socket, which leaves nothing in a file system and closes with its process. Its name
+consists of the user, the job and the number of earlier rendezvous. Rank 0 waits until it has answered all ranks, and keeps the
+name as long as it runs. It thereby refuses another process of the job that takes itself for rank 0, and ranks of another
+program. This module owns the protocol over that socket, and the checks of the peer. It does not use torch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .places import LaunchError, Place
 
 __all__ = ["Meeting", "above_standard_streams", "fill_standard_streams", "port_of"]
 
-# Between two looks for a socket that is not there yet; and until somebody hears what is waited for.
+# Seconds between two attempts to connect to a missing socket, and seconds until a message says which ranks are awaited.
 _LOOK_AGAIN_S = 0.01
 _SILENT_S = 30.0
-# How long one side waits for the other's next word.
+# Seconds that one side waits for the other's next message.
 _ANSWER_S = 5.0
 _ALIKE = "start all ranks with one command, or set MASTER_ADDR and MASTER_PORT"
-# Below the ports that the system gives out by itself.
+# Range of ports below those that the system assigns by itself.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 def port_of(job: str, times: int) -> int:
-    """A port that all ranks of a job choose alike, as often as it has met before."""
+    """Returns a port that all ranks of a job compute alike, from its name and its number of earlier rendezvous."""
     return _FIRST_PORT + int.from_bytes(_digest(f"{job}/{times}")[:8], "big") % _PORTS
 
 
@@ -44,26 +44,26 @@ def _digest(text: str) -> bytes:
 
 
 def program() -> str:
-    """What this process runs: two programs that one rank runs after the other are not of one job."""
+    """Returns the path of the running program: two programs that a rank runs one after the other are different jobs."""
     main = sys.modules.get("__main__")
     return os.path.realpath(getattr(main, "__file__", None) or sys.argv[0] or "")
 
 
 class Meeting:
-    """The meeting of a job's ranks on this host; `deadline` is one of `time.monotonic`."""
+    """The rendezvous of a job's ranks on this host; `deadline` is a time of `time.monotonic`."""
 
     def __init__(self, place: Place, job: str, times: int, deadline: float) -> None:
         self._place, self._deadline = place, deadline
-        # Of any length; the system takes 107 bytes.
+        # The job's name may have any length, and the system accepts 107 bytes, so it is hashed.
         self._name = f"\0torch-accl/{os.getuid()}/{_digest(job).hex()[:32]}/{times}"
         self._since = time.monotonic()
         self._has_said_so = False
 
     def open(self) -> socket.socket:
-        """Rank 0's side: a socket that nobody else of this host can have opened; it is to stay open.
+        """Rank 0: opens the socket, which no other process of this host can hold then. The caller keeps it open.
 
         Raises:
-            LaunchError: somebody has.
+            LaunchError: another process has opened it.
         """
         listener = above_standard_streams(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
@@ -82,11 +82,11 @@ class Meeting:
         return listener
 
     def tell(self, listener: socket.socket, port: int) -> None:
-        """Rank 0: tells each of the others the port of its store, as it comes.
+        """Rank 0: sends the port of its store to each of the other ranks as they connect.
 
         Raises:
-            LaunchError: one of them has another idea of the job.
-            TimeoutError: not all have come.
+            LaunchError: a rank has another world size or runs another program.
+            TimeoutError: not all ranks have connected in time.
         """
         awaited = set(range(1, self._place.world))
         while awaited:
@@ -96,11 +96,11 @@ class Meeting:
                     awaited -= self._answer(peer, port)
             if awaited:
                 self._check_time(f"{_ranks(awaited)} of {self._place.world} did not come to the meeting of this host")
-        # Who comes now is of another job, and refused at once; the name stays ours.
+        # A later connection comes from another job and is refused at once. The name stays taken.
         listener.shutdown(socket.SHUT_RD)
 
     def _answer(self, peer: socket.socket, port: int) -> set[int]:
-        """Answers one of the others; its rank, or nothing of one that is not of this job or dies in the middle of a word."""
+        """Answers one connection. Returns the rank, or nothing if the peer is not of this user or breaks off."""
         if _user_of(peer) != os.getuid():
             return set()
         until = min(self._deadline, time.monotonic() + _ANSWER_S)
@@ -109,7 +109,7 @@ class Meeting:
             rank = int(asked["rank"])
             wrong = self._difference(rank, asked)
             _say(peer, {"port": port} if wrong is None else {"wrong": wrong})
-            # What it has not heard it asks again.
+            # A rank that does not receive the answer asks again, so its acknowledgement is awaited.
             heard = wrong is not None or _line(peer, until) == b"heard\n"
         except (OSError, ValueError, KeyError, TypeError):
             return set()
@@ -125,14 +125,14 @@ class Meeting:
         return None
 
     def ask(self) -> int:
-        """The others: the port of rank 0's store.
+        """Other ranks: returns the port of rank 0's store.
 
         Raises:
-            LaunchError: rank 0 has another idea of the job, or is of another user.
-            TimeoutError: rank 0 has not come.
+            LaunchError: rank 0 has another world size or program, or belongs to another user.
+            TimeoutError: rank 0 has not come in time.
         """
         while True:
-            # Nobody is there yet; or so many come at once that there is no room in the queue.
+            # These errors mean that the socket does not exist yet, or that its queue is full.
             with (
                 suppress(ConnectionError, FileNotFoundError, TimeoutError, BlockingIOError),
                 above_standard_streams(socket.socket(socket.AF_UNIX)) as meeting,
@@ -154,7 +154,7 @@ class Meeting:
             time.sleep(_LOOK_AGAIN_S)
 
     def _patience(self, awaited: str) -> float:
-        """How long to wait at most before the next look at the time; says once what is waited for so long."""
+        """Returns how long to wait before the next check of the time. After `_SILENT_S`, prints once what is awaited."""
         now = time.monotonic()
         if now - self._since > _SILENT_S and not self._has_said_so:
             self._has_said_so = True
@@ -175,18 +175,21 @@ class Meeting:
 
 
 def above_standard_streams(made: socket.socket) -> socket.socket:
-    """The socket at a number that is none of a standard stream: in a process that was started without them, what it prints must not go there."""
+    """Moves a socket to a descriptor above the standard streams.
+
+    A process may be started without standard streams. What it prints must not go to this socket.
+    """
     with made:
         return socket.socket(fileno=fcntl.fcntl(made.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
 
 
 def fill_standard_streams() -> None:
-    """Opens /dev/null for each standard stream that the process was started without, so that no other file gets its number."""
+    """Opens /dev/null for each standard stream that the process lacks, so that no other file gets its descriptor."""
     for stream in (0, 1, 2):
         try:
             os.fstat(stream)
         except OSError:
-            # The system gives the lowest free number, which is this one.
+            # The system assigns the lowest free descriptor, which is `stream`.
             os.open(os.devnull, os.O_RDWR)
 
 
@@ -195,10 +198,10 @@ def _say(peer: socket.socket, what: dict[str, object]) -> None:
 
 
 def _line(peer: socket.socket, until: float) -> bytes:
-    """What comes until the end of a line, or of the connection.
+    """Returns the data up to the end of a line; nothing if the connection ends before.
 
     Raises:
-        TimeoutError: neither has come until then.
+        TimeoutError: neither has happened by `until`, a time of `time.monotonic`.
     """
     data = b""
     while not data.endswith(b"\n"):

@@ -1,7 +1,8 @@
-"""What launchers tell a process about its place, in variables of the environment.
+"""Rank and world size that launchers give to a process in environment variables.
 
-A family of variables is taken whole or not at all, in the order in which launchers start one another: torchrun under srun says more of this
-process than srun. Owns the names of the variables and what of them contradicts. Knows nothing of hosts and of how ranks meet.
+Each launcher has a family of variables, which is used completely or not at all. Families are tried in the order in which
+launchers start one another: torchrun under srun describes this process better than srun does. This module owns the names of
+the variables and the checks for contradictions. It does not handle hosts, or how ranks meet.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ Environment = Mapping[str, str]
 
 
 class LaunchError(ValueError):
-    """One sentence on what a launcher's variables lack or contradict, with the remedy."""
+    """One sentence on a missing variable or a contradiction of a launcher's variables, with the remedy."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank among `world`, as a launcher has given it."""
+    """Rank and world size that a launcher has assigned."""
 
     # "torchrun", "Open MPI", "PMI" or "Slurm".
     launcher: str
     rank: int
     world: int
-    # Among the ranks of this host, and their number; None where the launcher does not say.
+    # Rank among the ranks of this host, and their number; None if the launcher does not specify it.
     local_rank: int | None = None
     local_world: int | None = None
-    # The variables that say rank and world, for messages.
+    # Names of the variables of rank and world size, for messages.
     rank_name: str = ""
     world_name: str = ""
 
@@ -42,24 +43,24 @@ class Place:
 
 @dataclass(frozen=True)
 class _Family:
-    """The variables of a launcher; of a pair, both say the same."""
+    """The variables of a launcher. If a tuple has two names, both must have the same value."""
 
     launcher: str
     rank: tuple[str, ...]
     world: tuple[str, ...]
     local_rank: tuple[str, ...]
     local_world: tuple[str, ...]
-    # Whether its variables speak of this process at all.
+    # Whether the variables describe this process, and not a process that has passed them on.
     holds: Callable[[Environment], bool] = lambda environment: True
 
 
-# Steps that are no run of a program have numbers from here on: batch scripts, shells of salloc, what srun adds to a job.
+# First id of Slurm's special steps, which run no program: batch scripts, shells of salloc, steps that srun adds to a job.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 def _is_step_of_srun(environment: Environment) -> bool:
     step = environment.get("SLURM_STEP_ID", "")
-    # A batch script that was submitted by a rank has still the variables of that one's step, and its own job's number of tasks.
+    # A batch script that a rank submitted inherits that rank's step variables, but has the task count of its own job.
     counts = {environment.get(name) for name in ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")} - {None, ""}
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP and len(counts) < 2
 
@@ -67,7 +68,7 @@ def _is_step_of_srun(environment: Environment) -> bool:
 _TORCHRUN = _Family("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
 _FAMILIES = (
     _TORCHRUN,
-    # Under srun, PMIx tells the rank alone.
+    # Under srun, PMIx sets only the rank.
     _Family(
         "Open MPI",
         ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
@@ -75,7 +76,7 @@ _FAMILIES = (
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    # MPICH, Intel MPI and what else starts by hydra; and srun --mpi=pmi2.
+    # MPICH, Intel MPI and other launchers that use hydra; also srun --mpi=pmi2.
     _Family("PMI", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
     _Family(
         "Slurm",
@@ -89,10 +90,10 @@ _FAMILIES = (
 
 
 def place(environment: Environment) -> Place | None:
-    """The place that a launcher gave this process; None without a launcher.
+    """Returns rank and world size that a launcher gave this process; None without a launcher.
 
     Raises:
-        LaunchError: its variables are no numbers, or contradict one another.
+        LaunchError: the variables are not numbers, or contradict each other.
     """
     found = [_read(family, environment) for family in _FAMILIES if _is_whole(family, environment)]
     if not found:
@@ -101,12 +102,12 @@ def place(environment: Environment) -> Place | None:
     if chosen.launcher != _TORCHRUN.launcher:
         _check_torchs(chosen, environment)
     elif "TORCHELASTIC_RUN_ID" not in environment and any(_seat(other) == _seat(chosen) for other in others):
-        # Copies of what another launcher says, a script's or those of `env.prepare`: of this process, or of one that has started a launcher
-        # itself, which says more than its copies.
+        # RANK and WORLD_SIZE are copies of another launcher's variables, made by a script or by `env.prepare`. They may stem from
+        # a process that has started another launcher, whose own variables are more precise.
         chosen, *others = others
     _check_nested(chosen, others)
     if chosen.local_world is None:
-        # srun --mpi=pmi2 says there what srun says beside.
+        # Under srun --mpi=pmi2, the PMI family lacks the local values, which srun's own family has.
         alike = (other for other in others if _seat(other) == _seat(chosen) and other.local_world is not None)
         if (other := next(alike, None)) is not None:
             return replace(chosen, local_rank=other.local_rank, local_world=other.local_world)
@@ -118,9 +119,9 @@ def _seat(of: Place) -> tuple[int, int]:
 
 
 def _check_nested(chosen: Place, others: list[Place]) -> None:
-    """Of two MPIs' launchers, one inside the other, the variables do not say which is the inner one."""
+    """Refuses two nested MPI launchers, because the variables do not show which one is the inner one."""
     for other in others:
-        # hydra says how many ranks a host has; what srun says in its stead does not contradict an MPI's launcher inside.
+        # hydra sets the number of ranks on a host, srun's PMI does not. An MPI launcher inside srun is not a contradiction.
         if (
             (chosen.launcher, other.launcher) == ("Open MPI", "PMI")
             and other.local_world is not None
@@ -163,7 +164,7 @@ def _read(family: _Family, environment: Environment) -> Place:
 
 
 def _one_number(names: tuple[str, ...], environment: Environment) -> tuple[int | None, str]:
-    """What these variables say, and the first that says it."""
+    """Returns the value of these variables and the first name that has it; None and an empty string if all are unset."""
     said = [(_number(name, environment[name]), name) for name in names if environment.get(name, "") != ""]
     for number, name in said[1:]:
         if number != said[0][0]:
@@ -183,7 +184,7 @@ def _local_world(family: _Family, environment: Environment) -> tuple[int | None,
     name = family.local_world[0]
     if family.launcher != "Slurm":
         return _one_number(family.local_world, environment)
-    # One number a node, such as "2(x3),1", of which ours is the one of this number.
+    # Slurm lists one number per node, such as "2(x3),1". The entry with the index of this node is the one wanted.
     counts = expand_counts(environment.get(name, ""))
     node = environment.get("SLURM_NODEID", "")
     is_known = node.isdecimal() and int(node) < len(counts)
@@ -191,7 +192,7 @@ def _local_world(family: _Family, environment: Environment) -> tuple[int | None,
 
 
 def expand_counts(text: str) -> list[int]:
-    """The numbers of `2(x3),1`: 2, 2, 2, 1. None of what is written otherwise."""
+    """Returns the numbers of `2(x3),1`: 2, 2, 2, 1. Returns an empty list for any other text."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
@@ -202,7 +203,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _check_torchs(chosen: Place, environment: Environment) -> None:
-    """One of torchrun's variables that is set beside another launcher's must say the same: the other one is about to be set."""
+    """Checks that torchrun's variables, if set, agree with the other launcher's values, which are about to be copied to them."""
     for (name,), own, value in (
         (_TORCHRUN.rank, chosen.rank_name, chosen.rank),
         (_TORCHRUN.world, chosen.world_name, chosen.world),
@@ -214,8 +215,8 @@ def _check_torchs(chosen: Place, environment: Environment) -> None:
 
 
 def expand(hosts: str) -> list[str]:
-    """The names in a list of hosts as Slurm writes it: `a[1-2,07],b` is a1, a2, a07, b."""
-    # At commas outside of brackets.
+    """Returns the names in a host list of Slurm: `a[1-2,07],b` is a1, a2, a07, b."""
+    # Splits at commas outside brackets.
     return [name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts) for name in _expand_one(part)]
 
 

@@ -1,14 +1,14 @@
-"""Compressed gradients: collectives whose messages have 1 to 8 bits an element instead of 16 or 32.
+"""Compressed gradients: collectives whose messages have 1 to 8 bits per element instead of 16 or 32.
 
-What compresses is chosen call by call: the hook of DistributedDataParallel (`CompressionState`, `ddp_hook`), that of FSDP2
-(`apply_fsdp2`), and the explicit calls (`all_reduce_quantized` and its kin). Every other call stays exact.
+Compression is requested call by call: by the hook of DistributedDataParallel (`CompressionState`, `ddp_hook`), by the hook of
+FSDP2 (`apply_fsdp2`), or by explicit calls such as `all_reduce_quantized`. All other calls stay exact.
 
     state = compression.CompressionState(compression.Compression("maxmin:4"), model)
     model.register_comm_hook(state, compression.ddp_hook)
 
-All ranks end every call with the same bits. Sums are made in float32, in the order of ranks. A bucket with a NaN or an
-infinity on any rank is NaN on all, so that a gradient scaler sees it. Integers, float64 and operators other than sums
-travel as they are. `docs/compression.md` says when it pays.
+All ranks end every call with the same bits. Sums are computed in float32, in the order of ranks. If a bucket has a NaN or an
+infinity on any rank, it becomes NaN on all ranks, so that a gradient scaler sees it. Integers, float64 and operators other
+than sums are sent unchanged. `docs/compression.md` says when compression pays.
 """
 
 import warnings

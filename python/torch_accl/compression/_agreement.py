@@ -1,4 +1,4 @@
-"""What ranks settle together: exact calls of a few numbers, which all ranks make at the same place."""
+"""Agreement between ranks: exact calls on a few numbers, which all ranks issue at the same point."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ._scope import exact
 
 __all__ = ["Progress", "check_progress", "check_settings", "reduced"]
 
-# Ranks that a message names.
+# Maximum number of ranks that a message names.
 _MOST_NAMED = 8
 
 
 def reduced(
     rows: Sequence[Sequence[float]], group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> list[list[float]]:
-    """The rows of all ranks combined: the same on all of them."""
+    """Returns the rows of all ranks, combined element by element with `op`: the same result on all ranks."""
     numbers = torch.tensor(rows, dtype=torch.float64, device="cpu")
     with exact():
         dist.all_reduce(numbers, op, group)
@@ -29,10 +29,10 @@ def reduced(
 
 
 def check_settings(settings: Any, group: dist.ProcessGroup, variables: Mapping[str, str] | None = None) -> None:
-    """Compares a dataclass of settings over all ranks. `variables` are those of the environment that say them, by setting.
+    """Compares a dataclass of settings over all ranks. `variables` maps settings to the environment variables that set them.
 
     Raises:
-        RuntimeError: they differ; on all ranks, with those of two.
+        RuntimeError: the settings differ. All ranks raise it; the message has the differing settings of two ranks.
     """
     text = repr(settings)
     hashed = zlib.crc32(text.encode())
@@ -56,14 +56,14 @@ def check_settings(settings: Any, group: dist.ProcessGroup, variables: Mapping[s
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is, and whose saved state it goes on from.
+    """How far a rank has come, and whose saved state it continues from.
 
     Attributes:
-        rank: in the group of its state.
-        step: of the call that is about to be made.
-        version: of the format of what was loaded; 0 for nothing.
-        carried_by: the rank that carried over what was loaded; None of none, or if it is not known.
-        carried_at: the step of that.
+        rank: rank in the group of its state.
+        step: step of the call that is about to be issued.
+        version: format version of the loaded state; 0 if nothing was loaded.
+        carried_by: rank whose residuals were loaded; None if there are none, or if the rank is not known.
+        carried_at: step of these residuals, or None.
     """
 
     rank: int
@@ -74,20 +74,20 @@ class Progress:
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """What is the same on all ranks."""
+        """The numbers that must be the same on all ranks."""
         return self.step, self.version, -1 if self.carried_at is None else self.carried_at
 
     @property
     def is_of_another(self) -> bool:
-        """Whether it carries over what is another rank's."""
+        """Whether this rank loaded the residuals of another rank."""
         return self.carried_by not in (None, self.rank)
 
 
 def check_progress(mine: Progress, group: dist.ProcessGroup) -> None:
-    """Compares over all ranks whether each goes on from a state of its own, all from the same step.
+    """Checks that every rank continues from its own state, and all from the same step.
 
     Raises:
-        RuntimeError: they do not; on all ranks, with the numbers of those that differ.
+        RuntimeError: they do not. All ranks raise it; the message has the numbers of the ranks that differ.
     """
     numbers = [*mine.numbers, *(-number for number in mine.numbers), int(mine.is_of_another)]
     [[*most, is_of_another]] = reduced([numbers], group, dist.ReduceOp.MAX)

@@ -1,8 +1,8 @@
 """The choice of `codec="auto"`: for each parameter the fastest codec whose error is within the budget.
 
-Both are measured in the group that trains, once: the time of calls on numbers of no meaning, the error of sums of the gradients
-themselves, added up by each codec in turn as they will be (those of FSDP2 too, whose sums are then encoded only once: their
-error is smaller than what is said). All ranks choose by the greatest figure of any.
+Times and errors are measured once, in the group that trains: times of calls on random numbers, errors of sums of the gradients
+themselves. Each codec sums them in turn, as in training. Sums of FSDP2 are encoded only once, so their error in training is
+smaller than the error measured here. All ranks choose by the largest figure of any rank.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ._settings import RAW, Compression, tensor_id
 
 __all__ = ["Choice", "choose"]
 
-# Codecs that are not coarse can keep a budget of a few hundredths; the others are tried only where it was raised.
+# Codecs that are not coarse can keep a budget of a few hundredths. The others are tried only if the budget was raised.
 _DEFAULT_BUDGET = 0.05
 
-# Elements that tell the bits of each.
+# Number of elements of a tensor from which the encoded bits per element are computed.
 _MANY = 1 << 20
 
-# A codec must save so much of the time to be worth its error.
+# A codec is chosen only if its time is at most this fraction of the uncompressed time.
 _WORTH = 0.95
 
-# Elements of a timed call: the nearest of these to those of the call that is decided about. Beyond the greatest, time grows with
-# elements, and below the least it is latency.
+# Elements of timed calls. A call is represented by the nearest of these sizes. Above the largest, time is proportional to
+# the number of elements; below the smallest, latency dominates.
 _TIMED = tuple(1 << bits for bits in range(12, 21, 2))
-# Rounds of them: of the large ones, and of those whose time is shorter than what comes between.
+# Rounds of timed calls: for large calls, and for calls so short that their time is shorter than the interruptions between them.
 _ROUNDS = 7
 _ROUNDS_OF_SMALL = 21
 _SMALL = 1 << 16
@@ -44,11 +44,12 @@ _SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class Choice:
-    """What a parameter takes, and why.
+    """The codec chosen for a parameter, and the figures behind the choice.
 
     Attributes:
-        codec: its codec; `raw`: it travels as it is.
-        errors: predicted squared error of sums by their square, by codec.
+        codec: the chosen codec; `raw` means that the parameter is sent unchanged.
+        errors: predicted squared error of sums divided by their square, by codec.
+        times: measured time of a call in nanoseconds per element, by codec.
         times: measured time of a call, in nanoseconds for each element, by codec.
     """
 
@@ -57,7 +58,7 @@ class Choice:
     times: dict[str, float]
 
     def explain(self) -> str:
-        """In a line."""
+        """Returns the choice and its figures as one line of text."""
         others = ", ".join(
             f"{codec.partition(',')[0]} {self.times[codec]:.2f} ns an element with error {error:.2g}"
             for codec, error in self.errors.items()
@@ -72,10 +73,10 @@ def choose(
     group: dist.ProcessGroup,
     times: dict[tuple[int, torch.dtype, str], float],
 ) -> dict[str, Choice]:
-    """The choice for the waiting ones of these parameters, whose gradients (contributions of this rank) make up a call.
+    """Returns choices for the `waiting` parameters. All given gradients (this rank's contributions) are sent in one call.
 
-    `times` of calls of about as many elements, by type and codec, are measured if there are none yet. Parameters whose gradients are zeros or not finite are left out: what
-    is to be chosen for them is not known yet.
+    `times` holds nanoseconds per element by call size, type and codec; missing entries are measured and added. Parameters whose
+    gradients are zeros or not finite get no choice yet, because their error is not known.
     """
     dtype = next(iter(gradients.values())).dtype
     candidates = [RAW, *_candidates(dtype, compression.error_budget, group)]
@@ -99,7 +100,7 @@ def choose(
 def _candidates(dtype: torch.dtype, budget: float, group: dist.ProcessGroup) -> list[str]:
     codecs = [codec for codec in candidates() if not facts(codec).is_coarse or budget > _DEFAULT_BUDGET]
     codecs = [codec for codec in codecs if _saves_bytes(codec, dtype)]
-    # Memory is faster than any codec that packs bits.
+    # Shared memory is faster than any codec that packs bits.
     [[is_far]] = reduced([[float(not _is_near(group))]], group, dist.ReduceOp.MAX)
     return codecs if is_far else [codec for codec in codecs if facts(codec).is_cast]
 
@@ -110,20 +111,20 @@ def _saves_bytes(codec: str, dtype: torch.dtype) -> bool:
 
 
 def _is_near(group: dist.ProcessGroup) -> bool:
-    """Whether this rank shares memory with all others."""
+    """Whether this rank reaches all other ranks through shared memory."""
     lines = accl_backend(group).describe().splitlines()
     links = [line for line in lines if line.startswith("rank ") and ": " in line]
     return all(": shm" in line for line in links)
 
 
 def timed_elements(sizes: Sequence[int], dtype: torch.dtype, most_bytes: int | None) -> int:
-    """How many elements a call is timed with, to decide about tensors of these sizes in calls of at most so many bytes."""
+    """Returns the elements of the timed call that represents calls of at most `most_bytes` on tensors of `sizes` bytes."""
     largest = max(sum(sizes[own]) for own in cut(sizes, most_bytes)) / dtype.itemsize
     return min(_TIMED, key=lambda elements: abs(math.log2(elements) - math.log2(max(largest, 1))))
 
 
 def _times(codecs: Sequence[str], size: int, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
-    """Nanoseconds for each element of a call of so many by each codec: medians of calls by turns."""
+    """Returns nanoseconds per element of a call on `size` elements, by codec. Codecs take turns; medians are compared."""
     drawn = torch.Generator().manual_seed(1)
     numbers = torch.randn(size, generator=drawn, dtype=torch.float32, device="cpu").to(dtype)
     seconds: dict[str, list[float]] = {codec: [] for codec in codecs}
@@ -147,7 +148,7 @@ def _errors(
     most_bytes: int | None,
     group: dist.ProcessGroup,
 ) -> list[list[float]]:
-    """Of each gradient and codec, squared error of the sum by its square; an infinity where there is no such number."""
+    """Returns, for each gradient and codec, the squared error of the sum divided by its square; infinity where it is undefined."""
     ids = [tensor_id(name) for name in gradients]
     exact_sums = [gradient.detach().clone() for gradient in gradients.values()]
     _add(exact_sums, [RAW] * len(ids), ids, 0, group, most_bytes)
@@ -169,7 +170,7 @@ def _add(
     group: dist.ProcessGroup,
     most_bytes: int | None = None,
 ) -> None:
-    """Adds up the tensors of all ranks, in place, by a codec each, in calls of at most so many bytes."""
+    """Sums the tensors over all ranks in place, each with its codec, in calls of at most `most_bytes`."""
     options = dist.AllreduceCoalescedOptions()
     options.asyncOp = True
     is_raw = set(codecs) == {RAW}

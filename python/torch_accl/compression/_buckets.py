@@ -1,6 +1,6 @@
 """The gradients in a bucket of DistributedDataParallel.
 
-Owns how a bucket's memory is cut into them. The result of a hook is the bucket's own buffer, whatever is made of it here.
+This module owns how a bucket's memory is cut into gradients. A hook returns the bucket's own buffer, not the tensors made here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ __all__ = ["gradients_of"]
 
 
 def gradients_of(bucket: GradBucket) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The memory of a bucket of dense gradients, of their type, and its parts, one after the other.
+    """Returns the memory of a bucket of dense gradients in their own type, and its parts in memory order.
 
-    torch gives the memory of complex gradients as real numbers, and cuts it as if each complex one were a single real one.
+    torch exposes the memory of complex gradients as real numbers, but cuts it as if each complex number were one real number.
 
     Raises:
-        RuntimeError: the parts are not the whole memory.
+        RuntimeError: the parts do not cover the whole memory.
     """
     buffer, parts, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
     as_real = not buffer.is_complex() and any(parameter.is_complex() for parameter in parameters)
@@ -30,7 +30,7 @@ def gradients_of(bucket: GradBucket) -> tuple[torch.Tensor, list[torch.Tensor]]:
         )
     if not as_real:
         return buffer, parts
-    # Not `view_as_complex`, of which autocast makes a copy in float32.
+    # `view_as_complex` is not used: autocast would make it copy the data to float32.
     buffer = buffer.view(buffer.dtype.to_complex())
     cut = buffer.split_with_sizes(elements)
     return buffer, [part.view(parameter.shape) for part, parameter in zip(cut, parameters, strict=True)]

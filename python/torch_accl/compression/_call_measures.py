@@ -1,7 +1,7 @@
-"""Figures of the explicit calls (`all_reduce_quantized` and its kin), by group, collective and key.
+"""Figures of explicit calls such as `all_reduce_quantized`, by group, collective and key.
 
-Owns the rows that calls are entered in, and how many there may be. What the engine measures of a call it adds to the row's stats
-when the call is done; how many bytes it has is known when it is made.
+This module owns the rows that record calls, and their maximum number. The number of bytes of a call is known when it is
+issued. The engine adds its measurements to the row's stats when the call completes.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from ._scope import accl_group
 
 __all__ = ["MOST_ROWS", "CallMeasures", "Row", "call_measures", "call_summary", "row_of", "totals"]
 
-# Rows of a group.
+# Maximum rows of a group.
 MOST_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class CallMeasures:
-    """Figures of this rank's compressed explicit calls of a collective with a key.
+    """Figures of this rank's compressed explicit calls of one collective with one key.
 
     Attributes:
         collective: `all_reduce`, `reduce_scatter`, `all_gather` or `all_to_all`.
-        key: what was given to the calls; empty for all that had none.
-        codec: of the messages that ranks contribute, in the last call.
-        calls: compressed calls that were made.
-        bits: bits for each element that was sent, metadata included.
-        raw_bytes: bytes of what this rank contributed, as `CompressionState.traffic` counts them; of an all_to_all, what it sends to others.
-        sent_bytes: bytes that they became.
-        error: squared error of sums by their square, of the elements that were compared with exact sums; None of none: calls
-            without `Compression(audit=...)`, and those that do not add up. That of a scattered sum is of this rank's part.
-        compared: how many elements these are.
-        not_finite: buckets that this rank sent as NaN for a NaN or an infinity in them.
+        key: the key given to the calls; empty for all calls without a key.
+        codec: codec of the messages that ranks contribute, in the last call.
+        calls: compressed calls that were issued.
+        bits: bits sent per element, metadata included.
+        raw_bytes: uncompressed bytes that this rank contributed, as `CompressionState.traffic` counts them; for all_to_all, the bytes
+            for other ranks.
+        sent_bytes: compressed size of these bytes.
+        error: squared error of sums divided by their square, over the elements that were compared with exact sums. None if no
+            element was compared: calls without `Compression(audit=...)`, and calls that do not sum. For a reduce_scatter it
+            covers this rank's part.
+        compared: number of elements that were compared.
+        not_finite: buckets that this rank sent as NaN because they contained a NaN or an infinity.
         too_large: buckets that this rank sent as NaN because their metadata cannot hold their range.
-        codec_seconds: time of this rank for encoding, decoding and adding.
+        codec_seconds: seconds that this rank spent on encoding, decoding and adding.
 
-    Error, buckets that became NaN and time are those of calls that are done.
+    `error`, `compared`, the NaN buckets and `codec_seconds` cover only calls that have completed.
     """
 
     collective: str
@@ -60,13 +62,13 @@ class CallMeasures:
     too_large: int
     codec_seconds: float
 
-    # Nothing is carried over by the calls themselves.
+    # Explicit calls have no residuals. `table` reads this attribute of every row.
     carried = None
 
 
 @dataclass
 class Row:
-    """Where calls of a collective with a key are entered."""
+    """Record of the calls of one collective with one key."""
 
     stats: _native.ErrorStats = field(default_factory=lambda: _native.ErrorStats(1))
     codec: str = ""
@@ -78,7 +80,7 @@ class Row:
     def enter(
         self, codecs: _native.Codecs, codec: str, sizes: tuple[int, ...], dtype: torch.dtype, is_part: bool
     ) -> None:
-        """A call was made that sends tensors of so many elements, encoded as parts of sums or as results."""
+        """Records an issued call on tensors of `sizes` elements, encoded as parts of sums (`is_part`) or as results."""
         elements, sent = totals(codecs, dtype, sizes, is_part)
         with _lock:
             self.codec = codec
@@ -93,7 +95,7 @@ _rows: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[tuple[str, str], Row]] =
 
 
 def row_of(group: dist.ProcessGroup, collective: str, key: str) -> Row:
-    """The row of such calls, which is now the one that was used last; the one that was used longest ago makes room for a new one."""
+    """Returns the row for these calls and marks it as the most recently used. A new row may evict the least recently used one."""
     with _lock:
         rows = _rows.get(group)
         if rows is None:
@@ -109,16 +111,16 @@ def row_of(group: dist.ProcessGroup, collective: str, key: str) -> Row:
 
 
 def call_measures(group: dist.ProcessGroup | None = None) -> list[CallMeasures]:
-    """Figures of the explicit calls in a group, a row for each collective and key, the one that was used last at the end.
+    """Returns figures of the explicit calls in a group: one row per collective and key, the most recently used row last.
 
-    Calls that travel as they are (other types and operators, one rank, codec `raw`) are not among them. A group keeps 1,024 rows:
-    beyond that the one that was used longest ago is forgotten, so give keys to tensors and not to steps.
+    Calls that are sent uncompressed (other types and operators, one rank, codec `raw`) are not included. A group keeps 1,024
+    rows and then drops the least recently used one. Therefore derive keys from tensors, not from steps.
 
     Args:
         group: None is the default group; its backend must be accl.
 
     Raises:
-        RuntimeError: there is no group, or its backend is another.
+        RuntimeError: there is no group, or its backend is not accl.
     """
     found = accl_group(group)
     with _lock:
@@ -127,7 +129,7 @@ def call_measures(group: dist.ProcessGroup | None = None) -> list[CallMeasures]:
 
 
 def call_summary(group: dist.ProcessGroup | None = None) -> str:
-    """`call_measures` as a table to print."""
+    """Returns `call_measures` as a table to print."""
     return table(call_measures(group), {"collective": lambda row: row.collective, "key": lambda row: row.key})
 
 
@@ -152,6 +154,6 @@ def _measures(collective: str, key: str, row: Row) -> CallMeasures:
 
 @lru_cache(maxsize=1024)
 def totals(codecs: _native.Codecs, dtype: torch.dtype, sizes: tuple[int, ...], is_part: bool) -> tuple[int, int]:
-    """Elements of tensors, and bytes that they become as parts of sums, or as results."""
+    """Returns the number of elements of the tensors, and their encoded bytes as parts of sums (`is_part`) or as results."""
     kind, way = str(dtype).removeprefix("torch."), 0 if is_part else 1
     return sum(sizes), sum(codecs.encoded_bytes(0, kind, size)[way] for size in sizes)

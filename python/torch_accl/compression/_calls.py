@@ -1,4 +1,4 @@
-"""Collectives that are compressed because the caller says so."""
+"""Explicit calls: collectives that are compressed because the caller requests it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "refuse_coalescing",
 ]
 
-# Elements that tell the bits of each.
+# Number of elements of a tensor from which the encoded bits per element are computed.
 _MANY = 1 << 20
 
 # Operators whose results may be compressed.
@@ -44,30 +44,30 @@ def all_reduce_quantized(
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
-    """As `torch.distributed.all_reduce`, with compressed messages; all ranks end with the same bits.
+    """Works like `torch.distributed.all_reduce`, with compressed messages; all ranks end with the same bits.
 
     Args:
-        tensor: float32, float16 or bfloat16 on the CPU, of any shape; it is overwritten with the result. Of other types, if it
-            is sparse, with another `op` than SUM, AVG and PREMUL_SUM, and with one rank, the call is exact.
+        tensor: float32, float16 or bfloat16 on the CPU, of any shape; it is overwritten with the result. The call is exact for
+            other types, for sparse tensors, for an `op` other than SUM, AVG and PREMUL_SUM, and with one rank.
         op: how contributions are combined.
         group: None is the default group; its backend must be accl.
         async_op: return a Work at once instead of waiting.
-        compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, up, down, inner, seed and audit count; a
-            codec alone has no audit. All ranks must give the same. None is that of the group's `Options`, else that of
-            `ACCL_CODEC`, else `maxmin:4`. Nothing is carried over from call to call: with `"sign"` and `"topk:BITS"`, that is
-            for the caller to do.
-        key: a name for the tensor: those with different names have different random numbers, and figures of their own
+        compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, up, down, inner, seed and audit are used. A
+            codec alone has no audit. All ranks must give the same. None takes the codec of the group's `Options`, else of
+            `ACCL_CODEC`, else `maxmin:4`. No residual is kept between calls: with `"sign"` and `"topk:BITS"` the caller must
+            apply error feedback.
+        key: a name for the tensor. Tensors with different names have different random numbers and separate figures
             (`call_measures`).
-        step: a number that no other call on this key has; None counts the calls on this key in this group that were given none,
-            from 0. A call that is refused does not count.
+        step: a number that no other call on this key has. None numbers the calls on this key in this group that were given no
+            step, from 0. A refused call is not counted.
 
     Returns:
         A Work with `async_op`, else None.
 
     Raises:
-        ValueError: no such codec, key or step, or a tensor that is not on the CPU.
-        RuntimeError: the group has another backend, the call is inside torch's coalescing manager, whose block it then ends, or what
-            `all_reduce` raises.
+        ValueError: an unknown codec, an invalid key or step, or a tensor that is not on the CPU.
+        RuntimeError: the group has another backend, or the call is inside torch's coalescing manager, whose block it then ends.
+            Also whatever `all_reduce` raises.
     """
     with _scope("all_reduce", tensor, lambda _: (tensor.numel(),), group, compression, key, step, op):
         return dist.all_reduce(tensor, op, group, async_op)
@@ -84,10 +84,10 @@ def reduce_scatter_quantized(
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
-    """As `torch.distributed.reduce_scatter_tensor`, with compressed messages (codec `up`); sums themselves are exact.
+    """Works like `torch.distributed.reduce_scatter_tensor`, with compressed messages (codec `up`). Results are not encoded.
 
-    Arguments and errors are those of `all_reduce_quantized`; shapes are those of `reduce_scatter_tensor`. Buckets begin at
-    the first element of each rank's part.
+    Arguments and errors are the same as for `all_reduce_quantized`, shapes the same as for `reduce_scatter_tensor`. Buckets
+    start at the first element of each rank's part.
     """
 
     def sizes(world: int) -> tuple[int, ...]:
@@ -107,10 +107,10 @@ def all_gather_quantized(
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
-    """As `torch.distributed.all_gather_into_tensor`, with compressed messages (codec `down`).
+    """Works like `torch.distributed.all_gather_into_tensor`, with compressed messages (codec `down`).
 
-    Every rank, the sender too, gets what the bytes decode to: all have the same values. Arguments and errors are those of
-    `all_reduce_quantized`.
+    Every rank, the sender included, gets the decoded values, so all ranks have the same. Arguments and errors are the same as
+    for `all_reduce_quantized`.
     """
     with _scope("all_gather", output, lambda _: (input.numel(),), group, compression, key, step):
         return dist.all_gather_into_tensor(output, input, group, async_op)
@@ -128,9 +128,9 @@ def all_to_all_quantized(
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
-    """As `torch.distributed.all_to_all_single`, with compressed messages (codec `down`); what a rank keeps is exact.
+    """Works like `torch.distributed.all_to_all_single`, with compressed messages (codec `down`). A rank's own block is exact.
 
-    Arguments and errors are those of `all_reduce_quantized`.
+    Arguments and errors are the same as for `all_reduce_quantized`.
     """
 
     def sizes(world: int) -> tuple[int, ...]:
@@ -143,11 +143,11 @@ def all_to_all_quantized(
 
 
 def checked_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group of a call on the tensor.
+    """Returns the group of a call on the tensor.
 
     Raises:
         ValueError: the tensor is not on the CPU.
-        RuntimeError: the group has another backend than accl, or the call is inside torch's coalescing manager.
+        RuntimeError: the group's backend is not accl, or the call is inside torch's coalescing manager.
     """
     refuse_coalescing(group)
     if tensor.device.type != "cpu":
@@ -156,19 +156,19 @@ def checked_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist
 
 
 def refuse_coalescing(group: dist.ProcessGroup | None) -> None:
-    """Refuses a call inside torch's coalescing manager, before anything else is looked at.
+    """Refuses a call inside torch's coalescing manager, before any other check.
 
-    torch keeps a list for each group that is being coalesced, and takes it away at the end of the block only: left there by an
-    error, it would swallow every later call of the group. So it is taken away here, and the block must end.
+    torch keeps a list for each group that is being coalesced, and removes it only at the end of the block. If an error left the
+    list there, it would swallow every later call of the group. This function therefore removes it and ends the block.
 
     Raises:
-        RuntimeError: the call is inside of such a block.
+        RuntimeError: the call is inside such a block.
     """
     found = dist.group.WORLD if group is None else group
     if found not in _world.pg_coalesce_state:
         return
     del _world.pg_coalesce_state[found]
-    # With a device, the group collects works as well. There may be no such block: that is what it says then.
+    # With a device, the group itself collects works as well. `_end_coalescing` raises if it has no open block.
     with contextlib.suppress(RuntimeError, ValueError):
         found._end_coalescing(torch.device("cpu"))
     raise RuntimeError(
@@ -186,9 +186,12 @@ def _scope(
     step: int | None,
     op: Op = dist.ReduceOp.SUM,
 ) -> AbstractContextManager[None]:
-    """How a call is encoded and measured, of which this rank sends tensors of these `sizes`, in elements, in a world of so many."""
+    """Returns the scope in which a call is encoded and measured.
+
+    `sizes` maps the world size to the sizes, in elements, of the tensors that this rank sends.
+    """
     if not takes_part(group):
-        # The call itself says that this rank takes no part.
+        # The call itself reports that this rank is not in the group.
         return nullcontext()
     found = checked_group(tensor, group)
     if not isinstance(key, str):
@@ -206,7 +209,7 @@ def _scope(
             'codec="auto" is chosen by what a model\'s gradients are like, for ddp_hook and apply_fsdp2; name a codec here'
         )
     if tensor.is_complex() or tensor.layout is not torch.strided:
-        # torch makes calls on tensors of float32 of these, which the engine cannot tell from others.
+        # torch issues calls on float32 views of these tensors, which the engine cannot distinguish from other float32 tensors.
         return exact()
     codecs = codecs_of(((*(settings.default or (RAW, RAW, RAW)), tensor_id(key)),))
     number = steps.of(found, key) if step is None else step
@@ -234,7 +237,7 @@ def _scope(
 
 
 class _Made:
-    """As `encoded`, but that a call that was made is told. A generator would take as long as the rest of a small call."""
+    """Like `encoded`, but calls `made` after a call without an error. A generator would double the cost of a small call."""
 
     __slots__ = ("_before", "_encoding", "_made")
 
@@ -253,5 +256,5 @@ class _Made:
 
 @lru_cache(maxsize=64)
 def _settings(codec: str) -> Compression:
-    # What a single call loses is its caller's matter, also with a codec that hooks refuse without error feedback.
+    # A single call may use a codec that hooks refuse without error feedback; its loss is up to the caller.
     return Compression(codec, error_feedback=isinstance(codec, str) and needs_feedback(codec))

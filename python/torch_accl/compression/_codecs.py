@@ -1,4 +1,4 @@
-"""What is known of a codec with its settings. The table of codecs answers: nobody here decides by a codec's name."""
+"""Facts about a codec with its settings, from the table of codecs. No code in this package decides by a codec's name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Facts", "candidates", "facts", "for_feedback", "needs_feedback"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the table says of a codec with its settings.
+    """The table's facts about a codec with its settings.
 
     Attributes:
         text: the codec with all its settings.
-        name: of its row.
+        name: name of its row in the table.
         is_exact: whether it loses nothing.
-        is_coarse: whether sums lose so much on their way back that error feedback has a residual of these, too.
-        is_divergent: whether it loses more than there is, so that with error feedback the residual grows without end.
-        is_cast: whether it converts elements one by one, as fast as memory is.
-        needs_feedback: whether it is of use only where what it loses is added to what is encoded next.
-        hides_magnitudes: whether all elements of a bucket decode to one magnitude.
-        next_finer: the codec that loses less; None where nothing is lost.
+        is_coarse: whether results lose so much that error feedback keeps a residual of sums, too.
+        is_divergent: whether it loses more than the value itself, so that residuals of error feedback grow without bound.
+        is_cast: whether it converts elements one by one, at the speed of memory.
+        needs_feedback: whether it is useful only if its loss is added to the next encoded values (error feedback).
+        hides_magnitudes: whether all elements of a bucket decode to the same magnitude.
+        next_finer: the codec with the next smaller loss; None if this one loses nothing.
     """
 
     text: str
@@ -38,22 +38,22 @@ class Facts:
 
     @property
     def short(self) -> str:
-        """Name and bits."""
+        """Name and bits, without other settings."""
         return self.text.partition(",")[0]
 
 
 @lru_cache(maxsize=1024)
 def facts(codec: str) -> Facts:
-    """What is known of a codec.
+    """Returns the facts about a codec.
 
     Raises:
-        ValueError: it is none; the message says what is accepted.
+        ValueError: the text is not a codec; the message lists what is accepted.
     """
     return Facts(**_native.codec_facts(codec))
 
 
 def needs_feedback(codec: str) -> bool:
-    """Whether a text is a codec that is of use only with error feedback."""
+    """Whether a text is a codec that is useful only with error feedback."""
     try:
         return facts(codec).needs_feedback
     except ValueError:
@@ -61,10 +61,10 @@ def needs_feedback(codec: str) -> bool:
 
 
 def candidates() -> list[str]:
-    """What the choice by measurement tries, by the order of the table."""
+    """Returns the codecs that `codec="auto"` tries, in the order of the table."""
     return [codec for row in _native.codecs() for codec in row["auto"]]
 
 
 def for_feedback() -> str:
-    """A codec that is made for error feedback."""
+    """Returns a codec that is made for error feedback."""
     return next(row["spelled"] for row in _native.codecs() if row["needs_feedback"])

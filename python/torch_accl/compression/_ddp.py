@@ -1,6 +1,6 @@
 """The communication hook of DistributedDataParallel.
 
-Its annotations are objects: DistributedDataParallel compares them.
+Annotations in this file are objects, not strings: DistributedDataParallel checks the annotations of its hook.
 """
 
 import torch
@@ -18,16 +18,17 @@ __all__ = ["ddp_hook"]
 
 
 def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket of gradients, those compressed that the state says.
+    """Averages a bucket of gradients; the state decides which of them are compressed.
 
-    For `DistributedDataParallel.register_comm_hook(state, ddp_hook)`. It knows gradients by their parameters, so that the
-    order of buckets and their making anew do not matter; several models have a state each.
+    Use it as `DistributedDataParallel.register_comm_hook(state, ddp_hook)`. Gradients are identified by their parameters, so
+    the order of buckets and their rebuilding do not matter. Each model needs its own state.
 
-    Where DistributedDataParallel's reducer is the one in Python (`torch._dynamo.config.optimize_ddp = "python_reducer"`), it hands over
-    gradients one by one, and each is a call of its own.
+    DistributedDataParallel may use its reducer in Python (`torch._dynamo.config.optimize_ddp = "python_reducer"`). That reducer
+    passes gradients one by one, and each is sent in its own call.
 
     Raises:
-        RuntimeError: a parameter came into the model after the state was made, gradients are not on the CPU, or they are not the whole bucket.
+        RuntimeError: a parameter was added to the model after the state was created, gradients are not on the CPU, or they do not
+            cover the whole bucket.
     """
     if isinstance(bucket, tuple):
         return _mean_of_one(state, *bucket)
@@ -53,12 +54,12 @@ def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Futur
     return future_of(state.send(plan, step, call), lambda: buffer)
 
 
-# The compiler makes one graph of the backward pass and of hooks, and a call of ours is nothing that it can look into.
+# The compiler traces the backward pass and its hooks into one graph, and cannot trace calls of the native module.
 @_disable_dynamo
 def _mean_of_one(
     state: CompressionState, gradient: torch.Tensor, parameter: torch.Tensor
 ) -> torch.futures.Future[torch.Tensor]:
-    """Averages a gradient where it is: nobody waits for the future."""
+    """Averages one gradient in place. It waits for the calls itself, because the Python reducer does not wait for the future."""
     check_device(gradient.device, state.process_group)
     step = state.next_call(state.name_of(parameter))
     if gradient.is_sparse:
@@ -82,7 +83,7 @@ def _mean_of_one(
 
 
 def _mean_of_sparse(state: CompressionState, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """The gradient of an embedding with `sparse=True`, which travels as it is."""
+    """Averages the sparse gradient of an embedding with `sparse=True`, uncompressed."""
     options = dist.AllreduceOptions()
     options.asyncOp = True
     mean = gradient / state.world

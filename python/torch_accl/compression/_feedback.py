@@ -1,8 +1,8 @@
-"""When what is carried over is sent: not with a gradient that may be thrown away, and at the latest with one that travels as it is.
+"""When residuals are added to gradients: never to a gradient of zeros, and at the latest when the gradient is sent uncompressed.
 
-DistributedDataParallel reduces zeros for a parameter that no rank has used, and throws the result away. A rank cannot know what the
-others have, so a gradient of zeros goes without what is carried over, which waits for the next one. Sums that are zeros do the same in
-the engine. Where what is carried is kept, by which names, is said by `_state.py`.
+DistributedDataParallel reduces zeros for a parameter that no rank has used, and discards the result. A rank cannot know the
+gradients of other ranks. Therefore a gradient of zeros is sent without its residual, which waits for the next gradient. The
+engine does the same for sums that are zeros. `_state.py` owns where residuals are kept and under which names.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ._scope import Addresses, Op
 
 __all__ = ["give_back", "is_zero", "of_used"]
 
-# Elements that tell of nearly every gradient that it is not zeros.
+# Checking this many elements suffices to recognise nearly every gradient that is not all zeros.
 _FIRST = 64
 
 
 def is_zero(gradient: torch.Tensor) -> bool:
-    """Whether all elements are zeros; a NaN is none."""
+    """Whether all elements are zeros; NaN counts as not zero."""
     row = gradient
     while row.dim() > 1 and row.shape[0]:
         row = row[0]
@@ -30,7 +30,7 @@ def is_zero(gradient: torch.Tensor) -> bool:
 
 
 def of_used(addresses: Addresses, gradients: Sequence[torch.Tensor]) -> Addresses:
-    """The addresses of a call's tensors, without those of contributions that are zeros."""
+    """Returns a call's residual addresses, with 0 for contributions that are all zeros."""
     unused = {place for place, gradient in enumerate(gradients) if is_zero(gradient)}
     if not unused:
         return addresses
@@ -47,13 +47,14 @@ def give_back(
     op: Op,
     ranks: int,
 ) -> None:
-    """Adds to a rank's contributions what is carried over and that a plan's encodings have no place for any more.
+    """Adds residuals that the plan's encodings no longer use to this rank's contributions.
 
-    What was lost of sums, which `op` makes of so many `ranks`, goes to what is carried over of the contribution of who finished them, where that
-    is encoded still. What is carried over of a contribution that is not goes to the gradient itself. Both once.
+    `op` combines the contributions of `ranks` ranks. The residual of a sum is added to the contribution residual of the rank that
+    completed the sum, if the contribution is still encoded. The residual of a contribution that is no longer encoded is added
+    to the gradient itself. Each is added once.
     """
     divisor = ranks if op == dist.ReduceOp.AVG else 1
-    # Contributions are encoded after they are multiplied.
+    # Contributions are multiplied by the factor before they are encoded.
     has_factor = op == dist.ReduceOp.PREMUL_SUM
     factor = float(op.factor) if has_factor and isinstance(op, dist.ReduceOp) else 1.0
     for place in list(plan.owed):
@@ -63,8 +64,8 @@ def give_back(
         plan.owed.remove(place)
         of_sum = residuals_of_sums.pop(name, None)
         if of_sum is not None:
-            # There is one of contributions wherever there is one of sums, but in a state that somebody has made.
+            # A contribution residual exists wherever a sum residual exists, except in a state that was edited by hand.
             residuals.setdefault(name, torch.zeros_like(of_sum)).add_(of_sum, alpha=divisor)
-        # Gone, if it was sent with another plan of the same gradient.
+        # The residual is absent if another plan of the same gradient has sent it.
         if is_raw and name in residuals:
             gradient.detach().add_(residuals.pop(name).view(gradient.shape), alpha=1 / factor)

@@ -1,11 +1,12 @@
-"""Compression of what FSDP2 sends of gradients (`torch.distributed.fsdp.fully_shard`, and `replicate`, which is made of it).
+"""Compression of the gradients that FSDP2 sends (`torch.distributed.fsdp.fully_shard`, and `replicate`, which is built on it).
 
-Gradients go two ways there: a reduce_scatter among the ranks that share a model, for which torch takes one of ours, and with
-replicas of it an all_reduce of each shard between them, for which it has no hook. But the same object allocates the
-row of gradients that is reduced: ours is of a class of tensors that torch asks (`__torch_function__`) when
-`torch.distributed.all_reduce` is called with it. In all else the row is a plain tensor, and so is what is made from it.
+FSDP2 sends gradients in two calls. The ranks that share a model run a reduce_scatter, which torch lets a user replace. With
+replicas, each shard is all-reduced between the replicas, and torch has no hook for that call. But the object that replaces
+the reduce_scatter also allocates the row of gradients that is reduced. It allocates a tensor subclass, and
+`torch.distributed.all_reduce` asks the subclass first (`__torch_function__`). For all other operations the row, and any
+tensor made from it, is a plain tensor.
 
-Owns both calls. What it must know of torch's inside is in `_torch_names.py`.
+This module owns both calls. `_torch_names.py` owns what must be known of torch's internals.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ __all__ = ["apply_fsdp2"]
 
 
 def apply_fsdp2(model: nn.Module, state: CompressionState) -> None:
-    """Lets every FSDP2 module in `model` reduce its gradients compressed, also between replicas.
+    """Makes every FSDP2 module in `model` reduce its gradients compressed, also between replicas.
 
     Args:
-        model: a module to which `fully_shard` or FSDP2's `replicate` was applied, as were its parts perhaps.
-        state: made of the same model, after that.
+        model: a module to which `fully_shard` or FSDP2's `replicate` was applied; it may have been applied to its parts, too.
+        state: the state, created from the same model after that.
 
-    Supports SUM, AVG and PREMUL_SUM. Parameters that the state leaves out travel as they are, in the same call. On a mesh with replicas both
-    calls are compressed: the reduce_scatter, and the all_reduce of shards between replicas, which has rows of its own in
-    `CompressionState.measures`.
+    SUM, AVG and PREMUL_SUM are supported. Parameters that the state leaves out are sent uncompressed, in the same call. On a
+    mesh with replicas both calls are compressed: the reduce_scatter, and the all_reduce of shards between replicas. The latter
+    has separate rows in `CompressionState.measures`.
 
     Raises:
-        RuntimeError: nothing in the model is sharded or replicated by FSDP2; a module of it has several meshes, or a group of another
-            backend than accl or another device than the CPU; or this torch lacks what is needed, which the message names.
+        RuntimeError: nothing in the model is sharded or replicated by FSDP2; a module has several meshes; a module has a group of
+            another backend than accl or a device other than the CPU; or this torch lacks a needed name, which the message states.
     """
     try:
         from torch.distributed.fsdp import FSDPModule
@@ -54,7 +55,7 @@ def apply_fsdp2(model: nn.Module, state: CompressionState) -> None:
             "this version of torch does not let FSDP2 have a reduce_scatter of our own; 2.9 and newer do"
         )
     found = list(parameter_groups(model))
-    # Nothing is changed where something is refused.
+    # All modules are checked before any is changed.
     for name, module, groups in found:
         if len(groups) > 1:
             raise RuntimeError(
@@ -67,7 +68,7 @@ def apply_fsdp2(model: nn.Module, state: CompressionState) -> None:
 
 
 def _check_groups(name: str, module: nn.Module, group: Any) -> None:
-    """Refuses what would travel as it is."""
+    """Refuses a module whose gradients would be sent uncompressed."""
     replicas = replicas_of(group)
     if replicas is not None:
         accl_group(replicas)
@@ -79,13 +80,13 @@ def _check_groups(name: str, module: nn.Module, group: Any) -> None:
             )
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
-            # Parameters that are offloaded are not where their gradients are reduced.
+            # The mesh is checked, not the parameter: offloaded parameters are on another device than their reduced gradients.
             mesh = parameter.device_mesh
             check_device(torch.device(mesh.device_type), mesh.get_group(0))
 
 
 class _Reduction:
-    """What torch takes for the reduce_scatter of a module (its interface is `Comm` and `ReduceScatter` of FSDP2)."""
+    """Replacement for the reduce_scatter of a module; its interface is `Comm` and `ReduceScatter` of FSDP2."""
 
     def __init__(self, state: CompressionState, module: str, group: Any) -> None:
         self._state = state
@@ -95,7 +96,7 @@ class _Reduction:
         self._has_replicas = replicas is not None and replicas.size() > 1
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for gradients of all ranks, or for a row of them. With replicas it knows its all_reduce."""
+        """Allocates a row of gradients, for one rank or for all. With replicas the row carries its own all_reduce."""
         row = torch.empty(*size, dtype=dtype, device=device)
         if not self._has_replicas:
             return row
@@ -111,7 +112,7 @@ class _Reduction:
         op: Op,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """The reduce_scatter: each rank's row is cut into the shards of the module's parameters, which are tensors of a call."""
+        """Runs the reduce_scatter. Each rank's row is split into the shards of the module's parameters, one tensor per shard."""
         output_tensor, input_tensor = _plain(output_tensor), _plain(input_tensor)
         check_device(output_tensor.device, accl_group(group))
         parameters, shards = self._rows.last()
@@ -122,12 +123,12 @@ class _Reduction:
             return list(input_tensor.view(group.size(), -1).split_with_sizes(shards, dim=1))
 
         plan = self._state.plan(parameters, shards, output_tensor.dtype, step, inputs, group, group.size())
-        # Of all calls, and laid out once; torch's own takes the whole.
+        # The split tensors serve all calls. A single uncompressed call uses torch's own function on the whole tensors.
         is_whole = len(plan.parts) == 1 and not plan.is_encoded
         blocks, outputs = ([], []) if is_whole else (inputs(), list(output_tensor.split_with_sizes(shards)))
         options = dist.ReduceScatterOptions()
         options.reduceOp = op
-        # Several calls are under way together, whoever waits for them.
+        # Several calls are in flight together, even if the caller blocks.
         options.asyncOp = async_op or len(plan.parts) > 1
 
         def call(part: Part, is_encoded: bool) -> dist.Work | None:
@@ -145,7 +146,7 @@ class _Reduction:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """The all_reduce of this rank's shards between replicas: shards are the tensors of a call."""
+        """Runs the all_reduce of this rank's shards between replicas, one tensor per shard."""
         group = accl_group(group)
         check_device(row.device, group)
         parameters, shards = self._rows.last()
@@ -166,7 +167,7 @@ class _Reduction:
 
 
 class _RowOfReplica(torch.Tensor):
-    """A row that leaves the first all_reduce to `between_replicas`: what a hook of the user sends after it is not ours."""
+    """A row whose first all_reduce runs `between_replicas`. Calls that a user's hook issues on it later are not compressed."""
 
     between_replicas: Callable[..., dist.Work | None]
 
@@ -184,7 +185,7 @@ class _RowOfReplica(torch.Tensor):
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a plain tensor."""
+    """Returns a plain tensor on the same memory."""
     return tensor.as_subclass(torch.Tensor)
 
 
@@ -199,10 +200,10 @@ def _ended(plan: Plan, works: list[dist.Work], result: torch.Tensor, async_op: b
 
 
 def check_row(shards: Sequence[int], elements: int) -> None:
-    """Whether the shards of a module's parameters make up a rank's row.
+    """Checks that the shards of a module's parameters make up a rank's row.
 
     Raises:
-        RuntimeError: they do not: FSDP2 has laid them out in another way than this version knows.
+        RuntimeError: they do not, because FSDP2 has laid them out in a way that this version does not know.
     """
     if sum(shards) != elements:
         raise RuntimeError(

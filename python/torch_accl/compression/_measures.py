@@ -1,4 +1,4 @@
-"""What compression did to each parameter, or to each kind of explicit call, measured on the way."""
+"""Figures of what compression did to each parameter, or to each kind of explicit call, measured during training."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["Measures", "Totals", "table"]
 
 @dataclass(frozen=True)
 class Measures:
-    """Figures of one parameter since its state was made.
+    """Figures of one parameter since its state was created.
 
     Attributes:
-        name: of the parameter.
-        codec: of parts of its sums; None where it travels as it is.
-        calls: how many of its gradients were sent compressed.
-        bits: bits for each of its elements as part of a sum, metadata included.
-        raw_bytes: bytes of these gradients.
-        sent_bytes: bytes that they became.
-        error: squared error of sums by their square, of the elements that were compared with exact sums; None of none. That of a
-            scattered sum is of this rank's part.
-        compared: how many elements these are.
-        carried: with error feedback, norm of what this rank carries over by the norm of its gradient, mean of calls; None
-            without.
-        not_finite: buckets that this rank sent as NaN for a NaN or an infinity in them.
+        name: name of the parameter.
+        codec: codec of parts of its sums; None if it is sent unchanged.
+        calls: number of its gradients that were sent compressed.
+        bits: bits per element as part of a sum, metadata included.
+        raw_bytes: uncompressed bytes of these gradients.
+        sent_bytes: compressed bytes of these gradients.
+        error: squared error of sums divided by their square, over the elements that were compared with exact sums; None if no
+            element was compared. For a reduce_scatter it covers this rank's part.
+        compared: number of elements that were compared.
+        carried: with error feedback, norm of this rank's residual divided by the norm of its gradient, as the mean over calls;
+            None without error feedback.
+        not_finite: buckets that this rank sent as NaN because they contained a NaN or an infinity.
         too_large: buckets that this rank sent as NaN because their metadata cannot hold their range.
-        codec_seconds: time of this rank for encoding, decoding and adding.
+        codec_seconds: seconds that this rank spent on encoding, decoding and adding.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Measures:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums of what the engine measured of one tensor: its fields are those of `_native.Measured`."""
+    """Sums of the engine's measurements of one tensor; the fields are the same as in `_native.Measured`."""
 
     calls: int = 0
     compared: int = 0
@@ -61,18 +61,18 @@ class Totals:
     nanos: int = 0
 
     def plus(self, other: _native.Measured | Totals, by: int = 1) -> Totals:
-        """These and `by` times the others."""
+        """Returns the sum of these totals and `by` times the others."""
         names = [field.name for field in fields(Totals)]
         return Totals(**{name: getattr(self, name) + by * getattr(other, name) for name in names})
 
     @property
     def relative_error(self) -> float | None:
-        """Squared error by the square of what is exact; None where nothing was compared."""
+        """Squared error divided by the square of the exact values; None if nothing was compared."""
         return self.error / self.square if self.square else None
 
     @property
     def mean_carried(self) -> float | None:
-        """Mean over calls of what is carried over by the gradient; None without such calls."""
+        """Mean over calls of the residual's norm divided by the gradient's norm; None without such calls."""
         return self.carried / self.carried_calls if self.carried_calls else None
 
 
@@ -92,7 +92,7 @@ _COLUMNS: Mapping[str, Callable[[Any], str]] = {
 
 
 def table(rows: Iterable[Any], names: Mapping[str, Callable[[Any], str]] = _NAMES) -> str:
-    """The rows for a person to read, with columns that name them; `error` is the squared error by the square."""
+    """Returns the rows as a table to print. `names` are the first columns; `error` is squared error divided by the square."""
     columns = {**names, **_COLUMNS}
     lines = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]

@@ -1,7 +1,7 @@
-"""The group that a state is for, and copies of a state, which cannot take a group with them everywhere.
+"""The group that a state belongs to, and copies of a state: a pickled state has no group.
 
-Owns which group it is and when it is found, pickling and copying. What else a state consists of says the class that is made from
-this one (`_state.py`), by `_portable` and `_restore`.
+This module owns which group a state has and when it is found, pickling and copying. The derived class (`_state.py`) defines
+the rest of a state, by `_portable` and `_restore`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ._scope import accl_group
 
 __all__ = ["OfGroup", "group_of"]
 
-# Of what is pickled. The first had no number.
+# Version of the pickle format. Pickles of the first format have no version.
 VERSION = 1
 
 
 class OfGroup:
-    """Something that belongs to a group.
+    """An object that belongs to a group.
 
     Attributes:
-        world: ranks of the group.
-        rank: this rank's number in it.
+        world: number of ranks of the group.
+        rank: this rank's number in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -39,11 +39,13 @@ class OfGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group of the gradients. What was pickled has none: it takes the default group if that was its group, else it must be
-        told one by setting this.
+        """The group of the gradients.
+
+        An unpickled object has no group. If its group was the default group, it takes the current one. Otherwise the caller must
+        set this property.
 
         Raises:
-            RuntimeError: it was not told, or the group's backend is not accl.
+            RuntimeError: the property was not set, or the group's backend is not accl.
         """
         if self._group is None:
             if not self._is_of_default_group:
@@ -86,7 +88,7 @@ class OfGroup:
         return self._with_group({name: _shallow(value) for name, value in self._portable().items()})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A group is not copied: the copy is of the same ranks.
+        # The group itself is not copied: the copy belongs to the same group.
         return self._with_group(copy.deepcopy(self._portable(), memo))
 
     def _with_group(self, parts: Mapping[str, Any]) -> Self:
@@ -96,26 +98,26 @@ class OfGroup:
         return made
 
     def _portable(self) -> dict[str, Any]:
-        """What a copy is made of: nothing that belongs to this process only."""
+        """Returns the parts for a copy or a pickle, without anything that belongs only to this process."""
         return {**self.__dict__, "_group": None}
 
     def _migrated(self, parts: dict[str, Any], version: int) -> dict[str, Any]:
-        """What was pickled in an older version, as `_portable` says it now."""
+        """Converts the parts of an older pickle version to those that `_portable` returns now."""
         return parts
 
     def _restore(self, parts: Mapping[str, Any]) -> None:
-        """Becomes what `_portable` said."""
+        """Sets the attributes from the parts that `_portable` returned."""
         self.__dict__.update(parts)
 
     def _leave(self, before: int, now: int) -> None:
-        """The group is of another number of ranks from now on."""
+        """Called when the group is about to change from `before` to `now` ranks."""
 
 
 def group_of(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group of a model that is wrapped in DistributedDataParallel, else the one that was given.
+    """Returns the group of a model that is wrapped in DistributedDataParallel, otherwise the given group.
 
     Raises:
-        ValueError: they are not the same, or parts of the model have different groups.
+        ValueError: the two are different, or parts of the model have different groups.
     """
     found: list[dist.ProcessGroup] = []
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""A warning for optimizers that do not go well with gradients of one bit."""
+"""A warning for optimizers that do not work well with gradients of one bit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ADAMS = tuple(
 
 
 def watch_for_adam(parameters: Iterable[torch.Tensor], codec: str) -> None:
-    """Warns if the optimizer that steps these parameters first is a kind of Adam."""
-    # Only their identity is kept, and no longer than until that step.
+    """Warns if the first optimizer that steps any of these parameters is a variant of Adam."""
+    # Only the ids of the parameters are kept, and only until that step.
     wanted = {id(parameter) for parameter in parameters}
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,6 +1,6 @@
-"""How the tensors that a hook hands over are encoded, and which of them travel together.
+"""How the tensors that a hook passes are encoded, and which of them are sent in one call.
 
-Owns plans and how they are cut into calls. Which codec a parameter has, and what is carried over of it, is said by `_state.py`.
+This module owns plans and how they are split into calls. `_state.py` owns the codec and the residuals of a parameter.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Part", "Plan", "cut", "plan_of"]
 
 @dataclass
 class Part:
-    """Tensors of a plan, one after the other, that travel in a call."""
+    """Consecutive tensors of a plan that are sent in one call."""
 
     tensors: slice
-    # Their elements, of those of a block.
+    # Range of the tensors' elements within one block.
     elements: slice
     codecs: _native.Codecs | None = None
-    # Of residuals, with error feedback, and the tensors that are there.
+    # Addresses of residuals, with error feedback, and the tensors that own this memory.
     addresses: Addresses | None = None
     residuals: tuple[torch.Tensor, ...] = ()
     stats: _native.ErrorStats | None = None
@@ -34,33 +34,33 @@ class Part:
 
 @dataclass
 class Plan:
-    """How the tensors that a hook hands over at once are encoded; without codecs they travel as they are."""
+    """How the tensors that a hook passes at once are encoded; without codecs they are sent unchanged."""
 
     names: list[str]
     chosen: list[Codec | None]
-    # Bytes of each tensor of a call: as it is, and as it is sent to be added up.
+    # Bytes of each tensor of a call: unchanged, and as encoded for summing.
     raw_bytes: list[int]
     sent_bytes: list[int]
     parts: tuple[Part, ...]
-    # Whether codecs of some are still to be chosen.
+    # Whether `codec="auto"` has not chosen the codecs of some tensors yet.
     is_waiting: bool = False
-    # How often its tensors were sent compressed, and what was measured until the last look at it.
+    # How often the tensors were sent compressed, and the measurements up to the last check of the figures.
     calls: int = 0
     looked_at: list[Totals] = field(default_factory=list)
-    # This rank's gradients of the call that is about to be made.
+    # Returns this rank's gradients for the call that is about to be issued.
     contributions: Callable[[], Sequence[torch.Tensor]] | None = None
-    # Places of tensors that have carried over what their encodings have no place for.
+    # Indices of tensors with residuals that their encodings no longer use.
     owed: list[int] = field(default_factory=list)
-    # Bytes of an element as it is.
+    # Bytes of an unencoded element.
     item_bytes: int = 4
 
     @property
     def is_encoded(self) -> bool:
-        """Whether any tensor is; then all are sent by codecs, those that travel as they are by `raw`."""
+        """Whether any tensor is encoded. Then all tensors are sent through codecs; those sent unchanged use `raw`."""
         return any(self.chosen)
 
     def totals(self) -> list[Totals]:
-        """What was measured of each tensor."""
+        """Returns the measurements of each tensor."""
         found = [part.stats for part in self.parts if part.stats is not None]
         return [Totals().plus(measured) for stats in found for measured in stats.read()]
 
@@ -74,8 +74,11 @@ def plan_of(
     blocks: int = 1,
     most_bytes: int | None = None,
 ) -> Plan:
-    """How tensors are encoded by these codecs, of which each of so many blocks has so many elements each, and which travel in
-    calls of at most so many bytes."""
+    """Returns the plan for tensors with these codecs.
+
+    `elements` are the elements of each tensor in one block; a call has `blocks` blocks. Tensors are grouped into calls of at
+    most `most_bytes` unencoded bytes.
+    """
     raw = [blocks * count * dtype.itemsize for count in elements]
     parts, sent = [], []
     for tensors in cut(raw, most_bytes):
@@ -92,7 +95,7 @@ def plan_of(
 
 
 def cut(sizes: Sequence[int], most: int | None) -> list[slice]:
-    """Tensors of these sizes in calls of at most `most` (None: in one); one that is larger has a call of its own."""
+    """Groups tensors of these sizes into calls of at most `most` (None: one call). A larger tensor gets its own call."""
     if most is None:
         return [slice(0, len(sizes))]
     parts, first, room = [], 0, most

@@ -1,19 +1,19 @@
-"""Sums that do not depend on how they are made: of integers, after ranks have agreed on their scale.
+"""Sums that do not depend on how they are computed: sums of integers, after ranks have agreed on their scale.
 
-For each bucket, ranks first agree on the greatest magnitude that any of them has: an exact MAX. Each rank then sends its
-elements as integers, `round(x / unit)`, and these are added up exactly. Units are such that no sum leaves the integers' type:
-`unit = greatest / top` with `top` the greatest number of the type over the number of ranks, at most 2^22. An element of the
-result is its integer times the unit. Integers may be added in any order: the same contributions have the same sum with every
-algorithm, on any number of hosts, whichever rank has which of them.
+For each bucket, ranks first agree on the largest magnitude of any rank, with an exact MAX. Each rank then sends its elements
+as integers, `round(x / unit)`, and the integers are summed exactly. Units are chosen so that no sum overflows the integer
+type: `unit = greatest / top`. `top` is the largest number of the type divided by the number of ranks, at most 2^22. An
+element of the result is its integer times the unit. Integers may be added in any order. The same contributions therefore
+have the same sum with every algorithm, on any number of hosts, and with any assignment of contributions to ranks.
 
-It is the shared-scale sum of Mishchenko et al., IntSGD: Adaptive Floatless Compression of Stochastic Gradients, 2021, with a scale
-for each bucket, and rounding to nearest in place of random rounding.
+This is the shared-scale sum of Mishchenko et al., IntSGD: Adaptive Floatless Compression of Stochastic Gradients, 2021, with a
+scale for each bucket, and with rounding to nearest instead of random rounding.
 
-Arithmetic is torch's on the values in float32: a quotient, rounded to nearest even; back, the unit (of means: over the number of
-ranks) times the integer, rounded; in float64 with 32 bits. A unit is at least 2^-100, so that denormal numbers, which a
-process may have been told to flush, become 0 everywhere.
+torch does the arithmetic in float32. Going there: a quotient, rounded to nearest even. Going back: the unit (for means divided
+by the number of ranks) times the integer, rounded; in float64 with 32 bits. A unit is at least 2^-100. Denormal numbers,
+which some processes flush to zero, therefore become 0 on all ranks.
 
-Annotations are objects: DistributedDataParallel compares those of its hook.
+Annotations in this file are objects, not strings: DistributedDataParallel checks the annotations of its hook.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,23 +33,23 @@ __all__ = ["Reproducible", "all_reduce_reproducible", "reproducible_hook"]
 _LEAST_UNIT = 2.0**-100
 _INFINITY_BITS = 0x7F80_0000
 _TYPES = {8: torch.int8, 16: torch.int16, 32: torch.int32}
-# What float32 rounds to integers exactly, with room.
+# float32 rounds integers of this magnitude exactly, with a margin.
 _MOST_LEVELS = 1 << 22
-# Elements of temporary tensors: they stay in the cache.
+# Elements of temporary tensors: few enough to stay in the cache.
 _BLOCK = 1 << 15
 
 
 @dataclass(frozen=True)
 class Reproducible:
-    """How reproducible sums are made; the same on all ranks, who compare it at each call.
+    """Settings of reproducible sums. They must be the same on all ranks, which is checked at each call.
 
     Args:
-        bits: of an element as it travels: 8, 16 or 32. With 8, a rank of 4 has 31 levels on each side of zero, one of 16 has 7.
-        bucket: elements that share a unit, a multiple of 8 from 8 to 8,192. Buckets begin at the first element of each tensor.
-        process_group: that of `reproducible_hook`; None is the default group.
+        bits: bits per element as sent: 8, 16 or 32. With 8, each of 4 ranks has 31 levels on each side of zero, each of 16 has 7.
+        bucket: elements that share a unit, a multiple of 8 from 8 to 8,192. Buckets start at the first element of each tensor.
+        process_group: group for `reproducible_hook`; None is the default group.
 
     Raises:
-        ValueError: other bits or buckets.
+        ValueError: `bits` or `bucket` has another value.
     """
 
     bits: int = 8
@@ -63,10 +63,10 @@ class Reproducible:
             raise ValueError(f"bucket is {self.bucket!r}; expected a multiple of 8 from 8 to 8192")
 
     def _top(self, world: int) -> int:
-        """The greatest level of a rank.
+        """Returns the largest level of a rank.
 
         Raises:
-            ValueError: the sum of so many ranks does not fit.
+            ValueError: the sum of `world` ranks does not fit into `bits`.
         """
         top = torch.iinfo(_TYPES[self.bits]).max // world
         if top == 0:
@@ -83,33 +83,33 @@ def all_reduce_reproducible(
     bits: int = 8,
     bucket: int = 512,
 ) -> dist.Work | None:
-    """As `torch.distributed.all_reduce`, of integers: the same bits whatever the algorithm, the hosts and the order of ranks.
+    """Works like `torch.distributed.all_reduce`, on integers: the same bits for any algorithm, hosts and order of ranks.
 
-    An element of a sum differs from the exact one by at most ranks / 2 units of its bucket, a unit being the greatest magnitude
-    on any rank over `(2^(bits - 1) - 1) // ranks`, and by its rounding. A bucket with a NaN or an infinity on any rank is NaN on all. With
-    one rank the call is exact.
+    An element of the result differs from the exact sum by at most ranks / 2 units of its bucket, plus its own rounding. A unit
+    is the largest magnitude on any rank divided by `(2^(bits - 1) - 1) // ranks`. If a bucket has a NaN or an infinity on
+    any rank, it becomes NaN on all. With one rank the call is exact.
 
     Args:
         tensor: float32, float16, bfloat16 or complex64 on the CPU, of any shape; it is overwritten with the result.
         op: SUM or AVG.
         group: None is the default group; its backend must be accl.
-        async_op: return a Work when ranks have agreed on their units, instead of waiting for sums.
-        bits: of an element as it travels, see `Reproducible`.
+        async_op: return a Work once ranks have agreed on their units, instead of waiting for sums.
+        bits: bits per element as sent, see `Reproducible`.
         bucket: as for `Reproducible`.
 
     Returns:
         A Work with `async_op`, else None.
 
     Raises:
-        ValueError: a tensor, an operator, bits or a bucket that it does not take.
-        RuntimeError: the group has another backend, ranks have different settings, or what `all_reduce` raises.
+        ValueError: the tensor, the operator, `bits` or `bucket` is not accepted.
+        RuntimeError: the group's backend is not accl, or ranks have different settings. Also whatever `all_reduce` raises.
     """
     refuse_coalescing(group)
     settings = Reproducible(bits, bucket)
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"reproducible sums are SUM or AVG, and this is {op}; others do not depend on an order")
     if not takes_part(group):
-        # The call itself says that this rank takes no part.
+        # The call itself reports that this rank is not in the group.
         return dist.all_reduce(tensor, op, group, async_op)
     found = checked_group(tensor, group)
     call = _Sum([tensor], op == dist.ReduceOp.AVG, found, settings)
@@ -126,7 +126,8 @@ def all_reduce_reproducible(
 def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients reproducibly, for `DistributedDataParallel.register_comm_hook(Reproducible(), reproducible_hook)`.
 
-    Each gradient has buckets of its own: averages do not depend on how the model's gradients are put together either.
+    Each gradient starts a new bucket of `Reproducible`. Averages therefore do not depend on how DistributedDataParallel groups
+    gradients.
     """
     buffer = bucket.buffer()
     group = checked_group(buffer, state.process_group)
@@ -134,19 +135,19 @@ def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future
-    # Of a sparse gradient the buffer is all there is.
+    # A sparse gradient has no memory other than the buffer.
     work = _Sum([buffer] if buffer.is_sparse else gradients_of(bucket)[1], True, group, state).start()
     return work.get_future().then(lambda future: _after(future, buffer))
 
 
 def _after(future: torch.futures.Future[list[torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
-    # An error of the call is raised here, and reaches the backward pass.
+    # `value` raises an error of the call, which then reaches the backward pass.
     future.value()
     return buffer
 
 
 class _Sum:
-    """One call: the tensors one after the other, each in rows of a bucket."""
+    """One call: all tensors in sequence, each split into rows of one bucket."""
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], is_mean: bool, group: dist.ProcessGroup, settings: Reproducible
@@ -158,7 +159,7 @@ class _Sum:
                     f"({str(tensor.layout).removeprefix('torch.')})"
                 )
         self.tensors = list(tensors)
-        # A copy of what is not contiguous, or conjugate.
+        # `reshape` copies tensors that are not contiguous, and `_real` copies conjugate ones.
         self.flat = [_real(tensor.detach()).reshape(-1) for tensor in tensors]
         self.divisor = group.size() if is_mean else 1
         self.group = group
@@ -168,7 +169,7 @@ class _Sum:
         self.levels: torch.Tensor
 
     def start(self) -> WorkWithEnd:
-        """Agrees on units, and starts the sum."""
+        """Agrees with the other ranks on units, and starts the sum."""
         bucket = self.settings.bucket
         self.units = self._units(sum(-(-flat.numel() // bucket) for flat in self.flat))
         elements = sum(flat.numel() for flat in self.flat)
@@ -178,7 +179,7 @@ class _Sum:
             units = self.units[buckets, None]
             scaled = torch.div(values, units, out=self._room_of(values)).round_()
             if not is_finite:
-                # Nothing of a bucket that becomes NaN is sent.
+                # Elements of a bucket that will become NaN are sent as zeros.
                 scaled.masked_fill_(~units.isfinite(), 0)
             self.levels[own].view_as(values).copy_(scaled)
         with exact():
@@ -187,7 +188,8 @@ class _Sum:
 
     def _units(self, buckets: int) -> torch.Tensor:
         settings, top = self.settings, self.settings._top(self.group.size())
-        # Magnitudes have the order of their bits, infinity and NaN above all; and what tells whether settings are the same.
+        # The bits of magnitudes, as integers, have the order of the magnitudes, with infinity and NaN on top. The last four numbers
+        # show whether the settings of ranks differ.
         agreed = torch.empty(buckets + 4, dtype=torch.int32, device="cpu")
         said = [settings.bits, -settings.bits, settings.bucket, -settings.bucket]
         agreed[buckets:] = torch.tensor(said, dtype=torch.int32, device="cpu")
@@ -211,7 +213,7 @@ class _Sum:
         return self._room[: values.numel()].view_as(values)
 
     def _rows(self) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-        """Some buckets after the other: a matrix of which each row is one, which they are, and which elements of all."""
+        """Yields groups of buckets: a matrix with one bucket per row, the indices of the buckets, and the range of elements."""
         bucket = self.settings.bucket
         most = max(1, _BLOCK // bucket)
         first, start = 0, 0
@@ -229,8 +231,8 @@ class _Sum:
 
     @torch.inference_mode()
     def _end(self) -> None:
-        # Also a tensor that was made in inference mode is written outside of it, as by all_reduce.
-        # An integer of 16 bits is exact in float32.
+        # `inference_mode` allows writing to a tensor that was created in inference mode, as all_reduce does.
+        # float32 holds integers of 16 bits exactly.
         scale = (self.units.double() if self.settings.bits == 32 else self.units) / self.divisor
         for values, buckets, elements in self._rows():
             torch.mul(self.levels[elements].view_as(values), scale[buckets, None], out=values)
@@ -240,5 +242,5 @@ class _Sum:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Real and imaginary parts of complex numbers, which share a unit as neighbours."""
+    """Returns complex numbers as pairs of real and imaginary parts. The parts are neighbours, so they share a unit."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

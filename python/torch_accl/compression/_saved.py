@@ -1,9 +1,9 @@
-"""What a state is saved as, and what is read of it.
+"""The saved form of a state, and what is read from it.
 
-Owns the format of `state_dict`. It goes through `torch.save` (also with `weights_only`) and through
-`torch.distributed.checkpoint`, which makes a key of every path of dicts, keeps one value of all ranks for each key, and fills in
-only the keys that are there before. So what ranks have in common is a value for each key, whatever is in it (a tuple is not looked
-into), and what a rank has for itself is under a key with its number.
+This module owns the format of `state_dict`. The format must survive `torch.save` (also with `weights_only`) and
+`torch.distributed.checkpoint`. The latter makes a key of every path of dicts, keeps one value for each key over all ranks, and
+loads only keys that exist already. Data that ranks have in common is therefore one value per key, with tuples in place of
+dicts, because tuples are not traversed. Data of one rank is under a key that contains its number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._settings import Codec
 
 __all__ = ["VERSION", "Saved"]
 
-# The first had no number: dicts of what one rank carried over, and nothing that said which rank's they were.
+# The first format has no version: dicts of the residuals of one rank, without the number of that rank.
 VERSION = 2
 
 Residuals = dict[str, torch.Tensor]
@@ -28,20 +28,20 @@ Residuals = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Saved:
-    """What is kept of a state.
+    """The parts of a state that are saved.
 
     Attributes:
-        world: ranks of the group.
-        step: how many times all gradients went through.
-        calls: of each module of FSDP2.
-        decided: codecs that were decided on while training went on.
-        choices: those of `codec="auto"`.
-        scale: of the gradient scaler; None if there was none.
-        residuals: what a rank carried over of its contributions, by name.
-        residuals_of_sums: and of sums.
-        rank: that rank; None if it is not known, or if nothing was carried over.
-        carried_at: the step of these; None as of `rank`.
-        version: of the format.
+        world: number of ranks of the group.
+        step: how many times all gradients were sent.
+        calls: number of calls of each FSDP2 module.
+        decided: codecs that were changed during training, by parameter.
+        choices: choices of `codec="auto"`.
+        scale: scale of the gradient scaler; None if there was none.
+        residuals: a rank's residuals of contributions, by name.
+        residuals_of_sums: a rank's residuals of sums, by name.
+        rank: the rank that these residuals belong to; None if it is not known, or if there are no residuals.
+        carried_at: the step of the residuals; None like `rank`.
+        version: version of the format.
     """
 
     world: int
@@ -57,7 +57,7 @@ class Saved:
     version: int = VERSION
 
     def written(self) -> dict[str, Any]:
-        """To be saved by each rank for itself, or of all ranks together by `torch.distributed.checkpoint`."""
+        """Returns the dict to save: each rank saves its own, or `torch.distributed.checkpoint` combines the dicts of all ranks."""
         return {
             "version": VERSION,
             "world": self.world,
@@ -73,10 +73,10 @@ class Saved:
 
     @classmethod
     def read(cls, saved: Mapping[str, Any], rank: int) -> Saved:
-        """What this rank goes on from.
+        """Returns the saved state for rank `rank`.
 
         Raises:
-            ValueError: it is of a newer format, or names a codec that there is not.
+            ValueError: the format is newer, or a codec in it does not exist.
         """
         version = saved.get("version", 1)
         if version > VERSION:
@@ -86,7 +86,7 @@ class Saved:
         if version == 1:
             carried = (None, None, saved["losses"].items(), saved["losses_of_sums"].items())
         else:
-            # One that another rank saved for itself has no such key, and is told by its number.
+            # A state that another rank saved for itself lacks this key. The number in its row then shows the other rank.
             rows = saved["residuals"]
             carried = rows.get(f"rank {rank}") or next(iter(rows.values()), (None, None, (), ()))
         of_rank, carried_at, residuals, residuals_of_sums = carried
@@ -131,5 +131,5 @@ def _pairs(residuals: Residuals) -> tuple[tuple[str, torch.Tensor], ...]:
 
 
 def _as_written_to(pairs: Any) -> Residuals:
-    """Copies, as the engine needs them."""
+    """Returns contiguous float32 copies on the CPU, as the engine needs them."""
     return {name: residual.detach().to("cpu", torch.float32, copy=True).contiguous() for name, residual in pairs}

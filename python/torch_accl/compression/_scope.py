@@ -1,4 +1,4 @@
-"""Calls of the engine that are encoded: the setting of the calling thread while a call is made."""
+"""Encoding of the engine's calls: a setting of the calling thread, in effect while it issues a call."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ __all__ = [
 ]
 
 
-# What is encoded; all else travels as it is.
+# Types that are encoded. All other tensors are sent unchanged.
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-# An operator as torch's calls take it: with a factor (PREMUL_SUM) it is a `ReduceOp`.
+# Type of the operators that torch's calls accept. An operator with a factor (PREMUL_SUM) is a `ReduceOp`.
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
-# Addresses of what is carried over: of contributions, and of sums.
+# Addresses of residuals: of contributions, and of sums.
 Addresses = tuple[list[int], list[int]]
 
-# The codecs of one tensor (inside hosts, of parts of sums, of results), and what tells its random numbers from others'.
+# The codecs of one tensor (inside hosts, for parts of sums, for results), and the number that selects its random numbers.
 Coded = tuple[str, str, str, int]
 
 
 @lru_cache(maxsize=1024)
 def codecs_of(tensors: tuple[Coded, ...]) -> _native.Codecs:
-    """The engine's codecs of the tensors of a call."""
+    """Returns the engine's codecs for the tensors of a call."""
     return _native.Codecs(list(tensors))
 
 
@@ -57,7 +57,10 @@ def encoded(
     stats: _native.ErrorStats | None = None,
     one_in: int = 0,
 ) -> Iterator[None]:
-    """Calls that this thread makes inside are encoded, and measured if there is a stats. Residuals live until these are done."""
+    """Encodes calls that this thread issues inside, and measures them if `stats` is given.
+
+    The memory of `residuals` must stay valid until these calls complete.
+    """
     before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals, stats, one_in))
     try:
         yield
@@ -67,7 +70,7 @@ def encoded(
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Calls that this thread makes inside travel as they are, also in a group that encodes all calls."""
+    """Sends calls that this thread issues inside unchanged, even in a group that encodes all calls."""
     before = _native.encode_calls(_native.Encoding.none())
     try:
         yield
@@ -83,10 +86,10 @@ def is_said() -> bool:
 
 
 def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, which must have the accl backend for tensors on the CPU.
+    """Returns the group, or the default group for None. Its backend for CPU tensors must be accl.
 
     Raises:
-        RuntimeError: there is no group, or its backend is another.
+        RuntimeError: there is no group, or its backend is not accl.
     """
     found = dist.group.WORLD if group is None else group
     if found is None:
@@ -101,15 +104,15 @@ def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def takes_part(group: object) -> bool:
-    """Whether this rank is in the group of a call: `new_group` gives the others a number in place of a group."""
+    """Whether this rank is in the group of a call. For ranks outside, `new_group` returns a placeholder instead of a group."""
     return group is not dist.GroupMember.NON_GROUP_MEMBER
 
 
 def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
-    """Whether gradients on such a device are compressed.
+    """Checks that gradients on this device can be compressed.
 
     Raises:
-        RuntimeError: they are not, since another backend of the group reduces them, or none.
+        RuntimeError: they cannot, because the group reduces them with another backend or has none for the device.
     """
     if device.type == "cpu":
         return
@@ -124,12 +127,12 @@ def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
 
 
 def codec_of_group(group: dist.ProcessGroup) -> str | None:
-    """The codec that the `Options` of a group name, if they name one."""
+    """Returns the codec that the `Options` of the group name, or None."""
     return accl_backend(group).options.settings.get("compression")
 
 
 def accl_backend(group: dist.ProcessGroup) -> _native.Backend:
-    """The backend of a group that `accl_group` has found."""
+    """Returns the accl backend of a group that `accl_group` returned."""
     backend = _cpu_backend(group)
     assert isinstance(backend, _native.Backend), "`accl_group` has looked"
     return backend
@@ -137,6 +140,6 @@ def accl_backend(group: dist.ProcessGroup) -> _native.Backend:
 
 def _cpu_backend(group: dist.ProcessGroup) -> Backend:
     backend = group._get_backend(torch.device("cpu"))
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch puts one of its own around it.
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the backend in another one.
     wrapped: Backend = getattr(backend, "wrapped_pg", backend)
     return wrapped

@@ -1,4 +1,4 @@
-"""Which tensors are compressed, and how: settings that all ranks of a group share."""
+"""Settings of compression, which all ranks of a group share: the tensors that are compressed, and their codecs."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = [
 RAW = "raw"
 AUTO = "auto"
 
-# The codecs of one tensor: inside hosts, of parts of sums, of results.
+# The codecs of one tensor: inside hosts, for parts of sums, for results.
 Codec = tuple[str, str, str]
 
 
-# The audit where none is given: of elements, and most of the bytes.
+# The default audit: at most one element in `_ONE_IN`, and at most 1 / `_PART` of the bytes.
 _ONE_IN = 1024
 _PART = 250
 
 
-# Of what is pickled.
+# Version of the pickle format.
 VERSION = 1
 
 
 class _Unsaid(str):
-    """A codec that nobody has given: a group may have another one that is meant."""
+    """A default codec. It yields to the codec of a group's `Options`, unlike a codec that the caller has given."""
 
     __slots__ = ()
 
@@ -49,41 +49,42 @@ class _Unsaid(str):
 class Compression:
     """How gradients are compressed.
 
-    A codec is a text such as `bf16` or `maxmin:4,bucket=128,meta=float16,rounding=stochastic`: a name, with bits where there is a
-    choice of them, and settings. `accl codecs` lists all, and `docs/compression.md` says which to take. Elements of a `bucket`
-    (512, where it is left out) share their metadata, whose type is `meta`; `rounding` is `nearest` from 4 bits on and `stochastic`
-    below, unless it is given; `correlated` is stochastic with errors that balance between ranks.
+    A codec is a text such as `bf16` or `maxmin:4,bucket=128,meta=float16,rounding=stochastic`: a name, bits if the codec has a
+    choice of them, and settings. `accl codecs` lists all codecs, and `docs/compression.md` says which to take. The elements of
+    a `bucket` (default 512) share their metadata, whose type is `meta`. The default of `rounding` is `nearest` from 4 bits on
+    and `stochastic` below. `correlated` is stochastic rounding whose errors balance between ranks.
 
     Attributes:
-        codec: of all tensors that are not treated otherwise. Where it is left out, that of the group's `Options`, else that of
-            `ACCL_CODEC`, else `maxmin:4`. With `"auto"` each parameter gets the fastest one of raw, bf16, 8 and 4 bits whose error is
-            within `error_budget`, which is measured with its first compressed gradient and kept (for DistributedDataParallel and
-            FSDP2; `CompressionState.explain` tells).
-        up: of parts of a sum on their way to who adds them up; None takes `codec`.
-        down: of results on their way back; None takes `codec`.
-        inner: of parts of a sum between ranks of one host, where an algorithm composes over hosts.
-        layers: codecs by name of parameter, such as `{"embedding": "maxmin:8", "*.head.weight": "raw"}`. A key with `*`, `?` or
-            `[` is a pattern for the whole name, any other is part of the name; the last that fits wins.
-        exclude: parameters that travel as they are, given as the keys of `layers` are.
+        codec: codec of all tensors without another rule. Default: the codec of the group's `Options`, else of `ACCL_CODEC`, else
+            `maxmin:4`. With `"auto"` each parameter gets the fastest of raw, bf16, 8 and 4 bits whose error is within
+            `error_budget`. The error is measured with the parameter's first compressed gradient, and the choice is kept. `"auto"`
+            works with DistributedDataParallel and FSDP2; `CompressionState.explain` shows the choices.
+        up: codec of parts of a sum, sent to the rank that adds them up; None takes `codec`.
+        down: codec of results that are sent back; None takes `codec`.
+        inner: codec of parts of a sum between ranks of one host, if an algorithm has a level per host.
+        layers: codecs by parameter name, such as `{"embedding": "maxmin:8", "*.head.weight": "raw"}`. A key with `*`, `?` or `[` is
+            a pattern for the whole name; any other key matches a part of the name. The last match wins.
+        exclude: parameters that are sent unchanged, as names or patterns like the keys of `layers`.
         one_dimensional: whether parameters of one dimension (biases, norms) are compressed, too.
-        min_elements: tensors with fewer travel as they are.
-        error_feedback: whether what an encoding loses of a gradient is added to the next one (for DistributedDataParallel and
-            FSDP2; it takes a float32 for each element of a compressed parameter, two with 2 bits on the way back). Worth it
-            at 2 and 3 bits, with `rounding=nearest`: stochastic rounding loses twice as much.
-        error_budget: with `"auto"`, most that the squared error of a sum by its square may be; beyond 0.05, 2 bits are tried too.
-        error_limit: squared error of sums by their square, mean of 100 steps, beyond which a parameter travels as it is from then
-            on, with a warning; None: it is only reported (`CompressionState.measures`).
-        audit: about one element in so many travels uncompressed, too, so that the error of sums is known; 0: none; None: one in
-            1,024, and fewer where they would be more than 1/250 of the bytes (with 4 bits one in 1,940).
-        start_step: steps that go uncompressed first.
-        seed: what random numbers are made from, together with step, tensor, rank and element.
-        fusion_bytes: gradients that a hook hands over together travel in calls of at most so many bytes of gradients, one queued
-            after the other (a positive multiple of 4). A larger one has a call of its own: none is cut. None: in one call.
+        min_elements: tensors with fewer elements are sent unchanged.
+        error_feedback: whether the loss of an encoding is added to the next gradient (for DistributedDataParallel and FSDP2). It
+            needs one float32 per element of a compressed parameter, two with 2 bits for results. It is worthwhile at 2 and 3 bits
+            with `rounding=nearest`: stochastic rounding loses twice as much.
+        error_budget: with `"auto"`, the maximum squared error of a sum divided by its square; above 0.05, 2 bits are tried too.
+        error_limit: limit for the squared error of sums divided by their square, as the mean of 100 steps. A parameter above it is
+            sent unchanged from then on, with a warning. None: errors are only reported (`CompressionState.measures`).
+        audit: about one element in `audit` is also sent uncompressed, so that the error of sums is known; 0 means none. None: one
+            in 1,024, or fewer if they would be more than 1/250 of the bytes (with 4 bits one in 1,940).
+        start_step: number of initial steps that are sent uncompressed.
+        seed: seed of random numbers, which also depend on step, tensor, rank and element.
+        fusion_bytes: maximum bytes of gradients in one call; a positive multiple of 4. Gradients that a hook passes together are
+            split into such calls, which are queued one after the other. A larger gradient is not cut and gets its own call. None:
+            one call.
 
     Raises:
-        ValueError: a codec has no such setting; the message says what is accepted. Or error feedback was asked for with a codec
-            whose error is larger than what it encodes (`maxmin:1`), so that the residual grows without end. Or it was not asked for
-            with one that is made for it (`sign`, `topk`), and that always loses a large part of a gradient.
+        ValueError: a value is not accepted; the message lists the accepted ones. Also error feedback with a codec whose error is
+            larger than the encoded value (`maxmin:1`), because residuals would grow without bound. Also a codec that is made for
+            error feedback (`sign`, `topk`) without it, because it always loses a large part of a gradient.
     """
 
     codec: str = field(default_factory=lambda: _Unsaid(default_codec()))
@@ -156,7 +157,7 @@ class Compression:
         return {"version": VERSION, **self.__dict__}
 
     def __setstate__(self, saved: Mapping[str, Any]) -> None:
-        # The first had no number, and the same fields.
+        # Pickles of the first format have no version, and the same fields.
         if (version := saved.get("version", 0)) > VERSION:
             raise ValueError(
                 f"compression: the settings were saved in version {version}; this version of torch_accl knows up to {VERSION}"
@@ -168,16 +169,16 @@ class Compression:
             raise ValueError(f"compression: settings that were saved are not accepted: {error}") from None
 
     def of_group(self, codec: str | None) -> Compression:
-        """These settings in a group whose `Options` name a codec, or none: it is meant where none was given here."""
+        """Returns these settings for a group whose `Options` name `codec` (or None), which replaces a default codec."""
         return self if codec is None or not isinstance(self.codec, _Unsaid) else replace(self, codec=codec)
 
     def codecs(self) -> list[str]:
-        """All that some parameter may take."""
+        """Returns all codecs that any parameter may get, without `"auto"`."""
         codecs = [self.up or self.codec, self.down or self.codec, *self.layers.values()]
         return list(dict.fromkeys(codec for codec in codecs if codec != AUTO))
 
     def codec_of(self, name: str, elements: int, dimensions: int) -> Codec | None:
-        """The codecs of a parameter; None if it travels as it is."""
+        """Returns the codecs of a parameter; None if it is sent unchanged."""
         chosen = [codec for key, codec in self.layers.items() if fits(key, name)]
         if chosen:
             return None if chosen[-1] == RAW else (self.inner, chosen[-1], chosen[-1])
@@ -188,39 +189,39 @@ class Compression:
         return self.default
 
     def one_in(self, raw_bytes: int, sent_bytes: int) -> int:
-        """The audit of a call that sends so many bytes in place of so many."""
+        """Returns N for auditing one element in N, in a call that sends `sent_bytes` instead of `raw_bytes`; 0 means none."""
         return max(_ONE_IN, -(-_PART * raw_bytes // sent_bytes)) if self.audit is None else self.audit
 
     @property
     def default(self) -> Codec | None:
-        """The codecs of a tensor that no rule is for; None if it travels as it is."""
+        """The codecs of a tensor without a rule; None if it is sent unchanged."""
         codecs = (self.inner, self.up or self.codec, self.down or self.codec)
         return None if codecs[1:] == (RAW, RAW) else codecs
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The keys of `layers` and `exclude` that fit none of these parameters."""
+        """Returns the keys of `layers` and `exclude` that match none of these parameters."""
         known = list(names)
         return [key for key in (*self.layers, *self.exclude) if not any(fits(key, name) for name in known)]
 
 
 def default_codec() -> str:
-    """The codec that is meant where none is given."""
+    """Returns the codec to use if the caller gives none: `ACCL_CODEC` or its default."""
     return _default_codec(os.environ.get("ACCL_CODEC"))
 
 
 @lru_cache(maxsize=16)
 def _default_codec(_said: str | None) -> str:
-    # The table reads all variables, which takes longer than a small call: what this one says is kept.
+    # Building the table reads all variables, which takes longer than a small call. The result is cached by the variable's value.
     return next(row["value"] for row in _native.config_rows() if row["option"] == "compression")
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a key of `layers` or `exclude` is for a parameter."""
+    """Whether a key of `layers` or `exclude` matches a parameter name."""
     return fnmatchcase(name, pattern) if any(sign in pattern for sign in "*?[") else pattern in name
 
 
 def tensor_id(name: str) -> int:
-    """A number for a name, the same on all ranks: it tells the random numbers of one tensor from those of others."""
+    """Returns a number for a name, the same on all ranks. It makes the random numbers of one tensor differ from all others."""
     return zlib.crc32(name.encode())
 
 

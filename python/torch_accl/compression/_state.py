@@ -1,4 +1,4 @@
-"""What a hook knows between its calls: names of parameters, plans of its calls, figures of its traffic."""
+"""State of a hook between its calls: names of parameters, plans of its calls, figures of its traffic."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from ._settings import AUTO, RAW, Codec, Compression, tensor_id
 
 __all__ = ["REPLICAS", "CompressionState", "Traffic", "names_of"]
 
-# After the names of parameters and modules: what is said of shards on their way between replicas (FSDP2).
+# Suffix of names of parameters and modules, for shards that are reduced between replicas (FSDP2).
 REPLICAS = " (replicas)"
 
-# Calls of a plan between two looks at what was measured; all ranks look at the same ones.
+# Calls of a plan between two checks of its figures; all ranks check at the same calls.
 LOOK_EVERY = 100
 
-# What is carried over grows without end where it is so many times the gradient.
+# A residual this many times the gradient is taken to grow without bound.
 MOST_CARRIED = 10.0
 
 
 @dataclass
 class Traffic:
-    """Bytes of the gradients that a rank contributed, since the state was made: as they are, and as they were sent."""
+    """Bytes of the gradients that a rank contributed since the state was created: uncompressed, and as sent."""
 
     raw: int = 0
     sent: int = 0
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes were sent; 1.0 before the first call."""
+        """Compression ratio: uncompressed bytes divided by sent bytes; 1.0 before the first call."""
         return self.raw / self.sent if self.sent else 1.0
 
 
@@ -58,32 +58,34 @@ class CompressionState(OfGroup):
     """The state of `ddp_hook` or of `apply_fsdp2`, for one model.
 
     Args:
-        compression: what is compressed and how; the same on all ranks. None, or a `Compression` that names no codec, takes that of
+        compression: what is compressed and how; the same on all ranks. None, or a `Compression` without a codec, takes the codec of
             the group's `Options`.
         model: the model, wrapped or not; its parameters must not change afterwards.
-        process_group: the group of the gradients; its backend must be accl. With a model that is wrapped in
-            DistributedDataParallel it is the wrapper's, and may be left out. Without one, None is the default group.
-        scaler: a gradient scaler (`torch.amp.GradScaler`), whose scale is read once a step: what is carried over follows it.
+        process_group: the group of the gradients; its backend must be accl. It may be left out if the model is wrapped in
+            DistributedDataParallel, whose group is then taken. Otherwise None is the default group.
+        scaler: a gradient scaler (`torch.amp.GradScaler`). Its scale is read once per step, and residuals are rescaled with it.
 
     Attributes:
-        world: ranks of the group.
-        rank: this rank's number in it.
-        step: how many times all gradients went through, or those of the module of FSDP2 that had most.
-        traffic: bytes before and after.
+        world: number of ranks of the group.
+        rank: this rank's number in the group.
+        step: how many times all gradients were sent; for FSDP2, the number of calls of the module that had most.
+        traffic: bytes before and after compression.
 
-    A key of `layers` or `exclude` that fits no parameter is a warning. At the first call ranks compare their settings and steps, and
-    whose saved state each has loaded: where these do not go together, all of them raise a RuntimeError that names ranks.
+    A key of `layers` or `exclude` that matches no parameter causes a warning. At the first call, ranks compare their settings,
+    their steps, and whose saved state each has loaded. If these do not fit together, all ranks raise a RuntimeError that names
+    ranks.
 
-    It can be pickled and copied, as a model with a hook is by `torch.save(ddp)`, `copy.deepcopy` and
-    `torch.optim.swa_utils.AveragedModel`. A copy in the process is of the same group; a file has no group and no scaler in it.
+    The state can be pickled and copied, for instance with its model by `torch.save(ddp)`, `copy.deepcopy` and
+    `torch.optim.swa_utils.AveragedModel`. A copy in the process belongs to the same group. A file contains no group and no
+    scaler.
 
     Raises:
-        TypeError: an argument is not what is expected.
-        ValueError: `process_group` is not that of the model.
-        RuntimeError: there is no group, its backend is another, or a parameter is not on the CPU.
+        TypeError: an argument has the wrong type.
+        ValueError: `process_group` is not the group of the model.
+        RuntimeError: there is no group, its backend is not accl, or a parameter is not on the CPU.
     """
 
-    # From the first one on, calls that are not those of hooks are nobody's gradients (see `compat.cgx`).
+    # Set by the first state. From then on, calls outside hooks are not taken for gradients (see `compat.cgx`).
     is_any_made: ClassVar[bool] = False
 
     def __init__(
@@ -108,32 +110,32 @@ class CompressionState(OfGroup):
         self.step = 0
         self.traffic = Traffic()
         self._names = names_of(model)
-        # By name: that under which what is one parameter on several ranks is compressed alike.
+        # Keys by name. Ranks may have different names for one tied parameter, and the key makes all compress it alike.
         self._keys = _keys_of(model, self._names)
-        # The names are by identity: parameters must live as long.
+        # `_names` is keyed by `id()`, so the parameters must stay alive.
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
-            # One on meta has no memory yet.
+            # A parameter on meta has no memory yet.
             if not parameter.is_meta:
                 check_device(parameter.device, self.process_group)
         self._plans: dict[tuple[object, ...], Plan] = {}
-        # Figures of plans that were replaced, by name.
+        # Figures of replaced plans, by name.
         self._past: dict[str, _Figures] = {}
-        # By name, and of shards between replicas by name and `REPLICAS`: float32 of what was lost of contributions, and of sums.
+        # Residuals in float32, of contributions and of sums. The key is the name; for shards between replicas name and `REPLICAS`.
         self._residuals: dict[str, torch.Tensor] = {}
         self._residuals_of_sums: dict[str, torch.Tensor] = {}
-        # Of FSDP2: calls of each module.
+        # FSDP2: number of calls of each module.
         self._calls: dict[str, int] = {}
-        # Codecs of parameters that were decided on while training went on, and why.
+        # Codecs of parameters that were changed during training, and choices of `codec="auto"`.
         self._decided: dict[str, Codec | None] = {}
         self._choices: dict[str, Choice] = {}
-        # Of gradients, and of shards between replicas, whose groups are others: by elements of a call, type and codec.
+        # Times for `codec="auto"` by elements of a call, type and codec. Shards between replicas use other groups: own times.
         self._times: dict[str, dict[tuple[int, torch.dtype, str], float]] = {"": {}, REPLICAS: {}}
-        # Groups whose ranks have compared their settings.
+        # Groups whose ranks have compared their settings with each other.
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()
-        # Of what was loaded.
+        # The loaded state, without its residuals.
         self._loaded: Saved | None = None
-        # Of the gradient scaler, and the step that it was read at.
+        # Scale of the gradient scaler, and the step at which it was read.
         self._scale: float | None = None
         self._scale_read_at: int | None = None
         for codec in compression.codecs():
@@ -152,7 +154,7 @@ class CompressionState(OfGroup):
     # ---- for users
 
     def codec_of(self, name: str) -> str | None:
-        """The codec of a parameter's parts of sums; None if it travels as it is. To look at before training."""
+        """Returns the codec of a parameter's parts of sums; None if it is sent unchanged. For inspection before training."""
         for parameter in self._parameters:
             if self._names[id(parameter)] == name:
                 codec = self._codec(parameter)
@@ -160,9 +162,11 @@ class CompressionState(OfGroup):
         raise KeyError(name)
 
     def measures(self) -> list[Measures]:
-        """Figures of each parameter that went through, in the order of the model's; those of its shards between replicas are a
-        row of their own. They are those of this rank, but for the error of sums, which with DistributedDataParallel is the same on
-        all."""
+        """Returns figures of each parameter that was sent, in the order of the model's parameters.
+
+        Shards between replicas have rows of their own. The figures are this rank's, except that with DistributedDataParallel the
+        error of sums is the same on all ranks.
+        """
         sums = dict(self._past)
         for plan in self._plans.values():
             _add_figures(sums, plan)
@@ -192,11 +196,11 @@ class CompressionState(OfGroup):
         return rows
 
     def summary(self) -> str:
-        """`measures` as a table to print."""
+        """Returns `measures` as a table to print."""
         return table(self.measures())
 
     def explain(self) -> str:
-        """With `codec="auto"`: what was chosen for each parameter and why, a line each."""
+        """Returns the choices of `codec="auto"` and their reasons, one line per parameter."""
         if self.compression.codec != AUTO:
             return f"codec={self.compression.codec!r}: nothing was chosen"
         if not self._choices:
@@ -205,7 +209,7 @@ class CompressionState(OfGroup):
         return "\n".join(f"{label}: {self._choices[label].explain()}" for label in labels if label in self._choices)
 
     def rescale(self, factor: float) -> None:
-        """Multiplies what is carried over: call it with the ratio of the new loss scale to the old one when that changes.
+        """Multiplies residuals by `factor`. If the loss scale changes, call it with the new scale divided by the old one.
 
         Raises:
             ValueError: the factor is not a positive number.
@@ -217,8 +221,10 @@ class CompressionState(OfGroup):
                 residual.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, what was decided, and what this rank carries over: to be saved by each rank for itself, or by
-        `torch.distributed.checkpoint`, which keeps that of all ranks."""
+        """Returns the step, the decisions, and this rank's residuals.
+
+        Each rank saves its own dict, or `torch.distributed.checkpoint` saves the dicts of all ranks.
+        """
         return Saved(
             world=self.world,
             step=self.step,
@@ -232,12 +238,12 @@ class CompressionState(OfGroup):
         ).written()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict` of the same rank. Of another number of ranks, nothing is carried over, with a warning.
+        """Continues from a `state_dict` of the same rank. If the world size differs, residuals are dropped with a warning.
 
-        All ranks load one, or none does: at the next gradients they compare whose it was and of which step.
+        All ranks must load one, or none. At the next gradients they compare which rank each dict is from, and the steps.
 
         Raises:
-            ValueError: it is of a newer version of torch_accl.
+            ValueError: the dict is of a newer version of torch_accl.
         """
         read = Saved.read(saved, self.process_group.rank())
         self.step, self._calls = read.step, read.calls
@@ -257,7 +263,7 @@ class CompressionState(OfGroup):
         past = dict(self._past)
         for plan in self._plans.values():
             _add_figures(past, plan)
-        # It is a rank's own, also for who takes it from a file.
+        # The copy records whose residuals these are, because another rank may load it from a file.
         loaded = Saved(self.world, self.step, {}, {}, {}, None, rank=self.rank, carried_at=self.step)
         return {
             **super()._portable(),
@@ -281,7 +287,7 @@ class CompressionState(OfGroup):
     def _restore(self, parts: Mapping[str, Any]) -> None:
         CompressionState.is_any_made = True
         super()._restore(parts)
-        # Parameters of a copy are others.
+        # A copy has other parameter objects, so their ids are computed again.
         self._names = {id(parameter): name for parameter, name in zip(self._parameters, parts["_names"], strict=True)}
         self._checked = WeakSet()
 
@@ -299,10 +305,10 @@ class CompressionState(OfGroup):
     # ---- for hooks
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of a parameter.
+        """Returns the name of a parameter.
 
         Raises:
-            RuntimeError: it was not a parameter of the model when the state was made.
+            RuntimeError: the model did not have the parameter when the state was created.
         """
         try:
             return self._names[id(parameter)]
@@ -323,11 +329,13 @@ class CompressionState(OfGroup):
         blocks: int = 1,
         leg: str = "",
     ) -> Plan:
-        """How gradients of these parameters are encoded, of which each block of a call has so many elements each. `leg` is
-        `REPLICAS` of shards between replicas: what is decided, measured and carried over of these is their own.
+        """Returns the plan by which gradients of these parameters are encoded.
 
-        The first time, and then every so many calls, ranks of the group settle what they have to, which are calls of their own:
-        all of them must plan the same. With `codec="auto"`, `contributions` are what the choice is made by.
+        `elements` are the elements of each gradient in one of the call's `blocks`. `leg` is `REPLICAS` for shards between
+        replicas, whose decisions, figures and residuals are separate.
+
+        The first time, and then every `LOOK_EVERY` calls, ranks of the group agree on settings and decisions, which takes calls
+        of its own. All ranks must therefore plan the same. With `codec="auto"`, the choice is based on `contributions`.
         """
         if group not in self._checked:
             check_settings(self.compression, group)
@@ -339,7 +347,7 @@ class CompressionState(OfGroup):
         if plan is not None and plan.calls and plan.calls % LOOK_EVERY == 0 and self._is_changed_by_look(plan, group):
             self._keep_figures([key])
             plan = None
-        # Gradients that tell nothing (all zeros) are not looked at every time.
+        # Gradients of zeros allow no choice. They are tried again only every `LOOK_EVERY` steps.
         is_due = step >= self.compression.start_step and (step - self.compression.start_step) % LOOK_EVERY == 0
         if is_due and self.compression.codec == AUTO and (plan is None or plan.is_waiting) and dtype in FLOATS:
             waiting = [self.name_of(parameter) + leg for parameter in parameters if self._awaits_choice(parameter, leg)]
@@ -362,13 +370,13 @@ class CompressionState(OfGroup):
         op: Op = dist.ReduceOp.AVG,
         ranks: int | None = None,
     ) -> list[Work]:
-        """Makes the calls of a plan one after the other, without waiting for any, and adds them to the traffic.
+        """Issues the calls of a plan one after the other, without waiting for any, and adds them to the traffic.
 
-        `call` makes that of a part and is told whether it is encoded. Blocking calls are done by now and have no Work. `op` is
-        what they make of contributions of so many `ranks`; None: of all.
+        `call` issues the call of a part; its second argument is whether the part is encoded. Blocking calls have completed by
+        then and return no Work. `op` combines the contributions of `ranks` ranks; None: of all ranks.
         """
         compression = self.compression
-        # Not kept: gradients end with the call.
+        # The plan does not keep the gradients, whose lifetime ends with the call.
         contributions, plan.contributions = plan.contributions, None
         gradients: Sequence[torch.Tensor] = ()
         if contributions is not None and compression.error_feedback and step >= compression.start_step:
@@ -393,31 +401,31 @@ class CompressionState(OfGroup):
             if work is not None:
                 works.append(work)
                 if is_encoded and part.residuals:
-                    # The future keeps what is carried over until the call is done: whoever lets go of the state meanwhile.
+                    # The callback keeps the residuals alive until the call completes, even if the state is released meanwhile.
                     work.get_future().then(partial(_let_go, part.residuals))
         return works
 
     def next_call(self, module: str) -> int:
-        """The number of a module's call, from 0."""
+        """Returns the number of a module's next call, from 0, and counts it."""
         call = self._calls.get(module, 0)
         self._calls[module] = call + 1
         self.step = max(self.step, call + 1)
         return call
 
     def see_scale(self, step: int) -> None:
-        """Reads the scale of the gradient scaler, once for each step: what is carried over is of gradients of that scale."""
+        """Reads the gradient scaler's scale once per step, and rescales residuals if it changed."""
         if self.scaler is None or step == self._scale_read_at:
             return
         self._scale_read_at = step
         scale = float(self.scaler.get_scale())
-        # Beyond these, gradients are zeros or not finite, and the scaler is about to find another one.
+        # With any other scale, gradients are zeros or not finite, and the scaler is about to change it.
         if 0 < scale < math.inf:
             if self._scale is not None and scale != self._scale:
                 self.rescale(scale / self._scale)
             self._scale = scale
 
     def _progress(self, step: int) -> Progress:
-        # What comes from a file finds its group, and what rank it is there, at its first gradients.
+        # An unpickled state determines its group, and its rank there, at its first gradients.
         rank, loaded = self.process_group.rank(), self._loaded
         if loaded is None:
             return Progress(rank, step)
@@ -448,7 +456,7 @@ class CompressionState(OfGroup):
         return codec is not None and codec[1] == AUTO and name + leg not in self._choices
 
     def _is_changed_by_look(self, plan: Plan, group: dist.ProcessGroup) -> bool:
-        """Looks at what was measured since the last time, and decides by figures of all ranks together."""
+        """Checks the figures since the last check over all ranks, and changes codecs if needed. Returns whether it changed any."""
         limit = self.compression.error_limit
         if not plan.is_encoded or (limit is None and not self.compression.error_feedback):
             return False
@@ -482,7 +490,7 @@ class CompressionState(OfGroup):
         return changed
 
     def _keep_figures(self, keys: Iterable[tuple[object, ...]]) -> None:
-        """Keeps what was measured of plans that come to their end."""
+        """Removes these plans and keeps their figures."""
         for plan in [self._plans.pop(key) for key in list(keys) if key in self._plans]:
             _add_figures(self._past, plan)
 
@@ -508,8 +516,10 @@ class CompressionState(OfGroup):
         return plan
 
     def _owed(self, plan: Plan, elements: Sequence[int], blocks: int) -> list[int]:
-        """Which tensors have carried over what their encodings have no place for: of all that travel as they are now, of sums those
-        that are encoded more finely."""
+        """Returns the indices of tensors with residuals that their encodings no longer use.
+
+        These are all residuals of tensors that are now sent unchanged, and residuals of sums whose encoding has become finer.
+        """
         owed = []
         for place, (name, codec, count) in enumerate(zip(plan.names, plan.chosen, elements, strict=True)):
             has_place = codec is not None and blocks == 1 and facts(codec[2]).is_coarse
@@ -541,16 +551,16 @@ class CompressionState(OfGroup):
         part.residuals = tuple(kept)
 
 
-# As it was called first: what was written then may name it.
+# Former name of the class. Old pickles may refer to it.
 State = CompressionState
 
 
-# Of a parameter: what was measured, bytes of its compressed gradients before and after, and their elements.
+# Figures of a parameter: measurements, bytes of its compressed gradients before and after compression, and their elements.
 _Figures = tuple[Totals, int, int, int]
 
 
 def _add_figures(figures: dict[str, _Figures], plan: Plan) -> None:
-    """Adds those of a plan's calls, by name; a tensor that travels as it is has none."""
+    """Adds the figures of a plan's calls, by name. A tensor that is sent unchanged adds none."""
     for index, (name, codec, totals) in enumerate(zip(plan.names, plan.chosen, plan.totals(), strict=False)):
         sums, raw, sent, elements = figures.get(name, (Totals(), 0, 0, 0))
         if codec is not None:
@@ -561,7 +571,7 @@ def _add_figures(figures: dict[str, _Figures], plan: Plan) -> None:
 
 
 def _residual(residuals: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> torch.Tensor:
-    """What is carried over of a parameter, a row for each block: zeros at first. The engine writes to its memory."""
+    """Returns the residual of a parameter, a row per block, initially zeros. The engine writes to its memory."""
     if name not in residuals:
         residuals[name] = torch.zeros(blocks, elements, dtype=torch.float32, device="cpu")
     residual = residuals[name]
@@ -574,7 +584,7 @@ def _residual(residuals: dict[str, torch.Tensor], name: str, blocks: int, elemen
 
 
 def _let_go(residuals: tuple[torch.Tensor, ...], done: object) -> None:
-    """What was kept for a call is not needed any more."""
+    """Does nothing; its arguments keep the residuals alive until a call completes."""
 
 
 def _warn_of_world(before: int, now: int) -> None:
@@ -588,24 +598,24 @@ _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The name that each parameter has in the model that was wrapped, by identity."""
+    """Returns the name of each parameter in the unwrapped model, by `id()`."""
     found = [(id(parameter), name.split(".")) for name, parameter in model.named_parameters()]
     plain = {identity: _without_wrappers(parts) for identity, parts in found}
-    # A model may have a part of such a name: then all keep theirs.
+    # If removing wrapper names makes two names equal, the model itself uses such a name. Then all names stay unchanged.
     return plain if len(set(plain.values())) == len(plain) else {identity: ".".join(parts) for identity, parts in found}
 
 
 def _keys_of(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
-    """For names of parameters that are tied to others, which may be on other ranks: the name that all of these have in common.
+    """Returns keys for parameters that are tied to others, possibly on other ranks: the name that all of them have in common.
 
-    A module says so by a method `tied_names`, of names that begin at the module, as `LayerParallel` does.
+    A module declares tied parameters by a method `tied_names`, as `LayerParallel` does. Its names are relative to the module.
     """
     found = {}
     for module in model.modules():
         tied_names = getattr(module, "tied_names", None)
         for name, key in tied_names().items() if callable(tied_names) else ():
             own = names[id(module.get_parameter(name))]
-            # Where the module is a part of the model, both have its name before theirs.
+            # If the module is a part of the model, its prefix goes before both names.
             short = _without_wrappers(name.split("."))
             found[own] = own.removesuffix(short) + _without_wrappers(key.split("."))
     return found

@@ -1,6 +1,6 @@
-"""The numbers of explicit calls that were given none.
+"""Sequence numbers of explicit calls whose caller gave no step.
 
-What is random in a call, and which elements an audit compares, goes by its number: it must be the same on all ranks.
+Random numbers of a call, and the elements that an audit compares, depend on this number. It must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -13,35 +13,37 @@ import torch.distributed as dist
 
 __all__ = ["MOST_KEYS", "Steps", "steps"]
 
-# Keys of a group whose calls are counted.
+# Maximum number of keys of a group whose calls are counted.
 MOST_KEYS = 4096
 
 
 class Steps:
-    """The numbers of calls, by group and key: all ranks of a group make the same calls in it, and what a rank does elsewhere is
-    nothing to them."""
+    """Call numbers by group and key.
+
+    All ranks of a group issue the same calls in it, so their numbers agree. Calls in other groups do not change them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Of each group: numbers by key, the one that was used last at the end, and where a new key begins.
+        # For each group: numbers by key, the most recently used key last, and the number at which a new key starts.
         self._groups: WeakKeyDictionary[dist.ProcessGroup, tuple[OrderedDict[str, int], list[int]]] = (
             WeakKeyDictionary()
         )
 
     def of(self, group: dist.ProcessGroup, key: str) -> int:
-        """The number of the next call on this key."""
+        """Returns the number of the next call on this key."""
         with self._lock:
             numbers, first = self._of_group(group)
             return numbers.get(key, first[0])
 
     def count(self, group: dist.ProcessGroup, key: str) -> None:
-        """A call on this key was made by the next number."""
+        """Records that a call on this key was issued with the next number."""
         with self._lock:
             numbers, first = self._of_group(group)
             numbers[key] = numbers.get(key, first[0]) + 1
             numbers.move_to_end(key)
             if len(numbers) > MOST_KEYS:
-                # If it comes again, it has none of the numbers that it had.
+                # A dropped key that returns must not repeat any of its numbers.
                 first[0] = max(first[0], numbers.popitem(last=False)[1])
 
     def _of_group(self, group: dist.ProcessGroup) -> tuple[OrderedDict[str, int], list[int]]:

@@ -1,4 +1,4 @@
-"""Calls that were made one after the other for tensors that belong together: they are done when all are."""
+"""Calls that were issued one after the other for tensors that belong together: they complete when all have completed."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["WorkOfSeveral", "future_of"]
 
 Result = TypeVar("Result")
 
-# torch's word for a wait without end.
+# torch's value for a wait without a timeout.
 _FOREVER = timedelta(0)
 
 
 def future_of(works: Sequence[Work], result: Callable[[], Result]) -> torch.futures.Future[Result]:
-    """What there is when all of them are done; the first error, in their order, if there was any."""
+    """Returns a future of `result`, complete when all works are. It fails with the first error, in the order of the works."""
     if len(works) == 1:
         return works[0].get_future().then(lambda future: _checked([_error(future)], result))
-    # `collect_all` ends with the first error, when others are still writing to their tensors: errors go as values.
+    # `collect_all` would complete at the first error, while other calls still write to their tensors. Errors are passed as values.
     ended = torch.futures.collect_all([work.get_future().then(_error) for work in works])
     return ended.then(lambda future: _checked((each.value() for each in future.value()), result))
 
 
 class WorkOfSeveral(Work):
-    """Several calls as one. What is said of a single one (`_get_sequence_number`) is that of the last.
+    """Several calls as one Work. Methods that describe a single call (`_get_sequence_number`) describe the last one.
 
     Args:
-        works: of the calls, in the order in which they were made.
-        tensors: what they have together as their result.
+        works: works of the calls, in the order in which they were issued.
+        tensors: result of the calls together.
     """
 
     def __init__(self, works: Sequence[Work], tensors: list[torch.Tensor]) -> None:
@@ -41,7 +41,7 @@ class WorkOfSeveral(Work):
         self._tensors = tensors
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
-        """Waits for all of them, and raises the first error: after that, none writes to its tensors any more."""
+        """Waits for all calls, then raises the first error. Afterwards no call writes to its tensors any more."""
         begin = time.monotonic()
         errors = []
         for work in self._works:
@@ -56,28 +56,28 @@ class WorkOfSeveral(Work):
         return True
 
     def synchronize(self) -> None:
-        """As `Work.synchronize`, of all."""
+        """Calls `Work.synchronize` of all works."""
         for work in self._works:
             work.synchronize()
 
     def is_completed(self) -> bool:
-        """Whether all are done."""
+        """Whether all calls have completed."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all are done without an error."""
+        """Whether all calls have completed without an error."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
-        """The first error."""
+        """Returns the first error, or None."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The tensors, when all are done."""
+        """Returns a future of the tensors, complete when all calls have completed."""
         return future_of(self._works, lambda: self._tensors)
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors."""
+        """Returns the tensors."""
         for work in self._works:
             work.result()
         return self._tensors
@@ -114,7 +114,7 @@ def _error(future: torch.futures.Future[Any]) -> Exception | None:
 
 
 def _checked(errors: Iterable[Exception | None], result: Callable[[], Result]) -> Result:
-    # It is raised in the future's callback, and so reaches who waits for it, such as the backward pass.
+    # The error is raised in the future's callback, and so reaches a caller that waits for the future, such as the backward pass.
     for error in errors:
         if error is not None:
             raise error

@@ -1,8 +1,9 @@
-"""Names of torch's FSDP2 that are not public and that `apply_fsdp2` and `layer_parallel.step` need, with the versions of torch that have them.
+"""Non-public names of torch's FSDP2 that `apply_fsdp2` and `layer_parallel.step` need, with the versions of torch that have them.
 
-Owns the table, and the objects behind the names: nothing else in the package touches the inside of FSDP2. Where torch has a public way it is
-taken: `set_custom_reduce_scatter`, whose object also allocates the rows that are reduced, and `__torch_function__`, which
-`torch.distributed.all_reduce` asks. What torch does not tell is which parameters a row has, and which group replicas have.
+This module owns the table and the objects behind the names. No other module of the package uses FSDP2's internals. Public
+interfaces are used where torch has them: `set_custom_reduce_scatter`, whose object also allocates the rows that are reduced, and
+`__torch_function__`, which `torch.distributed.all_reduce` calls. torch has no public way to find the parameters of a row, or
+the group of replicas.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ __all__ = ["NAMES", "Name", "Rows", "asks_torch_function", "data_groups_of", "pa
 
 @dataclass(frozen=True)
 class Name:
-    """An attribute of an object of torch.
+    """An attribute of a torch object.
 
     Attributes:
-        of: whose it is: an FSDP2 `module`, its `state`, a `group` of parameters of the state, a `param` of the group that was gathered once,
-            the `mesh` of a group that has replicas, a `process_group`, or `torch._C`.
-        name: of the attribute.
-        versions: of torch that have it, of those that are served.
-        use: what it is for.
+        of: owner of the attribute: an FSDP2 `module`, its `state`, a `group` of parameters of the state, a `param` of the group,
+            a `mesh`, a `process_group`, or `torch._C`. A `param` must have been gathered once; the `group` of a `mesh` must have
+            replicas.
+        name: name of the attribute.
+        versions: supported versions of torch that have the attribute.
+        use: purpose of the attribute.
     """
 
     of: str
@@ -46,21 +48,21 @@ NAMES = (
     Name("mesh", "replicate_process_group", _ALL, "the group of replicas"),
     Name("param", "sharded_param", _ALL, "the parameter as the model has it"),
     Name("param", "padded_sharded_param_size", _ALL, "its part of a row"),
-    # Which parameters a row has: 2.15 hands them to the first, and before it is told by the others.
+    # The parameters of a row: torch 2.15 passes them to the first name; for older versions they follow from the other names.
     Name("group", "_prepare_reduce_scatter_inputs", ("2.15",), "what is laid out in a row"),
     Name("group", "post_backward", _ALL, "when a row is about to be laid out"),
     Name("group", "reduce_scatter_unused_params", _ALL, "whether zeros are laid out, too"),
     Name("param", "_unsharded_param", _ALL, "whether it was gathered"),
     Name("param", "unsharded_param", _ALL, "its gradient"),
     Name("param", "unsharded_accumulated_grad", _ALL, "its gradient of passes that were not reduced"),
-    # Said in torch's notes on extending it, all the same.
+    # torch's notes on extending it mention this name, although it is not public.
     Name("torch._C", "DisableTorchFunctionSubclass", _ALL, "a row is a plain tensor but for its all_reduce"),
     Name("process_group", "_get_backend", _ALL, "whether a device has the accl backend"),
 )
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any, list[Any]]]:
-    """The modules of FSDP2 in a model, with their names and groups of parameters; those that share a group once, by the first."""
+    """Yields the FSDP2 modules of a model: name, module, groups of parameters. A shared group is only at its first module."""
     from torch.distributed.fsdp import FSDPModule
 
     seen: set[int] = set()
@@ -76,24 +78,24 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any, list[Any]]]:
 
 
 def replicas_of(group: Any) -> dist.ProcessGroup | None:
-    """The process group in which a group of parameters is all-reduced; None without replicas."""
+    """Returns the process group in which a group of parameters is all-reduced; None without replicas."""
     return getattr(_get(group, "mesh_info"), "replicate_process_group", None)
 
 
 def data_groups_of(group: Any) -> list[dist.ProcessGroup]:
-    """The process groups whose ranks have different data: that a group of parameters is sharded over, and that of replicas."""
+    """Returns the process groups whose ranks have different data: the group of shards and the group of replicas."""
     mesh = _get(group, "mesh_info")
     found = [getattr(mesh, name, None) for name in ("shard_process_group", "replicate_process_group")]
     return [each for each in found if each is not None]
 
 
 def asks_torch_function() -> bool:
-    """Whether `torch.distributed.all_reduce` leaves a tensor of a class of ours to that class."""
+    """Whether `torch.distributed.all_reduce` calls `__torch_function__` of a tensor subclass."""
     probe: Any = _Probe()
     try:
         dist.all_reduce(probe)
     except TypeError:
-        # The probe is no tensor: nothing was sent.
+        # The probe is not a tensor, so nothing was sent.
         return False
     return True
 
@@ -105,7 +107,7 @@ class _Probe:
 
 
 class Rows:
-    """The parameters whose gradients are in a rank's row, in their order there."""
+    """The parameters whose gradients are in a rank's row, in the order of the row."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -115,7 +117,7 @@ class Rows:
             self._look_before_the_call()
             return
 
-        # What torch is about to lay out, it says here.
+        # torch calls this function with the parameters that it is about to lay out.
         def prepared(params: list[Any], gradients: list[torch.Tensor], world: int) -> Any:
             self._last = list(params)
             return prepare(params, gradients, world)
@@ -123,7 +125,7 @@ class Rows:
         group._prepare_reduce_scatter_inputs = prepared
 
     def _look_before_the_call(self) -> None:
-        """Of torch before 2.15: what it will lay out is what has a gradient when the backward pass of the module ends."""
+        """Wraps `post_backward` of torch before 2.15, which lays out the parameters that have a gradient at that point."""
         group, post_backward = self._group, _get(self._group, "post_backward")
 
         def looked(*unused: Any) -> None:
@@ -134,7 +136,7 @@ class Rows:
         group.post_backward = looked
 
     def last(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Of the row that is being reduced, parameters and elements; where torch has not said, all that are trained."""
+        """Returns parameters and elements of the row that is being reduced; all trained parameters if torch passed none."""
         params = self._last
         if params is None:
             params = [param for param in _get(self._group, "fsdp_params") if _get(param, "sharded_param").requires_grad]
@@ -143,8 +145,8 @@ class Rows:
 
 
 def _is_reduced(param: Any, with_zeros: bool) -> bool:
-    """Whether FSDP2 of torch before 2.15 reduces a gradient of this parameter in the call that comes next."""
-    # Only what was gathered has it.
+    """Whether FSDP2 of torch before 2.15 reduces a gradient of this parameter in the next call."""
+    # Only a parameter that was gathered has this attribute.
     if not hasattr(param, "_unsharded_param"):
         return False
     unsharded = _get(param, "unsharded_param")
@@ -154,7 +156,7 @@ def _is_reduced(param: Any, with_zeros: bool) -> bool:
 
 
 def _get(thing: Any, name: str) -> Any:
-    """An attribute that is in the table.
+    """Returns an attribute that is in the table.
 
     Raises:
         RuntimeError: this torch does not have it.

@@ -1,4 +1,4 @@
-"""A call after which something is left to do, as one `Work`."""
+"""A call followed by local work, as one `Work`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["WorkWithEnd"]
 
 
 class WorkWithEnd(WorkOfSeveral):
-    """A call that is done when `end` has run: once, on the thread that torch runs callbacks on."""
+    """A call that completes once `end` has run. `end` runs once, on the thread on which torch runs callbacks."""
 
     def __init__(self, work: Work, tensors: list[torch.Tensor], end: Callable[[], None]) -> None:
         super().__init__([work], tensors)
@@ -26,25 +26,25 @@ class WorkWithEnd(WorkOfSeveral):
         self._done = future_of([work], ended)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """As `Work.wait`."""
+        """Waits for the call and for `end`, like `Work.wait`."""
         super().wait(timeout)
-        # No message is outstanding: what is left is calculated.
+        # No message is outstanding, only `end` is left to compute, so this wait needs no timeout.
         self._done.wait()
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """As `Work.get_future`."""
+        """Returns a future that completes after `end`, like `Work.get_future`."""
         return self._done
 
     def result(self) -> list[torch.Tensor]:
-        """As `Work.result`."""
+        """Waits and returns the tensors, like `Work.result`."""
         self.wait()
         return super().result()
 
     def is_completed(self) -> bool:
-        """As `Work.is_completed`."""
+        """Whether the call and `end` have completed, like `Work.is_completed`."""
         return self._done.done()
 
     def is_success(self) -> bool:
-        """As `Work.is_success`."""
+        """Whether the call and `end` have completed without an error, like `Work.is_success`."""
         return self._done.done() and super().is_success()

@@ -1,6 +1,6 @@
 """`accl bench`: times collectives between processes, over accl and other backends in turn.
 
-Owns the command line; what it may say is in `wanted.py`, what a rank does in `rank.py`, the clock in `measure.py`.
+This module owns the command line. `wanted.py` checks its values, `rank.py` runs a rank, and `measure.py` takes the times.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Runs the bench: as a rank, where a launcher started this process, else with ranks of its own."""
-    # What is imported next imports torch, which may be missing or refused.
+    """Runs the benchmark: as a rank if a launcher started this process, otherwise by starting ranks."""
+    # The next imports load torch, which may be missing or refused.
     load_native()
     from .place import meet, place_given
     from .processes import Failed, run_ranks, said_by
@@ -107,7 +107,7 @@ def run(given: argparse.Namespace) -> int:
             raise WrongInput(f"--ranks: {place.launcher} started {place.world} ranks, so there cannot be {given.ranks}")
         return run_rank(asked, place, meet(place, asked.timeout_s))
     except WrongInput:
-        # All ranks of a launcher find the same; one of them says so.
+        # All ranks of a launcher find the same error, and only rank 0 reports it.
         if place is not None and place.rank != 0:
             return 2
         raise

@@ -1,6 +1,6 @@
-"""The collectives as the bench calls them: buffers, the call through torch, and whether its result is right.
+"""The collectives as the benchmark calls them: buffers, the call through torch, and the check of its result.
 
-Knows no clock and no store. Read `Prepared` first.
+This module uses no clock and no store. Read `Prepared` first.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["Case", "Prepared", "cases"]
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table, for a number of ranks."""
+    """One row of the table, for a given number of ranks."""
 
     collective: Collective
     dtype: str
-    # None for what only moves data.
+    # None for collectives that only move data.
     op: str | None
-    # Of one rank's block, where the call has blocks; otherwise of the buffer.
+    # Elements of one rank's block if the call has blocks; otherwise of the buffer.
     count: int
-    # Of the largest buffer of the call.
+    # Bytes of the largest buffer of the call.
     size_bytes: int
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Case:
 
 
 def cases(collectives: list[str], sizes: list[int], dtypes: list[str], ops: list[str], world: int) -> list[Case]:
-    """The rows asked for, each once. A size is rounded down to whole elements for every rank, one at least."""
+    """Returns the requested rows without repetition. A size is rounded down to whole elements per rank, at least one."""
     found: dict[Case, None] = {}
     for collective in (COLLECTIVES[name] for name in collectives):
         if collective.name == "barrier":
@@ -57,8 +57,8 @@ def cases(collectives: list[str], sizes: list[int], dtypes: list[str], ops: list
 class Prepared:
     """The buffers of a case on one rank.
 
-    `inputs` and `outputs` are the call's blocks, a tensor each, as the engine describes calls; `through_torch(group)`
-    makes the same call as a user would.
+    `inputs` and `outputs` are the call's blocks, one tensor per block, as the engine describes calls. `through_torch(group)`
+    returns the same call through torch's API.
     """
 
     def __init__(self, case: Case, rank: int, world: int) -> None:
@@ -67,7 +67,7 @@ class Prepared:
         count, many = case.count, case.count * world
         is_root = rank == ROOT
         whole, parts = self._buffer, self._parts
-        # The tensors that torch's call takes, by collective; its blocks are these or parts of them.
+        # `source` and `target` are the tensors of torch's call, by collective; its blocks are these or parts of them.
         match case.collective.name:
             case "all_reduce" | "reduce" | "broadcast":
                 self.source = self.target = whole(count)
@@ -92,7 +92,7 @@ class Prepared:
                 self.inputs, self.outputs = [], []
 
     def through_torch(self, group: Any) -> Callable[[], Any]:
-        """The call on `group`, ready to be made again and again."""
+        """Returns the call on `group` as a function that can be called repeatedly."""
         source, target, op = self.source, self.target, self.op
         is_root = self.rank == ROOT
         calls: dict[str, Callable[[], Any]] = {
@@ -109,7 +109,7 @@ class Prepared:
         return calls[self.case.collective.name]
 
     def in_engine(self) -> dict[str, Any]:
-        """The call as the native module takes it."""
+        """Returns the call's arguments for the native module."""
         return {
             "collective": self.case.collective.name,
             "inputs": self.inputs,
@@ -119,27 +119,27 @@ class Prepared:
         }
 
     def clear(self) -> None:
-        """Zeros everywhere: however often they are summed, no value grows out of its type."""
+        """Fills both buffers with zeros, so that repeated sums never overflow the dtype."""
         for buffer in (self.source, self.target):
             buffer.view(torch.uint8).zero_()
 
     def fill(self) -> None:
-        """Every rank's own values in the source, and nothing of the result in the target."""
+        """Fills the source with this rank's values, and the target with zeros if it is another buffer."""
         self.clear()
         _tile(self.source, self._pattern(self.rank))
 
     def fill_gaussian(self) -> None:
-        """Every rank's own normal values in the source; zeros where the type has none."""
+        """Fills the source with normally distributed values of this rank; zeros if the type has none."""
         self.clear()
         if self.source.is_floating_point() and self.source.dtype.itemsize > 1:
             self.source.normal_(generator=torch.Generator().manual_seed(self.rank))
 
     def wrong(self) -> int:
-        """Elements of this rank's target that are not what they must be after one call on filled buffers."""
+        """Returns the number of wrong elements in this rank's target after one call on filled buffers."""
         return sum(self._differing(*part) for part in self._expected())
 
     def error(self) -> float:
-        """Norm of the error over that of the exact result, in this rank's target after one call on filled buffers."""
+        """Returns the norm of the error divided by the norm of the exact result, in this rank's target after one such call."""
         lost = norm = 0.0
         for found, period, first in self._expected():
             exact = period.roll(-(first % len(period))).repeat(len(found) // len(period) + 1)[: len(found)].double()
@@ -148,7 +148,7 @@ class Prepared:
         return math.sqrt(lost / norm) if norm else 0.0
 
     def _expected(self) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-        """The parts of the target, each with the endless period that it must hold and the element of it that it begins with."""
+        """Returns the parts of the target. Each has the periodic sequence that it must hold, and the index at which it starts."""
         count, rank = self.case.count, self.rank
         match self.case.collective.name:
             case "all_reduce":
@@ -177,31 +177,31 @@ class Prepared:
         return list(torch.split(tensor, self.case.count))
 
     def _pattern(self, rank: int) -> torch.Tensor:
-        """One period of what `rank` brings: small integers that every type holds exactly, and so their sums."""
-        # Whole turns of 3, of 7 and of the ranks: no block that is in the place of another has its values.
+        """Returns one period of the values of `rank`: small integers that every type holds exactly, as well as their sums."""
+        # The length is a multiple of 3, of 7 and of the world size. A block in the place of another block has other values.
         index = torch.arange(21 * self.world, dtype=torch.int64, device="cpu")
         value = index % 3 + rank % 2
         turn = (index + rank) % self.world
         match self.case.op:
             case "product":
-                # Three ranks bring a factor of two.
+                # At most three ranks contribute a factor of two.
                 value = torch.where((value > 0) & (turn < 3), 2, 1)
             case "sum" | "avg":
-                # 64 ranks times 3 stays within the 8 bits of a bfloat16's mantissa.
+                # 64 ranks times 3 stay within the 8 bits of a bfloat16's mantissa.
                 value = torch.where(turn < 64, value, 0)
             case None:
                 value = index % 7 + 7 * (rank % 8)
         if self.case.dtype == "bool":
             value = value % 2
         if self.case.op is None:
-            # What only moves may be of any type, and is looked at as bytes.
+            # Data that is only moved may have any type, and is compared as bytes.
             width = getattr(torch, self.case.dtype).itemsize
             return value.to(torch.uint8).repeat_interleave(width).view(getattr(torch, self.case.dtype))
         return value.to(getattr(torch, self.case.dtype))
 
     @functools.cached_property
     def _reduced(self) -> torch.Tensor:
-        """One period of the reduction of what all ranks bring, computed exactly."""
+        """One period of the exact reduction of the values of all ranks."""
         dtype = getattr(torch, self.case.dtype)
         wide = torch.stack([self._pattern(rank).to(torch.complex128 if dtype.is_complex else torch.float64)
                             for rank in range(self.world)])  # fmt: skip
@@ -213,7 +213,7 @@ class Prepared:
             case "avg":
                 if dtype.is_floating_point or dtype.is_complex:
                     return _narrow(wide.sum(0) / self.world, dtype)
-                # The sum wraps, and what is behind the point is dropped.
+                # Integer sums wrap, and the fraction of the quotient is dropped.
                 return torch.div(_narrow(wide.sum(0), dtype).long(), self.world, rounding_mode="trunc").to(dtype)
             case "product":
                 return _narrow(wide.prod(0), dtype)
@@ -233,29 +233,29 @@ class Prepared:
         return rows.all(0)
 
     def _differing(self, found: torch.Tensor, period: torch.Tensor, first: int) -> int:
-        """Elements of `found` other than those of the endless `period` from element `first` on."""
+        """Returns the number of elements of `found` that differ from the repeated `period`, starting at element `first`."""
         period = period.roll(-(first % len(period)))
         if self.case.op == "avg" and (found.is_floating_point() or found.is_complex()):
-            # A mean may be rounded twice, once in the type of the sum.
+            # A mean may be rounded twice: once as a sum in this type, once as a quotient.
             close = torch.finfo(found.dtype).eps
             return _count(found, period, lambda a, b: ~torch.isclose(a, b, rtol=close, atol=0.0))
         return _count(_bits(found), _bits(period), lambda a, b: (a != b).any(-1))
 
 
 def _narrow(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In the type of the call; integers wrap."""
+    """Converts to the type of the call; integers wrap."""
     return exact.to(dtype) if dtype.is_complex or dtype.is_floating_point else exact.long().to(dtype)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """One row of plain integers for each element: comparable whatever the type."""
+    """Returns one row of integers per element, so that any type can be compared."""
     width = tensor.dtype.itemsize
     plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(width, torch.int64)
     return tensor.view(plain).view(-1, width // plain.itemsize)
 
 
 def _tile(tensor: torch.Tensor, period: torch.Tensor) -> None:
-    """Writes the endless period into the tensor, as bits: copying converts nothing."""
+    """Writes the repeated period into the tensor, as bits, so that nothing is converted."""
     tensor, period = _bits(tensor), _bits(period)
     whole = len(tensor) // len(period)
     tensor[: whole * len(period)].view(whole, *period.shape).copy_(period)

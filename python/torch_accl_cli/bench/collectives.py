@@ -1,4 +1,4 @@
-"""What is known of each collective by whoever times it, without torch: its blocks, its root, what the busiest rank must move."""
+"""Facts about each collective that a benchmark needs, without torch: its blocks, its root, and its bus factor."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from dataclasses import dataclass
 
 __all__ = ["COLLECTIVES", "ROOT", "Collective"]
 
-# The root of rooted calls.
+# Root of calls that have one.
 ROOT = 0
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What sets one collective apart from the others."""
+    """Properties of one collective."""
 
     name: str
-    # One block for each rank, in the largest buffer of the call.
+    # Whether the largest buffer of the call has one block per rank.
     blocks: bool
-    # What the busiest rank must move for each byte of the largest buffer, by any algorithm.
+    # Bytes that the busiest rank must move per byte of the largest buffer, with any algorithm. The argument is the world size.
     bus_factor: Callable[[int], float]
     reduces: bool = False
-    # Timed call by call, after a barrier that is not counted: a root that only sends would otherwise be calls ahead.
+    # Whether it has a root. Such calls are timed one by one, each after an untimed barrier: a root that only sends would
+    # otherwise run ahead of the other ranks.
     rooted: bool = False
 
 

@@ -1,7 +1,7 @@
-"""The clock: a case on several contestants in turn, on all ranks at once.
+"""Timing: runs a case on several contestants in turn, on all ranks at once.
 
-Owns how a time comes about. Every contestant is timed in `alternations` rounds, one after the other in each; the time
-of a round is a median over samples, that of a case the median over its rounds. Read `measure` first.
+This module owns how a time is determined. Each of the `alternations` rounds times every contestant once, one after the other.
+The time of a round is a median over samples, and the time of a case is the median over its rounds. Read `measure` first.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from .wanted import Wanted
 
 __all__ = ["Compressed", "Contestant", "InEngine", "ThroughTorch", "Timed", "backend_of", "measure"]
 
-# Samples that a round is cut into. Several calls make a sample, so that a rank that is now ahead and now behind is
-# seen as what it is on average.
+# Maximum samples per round. A sample has several calls, so that a rank that is alternately ahead and behind counts with its
+# average.
 _SAMPLES = 20
-# A first batch that takes this long tells how long a call takes.
+# The number of calls per round is derived from the first batch that takes at least this long.
 _ENOUGH_NS = 2_000_000
 _MOST_CALLS = 1 << 20
 _FEWEST_CALLS = 3
 
 
 class Contestant(Protocol):
-    """What can make the call of a case."""
+    """Anything that can run the call of a case: a backend, the engine, or a codec."""
 
     name: str
 
     def call(self, prepared: Prepared) -> None:
-        """Makes the call once."""
+        """Issues the call once."""
 
     def samples(self, prepared: Prepared, samples: int, calls: int) -> list[int]:
-        """Nanoseconds of each of `samples` times `calls` calls. Of rooted ones each is made after a barrier, not counted."""
+        """Returns the nanoseconds of `samples` samples of `calls` calls. Rooted samples each follow an untimed barrier."""
 
 
 class ThroughTorch:
-    """A backend as its users meet it."""
+    """A backend, used through torch's API."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.name, self.group = name, group
@@ -69,7 +69,7 @@ class ThroughTorch:
 
 
 class InEngine:
-    """accl's engine without torch: blocking calls from a loop of the native module."""
+    """accl's engine without torch: blocking calls in a loop of the native module."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.name, self.backend = name, backend_of(group)
@@ -85,7 +85,7 @@ class InEngine:
 
 
 class Compressed:
-    """Another contestant with compressed messages."""
+    """A contestant that runs another one with compressed messages."""
 
     def __init__(self, codec: str, raw: Contestant) -> None:
         self.name, self._raw = codec, raw
@@ -103,7 +103,7 @@ class Compressed:
 
 
 def backend_of(group: dist.ProcessGroup | None) -> _native.Backend:
-    """accl's own object of a group of torch."""
+    """Returns accl's native backend of a torch group."""
     found = group or dist.group.WORLD
     assert found is not None, "a run opens its group first"
     return accl_backend(found)
@@ -111,26 +111,27 @@ def backend_of(group: dist.ProcessGroup | None) -> _native.Backend:
 
 @dataclass
 class Timed:
-    """What was found out about one contestant in one case."""
+    """Results of one contestant in one case."""
 
+    # Median of each round, in microseconds per call.
     rounds_us: list[float] = field(default_factory=list)
-    # Calls in each round.
+    # Calls per round.
     iterations: int = 0
     # Wrong elements on all ranks after one call.
     wrong: int = 0
-    # Why the contestant does not make such calls at all.
+    # Reason why the contestant does not support such calls, or None.
     refused: str | None = None
-    # Of a codec: norm of the error over that of the exact result.
+    # For a codec: norm of the error divided by the norm of the exact result.
     error: float | None = None
 
     @property
     def time_us(self) -> float:
-        """The median of the rounds' medians."""
+        """Median of the rounds' medians, in microseconds."""
         return median(self.rounds_us)
 
 
 def measure(team: Team, prepared: Prepared, contestants: list[Contestant], wanted: Wanted) -> dict[str, Timed]:
-    """Checks each contestant's result, then times those that gave one, in turn. Collective over all ranks.
+    """Checks each contestant's result, then times in turn those that support the call. Collective over all ranks.
 
     Raises:
         Failed: accl refused the call, or only some of the ranks were refused.
@@ -156,7 +157,7 @@ def _checked(team: Team, prepared: Prepared, contestant: Contestant, wanted: Wan
     try:
         contestant.call(prepared)
     except (RuntimeError, ValueError, TypeError) as error:
-        # What it says in its first line; c10d adds where in its source that was.
+        # Only the first line is kept: c10d appends the position in its source.
         refused = str(error).partition("\n")[0]
     wrong = 0 if refused else prepared.wrong()
     told = team.collect((refused, wrong))
@@ -167,7 +168,7 @@ def _checked(team: Team, prepared: Prepared, contestant: Contestant, wanted: Wan
 
 
 def _compared(team: Team, prepared: Prepared, exact: Contestant, coded: Contestant) -> Timed:
-    """What a codec makes of Gaussian values, beside what they are without one."""
+    """Returns the error of a codec on Gaussian values, compared with the same call without a codec."""
     results = []
     for contestant in (exact, coded):
         prepared.fill_gaussian()
@@ -182,7 +183,7 @@ def _compared(team: Team, prepared: Prepared, exact: Contestant, coded: Contesta
 
 
 def _iterations(team: Team, prepared: Prepared, contestant: Contestant, wanted: Wanted) -> int:
-    """Calls that a round takes, the same on all ranks, a whole number in each sample; the warm-up is done on the way."""
+    """Returns the calls per round, equal on all ranks and divisible into samples. The warm-up calls are issued here, too."""
     if wanted.warmup:
         contestant.samples(prepared, 1, wanted.warmup)
     if wanted.iterations is not None:
@@ -202,15 +203,15 @@ def _whole(iterations: int) -> int:
 
 
 def _round(team: Team, prepared: Prepared, contestant: Contestant, iterations: int) -> float:
-    """Nanoseconds of one call."""
+    """Runs one round. Returns nanoseconds per call."""
     rooted = prepared.case.collective.rooted
     samples, calls = (iterations, 1) if rooted else (min(_SAMPLES, iterations), max(1, iterations // _SAMPLES))
-    # One call that is not counted: nobody begins before all others are done with what ran before.
+    # This call is not timed: no rank starts before all others have finished earlier work.
     contestant.call(prepared)
     taken = contestant.samples(prepared, samples, calls)
     if not rooted:
         slowest: float = max(team.collect(median(taken)))
         return slowest / calls
-    # A root that only sends is done early: each call lasts until its last rank is done.
+    # A root that only sends is done early, so the time of a call is the time of its slowest rank.
     last: list[int] = [max(ends) for ends in zip(*team.collect(taken))]
     return median(last)

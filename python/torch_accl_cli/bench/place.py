@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks of a run, and how those of a launcher meet."""
+"""The rank of this process in a run, and how the ranks of a launcher meet."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Place", "leave", "meet", "place_given"]
 
 
 def place_given() -> Place | None:
-    """The place that a launcher gave this process; None without a launcher.
+    """Returns the rank, world size and host position that a launcher gave this process; None without a launcher.
 
     Raises:
-        WrongInput: its variables are not numbers, or contradict.
+        WrongInput: the launcher's variables are not numbers, or contradict each other.
     """
     try:
         return place(os.environ)
@@ -29,10 +29,10 @@ def place_given() -> Place | None:
 
 
 def meet(place: Place, timeout_s: float) -> Store:
-    """The store in which the ranks of a launcher meet.
+    """Returns the store in which the ranks of a launcher meet.
 
     Raises:
-        WrongInput: nothing says where rank 0 is.
+        WrongInput: no setting or launcher gives the address of rank 0.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -52,9 +52,9 @@ def meet(place: Place, timeout_s: float) -> Store:
 
 
 def leave(store: Store, rank: int, world: int) -> None:
-    """The last thing that is said over a store. Rank 0, which may own it, leaves last."""
+    """Waits until no other rank uses the store. Rank 0, which may own the store, leaves last. No call may follow."""
     if rank:
-        # Nothing is answered to it.
+        # `set` waits for no answer, so this rank may end at once.
         store.set(f"left/{rank}", "")
     elif world > 1:
         store.wait([f"left/{other}" for other in range(1, world)])

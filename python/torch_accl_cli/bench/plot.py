@@ -1,4 +1,4 @@
-"""Time and bus bandwidth over size, a row of pictures for each collective. Needs matplotlib."""
+"""Plots of time and bus bandwidth over size, one row of plots per collective. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["draw"]
 
 
 def draw(cells: list[Cell], path: Path) -> None:
-    """Writes the picture; its kind is that of the file's name.
+    """Writes the picture; the suffix of the file name selects its format.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,6 +1,7 @@
-"""Ranks of our own: processes forked from this one, watched until all have ended.
+"""Ranks that are forked from this process and watched until all have ended.
 
-Owns their start and their end. The first that fails ends all; none outlives this process. Read `run_ranks` first.
+This module owns the start and the end of the ranks. The first rank that fails ends all; none outlives this process. Read
+`run_ranks` first.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ from .place import Place
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    # What a rank does, whose exit status it returns.
+    # The function that a rank runs. It returns the rank's exit status.
     Body = Callable[[Place, Store], int]
 
 __all__ = ["Failed", "run_ranks", "said_by"]
 
-# How long the other ranks have to end by themselves once one has failed.
+# Seconds that the other ranks have to end by themselves after one has failed.
 _GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 class Failed(Exception):
-    """One sentence on what ended a run; the exit status is 1."""
+    """One sentence on why a run failed; the exit status is 1."""
 
 
 def run_ranks(world: int, timeout_s: float, body: Body) -> int:
-    """Runs `body(place, store)` in `world` processes of this host; the largest of their exit statuses.
+    """Runs `body(place, store)` in `world` processes on this host. Returns the largest of their exit statuses.
 
     Raises:
-        Failed: a rank raised or died; the sentence names it.
-        BrokenPipeError: nobody reads what the ranks print.
-        WrongInput: what only the ranks could see.
-        KeyboardInterrupt: as it came, when all ranks have been ended.
+        Failed: a rank raised or died; the message names the rank.
+        BrokenPipeError: no process reads what the ranks print.
+        WrongInput: a rank found an input error that only ranks can find.
+        KeyboardInterrupt: the user interrupted; all ranks have been ended.
     """
     from torch._C._distributed_c10d import TCPStore
 
-    # Forked, since loading torch takes seconds; here it is loaded, and nothing of ours runs yet.
+    # Ranks are forked, because loading torch takes seconds. Here torch is loaded, and no thread of accl runs yet.
     listener = socket.create_server(("127.0.0.1", 0), backlog=world)
     port = listener.getsockname()[1]
     ranks: list[_Rank] = []
@@ -63,7 +64,7 @@ def run_ranks(world: int, timeout_s: float, body: Body) -> int:
         status = _watch(ranks)
         del store
     finally:
-        # All at once: one that still ran would say that another is lost.
+        # All ranks are stopped before any is killed: a running rank would report that another is lost.
         for rank in ranks:
             rank.send(signal.SIGSTOP)
         for rank in ranks:
@@ -72,7 +73,7 @@ def run_ranks(world: int, timeout_s: float, body: Body) -> int:
 
 
 class _Rank:
-    """A process that was started, and what it said before it failed."""
+    """A started process, and the report that it wrote before it failed."""
 
     def __init__(self, number: int, pid: int, report: int) -> None:
         self.number, self.pid, self.report = number, pid, report
@@ -80,23 +81,23 @@ class _Rank:
         self.status: int | None = None
 
     def reap(self) -> None:
-        """Takes the status of a process that has ended: negative for a signal."""
+        """Collects the status of a process that has ended; a signal gives a negative status."""
         self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         os.close(self.pidfd)
 
     def said(self) -> str:
-        """What the rank reported, or nothing."""
+        """Returns the rank's report, or an empty string."""
         with os.fdopen(self.report, "r", errors="replace") as report:
             return report.read().strip()
 
     def send(self, number: signal.Signals) -> None:
-        """Sends it a signal, if it has not ended."""
+        """Sends a signal to the process, if it has not ended."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """Ends it at once, if it has not ended: there is nothing that it would have to clean up."""
+        """Kills the process, if it has not ended. It has nothing to clean up."""
         if self.status is None:
             self.send(signal.SIGKILL)
             self.reap()
@@ -107,7 +108,7 @@ def _start(place: Place, port: int, timeout_s: float, listener: socket.socket, b
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Held back until the child ignores it: Ctrl-C reaches all, and only the parent is to answer.
+    # SIGINT is blocked until the child ignores it: Ctrl-C reaches all processes, and only the parent must react.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         pid = os.fork()
@@ -136,22 +137,22 @@ def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Body)
         status = body(place, store)
         sys.stdout.flush()
     except BrokenPipeError:
-        # In good order, or the others would say that this one is lost.
+        # Leaving the group in good order keeps the other ranks from reporting this one as lost.
         with contextlib.suppress(Exception):
             torch.distributed.destroy_process_group()
-        # Who read the table has seen enough: ended as a program that does not look after such signals.
+        # The reader has closed the pipe: this process ends like a program with the default action for SIGPIPE.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
     except Exception as error:
         status = 2 if isinstance(error, WrongInput) else 1
         os.write(report, said_by(error).encode())
     finally:
-        # Whatever happens, a child must not go on in what its parent was doing.
+        # In any case the child must not return into the code of its parent.
         os._exit(status)
 
 
 def said_by(error: BaseException) -> str:
-    """An error as one sentence; a defect of ours with the place where it came up."""
+    """Returns an error as one sentence. An unexpected type gets the source position, because it is a defect of accl."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, RuntimeError | ValueError | OSError | MemoryError | Failed | WrongInput):
         return text
@@ -160,7 +161,7 @@ def said_by(error: BaseException) -> str:
 
 
 def _watch(ranks: list[_Rank]) -> int:
-    """Waits for all; once one failed, only for a moment."""
+    """Waits for all ranks, or after a failure for at most `_GRACE_S`. Returns the largest exit status."""
     running = {rank.pidfd: rank for rank in ranks}
     ended: list[_Rank] = []
     deadline = None
@@ -180,7 +181,7 @@ def _watch(ranks: list[_Rank]) -> int:
 
 
 def _raise_cause(ended: list[_Rank]) -> None:
-    """Names the rank that died, else what the first that failed said: others fail because of it."""
+    """Raises the cause of a failure: a rank that died, otherwise the first failed rank's report; others follow from it."""
     for rank in ended:
         if rank.status == -signal.SIGPIPE:
             raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""How far a run is: on standard error, on a terminal only; a bar where rich is installed, else a line for each case."""
+"""Progress of a run on standard error, only on a terminal: a bar if rich is installed, otherwise one line per case."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 __all__ = ["Watch", "progress", "unseen"]
 
-# Shows a case while the block runs; outside of it the terminal is free for the table.
+# Shows a case while the `with` block runs. Outside the block the terminal is free for the table.
 Watch = Callable[[Any], AbstractContextManager[object]]
 
 
 def unseen() -> Watch:
-    """Shows nothing."""
+    """Returns a watch that shows nothing."""
     return nullcontext
 
 
 def progress(total: int) -> Watch:
-    """Shows each of `total` cases in its turn."""
+    """Returns a watch that shows each of `total` cases while it runs."""
     if not sys.stderr.isatty():
         return unseen()
     if importlib.util.find_spec("rich") is None:
@@ -43,8 +43,8 @@ def _bar(total: int) -> Watch:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    # Drawn only when a case begins: a thread that draws would take the core of a rank that is measured. Rows pass by
-    # it, since it would break them at the width of the terminal.
+    # The bar is drawn only when a case begins: a drawing thread would use the core of a measured rank. Table rows are not
+    # printed through the bar, because it would wrap them at the width of the terminal.
     bar = Progress(
         *columns,
         console=Console(stderr=True),

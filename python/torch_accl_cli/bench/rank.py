@@ -1,4 +1,4 @@
-"""What one rank of a run does, from its seat to the last row. Rank 0 also shows the progress and prints."""
+"""A rank's part of a run, from pinning to the last row. Rank 0 also shows the progress and prints."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["run_rank"]
 
 
 def run_rank(wanted: Wanted, place: Place, store: Store) -> int:
-    """Measures what is wanted; the exit status. Collective over all ranks.
+    """Measures what is wanted. Returns the exit status. Collective over all ranks.
 
     Raises:
-        WrongInput: on all ranks, for what only they could see.
+        WrongInput: on all ranks, for input errors that only ranks can find.
     """
     team = Team(place, store)
     team.check(lambda: check_plot(wanted.plot if team.rank == 0 else None))
@@ -59,7 +59,7 @@ def run_rank(wanted: Wanted, place: Place, store: Store) -> int:
 
 
 class _Field:
-    """The contestants of a run; groups are made when they are first needed, on all ranks alike."""
+    """The contestants of a run. Groups are created on first use, at the same time on all ranks."""
 
     def __init__(self, team: Team, wanted: Wanted) -> None:
         self._team, self._wanted = team, wanted
@@ -67,11 +67,11 @@ class _Field:
         peers = [ThroughTorch(peer, team.group(peer)) for peer in wanted.peers]
         coded = [Compressed(codec, mine) for codec in wanted.codecs]
         self._own = [mine, *peers, *coded]
-        # By rule; None for an algorithm that these ranks cannot run.
+        # Contestants by algorithm rule; None for an algorithm that these ranks cannot run.
         self._forced: dict[str, InEngine | None] = {}
 
     def contestants(self, prepared: Prepared) -> list[Contestant]:
-        """Who is timed in a case, accl first."""
+        """Returns the contestants of a case, accl first."""
         if not self._wanted.try_all:
             return list(self._own)
         from torch_accl import _native
@@ -82,7 +82,7 @@ class _Field:
         return [*self._own, *(one for one in forced if one is not None and _takes(one, prepared))]
 
     def algorithm(self, prepared: Prepared) -> str:
-        """The engine's own answer for a case."""
+        """Returns the engine's own choice for a case."""
         return backend_of(None).algorithm_of(**prepared.in_engine())
 
     def _force(self, collective: str, name: str) -> InEngine | None:
@@ -91,13 +91,13 @@ class _Field:
             try:
                 self._forced[rule] = InEngine(name, self._team.group("accl", [rule]))
             except (RuntimeError, ValueError):
-                # The engine refuses a rule that does not fit the ranks, on all of them.
+                # All ranks get here: the engine refuses, on every rank, a rule that does not fit them.
                 self._forced[rule] = None
         return self._forced[rule]
 
 
 def _takes(forced: InEngine, prepared: Prepared) -> bool:
-    """Whether the forced algorithm is what such a call would take: some depend on more than the ranks."""
+    """Whether a call of this case would use the forced algorithm: some algorithms depend on more than the ranks."""
     try:
         return forced.backend.algorithm_of(**prepared.in_engine()) == forced.name
     except (RuntimeError, ValueError):

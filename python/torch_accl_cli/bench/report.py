@@ -1,6 +1,7 @@
-"""The outcome of a run: rows as they come, the table in the manner of nccl-tests, and one JSON document.
+"""Results of a run: table rows as they are measured, in the style of nccl-tests, and one JSON document.
 
-Owns what is derived from times (bandwidths, ratios, the verdict on a choice) and how it is shown. Measures nothing.
+This module owns the figures derived from times (bandwidths, ratios, the verdict on a choice) and their format. It measures
+nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from .measure import Timed
 
 __all__ = ["CHOICE", "AlgorithmTable", "BackendTable", "Cell", "as_json"]
 
-# A choice is good when it takes at most so many times the best algorithm, and so many microseconds more.
+# A choice is good if its time is at most GOOD_RATIO times the best algorithm's time plus GOOD_EXTRA_US microseconds.
 GOOD_RATIO = 1.1
 GOOD_EXTRA_US = 0.2
-# What the engine chose, among the algorithms that were forced.
+# Name of the engine's own choice, among the names of forced algorithms.
 CHOICE = "accl"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One case and what was measured of it; `timed` has `accl` and, by name, the others."""
+    """One case and its measurements; `timed` has `accl` and the other contestants by name."""
 
     case: Case
     world: int
@@ -31,40 +32,40 @@ class Cell:
 
     @property
     def wrong(self) -> int:
-        """Wrong elements of all contestants."""
+        """Number of wrong elements of all contestants."""
         return sum(timed.wrong for timed in self.timed.values())
 
     def algbw(self, name: str) -> float:
-        """Bytes of the largest buffer over time, in GB/s."""
+        """Returns bytes of the largest buffer divided by time, in GB/s."""
         return self.case.size_bytes / self.timed[name].time_us / 1000
 
     def busbw(self, name: str) -> float:
-        """The same, by what the busiest rank must move."""
+        """Returns `algbw` times the collective's bus factor, in GB/s."""
         return self.algbw(name) * self.case.collective.bus_factor(self.world)
 
     def ratio(self, name: str) -> float:
-        """How many times accl's time another takes."""
+        """Returns the contestant's time divided by accl's time."""
         return self.timed[name].time_us / self.timed[CHOICE].time_us
 
     @property
     def best(self) -> str:
-        """The fastest of the algorithms that were forced."""
+        """Name of the fastest forced algorithm."""
         return min((name for name in self.timed if name != CHOICE), key=lambda name: self.timed[name].time_us)
 
     @property
     def is_good(self) -> bool:
-        """Whether the engine's choice is as fast as the best algorithm, or nearly."""
+        """Whether the engine's choice is about as fast as the best algorithm."""
         return self.timed[CHOICE].time_us <= GOOD_RATIO * self.timed[self.best].time_us + GOOD_EXTRA_US
 
 
 class BackendTable:
-    """accl, and beside it the time of each peer and codec."""
+    """Table of accl's figures, with time and ratio of each peer and codec."""
 
     def __init__(self, peers: list[str], codecs: list[str]) -> None:
         self.peers, self.codecs = peers, codecs
 
     def head(self) -> list[str]:
-        """Two lines: names and units."""
+        """Returns two lines: column names and units."""
         names, units = [], []
         for peer in self.peers:
             names.append(f"{peer:>10} {'ratio':>7} {'#wrong':>6}")
@@ -78,7 +79,7 @@ class BackendTable:
         ]
 
     def row(self, cell: Cell) -> str:
-        """One line."""
+        """Returns the line of a cell."""
         mine = cell.timed[CHOICE]
         parts = [
             _case(cell),
@@ -96,7 +97,7 @@ class BackendTable:
         return " ".join(parts)
 
     def last(self, cells: list[Cell]) -> list[str]:
-        """What is to be said at the end."""
+        """Returns the lines that follow the table."""
         refusals = {
             f"# {name} refused {cell.case.collective.name} of {cell.case.dtype}: {timed.refused}": None
             for cell in cells
@@ -107,23 +108,23 @@ class BackendTable:
 
 
 class AlgorithmTable:
-    """The engine's choice beside the best of all algorithms."""
+    """Table of the engine's choice and the best of all algorithms."""
 
     def head(self) -> list[str]:
-        """Two lines: names and units."""
+        """Returns two lines: column names and units."""
         return [
             "#" + f"{_HEAD} {'time':>10} {'best':>18} {'time':>10} {'ratio':>6} {'good':>4} {'#wrong':>6}"[1:],
             "#" + f"{_UNITS} {'(us)':>10} {'':>18} {'(us)':>10}"[1:],
         ]
 
     def row(self, cell: Cell) -> str:
-        """One line."""
+        """Returns the line of a cell."""
         mine, best = cell.timed[CHOICE].time_us, cell.timed[cell.best].time_us
         good = "yes" if cell.is_good else "no"
         return f"{_case(cell)} {_us(mine)} {cell.best:>18} {_us(best)} {mine / best:6.2f} {good:>4} {cell.wrong:6d}"
 
     def last(self, cells: list[Cell]) -> list[str]:
-        """What is to be said at the end."""
+        """Returns the lines that follow the table."""
         good = sum(cell.is_good for cell in cells)
         verdict = (
             f"# {good} of {len(cells)} cells: the choice takes at most {GOOD_RATIO} times the best algorithm plus "
@@ -155,7 +156,7 @@ def _wrong_values(cells: list[Cell]) -> list[str]:
 
 
 def as_json(cell: Cell, is_try_all: bool) -> dict[str, Any]:
-    """A cell as plain values, with every round."""
+    """Returns a cell as plain values, with every round."""
     case = cell.case
     found: dict[str, Any] = {
         "collective": case.collective.name,

@@ -1,4 +1,4 @@
-"""One rank of a run together with the others: what they tell each other, where they are pinned, the groups they make."""
+"""One rank of a run and its communication with the others: values through the store, pinning, and groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Team", "machine"]
 
 
 class Team:
-    """The ranks of a run. What they tell each other goes through the store, so that no backend is used for it."""
+    """The ranks of a run. They exchange values through the store, so that no backend is used for that."""
 
     def __init__(self, place: Place, store: Store) -> None:
         self.rank, self.world = place.rank, place.world
@@ -33,7 +33,7 @@ class Team:
         self._told = 0
 
     def collect(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all of them. Whoever has it knows that all have come this far."""
+        """Returns the values of all ranks, on every rank. When it returns, all ranks have called it."""
         self._told += 1
         key = f"{self._told}"
         self._store.set(f"{key}/{self.rank}", json.dumps(value))
@@ -47,7 +47,7 @@ class Team:
         """Runs a check on every rank.
 
         Raises:
-            WrongInput: on all ranks, when it was raised on one.
+            WrongInput: on all ranks, if the check raised it on any rank.
         """
         refusal = None
         try:
@@ -59,12 +59,12 @@ class Team:
             raise WrongInput(first)
 
     def sit_down(self, wanted: Wanted) -> list[dict[str, Any]]:
-        """Pins every rank of a host to a core of its own if that is wanted and there are enough; where the ranks are.
+        """Pins every rank of a host to its own core, if that is wanted and there are enough cores. Returns where the ranks are.
 
-        A launcher that gave the ranks of a host different cores has its reasons, and they stay.
+        If a launcher has given different cores to the ranks of a host, they keep these cores.
 
         Raises:
-            WrongInput: a core each was asked for and cannot be had, or the cases do not fit into memory.
+            WrongInput: pinning was requested and there are too few cores, or the cases do not fit into memory.
         """
         cores = sorted(os.sched_getaffinity(0))
         host = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -80,12 +80,12 @@ class Team:
         return self.collect({"rank": self.rank, "host": host[0], "pid": os.getpid(), "cores": cores})
 
     def open(self, wanted: Wanted) -> None:
-        """Makes the default group, of accl.
+        """Creates the default process group, with accl.
 
         Raises:
-            WrongInput: on all ranks, when these ranks cannot run a forced algorithm.
+            WrongInput: on all ranks, if these ranks cannot run a forced algorithm.
         """
-        # Ranks share the cores, and no tensor is computed with while a clock runs.
+        # torch gets one thread: ranks share the cores, and torch computes nothing while a clock runs.
         torch.set_num_threads(1)
         try:
             dist.init_process_group(
@@ -100,19 +100,19 @@ class Team:
             raise WrongInput(str(error).removeprefix("accl: ")) from None
 
     def group(self, backend: str, rules: Sequence[str] = ()) -> Any:
-        """A group of all ranks; `rules` force algorithms of accl."""
+        """Creates a group of all ranks; `rules` force algorithms of accl."""
         options = Options(algorithm=rules) if rules else None
         return dist.new_group(backend=backend, pg_options=options)
 
     def close(self) -> None:
-        """Leaves all groups, rank 0 last."""
+        """Destroys all groups; rank 0 leaves last."""
         self.collect(None)
         dist.destroy_process_group()
         leave(self._store, self.rank, self.world)
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on, as far as this process can see."""
+    """Returns properties of the machine that influence times, as far as this process can see them."""
 
     def text(path: str) -> str | None:
         try:
@@ -132,7 +132,7 @@ def machine() -> dict[str, Any]:
 
 
 def _one_thread_of_each_core_first(cores: list[int]) -> list[int]:
-    """Two ranks on the two threads of one core would share it while another idles."""
+    """Orders CPUs by thread of a core, so that ranks share a core's threads only once every core has a rank."""
     seen: dict[str, int] = {}
     turns = []
     for core in cores:

@@ -1,4 +1,4 @@
-"""What a run was asked for, checked before anything is started or measured."""
+"""The request for a run, checked before any process is started or any call is measured."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Wanted", "check_pin", "check_plot", "check_ranks", "wanted"]
 
-# At least so much memory of its own does a process take that has torch loaded.
+# Minimum private memory of a process that has torch loaded.
 _RANK_BYTES = 48 << 20
-# Buffers of a case in sizes of its largest: source, target, and what the check of the result needs.
+# Buffers of a case, in multiples of its largest one: source, target, and the memory of the result check.
 _BUFFERS = 3
-# With a factor, which the command line has no place for.
+# Operators with a factor, which the command line has no argument for.
 _NOT_OFFERED = ("PREMUL_SUM",)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A run, as checked."""
+    """A run, after its arguments were checked."""
 
     collectives: list[str]
     sizes: list[int]
     dtypes: list[str]
     ops: list[str]
     peers: list[str]
-    # Codecs that accl is also timed with, as they were written.
+    # Codecs that accl is also timed with, as given on the command line.
     codecs: list[str]
-    # Rules of the setting `algorithm`, one for each collective that has the forced one.
+    # Rules of the setting `algorithm`, one per collective that has the forced algorithm.
     rules: list[str]
     try_all: bool
     engine: bool
@@ -50,18 +50,18 @@ class Wanted:
     seconds: float
     warmup: int
     alternations: int
-    # None: where each rank can have a core.
+    # None: pin if there is a core for each rank.
     pin: bool | None
     json: bool
     plot: Path | None
     timeout_s: float
 
     def cases(self, world: int) -> list[Case]:
-        """The rows of the table for a number of ranks."""
+        """Returns the rows of the table for a number of ranks."""
         return cases(self.collectives, self.sizes, self.dtypes, self.ops, world)
 
     def check_memory(self, world: int, local: int) -> None:
-        """Refuses what would not fit into this host's memory, `local` ranks of `world` being here."""
+        """Refuses cases that do not fit into this host's memory, if `local` of the `world` ranks run on this host."""
         largest = max((case.size_bytes for case in self.cases(world)), default=0)
         needed, free = largest * _BUFFERS * local, _available_memory()
         if needed > free:
@@ -75,7 +75,7 @@ def wanted(given: argparse.Namespace) -> Wanted:
     """Checks the arguments.
 
     Raises:
-        WrongInput: the first thing that is wrong.
+        WrongInput: an argument is wrong; the message names the first such argument.
     """
     import torch
     from torch_accl import _native
@@ -85,7 +85,7 @@ def wanted(given: argparse.Namespace) -> Wanted:
         _native.config_rows()
     except ValueError as error:
         raise WrongInput(str(error).removeprefix("accl: ")) from None
-    # The engine knows some that an older torch has not.
+    # The engine supports types that an older torch lacks.
     dtypes = {row["name"]: row["ops"] for row in _native.dtypes() if hasattr(torch, row["name"])}
     chosen = _each(given.dtype, dtypes, "--dtype")
     ops = _ops(given.op, chosen, dtypes, collectives)
@@ -146,7 +146,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def check_ranks(ranks: int) -> None:
-    """Refuses more ranks than this machine can start, or than there are ports for."""
+    """Refuses more ranks than this machine has memory, ports or processes for."""
     if ranks < 1:
         raise WrongInput(f"--ranks: {ranks} is not a number of ranks; expected 1 or more")
     limits = [
@@ -160,7 +160,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def check_pin(pin: bool | None, ranks: int, cores: int) -> None:
-    """Refuses to give a core to each of more ranks than there are cores."""
+    """Refuses pinning if there are more ranks than cores."""
     if pin and ranks > cores:
         raise WrongInput(f"--pin: {ranks} ranks cannot have a core each, since there are {cores} here")
 
@@ -266,5 +266,5 @@ def _ports() -> int:
 def _processes() -> int:
     limits = [int(Path(f"/proc/sys/kernel/{name}").read_text()) for name in ("pid_max", "threads-max")]
     allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # A rank has its main thread, the engine's, and those of a peer.
+    # The divisor counts a rank's threads: its main thread, the engine's, and a peer's.
     return min([*limits, *([allowed] if allowed != resource.RLIM_INFINITY else [])]) // 4

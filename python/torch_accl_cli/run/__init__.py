@@ -1,7 +1,7 @@
-"""`accl run`: starts the ranks of a script, on this host or several, each on cores of its own.
+"""`accl run`: starts the ranks of a script, on this host or several, each on its own cores.
 
-Owns the command line and what is shown. Ranks are started and ended by `agent`, on other hosts through `hosts`; which cores each gets is
-in `layout`.
+This module owns the command line and the output. `agent` starts and ends ranks, `hosts` reaches agents on other hosts, and `layout`
+chooses the cores of each rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    # Or an argument of the script, such as --n, is looked up among ours.
+    # With abbreviations, an argument of the script such as --n would be taken for an option of this command.
     parser.allow_abbrev = False
     add = parser.add_argument
     add("-n", "--ranks", type=int, default=2, metavar="N", help="ranks on each host (default %(default)s)")
@@ -81,12 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no-python", action="store_true", help="the script is a program, and no Python script")
     add("script", nargs="?", metavar="SCRIPT", help="a Python script")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    # How it starts itself on other hosts.
+    # Set when this command starts itself on another host.
     add("--agent", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Runs the script; the exit status."""
+    """Runs the script. Returns the exit status."""
     from .agent import Order, run_here, serve
     from .hosts import Unreachable, hosts_of, run_on, ssh_command
 
@@ -139,13 +139,14 @@ def _check(given: argparse.Namespace) -> None:
 def _command(given: argparse.Namespace, passes_on: bool) -> list[str]:
     if given.no_python:
         return [given.script, *given.arguments]
-    # Its lines are put together here; at a terminal Python does so itself.
+    # Into a pipe Python would write whole blocks. With `-u` its output comes at once, and this process assembles the lines. At a
+    # terminal Python itself writes line by line.
     python = [sys.executable, *(["-u"] if passes_on else [])]
     return [*python, *(["-m"] if given.module else []), given.script, *given.arguments]
 
 
 def _environment(named: list[str]) -> dict[str, str]:
-    # torchrun's own mean another store than the one that ranks are told of.
+    # torchrun's own variables refer to a store other than the one that `accl run` gives to ranks.
     found = {
         name: value
         for name, value in os.environ.items()
@@ -160,11 +161,11 @@ def _environment(named: list[str]) -> dict[str, str]:
 
 
 class _Shown:
-    """What is shown of the ranks: where each runs, what it prints, and which has failed first."""
+    """Prints what happens to the ranks: where each runs, what it prints, and which failed first."""
 
     def __init__(self, given: argparse.Namespace, prefixes: bool) -> None:
         self._is_quiet, self._prefixes = given.quiet, prefixes
-        # What cannot be written here is no reason to end anything.
+        # A character that the output's encoding lacks must not raise an error.
         for out in (sys.stdout, sys.stderr):
             if isinstance(out, io.TextIOWrapper):
                 out.reconfigure(errors="backslashreplace")
@@ -183,7 +184,7 @@ class _Shown:
             if not self._is_quiet:
                 _say(f"accl run: rank {what['started']}{at}: process {what['pid']}, {_place(what)}", sys.stderr)
         elif "signalled" in what:
-            # Whoever sent it knows.
+            # The sender of the signal knows the reason, so nothing is printed.
             self._has_failed = True
         elif "failed" in what:
             self._has_failed = True
@@ -199,7 +200,7 @@ def _say(line: str, out: TextIO) -> None:
     try:
         print(line, file=out, flush=True)
     except BrokenPipeError:
-        # What nobody reads is kept by Python, which would try again as it ends, and end with another status.
+        # Python would flush the unwritten text again at exit, fail, and change the exit status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         raise
 

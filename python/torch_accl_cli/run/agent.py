@@ -1,8 +1,8 @@
-"""Starts the ranks of one host, passes on what they print, and ends them all when one fails or nobody listens any more.
+"""Starts the ranks of one host, forwards what they print, and ends them all if one fails or the launching side is gone.
 
-An agent is a process of its own, on this host or at the end of an ssh connection, and talks in lines of JSON: orders come on its
-standard input, and what happens goes to its standard output. When its input ends, so do its ranks. Owns the ranks' processes, their
-environment and their end. Read `serve` first.
+An agent is a separate process, on this host or at the end of an ssh connection. It exchanges lines of JSON: it reads orders from
+its standard input and writes reports to its standard output. When its input ends, it ends its ranks. This module owns the ranks'
+processes, their environment and their end. Read `serve` first.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ __all__ = ["ALIVE_S", "HELLO", "Order", "run_here", "serve", "signals", "version
 
 _PR_SET_PDEATHSIG = 1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Signals by which batch systems talk to a program: passed on.
+# Signals by which batch systems notify a program. They are forwarded to the ranks.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-# An agent that hears nothing for so long is alone; who gives orders says something more often.
+# Seconds without input after which an agent ends its ranks, and seconds between the launching side's keepalive messages.
 _SILENCE_S, ALIVE_S = 60.0, 10.0
-# How often ranks' children are looked for that are to end.
+# Seconds between two checks whether child processes of ended ranks still run.
 _CHILDREN_S = 0.05
-# Its first line has this, among what a shell may print before.
+# Prefix of the agent's first line, which distinguishes it from output of the remote shell.
 HELLO = "torch-accl agent "
-# How long the outputs of ranks that have ended are read, which processes of theirs may hold open.
+# Seconds for which outputs of ended ranks are still read: other processes of these ranks may hold them open.
 _LINGER_S = 2.0
-# One that writes no line for so long is passed on in parts.
+# Bytes without a line end after which an output is forwarded in parts.
 _LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Order:
-    """What an agent is told to start: `ranks` processes of `command`, of which the first is rank `first` of `world`."""
+    """What an agent must start: `ranks` processes of `command`, of which the first is rank `first` of `world`."""
 
     command: list[str]
     directory: str
@@ -55,19 +55,19 @@ class Order:
     world: int
     first: int = 0
     host: int = 0
-    # Where rank 0's store is; unset, whoever starts the agents finds a place for it.
+    # Address of rank 0's store. If it is empty, the launching side chooses an address.
     master: str = ""
     port: int = 0
     binds: bool = True
     grace_s: float = 5
-    # Whether what ranks print goes to whoever gave the order, in lines; else they print where the agent does.
+    # Whether outputs of ranks are sent to the launching side line by line. Otherwise ranks inherit the agent's outputs.
     passes_on: bool = False
 
 
 def free_port() -> tuple[socket.socket, int]:
-    """A port for rank 0's store, which nobody is given by the system while the socket is there.
+    """Returns a socket and its port for rank 0's store. While the socket is open, the system gives the port to no other program.
 
-    The store may listen at it meanwhile: both reuse addresses, and the socket does not listen.
+    The store may listen at the port meanwhile: both set SO_REUSEADDR, and the socket does not listen.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,7 +76,7 @@ def free_port() -> tuple[socket.socket, int]:
 
 
 def version() -> str:
-    """That of this installation: agents of another one may take orders otherwise."""
+    """Returns the version of this installation: agents of another version may interpret orders differently."""
     try:
         return importlib.metadata.version("torch-accl")
     except importlib.metadata.PackageNotFoundError:
@@ -84,28 +84,28 @@ def version() -> str:
 
 
 def plan(ranks: int, binds: bool) -> list[Seat]:
-    """The seats of this host's ranks."""
+    """Returns the cores of each of this host's ranks."""
     return share_out(topology(os.sched_getaffinity(0)), ranks) if binds else [Seat()] * ranks
 
 
 def run_here(order: Order, report: Callable[..., None]) -> int:
-    """Runs an order whose ranks are all on this host; the exit status, as of `Team.run`."""
+    """Runs an order whose ranks are all on this host. Returns the exit status, like `Team.run`."""
     holder, port = free_port()
     with holder:
         return Team(replace(order, master=order.master or "127.0.0.1", port=order.port or port), report).run()
 
 
 def serve() -> int:
-    """The agent at the end of a connection: says where it is, and starts the ranks that its first order names."""
+    """Runs an agent at the end of a connection: reports its address, then starts the ranks of the first order it reads."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    # What else prints here must not be taken for a report.
+    # Other output to descriptor 1 goes to standard error, so that it is not taken for a report.
     os.dup2(2, 1)
 
     def report(**what: Any) -> None:
-        # Who does not read what ranks print has not to hear either why they end, which must not wait for that.
+        # If the launching side does not read the output, this report is dropped: ending the ranks must not wait for it.
         if "failed" in what and not select.select([], [out], [], 0)[1]:
             return
-        # Who listened is gone, and with it our input: the ranks are ended for that.
+        # The launching side is gone. The input ends too then, and that ends the ranks.
         with contextlib.suppress(OSError, ValueError):
             print(json.dumps(what), file=out, flush=True)
 
@@ -121,7 +121,7 @@ def serve() -> int:
     }
     with contextlib.suppress(OSError):
         print(HELLO + json.dumps(first), file=out, flush=True)
-    # Not through `sys.stdin`, which would read on what is to be waited for.
+    # `sys.stdin` is not used: it would buffer data that the selector must wait for.
     line = _first_line(0)
     if not line:
         return 1
@@ -136,7 +136,7 @@ def serve() -> int:
 
 
 def _machine() -> str:
-    """The same for all that runs since this system was started, or empty where the system does not say."""
+    """Returns an id of this boot of the machine, or an empty string if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -144,7 +144,7 @@ def _machine() -> str:
 
 
 def _unresolved(name: str) -> str:
-    """Why a name has no address on this host; empty if it has one. torch's store would look for it until its own timeout."""
+    """Returns why `name` has no address on this host, or an empty string. torch's store would retry until its own timeout."""
     try:
         socket.getaddrinfo(name, None)
     except (OSError, UnicodeError) as error:
@@ -163,11 +163,11 @@ def _first_line(source: int) -> bytes:
 
 
 class _Rank:
-    """A rank's process."""
+    """The process of a rank."""
 
     def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
         self.number, self.process = number, process
-        # How it has ended, and whether nothing is left of it.
+        # `status` is set when the process ends, `is_over` when it was reaped.
         self.status: int | None = None
         self.is_over = False
         self.pidfd = os.pidfd_open(process.pid)
@@ -175,7 +175,7 @@ class _Rank:
 
 @dataclass
 class _Pipe:
-    """What a rank prints on one of its outputs, until the line ends."""
+    """An output of a rank, with the part of the last line that was read so far."""
 
     rank: int
     name: str
@@ -183,7 +183,7 @@ class _Pipe:
     rest: bytearray = field(default_factory=bytearray)
 
     def lines(self, data: bytes) -> Sequence[str]:
-        """The lines that end with this, of which a progress bar's are some; at the end of all, what is left."""
+        """Returns the lines that `data` completes; a carriage return ends a line, too. Empty `data` returns the rest."""
         self.rest += data
         cut = max(self.rest.rfind(b"\n"), self.rest.rfind(b"\r")) + 1
         if not data or (not cut and len(self.rest) > _LONGEST_LINE):
@@ -196,7 +196,7 @@ class _Pipe:
 
 
 class Team:
-    """The ranks of a host, from their start to the end of the last."""
+    """The ranks of a host, from their start to the end of the last rank."""
 
     def __init__(self, order: Order, report: Callable[..., None]) -> None:
         self._order, self._tell = order, report
@@ -206,17 +206,18 @@ class Team:
         self._selector = selectors.DefaultSelector()
         self._orders = b""
         self._listens_to: int | None = None
-        # When the agent gives up listening to nobody; when ranks are killed that have been asked to end; and until when the outputs are read
-        # of ranks that all have ended.
+        # Times of `time.monotonic`: when the launching side counts as gone; when ranks that were asked to end are killed; and
+        # when the outputs of ended ranks are no longer read.
         self._lonely_at: float | None = None
         self._kill_at: float | None = None
         self._leave_at: float | None = None
         self._has_killed = False
 
     def run(self, orders: int | None = None) -> int:
-        """Starts the ranks and waits for their end, which `orders` may bring about, a descriptor: by an order, by their end or by their silence.
+        """Starts the ranks and waits until they have ended.
 
-        Returns the exit status: that of the rank that failed first, as a shell has it; 0 when none has.
+        `orders` is a descriptor from which orders are read. An order, the end of the orders, or their absence for `_SILENCE_S`
+        ends the ranks. Returns the exit status: 0, or the status of the rank that failed first, as a shell reports it.
         """
         with self._selector, signals() as caught:
             self._selector.register(caught, selectors.EVENT_READ, lambda: self._forward(caught))
@@ -241,7 +242,7 @@ class Team:
         return self._first_failed
 
     def end(self, by: signal.Signals) -> None:
-        """Asks the ranks to end, and sees to it after the time that they are given."""
+        """Signals the ranks to end, and sets the time at which they are killed if they have not ended."""
         for rank in self._ranks:
             if not rank.is_over:
                 self._signal(rank, by)
@@ -252,18 +253,18 @@ class Team:
         try:
             self._tell(**what)
         except BrokenPipeError:
-            # Who read what is shown has seen enough.
+            # The reader of the output has closed it, so the ranks are ended.
             self._tell = lambda **what: None
             self._first_failed = self._first_failed or 128 + signal.SIGPIPE
             self.end(signal.SIGTERM)
 
     @property
     def _is_at_terminal(self) -> bool:
-        """A rank alone has the terminal, as if nobody had started it: for a debugger."""
+        """Whether a single rank keeps the terminal, as if it were started directly: needed for a debugger."""
         return self._order.world == 1 and not self._order.passes_on
 
     def _signal(self, rank: _Rank, by: signal.Signals) -> None:
-        """To a rank and what it has started itself."""
+        """Sends a signal to a rank and its child processes."""
         with contextlib.suppress(ProcessLookupError):
             if self._is_at_terminal:
                 os.kill(rank.process.pid, by)
@@ -280,7 +281,7 @@ class Team:
         libc, parent = ctypes.CDLL(None), os.getpid()
 
         def prepare() -> None:
-            # Nobody outlives the agent.
+            # The kernel kills the rank if the agent dies.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
@@ -288,7 +289,7 @@ class Team:
                 os.sched_setaffinity(0, seat.threads)
 
         pipe = subprocess.PIPE if order.passes_on else None
-        # One in a process group of its own is stopped when it reads from a terminal.
+        # A process in its own process group is stopped when it reads from a terminal, so it gets no terminal input.
         reads = number == 0 and not order.passes_on and (self._is_at_terminal or not os.isatty(0))
         process = subprocess.Popen(
             order.command,
@@ -331,7 +332,7 @@ class Team:
         return max(min(ends) - time.monotonic(), 0) if ends else None
 
     def _is_in_time(self) -> bool:
-        """Sees to those whose time is up; false when nothing is awaited any more."""
+        """Carries out what is due by now. Returns false if nothing needs to be awaited any more."""
         now = time.monotonic()
         if self._lonely_at is not None and now >= self._lonely_at and not self._hears_something():
             self._lonely_at = None
@@ -350,12 +351,12 @@ class Team:
             ):
                 self._reap(rank)
         if self._leave_at is None and all(rank.is_over for rank in self._ranks):
-            # What a rank has left behind may hold its outputs open.
+            # Processes that a rank has left behind may hold its outputs open.
             self._leave_at = now + _LINGER_S
         return self._leave_at is None or now < self._leave_at
 
     def _hears_something(self) -> bool:
-        """Takes in what has been said while this side was kept from listening, by a report that nobody took."""
+        """Reads orders that arrived while a report blocked this process. Returns whether there were any."""
         assert self._listens_to is not None
         if not select.select([self._listens_to], [], [], 0)[0]:
             return False
@@ -375,7 +376,7 @@ class Team:
         self._first_failed = self._first_failed or 128 + number
         self._report(signalled=int(number))
         if self._is_at_terminal and number == signal.SIGINT and os.isatty(0):
-            # The terminal has sent it to both.
+            # The terminal has sent the signal to the agent and to the rank.
             self._kill_at = self._kill_at or time.monotonic() + self._order.grace_s
         else:
             self.end(number)
@@ -395,7 +396,10 @@ class Team:
                 self._take_signal(signal.Signals(number))
 
     def _note_end(self, rank: _Rank) -> None:
-        """A rank has ended, and is reaped now or when what it has started has ended, too: until then its group's number is its own."""
+        """Records the end of a rank, and reaps it unless its child processes still have to end.
+
+        Until the rank is reaped, the system cannot give its process group's number to another process.
+        """
         self._selector.unregister(rank.pidfd)
         ended = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
@@ -423,7 +427,7 @@ class Team:
 
 
 def _has_children(group: int) -> bool:
-    """Whether a process group has others than its leader, which has ended."""
+    """Whether a process group has running processes other than its leader, which has ended."""
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and int(entry) != group:
             try:
@@ -438,7 +442,7 @@ def _has_children(group: int) -> bool:
 
 @contextlib.contextmanager
 def signals() -> Iterator[socket.socket]:
-    """Signals that end a program or are passed on, as bytes to read; what they did before comes back. Those that are ignored stay so."""
+    """Delivers ending and forwarded signals as bytes on a socket. Ignored signals stay ignored; handlers are restored."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)

@@ -1,6 +1,6 @@
-"""Ranks on several hosts: an agent at the end of an ssh connection to each, whose reports come together here.
+"""Ranks on several hosts: one agent per host behind an ssh connection, and the reports of all agents.
 
-Owns the connections, and that the first failure ends all. What an agent does is in `agent`.
+This module owns the connections, and ends all ranks at the first failure. `agent` owns the agent's side.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from .agent import ALIVE_S, HELLO, Order, signals, version
 
 __all__ = ["Host", "Unreachable", "hosts_of", "run_on", "ssh_command"]
 
-# ssh asks nobody for a password, gives a host up that does not answer, and notices one that is gone.
+# ssh must not ask for a password, must give up on a host that does not answer, and must notice a host that is gone.
 _QUIET = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
-# What an agent needs beyond the time that its ranks have to end.
+# Seconds that an agent needs in addition to the time that its ranks have to end.
 _END_S = 5.0
 _ANSWER_S = 30.0
 _LAST_WORDS_S = 1.0
 
 
 class Unreachable(Exception):
-    """One sentence on a host without an agent; the exit status is 1."""
+    """One sentence on why a host has no agent; the exit status is 1."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host, and how many ranks it has."""
+    """A host and its number of ranks."""
 
     name: str
     ranks: int
 
 
 def hosts_of(text: str, ranks: int) -> list[Host]:
-    """The hosts of `a,b:4`; those without a number have `ranks`.
+    """Parses a list such as `a,b:4`; hosts without a number have `ranks` ranks.
 
     Raises:
-        ValueError: one sentence on what is written otherwise.
+        ValueError: an entry has another form; the message quotes it.
     """
     found: list[Host] = []
     for part in (part.strip() for part in text.split(",")):
-        # An address of IPv6 stands in brackets, which are not its own.
+        # An IPv6 address is written in brackets, which are not a part of it.
         match = re.fullmatch(r"(?:((?:[^@\[\]:]*@)?)\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:]+))(?::([0-9]+))?", part)
         if match is None or (match[4] is not None and int(match[4]) < 1):
             raise ValueError(f"{part!r} is no host, and no host with a number of ranks such as a:4")
@@ -65,18 +65,18 @@ def hosts_of(text: str, ranks: int) -> list[Host]:
 
 
 def ssh_command(text: str | None) -> list[str]:
-    """The program that reaches a host, and its arguments; ssh itself asks for nothing and waits for nobody long."""
+    """Returns the program that reaches a host, and its arguments. ssh gets options that keep it from asking or hanging."""
     command = shlex.split(text) if text else ["ssh"]
     return [command[0], *_QUIET, *command[1:]] if command[0] in ("ssh", "/usr/bin/ssh") else command
 
 
 class _Agent:
-    """The agent of a host, through its connection."""
+    """The agent of a host, at the other end of a connection."""
 
     def __init__(self, host: Host, ssh: list[str], directory: str) -> None:
         self.host = host
         remote = f"cd {shlex.quote(directory)} && exec {shlex.quote(sys.executable)} -m torch_accl_cli run --agent"
-        # In a group of its own: Ctrl-C is ours to answer.
+        # ssh gets its own process group, because this process must react to Ctrl-C itself.
         self.process = subprocess.Popen(
             [*ssh, host.name, remote],
             stdin=subprocess.PIPE,
@@ -84,7 +84,7 @@ class _Agent:
             stderr=subprocess.PIPE,
             process_group=0,
         )
-        # Whoever says that this side is there does so beside whoever gives orders.
+        # The keepalive thread writes to the agent as well as the thread that sends orders.
         self._speaking = threading.Lock()
         self.out, self.err = bytearray(), bytearray()
         self.first: dict[str, Any] | None = None
@@ -92,23 +92,23 @@ class _Agent:
         self.is_over = False
 
     def say(self, what: dict[str, Any]) -> None:
-        """An order, or a word that orders nothing."""
+        """Sends an order; an empty order is a keepalive message."""
         assert self.process.stdin is not None
-        # The end of its reports says that it is gone.
+        # A broken pipe is ignored: the end of the agent's reports shows that it is gone.
         with self._speaking, contextlib.suppress(BrokenPipeError):
             if not self.process.stdin.closed:
                 self.process.stdin.write(json.dumps(what).encode() + b"\n")
                 self.process.stdin.flush()
 
     def end(self) -> None:
-        """The end of its orders is the end of its ranks."""
+        """Closes the agent's orders, which makes the agent end its ranks."""
         with self._speaking, contextlib.suppress(BrokenPipeError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
 
 
 def run_on(hosts: list[Host], order: Order, ssh: list[str], report: Callable[..., None]) -> int:
-    """Runs an order on several hosts, where `order.master` or `order.port` may be unset. The exit status, as of `Team.run`.
+    """Runs an order on several hosts. `order.master` and `order.port` may be unset. Returns the exit status, like `Team.run`.
 
     Raises:
         Unreachable: a host has no agent.
@@ -161,7 +161,7 @@ class _Crowd:
         try:
             self._tell(**what)
         except BrokenPipeError:
-            # Who read what is shown has seen enough.
+            # The reader of the output has closed it, so the ranks are ended.
             self._tell = lambda **what: None
             self._stop(128 + signal.SIGPIPE)
 
@@ -179,7 +179,7 @@ class _Crowd:
         return self._leave_at is None or now < self._leave_at
 
     def _forward(self, numbers: bytes) -> None:
-        """Signals go to the ranks as they came, and those that end programs end all."""
+        """Sends signals on to all ranks. Signals that end programs end the run."""
         for number in numbers:
             for agent in self._agents:
                 if self._has_begun:
@@ -192,7 +192,7 @@ class _Crowd:
                 self._leave_by(self._order.grace_s + _END_S)
 
     def _stop(self, status: int) -> None:
-        """Ends all ranks; the first reason is the exit status."""
+        """Ends all ranks. The first failure determines the exit status."""
         self._first_failed = self._first_failed or status
         for agent in self._agents:
             agent.end()
@@ -206,7 +206,7 @@ class _Crowd:
         data = os.read(source.fileno(), 1 << 16)
         agent.err += data
         if agent.first is not None:
-            # What ssh itself has to say, or an agent that breaks.
+            # This is output of ssh itself, or of an agent that fails.
             sys.stderr.buffer.write(data)
             sys.stderr.flush()
         if not data:
@@ -223,7 +223,7 @@ class _Crowd:
         self._selector.unregister(source)
         agent.is_over = True
         if not self._has_begun:
-            # What ssh has to say may still be on the way; it ends with it.
+            # Messages of ssh may still arrive; they are complete when ssh ends.
             assert agent.process.stderr is not None
             agent.end()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -242,7 +242,7 @@ class _Crowd:
 
     def _hear(self, agent: _Agent, line: bytes) -> None:
         if agent.first is None:
-            # A shell of that host may greet before.
+            # A shell on that host may print text before the agent's first line.
             _, found, said = line.partition(HELLO.encode())
             if found:
                 agent.first = json.loads(said)
@@ -261,7 +261,7 @@ class _Crowd:
                 self._stop(status if status > 0 else 128 - status)
         if "failed" in what:
             self._stop(127)
-        # Somebody has ended the agent there.
+        # A user or system on that host has ended the agent with a signal.
         if "signalled" in what and self._leave_at is None:
             self._stop(128 + what["signalled"])
 
@@ -273,9 +273,9 @@ class _Crowd:
             )
 
     def _begin(self) -> None:
-        """All agents are there: each gets its part."""
+        """Sends each agent its part of the order. All agents have answered."""
         self._has_begun = True
-        # What is shown may find nobody who reads it for long.
+        # Keepalive messages are sent by a thread, because the main thread may block while it prints.
         threading.Thread(target=self._say_that_all_is_well, daemon=True).start()
         master, port = self._meeting_place()
         number, world = 0, sum(agent.host.ranks for agent in self._agents)
@@ -295,15 +295,15 @@ class _Crowd:
                 agent.say({})
 
     def _meeting_place(self) -> tuple[str, int]:
-        """Where rank 0's store is, as the other hosts reach it: at the address by which ssh has, or by the host's own name."""
+        """Returns address and port of rank 0's store for the other hosts: the address that ssh used, or the host's name."""
         hosts = [agent.first for agent in self._agents if agent.first is not None]
         first = hosts[0]
-        # Who names a place knows how hosts reach it, by a tunnel perhaps.
+        # An address that the user gave is used unchanged: it may be the address of a tunnel.
         if self._order.master:
             return self._order.master, self._order.port or first["port"]
         candidates = [first["address"], self._agents[0].host.name.rpartition("@")[2], first["name"]]
         master = next((name for name in candidates if name and not _is_loopback(name)), "")
-        # All of them reached over the loopback of one machine, as a name that only ssh knows may say.
+        # All hosts may be one machine that ssh reached over loopback, under names that only ssh knows.
         machines = {host["machine"] if _is_loopback(host["address"]) else "" for host in hosts}
         if not master or len(hosts) == 1 or (len(machines) == 1 and "" not in machines):
             master = "127.0.0.1"
@@ -318,7 +318,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def _said(agent: _Agent) -> str:
-    """What came on its error output instead of an agent."""
+    """Returns the last line of the connection's error output, with a separator; an empty string if there is none."""
     lines = [line for line in agent.err.decode(errors="replace").splitlines() if line.strip()]
     return f": {lines[-1].strip()}" if lines else ""
 

@@ -1,6 +1,7 @@
-"""Which cores each rank of a host gets.
+"""The choice of cores for each rank of a host.
 
-Owns the order of cores and how they are shared out. Knows no processes; what cores there are is read in `topology`, and given in tests.
+This module owns the order of cores and their distribution over ranks. It handles no processes. `topology` reads the cores of this
+host; tests supply others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["Core", "Seat", "numbers", "ranges", "share_out", "topology"]
 
 @dataclass(frozen=True, order=True)
 class Core:
-    """A core that runs threads, and its hardware threads that this process may use."""
+    """A physical core, with the hardware threads of it that this process may use."""
 
     node: int
     package: int
@@ -25,7 +26,7 @@ class Core:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank of this host runs: hardware threads and NUMA nodes; no threads where it is not bound."""
+    """Hardware threads, number of cores and NUMA nodes of a rank; no threads if the rank is not bound."""
 
     threads: tuple[int, ...] = ()
     cores: int = 0
@@ -33,7 +34,7 @@ class Seat:
 
 
 def topology(allowed: Iterable[int], system: Path = Path("/sys/devices/system")) -> list[Core]:
-    """The cores of which this process may use a hardware thread, those of a NUMA node one after the other."""
+    """Returns the cores of which this process may use a hardware thread, grouped by NUMA node."""
     node_of = {
         thread: int(folder.name.removeprefix("node"))
         for folder in sorted((system / "node").glob("node[0-9]*"))
@@ -48,14 +49,14 @@ def topology(allowed: Iterable[int], system: Path = Path("/sys/devices/system"))
 
 
 def share_out(cores: Sequence[Core], ranks: int) -> list[Seat]:
-    """A seat for each rank: as many whole cores for each, one after the other, and no NUMA node is left for another without need.
+    """Returns the cores of each rank: equally many whole cores, in sequence, without crossing NUMA nodes if possible.
 
-    Ranks that outnumber the cores are not bound: some would share one while others have more.
+    If there are more ranks than cores, no rank is bound: some ranks would share a core while others have one alone.
     """
     each = len(cores) // ranks
     if each == 0:
         return [Seat()] * ranks
-    # Where the ranks can be dealt to the nodes evenly, and each has cores enough, none spans two.
+    # Ranks are divided over the nodes if they divide evenly and each node has enough cores. Then no rank spans two nodes.
     nodes: dict[int, list[Core]] = {}
     for core in cores:
         nodes.setdefault(core.node, []).append(core)
@@ -81,7 +82,7 @@ def _seat(cores: list[Core]) -> Seat:
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers in a list such as `0-3,8`; what is written otherwise raises a ValueError."""
+    """Returns the numbers in a list such as `0-3,8`. Any other text raises a ValueError."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
@@ -92,7 +93,7 @@ def numbers(text: str) -> list[int]:
 
 
 def ranges(found: Iterable[int]) -> str:
-    """The shortest list that `numbers` reads as these."""
+    """Returns the shortest list that `numbers` reads as these numbers."""
     parts: list[tuple[int, int]] = []
     for number in sorted(set(found)):
         if parts and parts[-1][1] == number - 1:
