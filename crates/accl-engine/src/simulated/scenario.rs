@@ -26,7 +26,7 @@ const MOVED: [Collective; 5] =
 const DTYPES: [Dtype; 7] = [Dtype::F32, Dtype::I64, Dtype::U8, Dtype::I32, Dtype::F64, Dtype::BF16, Dtype::I16];
 const CODECS: [&str; 4] = ["maxmin:4,bucket=64", "maxmin:8,bucket=64", "bf16", "maxmin:2,bucket=64"];
 
-/// A group.
+/// A group. `members` lists its processes in rank order.
 #[derive(Clone, Debug)]
 pub(super) struct GroupSpec {
     pub(super) members: Vec<usize>,
@@ -597,8 +597,8 @@ impl Scenario {
     /// Draws a cut of a wire between two first lanes, as the only fault. With several lanes, three in four worlds of
     /// two processes have it, and one in four larger worlds with faults.
     ///
-    /// What the first lane would send to the other process must then arrive over other lanes. Uses a generator of its
-    /// own, so other draws stay the same.
+    /// Notifications that the first lane would send to the other process must then arrive over other lanes. Uses a
+    /// generator of its own, so other draws stay the same.
     fn draw_cut_of_first_lane(&self) -> Option<Fault> {
         let mut rng = Rng::new(self.seed ^ 0xc09);
         rng.next_u64();
@@ -814,8 +814,8 @@ fn message(group: usize, world: usize, ends: (usize, usize), count: u64, number:
     }
 }
 
-/// Draws a burst: messages from one rank to another for which no thread waits. The sender asks for an answer before it
-/// sends them, so its driver sleeps while the links are full.
+/// Draws a burst: messages from one rank to another for which the sender does not wait. The sender asks for an answer
+/// before it sends them, so its driver sleeps while the links are full.
 fn draw_burst(rng: &mut Rng, items: &mut Vec<Item>, group: usize, world: usize, segment: u64) {
     let from = rng.below(world as u64) as usize;
     let to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
@@ -826,8 +826,8 @@ fn draw_burst(rng: &mut Rng, items: &mut Vec<Item>, group: usize, world: usize, 
     items.push(Item { is_early: true, is_async: (0..world).map(|rank| rank == from).collect(), ..answer });
 }
 
-/// Draws a final transfer between two ranks that are not neighbours, if there are any: a message from one rank or from
-/// any rank, or a gather. No other rank notices if the sender leaves instead of sending.
+/// Draws the last transfer of a group, between two ranks that are not neighbours, if there are any. It is a message,
+/// received from that rank or from any rank, or a gather. No other rank notices if the sender leaves instead of sending.
 fn draw_last_word(rng: &mut Rng, items: &mut Vec<Item>, index: usize, group: &mut GroupSpec) {
     let world = group.members.len();
     let from = rng.below(world as u64) as usize;
