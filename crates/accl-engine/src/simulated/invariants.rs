@@ -265,8 +265,8 @@ impl World<'_> {
         self.scenario.linking == Linking::AtFirst || linked_at.is_some_and(|&(_, last)| last <= at)
     }
 
-    /// Makes the check of [`World::check_waits`] for ranks that have left a group. Such a rank says so on every link,
-    /// and on each later one.
+    /// Makes the check of [`World::check_waits`] for ranks that have left a group. Such a rank reports on every existing
+    /// and later link that it has left.
     fn check_waits_for_who_left(&self, process: usize, core: &Core) -> Result<(), Violation> {
         for (&group, member) in &self.processes[process].members {
             let Some(state) = core.group(member.caller.group) else { continue };
@@ -443,7 +443,7 @@ impl World<'_> {
             if let Some((member, _)) = states.iter().find(|(_, state)| state.poison().is_none() && !is_cut) {
                 return Err(format!("group {index} has failed, and process {member} does not know: {first}"));
             }
-            // Ranks may find different causes on the other lanes; those causes are not reported to any caller or peer.
+            // The other lanes of ranks may find different causes, which are not reported to any caller or peer.
             for &(member, first) in &failed {
                 let mut others = self.scenario.nodes(member).skip(1);
                 let is_well = |node: &usize| self.state(*node, index).is_some_and(|state| state.poison().is_none());

@@ -333,7 +333,7 @@ impl World<'_> {
         let (call, refused) = match made {
             Ok(call) => (call, None),
             Err(error) => {
-                // A refused call has no sequence number, so the next call would be taken for it. The rank's program
+                // A refused call has no sequence number, so ranks would mistake the next call for it. The rank's program
                 // ends there.
                 if odd.is_some() && error.kind != ErrorKind::Aborted {
                     self.abort(process, item.group);

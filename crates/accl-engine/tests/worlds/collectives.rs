@@ -122,7 +122,7 @@ fn run_lanes(collective: Collective, fabric: Fabric) {
         let snapshot = member.group.snapshot();
         let moved = snapshot.groups[0].lanes.iter().map(|lane| lane.bytes_sent + lane.bytes_received);
         let moved: Vec<u64> = moved.collect();
-        // The blocks of an all_to_all may be uneven, and only some ranks know their sizes, so it is not cut.
+        // In an all_to_all, some ranks may give split sizes and others not, so it is not cut.
         let is_uneven = collective == Collective::AllToAll;
         let is_cut = collective != Collective::Barrier && !is_uneven;
         assert!(

@@ -350,8 +350,8 @@ fn a_rank_whose_monitored_barrier_was_interrupted_is_not_taken_for_present() {
     });
 }
 
-/// A release or message to a rank that has left is not received. When that rank destroys its group, the group does not
-/// fail for the others.
+/// A release or message of the barrier to a rank that has left is never received. For the ranks that stay, destroying
+/// the group must not fail because of that.
 #[test]
 fn a_monitored_barrier_with_a_rank_that_left_fails_alone() {
     World::new(options(3, Fabric::Shm)).run("g", |member| {

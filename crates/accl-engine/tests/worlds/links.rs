@@ -306,7 +306,7 @@ fn who_connects_to_all_learns_which_rank_cannot_be_reached() {
     }
 }
 
-// ---- Defects that readers of the code found.
+// Tests for defects that readers of the code have found.
 
 #[test]
 fn an_abort_reaches_a_rank_that_waits_although_all_between_them_compute() {

@@ -155,7 +155,7 @@ fn a_wait_that_times_out_leaves_the_receive_running() {
     });
 }
 
-/// Returns how often both ranks together look at messages, for `count` sends that all wait for their receives.
+/// Returns how often both ranks together examine messages, for `count` sends that all wait for their receives.
 fn steps_of(count: usize, order: Order) -> u64 {
     // Without an eager window, every message waits for its receiver. With much room, no progress pass tries in vain.
     let options = WorldOptions::new(2).over(Fabric::Loopback(1 << 20)).with("eager_bytes", "0");

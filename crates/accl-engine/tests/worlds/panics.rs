@@ -139,7 +139,7 @@ fn await_parked(rig: &Rig) {
     }
 }
 
-/// Of two sends that find room in one progress pass, the second panics. The first is complete, and its caller must
+/// Two sends find room in one progress pass, and the second one panics. The first is complete, and its caller must
 /// still learn of that.
 #[test]
 fn a_panic_after_a_send_that_is_over_leaves_nobody_waiting() {

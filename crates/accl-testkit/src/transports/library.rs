@@ -51,8 +51,8 @@ struct Coming {
 #[derive(Clone, Copy)]
 struct Part(CollectiveV1);
 
-// SAFETY: the memory stays valid until the collective has ended. Only the last rank to arrive accesses it, under the
-// lock on `calls`.
+// SAFETY: the memory stays valid until the collective has ended; if the collective was abandoned, its ranks keep the
+// memory. Only the last rank to arrive, or `Library::go_on`, accesses it, under the lock on `calls`.
 unsafe impl Send for Part {}
 
 /// Returns the library. The first call registers it as the transport `mpi`. All tests of a process share it.

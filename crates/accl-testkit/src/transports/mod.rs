@@ -1,7 +1,8 @@
 //! Transports for tests: one over [`pipe`]s, one that [`sealed`] puts between a link and its bytes, and the example in
 //! C. The example also runs without descriptors and with a doorbell.
 //!
-//! Each is a file and a row, as in docs/adding-a-transport.md. Here the rows are registered while the tests run.
+//! Each transport is a file and a row of a table, as in docs/adding-a-transport.md. Here the rows are registered while
+//! the tests run.
 
 mod datagrams;
 mod library;
@@ -20,7 +21,7 @@ pub use library::{Library, library};
 /// alone do not.
 pub const THRIFTY: &str = "rung_thriftily";
 
-/// Returns the names of all transports whose links need no listener, including those of this folder.
+/// Returns the names of all transports whose links need no listener, including the transports of this folder.
 ///
 /// # Panics
 /// Panics if a transport is refused: a test cannot go on.

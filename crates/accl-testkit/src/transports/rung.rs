@@ -81,8 +81,9 @@ unsafe fn rung<'a>(link: *mut c_void) -> &'a mut Rung {
 impl Rung {
     fn say(&self, word: u8) {
         if let Some(carrier) = self.carrier {
-            // SAFETY: the carrier's socket stays open as long as the link. Messages are few, since each waits for one
-            // of the other side.
+            // A thrifty message waits for one of the other side, so there are few. If the socket has no room for a plain
+            // ring, the peer has unread ones.
+            // SAFETY: the carrier's socket stays open as long as the link.
             let _ =
                 send(unsafe { BorrowedFd::borrow_raw(carrier) }, &[word], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
