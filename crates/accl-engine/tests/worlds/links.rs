@@ -448,8 +448,9 @@ fn once_all_are_linked_the_threads_that_make_links_sleep() {
             }
             step.wait();
             if member.rank == 0 {
-                // A delayed connection attempt or a hello may still be in flight; a futile attempt would go on for
-                // longer. Other tests of this program run in processes of their own.
+                // A connection attempt may still wait for its head start, and a promised link or a hello may be in
+                // flight. A futile attempt would go on for longer. Other tests of this program run in processes of
+                // their own.
                 let is_quiet = (0..8).any(|_| {
                     let before = sleeps_of_connectors();
                     std::thread::sleep(LATER / 2);
