@@ -1,4 +1,4 @@
-//! Compiles the example of a transport in C, which the tests run.
+//! Compiles the example transport in C, which the tests run.
 
 fn main() {
     let include = "../../python/torch_accl/include";

@@ -1,6 +1,6 @@
-//! What calls would take in a world that is not there: the cost model asked for any number of ranks.
+//! Predicts the time of calls for any number of ranks from the cost model; no process is started.
 //!
-//! The choice is the one that a group makes. Read [`Scenario`] first.
+//! The algorithm choice is the same as a group's. Read [`Scenario`] first.
 
 use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
@@ -9,13 +9,13 @@ use accl_types::{Bytes, Collective, Error, Result};
 
 use crate::settings::intra_node_of;
 
-/// More ranks than this are no world of ours.
+/// Maximum number of ranks that [`simulate`] accepts.
 pub const MAX_RANKS: u32 = 1 << 17;
 
-/// A world to be asked about.
+/// Ranks, hosts and settings for which calls are predicted.
 #[derive(Clone, Debug)]
 pub struct Scenario {
-    /// The constants of every host, and the network between them.
+    /// Constants of every host, and of the network between hosts.
     pub machine: Machine,
     /// Number of ranks.
     pub ranks: u32,
@@ -23,26 +23,27 @@ pub struct Scenario {
     pub ranks_per_host: u32,
     /// Cores that the ranks of a host share.
     pub cores_per_host: u32,
-    /// Transports, overrides and the length of segments.
+    /// Transports, algorithm overrides and the segment length.
     pub config: Config,
 }
 
-/// What one call would take.
+/// Predicted algorithm and times of one call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prediction {
     /// Bytes of the largest buffer.
     pub bytes: Bytes,
-    /// Name of the algorithm that the call would take.
+    /// Name of the algorithm that the call would use.
     pub chosen: &'static str,
-    /// Algorithms that can run and the time of each in picoseconds.
+    /// Algorithms that can run here, each with its predicted time in picoseconds.
     pub times_ps: Vec<(&'static str, u64)>,
 }
 
-/// Predictions for calls of a collective of these sizes, with blocks of equal size.
+/// Predicts calls of `collective`, one for each of `sizes`, with blocks of equal size.
 ///
 /// # Errors
-/// `InvalidArgument` for numbers that make no world, `Configuration` for an override that cannot run there,
-/// `Unsupported` for point-to-point calls.
+/// * `InvalidArgument` if a number of ranks or cores is out of range.
+/// * `Configuration` if an algorithm override cannot run here.
+/// * `Unsupported` for point-to-point calls.
 pub fn simulate(scenario: &Scenario, collective: Collective, sizes: &[Bytes]) -> Result<Vec<Prediction>> {
     let Scenario { ranks, ranks_per_host, cores_per_host, .. } = *scenario;
     if !(1..=MAX_RANKS).contains(&ranks) {

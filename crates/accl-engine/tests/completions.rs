@@ -1,4 +1,4 @@
-//! Threads for what hangs on the end of calls. Alone in its program, since it counts the threads of the process.
+//! Threads that run completion callbacks. Alone in its program, because it counts the threads of the process.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use accl_types::config::Config;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The tests count threads, so they take turns.
+/// Waits for this test's turn: tests that count threads run one after the other.
 fn alone() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -17,7 +17,7 @@ fn alone() -> MutexGuard<'static, ()> {
 
 fn completion_threads() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-    // A thread may end while it is looked at.
+    // A thread may end while its name is read.
     let name = |task: std::io::Result<std::fs::DirEntry>| std::fs::read_to_string(task.ok()?.path().join("comm")).ok();
     tasks.filter_map(name).filter(|name| name.trim() == "accl-complete").count()
 }
@@ -43,7 +43,7 @@ fn futures_that_end_together_do_not_start_a_thread_each() {
             call.when_done(Box::new(move || sender.send(()).unwrap())).unwrap();
         }
         member.barrier().unwrap();
-        // Threads stay for seconds after their last job, so whoever was started is counted.
+        // Threads stay for seconds after their last job, so every thread that was started is counted.
         (0..CALLS).for_each(|_| receiver.recv_timeout(PATIENCE).unwrap());
         let most = completion_threads();
         calls.iter().for_each(|call| finish(call).unwrap());
@@ -52,7 +52,7 @@ fn futures_that_end_together_do_not_start_a_thread_each() {
     assert!((1..=16).contains(&most[0]), "{most:?} threads");
 }
 
-/// Each job waits for the next, which is posted before it.
+/// Posts a chain of jobs. Each job waits for the next one, which is posted before it.
 fn post_chain(engine: &Arc<Engine>, depth: usize) -> mpsc::Receiver<()> {
     let (done, last) = mpsc::channel();
     let mut before: Option<mpsc::Receiver<()>> = None;
@@ -65,14 +65,14 @@ fn post_chain(engine: &Arc<Engine>, depth: usize) -> mpsc::Receiver<()> {
             if let Some(before) = waits_for {
                 before.recv_timeout(PATIENCE).unwrap();
             }
-            // Nobody listens to the last.
+            // The last receiver may be gone.
             let _ = sender.send(());
             if index + 1 == depth {
                 done.send(()).unwrap();
             }
         }));
     }
-    // The one on which all others wait is queued last.
+    // The job for which all others wait is queued last.
     jobs.into_iter().rev().for_each(|job| engine.spawn_blocking(job).unwrap());
     drop(before);
     last

@@ -1,4 +1,4 @@
-//! What groups cost the process. Alone in its program, since other tests open descriptors of their own.
+//! Descriptors that groups cost a process. Alone in its program, because other tests open descriptors, too.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ fn groups_cost_neither_threads_nor_descriptors() {
             member
         }));
     }
-    // Threads of the test itself come and go; descriptors are ours alone.
+    // Threads of the test come and go, so only descriptors are counted.
     let after = count("/proc/self/fd");
     assert!(after <= before + 4, "{before} descriptors before and {after} after 200 groups");
     for members in groups.iter().rev().step_by(20) {

@@ -1,4 +1,4 @@
-//! The committed pages say what the tables say.
+//! The committed generated pages match the tables.
 
 use std::path::Path;
 

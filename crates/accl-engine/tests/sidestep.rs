@@ -1,5 +1,5 @@
-//! Collectives that a library does as a whole, since `sidestep` says so: the same results, one order on all ranks, and a failure that
-//! neither hangs nor gives memory back that the library may still write to.
+//! Collectives that `sidestep` gives to a library as a whole. Results are the same, and all ranks have one order. A
+//! failure does not hang, and it does not give back memory that the library may still write.
 
 use std::ops::Deref;
 use std::sync::atomic::Ordering;
@@ -10,10 +10,10 @@ use accl_engine::{Blocks, CallDesc, Mode, TensorDesc};
 use accl_testkit::{Fabric, Library, Member, World, WorldOptions, calls, finish, library};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, ReduceOp};
 
-/// How long a test waits for what must come.
+/// Time that a test waits for an expected event.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The library is the process's: one test at a time has it, and leaves it as it was.
+/// Exclusive use of the process's library by one test. Dropping it resets the library's switches.
 struct Turn {
     library: &'static Library,
     _alone: MutexGuard<'static, ()>,
@@ -55,12 +55,12 @@ fn options(world: u32) -> WorldOptions {
     WorldOptions::new(world).over(Fabric::Shm).with("sidestep", "all=mpi").timeout(Duration::from_secs(20))
 }
 
-/// What rank `rank` contributes: small whole numbers, whose sums are exact in every order.
+/// Contribution of rank `rank`: small whole numbers, so that sums are exact in every order.
 fn numbers(rank: usize, count: usize) -> Vec<f32> {
     (0..count).map(|at| ((rank * 31 + at * 7) % 97) as f32).collect()
 }
 
-/// Every collective, in place where it can be; all results one behind the other.
+/// Runs every collective, in place where possible. Returns all results one after the other.
 fn every_collective(member: &Member, count: usize) -> Vec<f32> {
     let Member { rank, world, .. } = *member;
     let mine = numbers(rank, count);
@@ -84,7 +84,7 @@ fn every_collective(member: &Member, count: usize) -> Vec<f32> {
     data = vec![0.0; count * world];
     member.all_gather(&mine, &mut data, &counts).unwrap();
     all.append(&mut data);
-    // The contribution lies in its place of the result.
+    // The contribution lies at its place in the result.
     data = vec![0.0; count * world];
     data[rank * count..][..count].copy_from_slice(&mine);
     let own: *const f32 = data[rank * count..].as_ptr();
@@ -240,8 +240,9 @@ fn groups_that_a_library_does_nothing_for_are_done_by_the_host() {
     assert_eq!(turn.begun(), 0);
 }
 
-/// Runs a world of two ranks whose call never completes, with a timeout under which both ranks enter the library. On a busy machine a rank may
-/// reach its deadline before the other one has issued its call, and then neither rank enters the library.
+/// Runs a world of two ranks whose call never completes, with a timeout under which both ranks enter the library. On a
+/// busy machine, a rank may reach its deadline before the other rank has issued its call. Then neither rank enters the
+/// library, and a longer timeout is tried.
 fn with_all_ranks_in_the_library<R>(turn: &Turn, run: impl Fn(Duration) -> R) -> R {
     for timeout in [400, 1600, 6400] {
         let before = turn.begun();
@@ -253,7 +254,7 @@ fn with_all_ranks_in_the_library<R>(turn: &Turn, run: impl Fn(Duration) -> R) ->
     panic!("a rank has not issued its call within seconds");
 }
 
-/// The errors of an all_reduce that every rank makes.
+/// Returns the errors of an all_reduce that every rank issues.
 fn errors_of_all_reduce(turn: &Turn, world: &World) -> Vec<Error> {
     let before = turn.begun();
     let errors = world.run("g", |member| {
@@ -275,7 +276,7 @@ fn a_failure_of_the_library_is_an_error_that_says_so_and_that_the_memory_stays()
         errors.iter().all(|error| error.message.contains("mpi has failed to do it: it was told to fail")),
         "{errors:?}"
     );
-    // A rank that heard of the other's failure first may not have begun.
+    // A rank that learned of the other rank's failure first may not have begun.
     let held = errors.iter().filter(|error| error.context.holds_memory).count() as u64;
     assert!(held > 0 && held == turn.abandoned.load(Ordering::Relaxed), "{errors:?}");
     for error in errors {
@@ -334,7 +335,7 @@ fn a_rank_that_leaves_during_a_collective_of_the_library_ends_it_soon() {
 fn a_library_may_go_on_with_a_gathering_in_place_that_was_given_up() {
     let turn = Turn::take();
     turn.is_stuck.store(true, Ordering::Relaxed);
-    // More than allocators keep for later: what is given back is gone.
+    // The buffer is larger than what allocators keep, so memory that is freed is unmapped.
     let (count, world) = (9 << 20, 2);
     let kept = with_all_ranks_in_the_library(&turn, |timeout| {
         World::new(options(2).timeout(timeout)).run("g", |member| {
@@ -350,7 +351,7 @@ fn a_library_may_go_on_with_a_gathering_in_place_that_was_given_up() {
         })
     });
     assert!(kept.iter().all(|(error, _)| error.context.holds_memory), "{:?}", kept[0].0);
-    // It reads what it was given to read, and writes into what the caller has left to it.
+    // The library reads its input and writes the output, which the callers have kept.
     turn.go_on();
     let all = [vec![1.0; count], vec![2.0; count]].concat();
     assert!(kept.iter().all(|(_, data)| *data == all));
@@ -380,7 +381,7 @@ fn copies_of_tensors_apart_are_given_back_when_their_collective_is_given_up() {
 fn sums_and_gatherings_are_alike_on_ranks_whose_tensors_lie_otherwise() {
     let turn = Turn::take();
     World::new(options(2)).run("g", |member| {
-        // Two tensors as one call: apart on one rank, one behind the other on the other one.
+        // Each rank gives two tensors to one call. On rank 0 they are adjacent, on rank 1 apart.
         let mut data = numbers(member.rank, 300);
         let (first, rest) = data.split_at_mut(100);
         let second = if member.rank == 0 { &mut rest[..100] } else { &mut rest[100..] };
@@ -396,7 +397,7 @@ fn sums_and_gatherings_are_alike_on_ranks_whose_tensors_lie_otherwise() {
         member.call(desc).unwrap();
         assert_eq!([&*first, &*second].concat(), expected);
     });
-    // The library itself refuses ranks of which only some are in place.
+    // The library itself rejects calls in which only some ranks are in place.
     assert_eq!(turn.begun(), 2);
 }
 
@@ -406,7 +407,7 @@ fn a_group_that_has_failed_is_left_as_one() {
     let done = Barrier::new(2);
     World::new(options(2)).run("g", |member| {
         member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap();
-        // A rank may abort while the call of the other one runs, which then fails.
+        // If a rank aborts while the other rank's call runs, that call fails, so both wait here first.
         done.wait();
         member.group.abort("the test wants it");
     });

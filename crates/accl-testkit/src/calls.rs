@@ -1,4 +1,4 @@
-//! Short forms of the calls over plain slices, blocking.
+//! Short blocking forms of the calls over plain slices.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ pub struct Member {
 
 /// Element types of the short forms.
 pub trait Element: Copy + Send + Sync {
-    /// The dtype.
+    /// Dtype of the element type.
     const DTYPE: Dtype;
 }
 
@@ -28,17 +28,17 @@ macro_rules! elements {
 }
 elements!(u8 = U8, i8 = I8, u16 = U16, i16 = I16, u32 = U32, i32 = I32, u64 = U64, i64 = I64, f32 = F32, f64 = F64);
 
-/// A dense tensor over a slice that the call may only read.
+/// Returns a dense tensor over a slice that the call only reads.
 pub fn read<T: Element>(data: &[T]) -> TensorDesc {
     TensorDesc::dense(data.as_ptr().cast_mut().cast(), T::DTYPE, Elems(data.len() as u64))
 }
 
-/// A dense tensor over a slice that the call writes.
+/// Returns a dense tensor over a slice that the call writes.
 pub fn write<T: Element>(data: &mut [T]) -> TensorDesc {
     TensorDesc::dense(data.as_mut_ptr().cast(), T::DTYPE, Elems(data.len() as u64))
 }
 
-/// Cuts a slice into blocks of the given lengths.
+/// Cuts a slice into consecutive blocks; `counts` are their lengths in elements.
 fn blocks<T: Element>(base: *mut T, counts: &[usize]) -> Blocks {
     let mut at = 0;
     counts
@@ -52,29 +52,29 @@ fn blocks<T: Element>(base: *mut T, counts: &[usize]) -> Blocks {
 }
 
 impl Member {
-    /// A rank of this group.
+    /// Creates the handle of this process's rank in `group`.
     pub fn new(group: Arc<Group>) -> Self {
         let (rank, world) = (group.rank().index(), group.world() as usize);
         Self { group, rank, world }
     }
 
-    /// Submits and waits.
+    /// Submits a call and waits for it.
     ///
     /// # Errors
-    /// What submission or the call says.
+    /// The error of the submission or of the call.
     pub fn call(&self, desc: CallDesc) -> Result<()> {
         finish_ran(&self.group.run(&desc)?)
     }
 
-    /// Sum (or another reduction) of all ranks' data, in place.
+    /// Reduces all ranks' data with `op`, in place.
     ///
     /// # Errors
-    /// As [`Member::call`].
+    /// See [`Member::call`].
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
         self.call(self.all_reduce_desc(data, op, Mode::Blocking))
     }
 
-    /// The description of an all_reduce in place.
+    /// Describes an all_reduce in place.
     pub fn all_reduce_desc<T: Element>(&self, data: &mut [T], op: ReduceOp, mode: Mode) -> CallDesc {
         let mut desc = CallDesc::new(Collective::AllReduce, T::DTYPE);
         desc.op = op;
@@ -83,10 +83,10 @@ impl Member {
         desc
     }
 
-    /// The root's data on all ranks.
+    /// Copies the root's data to all ranks.
     ///
     /// # Errors
-    /// As [`Member::call`].
+    /// See [`Member::call`].
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: u32) -> Result<()> {
         let mut desc = CallDesc::new(Collective::Broadcast, T::DTYPE);
         desc.root = Rank(root);
@@ -94,10 +94,10 @@ impl Member {
         self.call(desc)
     }
 
-    /// The reduction on the root only.
+    /// Reduces all ranks' data with `op`; only the root gets the result.
     ///
     /// # Errors
-    /// As [`Member::call`].
+    /// See [`Member::call`].
     pub fn reduce<T: Element>(&self, data: &mut [T], op: ReduceOp, root: u32) -> Result<()> {
         let mut desc = CallDesc::new(Collective::Reduce, T::DTYPE);
         desc.op = op;
@@ -106,10 +106,10 @@ impl Member {
         self.call(desc)
     }
 
-    /// Block r of the reduction to rank r; `counts` are the blocks' lengths.
+    /// Reduces all ranks' inputs; rank r gets block r. `counts` are the blocks' lengths in elements.
     ///
     /// # Errors
-    /// As [`Member::call`].
+    /// See [`Member::call`].
     pub fn reduce_scatter<T: Element>(
         &self,
         input: &[T],
@@ -124,10 +124,10 @@ impl Member {
         self.call(desc)
     }
 
-    /// All ranks' inputs; `counts` are their lengths.
+    /// Gathers all ranks' inputs on all ranks. `counts` are their lengths in elements.
     ///
     /// # Errors
-    /// As [`Member::call`].
+    /// See [`Member::call`].
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T], counts: &[usize]) -> Result<()> {
         let mut desc = CallDesc::new(Collective::AllGather, T::DTYPE);
         desc.inputs = Blocks::of(read(input));
@@ -135,10 +135,10 @@ impl Member {
         self.call(desc)
     }
 
-    /// All ranks' inputs on the root; `output` is empty elsewhere.
+    /// Gathers all ranks' inputs on the root. `output` is empty on the other ranks.
     ///
     /// # Errors
-    /// As [`Member::call`].
+    /// See [`Member::call`].
     pub fn gather<T: Element>(&self, input: &[T], output: &mut [T], root: u32) -> Result<()> {
         let mut desc = CallDesc::new(Collective::Gather, T::DTYPE);
         desc.root = Rank(root);
@@ -149,10 +149,10 @@ impl Member {
         self.call(desc)
     }
 
-    /// The root's blocks, one to each rank; `input` is empty elsewhere.
+    /// Sends one of the root's blocks to each rank. `input` is empty on the other ranks.
     ///
     /// # Errors
-    /// As [`Member::call`].
+    /// See [`Member::call`].
     pub fn scatter<T: Element>(&self, input: &[T], output: &mut [T], root: u32) -> Result<()> {
         let mut desc = CallDesc::new(Collective::Scatter, T::DTYPE);
         desc.root = Rank(root);
@@ -163,10 +163,10 @@ impl Member {
         self.call(desc)
     }
 
-    /// Block d to rank d, for all d; with `equal`, the lengths are known to be the same everywhere.
+    /// Sends block d to rank d, for all d. `equal` states that all blocks on all ranks have the same length.
     ///
     /// # Errors
-    /// As [`Member::call`].
+    /// See [`Member::call`].
     pub fn all_to_all<T: Element>(
         &self,
         input: &[T],
@@ -182,10 +182,10 @@ impl Member {
         self.call(desc)
     }
 
-    /// Nobody leaves before all have entered.
+    /// Waits until all ranks have entered the barrier.
     ///
     /// # Errors
-    /// As [`Member::call`].
+    /// See [`Member::call`].
     pub fn barrier(&self) -> Result<()> {
         self.call(CallDesc::new(Collective::Barrier, Dtype::U8))
     }
@@ -193,7 +193,7 @@ impl Member {
     /// Starts a send.
     ///
     /// # Errors
-    /// What submission says.
+    /// The error of the submission.
     pub fn post_send<T: Element>(&self, data: &[T], to: u32, tag: u32) -> Result<Call> {
         let mut desc = CallDesc::new(Collective::Send, T::DTYPE);
         desc.peer = Some(Rank(to));
@@ -203,10 +203,10 @@ impl Member {
         self.group.submit(desc)
     }
 
-    /// Starts a receive, from any rank without `from`.
+    /// Starts a receive. Without `from`, it accepts a message from any rank.
     ///
     /// # Errors
-    /// What submission says.
+    /// The error of the submission.
     pub fn post_recv<T: Element>(&self, data: &mut [T], from: Option<u32>, tag: u32) -> Result<Call> {
         let mut desc = CallDesc::new(Collective::Recv, T::DTYPE);
         desc.peer = from.map(Rank);
@@ -217,10 +217,10 @@ impl Member {
     }
 }
 
-/// Waits for a call that has begun, if it is not done yet.
+/// Waits for a submitted call, unless it is done already.
 ///
 /// # Errors
-/// As [`finish`].
+/// See [`finish`].
 pub fn finish_ran(ran: &Ran) -> Result<()> {
     match ran {
         Ran::Done(_) => Ok(()),
@@ -231,7 +231,7 @@ pub fn finish_ran(ran: &Ran) -> Result<()> {
 /// Waits for a call without interrupts.
 ///
 /// # Errors
-/// The call's own, or `Timeout` when it hangs for two minutes.
+/// The error of the call, or `Timeout` if it has not completed after two minutes.
 pub fn finish(call: &Call) -> Result<()> {
     match call.wait(Some(Duration::from_secs(120)), &mut || false) {
         Waited::Done => Ok(()),

@@ -1,4 +1,4 @@
-//! Devices of a world in one process, and what can be wrong with them.
+//! Devices of a world in one process, and faults to inject into them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,55 +19,55 @@ use parking_lot::Mutex;
 pub use accl_cclo::memory_map::Network;
 pub use accl_emulator::Faithful;
 
-/// Opens the engines of this process as devices.
+/// Opens the emulated engines of this process as devices.
 pub struct LocalDevices {
     engines: Arc<LocalEngines>,
     faults: Arc<Faults>,
 }
 
-/// What is wrong with the devices, or special; a rank of `u32::MAX` is nobody's.
+/// Faults and special behaviour of the devices. A field that names a rank is off while it is `u32::MAX`.
 #[derive(Debug)]
 pub struct Faults {
-    /// Devices tell one another of the ends of queue pairs, and reach each other by these alone.
+    /// Whether devices exchange queue pairs (`Bus::tell`, `Bus::hear`) and reach each other only through them.
     pub have_queue_pairs: AtomicBool,
-    /// The device of this rank is not reached before this is taken back.
+    /// Rank whose device cannot be opened until this is reset.
     pub is_slow: AtomicU32,
-    /// The device of this rank tells what makes no sense.
+    /// Rank whose device returns a text without queue pairs from `Bus::tell`.
     pub babbles: AtomicU32,
-    /// The device of this rank fails when it hears of the others.
+    /// Rank whose device fails in `Bus::hear`.
     pub does_not_hear: AtomicU32,
-    /// What each rank's device has told last.
+    /// Text that each rank's device returned last from `Bus::tell`.
     pub told: Mutex<BTreeMap<u32, String>>,
-    /// What each rank's device has heard last.
+    /// Texts of all ranks that each rank's device last received in `Bus::hear`.
     pub heard: Mutex<BTreeMap<u32, Vec<String>>>,
-    /// What the driver of a rank has set up for each rank as its session.
+    /// Session that a rank's driver has set up for a peer, by rank and peer.
     pub sessions: Mutex<BTreeMap<(u32, u32), u32>>,
-    /// Devices that are open.
+    /// Number of open devices.
     pub open: AtomicU32,
-    /// What was set up on the devices: the rank and the number of a function, in the order in which it was started.
+    /// Configuration calls in the order in which they were started: rank and function number.
     pub configured: Mutex<Vec<(u32, u32)>>,
-    /// Devices that were ever opened, which their queue pairs are numbered by.
+    /// Number of devices that were ever opened; it numbers their queue pairs.
     openings: AtomicU32,
-    /// The device of this rank does not open.
+    /// Rank whose device does not open.
     pub does_not_open: AtomicU32,
-    /// The device of this rank never begins a collective: the others wait for it.
+    /// Rank whose device never begins a collective, so that the others wait for it.
     pub hangs: AtomicU32,
-    /// The device of this rank is gone: no request is answered.
+    /// Rank whose device is gone: every request fails.
     pub is_gone: AtomicU32,
-    /// Calls of collectives that were started, on all devices.
+    /// Number of collective calls that were started on all devices.
     pub started: AtomicU32,
-    /// No call of a collective ends before this is taken back.
+    /// No collective call ends while this is set.
     pub holds: AtomicBool,
-    /// Whoever looks at a call of this rank's device gets no answer before this is taken back, and neither does whoever asks anything else.
+    /// Rank whose device blocks every request until this is reset.
     pub is_stuck: AtomicU32,
-    /// Somebody has asked it.
+    /// Whether a request has blocked because of `is_stuck`.
     pub waits: AtomicBool,
 }
 
 const NOBODY: u32 = u32::MAX;
 
 impl LocalDevices {
-    /// Engines for so many ranks.
+    /// Creates engines for `ranks` ranks.
     pub fn new(network: Network, faithful: Faithful, ranks: u32) -> Arc<Self> {
         let faults = Faults {
             have_queue_pairs: false.into(),
@@ -91,7 +91,7 @@ impl LocalDevices {
         Arc::new(Self { engines: LocalEngines::new(network, faithful, ranks), faults: Arc::new(faults) })
     }
 
-    /// What is wrong with them.
+    /// Returns the faults to inject.
     pub fn faults(&self) -> &Faults {
         &self.faults
     }
@@ -122,7 +122,7 @@ impl OpenBus for LocalDevices {
     }
 }
 
-/// Opens an engine in software for each rank, which reaches the others over the links of the ranks.
+/// Opens a software engine for each rank. The engine reaches the other engines over the links of the ranks.
 pub struct SimDevices(pub Faithful);
 
 impl OpenBus for SimDevices {
@@ -137,7 +137,7 @@ impl OpenBus for SimDevices {
     }
 }
 
-/// A connection with what is wrong with it.
+/// A bus with faults injected.
 struct FaultyBus {
     bus: LocalBus,
     rank: u32,
@@ -146,10 +146,10 @@ struct FaultyBus {
     runs_collective: bool,
 }
 
-/// What numbers of queue pairs begin with, so that nothing else is one.
+/// High bits of all queue pair numbers; other register values do not have them.
 const QUEUE_PAIR: u32 = 0x5E << 24;
 
-/// The queue pair of an opening for a rank.
+/// Returns the queue pair number of an opened device for a peer.
 fn queue_pair(opening: u32, peer: u32) -> u32 {
     QUEUE_PAIR | opening << 8 | peer
 }
@@ -212,7 +212,7 @@ impl Bus for FaultyBus {
         let peer = value & 0xFF;
         if self.faults.have_queue_pairs.load(Ordering::Relaxed) && value == queue_pair(self.opening, peer) {
             self.faults.sessions.lock().insert((self.rank, peer), value);
-            // The engine behind it reaches the others by their ranks.
+            // The emulated engine reaches the others by their ranks.
             return self.bus.write_register(offset, peer);
         }
         self.bus.write_register(offset, value)

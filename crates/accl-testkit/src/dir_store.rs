@@ -1,8 +1,8 @@
-//! A store in a directory, shared by processes of one host that start without one in common.
+//! A rendezvous store in a directory, for processes of one host that share no other store.
 //!
-//! A key is a file: written aside and renamed, so that a reader sees all of a value or nothing. Counters are changed
-//! under a file lock, which the kernel releases when its holder dies. Owns no life time: who makes the directory removes
-//! it.
+//! Each key is a file. It is written under another name and renamed, so a reader sees a whole value or none. Counters
+//! change under a file lock, which the kernel releases if its holder dies. Does not own the directory: its creator
+//! removes it.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -15,15 +15,15 @@ use accl_engine::Store;
 use accl_types::{Error, Result};
 use rustix::fs::{FlockOperation, flock};
 
-/// Between two looks of a waiter.
+/// Time between two polls of a waiter.
 const POLL: Duration = Duration::from_micros(500);
-/// Name of the file that is locked; no key has it, see [`file_name`].
+/// Name of the lock file; no key has this name, see [`file_name`].
 const LOCK: &str = "=lock";
 
-/// Numbers the files that are written aside, within this process.
+/// Number of the next temporary file of this process.
 static WRITTEN: AtomicU64 = AtomicU64::new(0);
 
-/// Equal directories are equal stores, in whatever process.
+/// A store in a directory. Two stores with the same directory share their contents, also across processes.
 #[derive(Clone, Debug)]
 pub struct DirStore {
     dir: PathBuf,
@@ -31,30 +31,30 @@ pub struct DirStore {
 }
 
 impl DirStore {
-    /// The store in `dir`, which is made if it is not there.
+    /// Opens the store in `dir`, and creates the directory if it does not exist.
     ///
     /// # Errors
-    /// `Rendezvous` when it cannot be made.
+    /// `Rendezvous` if the directory cannot be created.
     pub fn new(dir: impl Into<PathBuf>) -> Result<Self> {
         let dir = dir.into();
         fs::create_dir_all(&dir).map_err(|why| failed("made", &dir, &why))?;
         Ok(Self { dir, prefix: String::new() })
     }
 
-    /// The same store seen under a prefix, as torch gives each group one.
+    /// Returns the same store under a prefix, as torch gives each group one.
     pub fn prefixed(&self, prefix: &str) -> Self {
         Self { dir: self.dir.clone(), prefix: format!("{}{prefix}/", self.prefix) }
     }
 
-    /// Where it is.
+    /// Directory of the store.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// A value as soon as it is there; `None` when it has not come in this time. Polls.
+    /// Polls until the key has a value, and returns the value. `None` if there is none after `timeout`.
     ///
     /// # Errors
-    /// `Rendezvous` when it cannot be read.
+    /// `Rendezvous` if the key cannot be read.
     pub fn wait(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -110,7 +110,7 @@ impl Store for DirStore {
             Err(why) => return Err(failed("read", &path, &why)),
         };
         let value: i64 = old + delta;
-        // The lock ends with its file, after this.
+        // The lock is released when `lock` is dropped, after this write.
         self.write(&path, value.to_string().as_bytes())?;
         Ok(value)
     }
@@ -125,7 +125,8 @@ impl Store for DirStore {
     }
 }
 
-/// A name without separators; different keys have different ones. A `=` is followed by two digits here and nowhere else.
+/// Returns a file name without separators; different keys have different names. In such a name, two hexadecimal digits
+/// follow each `=`. The store's own files have other characters after it.
 fn file_name(key: &str) -> String {
     let mut name = String::with_capacity(key.len());
     for byte in key.bytes() {

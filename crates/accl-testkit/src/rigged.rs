@@ -1,7 +1,7 @@
-//! A link that does at a moment of the test's choosing what links rarely do: it panics in one of its functions, or loses
-//! its peer without an event that would wake anybody.
+//! A link that fails when a test wants it: it panics in one of its functions, or loses its peer without an event that
+//! would wake a thread.
 //!
-//! Owns no bytes: those are the loopback link's inside. Read [`Rig`] first.
+//! Owns no bytes; the loopback link inside holds them. Read [`Rig`] first.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use accl_transport::{News, Watched};
 use accl_types::{Error, Result};
 use accl_wire::{Answers, Frame, Link, Place};
 
-/// What a rigged link says when it panics.
+/// Message of a rigged link's panic.
 pub const EXPLODES: &str = "the test's link explodes";
 
-/// A function of a link.
+/// A function of [`Link`] at which a panic can be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Step {
@@ -33,42 +33,42 @@ pub enum Step {
     Commit,
 }
 
-/// The test's hand on its link.
+/// Control of a test over its rigged link.
 #[derive(Debug, Default)]
 pub struct Rig {
     trap: AtomicU8,
-    /// So many uses come before the trap springs.
+    /// Number of uses before the panic.
     harmless: AtomicU8,
-    /// The trap springs again and again.
+    /// Whether every later use panics, too.
     for_ever: AtomicBool,
     lost: AtomicBool,
     parked: AtomicBool,
 }
 
 impl Rig {
-    /// The next use of this function panics.
+    /// Makes the next use of this function panic.
     pub fn explode_at(&self, step: Step) {
         self.trap.store(step as u8, Ordering::SeqCst);
     }
 
-    /// The next use of this function but so many panics.
+    /// Lets `harmless` uses of this function pass; the next one panics.
     pub fn explode_after(&self, harmless: u8, step: Step) {
         self.harmless.store(harmless, Ordering::SeqCst);
         self.explode_at(step);
     }
 
-    /// Every use of this function panics from now on.
+    /// Makes every use of this function panic from now on.
     pub fn explode_always_at(&self, step: Step) {
         self.for_ever.store(true, Ordering::SeqCst);
         self.explode_at(step);
     }
 
-    /// From now on the peer is gone for whoever looks. Nobody is woken.
+    /// Makes the peer look lost from now on. No thread is woken.
     pub fn lose(&self) {
         self.lost.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the engine sleeps, or is about to: it has announced that and not taken it back.
+    /// Whether the engine sleeps or is about to: it has armed the link and not disarmed it.
     pub fn is_parked(&self) -> bool {
         self.parked.load(Ordering::SeqCst)
     }
@@ -99,13 +99,13 @@ pub struct Rigged {
 }
 
 impl Rigged {
-    /// `link`, in the hand of `rig`.
+    /// Puts `link` under the control of `rig`.
     pub fn new(link: LoopbackLink, rig: Arc<Rig>) -> Self {
         Self { link, rig }
     }
 }
 
-// SAFETY: the link inside keeps the promise.
+// SAFETY: every frame and place comes from `link`, whose type keeps the contract of `Link`.
 unsafe impl Link for Rigged {
     fn max_payload_bytes(&self) -> usize {
         self.link.max_payload_bytes()
@@ -196,7 +196,7 @@ impl Watched for Rigged {
         self.link.fds()
     }
 
-    /// Its loss is posted nowhere.
+    /// Returns `false`: the loss of the peer is not posted on a board.
     fn set_news(&mut self, news: News) -> bool {
         self.link.set_news(news);
         false

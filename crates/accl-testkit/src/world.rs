@@ -1,4 +1,4 @@
-//! Worlds: engines and a group for every rank, and a thread for each to run on.
+//! Worlds: one engine, one group and one thread for each rank.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,52 +12,53 @@ use parking_lot::Mutex;
 
 use crate::{Member, MemoryStore, Rig, Rigged, THRIFTY, every_transport};
 
-/// What connects the ranks.
+/// Transport between the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fabric {
     /// Queues in this process that hold this many frames.
     Loopback(usize),
     /// Rings in shared memory.
     Shm,
-    /// Sockets.
+    /// TCP sockets.
     Tcp,
-    /// One of [`every_transport`].
+    /// One of [`every_transport`], or [`THRIFTY`].
     Over(&'static str),
 }
 
-/// `ACCL_TEST_WORKERS=2` has all worlds with two lanes beside the first, which do parts of whatever can be cut: tests say the same of those.
+/// Number of worker lanes, from `ACCL_TEST_WORKERS`. With `ACCL_TEST_WORKERS=2`, all worlds have two lanes in addition
+/// to the first. These lanes run parts of every call that can be cut; the tests' expectations stay the same.
 #[expect(clippy::disallowed_methods, reason = "no setting, but an argument of tests")]
 fn lanes() -> Option<u32> {
     std::env::var("ACCL_TEST_WORKERS").ok().map(|text| text.parse().expect("ACCL_TEST_WORKERS is a number"))
 }
 
-/// Otherwise lanes have parts of so many bytes.
+/// Minimum bytes of a part of a call if `ACCL_TEST_WORKERS` is not set.
 const LEAST_PART_BYTES: u64 = 256 << 10;
 
-/// How a world is made.
+/// How a world is created.
 #[derive(Clone, Debug)]
 pub struct WorldOptions {
     /// Number of ranks.
     pub world: u32,
-    /// What connects them.
+    /// Transport between them.
     pub fabric: Fabric,
     /// Settings of every rank.
     pub config: Config,
-    /// Deadline of calls.
+    /// Time limit of each call.
     pub timeout: Duration,
-    /// Host identity of each rank; empty for one host.
+    /// Host identity of each rank; empty if all ranks are on one host.
     pub hosts: Vec<String>,
-    /// Loopback links are made and adopted; otherwise the test brings its own.
+    /// Whether loopback links are created and adopted. If false, the test brings its own.
     pub adopt: bool,
 }
 
 impl WorldOptions {
-    /// `world` ranks over roomy loopback links with default settings.
+    /// Returns options for `world` ranks over roomy loopback links, with default settings.
     pub fn new(world: u32) -> Self {
         Self {
             world,
             fabric: Fabric::Loopback(64),
-            // Tests do not look into the user's cache, nor take the time to fill it.
+            // Tests do not use the user's calibration cache, nor spend the time to fill it.
             config: Config {
                 calibration: Calibration::Off,
                 worker_count: WorkerCount::Exactly(lanes().unwrap_or(0)),
@@ -69,24 +70,24 @@ impl WorldOptions {
         }
     }
 
-    /// Sets one setting by its option name.
+    /// Sets a setting by its option name.
     ///
     /// # Panics
-    /// Panics when the value is not accepted.
+    /// Panics if the value is not accepted.
     #[must_use]
     pub fn with(mut self, option: &str, value: &str) -> Self {
         self.config.set_option(option, value).unwrap_or_else(give_up);
         self
     }
 
-    /// Sets the fabric.
+    /// Sets the transport between the ranks.
     #[must_use]
     pub fn over(mut self, fabric: Fabric) -> Self {
         self.fabric = fabric;
         self
     }
 
-    /// Sets the deadline of calls.
+    /// Sets the time limit of each call.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -94,20 +95,20 @@ impl WorldOptions {
     }
 }
 
-/// Engines of all ranks, connected, and the store they meet in.
+/// Connected engines of all ranks, and the store in which their groups meet.
 pub struct World {
     options: WorldOptions,
     /// One engine per rank.
     pub engines: Vec<Arc<Engine>>,
-    /// Where groups meet.
+    /// Store for the rendezvous of groups.
     pub store: MemoryStore,
 }
 
 impl World {
-    /// Makes and connects the engines.
+    /// Creates and connects the engines.
     ///
     /// # Panics
-    /// Panics when an endpoint cannot be opened: a test cannot go on.
+    /// Panics if an endpoint cannot be opened: a test cannot go on.
     pub fn new(options: WorldOptions) -> Self {
         let mut config = options.config.clone();
         let transports = match options.fabric {
@@ -126,7 +127,7 @@ impl World {
                     config.set_option("host_id", host).unwrap_or_else(give_up);
                 }
                 let engine = accl_calibrate::engine(config);
-                // What is cut must not depend on what calls are predicted to take.
+                // How calls are cut must not depend on predicted times.
                 engine.set_least_part_bytes(if lanes().is_some() { 1 } else { LEAST_PART_BYTES });
                 engine
             })
@@ -150,10 +151,10 @@ impl World {
         }
     }
 
-    /// Two ranks, and a hand on the first one's end of the link between them.
+    /// Creates two ranks, with a [`Rig`] on the first rank's end of their link.
     ///
     /// # Panics
-    /// As [`World::new`].
+    /// See [`World::new`].
     pub fn rigged(options: WorldOptions) -> (Self, Arc<Rig>) {
         let world = Self::new(WorldOptions { adopt: false, ..options });
         let rig = Arc::new(Rig::default());
@@ -171,23 +172,24 @@ impl World {
         loopback::pair(frame_bytes, Capacity::Frames(frames), wakers.0, wakers.1)
     }
 
-    /// Makes a group over all ranks and runs `body` on a thread per rank; returns the results in rank order.
+    /// Creates a group of all ranks and runs `body` on one thread per rank. Returns the results in rank order.
     ///
     /// # Panics
-    /// Panics when a rank panics, after all have ended.
+    /// Panics if a rank panics, after all ranks have ended.
     pub fn run<R: Send>(&self, name: &str, body: impl Fn(Member) -> R + Sync) -> Vec<R> {
         self.run_ranks(name, &(0..self.options.world).collect::<Vec<_>>(), body)
     }
 
-    /// As [`World::run`], over the listed ranks of the world only.
+    /// Does the same as [`World::run`] with the listed ranks of the world only.
     ///
     /// # Panics
-    /// As [`World::run`].
+    /// See [`World::run`].
     pub fn run_ranks<R: Send>(&self, name: &str, ranks: &[u32], body: impl Fn(Member) -> R + Sync) -> Vec<R> {
         self.run_on_threads(name, ranks, &body)
     }
 
-    /// Compiled once for each `R`: hundreds of tests call [`World::run`], each with a `body` of its own type.
+    /// Runs `body` on one thread per rank. Compiled once for each `R`, because hundreds of tests call [`World::run`]
+    /// with a `body` of their own type.
     fn run_on_threads<R: Send>(&self, name: &str, ranks: &[u32], body: &(dyn Fn(Member) -> R + Sync)) -> Vec<R> {
         let results: Vec<Mutex<Option<R>>> = ranks.iter().map(|_| Mutex::new(None)).collect();
         self.on_a_thread_each(name, ranks, &|rank, member| *results[rank].lock() = Some(body(member)));
@@ -214,18 +216,19 @@ impl World {
         });
     }
 
-    /// Makes a group over all ranks, each on a thread of its own, and returns what became of it in rank order.
+    /// Creates a group of all ranks, each on a thread of its own. Returns the group or the error of each rank, in rank
+    /// order.
     ///
     /// # Panics
-    /// Panics when a rank panics.
+    /// Panics if a rank panics.
     pub fn try_run(&self, name: &str) -> Vec<Result<Arc<Group>>> {
         self.try_run_with(name, |_, _| ())
     }
 
-    /// As [`World::try_run`], with other settings.
+    /// Does the same as [`World::try_run`] with changed settings.
     ///
     /// # Panics
-    /// As [`World::try_run`].
+    /// See [`World::try_run`].
     pub fn try_run_with(&self, name: &str, change: impl Fn(u32, &mut Config) + Sync) -> Vec<Result<Arc<Group>>> {
         std::thread::scope(|scope| {
             let make = |rank| {
@@ -269,14 +272,14 @@ impl World {
     }
 }
 
-/// A world that cannot be made ends the test.
+/// Panics: a test cannot go on without its world.
 fn give_up<T>(error: accl_types::Error) -> T {
     panic!("{error}")
 }
 
 impl Drop for World {
     fn drop(&mut self) {
-        // Together, as processes end: each takes what the others have yet to send.
+        // All engines shut down at the same time, as processes end. Each one receives what the others have yet to send.
         std::thread::scope(|scope| {
             for engine in &self.engines {
                 scope.spawn(|| engine.shutdown());

@@ -1,6 +1,7 @@
-//! The virtual clock of a simulated world, and what is to happen in it when.
+//! The virtual clock of a simulated world, and the agenda of its events.
 //!
-//! Owns time and the order of events: those of one moment happen in the order in which they were entered. Read [`Agenda`] first.
+//! Owns time and the order of events. Events of one moment happen in the order in which they were entered. Read
+//! [`Agenda`] first.
 
 use std::cell::Cell;
 use std::cmp::Reverse;
@@ -8,111 +9,111 @@ use std::collections::BinaryHeap;
 
 use accl_types::Moment;
 
-/// What a look at a link costs a thread that gives its core away, in nanoseconds.
+/// Nanoseconds that pass while a waiting thread polls a link once and yields its core.
 const YIELD: u64 = 500;
 
 thread_local! {
     static NOW: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Now, in the world that this thread simulates.
+/// Current time of the world that this thread simulates.
 pub(super) fn now() -> Moment {
     Moment::from_nanos(nanos())
 }
 
-/// As [`now`], in nanoseconds since the beginning of the world.
+/// Nanoseconds since the beginning of the world.
 pub(super) fn nanos() -> u64 {
     NOW.get()
 }
 
-/// A new world begins.
+/// Sets the clock to 0 for a new world.
 pub(super) fn reset() {
     NOW.set(0);
 }
 
-/// It is at least so late.
+/// Advances the clock to at least `nanos`.
 pub(super) fn reach(nanos: u64) {
     NOW.set(NOW.get().max(nanos));
 }
 
-/// Time passes while a thread waits for a frame on the fast path.
+/// Lets time pass while a thread waits for a frame on the fast path.
 pub(super) fn yield_now() {
     reach(nanos() + YIELD);
 }
 
-/// What happens.
+/// An entry of the [`Agenda`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Event {
-    /// A thread goes on.
+    /// A thread continues its program.
     Run { process: usize, thread: usize },
-    /// Somebody in the process takes over the driving.
+    /// A thread of the process becomes the progress driver.
     Drive { process: usize },
-    /// Something came up for which the process would be woken.
+    /// The process is woken if it sleeps in the poller.
     Ring { process: usize },
-    /// The time of a sleep in the poller is up.
+    /// The deadline of a sleep in the poller has passed.
     TimeIsUp { process: usize, sleep: u64 },
-    /// Something reaches one end of a wire.
+    /// A frame or a notification reaches one end of a wire.
     Arrive { wire: usize, end: usize, is_quiet: bool },
-    /// One end of a wire learns that the other is closed.
+    /// One end of a wire learns that the other end is closed.
     Ended { wire: usize, end: usize, process: usize },
-    /// Something goes wrong.
+    /// A timed fault of the scenario occurs.
     Fault { index: usize },
-    /// A lane does something that it was given.
+    /// A lane runs a job that was given to it.
     Job { index: usize },
-    /// A lane learns that a group has failed on another one.
+    /// A lane learns that a group has failed on another lane.
     Failed { index: usize },
-    /// A process tries to make a link.
+    /// A process tries to create a link.
     Dial { wire: usize, process: usize },
     /// One end of a wire becomes a link of its process.
     Attach { wire: usize, end: usize },
-    /// A process learns that another cannot be reached.
+    /// A process learns that another process cannot be reached.
     Refused { process: usize, peer: usize },
-    /// A note is due.
+    /// A note is to be delivered.
     Note { index: usize },
-    /// An external operation of a process goes on.
+    /// An external operation of a process ends.
     External { process: usize, task: u64 },
-    /// A task of a rank's device goes on.
+    /// A task of a rank's device ends.
     Device { group: usize, rank: usize, job: u64 },
-    /// The deadline of a task of a rank's device has come.
+    /// The deadline of a task of a rank's device has passed.
     DeviceIsLate { group: usize, rank: usize, job: u64 },
-    /// A process asks others what has become of one, if it is time for that.
+    /// A process asks others about peers that it cannot reach, if that is due.
     Inquire { process: usize },
-    /// A question comes to whom it is asked.
+    /// A question reaches the process that is asked.
     Question { index: usize },
-    /// The answer comes back.
+    /// The answer reaches the process that asked.
     Answer { index: usize },
 }
 
 impl Event {
-    /// Whether it comes of nothing but time.
+    /// Whether only the passing of time causes this event.
     fn is_deadline(&self) -> bool {
         matches!(self, Event::TimeIsUp { .. } | Event::DeviceIsLate { .. })
     }
 }
 
-/// What is to happen when.
+/// Future events, ordered by time.
 #[derive(Debug, Default)]
 pub(super) struct Agenda {
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     entered: u64,
-    /// Entries that are no deadlines: while there are any, the world moves by itself.
+    /// Number of entries that are not deadlines. While it is not 0, the world makes progress without a timer.
     busy: usize,
 }
 
 impl Agenda {
-    /// Enters an event for so many nanoseconds from now.
+    /// Enters an event that happens `wait` nanoseconds from now.
     pub(super) fn enter(&mut self, wait: u64, event: Event) {
         self.enter_at(nanos().saturating_add(wait), event);
     }
 
-    /// As [`Agenda::enter`], at a moment.
+    /// Enters an event that happens `at` nanoseconds after the beginning of the world.
     pub(super) fn enter_at(&mut self, at: u64, event: Event) {
         self.busy += usize::from(!event.is_deadline());
         self.events.push(Reverse((at, self.entered, event)));
         self.entered += 1;
     }
 
-    /// The next event; the clock is there.
+    /// Removes the next event and advances the clock to its time.
     pub(super) fn next(&mut self) -> Option<Event> {
         let Reverse((at, _, event)) = self.events.pop()?;
         self.busy -= usize::from(!event.is_deadline());
@@ -120,7 +121,7 @@ impl Agenda {
         Some(event)
     }
 
-    /// Whether nothing will happen but that deadlines pass.
+    /// Whether only deadlines are left.
     pub(super) fn is_quiet(&self) -> bool {
         self.busy == 0
     }

@@ -1,9 +1,12 @@
-//! The devices of a simulated world: those of a group do whole collectives among each other, at moments of their own, or do not.
+//! The devices of a simulated world. The devices of one group run whole collectives among each other, after random
+//! delays, or break.
 //!
-//! Owns what each device has been given. A device does one task at a time, in the order in which they were begun, and a collective goes on
-//! only when it is the current task on the devices of all ranks: were the order another one on some rank, they would wait for each other.
-//! A task writes when the collective goes on and when it ends, so that memory which was given back too early is seen to be written.
-//! Read [`Devices::begin`] and [`Fleet::go_on`] first.
+//! Owns the tasks of each device. A device runs one task at a time, in the order in which tasks were begun. A
+//! collective runs only when it is the current task on the devices of all ranks, so different orders on two ranks would
+//! deadlock.
+//!
+//! A task writes once when the collective starts and once when it ends. A write to memory that was released too early
+//! is therefore detected. Read [`Devices::begin`] and [`Fleet::go_on`] first.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -19,27 +22,28 @@ use crate::sync::Mutex;
 use accl_executor::call::{CallDesc, External, ExternalTask};
 use accl_executor::memory::CollectiveMemory;
 
-/// A rank's part in a collective takes up to so many nanoseconds once it goes on, and seldom longer.
+/// Maximum nanoseconds that a rank's part of a collective takes once it runs; `MOST_SELDOM` applies to one task in
+/// eight.
 const MOST: u64 = 300_000;
 const MOST_SELDOM: u64 = 20_000_000;
-/// Until a device that is asked to stop does so, at most.
+/// Maximum nanoseconds until a device that was asked to stop does so.
 const MOST_STOPPING: u64 = 400_000;
 
-/// What ranks must agree on before a device hears of it.
+/// Properties of a call that all ranks must agree on before a device is given the call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Terms {
     collective: Collective,
     dtype: Dtype,
     op: Option<ReduceOp>,
     root: Option<Rank>,
-    /// Bytes of a rank's blocks, of whichever side has more.
+    /// Bytes of all blocks on the side (inputs or outputs) that has more; for gather and scatter, of all ranks' blocks.
     bytes: u64,
 }
 
 impl Terms {
     pub(super) fn of(desc: &CallDesc, world: u64) -> Self {
         let &CallDesc { collective, dtype, op, root, .. } = desc;
-        // Off the root there is one block alone.
+        // Ranks other than the root have one block only, so gather and scatter count the own block once for each rank.
         let blocks = if matches!(collective, Collective::Gather | Collective::Scatter) { world } else { 1 };
         let own = if collective == Collective::Gather { &desc.inputs } else { &desc.outputs };
         let bytes = match blocks {
@@ -51,32 +55,32 @@ impl Terms {
     }
 }
 
-/// The devices of all groups.
+/// Devices of all groups.
 #[derive(Default)]
 pub(super) struct Devices {
     fleets: BTreeMap<usize, Fleet>,
     begun: u64,
-    /// What must not have happened.
+    /// First violation that was found.
     violation: Option<String>,
 }
 
-/// The devices of one group.
+/// Devices of one group.
 #[derive(Default)]
 struct Fleet {
-    /// By rank.
+    /// Devices by rank.
     units: Vec<Unit>,
-    /// The calls that ranks have made: by number and rank.
+    /// Terms of the calls that ranks have issued, by sequence number and rank.
     made: BTreeMap<(u64, usize), Terms>,
-    /// What ranks have given to calls that are over on their devices, and not on others.
+    /// Inputs of ranks whose devices have completed a call that other devices have not, by sequence number and rank.
     given: BTreeMap<(u64, usize), Vec<u8>>,
 }
 
-/// The device of one rank.
+/// Device of one rank.
 #[derive(Default)]
 struct Unit {
     jobs: VecDeque<Job>,
     latest: Option<u64>,
-    /// It takes no more tasks.
+    /// The device accepts no more tasks.
     is_dead: bool,
 }
 
@@ -85,19 +89,19 @@ struct Job {
     number: u64,
     seq: u64,
     breaks: Option<Breaks>,
-    /// How long it takes once it goes on.
+    /// Nanoseconds from the start of the collective to the end of this task.
     takes: u64,
-    /// It does not wait for others if it only gives.
+    /// The task does not wait for the other devices if its rank only contributes data.
     is_eager: bool,
-    /// What it writes at its end: it goes on.
+    /// Output bytes to write; `Some` once the collective runs.
     result: Option<Vec<u8>>,
-    /// It is asked to stop, and has a turn for that.
+    /// The task was asked to stop, and an event at which it stops is on the agenda.
     stops: bool,
-    /// Its deadline has passed.
+    /// The deadline has passed.
     is_late: bool,
 }
 
-/// Tasks that are given back when the lock is.
+/// Tasks to complete once the lock on [`Devices`] is released.
 type Given = Vec<(ExternalTask, End)>;
 
 enum End {
@@ -116,7 +120,7 @@ fn give_back(given: Given) {
     }
 }
 
-/// One rank's call, for its device.
+/// One rank's call as its device receives it.
 pub(super) struct DeviceCall {
     pub(super) devices: Arc<Mutex<Devices>>,
     pub(super) agenda: Arc<Mutex<Agenda>>,
@@ -164,7 +168,7 @@ impl Devices {
         self.fleets.insert(group, Fleet { units, ..Fleet::default() });
     }
 
-    /// A rank has made a call for its device.
+    /// Records a call that a rank has issued for its device.
     pub(super) fn note_made(&mut self, group: usize, rank: usize, seq: u64, terms: Terms) {
         if let Some(fleet) = self.fleets.get_mut(&group) {
             fleet.made.insert((seq, rank), terms);
@@ -217,7 +221,7 @@ impl Devices {
             Some(Breaks::Fails | Breaks::Drops) => {
                 agenda.enter(draws[1], Event::Device { group, rank, job: number });
             }
-            // Nobody looks at the time.
+            // These tasks ignore the deadline.
             Some(Breaks::Hangs | Breaks::AllHang | Breaks::NeverStops) => {}
             None => {
                 if let Some(deadline) = deadline {
@@ -231,7 +235,7 @@ impl Devices {
         given
     }
 
-    /// A task's turn has come: it ends, one way or another. That of a process that is dead writes nothing.
+    /// Handles an [`Event::Device`]: the task ends, one way or another. The task of a dead process writes nothing.
     pub(super) fn turn(
         this: &Mutex<Self>,
         agenda: &Mutex<Agenda>,
@@ -246,7 +250,7 @@ impl Devices {
         give_back(given);
     }
 
-    /// The deadline of a task has come.
+    /// Handles an [`Event::DeviceIsLate`].
     pub(super) fn is_late(this: &Mutex<Self>, (group, rank, number): (usize, usize, u64)) {
         let mut given = Given::new();
         if let Some(unit) = this.lock().fleets.get_mut(&group).and_then(|fleet| fleet.units.get_mut(rank)) {
@@ -258,7 +262,7 @@ impl Devices {
 }
 
 impl Fleet {
-    /// Has the collective go on that is the current task of all devices, and whatever follows it.
+    /// Starts the collective that is the current task of all devices, and every collective that can start after it.
     fn go_on(&mut self, group: usize, agenda: &Mutex<Agenda>, given: &mut Given) {
         loop {
             self.units.iter_mut().for_each(|unit| unit.heed_deadline(given));
@@ -286,7 +290,8 @@ impl Fleet {
         }
     }
 
-    /// Whoever only gives something to a call may be done when it is on its way. Returns whether somebody was.
+    /// Completes tasks of ranks that only contribute data, before the other devices have begun. Returns whether it
+    /// completed any.
     fn give(&mut self, given: &mut Given) -> bool {
         let mut has_given = false;
         for (rank, unit) in self.units.iter_mut().enumerate() {
@@ -302,7 +307,7 @@ impl Fleet {
     fn turn(&mut self, (_, rank, number): (usize, usize, u64), is_alive: bool, given: &mut Given) {
         let Some(unit) = self.units.get_mut(rank) else { return };
         let Some(at) = unit.jobs.iter().position(|job| job.number == number) else { return };
-        // What is asked to stop may be done before it has heard of it.
+        // A task that was asked to stop may complete before it notices.
         if at == 0 && is_alive && unit.jobs[at].result.is_some() {
             return unit.finish(given);
         }
@@ -317,7 +322,8 @@ impl Fleet {
 }
 
 impl Unit {
-    /// The task that waits for those of the other devices, if it is done at all.
+    /// Returns the current task if it waits for the other devices. A task that breaks, runs or is cancelled does not
+    /// wait.
     fn head(&self) -> Option<&Job> {
         self.jobs.front().filter(|job| job.breaks.is_none() && job.result.is_none() && !job.task.is_cancelled())
     }
@@ -330,7 +336,7 @@ impl Unit {
         given.push((job.task, End::Done));
     }
 
-    /// A device looks at the deadline of its current task, and is of no use after one.
+    /// Fails the current task if its deadline has passed. The device is dead afterwards.
     fn heed_deadline(&mut self, given: &mut Given) {
         let is_late = |job: &&Job| job.is_late && !job.stops;
         if self.jobs.front().filter(is_late).is_some()
@@ -341,7 +347,7 @@ impl Unit {
         }
     }
 
-    /// It takes no more tasks. Those that are to stop have their turns for that.
+    /// Stops accepting tasks and fails the queued ones. Tasks that are to stop stay: an event ends each of them.
     fn die(&mut self, given: &mut Given) {
         self.is_dead = true;
         let (kept, failed) = self.jobs.drain(..).partition(|job| job.stops || job.task.is_cancelled());
@@ -366,22 +372,23 @@ fn input_of(task: &ExternalTask) -> Vec<u8> {
 
 fn write(task: &ExternalTask, at: u64, from: &[u8]) {
     if let Some(mut memory) = CollectiveMemory::of(task) {
-        // Of a task that is cancelled nothing is written.
+        // `write_output` refuses to write for a cancelled task.
         let _ = memory.write_output(at, from);
     }
 }
 
-/// Whether the outputs of a rank do not depend on the others.
+/// Whether a rank's outputs do not depend on the other ranks.
 fn only_gives(task: &ExternalTask, rank: usize) -> bool {
     task.collective().is_some_and(|collective| match collective.collective {
         Collective::Broadcast => rank == collective.root.index(),
         Collective::Reduce | Collective::Gather => rank != collective.root.index(),
-        // A root has its own block, too.
+        // The root of a scatter also has its own block, so it does not only give.
         _ => false,
     })
 }
 
-/// What a rank has in its outputs when a collective is done; nothing off the root of a reduce.
+/// Returns a rank's outputs after a collective; empty if the rank has none, as at a rank other than the root of a
+/// reduce.
 fn result_of(task: &ExternalTask, rank: usize, inputs: &[Vec<u8>]) -> Vec<u8> {
     let Some(collective) = task.collective() else { return Vec::new() };
     let (root, world) = (collective.root.index(), inputs.len());
@@ -416,7 +423,7 @@ fn combined(inputs: &[Vec<u8>], dtype: Dtype, op: ReduceOp) -> Vec<u8> {
     (0..count).flat_map(|at| of(at)[..size].to_vec()).collect()
 }
 
-/// What has been given to devices and has not come back, in words.
+/// Lists the calls that devices were given and have not completed.
 impl fmt::Display for Devices {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (group, fleet) in &self.fleets {

@@ -1,6 +1,7 @@
-//! Who makes progress in a simulated process while its threads wait: the driver, its sleep in the poller, and what wakes it.
+//! The progress driver of a simulated process: it sleeps in the poller while threads wait, and events wake it.
 //!
-//! Owns what `driver` owns in a real process, but for its lock and its threads: of those that wait one drives. Read [`World::drive`] first.
+//! Owns what `driver` owns in a real process, except its lock and its threads. One of the waiting threads drives. Read
+//! [`World::drive`] first.
 
 use accl_types::Moment;
 
@@ -9,11 +10,12 @@ use super::world::{State, World};
 use crate::session::connector::NOTE_DELAY;
 use accl_executor::group::{Completed, Relief};
 
-/// What a pass takes, in nanoseconds.
+/// Nanoseconds that a progress pass takes.
 pub(super) const PASS: u64 = 300;
 
 impl World<'_> {
-    /// As `Driver::ask`: what the system says is taken from whoever would sleep next.
+    /// Mirrors `Driver::ask`: fetches the pending events of all links, so that they no longer wake the next sleep in
+    /// the poller.
     pub(super) fn look(&mut self, process: usize) {
         let host = &mut self.processes[process];
         if host.core.as_ref().is_some_and(|core| !core.is_parked()) {
@@ -35,7 +37,7 @@ impl World<'_> {
         }
     }
 
-    /// Whoever sleeps in the poller wakes, or the next one to do so does at once.
+    /// Wakes the thread that sleeps in the poller. If none sleeps, the next sleep ends at once.
     pub(super) fn ring(&mut self, process: usize) {
         self.processes[process].rung = true;
         if self.processes[process].sleep.is_some() {
@@ -52,7 +54,7 @@ impl World<'_> {
         }
     }
 
-    /// A thread that waits, or the background thread, parks in the poller.
+    /// Parks a waiting thread, or the background thread, in the poller.
     pub(super) fn drive(&mut self, process: usize) {
         let host = &mut self.processes[process];
         host.is_about_to_drive = false;
@@ -87,7 +89,7 @@ impl World<'_> {
         }
     }
 
-    /// Whoever sleeps on a call that is over goes on, and somebody drives while there is need.
+    /// Resumes threads that sleep on a completed call, and schedules a driver while one is needed.
     pub(super) fn settle(&mut self, process: usize) {
         let host = &mut self.processes[process];
         let Some(core) = &mut host.core else { return };

@@ -1,7 +1,7 @@
-//! A stand-in for what does external operations in a simulated world: it copies, at moments of its own, or does not.
+//! A stand-in for the external operations of a simulated world: it copies after random delays, or breaks.
 //!
-//! Owns the tasks that are under way. A task writes when it begins and when it ends, so that memory which was given back too early is
-//! seen to be written. Read [`Elsewhere::turn`] first.
+//! Owns the tasks in flight. A task writes once when it begins and once when it ends. A write to memory that was
+//! released too early is therefore detected. Read [`Elsewhere::turn`] first.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,12 +14,12 @@ use super::scenario::Breaks;
 use crate::sync::Mutex;
 use accl_executor::call::{External, ExternalCopy, ExternalTask};
 
-/// A task takes up to so many nanoseconds.
+/// Maximum nanoseconds that a task takes.
 const MOST: u64 = 300_000;
-/// Until one that is asked to stop does so, at most.
+/// Maximum nanoseconds until a task that was asked to stop does so.
 const MOST_STOPPING: u64 = 400_000;
 
-/// The tasks of all processes.
+/// Tasks of all processes.
 #[derive(Default)]
 pub(super) struct Elsewhere {
     tasks: BTreeMap<u64, Running>,
@@ -29,11 +29,11 @@ pub(super) struct Elsewhere {
 struct Running {
     task: ExternalTask,
     breaks: Option<Breaks>,
-    /// It is asked to stop, and has a turn for that.
+    /// The task was asked to stop, and an event at which it stops is on the agenda.
     stops: bool,
 }
 
-/// What one call has its external operations done by.
+/// Runs the external operations of one call.
 pub(super) struct Device {
     elsewhere: Arc<Mutex<Elsewhere>>,
     agenda: Arc<Mutex<Agenda>>,
@@ -85,7 +85,7 @@ impl External for Device {
                 let wait = self.below(MOST);
                 self.agenda.lock().enter(wait, Event::External { process: self.process, task: number });
             }
-            // It waits until it is asked to stop.
+            // The task waits until it is asked to stop.
             Some(Breaks::Hangs | Breaks::AllHang | Breaks::NeverStops) => {}
         }
     }
@@ -103,14 +103,14 @@ impl External for Device {
 }
 
 impl Elsewhere {
-    /// A task's turn has come; of a process that is dead it writes nothing.
+    /// Handles an [`Event::External`]: the task ends. The task of a dead process writes nothing.
     pub(super) fn turn(this: &Mutex<Self>, number: u64, is_alive: bool) {
         let Some(Running { task, breaks, .. }) = this.lock().tasks.remove(&number) else { return };
         if !is_alive {
             return;
         }
         write(task.copies(), Half::Second);
-        // One that is asked to stop may be done before it has heard of it.
+        // A task that was asked to stop may complete before it notices.
         match breaks {
             None => task.done(),
             Some(Breaks::Fails) => task.fail("the world wants it"),
@@ -134,7 +134,7 @@ fn write(copies: &[ExternalCopy], half: Half) {
             Half::Second => len / 2..len,
             Half::Both => 0..len,
         };
-        // SAFETY: both tensors are dense and of this length, and this task alone may touch them until it ends.
+        // SAFETY: both tensors are dense and have `len` bytes, and only this task may access them until it ends.
         unsafe {
             let (source, target) = (from.address().add(range.start), to.address().add(range.start));
             std::ptr::copy(source, target, range.len());

@@ -1,7 +1,7 @@
-//! One history of a simulated world, from its first event to its last.
+//! Runs one history of a simulated world, from its first event to its last.
 //!
-//! Owns the order of things: what is run when, and when a history is over. What an event does is in `ranks`, `driving` and `wiring`,
-//! what must hold in `invariants`. Read [`run`] first.
+//! Owns the event loop, and decides when a history is complete. `ranks`, `driving` and `wiring` implement the events;
+//! `invariants` checks the result. Read [`run`] first.
 
 use std::collections::BTreeMap;
 
@@ -13,26 +13,27 @@ use super::external::Elsewhere;
 use super::scenario::{Fault, Scenario};
 use super::world::{Bits, Seen, State, Violation, World};
 
-/// A world in which more happens than this does not end.
+/// Maximum number of events. A history with more counts as one that does not end.
 const MOST_EVENTS: u64 = 500_000;
 
 /// Runs the history of a scenario.
 ///
 /// # Errors
-/// What must hold in all histories and does not in this one.
+/// The first invariant that this history violates.
 pub(super) fn run(scenario: &Scenario) -> Result<Seen, Violation> {
     let is_well = scenario.faults().next().is_none();
     let has_codecs = scenario.items.iter().any(|item| item.codec.is_some());
-    // What encoded calls end with depends on nothing but what they are given.
+    // The result bits of encoded calls depend on their inputs only. A history without faults therefore gives the
+    // expected bits.
     let bits =
         if is_well || !has_codecs { BTreeMap::new() } else { play(&scenario.without_faults(), BTreeMap::new())?.1 };
     play(scenario, bits).map(|(seen, _)| seen)
 }
 
-/// How calls ended, by item and process.
+/// How calls completed, by item and process.
 pub(super) type Outcomes = BTreeMap<(usize, usize), Result<(), ErrorKind>>;
 
-/// How each call of a scenario ended.
+/// Runs a scenario and returns how each of its calls completed, without the checks at the end of [`run`].
 pub(super) fn outcomes(scenario: &Scenario) -> Result<Outcomes, Violation> {
     clock::reset();
     let mut world = World::new(scenario);
@@ -41,7 +42,8 @@ pub(super) fn outcomes(scenario: &Scenario) -> Result<Outcomes, Violation> {
     Ok(ends.collect())
 }
 
-/// As [`run`]; encoded results must have these bits, and those of others are returned.
+/// Runs one history with all checks. Encoded results must equal `bits`, by item; the bits of further items are added
+/// and returned.
 fn play(scenario: &Scenario, bits: Bits) -> Result<(Seen, Bits), Violation> {
     clock::reset();
     let mut world = World::new(scenario);
@@ -70,7 +72,7 @@ impl World<'_> {
         self.go_on(|world| world.is_at_rest())
     }
 
-    /// Until that is so.
+    /// Handles events until `is_over` returns true.
     fn go_on(&mut self, is_over: impl Fn(&Self) -> bool) -> Result<(), Violation> {
         while !is_over(self) {
             let next = self.agenda.lock().next();
@@ -152,14 +154,15 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Every call has ended, every thread has nothing left to do, and nothing is under way.
+    /// Whether every call has completed, every thread has finished its program, and only deadlines are on the agenda.
     fn is_at_rest(&self) -> bool {
         self.agenda.lock().is_quiet()
             && self.living().all(|(_, host)| host.threads.iter().all(|thread| thread.state == State::Over))
             && self.living().all(|(process, _)| self.calls_of(process).all(|(_, made)| made.outcome().is_some()))
     }
 
-    /// Who has no call in flight looks at its links when it makes the next one: until then what has come for it lies there.
+    /// Polls the links of all processes until nothing moves. A process without calls in flight does not poll, so frames
+    /// for it stay unread until its next call.
     fn read_the_rest(&mut self) -> Result<(), Violation> {
         for _ in 0..1000 {
             let mut moved = false;
@@ -179,7 +182,7 @@ impl World<'_> {
         Err("the processes never stop talking to each other".to_owned())
     }
 
-    /// All processes end, one after the other.
+    /// Ends all processes, one after the other.
     fn end(&mut self) -> Result<(), Violation> {
         for process in 0..self.processes.len() {
             for group in 0..self.scenario.groups.len() {

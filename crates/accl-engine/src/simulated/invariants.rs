@@ -1,6 +1,6 @@
-//! What must hold in every history, while it runs and when it is over.
+//! The invariants of every history, checked while it runs and at its end.
 //!
-//! Owns the judgement alone: nothing here makes anything happen. `docs/simulated-world.md` lists what must hold. Read
+//! Owns the checks only: nothing here causes an event. `docs/simulated-world.md` lists the invariants. Read
 //! [`World::note_ends`] and [`World::check_rest`] first.
 
 use std::sync::atomic::Ordering;
@@ -18,13 +18,14 @@ use accl_executor::exec::OFFLOAD_GRACE;
 use accl_executor::group::{Core, GRACE, GroupState, LOOK_FOR_SILENCE, STOP_WITHIN, VANISHED};
 use accl_executor::peers::{Gone, neighbours};
 
-/// A call may end so much later than its deadline: somebody is in the middle of something.
+/// Maximum time by which a call may end after its deadline, because a thread is busy.
 const SLACK: Duration = Duration::from_millis(3);
-/// From the failure of a group on one rank until its neighbours know, in nanoseconds: see [`World::note_failures`].
+/// Maximum nanoseconds from the failure of a group on one rank until its neighbours know of it: see
+/// [`World::note_failures`].
 const NEWS: u64 = (NOTE_DELAY.as_nanos() + GRACE.as_nanos() + SLACK.as_nanos()) as u64;
 
 impl World<'_> {
-    /// Whether anything but time has gone wrong, or could have.
+    /// Whether the scenario has no faults.
     fn is_well(&self) -> bool {
         self.faults.is_empty()
     }
@@ -33,12 +34,13 @@ impl World<'_> {
         self.faults.iter().any(|fault| matches!(fault, Fault::Flip { .. }))
     }
 
-    /// In a world that is well, calls do not wait for time to pass: somebody was not told of something.
+    /// Checks that no call needs a timer to make progress in a world without faults. If one does, a notification was
+    /// lost.
     pub(super) fn check_progress(&self, process: usize) -> Result<(), Violation> {
         if !self.is_well() || !self.agenda.lock().is_quiet() {
             return Ok(());
         }
-        // Calls that are held back begin after a while in any case.
+        // A call that is held back begins at `begin_by` in any case, so a timer for it is no lost notification.
         let begins = |core: &Core| core.groups().any(|group| group.begin_by().is_some_and(|at| at <= clock::now()));
         let is_over = self.living().all(|(by, _)| self.calls_of(by).all(|(_, made)| made.outcome().is_some()));
         match &self.processes[process].core {
@@ -49,7 +51,7 @@ impl World<'_> {
         }
     }
 
-    /// Looks at the calls of a process that have just ended.
+    /// Records the calls of a process that have just ended, and checks how and when they ended.
     pub(super) fn note_ends(&mut self, process: usize) -> Result<(), Violation> {
         let (is_well, has_flips, timeout) = (self.is_well(), self.has_flips(), self.scenario.timeout);
         let mut barriers = Vec::new();
@@ -94,13 +96,14 @@ impl World<'_> {
                 let given_up = if self.faults.iter().any(never_stops) { STOP_WITHIN } else { Duration::ZERO };
                 let hangs =
                     |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::Hangs | Breaks::AllHang, .. });
-                // What is done elsewhere, or waits for its group's turn behind it.
+                // Calls that a device does, and calls of their group, which may wait for their turn behind them.
                 let items = 0..self.scenario.items.len();
                 let is_elsewhere = items
                     .into_iter()
                     .any(|other| group_of(other) == group_of(item) && self.scenario.is_offloaded(other));
-                // Devices see to the deadline unless they hang, and then the engine does. They look at that of one call after the other, and
-                // of those whose numbers were reserved the first may have been made last.
+                // Devices enforce the deadline unless they hang; if they hang, the engine enforces it. A device checks
+                // the deadline of one call after the other. Of calls with reserved sequence numbers, the first may have
+                // been issued last.
                 let is_looked_at = !self.faults.iter().any(hangs) && !self.scenario.has_compositions(group_of(item));
                 let grace = if is_elsewhere && !is_looked_at { OFFLOAD_GRACE } else { Duration::ZERO };
                 if took > timeout + SLACK + given_up + grace {
@@ -117,11 +120,17 @@ impl World<'_> {
         self.note_failures(process)
     }
 
-    /// Looks at the groups of a process that have just failed. A rank that has failed sends notes to its neighbours, whom they reach
-    /// after `NOTE_DELAY` whether they look at a link or not, unless they know by then. What is first hand counts at once, and what is
-    /// passed on after `GRACE`. So no neighbour knows later than after the sum of both, and by induction nobody who is `hops`
-    /// neighbours away, over ranks that are there and wires that are whole, later than after `hops` times that: neighbours are a power
-    /// of two away, so there are no more hops than bits in the number of ranks while all are there.
+    /// Records the groups of a process that have just failed, and checks that the process learned of each failure in
+    /// time.
+    ///
+    /// A rank whose group has failed sends a note to each neighbour after `NOTE_DELAY`, unless that neighbour knows by
+    /// then. The note arrives whether or not the neighbour polls a link. A note from the rank that failed first counts
+    /// at once; a failure that another rank passes on counts after `GRACE`. So each neighbour knows after at most the
+    /// sum of both.
+    ///
+    /// By induction, a rank that is `hops` neighbours away knows after at most `hops` times that sum. This holds over
+    /// ranks that are alive and wires that are whole. Neighbours are a power of two away. While all ranks are alive,
+    /// there are at most as many hops as the number of ranks has bits.
     fn note_failures(&mut self, process: usize) -> Result<(), Violation> {
         let now = clock::nanos();
         let host = &self.processes[process];
@@ -141,7 +150,7 @@ impl World<'_> {
                 }
             }
             for (other, linked_at) in self.links_after_failure(process, group) {
-                // Who waits for nothing looks at no link.
+                // A process that waits for nothing polls no link.
                 let waits_since =
                     |made: &Made| made.call.as_ref().filter(|call| call.is_done()).map(|call| call.started().nanos());
                 let has_failed = |made: &Made| made.outcome().is_some_and(|outcome| outcome.is_err());
@@ -161,7 +170,8 @@ impl World<'_> {
         Ok(())
     }
 
-    /// The processes to which a process was linked when the group had failed there, and when: it asks on each new link what it has missed.
+    /// Returns the processes on which the group had failed when `process` was linked to them, with the time of the link
+    /// in nanoseconds. A process asks on each new link what it has missed.
     fn links_after_failure(&self, process: usize, group: usize) -> impl Iterator<Item = (usize, u64)> {
         let others = self.scenario.groups[group].members.iter().copied().filter(move |&other| other != process);
         others.filter_map(move |other| {
@@ -173,8 +183,8 @@ impl World<'_> {
         })
     }
 
-    /// The processes of neighbours of a process's rank on which the group has failed, and when, if they have lived long enough since
-    /// to say so, and the wire between them is whole.
+    /// Returns the processes of neighbouring ranks on which the group has failed, with the time of the failure in
+    /// nanoseconds. Each has lived long enough since to send its note, and the wire to it is whole.
     fn informants(&self, process: usize, group: usize) -> impl Iterator<Item = (usize, u64)> {
         let spec = &self.scenario.groups[group];
         let rank = spec.rank_of(process).map(|rank| Rank(rank as u32));
@@ -189,15 +199,16 @@ impl World<'_> {
         })
     }
 
-    /// Whether nothing befalls a wire that would keep its ends from each other. Who finds a flipped bit gives the other up.
+    /// Whether no fault of a wire keeps its ends from each other. A process that detects a flipped bit gives its peer
+    /// up, so flips count.
     fn is_whole(&self, wire: usize) -> bool {
         let state = self.wires[wire].lock();
         let flips = self.faults.iter().any(|fault| matches!(fault, Fault::Flip { wire: at, .. } if *at == wire));
         !state.is_cut() && !state.is_silent() && !flips
     }
 
-    /// With nothing under way any more, and before anybody looks at links that nobody needs: whoever has a neighbour that knows of a
-    /// failure does so, too.
+    /// Checks that every process knows of a failure that one of its neighbours knows of. Called when no event but
+    /// deadlines is left, before idle links are polled.
     pub(super) fn check_news(&self) -> Result<(), Violation> {
         for (process, host) in self.living() {
             for &group in host.members.keys() {
@@ -212,9 +223,12 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Before a process does anything: none of its calls has waited for long for a process that is dead. Its host says so to those that
-    /// have a link, after what is under way, and refuses those that ask for one; both take less than a millisecond. Who was refused asks
-    /// others, and asks again after a `ROUND` if one of them has yet to hear of it, which it has by then.
+    /// Checks, before a process does anything, that none of its calls has waited too long for a process that was
+    /// killed.
+    ///
+    /// The host of the dead process reports the death on existing links, after data in flight, and refuses new links.
+    /// Both take less than a millisecond. A process that was refused asks others. If one of them does not know of the
+    /// death yet, it asks again after `ROUND`; by then the other process knows.
     pub(super) fn check_waits(&self, process: usize) -> Result<(), Violation> {
         let Some(core) = &self.processes[process].core else { return Ok(()) };
         let dead: Vec<(usize, u64)> = self.faults.iter().filter_map(|fault| self.killed_by(fault)).collect();
@@ -225,7 +239,7 @@ impl World<'_> {
             for (&group, member) in &self.processes[process].members {
                 let rank = self.scenario.groups[group].rank_of(corpse).map(|rank| Rank(rank as u32));
                 let (Some(rank), Some(state)) = (rank, core.group(member.caller.group)) else { continue };
-                // What devices do among each other needs all ranks, too, but those that had left.
+                // A collective that devices run also needs all ranks, except ranks that had left the group.
                 let has_left = self.processes[corpse].members.get(&group).is_none_or(|member| member.left_at.is_some());
                 let is_known = !has_left && self.was_linked(process, corpse, died_at);
                 let elsewhere = state.calls_elsewhere().filter(|_| is_known).cloned();
@@ -245,13 +259,14 @@ impl World<'_> {
         self.check_silence(process)
     }
 
-    /// Whether two processes had a link at a moment.
+    /// Whether two processes had a link at time `at`, in nanoseconds.
     fn was_linked(&self, one: usize, other: usize, at: u64) -> bool {
         let linked_at = self.wire_between(one, other).and_then(|wire| self.linked_at.get(&wire));
         self.scenario.linking == Linking::AtFirst || linked_at.is_some_and(|&(_, last)| last <= at)
     }
 
-    /// As [`World::check_waits`], of ranks that have left a group: they say so on every link that there is, and on each that is made later.
+    /// Makes the check of [`World::check_waits`] for ranks that have left a group. Such a rank reports on every existing
+    /// and later link that it has left.
     fn check_waits_for_who_left(&self, process: usize, core: &Core) -> Result<(), Violation> {
         for (&group, member) in &self.processes[process].members {
             let Some(state) = core.group(member.caller.group) else { continue };
@@ -285,19 +300,20 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Since when a process knows, or could if it asked, that another one has left a group. `None`: it may not yet.
+    /// Returns the time, in nanoseconds, since when a process knows that another process has left a group, or would
+    /// know if it asked. `None` if it need not know yet.
     fn departure_known(&self, process: usize, group: usize, other: usize) -> Option<u64> {
         let core = self.processes[other].core.as_ref()?;
         let left_at = self.processes[other].members.get(&group)?.left_at?;
         let wire = self.wire_between(process, other).filter(|&wire| self.is_whole(wire) && !self.is_slow(wire))?;
-        // What it had sent before may take its time.
+        // Data that the other process sent before it left may still be in flight.
         let end = usize::from(self.scenario.wires[wire].0[1] == process);
         let has_all_since = self.wires[wire].lock().has_all_since(end).filter(|_| !core.net.has_unsent())?;
         Some(left_at.max(has_all_since))
     }
 
-    /// Before a process does anything: none of its calls has waited for long while something that it sent to a host that has vanished is
-    /// without an answer.
+    /// Checks, before a process does anything, that none of its calls has waited too long for an answer of a vanished
+    /// host. The time counts from when the process sent something that was not answered.
     fn check_silence(&self, process: usize) -> Result<(), Violation> {
         let in_flight =
             self.calls_of(process).filter_map(|(_, made)| made.call.as_ref().filter(|call| !call.is_done()));
@@ -317,7 +333,8 @@ impl World<'_> {
         Ok(())
     }
 
-    /// No process of a history ends in good order: where one was asked that knows that another is lost, that one has not left.
+    /// Checks what a process found out about a peer. No process of a history disconnects properly before `World::end`.
+    /// If a process that was asked knows that the peer is lost, the peer must not count as having left.
     pub(super) fn check_fate(&self, process: usize, peer: usize, found: &Found) -> Result<(), Violation> {
         let uuid = info(peer).uuid;
         let about_it = |asked: &&Asked| asked.from == process && asked.question.bytes.ends_with(&uuid);
@@ -329,7 +346,7 @@ impl World<'_> {
         }
     }
 
-    /// Whether a process takes another for lost.
+    /// Whether a process considers process `of` lost.
     pub(super) fn knows_loss(&self, process: usize, of: usize) -> bool {
         let net = self.processes[process].core.as_ref().map(|core| &core.net);
         let gone = net.and_then(|net| net.gone(&info(of).uuid).and_then(|id| net.peer(id).gone()));
@@ -343,13 +360,15 @@ impl World<'_> {
         }
     }
 
-    /// Whether the end of a process may be heard late over a wire: it was held up, or its host has vanished.
+    /// Whether the death of a process may be reported late over a wire, because the wire stalls or the host has
+    /// vanished.
     fn is_slow(&self, wire: usize) -> bool {
         let stalls = self.faults.iter().any(|fault| matches!(fault, Fault::Stall { wire: at, .. } if *at == wire));
         stalls || self.wires[wire].lock().is_silent()
     }
 
-    /// What any rank has begun before a barrier is over when the barrier is, on every rank.
+    /// Checks that every collective issued before a barrier has completed on all living processes when the barrier
+    /// completes.
     fn check_barrier(&self, barrier: usize) -> Result<(), Violation> {
         let group = self.scenario.items[barrier].group;
         let is_before = |item: usize| {
@@ -364,7 +383,7 @@ impl World<'_> {
         })
     }
 
-    /// When all have ended: nothing is left over, and a failure has reached everybody.
+    /// Checks, after all calls, that nothing is left over and that each failure has reached all ranks.
     pub(super) fn check_rest(&self) -> Result<(), Violation> {
         for (process, host) in self.living() {
             let Some(core) = &host.core else { continue };
@@ -381,7 +400,8 @@ impl World<'_> {
         self.check_causes()
     }
 
-    /// What one may send ahead and what the other has yet to give back make up the window.
+    /// Checks that, for each pair of ranks, the remaining credit of the sender and the credit owed by the receiver make
+    /// up the window.
     fn check_credits(&self) -> Result<(), Violation> {
         let lanes = 0..self.scenario.lanes;
         let groups = self.scenario.groups.iter().enumerate();
@@ -403,7 +423,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// A group that has failed has failed on all ranks that are still in it, for a reason that has come to pass.
+    /// Checks that a failed group has failed on all ranks still in it, for a reason that has occurred.
     fn check_causes(&self) -> Result<(), Violation> {
         if self.has_flips() {
             return Ok(());
@@ -418,12 +438,12 @@ impl World<'_> {
             if let Some((member, error)) = failed.iter().find(|(_, error)| !may.contains(&error.kind)) {
                 return Err(format!("group {index} failed on process {member} of what did not happen: {error}"));
             }
-            // A rank that is cut off hears of nothing.
+            // A rank that is cut off cannot learn of the failure.
             let is_cut = self.faults.iter().any(|fault| matches!(fault, Fault::Cut { .. }));
             if let Some((member, _)) = states.iter().find(|(_, state)| state.poison().is_none() && !is_cut) {
                 return Err(format!("group {index} has failed, and process {member} does not know: {first}"));
             }
-            // What ranks hear on another lane may differ, and nobody is told of it.
+            // The other lanes of ranks may find different causes, which are not reported to any caller or peer.
             for &(member, first) in &failed {
                 let mut others = self.scenario.nodes(member).skip(1);
                 let is_well = |node: &usize| self.state(*node, index).is_some_and(|state| state.poison().is_none());
@@ -455,26 +475,27 @@ impl World<'_> {
         })
     }
 
-    /// Whether a group may wait although one of its ranks is dead, which is taken for one that has left.
+    /// Whether a group may keep waiting although one of its ranks is dead, because that rank counts as having left.
     fn may_take_for_left(&self, group: usize) -> bool {
         self.scenario.linking != Linking::AtFirst && (self.takes_from_any(group) || self.offloads(group))
     }
 
-    /// Whether that may be so in some group of a process that is dead.
+    /// Whether [`World::may_take_for_left`] holds for some group of the dead process `process`.
     fn waits_for_one_taken_for_left(&self, process: usize) -> bool {
         let groups = self.scenario.groups.iter().enumerate();
         groups.filter(|(_, spec)| spec.members.contains(&process)).any(|(group, _)| self.may_take_for_left(group))
     }
 
-    /// The kinds of errors that a group may have failed of, and whether one fault alone concerns it.
+    /// Returns the kinds of errors with which a group may have failed, and whether only one fault with one kind
+    /// concerns the group.
     fn may_fail_of(&self, group: usize) -> (Vec<ErrorKind>, bool) {
         let spec = &self.scenario.groups[group];
         let mut kinds: Vec<ErrorKind> = Vec::new();
         let mut count = 0;
         for (index, fault) in self.faults.iter().enumerate() {
             let may: &[ErrorKind] = match fault {
-                // Who dies before anybody has a link to it is taken for one that has left: a message from any rank may still come, and
-                // the devices of the others go on.
+                // A process that dies before any process has a link to it counts as having left. A message from any
+                // rank may still come, and the devices of the other ranks go on.
                 Fault::Kill { process, .. } if spec.members.contains(process) => {
                     if self.may_take_for_left(group) {
                         &[ErrorKind::PeerLost, ErrorKind::Timeout]
@@ -494,7 +515,7 @@ impl World<'_> {
                 {
                     &[ErrorKind::PeerLost]
                 }
-                // A rank that needs nothing from the one that disagrees may have left the group meanwhile.
+                // A rank that needs nothing from the disagreeing rank may have left the group meanwhile.
                 Fault::Disagree { item, .. } if self.scenario.items[*item].group == group => &[
                     ErrorKind::Mismatch,
                     ErrorKind::Protocol,
@@ -509,11 +530,11 @@ impl World<'_> {
                     &[ErrorKind::Device]
                 }
                 Fault::Break { breaks: Breaks::Fails | Breaks::Drops, .. } => &[],
-                // A message from any rank may still come from another one.
+                // A message from any rank may still come from another rank.
                 Fault::Leave { item, .. } if self.scenario.items[*item].group == group => {
                     &[ErrorKind::Aborted, ErrorKind::PeerLost, ErrorKind::Timeout]
                 }
-                // Whoever waits in another group until its deadline is late in this one.
+                // A rank that waits in another group until its deadline is late in this group.
                 Fault::Stall { .. }
                 | Fault::Late { .. }
                 | Fault::Vanish { .. }
@@ -531,10 +552,11 @@ impl World<'_> {
         (kinds, is_alone)
     }
 
-    /// Nobody has written where nobody may.
+    /// Checks that each call's completion callback has run exactly once, and that no memory was written outside tensors
+    /// or after a call's end.
     pub(super) fn check_calls(&mut self) -> Result<(), Violation> {
         for (&(item, process), made) in &mut self.made {
-            // Those of calls that were in flight when their process died are dropped with it.
+            // Callbacks of calls in flight when their process died are dropped with the process.
             let callbacks = made.callbacks.load(Ordering::Relaxed);
             let wanted = usize::from(made.call.is_some() && made.is_ended);
             if callbacks != wanted {

@@ -1,6 +1,8 @@
-//! The lanes of simulated processes beside the first: what they are given to do, and that a group which fails on one of them fails on all.
+//! The lanes of simulated processes other than the first lane. A group that fails on one lane fails on all lanes of the
+//! process.
 //!
-//! A lane is as a process without threads. Owns what `jobs` and the errands of `driver` own in a real process. Read [`LaneOf`] first.
+//! A lane behaves like a process without threads. Owns what `jobs` and the errands of `driver` own in a real process:
+//! the jobs given to lanes. Read [`LaneOf`] first.
 
 use std::sync::Arc;
 
@@ -11,17 +13,17 @@ use crate::lanes::{CoreJob, Lane, Next, Starter};
 use crate::sync::Mutex;
 use accl_executor::group::{Completed, FailedGroup};
 
-/// Until a lane does what it was given, at most, in nanoseconds: soon, or after what its thread is in the middle of.
+/// Maximum nanoseconds until a lane runs a job: `SOON`, or `LATER` if its thread is busy.
 const SOON: u64 = 30_000;
 const LATER: u64 = 500_000;
 
-/// How long that takes this time.
+/// Returns the delay of this job, in nanoseconds.
 fn delay(of: u64) -> u64 {
     let word = accl_types::hash::hash_words([of, clock::nanos()]);
     (word >> 2) % if word.is_multiple_of(4) { LATER } else { SOON }
 }
 
-/// A lane as parts are given to it.
+/// A lane that receives parts of calls.
 pub(super) struct LaneOf {
     pub(super) node: usize,
     pub(super) jobs: Arc<Mutex<LaneJobs>>,
@@ -34,7 +36,7 @@ impl Lane for LaneOf {
         self.leave(job);
     }
 
-    /// It comes by itself.
+    /// Does nothing: a lane runs each job at the job's event.
     fn wake(&self) {}
 }
 
@@ -56,7 +58,7 @@ impl Starter for LaneOf {
 }
 
 impl World<'_> {
-    /// A lane does what it was given, or drops it if its process has died.
+    /// Runs a job on its lane, or drops the job if the process has died.
     pub(super) fn do_job(&mut self, index: usize) -> Result<(), Violation> {
         let (node, job) = {
             let (node, job) = &mut self.jobs.lock()[index];
@@ -68,7 +70,7 @@ impl World<'_> {
         self.settle_and_note(node)
     }
 
-    /// These groups have failed on a lane of a process.
+    /// Schedules the failure of these groups on the other lanes of the process.
     pub(super) fn note_failed_groups(&mut self, node: usize, failed: Vec<FailedGroup>) {
         for FailedGroup { group, error, tell } in failed {
             for other in self.scenario.nodes(node % self.scenario.processes).filter(|&other| other != node) {
@@ -78,14 +80,14 @@ impl World<'_> {
         }
     }
 
-    /// A lane learns that a group has failed on another one.
+    /// Fails a group on a lane after it has failed on another lane.
     pub(super) fn fail_lane(&mut self, index: usize) -> Result<(), Violation> {
         let node = self.failures[index].0;
         self.fail_lane_now(index);
         self.settle_and_note(node)
     }
 
-    /// What a thread of a process has done so far is known on all lanes before it goes on.
+    /// Applies failures to all lanes of a process at once, before a thread of the process goes on.
     pub(super) fn fail_lanes_now(&mut self, process: usize) {
         for node in self.scenario.nodes(process) {
             let Some(core) = &mut self.processes[node].core else { return };

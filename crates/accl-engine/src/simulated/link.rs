@@ -1,8 +1,9 @@
-//! Links of a simulated world: they delay, stall, refuse, flip bits, break and fall silent as their wire is told.
+//! Links of a simulated world: they delay, stall, refuse, flip bits, break and fall silent as the faults of their wire
+//! require.
 //!
-//! Owns the frames that are under way. A *ring* behaves as a link over shared memory does: what is committed is there soon, and the
-//! peer is told if it has armed its end. A *stream* behaves as TCP does: what is committed leaves with a flush as far as there
-//! is a window, and every arrival is an event. Read [`SimulatedLink`] first.
+//! Owns the frames in flight. A *ring* behaves like a link over shared memory: a committed frame arrives soon, and the
+//! peer is notified if it has armed its end. A *stream* behaves like TCP: committed frames leave with a flush as far as
+//! the window allows, and every arrival is an event. Read [`SimulatedLink`] first.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,35 +19,36 @@ use accl_wire::{Answers, Frame, HEAD_BYTES, Link, NewsBoard, Place, Slot};
 use super::clock::{self, Agenda, Event};
 use crate::sync::Mutex;
 
-/// A host is overdue when something was under way for so long, in nanoseconds.
+/// Nanoseconds in flight after which a frame to a vanished host is overdue.
 const OVERDUE: u64 = 200_000_000;
 
-/// A process's link to itself. It names a waker, as it does outside; nobody sleeps on that here.
+/// Creates a process's link to itself. The link needs a waker, as outside the simulation; no thread sleeps on it here.
 pub(super) fn self_link(max_payload_bytes: usize) -> LoopbackLink {
     static POLLER: LazyLock<Poller> = LazyLock::new(|| Poller::new().unwrap_or_else(|error| panic!("{error}")));
     loopback::self_link(max_payload_bytes, POLLER.waker())
 }
 
-/// How a wire carries.
+/// How a wire carries frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Carrier {
-    /// Room for so many frames each way.
+    /// Room for `frames` frames in each direction.
     Ring { frames: usize },
-    /// So many bytes are kept before a flush, and so many are under way.
+    /// Accepts a frame while at most `kept` bytes wait for a flush. A flush sends while fewer than `window` bytes are
+    /// in flight.
     Stream { kept: usize, window: usize },
 }
 
-/// A bit that changes on its way.
+/// A bit that changes in flight.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Flip {
     pub(super) end: usize,
-    /// The frame, counted from the first that the end commits.
+    /// Number of the frame, counted from 0 among the frames that the end commits.
     pub(super) frame: u64,
-    /// Counted from the first of the head.
+    /// Number of the bit, counted from the first bit of the head, modulo the bits of the frame.
     pub(super) bit: u64,
 }
 
-/// What a wire is made with.
+/// Parameters of a wire.
 #[derive(Clone, Debug)]
 pub(super) struct WireSpec {
     pub(super) carrier: Carrier,
@@ -58,29 +60,31 @@ pub(super) struct WireSpec {
     pub(super) flip: Option<Flip>,
 }
 
-/// A frame under way; the payload in words, so that it is aligned.
+/// A frame in flight. The payload is stored in words so that it is aligned.
 #[derive(Debug)]
 struct Parcel {
     head: [u8; HEAD_BYTES],
     words: Vec<u64>,
     len: usize,
-    /// When it arrives.
+    /// Arrival time in nanoseconds.
     at: u64,
 }
 
 impl Parcel {
     fn with_room(len: usize) -> Self {
-        // What a sender does not write is not what it wrote before.
+        // The pattern keeps bytes that a sender does not write from holding data of an earlier frame.
         Self { words: vec![0xabab_abab_abab_abab; len.div_ceil(8)], len, head: [0; HEAD_BYTES], at: 0 }
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: the words are initialised, any bytes are bytes, and `len` is at most eight for each word.
+        // SAFETY: `words` is initialised, every byte is a valid `u8`, and `len` is at most eight times the number of
+        // words.
         unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.len) }
     }
 
     fn place(&mut self) -> Place<'_> {
-        // SAFETY: as in `bytes`, any bytes are a word, and the borrow is exclusive.
+        // SAFETY: `words` is initialised and exclusively borrowed, `len` is at most eight times the number of words,
+        // and any bytes make a valid `u64`.
         let payload = unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len) };
         Place { head: &mut self.head, payload }
     }
@@ -95,7 +99,7 @@ impl Parcel {
     }
 }
 
-/// The board of a process. Posts are there at once: what takes time is what they speak of, and the waking.
+/// The event bitmap of a process. Posts are visible at once; delays are modelled by the frames and by the wake-up.
 #[derive(Debug, Default)]
 pub(super) struct Board {
     posted: Mutex<BTreeSet<u32>>,
@@ -103,7 +107,7 @@ pub(super) struct Board {
 }
 
 impl Board {
-    /// Whether the process must be woken.
+    /// Sets the bit of `slot`. Returns whether the process must be woken.
     fn post(&self, slot: Slot) -> bool {
         let mut posted = self.posted.lock();
         let is_first = posted.is_empty();
@@ -132,27 +136,27 @@ impl NewsBoard for Board {
 struct End {
     process: usize,
     board: Arc<Board>,
-    /// Committed, and not yet flushed.
+    /// Frames that were committed and not yet flushed.
     kept: VecDeque<Parcel>,
     under_way: VecDeque<Parcel>,
     committed: u64,
-    /// It is to be told of frames.
+    /// The process of this end is to be notified of frames.
     is_armed: bool,
-    /// And of room.
+    /// The process of this end is to be notified of room.
     wants_room: bool,
-    /// It sends no more.
+    /// This end sends no more.
     closed: bool,
-    /// It takes no more.
+    /// This end receives no more.
     gone: bool,
-    /// Nothing that it sends arrives before.
+    /// Nothing that this end sends arrives before this time, in nanoseconds.
     stalled_until: u64,
-    /// When something has come last.
+    /// Time of the last arrival, in nanoseconds.
     last_arrival: u64,
-    /// Something has happened that its process has not asked for.
+    /// The system has an event that the process has not fetched yet.
     has_event: bool,
-    /// As `News`: its process has asked since, and the link has not looked.
+    /// The process has fetched an event, and the link has not been polled since; see `accl_transport`'s `News`.
     has_news: bool,
-    /// The last look found nothing.
+    /// The last poll found nothing.
     is_empty: bool,
 }
 
@@ -166,16 +170,16 @@ impl End {
     }
 }
 
-/// What lies between two processes.
+/// The wire between two processes, with both ends.
 #[derive(Debug)]
 pub(super) struct Wire {
     index: usize,
     spec: WireSpec,
     ends: [End; 2],
     rng: Rng,
-    /// Since when it is cut.
+    /// Time at which the wire was cut, in nanoseconds.
     cut_at: Option<u64>,
-    /// Since when nothing arrives, and nobody says so.
+    /// Time since which nothing arrives and no end is notified, in nanoseconds.
     silent_since: Option<u64>,
     agenda: Arc<Mutex<Agenda>>,
 }
@@ -205,19 +209,19 @@ impl Wire {
         self.agenda.lock().enter(wait, event);
     }
 
-    /// The place of an end on the board of its process.
+    /// Returns the slot of an end on the board of its process.
     pub(super) fn slot(&self, end: usize) -> Slot {
         Slot(self.ends[1 - end].process as u32)
     }
 
-    /// The system has an event for an end, and wakes its process.
+    /// Records a system event for an end, and wakes its process.
     fn ring(&mut self, end: usize) {
         self.ends[end].has_event = true;
         let (wait, process) = (self.latency(), self.ends[end].process);
         self.enter(wait, Event::Ring { process });
     }
 
-    /// An end that is to be told is told, as far as memory is shared.
+    /// Notifies an armed end through shared memory and disarms it. Wakes its process if the process sleeps.
     fn tell(&mut self, end: usize) {
         (self.ends[end].is_armed, self.ends[end].wants_room) = (false, false);
         if self.ends[end].board.post(self.slot(end)) {
@@ -226,12 +230,12 @@ impl Wire {
         }
     }
 
-    /// The system has noticed that the other end is closed.
+    /// Records that the system has noticed that the other end is closed.
     pub(super) fn on_end(&mut self, end: usize) {
         self.ends[end].has_event = true;
     }
 
-    /// Something that was sent has reached an end.
+    /// Handles the arrival of a frame, or of a wake-up, at an end.
     pub(super) fn on_arrival(&mut self, end: usize, is_quiet: bool) {
         self.ends[end].last_arrival = clock::nanos();
         if self.is_silent() {
@@ -246,18 +250,18 @@ impl Wire {
         }
     }
 
-    /// A process asks the system for its news.
+    /// Fetches the pending system events for a process.
     pub(super) fn ask(&mut self, process: usize) {
         for end in 0..2 {
             if self.ends[end].process == process && std::mem::take(&mut self.ends[end].has_event) {
                 self.ends[end].has_news = true;
-                // Whoever is to be woken asks.
+                // A process that fetches events is awake, so it needs no wake-up.
                 let _ = self.ends[end].board.post(self.slot(end));
             }
         }
     }
 
-    /// Whether a look is known to find nothing: the system has said of nothing since the last.
+    /// Whether polling would find nothing, because no event was fetched since the last poll found nothing.
     fn is_known_empty(&mut self, end: usize) -> bool {
         if self.is_ring() {
             return false;
@@ -269,18 +273,18 @@ impl Wire {
         end.is_empty
     }
 
-    /// Both ends lose it.
+    /// Cuts the wire for both ends.
     pub(super) fn cut(&mut self) {
         self.cut_at.get_or_insert(clock::nanos());
         (0..2).for_each(|end| self.ring(end));
     }
 
-    /// Nothing arrives any more.
+    /// Stops all arrivals from now on.
     pub(super) fn fall_silent(&mut self) {
         self.silent_since.get_or_insert(clock::nanos());
     }
 
-    /// What an end sends arrives so much later at the earliest.
+    /// Delays everything that an end sends from now on until `wait` nanoseconds from now.
     pub(super) fn stall(&mut self, end: usize, wait: u64) {
         let until = clock::nanos() + wait;
         self.ends[end].stalled_until = self.ends[end].stalled_until.max(until);
@@ -294,14 +298,15 @@ impl Wire {
         self.cut_at.is_some()
     }
 
-    /// Whether a frame that arrives then can be read now.
+    /// Whether a frame with arrival time `at` can be read now.
     fn has_arrived(&self, at: u64) -> bool {
         at <= clock::nanos()
             && self.cut_at.is_none_or(|cut| at <= cut)
             && self.silent_since.is_none_or(|since| at <= since)
     }
 
-    /// Since when an end has had everything that the other has sent; `None`: something is on its way, or has yet to leave.
+    /// Returns since when an end has had everything that the other end sent, in nanoseconds. `None` while data is in
+    /// flight or unsent.
     pub(super) fn has_all_since(&self, end: usize) -> Option<u64> {
         let theirs = &self.ends[1 - end];
         let is_on_its_way =
@@ -309,13 +314,13 @@ impl Wire {
         (!is_on_its_way).then_some(self.ends[end].last_arrival)
     }
 
-    /// Since when an end has waited for an answer of a host that has vanished.
+    /// Returns since when an end has waited for an answer of a vanished host, in nanoseconds.
     pub(super) fn unanswered_since(&self, end: usize) -> Option<u64> {
         let is_open = !self.is_ring() && !self.is_cut() && !self.ends[end].closed;
         self.silent_since.filter(|_| is_open).and(self.oldest(end))
     }
 
-    /// Puts a frame on its way.
+    /// Sends a frame.
     fn carry(&mut self, from: usize, mut parcel: Parcel, is_quiet: bool) {
         let wait = self.latency();
         let before = self.ends[from].under_way.back().map_or(0, |last| last.at);
@@ -333,7 +338,7 @@ impl Wire {
         }
     }
 
-    /// Whether what an end sends goes anywhere, as far as it knows.
+    /// Whether an end can still send, as far as it knows.
     fn takes_more(&self, end: usize) -> bool {
         !self.is_cut() && !self.ends[end].closed && (!self.ends[1 - end].gone || self.is_silent())
     }
@@ -369,7 +374,7 @@ impl Wire {
         is_closed.then(|| Error::peer_lost("the simulated link was closed by its peer"))
     }
 
-    /// Whether the system knows that nothing more comes, whatever has come already.
+    /// Whether the system knows that no more frames will be sent. Frames that have arrived may still be unread.
     fn has_ended(&self, end: usize) -> bool {
         self.is_cut() || (self.ends[1 - end].closed && !self.is_silent())
     }
@@ -388,11 +393,12 @@ pub(super) struct SimulatedLink {
     end: usize,
     reserved: Option<Parcel>,
     peeked: Option<Parcel>,
-    /// What was given quietly since the last wake.
+    /// A frame was committed or released quietly since the last `wake_peer`.
     is_owed_wake: bool,
-    /// The end was returned to the caller.
+    /// The end of the link was returned to the caller.
     told: bool,
-    /// Of a ring, whose frames are seen without the system but not its end: the system was asked, and has said so.
+    /// For a ring, whose frames are visible without the system, but whose end is not: the system was asked for the end
+    /// of the peer. `sees_end` is set once the system has reported it.
     has_asked: bool,
     sees_end: bool,
 }
@@ -466,7 +472,7 @@ impl SimulatedLink {
         wire.ends[end].wants_room = false;
     }
 
-    /// As a link over shared memory asks for its peer's death: not again before something has happened.
+    /// Asks the system for the death of the peer, as a link over shared memory does. Asks again only after an event.
     fn ask_for_end(&mut self) {
         let mut wire = self.wire.lock();
         let has_news = std::mem::take(&mut wire.ends[self.end].has_news);
@@ -502,7 +508,8 @@ impl SimulatedLink {
     }
 }
 
-// SAFETY: a peeked and a reserved frame are owned by the link, each in memory of its own.
+// SAFETY: the link owns `peeked` and `reserved`, and each frame has memory of its own, so neither moves or changes
+// while it is borrowed.
 unsafe impl Link for SimulatedLink {
     fn max_payload_bytes(&self) -> usize {
         self.wire.lock().spec.max_payload_bytes
@@ -574,7 +581,7 @@ unsafe impl Link for SimulatedLink {
         let last = wire.ends[end].under_way.back().map_or(0, |parcel| parcel.at);
         let at = last.max(clock::nanos() + wait);
         let process = wire.ends[1 - end].process;
-        // Both kinds see the end of their peer by an event of the system.
+        // Rings and streams both see the end of their peer by an event of the system.
         if !wire.is_silent() {
             wire.agenda.lock().enter_at(at, Event::Ended { wire: wire.index, end: 1 - end, process });
         }
@@ -632,7 +639,8 @@ unsafe impl Link for SimulatedLink {
         if wire.ends[peer].wants_room {
             wire.tell(peer);
         }
-        // What is seen by then would have been seen at once if it took no time to get there.
+        // The wake-up arrives with the last frame: over real shared memory, the frames would be visible before the peer
+        // wakes.
         let last = wire.ends[self.end].under_way.back().map_or(0, |parcel| parcel.at).max(clock::nanos());
         wire.agenda.lock().enter_at(last, Event::Arrive { wire: wire.index, end: peer, is_quiet: false });
     }
@@ -661,7 +669,8 @@ impl Drop for SimulatedLink {
         {
             let mut wire = self.wire.lock();
             wire.ends[self.end].gone = true;
-            // What the process had not given to the system goes with it, unless it has closed in good order.
+            // Frames that the process had not given to the system are lost, unless the process closed the link
+            // properly.
             if !wire.ends[self.end].closed {
                 wire.ends[self.end].kept.clear();
             }

@@ -1,8 +1,10 @@
-//! A simulated world: the protocol of many processes in one thread, on a virtual clock, over links that fail by a seed.
+//! A simulated world: the protocol of many processes in one thread, on a virtual clock, over links that fail as a seed
+//! determines.
 //!
-//! One seed is one history. Every history must hold what `invariants` checks, whatever is drawn: calls end by their deadlines, results
-//! are right and the same on all ranks, failures reach everybody, and nothing is left over. A seed that fails is made smaller and
-//! printed with what replays it. Owns the search through the seeds, and the tests; read [`history::run`] first.
+//! One seed is one history. Every history must satisfy what `invariants` checks, whatever is drawn: calls end by their
+//! deadlines, results are right and the same on all ranks, failures reach all ranks, and nothing is left over. A
+//! failing seed is made smaller and printed with the command that replays it. Owns the search through the seeds, and
+//! the tests. Read [`history::run`] first.
 
 mod clock;
 mod devices;
@@ -28,7 +30,7 @@ use scenario::{Breaks, Fault, IsFromAny, Linking, Scenario, Step};
 use shrink::{report, run};
 use world::Seen;
 
-/// What the search is told.
+/// Returns an argument of the search, from the environment.
 #[expect(clippy::disallowed_methods, reason = "no setting, but an argument of a test")]
 fn argument(name: &str) -> Option<String> {
     std::env::var(name).ok()
@@ -38,7 +40,7 @@ fn number(name: &str) -> Option<u64> {
     argument(name).map(|text| text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not `{text}`")))
 }
 
-/// Histories of one seed after the other, for so long.
+/// Runs histories of consecutive seeds for `time`. Returns their number and the sum of their counts.
 fn search(first: u64, time: Duration) -> (u64, Seen) {
     let begin = Instant::now();
     let mut all = Seen::default();
@@ -63,7 +65,7 @@ fn search(first: u64, time: Duration) -> (u64, Seen) {
     (seed - first, all)
 }
 
-/// `WORLD_SECONDS` sets for how long, and `WORLD_SEED` the first seed.
+/// Searches for `WORLD_SECONDS` seconds (25 unless set), from seed `WORLD_SEED` (1 unless set).
 #[test]
 fn what_must_hold_holds_in_every_history() {
     let seconds = number("WORLD_SECONDS").unwrap_or(25);
@@ -84,8 +86,8 @@ fn one_seed_is_one_history() {
 
 #[test]
 fn a_failure_reaches_a_rank_whose_link_to_who_saw_it_is_broken() {
-    // Rank 0 takes a message from any rank, and so needs rank 1. Rank 2 waits for rank 0, which tells it of the failure, and rank 1
-    // for rank 2 alone.
+    // Rank 0 receives from any rank, and so it needs rank 1. Rank 2 waits for rank 0, which reports the failure to it.
+    // Rank 1 waits for rank 2 only.
     let messages = [(3, 0, IsFromAny::Yes), (0, 2, IsFromAny::No), (2, 1, IsFromAny::No)];
     let faults = [Fault::Cut { wire: 0, at: 50_000 }, Fault::Late { item: 0, rank: 3, wait: 300_000_000 }];
     let outcomes = history::outcomes(&Scenario::of_messages(4, &messages, &faults)).unwrap();
@@ -101,7 +103,7 @@ fn a_receive_from_any_rank_ends_when_all_others_have_left() {
 
 #[test]
 fn a_receive_from_any_rank_ends_when_all_others_have_left_that_it_has_no_link_to() {
-    // Ranks 0 and 3 are no neighbours.
+    // Ranks 0 and 3 are not neighbours.
     let faults = [Fault::Leave { item: 0, rank: 3 }];
     let mut scenario = Scenario::of_messages(6, &[(3, 0, IsFromAny::Yes)], &faults);
     scenario.linking = Linking::Late;
@@ -174,7 +176,7 @@ fn devices_of_all_ranks_do_a_call_and_whatever_goes_wrong_with_one_of_them_ends_
 
 #[test]
 fn what_ends_a_call_of_several_lanes_ends_all_of_its_parts_whichever_lane_it_befalls() {
-    // The first lane of three processes has three wires.
+    // The first lane of three processes has wires 0 to 2; wire 3 belongs to the second lane.
     let cases: [(&[Fault], Result<(), ErrorKind>); 5] = [
         (&[], Ok(())),
         (&[Fault::Kill { process: 0, at: 40_000 }], Err(ErrorKind::PeerLost)),
@@ -195,7 +197,8 @@ fn what_ends_a_call_of_several_lanes_ends_all_of_its_parts_whichever_lane_it_bef
     }
 }
 
-/// Rank 0 has sent its last frame over the first lane and waits for another lane; rank 1 has not received that frame, and fails when the wire is cut.
+/// Rank 0 has sent its last frame over the first lane and waits for another lane. Rank 1 has not received that frame
+/// and fails when the wire is cut.
 #[test]
 fn a_rank_learns_of_a_failure_although_the_first_lane_has_lost_its_wire_to_who_failed() {
     let rule = AlgorithmRule {
@@ -213,13 +216,13 @@ fn a_rank_learns_of_a_failure_although_the_first_lane_has_lost_its_wire_to_who_f
         }
         run(&scenario).unwrap_or_else(|violation| panic!("cut at {at}: {violation}"));
     }
-    // As a long search found it.
+    // A scenario that a long search found.
     let without = [13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 9, 10, 11, 3, 6, 7];
     let found = Scenario::draw(987_654_352_217).without(&without);
     run(&found).unwrap_or_else(|violation| panic!("{violation}"));
 }
 
-/// Runs one world, as a failure names it.
+/// Runs the world that a failure report names.
 #[test]
 #[ignore = "needs WORLD_SEED"]
 fn replay() {

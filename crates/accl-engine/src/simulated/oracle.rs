@@ -1,6 +1,8 @@
-//! The tensors of simulated calls: what is in them before, what must be in them after, and that nothing else is touched.
+//! The tensors of simulated calls: their contents before a call, the expected contents after it, and guards around
+//! them.
 //!
-//! Owns their memory. Values are small whole numbers, so that every sum is exact in every dtype. Read [`Tensors::new`] first.
+//! Owns their memory. Values are small whole numbers, so every sum is exact in every dtype. Read [`Tensors::new`]
+//! first.
 
 use accl_testkit::Rng;
 use accl_types::{Collective, Dtype, Elems, ReduceOp};
@@ -9,19 +11,19 @@ use half::bf16;
 use super::scenario::Item;
 use accl_executor::call::{Blocks, TensorDesc};
 
-/// What memory holds that nobody has written.
+/// Content of memory that was never written.
 const UNWRITTEN: u64 = 0xa5a5_a5a5_a5a5_a5a5;
-/// Words before and after each tensor that nobody writes.
+/// Number of guard words before and after each tensor.
 const GUARD: usize = 4;
 
-/// One tensor's memory.
+/// Memory of one tensor.
 #[derive(Debug)]
 struct Tensor {
     words: Vec<u64>,
     dtype: Dtype,
     count: usize,
     step: usize,
-    /// What must be in it when the call is done; `None`: whatever it was.
+    /// Expected elements after the call. `None` if they are not checked.
     expected: Option<Vec<i64>>,
     is_input: bool,
 }
@@ -39,7 +41,8 @@ impl Tensor {
     fn element(&mut self, index: usize) -> &mut [u8] {
         let size = self.dtype.size_bytes();
         let at = GUARD * 8 + index * self.step * size;
-        // SAFETY: the same memory; any bytes are bytes and any bytes are words.
+        // SAFETY: `words` is exclusively borrowed and initialised, the slice covers its bytes only, and any bytes are
+        // valid as `u8` and as `u64`.
         let bytes =
             unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast::<u8>(), self.words.len() * 8) };
         &mut bytes[at..at + size]
@@ -68,7 +71,7 @@ impl Tensor {
             .unwrap_or_else(|e| panic!("{e}"))
     }
 
-    /// Whether what lies around the elements is as it was.
+    /// Whether the memory around the elements is unchanged.
     fn is_bounded(&mut self) -> bool {
         let (size, count, step) = (self.dtype.size_bytes(), self.count, self.step);
         let first = GUARD * 8;
@@ -79,7 +82,7 @@ impl Tensor {
     }
 }
 
-/// A number as an element.
+/// Converts a number to an element of `dtype`, in the first bytes of the result.
 pub(super) fn bytes_of(dtype: Dtype, value: i64) -> [u8; 8] {
     let mut out = [0; 8];
     let mut put = |bytes: &[u8]| out[..bytes.len()].copy_from_slice(bytes);
@@ -92,7 +95,7 @@ pub(super) fn bytes_of(dtype: Dtype, value: i64) -> [u8; 8] {
     out
 }
 
-/// An element as a number.
+/// Converts an element of `dtype`, in the first bytes of `word`, to a number.
 pub(super) fn number_of(dtype: Dtype, word: [u8; 8]) -> f64 {
     let [a, b, c, d, ..] = word;
     match dtype {
@@ -103,7 +106,7 @@ pub(super) fn number_of(dtype: Dtype, word: [u8; 8]) -> f64 {
     }
 }
 
-/// What a rank gives to a call: element `index` of piece `piece` of block `block`.
+/// Returns a rank's input to a call: element `index` of piece `piece` of block `block`.
 fn value(item: usize, rank: usize, block: usize, piece: usize, index: usize) -> i64 {
     let mut rng = Rng::new(((item * 31 + rank) * 31 + block) as u64 * 31 + piece as u64);
     for _ in 0..3 {
@@ -117,7 +120,7 @@ fn values(item: usize, rank: usize, block: usize, piece: usize, count: usize) ->
     (0..count).map(|index| value(item, rank, block, piece, index)).collect()
 }
 
-/// What two elements are together.
+/// Reduces two elements.
 pub(super) fn both(op: ReduceOp, a: i64, b: i64) -> i64 {
     match op {
         ReduceOp::Max => a.max(b),
@@ -136,19 +139,19 @@ fn combined(item: usize, op: ReduceOp, world: usize, block: usize, piece: usize,
     (0..count).map(of).collect()
 }
 
-/// The tensors of one rank in one call.
+/// Tensors of one rank in one call.
 #[derive(Debug)]
 pub(super) struct Tensors {
     tensors: Vec<Tensor>,
-    /// As they were when the call ended.
+    /// Contents of all tensors when the call ended.
     ended: Option<Vec<Vec<u64>>>,
-    /// How far off a value may be.
+    /// Maximum absolute error of a result.
     tolerance: f64,
 }
 
 impl Tensors {
-    /// Those of a rank, and the blocks of its description: inputs and outputs. With `odd` the rank has one element more than the
-    /// others think.
+    /// Returns the tensors of a rank, and the inputs and outputs of its call description. With `odd`, the rank's first
+    /// count is one more than the other ranks expect.
     pub(super) fn new(index: usize, item: &Item, rank: usize, world: usize, odd: bool) -> (Self, Blocks, Blocks) {
         let mut made = Self { tensors: Vec::new(), ended: None, tolerance: 0.0 };
         if let Some(codec) = item.codec {
@@ -229,18 +232,18 @@ impl Tensors {
     ) -> TensorDesc {
         let mut tensor = Tensor::new(item.dtype, item.step, count, values, is_input);
         tensor.expected = expected.or_else(|| values.map(<[i64]>::to_vec));
-        // The memory stays where it is when the list grows.
+        // The description points at the buffer of `tensor.words`, which does not move when the list grows.
         let desc = tensor.desc();
         self.tensors.push(tensor);
         desc
     }
 
-    /// The call has ended: from here on the memory does not change.
+    /// Saves the contents at the end of the call: from now on the memory must not change.
     pub(super) fn end(&mut self) {
         self.ended.get_or_insert_with(|| self.tensors.iter().map(|tensor| tensor.words.clone()).collect());
     }
 
-    /// What is wrong with the results of a call that is done.
+    /// Describes the first wrong result of a completed call. `None` if all results are right.
     pub(super) fn wrong_result(&mut self) -> Option<String> {
         let tolerance = self.tolerance;
         self.tensors.iter_mut().enumerate().find_map(|(number, tensor)| {
@@ -254,7 +257,7 @@ impl Tensors {
         })
     }
 
-    /// What was written that nobody may write.
+    /// Describes a write around a tensor, or after the call's end. `None` if there was none.
     pub(super) fn trespass(&mut self) -> Option<String> {
         if let Some(number) = self.tensors.iter_mut().position(|tensor| !tensor.is_bounded()) {
             return Some(format!("memory around tensor {number} was written"));
@@ -264,7 +267,7 @@ impl Tensors {
         changed.map(|number| format!("tensor {number} was written after its call had ended"))
     }
 
-    /// The outputs, bit by bit.
+    /// Returns the memory of the outputs, bit by bit.
     pub(super) fn bits(&self) -> Vec<Vec<u64>> {
         self.tensors.iter().filter(|tensor| !tensor.is_input).map(|tensor| tensor.words.clone()).collect()
     }

@@ -1,7 +1,7 @@
-//! What the threads of a simulated process do: they make groups and calls, wait, and leave, as their programs say.
+//! Runs the programs of simulated threads: they create groups, issue calls, wait, and leave.
 //!
-//! Owns the way of a call from a program to the protocol, in the manner of `api::group` and of a wait that looks itself. Who drives when
-//! all sleep is in `driving`. Read [`World::run_thread`] first.
+//! Owns the path of a call from a program to the protocol, in the manner of `api::group`, and of a wait that polls for
+//! itself. `driving` decides which thread drives when all sleep. Read [`World::run_thread`] first.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -97,7 +97,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Whether another thread has yet to do what a step relies on.
+    /// Whether the step depends on something that another thread has not done yet.
     fn has_yet_to_be_made(&self, process: usize, step: Step) -> bool {
         let of = |item: usize| self.scenario.items[item].composed;
         match step {
@@ -115,7 +115,7 @@ impl World<'_> {
         }
     }
 
-    /// As `Group::reserve_seqs`.
+    /// Mirrors `Group::reserve_seqs`.
     fn reserve(&mut self, process: usize, composition: usize) {
         let count = self.scenario.composed(composition).count() as u64;
         let group = self.scenario.items[composition].group;
@@ -128,7 +128,7 @@ impl World<'_> {
         self.reserved.insert((process, composition), first.flatten().map(|first| (first, count)));
     }
 
-    /// As `Group::conclude_seqs`.
+    /// Mirrors `Group::conclude_seqs`.
     fn conclude(&mut self, process: usize, composition: usize) {
         let group = self.scenario.items[composition].group;
         let Some(&Some((first, count))) = self.reserved.get(&(process, composition)) else { return };
@@ -141,7 +141,7 @@ impl World<'_> {
         self.kick(process);
     }
 
-    /// As a wait that looks itself for a while.
+    /// Mirrors a wait that polls for itself for a while before it sleeps.
     fn spin(&mut self, process: usize, thread: usize, item: usize, left: u32, mut watches: bool) {
         let is_over = self.is_over(item, process);
         let Some(core) = &mut self.processes[process].core else { return };
@@ -185,7 +185,7 @@ impl World<'_> {
     fn make_group(&mut self, process: usize, index: usize) {
         self.link_neighbours(process, index);
         let numbers: Arc<Numbers> = Arc::default();
-        // As `create_group`: the first lane has it first.
+        // Like `create_group`, creates the group on the first lane first.
         for lane in 0..self.scenario.lanes {
             self.make_group_on(process, lane, index, &numbers);
         }
@@ -229,10 +229,10 @@ impl World<'_> {
         host.members.insert(index, member);
     }
 
-    /// As `Group::leave`.
+    /// Mirrors `Group::leave`.
     pub(super) fn leave(&mut self, process: usize, group: usize) {
         let process = process % self.scenario.processes;
-        // Another thread may have yet to tell the other lanes why.
+        // A failure that another thread found may not have reached the other lanes yet.
         self.fail_lanes_now(process);
         for node in self.scenario.nodes(process) {
             self.leave_node(node, group);
@@ -270,7 +270,7 @@ impl World<'_> {
         match fault {
             Some(Fault::Abort { .. }) => {
                 self.abort(process, item.group);
-                // Who gives up may go at once: whoever links to it later is to hear why.
+                // A rank that aborts may leave at once. Ranks that link to it later must still learn the cause.
                 if self.scenario.seed.is_multiple_of(2) {
                     self.leave(process, item.group);
                 }
@@ -323,7 +323,7 @@ impl World<'_> {
         desc.seq = number.flatten();
         let terms = self.offload(index, rank, &mut desc);
         let made = match number {
-            // Whoever has no number makes no call.
+            // Without a reserved sequence number, the rank issues no call.
             Some(None) => Err(Error::aborted("no number was reserved")),
             Some(Some(_)) | None => self.submit(process, item.group, &desc),
         };
@@ -333,7 +333,8 @@ impl World<'_> {
         let (call, refused) = match made {
             Ok(call) => (call, None),
             Err(error) => {
-                // A refused call has no number: what follows would be taken for it. Its program ends there.
+                // A refused call has no sequence number, so ranks would mistake the next call for it. The rank's program
+                // ends there.
                 if odd.is_some() && error.kind != ErrorKind::Aborted {
                     self.abort(process, item.group);
                 }
@@ -358,7 +359,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Has a call done by the devices of its group, if they do it; with what the ranks are to agree on.
+    /// Gives a call to the devices of its group, if they do it. Returns the terms on which the ranks must agree.
     fn offload(&mut self, item: usize, rank: usize, desc: &mut CallDesc) -> Option<Terms> {
         let group = self.scenario.items[item].group;
         let world = self.scenario.groups[group].members.len();
@@ -394,7 +395,7 @@ impl World<'_> {
         Some(terms)
     }
 
-    /// Puts the tensors of a call where only a stand-in for a device reaches them.
+    /// Places the tensors of a call in memory that only a stand-in for a device reaches.
     fn stage(&mut self, item: usize, rank: usize, process: usize, desc: &mut CallDesc) {
         let at_rank = |fault: &Fault| match fault {
             Fault::Break { item: at, rank: of, breaks } if (*at, *of) == (item, rank) => Some(*breaks),
@@ -416,7 +417,7 @@ impl World<'_> {
         self.seen.staged += 1;
     }
 
-    /// As `Group::run` and `Group::submit` do it.
+    /// Mirrors `Group::run` and `Group::submit`.
     fn submit(&mut self, process: usize, group: usize, desc: &CallDesc) -> Result<Option<InFlight>, Error> {
         let host = &mut self.processes[process];
         let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else {

@@ -1,6 +1,7 @@
-//! What happens in a simulated world, as data: its processes, links and groups, the calls that its ranks make, and what goes wrong.
+//! Scenarios of a simulated world, as data: processes, links, groups, the calls of all ranks, and the faults.
 //!
-//! Owns the drawing of all that from a seed, and what can be left out of it to make a failure smaller. Read [`Scenario::draw`] first.
+//! Owns the drawing of a scenario from a seed, and the parts that can be left out to make a failure smaller. Read
+//! [`Scenario::draw`] first.
 
 use std::time::Duration;
 
@@ -13,10 +14,10 @@ use accl_types::{Collective, Dtype, Rank, ReduceOp};
 use super::link::{Carrier, Flip, WireSpec};
 use accl_types::hash::hash_words;
 
-/// Deadlines of calls: the usual one, and one that a host that has vanished is found before.
+/// Deadlines of calls: the usual one, and one that is long enough to detect a vanished host first.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(1);
 const LONG_TIMEOUT: Duration = Duration::from_secs(45);
-/// A rank that is late is so by up to so many nanoseconds.
+/// Maximum nanoseconds by which a late rank is late.
 const MOST_LATE: u64 = 2_500_000_000;
 
 const REDUCED: [Collective; 3] = [Collective::AllReduce, Collective::Reduce, Collective::ReduceScatter];
@@ -25,15 +26,15 @@ const MOVED: [Collective; 5] =
 const DTYPES: [Dtype; 7] = [Dtype::F32, Dtype::I64, Dtype::U8, Dtype::I32, Dtype::F64, Dtype::BF16, Dtype::I16];
 const CODECS: [&str; 4] = ["maxmin:4,bucket=64", "maxmin:8,bucket=64", "bf16", "maxmin:2,bucket=64"];
 
-/// A group, by its processes in rank order.
+/// A group. `members` lists its processes in rank order.
 #[derive(Clone, Debug)]
 pub(super) struct GroupSpec {
     pub(super) members: Vec<usize>,
-    /// Hosts by rank, as algorithms see them.
+    /// Host of each rank, as algorithms see it.
     pub(super) hosts: Vec<u32>,
     pub(super) rules: Vec<AlgorithmRule>,
     pub(super) eager_bytes: u64,
-    /// Which of its processes' threads makes its calls.
+    /// Thread, in each member process, that issues the group's calls.
     pub(super) thread: usize,
 }
 
@@ -43,7 +44,7 @@ impl GroupSpec {
     }
 }
 
-/// A call that all ranks of a group make, or a message between two of them.
+/// A call that all ranks of a group issue, or a message between two ranks.
 #[derive(Clone, Debug)]
 pub(super) struct Item {
     pub(super) group: usize,
@@ -51,22 +52,23 @@ pub(super) struct Item {
     pub(super) dtype: Dtype,
     pub(super) op: ReduceOp,
     pub(super) root: usize,
-    /// Elements of each piece of a block; of each block where blocks differ.
+    /// Elements of each piece of a block, or of each block if block sizes differ.
     pub(super) counts: Vec<usize>,
-    /// Blocks of equal size.
+    /// Whether all blocks have equal size.
     pub(super) is_equal: bool,
     pub(super) codec: Option<&'static str>,
-    /// Elements lie so far apart.
+    /// Distance between consecutive elements, in elements.
     pub(super) step: usize,
-    /// Of a message: sender and receiver, by rank.
+    /// For a message: ranks of the sender and the receiver.
     pub(super) ends: (usize, usize),
     pub(super) tag: u32,
     pub(super) is_from_any: bool,
-    /// By rank: whether its caller goes on.
+    /// For each rank: whether the call is asynchronous.
     pub(super) is_async: Vec<bool>,
-    /// Of a message: its receiver asks for it before it does anything else in the group.
+    /// For a message: the receiver issues its receive before anything else in the group.
     pub(super) is_early: bool,
-    /// Its number is reserved with that of others: the composition that it belongs to.
+    /// Composition to which the call belongs, named by its first item. The calls of a composition have reserved
+    /// sequence numbers. `None` for a call that takes the next number.
     pub(super) composed: Option<usize>,
 }
 
@@ -76,40 +78,40 @@ impl Item {
     }
 }
 
-/// When processes get links to each other.
+/// When processes are linked to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Linking {
-    /// All to all, before anything happens.
+    /// All processes are linked before anything happens.
     AtFirst,
-    /// To the neighbours in a group when it is made, to others when they are first needed.
+    /// Neighbours in a group are linked when the group is created, other processes when a call first needs the link.
     WithGroups,
-    /// As [`Linking::WithGroups`], and a group does not wait for its links.
+    /// Links are created as for [`Linking::WithGroups`], but the creation of a group does not wait for them.
     Late,
 }
 
-/// What a thread does next.
+/// A step of a thread's program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Make(usize),
     Call(usize),
     Wait(usize),
-    /// Something else for so many nanoseconds.
+    /// Does something else for this many nanoseconds.
     Compute(u64),
     Leave(usize),
-    /// Takes the numbers of a composition.
+    /// Reserves the sequence numbers of a composition.
     Reserve(usize),
-    /// All calls of a composition have been made.
+    /// Ends a composition after all its calls were issued.
     Conclude(usize),
 }
 
-/// Whether a receive takes a message from any rank.
+/// Whether a receive accepts a message from any rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum IsFromAny {
     Yes,
     No,
 }
 
-/// What ranks disagree on.
+/// Property of a call on which a rank disagrees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Matter {
     Count,
@@ -118,80 +120,80 @@ pub(super) enum Matter {
     Collective,
 }
 
-/// How an external operation goes wrong.
+/// How an external operation, or a device's task, breaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Breaks {
     Fails,
-    /// It is given up without a word.
+    /// The task is dropped without a result.
     Drops,
-    /// It ends when it is asked to stop.
+    /// The task ends only when it is asked to stop.
     Hangs,
-    /// Of a device: as [`Breaks::Hangs`], on all ranks, so that nobody's device sees to the deadline.
+    /// For devices: the task hangs like [`Breaks::Hangs`] on all ranks, so no device enforces the deadline.
     AllHang,
-    /// As [`Breaks::Hangs`], and does not even then.
+    /// The task does not end even when it is asked to stop.
     NeverStops,
 }
 
-/// What goes wrong.
+/// A fault of the scenario. Times (`at`, `wait`) are in nanoseconds.
 #[derive(Clone, Debug)]
 pub(super) enum Fault {
-    /// A process dies at that moment.
+    /// A process dies at time `at`.
     Kill { process: usize, at: u64 },
-    /// The wire between two processes is cut.
+    /// A wire is cut.
     Cut { wire: usize, at: u64 },
-    /// A host vanishes: nothing comes from it, and nobody says so.
+    /// A host vanishes: nothing arrives from it, and no process is notified.
     Vanish { process: usize, at: u64 },
-    /// What one end sends is held up.
+    /// Everything that one end sends is delayed.
     Stall { wire: usize, end: usize, at: u64, wait: u64 },
-    /// A bit flips.
+    /// A bit of a frame flips.
     Flip { wire: usize, flip: Flip },
-    /// A rank makes another call than the others.
+    /// A rank issues a different call than the others.
     Disagree { item: usize, rank: usize, on: Matter },
-    /// A rank comes late to a call.
+    /// A rank issues a call late.
     Late { item: usize, rank: usize, wait: u64 },
-    /// A rank ends the group instead of making a call.
+    /// A rank aborts the group before it issues a call.
     Abort { item: usize, rank: usize },
-    /// A rank leaves the group instead of making a call.
+    /// A rank leaves the group before it issues a call.
     Leave { item: usize, rank: usize },
-    /// The first external operation of a rank's call goes wrong, or what its device does.
+    /// The first external operation of a rank's call breaks, or the task of its device.
     Break { item: usize, rank: usize, breaks: Breaks },
 }
 
-/// A world and its history, but for what follows from both.
+/// A world and everything that is drawn for its history.
 #[derive(Clone, Debug)]
 pub(super) struct Scenario {
     pub(super) seed: u64,
     pub(super) processes: usize,
-    /// Of each process: the first is `process` itself, and the others are as processes without threads, which live and die with it. Lane l of a
-    /// process has the number of that, and l times as many as there are processes more.
+    /// Number of lanes of each process. Lane 0 of process `p` is node `p`. Lane `l` is node `p + l * processes` and
+    /// behaves like a process without threads that lives and dies with `p`.
     pub(super) lanes: usize,
-    /// Calls are cut into parts of so many bytes.
+    /// Minimum bytes of a part of a call that is cut for several lanes.
     pub(super) least_part_bytes: u64,
     pub(super) threads: usize,
     pub(super) segment: u64,
     pub(super) wires: Vec<([usize; 2], WireSpec)>,
     pub(super) groups: Vec<GroupSpec>,
     pub(super) items: Vec<Item>,
-    /// By process and thread.
+    /// Program of each thread, by process and thread.
     pub(super) steps: Vec<Vec<Vec<Step>>>,
     pub(super) faults: Vec<Fault>,
     pub(super) linking: Linking,
-    /// Looks of a thread that waits before it sleeps.
+    /// Number of polls of a waiting thread before it sleeps.
     pub(super) spins: u32,
     /// See [`accl_executor::peers::Net::set_looks_before_arming`].
     pub(super) looks_before_arming: u32,
-    /// Deadline of calls.
+    /// Time limit of each call.
     pub(super) timeout: Duration,
-    /// Every rank leaves a group after its last call there; else some do.
+    /// Whether every rank leaves a group after its last call there. If false, some ranks do.
     pub(super) all_leave: bool,
-    /// What was left out, for messages.
+    /// Parts that were left out, by number: items, then faults.
     pub(super) without: Vec<usize>,
-    /// Each event is printed.
+    /// Whether each event is printed.
     pub(super) traces: bool,
 }
 
 impl Scenario {
-    /// The world of a seed.
+    /// Draws the scenario of a seed.
     pub(super) fn draw(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x5eed);
         for _ in 0..8 {
@@ -205,7 +207,7 @@ impl Scenario {
         };
         let threads = [1, 2, 2, 2, 3][rng.below(5) as usize];
         let segment = 64 << rng.below(6);
-        // All over rings, all over streams, or both by host.
+        // `style` 0 is rings only, 1 and 2 are streams only, and 3 is either by host.
         let style = rng.below(4);
         let hosts: Vec<u32> = match style {
             0 | 1 => vec![0; processes],
@@ -238,7 +240,7 @@ impl Scenario {
         let mut groups: Vec<GroupSpec> =
             (0..1 + rng.below(3)).map(|index| draw_group(&mut rng, index, processes, threads, &hosts)).collect();
         let mut items: Vec<Item> = Vec::new();
-        // Ranks that are no neighbours stay without a link in short programs alone.
+        // Ranks that are not neighbours stay unlinked in short programs only.
         let (least, most) = match rng.below(3) {
             0 if processes > 5 => (0, 0),
             1 if processes > 5 => (1, 3),
@@ -248,8 +250,8 @@ impl Scenario {
             let group = rng.below(groups.len() as u64) as usize;
             let tag = items.len() as u32;
             items.push(draw_item(&mut rng, group, &groups[group], segment, tag));
-            // Programs repeat themselves; what is small, waited for and met before takes the fast path, and what nobody waits for
-            // fills the links.
+            // Programs repeat calls. A small call that is waited for and was issued before takes the fast path. Calls
+            // that no thread waits for fill the links.
             if rng.below(3) == 0 {
                 let mut again = items[items.len() - 1].clone();
                 again.counts.iter_mut().for_each(|count| *count %= 20);
@@ -292,7 +294,7 @@ impl Scenario {
         scenario.fit_devices();
         scenario.draw_compositions();
         scenario.add_lanes();
-        // Half of the worlds are well.
+        // Half of the worlds have no faults.
         if rng.below(2) == 0 {
             for _ in 0..1 + rng.below(2) * rng.below(2) {
                 let fault = scenario.draw_fault(&mut rng);
@@ -312,8 +314,8 @@ impl Scenario {
         scenario
     }
 
-    /// A world of a test: one group of all processes over streams, messages from one rank to another in this order, and these
-    /// faults. Everybody waits for each of its own.
+    /// Returns a test scenario: one group of all processes over streams, messages between ranks in this order, and
+    /// these faults. Each rank waits for each of its calls.
     pub(super) fn of_messages(processes: usize, messages: &[(usize, usize, IsFromAny)], faults: &[Fault]) -> Self {
         let pairs = (0..processes).flat_map(|a| (a + 1..processes).map(move |b| [a, b]));
         let spec = WireSpec {
@@ -378,10 +380,11 @@ impl Scenario {
         }
     }
 
-    /// A world of a test: one all_reduce of all processes over streams, whose tensors are staged on every rank, and these faults.
+    /// Returns a test scenario: one all_reduce of all processes over streams, with staged tensors on every rank, and
+    /// these faults.
     pub(super) fn of_staged(processes: usize, faults: &[Fault]) -> Self {
         let mut scenario = Self::of_messages(processes, &[(0, 1, IsFromAny::No)], faults);
-        // The first world in which all ranks of the call are drawn to be staged.
+        // Searches for the first seed for which the tensors of all ranks are staged.
         scenario.items[0].collective = Collective::AllReduce;
         let is_fit = |scenario: &Self| (0..processes).all(|rank| scenario.is_staged(0, rank));
         while !is_fit(&scenario) {
@@ -391,7 +394,7 @@ impl Scenario {
         scenario
     }
 
-    /// As [`Scenario::of_staged`], done by the devices of all ranks.
+    /// Like [`Scenario::of_staged`], but the devices of all ranks do the call.
     pub(super) fn of_offloaded(processes: usize, faults: &[Fault]) -> Self {
         let mut scenario = Self::of_staged(processes, faults);
         while !scenario.is_offloaded(0) {
@@ -400,14 +403,14 @@ impl Scenario {
         scenario
     }
 
-    /// As [`Scenario::of_messages`] and [`Scenario::of_staged`], with lanes.
+    /// Gives `lanes` lanes to each process of a test scenario.
     pub(super) fn with_lanes(mut self, lanes: usize) -> Self {
         self.lanes = lanes;
         self.add_lanes();
         self
     }
 
-    /// Each lane beside the first has wires of its own.
+    /// Adds wires for each lane other than the first.
     fn add_lanes(&mut self) {
         let first = self.wires.clone();
         for lane in 1..self.lanes {
@@ -418,23 +421,23 @@ impl Scenario {
         }
     }
 
-    /// A lane of a process, as it is numbered.
+    /// Returns the node number of a process's lane.
     pub(super) fn node(&self, process: usize, lane: usize) -> usize {
         lane * self.processes + process
     }
 
-    /// All lanes of a process.
+    /// Returns the node numbers of all lanes of a process.
     pub(super) fn nodes(&self, process: usize) -> impl Iterator<Item = usize> + use<> {
         let processes = self.processes;
         (0..self.lanes).map(move |lane| lane * processes + process)
     }
 
-    /// Number of parts that [`Scenario::without`] takes out: items, then faults.
+    /// Number of parts that [`Scenario::without`] can leave out: items, then faults.
     pub(super) fn parts(&self) -> usize {
         self.items.len() + self.faults.len()
     }
 
-    /// The same world with fewer calls and faults.
+    /// Returns this scenario without the given items and faults.
     pub(super) fn without(&self, parts: &[usize]) -> Self {
         let mut smaller = self.clone();
         smaller.without = parts.to_vec();
@@ -442,7 +445,7 @@ impl Scenario {
         smaller
     }
 
-    /// The same world, well.
+    /// Returns this scenario without its faults.
     pub(super) fn without_faults(&self) -> Self {
         let first = self.items.len();
         let faults = first..first + self.faults.len();
@@ -453,7 +456,7 @@ impl Scenario {
         !self.without.contains(&item)
     }
 
-    /// The faults that are not left out.
+    /// Returns the faults that are not left out.
     pub(super) fn faults(&self) -> impl Iterator<Item = &Fault> {
         let first = self.items.len();
         self.faults
@@ -463,7 +466,7 @@ impl Scenario {
             .map(|(_, f)| f)
     }
 
-    /// Whether what a call sends is checked by its receivers: its tensors are encoded, and no ranks share memory.
+    /// Whether receivers check the data of a call: its tensors are encoded, and no two ranks share memory.
     pub(super) fn is_sealed(&self, item: usize) -> bool {
         let item = &self.items[item];
         let members = &self.groups[item.group].members;
@@ -472,14 +475,16 @@ impl Scenario {
         item.codec.is_some() && self.wires.iter().all(|(ends, spec)| !is_between(ends) || is_stream(spec))
     }
 
-    /// Whether a rank's tensors in a call lie where only external operations reach them: those of some ranks, in every third world.
+    /// Whether only external operations reach a rank's tensors in a call. True for about half of the suitable calls in
+    /// every third world.
     pub(super) fn is_staged(&self, item: usize, rank: usize) -> bool {
         let Item { codec, step, .. } = &self.items[item];
         let can_be = !self.items[item].is_message() && codec.is_none() && *step == 1;
         can_be && self.seed.is_multiple_of(3) && hash_words([self.seed, item as u64, rank as u64]).is_multiple_of(2)
     }
 
-    /// Whether a call is done by the devices of its group: most of those that can be, of two groups in three, in every third world.
+    /// Whether the devices of its group do a call. True for most suitable calls of two groups in three, in every third
+    /// world.
     pub(super) fn is_offloaded(&self, item: usize) -> bool {
         let Item { group, collective, codec, .. } = &self.items[item];
         let can_be = !self.items[item].is_message() && *collective != Collective::Barrier && codec.is_none();
@@ -491,7 +496,7 @@ impl Scenario {
         self.seed % 3 == 1
     }
 
-    /// In worlds with devices: those take blocks of one size.
+    /// In worlds with devices, makes the blocks of offloaded calls equal in size, as devices require.
     fn fit_devices(&mut self) {
         if !self.has_devices() {
             return;
@@ -509,7 +514,8 @@ impl Scenario {
         }
     }
 
-    /// In worlds with devices or several lanes some calls have numbers that are reserved. Draws for itself.
+    /// In worlds with devices or several lanes, gives some calls reserved sequence numbers. Uses a generator of its
+    /// own, so other draws stay the same.
     fn draw_compositions(&mut self) {
         if !self.has_devices() && self.lanes == 1 {
             return;
@@ -517,13 +523,13 @@ impl Scenario {
         let mut rng = Rng::new(self.seed ^ 0xc0);
         rng.next_u64();
         for group in 0..self.groups.len() {
-            // Of each composition: its name, and how many calls it is still to have.
+            // First item of the open composition, which names it, and the number of calls that it still gets.
             let mut open = (0, 0);
             for (index, item) in self.items.iter_mut().enumerate().filter(|(_, item)| item.group == group) {
                 if item.is_message() {
                     continue;
                 }
-                // It waits for all that was begun before it.
+                // A barrier waits for all calls before it, so no composition spans it.
                 if item.collective == Collective::Barrier {
                     open.1 = 0;
                     continue;
@@ -539,18 +545,19 @@ impl Scenario {
         }
     }
 
-    /// Whether some calls of a group have reserved numbers.
+    /// Whether some calls of a group have reserved sequence numbers.
     pub(super) fn has_compositions(&self, group: usize) -> bool {
         self.items.iter().any(|item| item.group == group && item.composed.is_some())
     }
 
-    /// The calls of a composition.
+    /// Returns the items of a composition.
     pub(super) fn composed(&self, composition: usize) -> impl Iterator<Item = usize> {
         let is_part = move |&item: &usize| self.has_item(item) && self.items[item].composed == Some(composition);
         (0..self.items.len()).filter(is_part)
     }
 
-    /// Which thread of a process makes a call: that of its group, or another one, of a composition.
+    /// Returns the thread of a process that issues a call: the thread of its group, or any thread for a call of a
+    /// composition.
     fn thread_of(&self, item: usize, process: usize) -> usize {
         let Item { group, composed, .. } = self.items[item];
         let thread = self.groups[group].thread;
@@ -560,7 +567,7 @@ impl Scenario {
         })
     }
 
-    /// Of some worlds with faults. Draws for itself, so that it changes nothing else.
+    /// Draws a [`Fault::Break`] for some worlds with faults. Uses a generator of its own, so other draws stay the same.
     fn draw_break(&self) -> Option<Fault> {
         let mut rng = Rng::new(self.seed ^ 0xe47e);
         rng.next_u64();
@@ -575,7 +582,8 @@ impl Scenario {
         (is_elsewhere && rng.below(2) == 0).then_some(Fault::Break { item, rank, breaks })
     }
 
-    /// While the devices of a group hang, one of its processes dies, in half of such worlds.
+    /// Draws the death of a process while all devices of its group hang, in half of the worlds with
+    /// [`Breaks::AllHang`].
     fn draw_death(&self, breaks: &Fault) -> Option<Fault> {
         let Fault::Break { item, breaks: Breaks::AllHang, .. } = breaks else { return None };
         let mut rng = Rng::new(self.seed ^ 0xdead);
@@ -586,13 +594,16 @@ impl Scenario {
         (rng.below(2) == 0).then_some(Fault::Kill { process, at: at + rng.below(at) })
     }
 
-    /// In three of four worlds of two processes with lanes, and in one of four larger ones with faults, the first lane of two processes loses its wire,
-    /// and nothing else happens: what that lane would notify the other process of has to come over other lanes. Draws for itself.
+    /// Draws a cut of a wire between two first lanes, as the only fault. With several lanes, three in four worlds of
+    /// two processes have it, and one in four larger worlds with faults.
+    ///
+    /// Notifications that the first lane would send to the other process must then arrive over other lanes. Uses a
+    /// generator of its own, so other draws stay the same.
     fn draw_cut_of_first_lane(&self) -> Option<Fault> {
         let mut rng = Rng::new(self.seed ^ 0xc09);
         rng.next_u64();
         let first_wires = (self.wires.len() / self.lanes) as u64;
-        // While calls are in flight.
+        // Times at which calls are in flight.
         let at = 1 << (15 + rng.below(4));
         let cut = Fault::Cut { at: at + rng.below(at), wire: rng.below(first_wires) as usize };
         let is_cut = match (self.processes, rng.below(4)) {
@@ -603,7 +614,7 @@ impl Scenario {
     }
 
     fn draw_fault(&self, rng: &mut Rng) -> Fault {
-        // Most calls are over within a few milliseconds.
+        // Most calls complete within a few milliseconds.
         let at = 1 << rng.below(24);
         let at = at + rng.below(at);
         let process = rng.below(self.processes as u64) as usize;
@@ -614,11 +625,11 @@ impl Scenario {
             true => [self.items[item].ends.0, self.items[item].ends.1][end],
             false => rng.below(self.groups[self.items[item].group].members.len() as u64) as usize,
         };
-        // What one lane has found alone has to reach the others.
+        // A failure that one lane alone has found must reach the other lanes.
         if self.lanes > 1 && rng.below(3) == 0 {
             return Fault::Cut { wire, at };
         }
-        // In larger worlds not all ranks are neighbours, and what one of them says has to be passed on, or asked for.
+        // In larger worlds not all ranks are neighbours. A rank's failure must be passed on there, or asked for.
         if self.processes > 5 && rng.below(2) == 0 {
             return match self.items.last() {
                 _ if rng.below(2) == 0 => Fault::Abort { item, rank },
@@ -647,8 +658,9 @@ impl Scenario {
         }
     }
 
-    /// What each thread does. All calls stand in one order, and every thread makes those of its groups in it; so nobody waits for
-    /// ever, whatever is waited for when. Each process draws for itself: what is left out does not change the others.
+    /// Draws the program of each thread. Calls have one global order, and every thread issues its groups' calls in that
+    /// order, so no wait can deadlock. Each thread of each process uses a generator of its own: leaving parts out does
+    /// not change the other draws.
     fn draw_steps(&self) -> Vec<Vec<Vec<Step>>> {
         let of = |process: usize, thread: usize| {
             let mut rng = Rng::new(self.seed ^ ((process * 7 + thread) as u64 + 1) << 20);
@@ -657,7 +669,7 @@ impl Scenario {
         (0..self.processes).map(|process| (0..self.threads).map(|thread| of(process, thread)).collect()).collect()
     }
 
-    /// What a rank asks for before it does anything else in a group.
+    /// Returns the receives that a rank issues before anything else in a group.
     fn early_receives(&self, group: usize, rank: usize) -> Vec<usize> {
         let is_mine = |item: &Item| item.group == group && item.is_early && item.ends.1 == rank;
         (0..self.items.len()).filter(|&index| self.has_item(index) && is_mine(&self.items[index])).collect()
@@ -667,7 +679,7 @@ impl Scenario {
         let mut steps = vec![Step::Compute(rng.below(50_000))];
         let mut made = vec![false; self.groups.len()];
         let mut waits: Vec<usize> = Vec::new();
-        // Calls whose numbers are reserved, and which are made later.
+        // Steps of calls with reserved sequence numbers that are issued later.
         let mut owed: Vec<Step> = Vec::new();
         let pace = [0, 1000, 100_000][rng.below(3) as usize];
         for (index, item) in self.items.iter().enumerate() {
@@ -692,7 +704,8 @@ impl Scenario {
                 }
             }
             if item.is_early && item.ends.1 == rank {
-                // Its sender may wait until then for what this rank does meanwhile.
+                // The sender may first wait for calls that this rank issues meanwhile, so the wait for the receive
+                // comes here.
                 waits.push(index);
                 continue;
             }
@@ -709,14 +722,14 @@ impl Scenario {
                 Some(_) if maker == thread => owed.extend(self.steps_of_composed(index, rank)),
                 Some(_) => {}
                 None => {
-                    // Others may wait for those before this one can be over.
+                    // Other ranks may need the owed calls before this call can complete, unless it is asynchronous.
                     let may_wait = item.is_async[rank] && !draws[4].is_multiple_of(4);
                     steps.extend(owed.drain(..if may_wait { 0 } else { owed.len() }));
                     steps.push(Step::Call(index));
                     steps.extend((!item.is_async[rank]).then_some(Step::Wait(index)));
                 }
             }
-            // Also of a call that another thread makes.
+            // Includes calls that another thread issues.
             if item.is_async[rank] {
                 waits.push(index);
             }
@@ -729,7 +742,7 @@ impl Scenario {
                 let (mine, others): (Vec<usize>, Vec<usize>) =
                     waits.into_iter().partition(|&waited| self.items[waited].group == item.group);
                 steps.append(&mut owed);
-                // Those that another thread makes and waits for.
+                // Calls that another thread issues and waits for.
                 let others_make = |at: &usize| {
                     let other = &self.items[*at];
                     other.group == item.group && other.composed.is_some() && self.has_item(*at) && !mine.contains(at)
@@ -741,18 +754,18 @@ impl Scenario {
             }
         }
         steps.append(&mut owed);
-        // Groups that it makes no call in are made all the same.
+        // A group is created even if the rank issues no call in it.
         for (index, group) in self.groups.iter().enumerate() {
             if !made[index] && group.thread == thread && group.rank_of(process).is_some() {
                 steps.push(Step::Make(index));
             }
         }
-        // Some are never waited for.
+        // Some calls are never waited for.
         while waits.len() > if self.all_leave { 0 } else { rng.below(3) as usize } {
             let at = rng.below(waits.len() as u64) as usize;
             steps.push(Step::Wait(waits.swap_remove(at)));
         }
-        // Whoever leaves has to know that the other threads have made theirs.
+        // A thread that leaves a group must know that other threads have issued their calls in it.
         let is_mine = |at: &usize| {
             let item = &self.items[*at];
             let is_there = item.composed.is_some() && self.has_item(*at);
@@ -769,7 +782,7 @@ impl Scenario {
 }
 
 impl Scenario {
-    /// How a rank makes a call of a composition.
+    /// Returns the steps with which a rank issues a call of a composition.
     fn steps_of_composed(&self, index: usize, rank: usize) -> impl Iterator<Item = Step> {
         let item = &self.items[index];
         let composition = item.composed.unwrap_or(index);
@@ -780,7 +793,7 @@ impl Scenario {
     }
 }
 
-/// A message of so many bytes, for which its sender does not wait.
+/// Returns a message of `count` bytes for which the sender does not wait.
 fn message(group: usize, world: usize, ends: (usize, usize), count: u64, number: usize) -> Item {
     Item {
         group,
@@ -801,8 +814,8 @@ fn message(group: usize, world: usize, ends: (usize, usize), count: u64, number:
     }
 }
 
-/// Messages that nobody waits for, all to one rank, and an answer that their sender asks for before: whoever drives for it sleeps when
-/// the links are full.
+/// Draws a burst: messages from one rank to another for which the sender does not wait. The sender asks for an answer
+/// before it sends them, so its driver sleeps while the links are full.
 fn draw_burst(rng: &mut Rng, items: &mut Vec<Item>, group: usize, world: usize, segment: u64) {
     let from = rng.below(world as u64) as usize;
     let to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
@@ -813,8 +826,8 @@ fn draw_burst(rng: &mut Rng, items: &mut Vec<Item>, group: usize, world: usize, 
     items.push(Item { is_early: true, is_async: (0..world).map(|rank| rank == from).collect(), ..answer });
 }
 
-/// What one rank awaits of another that is no neighbour of it, if there are any, after everything else in a group: a message, from that one
-/// or from any rank, or what a root gathers. Who leaves instead of sending it is missed by nobody else.
+/// Draws the last transfer of a group, between two ranks that are not neighbours, if there are any. It is a message,
+/// received from that rank or from any rank, or a gather. No other rank notices if the sender leaves instead of sending.
 fn draw_last_word(rng: &mut Rng, items: &mut Vec<Item>, index: usize, group: &mut GroupSpec) {
     let world = group.members.len();
     let from = rng.below(world as u64) as usize;
@@ -837,7 +850,8 @@ fn draw_last_word(rng: &mut Rng, items: &mut Vec<Item>, index: usize, group: &mu
     });
 }
 
-/// How many lanes processes have, and how many bytes a part: more than one in half of the small worlds without devices, whose groups have one.
+/// Draws the number of lanes of each process, and the minimum bytes of a part. Half of the small worlds without devices
+/// have several lanes.
 fn draw_lanes(seed: u64, processes: usize) -> (usize, u64) {
     let mut rng = Rng::new(seed ^ 0x1a9e);
     rng.next_u64();
@@ -882,7 +896,7 @@ fn draw_group(rng: &mut Rng, index: u64, processes: usize, threads: usize, hosts
     GroupSpec { members, hosts, rules, eager_bytes, thread: rng.below(threads as u64) as usize }
 }
 
-/// The ranks that are no neighbours of this one.
+/// Returns the ranks that are not neighbours of rank `of`.
 fn strangers(of: usize, world: usize) -> impl Iterator<Item = usize> {
     let near: Vec<Rank> = neighbours(Rank(of as u32), world as u32).collect();
     (0..world).filter(move |&rank| rank != of && !near.contains(&Rank(rank as u32)))
@@ -923,7 +937,7 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
         Collective::AllReduce | Collective::Broadcast if !is_encoded && rng.below(4) == 0 => {
             (0..2).map(|_| count(rng)).collect()
         }
-        // Each has a tile of its own, and many of them go in one frame.
+        // Each tensor has a tile of its own, and many tiles go into one frame.
         Collective::AllReduce if is_encoded && rng.below(2) == 0 => {
             (0..2 + rng.below(7)).map(|_| count(rng) / 6).collect()
         }
@@ -939,7 +953,7 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
     let from = rng.below(world as u64) as usize;
     let is_from_any = rng.below(4) == 0;
     let mut to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
-    // Few pairs are no neighbours, and those have no link before somebody asks for one.
+    // Few pairs of ranks are not neighbours. Only those pairs have no link until a call needs one.
     let strangers: Vec<usize> = strangers(from, world).collect();
     if rng.below(2) == 0 && !strangers.is_empty() {
         to = strangers[rng.below(strangers.len() as u64) as usize];
@@ -955,7 +969,7 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
         codec,
         step: if rng.below(8) == 0 && codec.is_none() { 2 } else { 1 },
         ends: (from, to),
-        // Several messages have one tag, but those that may come from any rank.
+        // Several messages share a tag, except messages that are received from any rank.
         tag: if is_from_any || rng.below(2) == 0 { 100 + tag } else { 7 },
         is_from_any,
         is_async: (0..world).map(|_| rng.below(2) == 0).collect(),

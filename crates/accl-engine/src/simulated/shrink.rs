@@ -1,4 +1,4 @@
-//! What becomes of a history in which something was wrong: it is made smaller, and told with what replays it.
+//! Reports a history that violates an invariant: shrinks its scenario and prints how to replay it.
 //!
 //! Owns the search for the smallest scenario that still fails, and the report. Read [`report`] first.
 
@@ -8,7 +8,7 @@ use super::history;
 use super::scenario::Scenario;
 use super::world::{Seen, Violation};
 
-/// As [`history::run`]; a panic of the world itself counts as what is wrong.
+/// Like [`history::run`], but a panic counts as a violation.
 pub(super) fn run(scenario: &Scenario) -> Result<Seen, Violation> {
     catch_unwind(AssertUnwindSafe(|| history::run(scenario))).unwrap_or_else(|panic| {
         let said = panic.downcast_ref::<String>().cloned();
@@ -17,7 +17,7 @@ pub(super) fn run(scenario: &Scenario) -> Result<Seen, Violation> {
     })
 }
 
-/// Leaves out calls and faults as long as something goes wrong without them, too.
+/// Leaves out calls and faults as long as the scenario still fails without them.
 fn shrink(scenario: &Scenario, mut violation: Violation) -> (Scenario, Violation) {
     let mut smallest = scenario.clone();
     let mut chunk = scenario.parts().max(1);
@@ -38,7 +38,7 @@ fn shrink(scenario: &Scenario, mut violation: Violation) -> (Scenario, Violation
     (smallest, violation)
 }
 
-/// A failure with what replays it.
+/// Describes a failure and how to replay it.
 pub(super) fn report(scenario: &Scenario, violation: Violation) -> String {
     let (smallest, violation) = shrink(scenario, violation);
     let without: Vec<String> = smallest.without.iter().map(usize::to_string).collect();

@@ -1,7 +1,8 @@
-//! The links of a simulated world, how they come to be, and what befalls them and their processes: deaths, cuts, notes.
+//! The links of a simulated world: how they are created, and what happens to them and to their processes (deaths, cuts,
+//! notes).
 //!
-//! Owns what `session::connector` owns in a real process. How a link carries frames is in `link`. Read [`World::strike`] and
-//! [`World::dial`] first.
+//! Owns what `session::connector` owns in a real process. `link` defines how a link carries frames. Read
+//! [`World::strike`] and [`World::dial`] first.
 
 use accl_types::{Error, Rank};
 
@@ -36,7 +37,7 @@ impl World<'_> {
         }
     }
 
-    /// A process dies, and all its lanes with it.
+    /// Kills a process with all its lanes.
     fn kill(&mut self, process: usize) {
         self.scenario.nodes(process).for_each(|node| self.kill_node(node));
     }
@@ -51,7 +52,7 @@ impl World<'_> {
         self.pending.retain(|&(wire, end), _| wires[wire].0[end] != process);
     }
 
-    /// What goes wrong with a rank's call, if anything does.
+    /// Returns the fault of a rank's call, if there is one.
     pub(super) fn fault_of(&mut self, item: usize, rank: usize) -> Option<Fault> {
         let at = |fault: &Fault| match fault {
             Fault::Disagree { item, rank, .. }
@@ -69,7 +70,7 @@ impl World<'_> {
         self.scenario.wires.iter().position(|(ends, _)| ends.contains(&one) && ends.contains(&other) && one != other)
     }
 
-    /// As `session::connector` makes a link that a process wants.
+    /// Creates a link that a process wants, as `session::connector` does.
     pub(super) fn dial(&mut self, wire: usize, process: usize) {
         if self.dialled.contains(&wire) || self.processes[process].core.is_none() {
             return;
@@ -78,7 +79,7 @@ impl World<'_> {
         let peer = if ends[0] == process { ends[1] } else { ends[0] };
         let latency = self.wires[wire].lock().latency();
         if self.wires[wire].lock().is_silent() {
-            // No answer comes before anybody's deadline.
+            // No answer arrives before a deadline passes.
         } else if self.processes[peer].core.is_none() || self.wires[wire].lock().is_cut() {
             self.enter(latency, Event::Refused { process, peer });
         } else {
@@ -90,7 +91,7 @@ impl World<'_> {
         }
     }
 
-    /// As `session::connector` sends a note, and the one of its receiver takes it.
+    /// Delivers a note, as the `session::connector` of the sender and of the receiver do.
     pub(super) fn deliver(&mut self, index: usize) -> Result<(), Violation> {
         let (from, note) = &self.notes[index];
         let (from, to) = (*from, usize::from(note.to.uuid[0]));
@@ -108,7 +109,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Makes both ends of a wire.
+    /// Creates both ends of a wire.
     fn connect(&mut self, wire: usize) {
         self.dialled.insert(wire);
         for end in 0..2 {
@@ -130,7 +131,8 @@ impl World<'_> {
         }
     }
 
-    /// A process cannot reach another one: the wire is cut, or the other has ended, and then it asks who knows more.
+    /// Handles a failed connection. If the peer has ended, the process asks others about it; if only the wire is cut,
+    /// the peer is lost.
     pub(super) fn refuse(&mut self, process: usize, peer: usize) -> Result<(), Violation> {
         if self.processes[peer].core.is_none() {
             let error = Error::peer_lost("its process has ended");
@@ -141,7 +143,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// As `session::connector` asks others what has become of peers, and heeds what they say.
+    /// Asks others about peers, and applies what was found, as `session::connector` does.
     pub(super) fn inquire(&mut self, process: usize) -> Result<(), Violation> {
         let numbers = self.questions.len() as u64..;
         let host = &mut self.processes[process];
@@ -158,7 +160,7 @@ impl World<'_> {
         }
         for (uuid, found) in self.processes[process].inquests.take_found() {
             let peer = usize::from(uuid[0]);
-            // Of one that was found lost before nobody is asked any more.
+            // A peer that was lost or has left before this answer is not checked again.
             if self.lacks_link(process, peer) {
                 self.check_fate(process, peer, &found)?;
             }
@@ -186,7 +188,7 @@ impl World<'_> {
         }
     }
 
-    /// A process answers what has become of another one, if the question reaches it.
+    /// Answers a question about a process, if the question arrives.
     pub(super) fn ask(&mut self, index: usize) -> Result<(), Violation> {
         let Asked { from, to, ref question, .. } = self.questions[index];
         let wire = self.wire_between(from, to);
@@ -206,7 +208,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Who has asked has its answer, or learns that there is none.
+    /// Gives the answer to the process that asked, or reports to it that there is none.
     pub(super) fn answer(&mut self, index: usize) -> Result<(), Violation> {
         let Asked { from, ref question, answer, .. } = self.questions[index];
         self.processes[from].inquests.answer(question.number, answer, clock::now());
@@ -215,13 +217,13 @@ impl World<'_> {
         self.note_ends(from)
     }
 
-    /// Whether what is said besides links gets through.
+    /// Whether notes, questions and answers, which are sent outside links, get through.
     fn is_passable(&self, wire: usize) -> bool {
         let wire = self.wires[wire].lock();
         !wire.is_cut() && !wire.is_silent()
     }
 
-    /// Makes the links that a rank has from the beginning.
+    /// Creates the links to the rank's neighbours that the scenario requires when the group is created.
     pub(super) fn link_neighbours(&mut self, process: usize, group: usize) {
         let spec = &self.scenario.groups[group];
         let Some(rank) = spec.rank_of(process) else { return };

@@ -1,8 +1,8 @@
-//! The state of a simulated world: its processes with the protocol's core of each, the calls that were made, and what has been seen.
+//! The state of a simulated world: its processes, each with a protocol core, the calls that were issued, and counters.
 //!
-//! Owns that state and the plain questions about it. What happens to it is in the files that begin with [`World`], too: `ranks`
-//! (programs), `driving` (who makes progress), `wiring` (links and what befalls them), `invariants` (what must hold); `history` has
-//! one event happen after the other. Read [`World`] first.
+//! Owns that state and simple queries. Other files extend [`World`]: `ranks` (programs), `driving` (progress), `wiring`
+//! (links and faults), `lanes`, and `invariants` (checks). `history` runs one event after the other. Read [`World`]
+//! first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -26,38 +26,38 @@ use accl_executor::call::Waited;
 use accl_executor::group::{Caller, Core, FailedGroup, Fate, GroupState};
 use accl_executor::peers::{Note, PeerId};
 
-/// What was wrong in a history.
+/// Description of a violated invariant.
 pub(super) type Violation = String;
 
-/// What a history has seen.
+/// Counters of a history.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Seen {
     pub(super) events: u64,
     pub(super) done: u64,
     pub(super) failed: u64,
-    /// Calls that were over on the fast path.
+    /// Calls that completed on the fast path.
     pub(super) fast: u64,
     pub(super) sleeps: u64,
-    /// Calls that were made with tensors elsewhere.
+    /// Calls with tensors in memory that only external operations reach.
     pub(super) staged: u64,
-    /// Calls that were made for devices.
+    /// Calls that were given to devices.
     pub(super) offloaded: u64,
     /// Calls that were cut into parts for several lanes.
     pub(super) cut: u64,
-    /// Of all results, errors and times.
+    /// Hash of all results and their times.
     pub(super) hash: u64,
 }
 
-/// A call that was made.
+/// A call that was issued.
 pub(super) struct Made {
-    /// `None`: it was over when it had been made, or refused.
+    /// `None` if the call completed when it was issued, or was refused.
     pub(super) call: Option<InFlight>,
     pub(super) refused: Option<Error>,
     pub(super) tensors: Tensors,
     pub(super) is_ended: bool,
-    /// Its rank makes another call than the others.
+    /// The rank issues a different call than the others.
     pub(super) is_odd: bool,
-    /// How often the callback of its end has run.
+    /// Number of runs of the completion callback.
     pub(super) callbacks: Arc<AtomicUsize>,
 }
 
@@ -77,7 +77,7 @@ impl Made {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Running,
-    /// It waits for a call, and looks itself so many times more.
+    /// The thread waits for a call, and polls `left` more times before it sleeps.
     Spinning {
         item: usize,
         left: u32,
@@ -86,7 +86,7 @@ pub(super) enum State {
     Asleep {
         item: usize,
     },
-    /// It waits until other threads of the process have reserved a number, or made a call.
+    /// The thread waits until other threads of the process have reserved a sequence number, or issued a call.
     Awaiting,
     Over,
 }
@@ -95,7 +95,7 @@ pub(super) struct Thread {
     pub(super) steps: Vec<Step>,
     pub(super) at: usize,
     pub(super) state: State,
-    /// It has been late for this call.
+    /// Item for which the thread has already been late.
     pub(super) was_late: Option<usize>,
 }
 
@@ -103,21 +103,21 @@ pub(super) struct Member {
     pub(super) caller: Arc<Caller>,
     pub(super) planning: Planning,
     pub(super) has_left: bool,
-    /// When it did so.
+    /// Time at which the process left, in nanoseconds.
     pub(super) left_at: Option<u64>,
     pub(super) made_at: u64,
 }
 
 pub(super) struct Process {
-    /// `None`: it is dead, or has ended.
+    /// `None` if the process is dead or has ended.
     pub(super) core: Option<Core>,
     pub(super) threads: Vec<Thread>,
     pub(super) members: BTreeMap<usize, Member>,
-    /// Something came up since the last sleep in the poller.
+    /// Whether the process was woken since the last sleep in the poller.
     pub(super) rung: bool,
-    /// The sleep in the poller: its number, and whether who sleeps waits for a call.
+    /// Current sleep in the poller: its number, and whether the sleeping thread waits for a call.
     pub(super) sleep: Option<(u64, bool)>,
-    /// The thread that sleeps there, unless it is the background thread: it goes on when it wakes, and not before.
+    /// Thread that sleeps in the poller, `None` for the background thread. The thread goes on only after that sleep.
     pub(super) driver: Option<usize>,
     pub(super) sleeps: u64,
     pub(super) is_about_to_drive: bool,
@@ -126,13 +126,13 @@ pub(super) struct Process {
     pub(super) inquests: Inquests,
 }
 
-/// A question of one process to another.
+/// A question that one process asks another.
 pub(super) struct Asked {
     pub(super) from: usize,
     pub(super) to: usize,
     pub(super) question: Question,
     pub(super) answer: Option<Fate>,
-    /// Whoever answered takes the one asked about for lost.
+    /// Whether the process that answered considers the process in question lost.
     pub(super) knows_loss: bool,
 }
 
@@ -140,39 +140,40 @@ pub(super) struct World<'a> {
     pub(super) scenario: &'a Scenario,
     pub(super) agenda: Arc<Mutex<Agenda>>,
     pub(super) wires: Vec<Arc<Mutex<Wire>>>,
-    /// Wires of which links were made, or are being made.
+    /// Wires for which links exist or are being created.
     pub(super) dialled: BTreeSet<usize>,
-    /// Ends of wires that their processes have yet to be given, by wire and end.
+    /// Links that their processes have yet to receive, by wire and end.
     pub(super) pending: BTreeMap<(usize, usize), SimulatedLink>,
-    /// When the first and the last end of a wire became links of their processes.
+    /// Time at which the first and the last end of a wire became links of their processes, in nanoseconds, by wire.
     pub(super) linked_at: BTreeMap<usize, (u64, u64)>,
-    /// Notes that were written, with the process of each.
+    /// Notes that were written, each with the process that wrote it.
     pub(super) notes: Vec<(usize, Note)>,
     pub(super) questions: Vec<Asked>,
     pub(super) processes: Vec<Process>,
     pub(super) made: BTreeMap<(usize, usize), Made>,
     pub(super) faults: Vec<Fault>,
-    /// Faults that have come to pass.
+    /// Faults that have occurred.
     pub(super) struck: BTreeSet<usize>,
-    /// When groups failed, by process and group.
+    /// Time at which a group failed on a process, in nanoseconds, by process and group.
     pub(super) failed_at: BTreeMap<(usize, usize), u64>,
     pub(super) seen: Seen,
     pub(super) elsewhere: Arc<Mutex<Elsewhere>>,
     pub(super) devices: Arc<Mutex<Devices>>,
-    /// The first number of a composition on a process, and how many there are; `None` where it was refused.
+    /// First reserved sequence number and number of calls, by process and composition. `None` if the reservation was
+    /// refused.
     pub(super) reserved: BTreeMap<(usize, usize), Option<(u64, u64)>>,
     /// Bits of encoded results.
     pub(super) bits: Bits,
-    /// What lanes were given to do.
+    /// Jobs that lanes were given.
     pub(super) jobs: Arc<Mutex<LaneJobs>>,
     /// Groups that have failed on one lane, each with another lane that has yet to learn of it.
     pub(super) failures: Vec<(usize, FailedGroup)>,
 }
 
-/// What lanes were given, with the lane; `None`: it has been done.
+/// Jobs with their lanes; a job is `None` once it was taken to run.
 pub(super) type LaneJobs = Vec<(usize, Option<CoreJob>)>;
 
-/// The bits of encoded results, by item.
+/// Bits of encoded results, by item.
 pub(super) type Bits = BTreeMap<usize, Vec<Vec<u64>>>;
 
 impl<'a> World<'a> {
@@ -214,7 +215,7 @@ impl<'a> World<'a> {
             }
             let own = self_link(payload);
             host.peers[process] = Some(core.net.add(&info(process), Box::new(own), None));
-            // Nobody has made a group before all have met for it.
+            // The processes know of the groups before any process has created one.
             let (process, lane) = (process % scenario.processes, process / scenario.processes);
             for (index, spec) in (1..).zip(&scenario.groups).filter(|(_, spec)| spec.rank_of(process).is_some()) {
                 let peer = |&member: &usize| host.peers[scenario.node(member, lane)];
@@ -312,7 +313,7 @@ impl Process {
     }
 }
 
-/// Who a process is, for the others.
+/// Returns the endpoint information of a process.
 pub(super) fn info(process: usize) -> EndpointInfo {
     EndpointInfo {
         version: accl_wire::PROTOCOL_VERSION,

@@ -1,4 +1,5 @@
-//! A device and the ends of its group: it is left with the group, whoever still holds a part of that, and is over before it is opened anew.
+//! A device and the end of its group. The device is released with the group, even if parts of the group are still
+//! referenced. It is closed before it is opened again.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -81,7 +82,7 @@ fn end_stuck(member: &Member, devices: &LocalDevices) {
         std::thread::sleep(Duration::from_millis(1));
     }
     member.group.abort("the test wants it");
-    // Whatever the device is stuck in, it is not the memory of the call.
+    // The stuck device does not use the memory of the call, so the call ends.
     assert!(matches!(call.wait(Some(SOON), &mut || false), Waited::Failed(_)));
 }
 
@@ -167,11 +168,11 @@ fn a_group_made_out_of_others_has_no_device_and_leaves_the_numbers_of_the_job_al
             threads.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
         })
     };
-    // In another order than in the job.
+    // The ranks have another order than in the job.
     let merged = make_all("merged", &[], &[2, 1]);
     assert_eq!(open(&devices), 3, "a merged group has opened a device");
     assert!(merged.iter().all(|group| !group.describe().contains("device ")));
-    // Rank 2 leaves the job: whoever would go by the merged group would miss rank 0.
+    // Rank 2 leaves the job. A process that used the ranks of the merged group would miss rank 0.
     world.engines[2].shutdown();
     let rest = make_all("rest", &[0, 1], &[0, 1]);
     drop((rest, merged, whole));

@@ -1,4 +1,5 @@
-//! Groups with a device: what it does and what the host does, with whose memory, and how both end.
+//! Groups with a device: which calls the device does and which the host does, with which memory, and how devices and
+//! groups end.
 
 mod departures;
 mod memory;

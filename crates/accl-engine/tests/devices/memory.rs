@@ -1,4 +1,5 @@
-//! What calls of a device do with their tensors: those that share memory, that are many, empty, of several types, or not dense.
+//! Tensors of a device's calls: tensors that share memory, many tensors, empty tensors, several dtypes, strided
+//! tensors.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier, mpsc};
@@ -11,7 +12,7 @@ use accl_types::{Collective, Dtype, Elems, ErrorKind, Rank, ReduceOp};
 
 use crate::worlds::{PATIENCE, options, value, values, world};
 
-/// Elements of a block that goes in several pieces among three ranks: the buffers of a device have 4 MiB.
+/// Elements of a block that three ranks send in several pieces: a device's buffers have 4 MiB.
 const MANY: usize = (5 << 20) / 8 + 3;
 
 fn calls_of_device(member: &Member) -> u64 {
@@ -25,7 +26,7 @@ fn sum(ranks: usize, at: usize) -> i64 {
     (0..ranks).map(|rank| value(rank, at)).sum()
 }
 
-/// A block of a tensor: `count` elements from `at` on.
+/// Describes a block of a tensor: `count` elements from element `at` on.
 fn block(data: *mut i64, at: usize, count: usize) -> TensorDesc {
     TensorDesc::dense(data.wrapping_add(at).cast(), Dtype::I64, Elems(count as u64))
 }
@@ -89,7 +90,7 @@ fn who_keeps_a_part_of_the_tensor_that_it_contributes_has_the_rest_as_it_was() {
 fn blocks_that_overlap_in_any_other_way_are_read_before_they_are_written() {
     for count in [3, MANY] {
         world(3, Network::Rdma).0.run("g", |member| {
-            // The result of the reduction lies across two blocks of the contribution.
+            // The result of the reduction overlaps two blocks of the contribution.
             let mut data = values(member.rank, 3 * count);
             let base = data.as_mut_ptr();
             let mut desc = CallDesc::new(Collective::ReduceScatter, Dtype::I64);
@@ -98,7 +99,7 @@ fn blocks_that_overlap_in_any_other_way_are_read_before_they_are_written() {
             member.call(desc).unwrap();
             let first = member.rank * count;
             assert!((0..count).all(|at| data[count / 2 + at] == sum(3, first + at)), "{count}");
-            // Blocks change places.
+            // The blocks of the output are the blocks of the input in reverse order.
             let mut data = values(member.rank, 3 * count);
             let base = data.as_mut_ptr();
             let mut desc = CallDesc::new(Collective::AllToAll, Dtype::I64);
@@ -109,7 +110,7 @@ fn blocks_that_overlap_in_any_other_way_are_read_before_they_are_written() {
                 let got = &data[(2 - from) * count..][..count];
                 assert!((0..count).all(|at| got[at] == value(from, member.rank * count + at)), "{count} from {from}");
             }
-            // What a rank contributes lies in the place of another one's block.
+            // A rank's contribution lies where another rank's block goes.
             let mut data = vec![-1; 3 * count];
             let at = (member.rank + 1) % 3 * count;
             data[at..][..count].copy_from_slice(&values(member.rank, count));
@@ -129,7 +130,7 @@ fn tensors_of_other_layouts_and_many_at_once_have_what_belongs_to_them() {
     for network in [Network::Udp, Network::Rdma] {
         world(3, network).0.run("g", |member| {
             let n = member.world;
-            // Every second column; what is between them stays.
+            // The tensor consists of every second column; the columns between them must not change.
             let mut grid: Vec<i64> = values(member.rank, 12);
             let mut desc = CallDesc::new(Collective::Broadcast, Dtype::I64);
             desc.root = Rank(1);
@@ -138,7 +139,7 @@ fn tensors_of_other_layouts_and_many_at_once_have_what_belongs_to_them() {
             member.call(desc).unwrap();
             let of = |at: usize| if at.is_multiple_of(2) { 1 } else { member.rank };
             assert!(grid.iter().enumerate().all(|(at, got)| *got == value(of(at), at)), "{grid:?}");
-            // Transposed, empty and dense ones in one call.
+            // Transposed, empty and dense tensors in one call.
             let mut square = values(member.rank, 6);
             let mut rest = values(member.rank, 1000);
             let mut desc = CallDesc::new(Collective::AllReduce, Dtype::I64);
@@ -147,13 +148,13 @@ fn tensors_of_other_layouts_and_many_at_once_have_what_belongs_to_them() {
             desc.outputs.push([empty(), transposed, empty(), calls::write(&mut rest), empty()]);
             member.call(desc).unwrap();
             assert!(square.iter().chain(&rest).zip((0..6).chain(0..1000)).all(|(got, at)| *got == sum(n, at)));
-            // Of each rank a list of tensors.
+            // Each rank contributes a list of tensors.
             let (mine, more) = (values(member.rank, 3), values(member.rank + 9, 5));
             let mut gathered = vec![-1_i64; n * 8];
             let mut desc = CallDesc::new(Collective::AllGather, Dtype::I64);
             desc.inputs.push([calls::read(&mine), calls::read(&more)]);
             let base = gathered.as_mut_ptr();
-            // Those of several ranks lie between each other.
+            // The tensors of several ranks are interleaved.
             desc.outputs = (0..n).map(|rank| [block(base, rank * 3, 3), block(base, n * 3 + rank * 5, 5)]).collect();
             member.call(desc).unwrap();
             for rank in 0..n {
@@ -203,7 +204,7 @@ fn calls_of_two_groups_from_many_threads_all_end_with_their_own_results() {
             for thread in 0..4_usize {
                 let member = Member::new(group.clone());
                 scope.spawn(move || {
-                    // All threads make the same call, so that their order does not matter.
+                    // All threads issue the same call, so the order of their calls does not matter.
                     for round in 0..25 {
                         let mut data = values(member.rank, 1000);
                         if (thread + round).is_multiple_of(3) {
@@ -275,7 +276,7 @@ fn a_call_without_any_time_is_late_and_leaves_its_tensor_alone_afterwards() {
         let mut data = values(member.rank, 1000);
         let mut desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Blocking);
         desc.timeout = Some(Duration::ZERO);
-        // Unless it was done at once.
+        // The call may also have completed at once.
         if let Err(error) = member.call(desc) {
             assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
             let then = data.clone();
@@ -289,14 +290,14 @@ fn a_call_without_any_time_is_late_and_leaves_its_tensor_alone_afterwards() {
 fn what_an_engine_has_sent_to_a_rank_without_a_link_gets_there_although_its_process_ends() {
     for network in [Network::Udp, Network::Rdma] {
         for fabric in [Fabric::Shm, Fabric::Tcp] {
-            // Neighbours are a power of two away, so each of eight ranks is linked to five.
+            // Neighbours are a power of two away, so each of eight ranks is linked to five ranks.
             let world = World::new(options(8, network).over(fabric));
             let devices = Arc::new(SimDevices(Faithful::all()));
             world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
             world.run("g", |member| {
                 let mut data = values(member.rank, 2000);
                 let said = member.broadcast(&mut data, 0);
-                // A group that is only left is nobody's matter any more; what was sent in it is.
+                // `leave` does not wait for the group's calls. Data that was sent in the group must still arrive.
                 let _ = if fabric == Fabric::Shm { member.group.shutdown() } else { member.group.leave() };
                 world.engines[member.rank].shutdown();
                 said.unwrap_or_else(|error| panic!("{network:?} {fabric:?}: {error}"));

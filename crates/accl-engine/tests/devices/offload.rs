@@ -1,4 +1,5 @@
-//! A group with a device: the device does what it can, the host the rest, and whatever goes wrong ends on all ranks with its reason.
+//! A group with a device: the device does what it can, and the host does the rest. A failure ends the call on all ranks
+//! with its cause.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
@@ -169,7 +170,7 @@ fn calls_in_flight_reach_the_device_in_the_order_of_their_numbers_on_all_ranks()
         world.run("g", |member| {
             for round in 0..10 {
                 let mut data: Vec<Vec<i64>> = (0..20).map(|call| values(member.rank + call, 1 + call * 37)).collect();
-                // Numbers that were reserved are used last, and come first.
+                // The calls with reserved sequence numbers are issued last, but come first in the order of numbers.
                 let first = member.group.reserve_seqs(2).unwrap();
                 let make = |call: usize, data: &mut Vec<i64>| {
                     let mut desc = match call % 3 {
@@ -254,7 +255,7 @@ fn a_device_that_does_not_come_back_is_named_on_all_ranks_soon_after_the_deadlin
             let (begin, allowed) = (Instant::now(), Duration::from_millis(300));
             let error = wait(&member, &mut [1, 2, 3], allowed);
             let took = begin.elapsed();
-            // Another rank may have made the call earlier, and says so.
+            // Another rank may have issued the call earlier and reached its deadline earlier.
             assert!(took >= allowed / 2 && took < allowed + Duration::from_millis(1500), "{took:?}: {error}");
             (member.all_reduce(&mut [1_i64], ReduceOp::Sum).unwrap_err(), error)
         });
@@ -443,7 +444,7 @@ fn a_call_that_waits_for_a_stuck_device_does_not_hide_why_it_is_stuck() {
 
 #[test]
 fn what_a_rank_that_is_ahead_sends_does_not_keep_out_what_others_wait_for() {
-    // Few small rx buffers, and roots that send piece after piece without waiting for anybody.
+    // The devices have few small rx buffers, and the roots send piece after piece without waiting for a receiver.
     let text = "sim://?design=udp&rx_bytes=1KiB&rx_buffers=4&eager=4KiB";
     for network in [Network::Udp, Network::Tcp] {
         let text = text.replace("udp", design(network));

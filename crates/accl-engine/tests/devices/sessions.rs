@@ -1,5 +1,5 @@
-//! Devices that must know one another before they are set up: what each tells reaches all others over the store, and whatever goes wrong
-//! in between ends on all ranks with its reason.
+//! Devices that must know one another before they are set up. The text of each device reaches all ranks over the store.
+//! A failure in between ends the creation of the group on all ranks, with its cause.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,17 +15,17 @@ use accl_types::{Error, ErrorKind, Rank, ReduceOp, Result};
 const TIMEOUT: Duration = Duration::from_secs(20);
 const SOON: Duration = Duration::from_secs(5);
 
-/// Whether a key is one of what ranks tell one another.
+/// Whether a key of the store holds texts of devices.
 fn is_told(key: &str) -> bool {
     key.contains("/told")
 }
 
-/// A store of a rank that may die: of the first question that `dies_of` says, before it is answered.
+/// A rank's store. The rank dies at the first request for which `dies_of` is true, before the request is answered.
 struct Mortal<'a> {
     store: MemoryStore,
     dies_of: &'a (dyn Fn(&str, &str) -> bool + Sync),
     is_dead: AtomicBool,
-    /// Questions about what ranks tell.
+    /// Number of requests about texts of devices.
     told: AtomicUsize,
 }
 
@@ -111,7 +111,7 @@ impl Process {
         self.engine.create_group(spec, store, interrupt)
     }
 
-    /// Makes the group, and has the devices add something up.
+    /// Creates the group and lets the devices do an all_reduce.
     fn train(&self, store: &dyn Store) -> Result<Member> {
         let member = Member::new(self.make(store, &mut || false)?);
         let mut data = [1_i64; 100];
@@ -123,7 +123,7 @@ impl Process {
     }
 }
 
-/// Runs all ranks, each on a thread; what became of them in rank order.
+/// Runs all ranks, each on a thread. Returns their results in rank order.
 fn all<R: Send>(world: u32, rank: impl Fn(u32) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let rank = &rank;
@@ -132,7 +132,8 @@ fn all<R: Send>(world: u32, rank: impl Fn(u32) -> R + Sync) -> Vec<R> {
     })
 }
 
-/// The group that is made in the end is of devices that have told each other what they are.
+/// Checks that each device of the group has the texts of all devices, and that each driver has set up the sessions in
+/// these texts.
 fn assert_all_know_each_other(devices: &LocalDevices, world: u32) {
     let faults = devices.faults();
     let told: Vec<String> = faults.told.lock().values().cloned().collect();
@@ -176,7 +177,7 @@ fn each_device_hears_what_those_of_all_ranks_have_told_and_nothing_stays_in_the_
 fn packets_of_a_job_that_was_killed_cannot_get_in_since_no_device_lets_any_in_before_all_are_reset() {
     let (devices, store) = (devices(3), MemoryStore::default());
     let faults = devices.faults();
-    // They tell nothing, so nothing else holds up those that come first.
+    // The devices have no texts to exchange, so nothing else delays the first ranks.
     faults.have_queue_pairs.store(false, Ordering::SeqCst);
     faults.is_slow.store(2, Ordering::SeqCst);
     std::thread::scope(|scope| {
@@ -260,10 +261,10 @@ fn an_interrupt_ends_the_wait_for_what_the_others_tell_on_all_ranks() {
     let results = all(3, |rank| {
         let process = Process::new(&devices, rank, 3);
         let result = process.make(&store, &mut || {
-            // Only once this rank waits for the third one.
+            // The interrupt occurs once this rank waits for the third rank.
             rank == 1 && devices.faults().told.lock().len() == 2
         });
-        // Ranks 0 and 1 have ended by now, or will; the device of rank 2 was what they waited for.
+        // Ranks 0 and 1 have failed by now or will fail soon: they waited for the device of rank 2.
         if rank == 1 {
             devices.faults().is_slow.store(u32::MAX, Ordering::SeqCst);
         }
@@ -318,7 +319,7 @@ fn when_a_rank_is_replaced_all_devices_are_opened_anew_and_told_of_the_new_one()
             (process, member)
         });
         assert_all_know_each_other(&devices, 3);
-        // Those of who has died may take a moment.
+        // The devices of the dead process may take a moment to close.
         let begin = Instant::now();
         while devices.faults().open.load(Ordering::SeqCst) != 3 {
             assert!(begin.elapsed() < SOON, "{when}: more or fewer than one device a rank are open");
@@ -329,8 +330,8 @@ fn when_a_rank_is_replaced_all_devices_are_opened_anew_and_told_of_the_new_one()
     }
 }
 
-/// Ranks that look seldom hear that the group is not made before they have seen that all were there. The leader waited for their last question in
-/// vain, and the count of those stayed in the store.
+/// Ranks that poll rarely learn that group creation failed before they have seen that all ranks were present. In an
+/// earlier version the leader waited in vain for their last request, and their count stayed in the store.
 #[test]
 fn a_rank_that_has_not_seen_that_all_are_there_counts_itself_out_when_a_device_does_not_open() {
     for failing in [0, 1] {
@@ -338,7 +339,7 @@ fn a_rank_that_has_not_seen_that_all_are_there_counts_itself_out_when_a_device_d
             let (devices, store) = (devices(4), MemoryStore::default());
             devices.faults().does_not_open.store(failing, Ordering::SeqCst);
             let results = all(4, |rank| {
-                // As the last of many does: the others look ten times a second by then.
+                // Rank 3 comes last, as in a large job: by then the other ranks poll ten times a second.
                 std::thread::sleep(Duration::from_secs(u64::from(rank == 3)));
                 Process::new(&devices, rank, 4).make(&store, &mut || false)
             });
@@ -367,7 +368,7 @@ fn what_others_have_written_for_what_ranks_tell_is_an_error() {
     }
 }
 
-/// A store that holds something else for what all ranks tell.
+/// A store that replaces the texts of all devices with garbage.
 struct Garbled {
     store: MemoryStore,
     garbage: &'static str,

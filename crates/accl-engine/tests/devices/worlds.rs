@@ -1,4 +1,4 @@
-//! Worlds of ranks with devices in their own process, and small numbers for their calls.
+//! Worlds of ranks with devices in their process, and small numbers as inputs of their calls.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use accl_testkit::devices::{Faithful, LocalDevices, Network};
 use accl_testkit::{Fabric, World, WorldOptions};
 
-/// As long as anything may take.
+/// Maximum time that any operation may take.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
 pub fn design(network: Network) -> &'static str {
@@ -33,7 +33,7 @@ pub fn world(ranks: u32, network: Network) -> (World, Arc<LocalDevices>) {
     world_of(options(ranks, network), network)
 }
 
-/// Small whole numbers, whose sums are exact in every type.
+/// Returns small whole numbers; their sums are exact in every dtype.
 pub fn value(rank: usize, at: usize) -> i64 {
     ((rank * 5 + at * 3) % 13) as i64
 }

@@ -1,4 +1,4 @@
-//! Encoded calls in short, for the tests of what they do.
+//! Short forms of encoded calls for the tests of encoding.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use accl_schedule::{Encodes, Topology};
 use accl_testkit::{Member, Rng, WorldOptions};
 use accl_types::{Collective, Dtype, Elems, ReduceOp};
 
-/// From -1 to 1.
+/// Returns random values from -1 to 1.
 pub fn data(rank: usize, count: usize, seed: u64) -> Vec<f32> {
     let mut rng = Rng::new(seed << 8 | rank as u64);
     (0..count).map(|_| (rng.next_u64() >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
@@ -46,7 +46,7 @@ pub fn bits_of(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// Rows of a collective that can encode in a world with these hosts.
+/// Names of the algorithms of a collective that can encode on these hosts; `hosts` holds the host of each rank.
 pub fn rows(collective: Collective, hosts: &[u32]) -> Vec<&'static str> {
     let topology = Topology::new(hosts.to_vec());
     let fits = |row: &&accl_engine::Algorithm| {
@@ -61,7 +61,7 @@ pub fn options(hosts: &[u32], collective: &str, algorithm: &str) -> WorldOptions
     options
 }
 
-/// Blocks of these lengths, one behind the other.
+/// Cuts `data` into consecutive blocks of these lengths.
 pub fn blocks(data: &[f32], counts: &[usize]) -> Blocks {
     let mut rest = data;
     let mut block = |count: &usize| {

@@ -1,14 +1,15 @@
-//! Every algorithm of the table moves real bytes through whole worlds in one process, against oracles.
+//! Every algorithm of the table moves real bytes through whole worlds in one process; oracles give the expected
+//! results.
 
 use accl_schedule::{ALGORITHMS, Algorithm, Topology};
 use accl_testkit::{Fabric, Member, World, WorldOptions, every_transport};
 use accl_types::{Collective, ReduceOp};
 
 const WORLDS: &[u32] = &[1, 2, 3, 4, 5, 8];
-/// With segments of 1 KiB: nothing, one element, less than the world, some segments and a rest, many segments.
+/// Element counts for segments of 1 KiB: none, one, fewer than ranks, some segments and a rest, many segments.
 const COUNTS: &[usize] = &[0, 1, 3, 1000, 20_011];
 
-/// What rank `rank` contributes at `index`: small integers, so that sums are exact in every order.
+/// Contribution of rank `rank` at `index`: small integers, so that sums are exact in every order.
 fn value(rank: usize, index: usize) -> f32 {
     ((rank * 31 + index * 7) % 97) as f32
 }
@@ -89,7 +90,7 @@ fn check(member: &Member, algorithm: &Algorithm, count: usize) {
             }
         }
         Collective::AllToAll => {
-            // From s to d go `count + s + 2 d` elements, or `count` where all must be equal.
+            // Rank s sends rank d `count + s + 2 d` elements, or `count` where all blocks must be equal.
             let equal = algorithm.needs_equal_blocks;
             let len = |s: usize, d: usize| if equal || count == 0 { count } else { count + s + 2 * d };
             let block = |s: usize, d: usize| input(s * world + d, len(s, d));
@@ -112,16 +113,16 @@ fn run_all(collective: Collective, make: impl Fn(WorldOptions) -> WorldOptions, 
     });
 }
 
-/// The same with two lanes beside the first, which have their part of what is large enough.
+/// Runs the same with two lanes in addition to the first. The lanes do a part of each call that is large enough.
 fn run_lanes(collective: Collective, fabric: Fabric) {
     let make = |options: WorldOptions| options.over(fabric).with("worker_count", "2").with("segment_bytes", "16KiB");
     run_each(collective, make, &[2, 3], |member, algorithm| {
-        // Below the least part, just above two of them, and with three of them in each block.
+        // Counts below the minimum part, just above two minimum parts, and with three minimum parts in each block.
         [1000, 131_100, 200_003].iter().for_each(|&count| check(member, algorithm, count));
         let snapshot = member.group.snapshot();
         let moved = snapshot.groups[0].lanes.iter().map(|lane| lane.bytes_sent + lane.bytes_received);
         let moved: Vec<u64> = moved.collect();
-        // Some ranks may say how its blocks are cut, and others not.
+        // In an all_to_all, some ranks may give split sizes and others not, so it is not cut.
         let is_uneven = collective == Collective::AllToAll;
         let is_cut = collective != Collective::Barrier && !is_uneven;
         assert!(
@@ -161,7 +162,7 @@ macro_rules! every_algorithm {
             use super::*;
             $(#[test] fn $test() { run_all(Collective::$collective, |options| options, WORLDS); })*
         }
-        /// Two frames per link and nothing ahead of the receiver: every wait for room and every grant is taken.
+        /// Two frames per link and no eager window, so every wait for room and every grant occurs.
         mod cramped {
             use super::*;
             $(#[test] fn $test() {
@@ -185,7 +186,7 @@ macro_rules! every_algorithm {
             use super::*;
             $(#[test] fn $test() { run_lanes(Collective::$collective, Fabric::Tcp); })*
         }
-        /// Those of which nothing in the engine knows.
+        /// Transports that the engine does not know by itself.
         mod other_transports {
             use super::*;
             $(#[test] fn $test() {
@@ -209,7 +210,7 @@ every_algorithm! {
     barrier_returns = Barrier;
 }
 
-/// Two hosts of different size, by host identities of our own.
+/// Two hosts of different size, given by host identities that the test sets.
 #[test]
 fn all_reduce_sums_over_uneven_hosts() {
     let hosts = |options: WorldOptions| {
@@ -225,7 +226,7 @@ fn all_ranks_end_with_the_same_bits_whatever_the_order_of_arrival() {
         let results = World::new(WorldOptions::new(world).with("segment_bytes", "1KiB")).run("g", |member| {
             let mut rounds = Vec::new();
             for round in 0..8_usize {
-                // Values whose sum depends on the order.
+                // The sum of these values depends on the order of additions.
                 let mut data: Vec<f32> = (0..3000).map(|i| 1.0 / (1.0 + (i * 7 + member.rank * 13) as f32)).collect();
                 if (round + member.rank) % 3 == 0 {
                     std::thread::yield_now();

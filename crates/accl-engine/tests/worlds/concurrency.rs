@@ -1,4 +1,4 @@
-//! Many threads, many groups, many calls: nobody sleeps without a driver, and nothing waits for a periodic look.
+//! Many threads, many groups, many calls: no thread sleeps without a driver, and no call waits for a periodic poll.
 
 use std::time::{Duration, Instant};
 
@@ -47,7 +47,7 @@ fn threads_on_groups_of_their_own_do_not_disturb_each_other() {
 fn calls_on_several_groups_may_be_issued_in_different_orders() {
     for fabric in fabrics() {
         let world = world(3, fabric);
-        // Each rank holds the same four groups, and goes through them in an order of its own.
+        // Each rank holds the same four groups and uses them in an order of its own.
         let groups: Vec<Vec<Member>> = (0..4).map(|g| world.run(&format!("g{g}"), |member| member)).collect();
         std::thread::scope(|scope| {
             for rank in 0..3 {
@@ -92,7 +92,7 @@ fn asynchronous_calls_end_although_nobody_waits() {
 #[test]
 fn many_calls_of_all_sizes_are_outstanding_together() {
     for fabric in fabrics() {
-        // Whole segments, so that frames which come before their call are left on the link for a while.
+        // Default segments, so that frames which arrive before their call stay on the link for a while.
         let world = World::new(WorldOptions::new(3).over(fabric).timeout(Duration::from_secs(30)));
         world.engines.iter().for_each(|engine| engine.without_tick());
         world.run("g", |member| {
@@ -107,7 +107,7 @@ fn many_calls_of_all_sizes_are_outstanding_together() {
                 let desc = member.all_reduce_desc(data, ReduceOp::Sum, Mode::Async);
                 calls.push(member.group.submit(desc).unwrap());
             }
-            // The last first on one rank.
+            // Rank 1 waits for the last call first.
             if member.rank == 1 {
                 calls.reverse();
             }
@@ -129,7 +129,8 @@ fn a_call_begins_although_an_earlier_one_waits_for_it() {
             let mut broadcast = CallDesc::new(Collective::Broadcast, Dtype::F32);
             broadcast.outputs = Blocks::of(calls::write(&mut sent));
             (broadcast.root, broadcast.seq, broadcast.mode) = (Rank(1), Some(first + 1), Mode::Async);
-            // Rank 0 makes the sum only when it has what rank 1 sends after it.
+            // Rank 0 issues the all_reduce only after it has received the broadcast, which rank 1 issues after its
+            // all_reduce.
             let made = if member.rank == 0 {
                 let broadcast = member.group.submit(broadcast).unwrap();
                 finish(&broadcast).unwrap();
@@ -158,7 +159,8 @@ fn frames_of_a_call_that_is_not_made_yet_hold_nothing_up() {
                         let call = |data: &mut Vec<f32>| {
                             early.group.submit(early.all_reduce_desc(data, ReduceOp::Sum, Mode::Async)).unwrap()
                         };
-                        // One rank's frames of this call lie on the link before those of the others.
+                        // The frames of this call from one rank arrive on the link before the frames of the other
+                        // calls.
                         let ahead = (round % 2 == rank).then(|| call(&mut data));
                         sum_ones(late, 5000);
                         finish(&ahead.unwrap_or_else(|| call(&mut data))).unwrap();
@@ -176,7 +178,7 @@ fn a_late_rank_wakes_a_parked_one() {
         world(2, fabric).run("g", |member| {
             for round in 0..30 {
                 if round % 2 == member.rank {
-                    // Longer than any spinning: the other side is parked by now.
+                    // Longer than any thread spins: the other side is parked by now.
                     std::thread::park_timeout(Duration::from_millis(3));
                 }
                 sum_ones(&member, if round % 3 == 0 { 1 } else { 4000 });
@@ -219,7 +221,7 @@ fn callbacks_may_submit_and_wait() {
 fn small_blocking_calls_beside_a_pending_receive_wake_no_background_thread() {
     const CALLS: u64 = 2000;
     for count in [1, 2000] {
-        // Whoever waits looks for as long as it takes, so that nobody has a reason to sleep.
+        // A waiting thread polls for as long as a call takes, so no thread has a reason to sleep.
         let world = World::new(
             WorldOptions::new(2).over(Fabric::Shm).with("spin_us", "1000000").timeout(Duration::from_secs(120)),
         );
@@ -232,7 +234,7 @@ fn small_blocking_calls_beside_a_pending_receive_wake_no_background_thread() {
             for _ in 0..10 {
                 member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
             }
-            // The background thread looks after the receive from here on.
+            // From here on the background thread drives the receive.
             let patience = Instant::now() + Duration::from_secs(20);
             while parks().contains(&0) {
                 assert!(Instant::now() < patience, "nobody looks after the receive");

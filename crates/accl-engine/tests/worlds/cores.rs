@@ -1,4 +1,4 @@
-//! Cores without a driver, which tests look after themselves.
+//! Cores without a driver; the tests make their progress.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ pub fn info(process: u8) -> EndpointInfo {
     }
 }
 
-/// A process as `rank` of a group of so many, which has no links, and the peers by rank.
+/// Returns the core of a process without links, as `rank` in a group of `world` ranks, and the peers by rank.
 pub fn core_of(rank: u32, world: u8) -> (Core, Vec<PeerId>) {
     let mut core = Core::new(SEGMENT as u64, || NOW);
     let peers: Vec<PeerId> = (0..world).map(|process| core.net.introduce(&info(process), false)).collect();
@@ -36,7 +36,7 @@ pub fn core_of(rank: u32, world: u8) -> (Core, Vec<PeerId>) {
     (core, peers)
 }
 
-/// Nobody waits for the call.
+/// The observer of a call for which no thread waits.
 pub struct Nobody;
 
 impl CallObserver for Nobody {

@@ -1,4 +1,4 @@
-//! What a snapshot counts: by group, by peer, and what callers have waited.
+//! Counters of a snapshot: by group, by peer, and the waits of callers.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn what_one_rank_has_sent_for_a_group_the_other_has_received() {
             member.barrier().unwrap();
             member
         };
-        // Small ones take the fast path over shared memory, the others do not.
+        // Small calls take the fast path over shared memory; the large ones do not.
         let small = world.run("small", |member| sums(member, 10, 3));
         let large = world.run("large", |member| sums(member, 5, 100_000));
         for (group, least) in [(&small, 10 * 3 * 4), (&large, 5 * 100_000 * 4)] {
@@ -44,7 +44,7 @@ fn what_one_rank_has_sent_for_a_group_the_other_has_received() {
         assert_eq!((group.collectives, group.messages, group.failed), (11, 0, 0));
         let ranks = snapshot.peers.iter().filter_map(|peer| peer.of_group).fold(Traffic::default(), Traffic::plus);
         assert_eq!(group.traffic, ranks);
-        // The link has carried both groups.
+        // The link has carried the frames of both groups.
         let link = snapshot.peers.iter().find(|peer| peer.rank == Some(Rank(1))).unwrap().traffic;
         assert!(link.bytes_sent >= with_peer(&small[0], 1).bytes_sent + with_peer(&large[0], 1).bytes_sent);
     }
@@ -66,12 +66,13 @@ fn a_wait_is_counted_with_its_time() {
     });
     let snapshot = group[0].group.snapshot();
     assert_eq!((snapshot.groups[0].waits, snapshot.groups[0].messages), (1, 1));
-    // It began to wait after the other had begun to sleep, by not much.
+    // Rank 0 began to wait shortly after rank 1 had begun to sleep.
     assert!(snapshot.groups[0].waited > LATE / 10, "{:?}", snapshot.groups[0].waited);
     assert_eq!(group[1].group.snapshot().groups[0].waits, 0);
 }
 
-/// Links that the root of a gather looks at in each sleep, over tcp, while the others come one after the other.
+/// Returns the mean number of links that the root of a gather over TCP polls per sleep, while the other ranks arrive
+/// one by one.
 fn looks_of_a_root(ranks: u32) -> f64 {
     const COUNT: usize = 4096;
     let options = WorldOptions::new(ranks).over(Fabric::Tcp).with("spin_us", "0").with("algorithm", "gather=flat");

@@ -1,4 +1,5 @@
-//! What a process says, and does not say, when a rank goes: cores without a driver, and the bare ends of their links.
+//! Frames that a process sends, and does not send, when a rank leaves. Tests cores without a driver and the far ends of
+//! their links.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use accl_wire::frame::{Header, Kind, OVERHEAD_BYTES};
 
 use crate::cores::{GROUP, NOW, Nobody, SEGMENT, core_of, info};
 
-/// The kinds of the group's frames that have come, in order.
+/// Returns the kinds of the group's frames that have arrived, in order.
 fn heard(link: &mut impl Link) -> Vec<Kind> {
     let mut kinds = Vec::new();
     while let Some(frame) = link.peek().unwrap() {
@@ -56,7 +57,7 @@ fn room_that_comes_while_another_thread_looks_is_no_secret_to_the_driver_that_sl
     let waker = || poller.waker();
     let (mut near, mut far) = loopback::pair(SEGMENT + OVERHEAD_BYTES, Capacity::Frames(1), waker(), waker());
     let slot = poller.watch(&mut near).unwrap();
-    // What is asked of the new link fills it, so the message waits for room.
+    // The question that is sent on a new link fills it, so the message waits for room.
     core.attach(peers[1], Box::new(near), slot, NOW);
     let caller = Caller { group: GROUP, name: "g".into(), rank: Rank(0), world: 2, global_rank: 0 };
     let mut data = [7_u8; 100];
@@ -66,7 +67,7 @@ fn room_that_comes_while_another_thread_looks_is_no_secret_to_the_driver_that_sl
     let prepared = caller.prepare(&desc, None).unwrap();
     let call = caller.start(&mut core, &desc, prepared, None, Arc::new(Nobody), NOW).unwrap().call;
     assert!(core.park(None, None, false, NOW).unwrap().is_some(), "there is nothing to do but to wait for room");
-    // A small call of another thread looks for its own frames only, and nobody is woken meanwhile.
+    // Another thread's small call polls for its own frames only, and no thread is woken meanwhile.
     assert!(core.watch());
     far.peek().unwrap().unwrap();
     far.release();

@@ -1,4 +1,4 @@
-//! Encoded calls in whole worlds: all ranks end with the same bits, and these are near the exact result.
+//! Encoded calls in whole worlds: all ranks end with the same bits, close to the exact result.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use accl_wire::frame::OVERHEAD_BYTES;
 
 const ROUNDINGS: [Rounding; 3] = [Rounding::Nearest, Rounding::Stochastic, Rounding::Correlated];
 
-/// Sizes around buckets and tiles, and below the world.
+/// Element counts around buckets and tiles, and fewer than ranks.
 const SIZES: [usize; 9] = [0, 1, 5, 8, 63, 64, 65, 1000, 40_007];
 
 #[test]
@@ -34,7 +34,7 @@ fn all_ranks_end_with_the_same_bits_near_the_exact_sum() {
                         let encoding = encoding(vec![both_ways(max_min(bits, 64, rounding), 5)]);
                         let mut mine = data(member.rank, count, 1);
                         all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
-                        // Everybody looks at everybody's bits.
+                        // Each rank compares the bits of all ranks.
                         let mut all = vec![0.0f32; count * world];
                         member.all_gather(&mine, &mut all, &vec![count; world]).unwrap();
                         for theirs in all.chunks(count.max(1)) {
@@ -43,7 +43,7 @@ fn all_ranks_end_with_the_same_bits_near_the_exact_sum() {
                         let exact: Vec<f64> = (0..world).fold(vec![0.0; count], |sum, rank| {
                             sum.iter().zip(data(rank, count, 1)).map(|(sum, value)| sum + f64::from(value)).collect()
                         });
-                        // Each of at most 2 world encodings is off by less than a level of a range of 2 world.
+                        // At most `2 * world` encodings contribute, each off by less than one level of a range of `2 * world`.
                         let level = 2.0 * world as f64 / f64::from((1u32 << bits) - 1);
                         let bound = 2.0 * world as f64 * level * 1.5;
                         let far =
@@ -56,7 +56,7 @@ fn all_ranks_end_with_the_same_bits_near_the_exact_sum() {
     }
 }
 
-/// What a tile decodes to when `rank` encodes it. Tensors here are smaller than a tile.
+/// Returns the values that a tile decodes to when `rank` encodes it. Tensors here are smaller than a tile.
 fn decoded(
     codec: &dyn Codec,
     values: &[f32],
@@ -73,7 +73,8 @@ fn decoded(
         rng_key = rng_key.among(&[11, 3, id, 0], Rank(rank as u32), world as u32);
     }
     let mut result = vec![0.0; values.len()];
-    // SAFETY: the slice is `values`; there is room for as many.
+    // SAFETY: `slice` covers `values`, `bytes` has the length that the codec requires, and `result` has as many
+    // elements as `values`.
     unsafe {
         codec.encode(&mut bytes, slice, rng_key);
         codec.decode(result.as_mut_ptr().cast(), Dtype::F32, &bytes, Dtype::F32, values.len());
@@ -94,7 +95,7 @@ fn owners_add_in_the_order_of_ranks_and_decode_their_own_bytes() {
                 all_reduce(&member, &mut mine, ReduceOp::Avg, &encoding);
                 mine
             });
-            // Rank r owns the buckets from the cut nearest to r/n of them on.
+            // Rank r owns the buckets from the cut nearest to r/n of all buckets on.
             let buckets = COUNT.div_ceil(64);
             let cut = |rank: usize| {
                 let wire = |elems: usize| 2 * (16 + codec.encoded_bytes(Dtype::F32, elems));
@@ -133,7 +134,7 @@ fn gradients_that_are_alike_lose_less_with_correlated_rounding() {
     let alike = data(0, COUNT, 8);
     for (algorithm, passes) in [("direct", 1), ("direct_two_phase", 2)] {
         let error = |rounding| {
-            // What is lost on the way back would hide what is lost on the way there.
+            // Errors of encoded results would hide the errors of encoded contributions.
             let codecs = TensorCodecs { intra_node: raw(), reduce: max_min(4, 512, rounding), result: raw(), id: 2 };
             let codecs = if passes == 1 { both_ways(max_min(4, 512, rounding), 2) } else { codecs };
             let results = World::new(options(&[0; 4], "all_reduce", algorithm)).run("g", |member| {
@@ -146,15 +147,16 @@ fn gradients_that_are_alike_lose_less_with_correlated_rounding() {
             results[0].iter().zip(&alike).map(square).sum::<f64>() / COUNT as f64
         };
         let (stochastic, correlated) = (error(Rounding::Stochastic), error(Rounding::Correlated));
-        // In units of a step's square over 16, an encoding alone loses 1/6 on average. Four that are independent lose 4/6, four that
-        // lie evenly 1/6. With two phases the owner's own values are not encoded: three lose 3/6, and evenly 1/6 (1 - 2/4) + 1/6.
+        // In units of a step's square over 16, one encoding loses 1/6 on average. Four independent encodings lose 4/6;
+        // four evenly spread ones lose 1/6. With two phases, the owner's own values are not encoded. Then three
+        // independent encodings lose 3/6, and evenly spread ones 1/6 (1 - 2/4) + 1/6.
         let expected = if passes == 1 { 4.0 } else { 2.0 };
         let found = stochastic / correlated;
         assert!((found / expected - 1.0).abs() < 0.05, "{algorithm}: {found} times less, expected {expected}");
     }
 }
 
-/// What is gathered is not added up: there is nothing that ranks could balance.
+/// An all_gather adds nothing up, so ranks have no errors that could cancel.
 #[test]
 fn what_is_not_added_up_is_rounded_the_same_with_stochastic_and_correlated_rounding() {
     for collective in [Collective::AllGather, Collective::ReduceScatter] {
@@ -200,7 +202,7 @@ fn blocks_of_uneven_sizes_are_scattered_gathered_and_exchanged() {
                             for (element, value) in output.iter_mut().enumerate() {
                                 let of = |other: usize| f64::from(data(other, total, 3)[starts[rank] + element]);
                                 let exact: f64 = (0..world).map(of).sum();
-                                // Sums of all but this rank's own are encoded on the way.
+                                // The sum of all other ranks' contributions is encoded before it arrives.
                                 let bound = 1e-6 + 4.0 * level(2.0 * world as f64) * world as f64;
                                 let error = (f64::from(*value) - exact).abs();
                                 assert!(
@@ -225,7 +227,7 @@ fn blocks_of_uneven_sizes_are_scattered_gathered_and_exchanged() {
                             all.chunks(total).for_each(|theirs| assert_eq!(bits_of(theirs), bits_of(&output)));
                         }
                         _ => {
-                            // Rank i sends rank j as many as rank j sends rank i.
+                            // Rank i sends rank j as many elements as rank j sends rank i.
                             let count = |other: usize| uneven(rank + other);
                             let counts: Vec<usize> = (0..world).map(count).collect();
                             let total = counts.iter().sum();
@@ -327,7 +329,7 @@ fn sums_of_16_bit_floats_are_rounded_once_and_overflow_is_not_hidden() {
             let encoding = encoding(vec![codecs]);
             World::new(options(&[0; 3], "all_reduce", "direct_two_phase")).run("g", |member| {
                 let mut mine: Vec<u16> = data(member.rank, 640, 6).into_iter().map(from).collect();
-                // Finite on every rank, and too much together.
+                // The value is finite on every rank, and the sum overflows.
                 mine[100] = from(if dtype == Dtype::F16 { 60_000.0 } else { 3e38 });
                 let mut desc = CallDesc::new(Collective::AllReduce, dtype);
                 desc.outputs = Blocks::of(tensor(&mine, dtype));
@@ -365,7 +367,8 @@ fn what_cannot_be_encoded_travels_as_it_is() {
     });
 }
 
-/// Random numbers go by the number of a call: those that were refused on one rank have none, or ranks would not share them.
+/// Random numbers depend on a call's sequence number. A call that one rank refused must have no number, or ranks would
+/// use different random numbers afterwards.
 #[test]
 fn a_call_that_one_rank_was_refused_does_not_count_where_all_calls_are_encoded() {
     let results = |is_refused: bool| {
@@ -428,7 +431,7 @@ fn an_algorithm_that_would_end_with_different_bits_is_refused() {
         let error = member.call(desc).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Configuration);
         assert!(error.message.contains("recursive_doubling") && error.message.contains("ring"), "{}", error.message);
-        // Refused before it began: the group goes on.
+        // The call was refused before it began, so the group is still usable.
         member.all_reduce(&mut mine, ReduceOp::Sum).unwrap();
     });
 }
@@ -467,7 +470,7 @@ fn no_bit_depends_on_how_many_tiles_a_frame_has_or_on_who_waits_for_room() {
         let encoding = encoding(vec![tensor.clone()]);
         for algorithm in rows(Collective::AllReduce, &vec![0; world]) {
             let mut seen: Option<Vec<u32>> = None;
-            // A tile is longer than the shortest of these frames, and many fit the longest.
+            // A tile is longer than the shortest of these frames; the longest holds many tiles.
             for segment in ["1KiB", "9000", "64KiB", "1MiB"] {
                 for fabric in [Fabric::Loopback(2), Fabric::Shm] {
                     let options = options(&vec![0; world], "all_reduce", algorithm).over(fabric);
@@ -495,17 +498,18 @@ fn a_damaged_tile_ends_the_group_on_all_ranks_and_names_its_sender() {
             let mut options = options(&[0; 3], "all_reduce", algorithm);
             options.adopt = false;
             let world = World::new(options);
-            // What rank 1 gets from rank 0. A link that has faults counts as one between hosts: there are checksums.
+            // Damages the bytes that rank 1 receives from rank 0. A faulty link counts as a link between hosts, so
+            // tiles have checksums.
             connect(&world, |from, to| (from, to) == (0, 1), seed);
             let errors = world.run("g", |member| {
                 let mut mine = data(member.rank, 100_000, 7);
                 let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Blocking);
                 desc.encoding = encoding.clone().into();
-                // A rank that needs nothing more from rank 1 may be through by then; its next call is told.
+                // A rank that needs nothing more from rank 1 may have completed its call by then. Its next call fails.
                 member.call(desc).and_then(|()| member.barrier()).unwrap_err()
             });
             for error in errors {
-                // A rank that comes when the group has failed is told why.
+                // A rank that issues its call after the group has failed gets the cause.
                 assert!(matches!(error.kind, ErrorKind::Protocol | ErrorKind::Aborted), "{error}");
                 let texts = ["what came from rank 0 is damaged: tile", "look at the network between the two ranks"];
                 assert!(texts.iter().all(|text| error.message.contains(text)), "{error}");
@@ -514,7 +518,7 @@ fn a_damaged_tile_ends_the_group_on_all_ranks_and_names_its_sender() {
     }
 }
 
-/// Connects all ranks by loopback links, of which the chosen one flips a bit.
+/// Connects all ranks by loopback links; links for which `is_faulty` holds flip a bit.
 fn connect(world: &World, is_faulty: impl Fn(usize, usize) -> bool, seed: u64) {
     const FRAME_BYTES: usize = (64 << 10) + OVERHEAD_BYTES;
     for (a, one) in world.engines.iter().enumerate() {
@@ -537,7 +541,8 @@ fn what_an_encoding_loses_is_added_to_the_next_one() {
     let codecs = || vec![both_ways(max_min(2, 64, Rounding::Nearest), 1)];
     for algorithm in rows(Collective::AllReduce, &[0; 3]) {
         World::new(options(&[0; 3], "all_reduce", algorithm)).run("g", |member| {
-            // The same gradient again and again: with feedback the mean of the results comes near the exact sum.
+            // The same gradient is reduced repeatedly. With error feedback, the mean of the results approaches the
+            // exact sum.
             let exact = (0..3).fold(vec![0.0; COUNT], |sum: Vec<f32>, rank| {
                 sum.iter().zip(data(rank, COUNT, 8)).map(|(sum, value)| sum + value).collect()
             });
@@ -558,8 +563,8 @@ fn what_an_encoding_loses_is_added_to_the_next_one() {
                 (error / exact.iter().map(|exact| f64::from(*exact).powi(2)).sum::<f64>()).sqrt()
             };
             let (without, with, longer) = (mean_error(false, 16), mean_error(true, 16), mean_error(true, 64));
-            // What is carried over is bounded, so that its share falls with the number of steps. Sums on their way are not
-            // carried over: in a ring they stay.
+            // The residual is bounded, so its share falls with the number of steps. Partial sums in flight have no
+            // residual, so in a ring their errors stay.
             assert!(with < without, "{algorithm}: {without} {with} {longer}");
             if ["direct", "direct_two_phase"].contains(&algorithm) {
                 assert!(with < without / 4.0 && longer < with / 2.5, "{algorithm}: {without} {with} {longer}");
@@ -580,7 +585,7 @@ fn a_sum_of_zeros_spends_nothing_of_what_is_carried_over() {
         all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
         assert!(mine.iter().all(|value| *value == 0.0));
         assert!(of_sums.iter().all(|kept| *kept == 0.5));
-        // Of ones, each rank spends what is of its part: both parts of the result have it.
+        // For ones, each rank spends the residual of its own part, so both parts of the result include it.
         let mut mine = vec![1.0; 1000];
         all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
         assert!(mine.iter().all(|value| *value == 2.5), "{mine:?}");
@@ -599,7 +604,8 @@ fn a_bucket_that_is_not_finite_has_no_residual() {
         let mut mine = vec![f32::NAN; 1000];
         all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
         assert!(mine.iter().all(|value| value.is_nan()));
-        // Of what it sent and of what it summed nothing is left; the rest was not touched.
+        // The residuals of the contribution that a rank sent and of the part that it summed are zero. The rest is
+        // unchanged.
         for (element, (kept, of_sums)) in kept.iter().zip(&of_sums).enumerate() {
             assert_eq!((*kept, *of_sums), if (element < 512) == (member.rank == 0) { (0.5, 0.0) } else { (0.0, 0.5) });
         }

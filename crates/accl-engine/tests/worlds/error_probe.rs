@@ -1,4 +1,4 @@
-//! What is measured of encoded calls, against what a test can see from outside.
+//! Measured errors of encoded calls, compared with errors that a test computes itself.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ fn squares(values: &[f32]) -> f64 {
     values.iter().map(|value| f64::from(*value).powi(2)).sum()
 }
 
-/// Squared error of `found` by the square of `exact`.
+/// Squared error of `found` divided by the square of `exact`.
 fn error_of(found: &[f32], exact: &[f64]) -> f64 {
     let error: f64 = found.iter().zip(exact).map(|(found, exact)| (f64::from(*found) - exact).powi(2)).sum();
     error / exact.iter().map(|exact| exact * exact).sum::<f64>()
@@ -53,13 +53,13 @@ fn the_error_of_sums_is_found() {
                     let [row] = stats.read()[..] else { panic!("one tensor") };
                     assert_eq!(row.calls, 1);
                     assert!(row.nanos > 0);
-                    // Of half of the elements, with some twice.
+                    // Half of the elements are compared, some of them twice.
                     assert!((row.compared as f64 / COUNT as f64 - 0.5).abs() < 0.01, "{}", row.compared);
                     let (estimate, error) = (relative(&row), error_of(&mine, &exact));
                     assert!((estimate / error - 1.0).abs() < 0.05, "{algorithm}: {estimate} for {error}");
                     (row.error, row.square)
                 });
-                // Whoever decides by it decides alike.
+                // All ranks have the same figures, so that they reach the same decision.
                 assert!(found.windows(2).all(|pair| pair[0] == pair[1]), "{algorithm}: {found:?}");
             }
         }
@@ -91,7 +91,7 @@ fn a_call_that_several_lanes_do_has_the_figures_of_one() {
         let alike = |row: &Measured| (row.calls, row.compared, row.error, row.square, row.residual_calls);
         assert_eq!(alike(one), alike(three));
         assert_eq!(one.calls, 2);
-        // Squares are added up in another order.
+        // The squares are added up in another order.
         assert!((one.residual / three.residual - 1.0).abs() < 1e-6 && one.residual > 0.0, "{one:?} {three:?}");
     }
 }
@@ -177,12 +177,12 @@ fn about_one_element_in_so_many_is_compared_of_tensors_of_any_size() {
             stats.read()[0]
         };
         for (count, most) in [(1, 1), (300, 8), (40_000, 40), (262_144, 256), (1_000_000, 4 * 248)] {
-            // A run that meets the end of its tensor is shorter.
+            // A run of compared elements that meets the end of its tensor is shorter.
             let found: Vec<u64> = (0..50).map(|step| compared(count, 1024, step).compared).collect();
             assert_eq!(found.iter().max(), Some(&most), "{count}");
             assert!(found.iter().sum::<u64>() * 10 > 50 * most * 9, "{count}: {found:?}");
         }
-        // Elsewhere step by step, so that all is seen in the end.
+        // Each step compares other elements, so that all are compared eventually.
         assert_ne!(compared(40_000, 1024, 1).error, compared(40_000, 1024, 2).error);
         assert_eq!(compared(10_000, 0, 1).compared, 0);
     });
@@ -226,7 +226,7 @@ fn what_is_carried_over_is_set_beside_the_gradient() {
             }
             let row = stats.read()[0];
             assert_eq!(row.residual_calls, 5);
-            // A rank's own part is not encoded on its way to itself: it carries nothing of it, and it is not counted.
+            // A rank's own part is not encoded on its way to itself, so it has no residual and is not counted.
             assert!((row.residual / expected / 2f64.sqrt() - 1.0).abs() < 0.02, "{} for {expected}", row.residual);
         });
     }
@@ -240,13 +240,13 @@ fn buckets_that_could_not_be_encoded_are_counted_by_their_reason() {
         let (encoding, stats) = probed(vec![both_ways(codec.clone(), 1)], 64);
         let mut mine = data(member.rank, 1024, 1);
         if member.rank == 0 {
-            // Both in the half that is sent to rank 1; float16 metadata cannot hold the second.
+            // Both values are in the half that is sent to rank 1. Float16 metadata cannot hold the second one.
             (mine[600], mine[700]) = (f32::NAN, 1e30);
         }
         all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
         let expected = match member.rank {
             0 => NonFinite { not_finite: 1, too_large: 1 },
-            // Of the sums two buckets are NaN.
+            // Two buckets of the sums are NaN.
             _ => NonFinite { not_finite: 2, too_large: 0 },
         };
         let row = stats.read()[0];

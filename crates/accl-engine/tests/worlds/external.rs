@@ -1,4 +1,5 @@
-//! Tensors in other memory are staged by external operations, and a call never gives memory back on which one still works.
+//! External operations stage tensors in other memory. A call never gives memory back while an external operation uses
+//! it.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -12,7 +13,8 @@ use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Res
 const FABRICS: &[Fabric] = &[Fabric::Loopback(4), Fabric::Shm, Fabric::Tcp];
 const PATIENCE: Duration = Duration::from_secs(20);
 const DEVICE: MemoryKind = MemoryKind::Device { id: 3 };
-/// What lies in the device's memory differs from its value in these bits: who reads or writes it as if it were the host's is wrong.
+/// Bits in which the contents of device memory differ from their values. Code that treats device memory as host memory
+/// gets wrong values.
 const MASK: u8 = 0x5a;
 
 fn options(world: u32, fabric: Fabric) -> WorldOptions {
@@ -22,15 +24,15 @@ fn options(world: u32, fabric: Fabric) -> WorldOptions {
 /// When a stand-in for a device does its tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum When {
-    /// Before `begin` returns.
+    /// The task is done before `begin` returns.
     AtOnce,
-    /// On a thread of its own.
+    /// The task is done on a thread of its own.
     Later,
-    /// When the test says so.
+    /// The task is done when the test does it.
     Held,
-    /// Never: it fails.
+    /// The task fails at once.
     Fails,
-    /// When the test says so, and it panics when it is begun, and when it is asked to stop.
+    /// The task is done when the test does it. `begin` and `cancel` panic.
     Panics,
 }
 
@@ -55,7 +57,7 @@ impl Device {
         self.begun.load(Ordering::Relaxed)
     }
 
-    /// A task that was begun.
+    /// Returns a task that was begun, or waits for one.
     fn take(&self) -> ExternalTask {
         self.held.lock().unwrap().recv_timeout(PATIENCE).expect("no task was begun")
     }
@@ -86,26 +88,27 @@ impl External for Device {
     }
 }
 
-/// What copies between the device and the host do.
+/// Copies between the device's memory and the host's memory, and completes the task.
 fn copy(task: ExternalTask) {
     for copy in task.copies() {
         let is_on_device = |tensor: &TensorDesc| tensor.memory() == DEVICE;
         assert!(is_on_device(&copy.from) != is_on_device(&copy.to), "one side is the device's");
         assert_eq!(copy.from.len_bytes(), copy.to.len_bytes());
         for at in 0..copy.to.len_bytes() as usize {
-            // SAFETY: both tensors are dense and hold so many bytes, which this task alone may touch.
+            // SAFETY: both tensors are dense and have `len_bytes` bytes, and only this task may access them until it
+            // ends.
             unsafe { *copy.to.address().add(at) = *copy.from.address().add(at) ^ MASK };
         }
     }
     task.done();
 }
 
-/// Values as they lie in the device's memory.
+/// Returns values as the device's memory holds them.
 fn masked(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).map(|byte| byte ^ MASK).collect()
 }
 
-/// A tensor in the device's memory.
+/// Describes a tensor in the device's memory.
 fn on_device(bytes: &mut [u8]) -> TensorDesc {
     TensorDesc::dense(bytes.as_mut_ptr(), Dtype::F32, Elems(bytes.len() as u64 / 4)).in_memory(DEVICE)
 }
@@ -134,7 +137,7 @@ fn an_all_reduce_between_a_copy_in_and_a_copy_out_is_right_wherever_its_tensors_
                 World::new(options(3, fabric)).run("g", |member| {
                     let (device, expected) = (Device::new(when), sums(3, count));
                     for round in 0..3 {
-                        // One rank has its tensor on the host.
+                        // In each round, one rank has its tensor in host memory.
                         if member.rank == round {
                             let mut data = values(member.rank, count);
                             member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
@@ -166,7 +169,7 @@ fn calls_whose_inputs_or_outputs_alone_are_elsewhere_are_staged() {
         (0..3).for_each(|rank| assert_eq!(output[rank][..], values(rank, 5)[..]));
         assert_eq!(device.begun(), 1, "there is nothing to copy out");
 
-        // Off the root a tensor is read only.
+        // On ranks other than the root, the tensor of a reduce is only read.
         let mut bytes = masked(&values(member.rank, 9));
         let before = bytes.clone();
         let mut desc = all_reduce(&mut bytes, &device, Mode::Blocking);
@@ -201,7 +204,7 @@ fn an_external_operation_that_ends_late_wakes_whoever_waits() {
                 let call = member.group.submit(all_reduce(&mut bytes, &device, mode)).unwrap();
                 let worker = device.clone();
                 let worker = std::thread::spawn(move || {
-                    // Long enough for the one who waits to sleep.
+                    // Long enough for the waiting thread to fall asleep.
                     for _ in 0..2 {
                         let task = worker.take();
                         std::thread::park_timeout(Duration::from_millis(30));
@@ -235,7 +238,8 @@ fn a_failure_of_an_external_operation_names_it_and_its_cause_on_all_ranks() {
     }
 }
 
-/// A call that fails while its external operation is under way does not end before that has stopped, and nothing is written later.
+/// Checks that a call which fails during its external operation ends only after the operation has stopped, and that
+/// nothing is written later. Returns the error of the call.
 fn fails_under_way(world: u32, make_fail: impl Fn(&Member) + Sync, timeout: Duration) -> Error {
     let errors = World::new(options(world, Fabric::Shm)).run("g", |member| {
         if member.rank != 0 {
@@ -252,7 +256,7 @@ fn fails_under_way(world: u32, make_fail: impl Fn(&Member) + Sync, timeout: Dura
         make_fail(&member);
         until("the group has failed", || poll(&call).is_some() || task.is_cancelled());
         assert!(task.is_cancelled() && device.cancels.load(Ordering::Relaxed) == 1);
-        // It may take its time, and writes. Who looks sees what the call waits for, unless the group has been left.
+        // The task may take its time, and writes. Until the group is left, a snapshot shows what the call waits for.
         if let Some(group) = member.group.snapshot().groups.first() {
             let seen: Vec<_> =
                 group.in_flight.iter().map(|call| (call.awaits.len(), call.external.as_deref())).collect();
@@ -284,7 +288,7 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Takes part in the call of rank 0 until that has failed.
+/// Takes part in rank 0's call until the call has failed.
 fn take_part(member: &Member) -> Result<()> {
     member.all_reduce(&mut values(member.rank, 100), ReduceOp::Sum)
 }
@@ -339,7 +343,7 @@ fn an_engine_that_ends_gives_no_memory_back_under_an_external_operation() {
         (call, device.take(), memory)
     });
     let (call, task, memory) = held.remove(0);
-    // The end of the engine waits for the task as well, for a while.
+    // The shutdown of the engine also waits for the task, for a limited time.
     let ending = std::thread::spawn(|| drop(world));
     let soon = Some(Duration::from_millis(100));
     assert!(matches!(call.wait(soon, &mut || false), Waited::TimedOut(_)), "the task is under way");
@@ -368,7 +372,7 @@ fn the_end_of_another_rank_waits_for_the_external_operation_under_way() {
     let vanish = |member: &Member| match member.rank {
         0 => go.store(true, Ordering::Release),
         1 => {
-            // It takes part, so that the call is agreed upon, and goes.
+            // The rank takes part, so that the ranks agree on the call, and then leaves.
             let mut data = values(1, 100);
             let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap();
             until("rank 0 has begun", || {
@@ -397,7 +401,7 @@ fn no_external_operation_begins_where_ranks_make_different_calls() {
     }
 }
 
-/// What nobody answers otherwise: the root of a broadcast receives nothing.
+/// The root of a broadcast receives nothing, so the ranks that only receive must send it an answer for the agreement.
 #[test]
 fn ranks_that_only_receive_answer_for_the_agreement() {
     for &fabric in FABRICS {
@@ -419,7 +423,7 @@ fn ranks_that_only_receive_answer_for_the_agreement() {
     }
 }
 
-/// An empty message in a chain comes after what is before it, as one with bytes does.
+/// In a chain, an empty message is sent only after the message before it, like a message with data.
 #[test]
 fn a_chain_of_empty_messages_waits_for_an_external_operation_in_it() {
     for held in [0, 2] {
@@ -435,7 +439,7 @@ fn a_chain_of_empty_messages_waits_for_an_external_operation_in_it() {
             let call = member.group.submit(desc).unwrap();
             if member.rank == held {
                 let task = device.take();
-                // The root has time to end too early.
+                // Gives the root time to end too early.
                 let mut told = [0_u8];
                 finish(&member.post_recv(&mut told, Some(1), 5).unwrap()).unwrap();
                 copy(task);
@@ -481,7 +485,7 @@ fn a_tensor_that_nothing_stages_is_refused_with_the_remedy() {
         message.staging = Some(device.clone());
         refused(message, &["send", "input tensor 0", "messages do not stage"]);
         assert_eq!(device.begun(), 0);
-        // Nothing of that has taken a number.
+        // The refused calls have taken no sequence numbers.
         member.barrier().unwrap();
     });
 }

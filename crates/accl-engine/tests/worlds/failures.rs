@@ -1,4 +1,4 @@
-//! What goes wrong is an error on every rank that names the culprit, never a hang and never a wrong number.
+//! Every failure is an error on every rank that names the culprit. It is never a hang and never a wrong number.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -19,12 +19,12 @@ fn error_of(result: accl_types::Result<()>) -> Error {
     result.expect_err("the call must fail")
 }
 
-/// Runs calls that differ from rank to rank; every rank must learn of the disagreement at once or by its next call.
+/// Runs calls that differ from rank to rank. Every rank must learn of the disagreement in that call or in its next one.
 fn disagree(name: &str, world: u32, call: impl Fn(&Member) -> accl_types::Result<()> + Sync, words: &[&str]) {
     for fabric in fabrics() {
         let errors = World::new(options(world, fabric)).run("g", |member| match call(&member) {
             Err(error) => error,
-            // A call that ended early learns of it with the next.
+            // A call that completed early learns of the disagreement with the next call.
             Ok(()) => error_of(member.barrier()),
         });
         for (rank, error) in errors.iter().enumerate() {
@@ -124,7 +124,7 @@ fn a_missing_rank_is_named_when_the_time_is_up() {
         let options = options(3, fabric).timeout(Duration::from_millis(300));
         let errors = World::new(options).run("g", |member| {
             if member.rank == 2 {
-                // Comes when the others have given up; messages to itself make it look at its links meanwhile.
+                // Rank 2 comes after the others have given up. Receives from itself make it poll its links meanwhile.
                 let patience = Instant::now() + Duration::from_secs(10);
                 while member.group.error().is_none() && Instant::now() < patience {
                     let mut desc = CallDesc::new(Collective::Recv, Dtype::U8);
@@ -141,7 +141,7 @@ fn a_missing_rank_is_named_when_the_time_is_up() {
         for (rank, error) in errors.iter().enumerate() {
             let text = error.to_string();
             assert!(text.contains(" Timed out waiting 3") && text.contains("rank 2 (host "), "rank {rank}: {text}");
-            // Rank 0 or 1 may reach its deadline before the other one has issued its call.
+            // Rank 0 or 1 may reach its deadline before the other rank has issued its call.
             assert!(matches!(error.kind, ErrorKind::Aborted | ErrorKind::Timeout), "{text}");
             assert!(
                 errors.iter().any(|error| error.kind == ErrorKind::Timeout) && errors[2].kind == ErrorKind::Aborted,
@@ -184,7 +184,7 @@ fn abort_ends_a_wait_in_another_thread_and_on_other_ranks() {
                 aborter.join().unwrap();
                 error
             } else {
-                // Waits for something that rank 0 never sends.
+                // Waits for a message that rank 0 never sends.
                 error_of(member.post_recv(&mut [0_u8; 4], Some(0), 9).and_then(|call| finish(&call)))
             }
         });
@@ -239,7 +239,7 @@ fn an_interrupt_ends_a_wait_soon() {
                 looks += 1;
                 looks == 3
             });
-            // The message comes after the barrier alone.
+            // The message comes only after the barrier.
             assert_eq!(waited, Waited::Interrupted);
             member.barrier().unwrap();
             finish(&call).unwrap();
@@ -260,7 +260,7 @@ fn a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable() {
         };
         monitored(patience, false).unwrap();
         let short = Duration::from_millis(150);
-        // First rank 0 comes alone, then the others do; the barriers between keep the phases apart.
+        // First rank 0 comes alone, then the other ranks do. The barriers in between separate the phases.
         if member.rank == 0 {
             let first = monitored(short, false).unwrap_err();
             assert!(first.contains("Rank 1 failed to pass monitoredBarrier"), "{first}");
@@ -281,7 +281,7 @@ fn a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable() {
     });
 }
 
-/// Both wait as roots, so nobody sends a part of the call.
+/// Both ranks wait as roots, so neither sends a part of the call.
 #[test]
 fn roots_that_cross_find_out() {
     let reduce = |member: &Member| member.reduce(&mut [1.0_f32; 8], ReduceOp::Sum, member.rank as u32);
@@ -290,11 +290,11 @@ fn roots_that_cross_find_out() {
     disagree("gather", 2, gather, &["root 0", "root 1"]);
 }
 
-/// As above with nobody in a wait: the background thread asks.
+/// Tests the same while no thread waits: the background thread asks the other rank.
 #[test]
 fn roots_that_cross_in_the_background_find_out() {
     let call = |member: &Member| {
-        // An earlier call keeps the background thread parked while the next one comes.
+        // An earlier call keeps the background thread parked while the next call is issued.
         let mut never = [0_u8; 1];
         let waiting = member.post_recv(&mut never, Some(1 - member.rank as u32), 5)?;
         std::thread::park_timeout(Duration::from_millis(20));
@@ -313,7 +313,7 @@ fn roots_that_cross_in_the_background_find_out() {
     disagree("reduce", 2, call, &["root 0", "root 1"]);
 }
 
-/// The notes of the barrier need no grant: rank 0 may lack the time to give one, and the eager window may be used up.
+/// The barrier's messages need no grant: rank 0 may lack the time to give one, and the eager window may be used up.
 #[test]
 fn a_monitored_barrier_works_without_an_eager_window() {
     World::new(options(3, Fabric::Shm).with("eager_bytes", "0")).run("g", |member| {
@@ -322,7 +322,7 @@ fn a_monitored_barrier_works_without_an_eager_window() {
             monitored(Duration::from_secs(10)).unwrap();
         }
         if member.rank == 1 {
-            // Rank 0 does not come: the time given is the time taken.
+            // Rank 0 does not come, so the barrier takes the given time.
             let began = Instant::now();
             assert_eq!(monitored(Duration::from_millis(100)).unwrap_err().kind, ErrorKind::Timeout);
             assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
@@ -350,7 +350,8 @@ fn a_rank_whose_monitored_barrier_was_interrupted_is_not_taken_for_present() {
     });
 }
 
-/// A release or a note to a rank that has left has no taker; destroying the group is no failure for those who stay.
+/// A release or message of the barrier to a rank that has left is never received. For the ranks that stay, destroying
+/// the group must not fail because of that.
 #[test]
 fn a_monitored_barrier_with_a_rank_that_left_fails_alone() {
     World::new(options(3, Fabric::Shm)).run("g", |member| {
@@ -361,7 +362,7 @@ fn a_monitored_barrier_with_a_rank_that_left_fails_alone() {
         }
         let result = member.group.monitored_barrier(Duration::from_millis(300), true, &mut || false);
         assert!(result.is_err());
-        // The two that stay can still talk, and leave without an error.
+        // The two ranks that stay can still exchange messages, and leave without an error.
         let mut got = [0_u8];
         if member.rank == 0 {
             finish(&member.post_send(&[7_u8], 1, 3).unwrap()).unwrap();
@@ -373,7 +374,7 @@ fn a_monitored_barrier_with_a_rank_that_left_fails_alone() {
     });
 }
 
-/// Rank 0's broadcast ends before rank 1 makes another call, and rank 0 makes no further one.
+/// Rank 0's broadcast ends before rank 1 issues another call, and rank 0 issues no further one.
 #[test]
 fn a_disagreement_that_no_call_could_raise_is_raised_by_destroy() {
     for fabric in fabrics() {
@@ -383,7 +384,7 @@ fn a_disagreement_that_no_call_could_raise_is_raised_by_destroy() {
                 member.broadcast(&mut [1.0_f32; 4], 0).unwrap();
                 turn.wait();
                 turn.wait();
-                // On a busy machine the kernel takes its time with what has left.
+                // On a busy machine, the kernel may deliver sent data late.
                 std::thread::sleep(Duration::from_millis(50));
                 let error = member.group.shutdown().expect_err(&format!("over {fabric:?}"));
                 assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
@@ -392,7 +393,8 @@ fn a_disagreement_that_no_call_could_raise_is_raised_by_destroy() {
                 turn.wait();
                 let error = error_of(member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum));
                 assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
-                // The call has ended as soon as another thread knows; what it tells the peer has left when this rank has, too.
+                // The call has ended as soon as another thread knows of the failure. The failure has been sent to the
+                // peer once this rank has left.
                 member.group.shutdown().unwrap();
                 turn.wait();
             }
@@ -435,7 +437,7 @@ fn outputs_that_share_memory_agree_or_are_refused() {
     });
 }
 
-/// A handler of the caller's may itself make calls and wait, in the middle of a wait.
+/// A caller's hook may itself issue calls and wait for them during a wait.
 #[test]
 fn a_call_made_by_an_interrupt_hook_is_driven() {
     let world = World::new(options(2, Fabric::Shm));
@@ -466,12 +468,12 @@ fn a_call_made_by_an_interrupt_hook_is_driven() {
     });
 }
 
-/// Bytes that the kernel did not take at once leave although nobody waits or calls any more.
+/// Bytes that the kernel did not accept at once are sent even if no thread waits or issues a call any more.
 #[test]
 fn what_a_finished_call_left_behind_is_sent() {
     let data = vec![3_u8; 60_000];
     let make_world = || World::new(options(2, Fabric::Tcp).with("eager_bytes", "64MiB"));
-    // How much fits into the buffers on the way: the first connection finds out, the second fills them.
+    // Bytes that fit into the buffers: the first connection counts them, and the second fills the buffers.
     let fitting = std::sync::atomic::AtomicUsize::new(0);
     let sent = std::sync::Barrier::new(2);
     make_world().run("g", |member| {
@@ -484,14 +486,14 @@ fn what_a_finished_call_left_behind_is_sent() {
         }
         sent.wait();
     });
-    // Our own buffer has 256 KiB of it.
+    // The engine's own buffer holds 256 KiB of them.
     let parts = fitting.into_inner() - 2;
     let posted = std::sync::atomic::AtomicUsize::new(0);
     make_world().run("g", |member| {
         member.barrier().unwrap();
         let mut last = None;
         if member.rank == 0 {
-            // Should the kernel have less room this time, the last one is in flight and has somebody who drives.
+            // If the kernel has less room this time, the last send is in flight, and a thread drives it.
             while last.is_none() && posted.fetch_add(1, std::sync::atomic::Ordering::Relaxed) < parts {
                 last = Some(member.post_send(&data, 1, 0).unwrap()).filter(|send| !send.is_done());
             }
@@ -510,7 +512,7 @@ fn what_a_finished_call_left_behind_is_sent() {
     });
 }
 
-/// Whoever polls may be the first to see that a peer has gone, and takes the news from the one who sleeps.
+/// A polling thread may be the first to see that a peer has gone, and so take the event from the thread that sleeps.
 #[test]
 fn a_polled_call_fails_with_its_peer_at_once() {
     let (world, rig) = World::rigged(options(2, Fabric::Loopback(16)).timeout(Duration::from_secs(60)));
@@ -529,7 +531,7 @@ fn a_polled_call_fails_with_its_peer_at_once() {
     assert!(error.to_string().contains("rank 1"), "{error}");
 }
 
-/// As above, with a call that is made when its peer has gone already, while somebody sleeps for another call.
+/// Tests the same with a call that is issued after its peer has gone, while a thread sleeps for another call.
 #[test]
 fn a_call_made_after_its_peer_went_fails_at_once() {
     let world = World::new(options(3, Fabric::Tcp).timeout(Duration::from_secs(60)));
@@ -554,7 +556,7 @@ fn a_call_made_after_its_peer_went_fails_at_once() {
     finish(&waiting).unwrap();
 }
 
-/// A waiter whose hook waits for the interpreter's lock cannot drive, and others must not rely on it.
+/// A waiter cannot drive while its hook waits for the interpreter's lock, so other waiters must not rely on it.
 #[test]
 fn calls_end_although_another_waiters_hook_takes_its_time() {
     let world = World::new(options(2, Fabric::Shm));
@@ -573,7 +575,7 @@ fn calls_end_although_another_waiters_hook_takes_its_time() {
             })
         };
         let first = wait_for(1);
-        // The first drives by now, and the one with the hook is the oldest that sleeps.
+        // The first waiter drives by now. The one with the hook has slept longest among the others.
         std::thread::sleep(Duration::from_millis(50));
         let third = scope.spawn(move || {
             let call = me.post_recv(&mut [0_u8; 1], Some(1), 3).unwrap();
@@ -582,7 +584,7 @@ fn calls_end_although_another_waiters_hook_takes_its_time() {
                 asked += 1;
                 match asked {
                     1 => asleep.send(()).unwrap(),
-                    // It takes as long as the calls of the others.
+                    // The hook takes as long as the calls of the other waiters.
                     2 => (0..2).for_each(|_| {
                         both_done.recv_timeout(Duration::from_secs(10)).expect("the others do not wait for this hook");
                     }),
@@ -596,7 +598,7 @@ fn calls_end_although_another_waiters_hook_takes_its_time() {
         std::thread::sleep(Duration::from_millis(20));
         let second = wait_for(2);
         for tag in [1, 2] {
-            // The hook is at its second look by then.
+            // The hook has been called twice by then.
             std::thread::sleep(Duration::from_millis(200));
             finish(&other.post_send(&[tag as u8], 0, tag).unwrap()).unwrap();
         }
@@ -606,7 +608,7 @@ fn calls_end_although_another_waiters_hook_takes_its_time() {
     });
 }
 
-/// A rank that has taken numbers for calls and cannot make them keeps nobody waiting.
+/// If a rank has reserved sequence numbers and cannot issue the calls, no rank waits for them.
 #[test]
 fn numbers_that_are_given_up_fail_the_group_on_all_ranks() {
     for fabric in fabrics() {
@@ -637,7 +639,7 @@ fn numbers_that_are_given_up_fail_the_group_on_all_ranks() {
     }
 }
 
-/// What a rank still does after its calls, before it concludes the numbers, belongs to them.
+/// Work that a rank does after its calls and before it concludes their numbers belongs to the calls.
 #[test]
 fn a_barrier_waits_for_numbers_that_are_not_concluded() {
     for fabric in fabrics() {
@@ -652,7 +654,7 @@ fn a_barrier_waits_for_numbers_that_are_not_concluded() {
                 finish(&member.group.submit(desc).unwrap()).unwrap();
                 std::thread::scope(|scope| {
                     scope.spawn(|| {
-                        // What the other rank sends for its barrier arrives meanwhile.
+                        // The frames of the other rank's barrier arrive meanwhile.
                         std::thread::sleep(Duration::from_millis(200));
                         concluded.store(true, Ordering::SeqCst);
                         member.group.conclude_seqs(first..first + 1, None);
@@ -668,7 +670,7 @@ fn a_barrier_waits_for_numbers_that_are_not_concluded() {
     }
 }
 
-/// Numbers of calls that were made are not given up by whoever gives up the rest.
+/// When a rank gives up the rest of its numbers, the numbers of calls that it has issued stay valid.
 #[test]
 fn numbers_of_calls_that_were_made_are_not_given_up() {
     World::new(options(2, Fabric::Shm)).run("g", |member| {

@@ -1,6 +1,6 @@
-//! Calls whose parts several lanes do: the same bits as on one, and the same ends.
+//! Calls whose parts several lanes do have the same bits, and the same outcomes, as on one lane.
 //!
-//! `ACCL_TEST_WORKERS=2 cargo nextest run -p accl-engine` has all other tests say the same of calls that are cut.
+//! `ACCL_TEST_WORKERS=2 cargo nextest run -p accl-engine` runs all other tests with calls that are cut into parts.
 
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
@@ -12,13 +12,13 @@ use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
 use accl_types::config::WorkerCount;
 use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
 
-/// As large as three parts of a call are at least, and neither tiles nor cache lines.
+/// Elements that fill at least three parts of minimum size, and no multiple of a tile or a cache line.
 const COUNT: usize = 220_013;
 
-/// A world whose ranks have so many lanes.
+/// Creates a world in which each rank has `lanes` lanes.
 fn world(mut options: WorldOptions, lanes: u32) -> World {
     options.config.worker_count = WorkerCount::Exactly(lanes - 1);
-    // Hosts of other names share no memory.
+    // Ranks on hosts with different names share no memory.
     let fabric = if options.hosts.iter().all(|host| *host == options.hosts[0]) { Fabric::Shm } else { Fabric::Tcp };
     World::new(options.over(fabric))
 }
@@ -95,7 +95,7 @@ fn a_group_has_as_many_lanes_as_each_of_its_ranks_and_small_calls_take_one() {
     });
 }
 
-/// Ranks of one world with lanes of their own number each.
+/// Each rank is a world of its own with its own number of lanes.
 #[test]
 fn the_least_number_of_lanes_of_any_rank_counts() {
     for workers in [[0, 2], [2, 1], [63, 0]] {
@@ -132,7 +132,7 @@ fn the_least_number_of_lanes_of_any_rank_counts() {
     }
 }
 
-/// Both ranks are in this process, and the built-in constants say that eight cores move memory as fast as a host can.
+/// Both ranks are in this process. By the built-in constants, eight cores reach a host's memory bandwidth.
 #[test]
 fn auto_gives_each_rank_a_lane_for_each_core_that_it_has_to_itself() {
     let mut options = WorldOptions::new(2).over(Fabric::Shm);
@@ -157,7 +157,7 @@ fn what_ends_a_group_ends_the_parts_of_its_calls_on_all_lanes() {
         let errors = World::new(options).run("g", |member| {
             let mut sums = vec![vec![1.0_f32; COUNT]; 4];
             if member.rank == 2 {
-                // The others are in the middle of their calls.
+                // The other ranks are in the middle of their calls.
                 made.wait();
                 member.group.abort("the test wants it");
                 return None;

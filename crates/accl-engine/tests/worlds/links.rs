@@ -1,4 +1,5 @@
-//! Links are made when they are first needed, and what no link tells comes all the same: deaths, departures, failures.
+//! Links are created when they are first needed. Deaths, departures and failures also reach ranks that have no link to
+//! their source.
 
 use std::time::{Duration, Instant};
 
@@ -8,12 +9,12 @@ use accl_types::{Error, ErrorKind, Rank, ReduceOp};
 fn fabrics() -> impl Iterator<Item = Fabric> {
     every_transport().into_iter().chain([THRIFTY]).map(Fabric::Over)
 }
-/// In a world of so many rank 0 is not linked to these from the beginning.
+/// Size of a world. Rank 0 of the world has no link to `STRANGERS` at the beginning.
 const WORLD: u32 = 32;
 const STRANGERS: [u32; 4] = [3, 5, 17, 29];
 /// Far shorter than any deadline here.
 const SOON: Duration = Duration::from_secs(10);
-/// By then other processes have found out whatever they can.
+/// Time after which other processes have found out everything that they can.
 const LATER: Duration = Duration::from_secs(2);
 
 fn world(world: u32, fabric: Fabric) -> World {
@@ -56,7 +57,7 @@ fn a_rank_begins_with_links_to_its_neighbours_and_makes_others_when_it_needs_the
         let counts = world(WORLD, fabric).run("g", |member| {
             let before = links(&member);
             counted.wait();
-            // Nobody else has to do anything for it.
+            // The other ranks need do nothing for that.
             if member.rank == 0 {
                 STRANGERS.iter().for_each(|&rank| send(&member, rank, 40 + rank as i32).unwrap());
             } else if STRANGERS.contains(&(member.rank as u32)) {
@@ -68,7 +69,7 @@ fn a_rank_begins_with_links_to_its_neighbours_and_makes_others_when_it_needs_the
         });
         for (rank, (before, after)) in counts.into_iter().enumerate() {
             let rank = rank as u32;
-            // 1, 2, 4, 8 before and behind, and 16.
+            // The neighbours are 1, 2, 4 and 8 away in each direction, and 16 away.
             assert_eq!(before, 9, "rank {rank} over {fabric:?}");
             let more = if rank == 0 { STRANGERS.len() } else { usize::from(STRANGERS.contains(&rank)) };
             assert_eq!(after, before + more, "rank {rank} over {fabric:?}");
@@ -82,7 +83,7 @@ fn a_rank_that_makes_no_call_is_linked_to_all_the_same() {
         let world = world(8, fabric);
         let sent = std::sync::Barrier::new(2);
         world.run("g", |member| match member.rank {
-            // 3 is no neighbour of 0.
+            // Rank 3 is not a neighbour of rank 0.
             0 => {
                 send(&member, 3, 5).unwrap();
                 sent.wait();
@@ -142,7 +143,7 @@ fn the_death_of_a_rank_reaches_who_was_never_linked_to_it() {
             let error = error_of(sum_ones(&member), "a call that needs a dead rank");
             let took = begin.elapsed();
             assert!(took < SOON, "rank {} over {fabric:?}: {took:?}: {error}", member.rank);
-            // Who calls when the group has failed already is told so, with the same cause.
+            // A rank that issues its call after the group has failed gets an error with the same cause.
             assert!(matches!(error.kind, ErrorKind::PeerLost | ErrorKind::Aborted), "{error}");
             assert!(error.to_string().contains("rank 17 (host") && error.to_string().contains("is lost"), "{error}");
         });
@@ -160,7 +161,7 @@ fn a_call_with_a_dead_rank_that_it_was_never_linked_to_fails_at_once() {
                     world.engines[17].vanish();
                 }
                 dead.wait();
-                // 12 apart.
+                // Ranks 5 and 17 are 12 apart, so they are not neighbours.
                 if member.rank == 5 {
                     let begin = Instant::now();
                     let result = if receives { receive(&member, 17).map(drop) } else { send(&member, 17, 1) };
@@ -200,13 +201,13 @@ fn a_rank_that_left_the_group_before_anybody_was_linked_to_it_has_left() {
 #[test]
 fn who_links_to_a_rank_that_failed_learns_the_cause() {
     for fabric in fabrics() {
-        // Two of them: the others hear of nothing from each other.
+        // Two of the other ranks, 0 and 6, are not neighbours of rank 3.
         let world = world(8, fabric);
         let failed = std::sync::Barrier::new(8);
         let causes = world.run("g", |member| {
             if member.rank == 3 {
                 member.group.abort("the third had enough");
-                // And it goes.
+                // The rank leaves at once.
                 member.group.shutdown().unwrap();
             }
             failed.wait();
@@ -253,7 +254,7 @@ fn rings_begin_small_and_grow_with_what_goes_through_them() {
         let mut data = vec![1.0_f32; 4 << 20];
         member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
         assert!(data.iter().all(|&x| x == 2.0));
-        // How far it grows hangs on how far the reader is behind; that one segment fits does not.
+        // The final size depends on how far the reader is behind. The ring always grows until one segment fits.
         let ring = ring();
         assert!(!ring.contains("ring of 16 KiB") && ring.contains("KiB that grows to 1024 KiB"), "{ring}");
     });
@@ -296,7 +297,7 @@ fn who_connects_to_all_learns_which_rank_cannot_be_reached() {
                 assert!(begin.elapsed() < SOON, "{fabric:?}: {:?}", begin.elapsed());
                 assert_eq!(error.kind, ErrorKind::PeerLost, "{error}");
                 assert!(error.to_string().contains("rank 17"), "{error}");
-                // Those that are there are.
+                // The living ranks can be reached.
                 send(&member, 3, 9).unwrap();
             } else if member.rank == 3 {
                 assert_eq!(receive(&member, 0).unwrap(), 9);
@@ -305,7 +306,7 @@ fn who_connects_to_all_learns_which_rank_cannot_be_reached() {
     }
 }
 
-// ---- what readers of the code found
+// Tests for defects that readers of the code have found.
 
 #[test]
 fn an_abort_reaches_a_rank_that_waits_although_all_between_them_compute() {
@@ -318,7 +319,8 @@ fn an_abort_reaches_a_rank_that_waits_although_all_between_them_compute() {
                     std::thread::sleep(Duration::from_millis(200));
                     member.group.abort("enough");
                 }
-                // No neighbour of 0, and waits for one that is none either and computes.
+                // Rank 3 is not a neighbour of rank 0. It waits for rank 5, which computes and is not a neighbour of
+                // rank 0 either.
                 3 => {
                     let begin = Instant::now();
                     let error = error_of(receive(&member, 5), "a receive in a group that was aborted");
@@ -333,7 +335,7 @@ fn an_abort_reaches_a_rank_that_waits_although_all_between_them_compute() {
     }
 }
 
-/// Rank 0 receives from any rank, `sender` sends late, and others leave before and end.
+/// Rank 0 receives from any rank, `sender` sends late, and other ranks leave and end before that.
 fn receive_from_any_while_others_leave(ranks: u32, sender: usize, leaves: impl Fn(usize) -> bool + Sync) {
     for fabric in fabrics() {
         let world = world(ranks, fabric);
@@ -349,7 +351,7 @@ fn receive_from_any_while_others_leave(ranks: u32, sender: usize, leaves: impl F
                 finish(&member.post_recv(&mut data, None, 7).unwrap()).unwrap();
                 assert_eq!(data, [5]);
             } else if member.rank == sender {
-                // Long after it is known that the others cannot be reached.
+                // Other processes have long found out that the ranks that left cannot be reached.
                 std::thread::sleep(LATER);
                 send(&member, 0, 5).unwrap();
             }
@@ -405,7 +407,7 @@ fn a_rank_that_another_has_given_up_learns_of_it_when_it_links() {
             }
             given_up.wait();
         });
-        // In a group that is made anew they are peers again.
+        // In a newly created group, the ranks are peers again.
         world.run("h", |member| {
             if member.rank == 3 {
                 send(&member, 0, 6).unwrap();
@@ -417,7 +419,7 @@ fn a_rank_that_another_has_given_up_learns_of_it_when_it_links() {
     }
 }
 
-/// How often the threads that make links have gone to sleep so far.
+/// Number of times that the threads which create links have gone to sleep so far.
 fn sleeps_of_connectors() -> u64 {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let of_task = |task: std::io::Result<std::fs::DirEntry>| {
@@ -435,7 +437,7 @@ fn once_all_are_linked_the_threads_that_make_links_sleep() {
         world(12, fabric).run("g", |member| {
             let world = member.world as u32;
             let mine = [member.rank as i32];
-            // Calls want links while they are made from the other side.
+            // Each rank's calls need links while the other side creates them.
             for apart in [3, 5, 6, 7, 9] {
                 std::thread::sleep(Duration::from_micros(300 * (member.rank as u64 * 7 % 5)));
                 let mut theirs = [0_i32];
@@ -446,8 +448,9 @@ fn once_all_are_linked_the_threads_that_make_links_sleep() {
             }
             step.wait();
             if member.rank == 0 {
-                // A head start, a promise or a greeting may be under way; an effort that leads nowhere would go on for longer. Other
-                // tests of this program run in processes of their own.
+                // A connection attempt may still wait for its head start, and a promised link or a hello may be in
+                // flight. A futile attempt would go on for longer. Other tests of this program run in processes of
+                // their own.
                 let is_quiet = (0..8).any(|_| {
                     let before = sleeps_of_connectors();
                     std::thread::sleep(LATER / 2);
@@ -463,12 +466,12 @@ fn once_all_are_linked_the_threads_that_make_links_sleep() {
 #[test]
 fn a_receiver_that_sleeps_is_woken_though_the_sender_makes_no_further_call() {
     for fabric in fabrics() {
-        // Outside of the engine, whose threads may all be gone meanwhile.
+        // These channels are outside the engine, whose threads may all have ended meanwhile.
         let (tell, told) = std::sync::mpsc::channel();
         let (tell, told) = (std::sync::Mutex::new(tell), std::sync::Mutex::new(told));
         world(2, fabric).run("g", |member| {
             for turn in 0..8_u32 {
-                // Longer than anybody looks before it sleeps, and about as long.
+                // Times longer than a thread polls before it sleeps, and times about as long.
                 std::thread::sleep(Duration::from_micros(if turn % 2 == 0 { 20_000 } else { 100 * u64::from(turn) }));
                 let mine = [turn as i32];
                 let mut theirs = [-1_i32];
@@ -500,8 +503,8 @@ fn a_second_shutdown_waits_for_nothing() {
     }
 }
 
-/// Links that rank 0 looks at, and system calls that it makes, for one message from rank 1 that it sleeps for, in a world in which all are
-/// linked to each other; on average of many.
+/// Returns how many links rank 0 polls, and how many system calls it makes, per sleep while it receives 50 messages
+/// from rank 1. All ranks are linked to each other.
 fn cost_of_a_sleep(world: u32, fabric: Fabric) -> (f64, f64) {
     let options = WorldOptions::new(world).over(fabric).with("spin_us", "0").timeout(Duration::from_secs(30));
     let world = World::new(options);
@@ -530,7 +533,7 @@ fn cost_of_a_sleep(world: u32, fabric: Fabric) -> (f64, f64) {
 
 #[test]
 fn a_sleep_costs_no_more_with_twenty_links_than_with_one() {
-    // Links whose news nobody posts are looked at by every pass.
+    // Every progress pass polls links whose events no thread posts.
     for fabric in [Fabric::Shm, Fabric::Tcp] {
         let (looks_of_few, calls_of_few) = cost_of_a_sleep(2, fabric);
         let (looks_of_many, calls_of_many) = cost_of_a_sleep(21, fabric);

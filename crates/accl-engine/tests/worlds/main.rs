@@ -1,7 +1,7 @@
-//! What whole worlds in one process do: every rank an engine of its own, threads as ranks.
+//! Whole worlds in one process: each rank is a thread with an engine of its own.
 //!
-//! One program, since linking takes longer than most of its tests; each runs in a process of its own under nextest. What counts
-//! threads or descriptors of its process is another program.
+//! All are one program, because linking takes longer than most of its tests. Under nextest each test runs in a process
+//! of its own. Tests that count threads or descriptors of their process are in another program.
 
 mod calls;
 mod collectives;

@@ -1,4 +1,4 @@
-//! Point-to-point: matching by peer and tag, any source, oneself, many outstanding.
+//! Point-to-point messages: matching by peer and tag, any source, messages to oneself, many outstanding messages.
 
 use std::time::Duration;
 
@@ -103,12 +103,12 @@ fn a_waiting_receive_blocks_neither_sends_nor_collectives() {
     });
 }
 
-/// Random exchanges between random pairs, all posted before any is waited for.
+/// Random messages between random pairs, all posted before any wait.
 #[test]
 fn random_exchanges_arrive_whole() {
     for seed in 0..10 {
         World::new(cramped(4)).run("g", |member| {
-            // The same numbers on all ranks: who sends what to whom.
+            // All ranks draw the same messages: sender, receiver, tag and count.
             let mut rng = Rng::new(seed);
             let plan: Vec<(usize, usize, u32, usize)> = (0..60)
                 .map(|_| {
@@ -155,9 +155,9 @@ fn a_wait_that_times_out_leaves_the_receive_running() {
     });
 }
 
-/// How often messages are looked at, of `count` sends that all wait for their receives, in both ranks together.
+/// Returns how often both ranks together examine messages, for `count` sends that all wait for their receives.
 fn steps_of(count: usize, order: Order) -> u64 {
-    // Without a window every message waits for its receiver; with room no pass tries in vain.
+    // Without an eager window, every message waits for its receiver. With much room, no progress pass tries in vain.
     let options = WorldOptions::new(2).over(Fabric::Loopback(1 << 20)).with("eager_bytes", "0");
     let steps = World::new(options.timeout(Duration::from_secs(120))).run("g", |member| {
         let data: Vec<[i64; 1]> = (0..count as i64).map(|tag| [tag]).collect();
@@ -193,7 +193,7 @@ fn steps_of(count: usize, order: Order) -> u64 {
     steps.iter().sum()
 }
 
-/// When and in which order the receives of outstanding sends are posted.
+/// When, and in which order, the receives for outstanding sends are posted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Order {
     AsSent,
@@ -210,7 +210,7 @@ fn outstanding_messages_cost_steps_in_proportion_to_their_number() {
     }
 }
 
-/// Posts `CROWD` calls on rank 0 that rank 1 does not take yet; how many of them are over nevertheless.
+/// Posts `CROWD` calls on rank 0 before rank 1 takes them. Returns how many of them complete nevertheless.
 fn over_before_they_are_taken(post: impl Fn(&Member, usize) -> Call + Sync) -> usize {
     let options = WorldOptions::new(2).over(Fabric::Loopback(1 << 20)).with("eager_bytes", "16KiB");
     let posted = std::sync::Barrier::new(2);
@@ -243,7 +243,7 @@ fn a_sender_cannot_be_any_number_of_empty_messages_ahead() {
 #[test]
 fn a_sender_cannot_be_any_number_of_tiny_messages_ahead() {
     let over = over_before_they_are_taken(|member, index| match member.rank {
-        // They outlive their calls.
+        // The data outlives its call.
         0 => member.post_send(Box::leak(Box::new([index as u8])), 1, 5).unwrap(),
         _ => member.post_recv(Box::leak(Box::new([0_u8])), Some(0), 5).unwrap(),
     });

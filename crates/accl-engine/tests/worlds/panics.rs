@@ -1,4 +1,4 @@
-//! A panic inside the engine is an internal error on every rank, and nobody waits for what it left undone.
+//! A panic inside the engine is an internal error on every rank, and no rank waits for work that the panic left undone.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -7,16 +7,16 @@ use accl_engine::{Call, Mode};
 use accl_testkit::{EXPLODES, Member, Rig, Step, World, WorldOptions, finish};
 use accl_types::{Error, ErrorKind, ReduceOp, Result};
 
-/// Longer than anything here takes, and shorter than the deadline of a call.
+/// Longer than any test here takes, and shorter than a call's deadline.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// What every look at the links, and every sleep, does with a link.
+/// Functions of a link that every poll of the links, and every sleep, calls.
 const STEPS: [Step; 4] = [Step::Peek, Step::CheckPeer, Step::Arm, Step::Disarm];
 
 fn options(timeout: Duration) -> WorldOptions {
     WorldOptions::new(2).timeout(timeout)
 }
 
-/// Waits for the end of a call without making any progress.
+/// Waits for the end of a call without making progress.
 fn watch(call: &Call) -> Result<()> {
     let began = Instant::now();
     while !call.is_done() {
@@ -38,7 +38,7 @@ fn explode(step: Step, call: impl Fn(&Member) -> Result<()> + Sync) {
     let started = AtomicBool::new(false);
     let errors = world.run("g", |member| {
         member.barrier().unwrap();
-        // Rank 0's next step of this kind explodes, and what it needs of rank 1 comes after.
+        // Rank 0's next step of this kind panics. Rank 1 sends what rank 0 needs only after that.
         if member.rank == 0 {
             rig.explode_at(step);
             started.store(true, Ordering::SeqCst);
@@ -47,13 +47,13 @@ fn explode(step: Step, call: impl Fn(&Member) -> Result<()> + Sync) {
         while !started.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
-        // Steps on the way to a sleep come only when there is something to wait for.
+        // The steps before a sleep occur only while there is something to wait for.
         std::thread::sleep(Duration::from_millis(100));
         call(&member)
     });
     expect_explosion(errors[0].as_ref().expect_err("the call must fail where the link explodes"), step);
-    // The other rank may have had all it needed before; otherwise it must not wait for ever. One that comes late is refused,
-    // and told why.
+    // Rank 1 may have had everything that it needed; otherwise it must not wait for ever. If it issues its call late,
+    // the call is refused with the cause.
     if let Err(error) = &errors[1] {
         let is_late = error.kind == ErrorKind::Aborted && error.to_string().contains(EXPLODES);
         let kinds = [ErrorKind::Internal, ErrorKind::Timeout, ErrorKind::PeerLost];
@@ -81,7 +81,7 @@ fn a_panic_under_the_background_thread_is_an_internal_error() {
     }
 }
 
-/// A call of rank 0 that rank 1 never makes, left to the background thread: its deadline ends it.
+/// Issues a call on rank 0 that rank 1 never issues, and leaves it to the background thread. The deadline must end it.
 fn expect_deadlines(world: &World, step: Step) {
     let groups = world.run("later", |member| member);
     let mut data = [1.0_f32; 4];
@@ -109,7 +109,7 @@ fn deadlines_are_looked_at_after_a_panic_under_the_background_thread() {
     }
 }
 
-/// Telling the peers of the panic panics as well.
+/// The notification of the peers panics, too.
 #[test]
 fn a_link_that_always_panics_ends_its_calls_and_not_the_background_thread() {
     for step in [Step::Peek, Step::Reserve, Step::Arm] {
@@ -119,7 +119,7 @@ fn a_link_that_always_panics_ends_its_calls_and_not_the_background_thread() {
         let call = groups[0].post_recv(&mut never, Some(1), 0).unwrap();
         await_parked(&rig);
         rig.explode_always_at(step);
-        // A barrier of the other rank wakes the background thread; the answer needs a place in the link.
+        // A message of the other rank wakes the background thread, whose answer needs room in the link.
         let other = groups[1].post_recv(&mut [0_u8; 4], Some(0), 1).unwrap();
         let send = groups[1].post_send(&[7_u8; 8], 0, 0).unwrap();
         let error = watch(&call).unwrap_err();
@@ -139,18 +139,19 @@ fn await_parked(rig: &Rig) {
     }
 }
 
-/// Of two sends that find room in one pass the second panics: the first is over, and its caller must hear of it all the same.
+/// Two sends find room in one progress pass, and the second one panics. The first is complete, and its caller must
+/// still learn of that.
 #[test]
 fn a_panic_after_a_send_that_is_over_leaves_nobody_waiting() {
     let (world, rig) = World::rigged(options(Duration::from_secs(30)));
     let groups = world.run("g", |member| member);
-    // More than the link holds.
+    // The sends are more than the link holds.
     let sends: Vec<Call> = (0..40).map(|_| groups[0].post_send(&[7_u8; 8], 1, 0).unwrap()).collect();
     assert!(sends.iter().filter(|call| !call.is_done()).count() > 2, "the link holds them all");
     await_parked(&rig);
     rig.explode_after(1, Step::Commit);
     let mut data = [[0_u8; 8]; 40];
-    // The news of it may come before the last of them.
+    // The failure may arrive before the last of these receives is posted.
     let receives: Vec<Call> = data.iter_mut().filter_map(|data| groups[1].post_recv(data, Some(0), 0).ok()).collect();
     for call in &sends {
         if let Err(error) = watch(call) {
@@ -178,7 +179,7 @@ fn a_second_callback_is_refused_and_the_first_one_is_run() {
             Box::new(move || sender.send(who).unwrap())
         };
         call.when_done(tell(1)).unwrap();
-        // Nobody is told twice, nor is anybody forgotten in silence.
+        // No callback runs twice, and none is dropped without an error.
         let second = call.when_done(tell(2));
         finish(&call).unwrap();
         assert_eq!(receiver.recv_timeout(PATIENCE), Ok(1));

@@ -1,4 +1,5 @@
-//! A driver that sleeps in the poller is told of what another thread's look has brought: nobody else would tell it.
+//! A driver that sleeps in the poller is notified of events that another thread's poll has found. No other thread would
+//! wake it for them.
 
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use accl_wire::frame::{Cause, Header, Kind, LAST, OVERHEAD_BYTES};
 
 use crate::cores::{GROUP, NOW, Nobody, SEGMENT, core_of};
 
-/// A process in a group of so many, with a poller.
+/// A process in a group, with a poller.
 struct Process {
     core: Core,
     peers: Vec<PeerId>,
@@ -54,7 +55,7 @@ impl Process {
         caller.start(&mut self.core, &desc, prepared, None, Arc::new(Nobody), NOW).unwrap()
     }
 
-    /// A receive from rank 1 that the driver waits for in the poller.
+    /// Issues a receive from rank 1 and parks the driver for it.
     fn parks_for(&mut self, data: &mut [u8]) -> Arc<CallState> {
         let call = self.message(Collective::Recv, 1, 5, data).call;
         assert!(self.core.park(Some(&call), None, false, NOW).unwrap().is_some());
@@ -62,7 +63,7 @@ impl Process {
     }
 }
 
-/// Ranks 0 and 1, linked, with nothing under way.
+/// Returns ranks 0 and 1, linked, with nothing in flight.
 fn pair() -> (Process, Process) {
     let (mut near, mut far) = (Process::new(0, 2), Process::new(1, 2));
     let (wakers, room) = ([near.poller.waker(), far.poller.waker()], SEGMENT + OVERHEAD_BYTES);
@@ -82,12 +83,12 @@ fn a_call_that_ends_in_another_threads_look_is_no_secret_to_the_driver_that_wait
     let (mut near, mut far) = pair();
     let (mut taken, mut given, mut small) = ([0_u8; 4], [3_u8; 4], [5_u8; 4]);
     let awaited = near.parks_for(&mut taken);
-    // A second thread looks for frames of its own call: nobody is woken.
+    // A second thread polls for frames of its own call; no thread is woken.
     assert!(near.core.watch());
     far.message(Collective::Send, 0, 5, &mut given);
     far.core.pass(NOW);
     assert!(!awaited.is_done());
-    // A third one sends small messages, and looks at the links now and then.
+    // A third thread sends small messages, and polls the links now and then.
     let mut is_told = false;
     for _ in 0..64 {
         is_told |= near.message(Collective::Send, 1, 9, &mut small).wakes_driver;
@@ -129,7 +130,7 @@ fn a_deadline_that_comes_up_in_another_threads_look_wakes_the_driver() {
     emit(Header { flags: LAST, ..Header::new(Kind::Groups) }, &[]);
     core.core.pass_whole(NOW);
     let until = core.core.park(None, None, false, NOW).unwrap().unwrap();
-    // Another thread looks for its own call, and hears that rank 2 has failed the group: that counts a while later.
+    // Another thread polls for its own call and learns that rank 2 has failed the group. That counts a while later.
     assert!(core.core.watch());
     let cause = Cause { kind: ErrorKind::Timeout, origin: Rank(2), text: "late".to_owned() };
     emit(Header { group: GROUP, ..Header::new(Kind::Cause) }, &cause.to_bytes(1024));

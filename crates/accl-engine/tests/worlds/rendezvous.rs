@@ -1,7 +1,8 @@
-//! Groups are made over a store that outlives the ranks: whoever dies, whenever, the next attempt forms, and nobody waits
-//! for a rank that has given up.
+//! Groups are created over a store that outlives the ranks. Whichever rank dies at whatever time, the next attempt
+//! succeeds, and no rank waits for a rank that has given up.
 //!
-//! Ranks are threads with an engine each. A rank dies between two questions to its store: its engine goes without a word.
+//! Each rank is a thread with an engine of its own. A rank dies between two requests to its store, and its engine ends
+//! without disconnecting.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,18 +16,18 @@ use accl_types::config::{Calibration, Config};
 use accl_types::{Error, ErrorKind, Rank, ReduceOp, Result};
 
 const WORLD: u32 = 3;
-/// From the start of the last process until all train.
+/// Maximum time from the start of the last process until all ranks train.
 const SOON: Duration = Duration::from_secs(5);
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// The groups that each rank makes.
+/// Number of groups that each rank creates.
 const MAKINGS: usize = 3;
 
-/// What ends a rank, as its store sees it.
+/// Decides when a rank dies, from its requests to the store.
 #[derive(Default)]
 struct Life {
-    /// Kinds of questions asked so far, by group; a question that is repeated counts once.
+    /// Kinds of requests made so far, with the group; a repeated request counts once.
     asked: Mutex<BTreeSet<String>>,
-    /// Dies of the question that would be the n-th kind, before it is answered.
+    /// Number of kinds of requests that are answered; the rank dies at the next kind. `None` if it does not die.
     dies_at: Option<usize>,
     dead: AtomicBool,
 }
@@ -50,7 +51,7 @@ struct Mortal {
 
 impl Mortal {
     fn live(&self, what: &str, key: &str) -> Result<()> {
-        // Sessions have other names each time.
+        // The name of a rendezvous round is left out, because it differs each time.
         let key: Vec<&str> = key.split('/').enumerate().filter(|(i, _)| *i != 2).map(|(_, part)| part).collect();
         let mut asked = self.life.asked.lock().unwrap();
         asked.insert(format!("{} {what} {}", self.group, key.join("/")));
@@ -104,8 +105,8 @@ fn spec(name: &str, rank: u32, world: u32, global_ranks: &[u64]) -> GroupSpec {
     }
 }
 
-/// What a rank's process does: makes the group of the job, one of the same ranks, and one of two disjoint ones with one
-/// name, and trains in each.
+/// Runs a rank's process: creates the default process group, a group of the same ranks, and one of two disjoint groups
+/// with the same name. Trains in each.
 fn process(rank: u32, store: &MemoryStore, life: &Arc<Life>) -> Result<()> {
     let engine = engine();
     let result = train(&engine, rank, store, life);
@@ -136,11 +137,11 @@ fn train(engine: &Arc<Engine>, rank: u32, store: &MemoryStore, life: &Arc<Life>)
     job.barrier()
 }
 
-/// Which ranks a launcher restarts together.
+/// Ranks that a launcher restarts together.
 #[derive(Clone, Copy, Debug)]
 enum Agents {
     One,
-    /// Ranks 0 and 1, and rank 2: each launcher sees to its own.
+    /// One launcher for ranks 0 and 1, and one for rank 2. Each restarts only its own ranks.
     Two,
 }
 
@@ -154,14 +155,14 @@ impl Agents {
     }
 }
 
-/// Launchers: start all ranks, and again those of a launcher one of whose ranks has ended badly.
+/// Launchers that start all ranks. If a rank ends with an error, its launcher restarts all its ranks.
 struct Launcher<'scope, 'env> {
     scope: &'scope std::thread::Scope<'scope, 'env>,
     store: &'env MemoryStore,
     ended: Sender<(u32, u32, Result<()>)>,
     heard: Receiver<(u32, u32, Result<()>)>,
     lives: Vec<Arc<Life>>,
-    /// How often each rank was started.
+    /// Number of starts of each rank.
     starts: Vec<u32>,
     running: Vec<bool>,
     done: Vec<bool>,
@@ -181,7 +182,7 @@ impl Launcher<'_, '_> {
         self.scope.spawn(move || ended.send((rank, start, process(rank, store, &life))));
     }
 
-    /// The end of some rank's process.
+    /// Waits for the end of some rank's process.
     fn hear(&mut self, what: &str) -> (u32, Result<()>) {
         let (rank, start, result) =
             self.heard.recv_timeout(TIMEOUT / 2).unwrap_or_else(|_| panic!("{what}: stuck; {:#?}", self.errors));
@@ -195,7 +196,7 @@ impl Launcher<'_, '_> {
     }
 }
 
-/// Ranks die at these moments of their first and second lives; in the end all train, soon after the last start.
+/// Lets ranks die at these moments of their first and second lives. All ranks must train soon after the last start.
 fn survive(agents: Agents, deaths: &[(u32, usize)]) {
     let store = MemoryStore::default();
     let what = format!("{agents:?}, {deaths:?}");
@@ -225,7 +226,7 @@ fn survive(agents: Agents, deaths: &[(u32, usize)]) {
             launcher.done[rank as usize] = result.is_ok();
             let mut broken: Vec<u32> = result.err().map(|_| rank).into_iter().collect();
             while let Some(rank) = broken.pop() {
-                // As torchrun does: first all of the old are ended.
+                // Like torchrun, first ends all old processes of the launcher.
                 let mates = agents.mates(rank);
                 mates.clone().for_each(|mate| launcher.lives[mate as usize].dead.store(true, Ordering::SeqCst));
                 while mates.clone().any(|mate| launcher.running[mate as usize]) {
@@ -243,13 +244,13 @@ fn survive(agents: Agents, deaths: &[(u32, usize)]) {
         let took = launcher.last_start.elapsed();
         assert!(took < SOON, "{what}: {took:?} after the last start; {:#?}", launcher.errors);
     });
-    // Who dies while it cleans up leaves its info, and the roster and the count of that session. Its launcher ends others
-    // at that moment, too.
+    // A rank that dies while it cleans up leaves its endpoint address, and the participants and the count of that
+    // rendezvous round. At that moment its launcher also ends other ranks.
     let left = store.keys();
     assert!(left.len() <= (WORLD as usize + 1) * deaths.len(), "{what}: {left:#?}");
 }
 
-/// How many kinds of questions a rank asks, more or less: later moments never come.
+/// Returns about how many kinds of requests a rank makes; it cannot die at a later moment.
 fn moments() -> usize {
     let store = MemoryStore::default();
     let lives: Vec<_> = (0..WORLD).map(|_| Life::until(None)).collect();
@@ -303,7 +304,7 @@ fn groups_leave_no_keys() {
             scope.spawn(move || {
                 let engine = engine();
                 for round in 0..20 {
-                    // Again and again under one name, and under others.
+                    // Creates groups repeatedly under one name, and also under new names.
                     for name in ["again", &format!("once-{round}")] {
                         let store = store.prefixed(name);
                         let group = engine.create_group(spec(name, rank, WORLD, &[]), &store, &mut || false).unwrap();
@@ -317,7 +318,7 @@ fn groups_leave_no_keys() {
     assert_eq!(store.keys(), Vec::<String>::new());
 }
 
-/// Makes a group of three over stores of the test's choice; the results by rank, and how long each took.
+/// Creates a group of three ranks over stores of the test's choice. Returns the result and the duration for each rank.
 fn make<S: Store>(store: impl Fn(u32) -> S + Sync) -> Vec<(Result<Arc<Group>>, Duration)> {
     let make = |rank| {
         let engine = engine();
@@ -336,7 +337,7 @@ fn make<S: Store>(store: impl Fn(u32) -> S + Sync) -> Vec<(Result<Arc<Group>>, D
     })
 }
 
-/// A store that counts and may refuse one question of its rank.
+/// A store that records its rank's requests and may refuse one of them.
 struct Counting<'a> {
     store: MemoryStore,
     asked: &'a Mutex<Vec<String>>,
@@ -354,7 +355,7 @@ impl Counting<'_> {
         if !(refused && is_first) {
             return Ok(());
         }
-        // Until the others have answered they cannot tell this attempt from one that was before.
+        // Until the others have answered, they cannot distinguish this attempt from an earlier one.
         let late = Instant::now() + Duration::from_secs(10);
         let others = || self.store.keys().iter().filter(|key| key.contains("/info/")).count();
         while what == "set" && others() < WORLD as usize - 2 && Instant::now() < late {
@@ -392,7 +393,7 @@ impl Store for Counting<'_> {
 
 #[test]
 fn a_rank_that_fails_after_the_meeting_tells_the_others_at_once() {
-    // The leader has no info of its own in the store.
+    // The leader publishes no endpoint address of its own in the store.
     let moments = [("add ", "/ready")].into_iter().flat_map(|moment| [(0, moment), (1, moment), (2, moment)]);
     for (victim, moment) in moments.chain([(1, ("set ", "/info/")), (2, ("set ", "/info/"))]) {
         let (store, asked) = (MemoryStore::default(), [0, 1, 2].map(|_| Mutex::default()));
@@ -438,7 +439,7 @@ fn a_rank_that_is_interrupted_while_it_waits_tells_the_others_at_once() {
                 scope.spawn(move || {
                     let engine = engine();
                     let began = Instant::now();
-                    // The third rank does not come. The interrupt comes when the other one has met the victim.
+                    // The third rank does not come. The interrupt occurs when the other rank has met the victim.
                     let mut interrupt = || rank == victim && store.keys().iter().any(|key| key.ends_with("info/1"));
                     let spec = spec("g", rank, WORLD, &[]);
                     let Err(error) = engine.create_group(spec, store, &mut interrupt) else { panic!("made") };
@@ -501,7 +502,7 @@ fn missing_ranks_are_named_by_all_who_came() {
     }
 }
 
-/// A store of which rank 0 gets no answer about rank 3 for a while, so that it hears of nothing.
+/// A store that delays its answer to rank 0 about rank 3, so that rank 0 learns of no failure meanwhile.
 struct Slow<'a> {
     store: &'a MemoryStore,
     answers: &'a AtomicBool,
@@ -547,7 +548,7 @@ fn a_rank_that_came_and_gave_up_is_not_counted_among_the_missing() {
     std::thread::scope(|scope| {
         // Rank 3 does not come.
         scope.spawn(|| make(0, TIMEOUT, &Slow { store: &store, answers: &answers }));
-        // It outlasts rank 1 in any case.
+        // Rank 2 waits longer than rank 1 in any case.
         let patient = scope.spawn(|| make(2, Duration::from_secs(2), &store));
         while !has_come(2) {
             std::thread::yield_now();
@@ -563,7 +564,7 @@ fn a_rank_that_came_and_gave_up_is_not_counted_among_the_missing() {
 
 #[test]
 fn of_two_processes_with_one_rank_one_is_told_so() {
-    // Who comes first is decided anew each time.
+    // Which of the two comes first varies.
     for twice in (0..WORLD).cycle().take(4 * WORLD as usize) {
         let store = MemoryStore::default();
         let mut ranks: Vec<u32> = (0..WORLD).collect();
@@ -582,7 +583,7 @@ fn of_two_processes_with_one_rank_one_is_told_so() {
             results.into_iter().filter_map(|(made, _)| made.err()).collect()
         });
         let [error] = errors.as_slice() else { panic!("rank {twice} twice: {errors:#?}") };
-        // It may come after the group was made, and then hears nothing.
+        // The second process may come after the group was created. Then no rank answers it.
         let told = ["is taken".to_owned(), format!("another process has rank {twice}, too")];
         assert!(told.iter().any(|told| error.message.contains(told)), "{error}");
     }
@@ -619,7 +620,7 @@ fn a_rank_that_waits_asks_little() {
             let (store, asked) = (&store, &asked);
             scope.spawn(move || {
                 if rank == 2 {
-                    // What the others ask meanwhile is what is counted.
+                    // The requests of the other ranks meanwhile are counted.
                     std::thread::sleep(Duration::from_secs(1));
                 }
                 let engine = engine();
@@ -629,8 +630,8 @@ fn a_rank_that_waits_asks_little() {
         }
     });
     for asked in asked {
-        // A pause is an eighth of the time waited, from 50 us to 100 ms: some 8 (1 + ln(1 s / 0.4 ms)) = 70 looks, at each
-        // of which the leader asks three questions.
+        // A pause is an eighth of the time waited, from 50 us to 100 ms. That gives some 8 (1 + ln(1 s / 0.4 ms)) = 70
+        // polls, and the leader makes three requests in each.
         let count = asked.lock().unwrap().len();
         assert!(count < 280, "{count} questions in a second");
     }

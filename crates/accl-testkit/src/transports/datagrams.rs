@@ -1,8 +1,8 @@
-//! The example of a transport from another package, in C.
+//! The example transport in C, as another package would bring it.
 
 use accl_transport::TransportV1;
 
 unsafe extern "C" {
-    /// In `examples/transport/datagrams.c`.
+    /// Returns the table of the transport, defined in `examples/transport/datagrams.c`.
     pub(super) safe fn datagrams_transport() -> *const TransportV1;
 }

@@ -1,4 +1,5 @@
-//! A library that does whole collectives, as the transport `mpi` brings one: of ranks in this process, whoever comes last does the work.
+//! A collectives library for ranks in this process, offered like the transport `mpi`. The last rank to arrive does the
+//! work of all.
 //!
 //! Owns the meeting of ranks and the arithmetic. Links over its transport are pipes. Read [`Library`] first.
 
@@ -14,30 +15,30 @@ use parking_lot::Mutex;
 
 use super::pipe;
 
-/// The library of this process, and what a test wants of it.
+/// The library of this process, and switches and counters for tests.
 #[derive(Default)]
 pub struct Library {
     groups: Mutex<HashMap<u64, Arc<Meeting>>>,
-    /// Collectives fail when they are looked at.
+    /// Whether collectives fail when they are polled.
     pub fails: AtomicBool,
-    /// Collectives are not begun.
+    /// Whether the library refuses to begin collectives.
     pub refuses: AtomicBool,
-    /// Collectives never end.
+    /// Whether collectives never end.
     pub is_stuck: AtomicBool,
-    /// Groups are left to the host.
+    /// Whether groups are left to the host.
     pub leaves_to_host: AtomicBool,
-    /// How many ranks have begun a collective, of all groups together,
+    /// Number of collectives that ranks have begun, over all groups.
     pub begun: AtomicU64,
-    /// how many have abandoned one,
+    /// Number of collectives that ranks have abandoned.
     pub abandoned: AtomicU64,
-    /// and how many have left a group that had failed.
+    /// Number of ranks that have closed a group that had failed.
     pub closed_after_failure: AtomicU64,
 }
 
-/// The ranks of a group.
+/// Ranks of a group.
 struct Meeting {
     world: usize,
-    /// By the number of the collective: what ranks have come with, until the last one has done it.
+    /// Contributions by sequence number of the collective. Entries stay after the collective is done.
     calls: Mutex<HashMap<u64, Coming>>,
 }
 
@@ -50,13 +51,14 @@ struct Coming {
 #[derive(Clone, Copy)]
 struct Part(CollectiveV1);
 
-// SAFETY: the memory stays until the collective has ended, and the last rank to come alone touches it.
+// SAFETY: the memory stays valid until the collective has ended; if the collective was abandoned, its ranks keep the
+// memory. Only the last rank to arrive, or `Library::go_on`, accesses it, under the lock on `calls`.
 unsafe impl Send for Part {}
 
-/// The library, handed in as the transport `mpi` with the first call. It is the same for all tests of a process.
+/// Returns the library. The first call registers it as the transport `mpi`. All tests of a process share it.
 ///
 /// # Panics
-/// Panics when there is such a transport already.
+/// Panics if a transport with this name exists already.
 pub fn library() -> &'static Library {
     static LIBRARY: OnceLock<&'static Library> = OnceLock::new();
     LIBRARY.get_or_init(|| {
@@ -68,7 +70,8 @@ pub fn library() -> &'static Library {
 }
 
 impl Library {
-    /// Does what all ranks have come for and none has seen done, as a library may that was told to give it up.
+    /// Does every collective for which all ranks have arrived and which is not done, like a library that completes work
+    /// after it was abandoned.
     pub fn go_on(&self) {
         for meeting in self.groups.lock().values() {
             for coming in meeting.calls.lock().values_mut() {
@@ -167,10 +170,10 @@ fn element_bytes(element_type: u32) -> usize {
     }
 }
 
-/// Does a collective, with what each rank has come with.
+/// Does a collective with the contributions of all ranks, in rank order.
 fn perform(parts: &[CollectiveV1]) {
     let what = parts[0];
-    // MPI wants sums and gatherings in place on all ranks or on none.
+    // MPI requires that all_reduce and all_gather are in place on all ranks or on none.
     let in_place = |part: &CollectiveV1| {
         matches!(part.collective, collectives::ALL_REDUCE | collectives::ALL_GATHER) && part.input.is_null()
     };
@@ -179,18 +182,20 @@ fn perform(parts: &[CollectiveV1]) {
     assert!(parts.iter().all(|part| alike(part) == alike(&what)), "ranks came with different collectives: {parts:?}");
     let (root, world) = (what.root as usize, parts.len());
     let block = what.count as usize * element_bytes(what.element_type);
-    // What each rank contributes is copied first: results may go where it lies.
+    // Contributions are copied first, because results may overwrite them.
     let contribution = |rank: usize, blocks: usize, own: usize| {
         let part = parts[rank];
         let from = match part.input.is_null() {
             true => part.output.cast_const().cast::<u8>().wrapping_add(own * block),
             false => part.input.cast(),
         };
-        // SAFETY: the memory has as many blocks, and stays.
+        // SAFETY: a rank's `input`, or `output` if it is in place, holds the blocks that the collective reads, and
+        // stays valid until its end.
         unsafe { std::slice::from_raw_parts(from, blocks * block) }.to_vec()
     };
     let give = |rank: usize, bytes: &[u8]| {
-        // SAFETY: the memory has as much room, nobody else touches it, and it stays.
+        // SAFETY: a rank's `output` has room for its results, only this thread accesses it, and it stays valid until
+        // the end.
         unsafe { bytes.as_ptr().copy_to_nonoverlapping(parts[rank].output.cast(), bytes.len()) };
     };
     let reduced = |blocks: usize| {
@@ -235,7 +240,7 @@ fn perform(parts: &[CollectiveV1]) {
     }
 }
 
-/// Adds, or takes the larger of, what another rank contributes.
+/// Reduces another rank's contribution into `into`, by sum or maximum.
 fn combine(into: &mut [u8], other: &[u8], element_type: u32, op: u32) {
     macro_rules! each {
         ($ty:ty) => {

@@ -1,7 +1,7 @@
-//! The transport `pipe`: a pipe each way between processes of one host. Who connects makes both and sends their far ends over the
-//! carrier's socket, which nobody needs afterwards.
+//! The transport `pipe`: one pipe in each direction between processes of one host. The connecting process creates both
+//! pipes and sends their far ends over the carrier's socket, which is not used afterwards.
 //!
-//! A process that does not ignore SIGPIPE would die of its peer's death; Rust and Python ignore it.
+//! A process that does not ignore SIGPIPE would die when it writes to a dead peer. Rust and Python ignore SIGPIPE.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -43,9 +43,9 @@ impl Provider for Pipes {
     }
 }
 
-/// Both ends of a new pipe: that which is read, and that which is written.
+/// Returns both ends of a new pipe: first the end to read, then the end to write.
 fn pipe() -> Result<(Fd, Fd), String> {
-    // A child that is forked in between must not keep an end: the pipe would not end with this process.
+    // A child that is forked in between must not inherit an end, or the pipe would not end with this process.
     Fd::adopt_pair(|| pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)).map_err(|why| format!("no pipe: {why}"))
 }
 
@@ -60,7 +60,7 @@ impl HalfLink for Half {
         Address { bytes: Vec::new(), descriptors: self.for_peer.iter().map(AsFd::as_fd).collect() }
     }
 
-    /// While this process has them open, too, no pipe would end with the peer.
+    /// Closes the far ends: while this process keeps them open, no pipe ends with the peer.
     fn forget_address(&mut self) {
         self.for_peer.clear();
     }
@@ -76,7 +76,7 @@ impl HalfLink for Half {
     }
 }
 
-/// A pipe each way.
+/// A pipe in each direction.
 #[derive(Debug)]
 struct Pipe {
     inbound: Fd,
@@ -92,7 +92,7 @@ impl ByteStream for Pipe {
 
     fn receive(&mut self, room: &mut [u8]) -> io::Result<usize> {
         let mut received = 0;
-        // A pipe gives its pages one by one, and so less than it has.
+        // One read may return less than a pipe holds, because a pipe returns its pages one by one.
         while received < room.len() {
             match read(&self.inbound, &mut room[received..]) {
                 Ok(0) if received > 0 => break,

@@ -1,9 +1,12 @@
-//! The datagrams of the C example without descriptors: a doorbell over the carrier ends sleeps, as transports need it whose library has
-//! nothing to wait for.
+//! The datagrams of the C example without descriptors. A doorbell over the carrier's socket ends sleeps, as for
+//! libraries that have no descriptor to wait for.
 //!
-//! Owns the doorbell, of two kinds. The plain one rings for whatever is given. The thrifty one is as good ones are: who sleeps says so once, and
-//! whoever gives it something then rings once; what was given before that was heard is rung for as soon as it is, by somebody who sleeps on
-//! the link, so that two links without an engine do not suffice.
+//! Owns the doorbell, of two kinds. The plain bell rings whenever something is given to the peer. The thrifty bell
+//! works as good doorbells do: a side that sleeps says so once, and the other side then rings once when it gives
+//! something.
+//!
+//! If something was given before that message arrived, the message is answered with a ring when it is received. A
+//! listener that sleeps on the link must receive it. Two links without an engine therefore do not suffice.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::BorrowedFd;
@@ -14,13 +17,13 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use super::datagrams::datagrams_transport;
 
-/// What is said over the carrier: that this side sleeps, and that the other should not.
+/// Messages over the carrier: this side sleeps, and the other side should not sleep.
 const ASLEEP: u8 = b's';
 const RING: u8 = b'!';
-/// What is under way is looked for so often.
+/// Interval in microseconds at which a link with an unsent frame is polled.
 const INTERVAL_US: u64 = 500;
 
-/// Of a table whose bell is the thrifty one.
+/// Context of a table with the thrifty bell; only its address matters.
 static THRIFTY: u8 = 0;
 
 /// A link of the example, and the carrier's socket.
@@ -28,17 +31,17 @@ struct Rung {
     inner: *mut c_void,
     is_thrifty: bool,
     carrier: Option<c_int>,
-    /// The peer sleeps.
+    /// Whether the peer sleeps.
     peer_asleep: bool,
-    /// The peer knows that this side sleeps.
+    /// Whether the peer knows that this side sleeps.
     has_told: bool,
-    /// Something was given to the peer since it was rung last.
+    /// Whether something was given to the peer since the last ring.
     has_given: bool,
-    /// A frame was committed and has not left.
+    /// Whether a frame was committed and has not left.
     has_unsent: bool,
 }
 
-/// The example with a doorbell.
+/// Returns the table of the example with a doorbell.
 pub(super) fn table(is_thrifty: bool) -> TransportV1 {
     let inner = inner();
     TransportV1 {
@@ -63,27 +66,30 @@ pub(super) fn table(is_thrifty: bool) -> TransportV1 {
 }
 
 fn inner() -> TransportV1 {
-    // SAFETY: the function returns the address of a table.
+    // SAFETY: `datagrams_transport` returns the address of a static table.
     unsafe { *datagrams_transport() }
 }
 
 /// # Safety
-/// The link is one that `open` has made and nobody has destroyed.
+/// `link` was created by `open` and has not been destroyed.
 unsafe fn rung<'a>(link: *mut c_void) -> &'a mut Rung {
-    // SAFETY: as above; one thread at a time uses a link.
+    // SAFETY: `link` points at a `Rung` from `open`, by this function's contract, and only one thread at a time uses a
+    // link.
     unsafe { &mut *link.cast() }
 }
 
 impl Rung {
     fn say(&self, word: u8) {
         if let Some(carrier) = self.carrier {
-            // SAFETY: it stays open as long as the link. Words are few, since each waits for one of the other side.
+            // A thrifty message waits for one of the other side, so there are few. If the socket has no room for a plain
+            // ring, the peer has unread ones.
+            // SAFETY: the carrier's socket stays open as long as the link.
             let _ =
                 send(unsafe { BorrowedFd::borrow_raw(carrier) }, &[word], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
 
-    /// Something was given to the peer.
+    /// Notes that something was given to the peer, and rings if the bell requires it.
     fn give(&mut self) {
         self.has_given = true;
         self.ring();
@@ -101,7 +107,7 @@ impl Rung {
     fn hear(&mut self) {
         let mut bytes = [0; 64];
         let Some(carrier) = self.carrier else { return };
-        // SAFETY: it stays open as long as the link.
+        // SAFETY: the carrier's socket stays open as long as the link.
         let carrier = unsafe { BorrowedFd::borrow_raw(carrier) };
         while let Ok((count @ 1.., _)) = recv(carrier, &mut bytes[..], RecvFlags::DONTWAIT) {
             for word in &bytes[..count.min(bytes.len())] {
@@ -133,7 +139,8 @@ unsafe extern "C" fn open(
     address_bytes: *mut usize,
 ) -> c_int {
     let mut made = std::ptr::null_mut();
-    // SAFETY: the arguments are handed on, and so are the promises of the header.
+    // SAFETY: the caller keeps the header's contract of `open`, which is also the contract of the inner function.
+    // `link` is valid for a write.
     unsafe {
         let opened =
             inner().open.unwrap()(context, max_payload_bytes, peer, peer_bytes, &raw mut made, address, address_bytes);
@@ -154,7 +161,8 @@ unsafe extern "C" fn open(
 }
 
 unsafe extern "C" fn connect(link: *mut c_void, peer: *const c_void, bytes: usize, max_payload_bytes: usize) -> c_int {
-    // SAFETY: the arguments are handed on, and so are the promises of the header.
+    // SAFETY: by the header's contract `link` comes from `open`; the inner `connect` gets the caller's other arguments
+    // unchanged.
     unsafe { inner().connect.unwrap()(rung(link).inner, peer, bytes, max_payload_bytes) }
 }
 
@@ -164,19 +172,21 @@ unsafe extern "C" fn reserve(
     head: *mut *mut c_void,
     payload: *mut *mut c_void,
 ) -> c_int {
-    // SAFETY: the arguments are handed on, and so are the promises of the header.
+    // SAFETY: by the header's contract `link` comes from `open`; the inner `reserve` gets the caller's other arguments
+    // unchanged.
     unsafe {
-        // To make room a frame may leave.
+        // A frame may leave here and make room.
         progress(link);
         inner().reserve.unwrap()(rung(link).inner, payload_bytes, head, payload)
     }
 }
 
 unsafe extern "C" fn commit(link: *mut c_void) {
-    // SAFETY: the arguments are handed on, and so are the promises of the header.
+    // SAFETY: by the header's contract `link` comes from `open`, and a frame was reserved, as the inner `commit`
+    // requires.
     unsafe {
         inner().commit.unwrap()(rung(link).inner);
-        // Who is rung for what has not left yet finds nothing, and sleeps again.
+        // A peer that is woken for a frame that has not left yet finds nothing and sleeps again.
         progress(link);
         rung(link).give();
     }
@@ -188,12 +198,14 @@ unsafe extern "C" fn peek(
     payload: *mut *const c_void,
     payload_bytes: *mut usize,
 ) -> c_int {
-    // SAFETY: the arguments are handed on, and so are the promises of the header.
+    // SAFETY: by the header's contract `link` comes from `open`; the inner `peek` gets the caller's other arguments
+    // unchanged.
     unsafe { inner().peek.unwrap()(rung(link).inner, head, payload, payload_bytes) }
 }
 
 unsafe extern "C" fn release(link: *mut c_void) {
-    // SAFETY: the arguments are handed on, and so are the promises of the header. Room there is news for who waits for it.
+    // SAFETY: by the header's contract `link` comes from `open`, and a frame was peeked, as the inner `release`
+    // requires. The peer may wait for the room that this makes.
     unsafe {
         inner().release.unwrap()(rung(link).inner);
         rung(link).give();
@@ -201,7 +213,7 @@ unsafe extern "C" fn release(link: *mut c_void) {
 }
 
 unsafe extern "C" fn progress(link: *mut c_void) -> c_int {
-    // SAFETY: the arguments are handed on, and so are the promises of the header.
+    // SAFETY: by the header's contract `link` comes from `open`, so its inner link is valid.
     unsafe {
         let found = inner().progress.unwrap()(rung(link).inner);
         let is_under_way = found == AGAIN;
@@ -216,15 +228,15 @@ unsafe extern "C" fn error(link: *mut c_void) -> *const c_char {
     let inner_link = if link.is_null() {
         link
     } else {
-        // SAFETY: it is not null, so it is a link.
+        // SAFETY: `link` is not null, so by the header's contract it comes from `open`.
         unsafe { rung(link).inner }
     };
-    // SAFETY: the argument is handed on, and so are the promises of the header.
+    // SAFETY: the inner `error` accepts null or a valid inner link.
     unsafe { inner().error.unwrap()(inner_link) }
 }
 
 unsafe extern "C" fn close(link: *mut c_void) {
-    // SAFETY: the arguments are handed on, and so are the promises of the header.
+    // SAFETY: by the header's contract `link` comes from `open`, so its inner link is valid.
     unsafe {
         inner().close.unwrap()(rung(link).inner);
         rung(link).give();
@@ -232,7 +244,7 @@ unsafe extern "C" fn close(link: *mut c_void) {
 }
 
 unsafe extern "C" fn destroy(link: *mut c_void) {
-    // SAFETY: `open` has made it, and this is the last use of it.
+    // SAFETY: `open` created `link` with `Box::into_raw`, and this is its last use.
     unsafe {
         let rung = Box::from_raw(link.cast::<Rung>());
         inner().destroy.unwrap()(rung.inner);
@@ -240,12 +252,12 @@ unsafe extern "C" fn destroy(link: *mut c_void) {
 }
 
 unsafe extern "C" fn attach(link: *mut c_void, carrier: c_int) {
-    // SAFETY: as the header has it.
+    // SAFETY: by the header's contract `link` comes from `open`.
     unsafe { rung(link) }.carrier = Some(carrier);
 }
 
 unsafe extern "C" fn arm(link: *mut c_void) -> u64 {
-    // SAFETY: as the header has it.
+    // SAFETY: by the header's contract `link` comes from `open`, and so does the argument of `progress`.
     unsafe {
         rung(link).hear();
         if progress(link) != 0 {

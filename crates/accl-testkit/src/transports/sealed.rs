@@ -1,5 +1,6 @@
-//! The transport `sealed`: records over the carrier's TCP connection, each of which can be read only when it is whole, as encryption
-//! has it. What stands in for a cipher is an exclusive or: this is about what is held back on both sides, and not about secrets.
+//! The transport `sealed`: records over the carrier's TCP connection. As with encryption, a record can be read only
+//! when it is whole. An exclusive or stands in for a cipher: this tests bytes that are held back on both sides, not
+//! secrecy.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -18,9 +19,9 @@ pub(super) const ROW: Transport = Transport {
     collectives: None,
 };
 
-/// Most bytes of a record, as in TLS.
+/// Maximum bytes of a record, as in TLS.
 const RECORD_BYTES: usize = 16 << 10;
-/// Its length, before it.
+/// Bytes of the length before each record.
 const PREFIX_BYTES: usize = 2;
 const KEY: u8 = 0x5a;
 
@@ -41,17 +42,17 @@ fn link(agreed: Agreed) -> Box<dyn Watched> {
 struct Sealed {
     socket: Fd,
     peer: String,
-    /// Sealed bytes that the socket has not taken.
+    /// Sealed bytes that the socket has not accepted yet.
     held_back: Vec<u8>,
-    /// Bytes of records that are not whole.
+    /// Bytes of incomplete records.
     arrived: Vec<u8>,
-    /// What was in the last whole records, and how much of it has been read.
+    /// Contents of the last complete records; `read` is the number of bytes that were read.
     opened: Vec<u8>,
     read: usize,
 }
 
 impl Sealed {
-    /// Opens the records that are whole.
+    /// Opens the complete records.
     fn open(&mut self) {
         let mut at = 0;
         while let Some((prefix, rest)) = self.arrived[at..].split_first_chunk::<PREFIX_BYTES>() {
