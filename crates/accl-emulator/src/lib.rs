@@ -1,8 +1,10 @@
 //! The CCLO in software: an engine that runs the calls of a host, moves data through its memories, and exchanges packets with its peers.
 //!
 //! Owns the behaviour of an engine's firmware and data path, its memories, and the handling of received packets. The defects of `accl_cclo::hazards`
-//! are either reproduced or repaired. Only [`serve`] uses sockets, threads or a clock. Elsewhere the caller passes requests and packets to an engine,
-//! and transports its outgoing packets over a [`Fabric`]. Read [`Engine`] and [`program`] first.
+//! are either reproduced or repaired. Only [`serve`] and its trace use sockets, threads or a clock. Elsewhere the caller passes requests and packets
+//! to an engine, and transports its outgoing packets over a [`Fabric`]. Read [`Engine`] and [`program`] first.
+//!
+//! In comments, "the original" is the ACCL project's emulator, and "the reference" is the one that `accl_cclo` follows.
 
 #![forbid(unsafe_code)]
 

@@ -80,7 +80,7 @@ impl Speed {
     /// Parses the values of `--clock` and `--link`.
     ///
     /// # Errors
-    /// What is accepted, in a sentence.
+    /// A sentence with the accepted form.
     pub fn parse(clock: &str, link: &str) -> Result<Self, String> {
         let clock_hz = quantity(clock, FREQUENCIES).filter(|&hz| hz > 0).ok_or_else(|| {
             format!(

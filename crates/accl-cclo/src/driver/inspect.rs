@@ -49,7 +49,7 @@ impl fmt::Display for Seen {
 
 impl Picture {
     /// Reads the state of a device. The numbers of rx buffers and ranks, which determine the positions of the tables, are the device's own. Values
-    /// that differ from `settings` are reported in [`Seen::differs`]. `go_on` returns whether there is time left to read the tables.
+    /// that differ from `settings` are reported in `Seen::differs`. `go_on` returns whether there is time left to read the tables.
     ///
     /// # Errors
     /// Same as [`Bus::read_register`]; or there is no valid communicator at its position, so another program has laid out the tables differently.
