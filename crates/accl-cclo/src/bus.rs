@@ -1,7 +1,7 @@
-//! What a driver does to a device: registers, memory and calls.
+//! Interface between the driver and a device: registers, memory and calls.
 //!
-//! Owns the interface alone. A bus may block for as long as one of its requests takes, and says so as an error when that is too long; it
-//! never waits for a call to end.
+//! Owns the interface only. A bus may block while one of its requests runs, and returns an error if that takes too long. A bus never waits for a call
+//! to end.
 
 use std::time::{Duration, Instant};
 
@@ -13,31 +13,32 @@ use crate::driver::Settings;
 
 pub use crate::memory::Memory;
 
-/// A device, as a driver reaches it.
+/// A device, as the driver accesses it.
 ///
-/// Before anything else of it is used, devices of several ranks may have to know one another: each is asked once what it tells
-/// ([`Bus::tell`]), and if that is anything, takes what all have told ([`Bus::hear`]). Whoever carries it between the ranks sets the driver up
-/// after that.
+/// Devices of several ranks may have to exchange data before any other use. The caller asks each device once for its text ([`Bus::tell`]). If the
+/// device returns one, the caller passes it the texts of all ranks ([`Bus::hear`]). The caller sets the driver up after that.
 pub trait Bus: Send {
-    /// What this rank tells all others, as text; `None`: nothing. All ranks whose devices are of one kind tell something, or none does. What was
-    /// told is of this opening of the device, and is told to nobody who comes later.
+    /// Returns the text that this rank sends to all other ranks, or `None` if it sends none. For one kind of device, either all ranks return a text
+    /// or none does. The text is valid for this opening of the device only, and later openings never receive it.
     ///
     /// # Errors
-    /// The device cannot be reached, or has no room for so many ranks.
+    /// The device cannot be reached, or it has too little room for the number of ranks.
     fn tell(&mut self, _: &Settings) -> Result<Option<String>> {
         Ok(None)
     }
 
-    /// Takes what all ranks have told, in rank order with this one's own, and fills in what the settings lack: the session of each peer.
+    /// Takes the texts of all ranks in rank order, this rank's included. Fills in the field that the settings lack: the session of each peer.
     ///
     /// # Errors
-    /// What was told makes no sense, comes from devices that do not understand one another, or the device cannot be reached.
+    /// A text cannot be parsed, the devices are incompatible with one another, or the device cannot be reached.
     fn hear(&mut self, _told: &[String], _: &mut Settings) -> Result<()> {
         Ok(())
     }
 
-    /// Takes the device for this connection alone, until that is closed or whoever has it is killed. `None`: it has it, or the device does not
-    /// tell who has it, as the original emulator. Else who has it, in words: nothing has changed then. It may be asked for again.
+    /// Claims the device exclusively for this connection. The claim lasts until the connection is closed or its process is killed.
+    ///
+    /// Returns `None` if the claim succeeded, or if the device does not report owners, as in the original emulator. Otherwise returns a description
+    /// of the current owner and changes nothing; the caller may try again.
     ///
     /// # Errors
     /// The device cannot be reached.
@@ -45,33 +46,33 @@ pub trait Bus: Send {
         Ok(None)
     }
 
-    /// No request may outlast this moment from now on, however long the bus would wait by itself: whoever waits for the device has a deadline.
-    /// `None`: there is none.
+    /// Sets the deadline for all following requests; it overrides the bus's own, longer timeout, because the caller has a deadline. `None` removes
+    /// the deadline.
     fn limit(&mut self, _until: Option<Instant>) {}
 
-    /// Reads a word of exchange memory.
+    /// Reads a word of exchange memory; `offset` is in bytes.
     ///
     /// # Errors
     /// The device cannot be reached, or has no such word.
     fn read_register(&mut self, offset: u32) -> Result<u32>;
 
-    /// Sets a word of exchange memory.
+    /// Writes a word of exchange memory; `offset` is in bytes.
     ///
     /// # Errors
-    /// As [`Bus::read_register`].
+    /// Same as [`Bus::read_register`].
     fn write_register(&mut self, offset: u32, value: u32) -> Result<()>;
 
-    /// A buffer of so many bytes that lives as long as the device is open: its address as the device knows it, a multiple of 4096. What
-    /// lies in it is what lay there before.
+    /// Allocates a buffer of `bytes` bytes, which lives as long as the device is open. Returns its device address, a multiple of 4096. The memory is
+    /// not cleared.
     ///
     /// # Errors
     /// The device cannot be reached, or has no room.
     fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64>;
 
-    /// A buffer for rx buffers, which some cards have in a bank of their own: as one of [`Memory::Device`].
+    /// Allocates the memory of rx buffers, which some cards keep in a separate memory bank. The default is [`Memory::Device`].
     ///
     /// # Errors
-    /// As [`Bus::allocate`].
+    /// Same as [`Bus::allocate`].
     fn allocate_rx(&mut self, bytes: u64) -> Result<u64> {
         self.allocate(Memory::Device, bytes)
     }
@@ -85,43 +86,43 @@ pub trait Bus: Send {
     /// Writes bytes of a buffer.
     ///
     /// # Errors
-    /// As [`Bus::read_memory`].
+    /// Same as [`Bus::read_memory`].
     fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()>;
 
-    /// Starts a call; the end of the one before has been asked for.
+    /// Starts a call. The caller must have seen the end of the previous call.
     ///
     /// # Errors
     /// The device cannot be reached.
     fn start(&mut self, call: &Descriptor) -> Result<()>;
 
-    /// Whether the call has ended since it was started; if so, that is said once.
+    /// Returns whether the started call has ended. The bus reports each end once.
     ///
     /// # Errors
-    /// As [`Bus::start`].
+    /// Same as [`Bus::start`].
     fn poll(&mut self) -> Result<bool>;
 
-    /// Forgets the ends of calls that nobody has asked for: a host that has gone may have left some, and the next end would be taken for that
-    /// of the call before.
+    /// Discards ends of calls that no caller has polled. A host that has disconnected may have left some. Without this, such an end would be taken
+    /// for the end of the next call.
     ///
     /// # Errors
-    /// As [`Bus::poll`].
+    /// Same as [`Bus::poll`].
     fn drain(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Waits until a call that was not over may be, at most so long.
+    /// Sleeps between polls of a running call, for at most `at_most`.
     fn pause(&mut self, at_most: Duration) {
         std::thread::sleep(at_most);
     }
 
-    /// A fresh connection to the same device, which shares its buffers: for a look at why a call does not end, when this connection may be
-    /// in the middle of something. It starts nothing.
+    /// Opens a new connection to the same device that shares its buffers. It is for diagnosing a call that does not end, since this connection may be
+    /// in the middle of a request. The new connection starts no call.
     ///
     /// # Errors
     /// The device cannot be reached.
     fn reconnect(&self) -> Result<Box<dyn Bus>>;
 
-    /// What the device says of itself; `None`: it says nothing, as cards and the original emulator.
+    /// Returns the device's description of itself, or `None` if it has none, as cards and the original emulator.
     ///
     /// # Errors
     /// The device cannot be reached.
@@ -129,11 +130,11 @@ pub trait Bus: Send {
         Ok(None)
     }
 
-    /// The device may still write to its buffers, so none of them goes back when the bus is closed, for as long as the process lives. An emulator
-    /// has memory of its own.
+    /// Keeps all buffers allocated for the life of the process, even after the bus is closed, because the device may still write to them. An emulator
+    /// needs no such care, since it has memory of its own.
     fn keep_buffers(&mut self) {}
 
-    /// How messages name the device.
+    /// Name of the device in messages.
     fn describe(&self) -> String;
 }
 

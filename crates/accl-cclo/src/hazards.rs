@@ -1,24 +1,24 @@
-//! What current firmware does wrong, and what is done about it: by the emulator, which can do as it does or repair it, and by the driver,
-//! which always works round it.
+//! Table of firmware defects ("hazards") and the way that emulator and driver handle each. The emulator either reproduces a hazard or repairs it. The
+//! driver always works round it.
 
-/// Something that firmware does wrong.
+/// A defect of current firmware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hazard {
-    /// As the reference numbers it, and `--faithful` takes it.
+    /// Number of the hazard in the reference and in `--faithful`.
     pub number: u8,
-    /// When it happens.
+    /// Condition under which the hazard occurs.
     pub condition: &'static str,
-    /// What firmware does then.
+    /// Behaviour of firmware in that case.
     pub faithful: &'static str,
-    /// What the repaired emulator does then.
+    /// Behaviour of the repaired emulator in that case.
     pub repaired: &'static str,
-    /// What the driver does, so that it does not happen.
+    /// The driver's behaviour that avoids the hazard.
     pub way_round: &'static str,
-    /// The repair changes what goes over the wire, so that all peers must have it.
+    /// Whether the repair changes the data on the wire, so that all peers must have it.
     pub is_on_wire: bool,
 }
 
-/// All of them, by number.
+/// All hazards, by number.
 pub const HAZARDS: [Hazard; 13] = [
     Hazard {
         number: 1,

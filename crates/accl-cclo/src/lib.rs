@@ -1,14 +1,14 @@
-//! The CCLO, a collective engine on an FPGA, as its host and its peers see it.
+//! Host side of the CCLO, a collective engine on an FPGA: what its host and its peers see of it.
 //!
-//! Owns the words of its memory map, the descriptors of its calls, its return codes, the packets that engines send each other, the
-//! requests of the emulator's protocol, the table of what its firmware does wrong, the driver, which works round it, and the buses that
-//! reach devices. A request of a bus has a deadline, and nothing waits for a call to end. Read [`call::Descriptor`],
-//! [`device::DeviceUrl`] and [`driver::Driver`] first.
+//! Owns the memory map, the call descriptors, the return codes, the packets between engines and the emulator's protocol. Also owns the table of
+//! firmware hazards, the driver, which works round them, and the buses, which reach devices. Every bus request has a deadline, and no bus waits for a
+//! call to end. Read [`call::Descriptor`], [`device::DeviceUrl`] and [`driver::Driver`] first.
 //!
-//! The words follow the ACCL project, where the engine comes from; each is written down once, in the table of its module, and nowhere
-//! else as a bare number.
+//! Names and numbers follow the ACCL project, where the engine comes from. Each number is written once, in the table of its module, and never
+//! elsewhere as a literal. In comments, "the original" is the ACCL project's emulator. "The reference" is a description of ACCL's sources and of its
+//! emulator's behaviour.
 
-// Registers that are mapped and libraries that are opened cannot do without; their files allow it.
+// Mapped registers and dynamically loaded libraries need unsafe code; only their files allow it.
 #![deny(unsafe_code)]
 
 pub mod bus;

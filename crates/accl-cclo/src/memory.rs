@@ -1,16 +1,16 @@
-//! Which memories there are.
+//! Kinds of memory.
 
-/// A memory that a device reaches.
+/// A memory that a device can access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Memory {
-    /// That of the card.
+    /// Memory of the card.
     Device,
-    /// That of the host.
+    /// Memory of the host.
     Host,
 }
 
 impl Memory {
-    /// Whether it is the host's.
+    /// Returns whether this is host memory.
     pub fn is_host(self) -> bool {
         self == Self::Host
     }

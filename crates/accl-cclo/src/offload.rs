@@ -1,7 +1,7 @@
-//! Which collectives a device does, and which of its calls one becomes.
+//! Routing of collectives: which collectives a device runs, and which device calls each of them becomes.
 //!
-//! Owns the route of a collective, which follows from what all ranks agree on, and its cut into pieces that fit into staging buffers and stay
-//! clear of every hazard. Copies nothing and starts nothing. Read [`route`] and [`Pieces`] first.
+//! Owns the route of a collective, which depends only on values that all ranks agree on. Also owns the split of a collective into pieces that fit
+//! into staging buffers and avoid every hazard. Copies nothing and starts nothing. Read [`route`] and [`Pieces`] first.
 
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
@@ -9,85 +9,85 @@ use crate::call::Operation;
 use crate::driver::Settings;
 use crate::memory_map::{DataType, Network, ReduceFunction};
 
-/// A collective, as torch asks for it.
+/// A collective, as torch requests it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What it does.
+    /// The collective.
     pub collective: Collective,
-    /// What its elements are.
+    /// Element type.
     pub dtype: Dtype,
-    /// How it adds; looked at if it does.
+    /// Reduction operator; ignored if the collective does not reduce.
     pub op: ReduceOp,
-    /// Root, if it has one.
+    /// Root rank; ignored if the collective has no root.
     pub root: Rank,
-    /// Bytes of a block: of the whole buffer, or of each rank's part where ranks have parts.
+    /// Size of a block in bytes: the whole buffer, or each rank's part if the buffer is divided among ranks.
     pub block_bytes: u64,
-    /// All blocks have the same size.
+    /// Whether all blocks have the same size.
     pub equal_blocks: bool,
 }
 
-/// Who does a collective.
+/// Executor of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// The device, by this operation on elements of this type.
+    /// The device runs this operation on elements of this type.
     Device {
-        /// What the device does.
+        /// Operation of the device.
         operation: Operation,
-        /// What it takes the elements for.
+        /// Element type that the device uses.
         elements: DataType,
-        /// How it adds.
+        /// Reduction function of the device.
         function: ReduceFunction,
     },
-    /// The host, and why.
+    /// The host runs the collective, for the reason given.
     Host(&'static str),
 }
 
-/// Which buffer of a call.
+/// Buffer of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Buffer {
     /// Operand 0.
     First,
-    /// The result.
+    /// The result buffer.
     Result,
 }
 
 /// Bytes that are copied between a rank's tensor and a staging buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Where in the bytes of the tensors.
+    /// Offset in the bytes of the tensors.
     pub tensor: u64,
-    /// Where in the staging buffer.
+    /// Offset in the staging buffer, in bytes.
     pub staging: u64,
-    /// How many.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
-/// A call of the device, and what is copied before and after it.
+/// A call of the device, with the copies before and after it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Elements, as the operation counts them.
+    /// Number of elements, in the unit of the operation's count.
     pub count: u32,
-    /// Copied into operand 0 before; what lies between them is zero.
+    /// Spans copied into operand 0 before the call. Bytes between the spans are zero.
     pub gives: Vec<Span>,
-    /// Bytes of operand 0 that the call looks at.
+    /// Bytes of operand 0 that the call reads.
     pub given_bytes: u64,
-    /// Copied to the result tensors afterwards.
+    /// Spans copied to the result tensors after the call.
     pub takes: Vec<Span>,
-    /// From which buffer.
+    /// Buffer that `takes` is copied from.
     pub takes_from: Buffer,
 }
 
-/// Cuts a collective into pieces, one after the other.
+/// Splits a collective into consecutive pieces.
 #[derive(Clone, Debug)]
 pub struct Pieces {
     operation: Operation,
     element_bytes: u64,
-    /// Elements of a block, of which so many are done.
+    /// Elements of a block in total, and how many of them earlier pieces have covered.
     elements: u64,
     done: u64,
-    /// Most elements of a block in a piece.
+    /// Maximum elements of a block in one piece.
     most: u64,
-    /// A count is a multiple of this.
+    /// Every count is a multiple of this.
     unit: u64,
     blocks_in: u64,
     blocks_out: u64,
@@ -95,7 +95,7 @@ pub struct Pieces {
     takes: bool,
 }
 
-/// Who does a collective: the same on all ranks.
+/// Returns who runs a collective. The result is the same on all ranks.
 pub fn route(request: &Request, settings: &Settings) -> Route {
     let operation = match request.collective {
         Collective::AllReduce => Operation::AllReduce,
@@ -136,7 +136,8 @@ pub fn route(request: &Request, settings: &Settings) -> Route {
 }
 
 impl Pieces {
-    /// The pieces of a collective that goes to the device. Each staging buffer has so many bytes, at least those of an rx buffer.
+    /// Returns the pieces of a collective that the device runs. Each staging buffer holds `staging_bytes` bytes, which must be at least the size of
+    /// an rx buffer.
     pub fn new(
         request: &Request,
         operation: Operation,
@@ -158,8 +159,8 @@ impl Pieces {
             blocks(matches!(operation, Operation::Scatter | Operation::ReduceScatter | Operation::AllToAll));
         let blocks_out = blocks(matches!(operation, Operation::Gather | Operation::AllGather | Operation::AllToAll));
         let unit = if operation == Operation::AllReduce { world } else { 1 };
-        // Whatever goes over UDP or TCP is eager. Sums are, since the order of their additions is fixed there and no spare buffer is too small;
-        // and a gather is, unless its root is at an end.
+        // Messages over UDP or TCP are always eager. Over RDMA, sums are eager: that fixes the order of their additions, and no spare buffer can be
+        // too small. A gather is also eager unless its root is the first or the last rank.
         let root_is_between = request.root.0 > 0 && u64::from(request.root.0) + 1 < world;
         let is_eager = settings.network != Network::Rdma
             || operation.row().reduces

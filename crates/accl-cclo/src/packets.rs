@@ -1,21 +1,22 @@
-//! What carries packets between engines in software that run in several processes.
+//! Transport of packets between software engines in different processes.
 
 use std::time::Duration;
 
-/// Carries packets of one engine. All functions are of the thread that runs the engine.
+/// Sends and receives the packets of one engine. Only the thread that runs the engine calls these functions.
 pub trait Packets: Send + Sync {
-    /// Sends a packet to the engine of a rank, behind those that were sent to it before.
+    /// Sends a packet to the engine of rank `to`, after all packets sent to it earlier.
     fn send(&self, to: u32, packet: &[u8]);
 
-    /// Whether there is room for more packets to a rank: what it has yet to take is bounded.
+    /// Returns whether more packets can be sent to a rank. The number of packets that the rank has yet to take is bounded.
     fn has_room(&self, to: u32) -> bool;
 
-    /// What was sent is on its way from here on.
+    /// Flushes: puts all packets sent so far in flight.
     fn flush(&self);
 
-    /// The next packet that has come from a rank of which packets are wanted, with the rank; each rank's in the order in which it sent them.
+    /// Returns the next packet that arrived, with its sender's rank, from ranks for which `is_wanted` is true. Packets of one rank come in the order
+    /// in which that rank sent them.
     fn receive(&self, is_wanted: &dyn Fn(u32) -> bool) -> Option<(u32, Vec<u8>)>;
 
-    /// Waits until a packet or room may have come, at most so long.
+    /// Waits up to `at_most` for a packet or for room to send.
     fn wait(&self, at_most: Duration);
 }

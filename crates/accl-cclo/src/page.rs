@@ -1,4 +1,4 @@
-//! The page `docs/device-tables.md`: what the tables of this crate say to a person.
+//! Generator of `docs/device-tables.md`, which shows this crate's tables to readers.
 
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
@@ -9,7 +9,7 @@ use crate::offload::{Request, Route, route};
 const HEAD: &str = "# Devices: keys, routes, hazards\n\n\
     Generated from the tables of `crates/accl-cclo`; do not edit. What devices are and how a group gets one stands in [devices.md](devices.md).\n\n";
 
-/// The page.
+/// Renders the page as Markdown.
 pub fn tables_page() -> String {
     let mut page = String::from(HEAD);
     page.push_str("## Keys of a device's text\n\n| key | accepted | what it is for |\n|---|---|---|\n");
@@ -49,7 +49,7 @@ pub fn tables_page() -> String {
     page
 }
 
-/// What of a collective a device does, and what the host, in words.
+/// Returns which cases of a collective the device runs and which the host runs, as two table cells.
 fn routes(collective: Collective, design: &str) -> (String, String) {
     let text = format!("sim://?design={design}");
     let settings = DeviceUrl::parse(&text).ok().flatten().and_then(|url| url.settings(0, 2).ok());

@@ -1,19 +1,19 @@
-//! What an engine says of a call that has ended: a word of bits, each of which is one thing that went wrong.
+//! Return codes: the word that an engine writes when a call ends; each bit is one kind of failure.
 
 use std::fmt;
 
-/// The word at `return_code`.
+/// Value of the register `return_code`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct ReturnCode(pub u32);
 
 /// A bit of a return code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// Which one.
+    /// Index of the bit.
     pub bit: u32,
-    /// In words.
+    /// Meaning of the bit.
     pub about: &'static str,
-    /// Current firmware raises it.
+    /// Whether current firmware raises the bit.
     pub is_raised: bool,
 }
 
@@ -25,7 +25,7 @@ const fn fault(bit: u32, about: &'static str) -> Fault {
     Fault { bit, about, is_raised: false }
 }
 
-/// All bits that mean something.
+/// All bits that have a meaning.
 pub const FAULTS: [Fault; 28] = [
     fault(0, "DMA mismatch"),
     raised(1, "internal DMA error"),
@@ -58,26 +58,26 @@ pub const FAULTS: [Fault; 28] = [
 ];
 
 impl ReturnCode {
-    /// A call of a descriptor that means nothing.
+    /// The descriptor names an operation that firmware does not have.
     pub const NOT_IMPLEMENTED: Self = Self(1 << 14);
-    /// The largest eager message does not hold an rx buffer.
+    /// The largest eager message is smaller than an rx buffer.
     pub const EAGER_TOO_SMALL: Self = Self(1 << 16);
     /// The largest rendezvous message is no larger than the largest eager one.
     pub const RENDEZVOUS_TOO_SMALL: Self = Self(1 << 17);
-    /// A packet came out of turn.
+    /// A packet arrived out of sequence.
     pub const WRONG_SEQUENCE: Self = Self(1 << 21);
 
-    /// The call did what it should.
+    /// Returns whether the call succeeded.
     pub fn is_ok(self) -> bool {
         self.0 == 0
     }
 
-    /// What went wrong.
+    /// Returns the faults whose bits are set.
     pub fn faults(self) -> impl Iterator<Item = &'static Fault> {
         FAULTS.iter().filter(move |fault| self.0 >> fault.bit & 1 == 1)
     }
 
-    /// Bits that mean nothing.
+    /// Returns the set bits that have no known meaning.
     pub fn unknown(self) -> u32 {
         FAULTS.iter().fold(self.0, |left, fault| left & !(1 << fault.bit))
     }

@@ -1,17 +1,17 @@
-//! Structures of 32-bit words, declared with the place of each in one table.
+//! Structures of 32-bit words, each declared with the position of every word in one table.
 
-/// A word of a structure: where it stands, how it is called and what it holds.
+/// A word of a structure: its position, name and meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Word {
     /// Index within the structure.
     pub index: usize,
-    /// As the field is called.
+    /// Name of the field.
     pub name: &'static str,
-    /// What it holds, in a sentence.
+    /// Meaning of the word, in a sentence.
     pub about: &'static str,
 }
 
-/// Declares a structure whose fields are words, the table of them, and both directions.
+/// Declares a structure whose fields are words, the table of its words, and the conversions to and from memory.
 macro_rules! words {
     (
         #[doc = $about:literal]
@@ -26,20 +26,20 @@ macro_rules! words {
         }
 
         impl $name {
-            /// How many words it has.
+            /// Number of words.
             pub const COUNT: usize = $count;
-            /// Its words in order.
+            /// Words of the structure, in order.
             pub const WORDS: [$crate::words::Word; $count] =
                 [$($crate::words::Word { index: $index, name: stringify!($field), about: $text }),+];
 
-            /// As it lies in memory.
+            /// Returns the words as they lie in memory.
             pub fn to_words(&self) -> [u32; $count] {
                 let mut words = [0; $count];
                 $(words[$index] = self.$field;)+
                 words
             }
 
-            /// From memory.
+            /// Builds the structure from its words in memory.
             pub fn from_words(words: &[u32; $count]) -> Self {
                 Self { $($field: words[$index]),+ }
             }
@@ -49,12 +49,12 @@ macro_rules! words {
 
 pub(crate) use words;
 
-/// The two words of an address, the low one first.
+/// Splits an address into two words, low word first.
 pub(crate) fn halves(address: u64) -> [u32; 2] {
     [address as u32, (address >> 32) as u32]
 }
 
-/// The address of two words, the low one first.
+/// Joins two words, low word first, into an address.
 pub(crate) fn address(low: u32, high: u32) -> u64 {
     u64::from(high) << 32 | u64::from(low)
 }

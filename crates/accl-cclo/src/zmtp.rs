@@ -1,45 +1,45 @@
-//! ZMTP 3.0 with no security, as far as the emulator's protocol needs it: the bytes of greetings, commands and frames.
+//! ZMTP 3.0 without security, as far as the emulator's protocol needs it: the bytes of greetings, commands and frames.
 //!
-//! Owns what they look like, for the end that asks and the one that answers. Sockets, deadlines and how much memory a frame may take are those of
-//! either end. Read [`greeting`] and [`push_frame`] first.
+//! Owns the encoding, for both the requesting and the replying end. Each end owns its sockets, its deadlines and its limit on the memory of a frame.
+//! Read [`greeting`] and [`push_frame`] first.
 
-/// Bytes of a greeting.
+/// Size of a greeting in bytes.
 pub const GREETING_BYTES: usize = 64;
-/// Where a greeting can be looked at while it comes: a peer of another version sends no more than some of it.
+/// Prefix lengths at which a partial greeting can be checked. A peer with another protocol version sends only part of a greeting.
 pub const GREETING_PARTS: [usize; 4] = [1, SIGNATURE_LAST.0 + 1, VERSION.0 + 1, GREETING_BYTES];
-/// How both ends begin: a signature, a version and the mechanism of security.
+/// Start of every greeting: a signature, a version and the security mechanism.
 const SIGNATURE_FIRST: u8 = 0xFF;
 const SIGNATURE_LAST: (usize, u8) = (9, 0x7F);
-/// Of the last byte of the signature this bit alone counts.
+/// The only significant bit in the last byte of the signature.
 const SIGNATURE_BIT: u8 = 1;
 const VERSION: (usize, u8) = (10, 3);
 const MECHANISM: (usize, &[u8; 20]) = (12, b"NULL\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
 
-/// A frame that others of its message follow.
+/// Flag of a frame that is followed by more frames of its message.
 pub const MORE: u8 = 1;
-/// A frame whose length has eight bytes.
+/// Flag of a frame whose length takes eight bytes.
 pub const LONG: u8 = 2;
-/// A frame that is a command, and no part of a message.
+/// Flag of a frame that is a command, not part of a message.
 pub const COMMAND: u8 = 4;
-/// Most bytes of a frame before its body.
+/// Maximum bytes of a frame before its body.
 pub const MOST_HEAD_BYTES: usize = 1 + size_of::<u64>();
-/// Most bytes of a command; metadata have some tens.
+/// Maximum bytes of a command; typical metadata takes a few tens of bytes.
 pub const MOST_COMMAND_BYTES: u64 = 4 << 10;
 
-/// The command with which a socket says what it is, behind the length of its name.
+/// Name of the command that announces a socket's properties, preceded by its length.
 pub const READY: &[u8] = b"\x05READY";
-/// That with which it says what is wrong.
+/// Name of the command that reports an error, preceded by its length.
 pub const ERROR: &[u8] = b"\x05ERROR";
 const PING: &[u8] = b"\x04PING";
 const PONG: &[u8] = b"\x04PONG";
-/// Bytes of a ping between its name and its context: how long it counts.
+/// Bytes of the time-to-live between a ping's name and its context.
 const PING_TIME_BYTES: usize = 2;
-/// The property of what a socket is.
+/// Property that holds the socket type.
 const SOCKET_TYPE: &[u8] = b"Socket-Type";
-/// That by which an emulator of ours says of which of its ranks a socket is; names with this head are free to use.
+/// Property in which this project's emulator sends the socket's rank. Applications may define names that begin with `X-`.
 const RANK: &[u8] = b"X-Accl-Rank";
 
-/// How an end begins.
+/// Returns the greeting that each end sends first.
 pub fn greeting() -> [u8; GREETING_BYTES] {
     let mut bytes = [0; GREETING_BYTES];
     bytes[0] = SIGNATURE_FIRST;
@@ -51,12 +51,12 @@ pub fn greeting() -> [u8; GREETING_BYTES] {
     bytes
 }
 
-/// Whether a greeting is one that is understood, as far as it has come.
+/// Checks a complete or partial greeting.
 ///
 /// # Errors
-/// What is wrong with it, in words.
+/// A description of what is wrong with the greeting.
 pub fn check_greeting(bytes: &[u8]) -> Result<(), String> {
-    // In between is what versions before the second take for a length.
+    // The bytes in between are what versions before 2.0 take for a length.
     let (last, _) = SIGNATURE_LAST;
     let is_signed = bytes.first().is_none_or(|byte| *byte == SIGNATURE_FIRST)
         && bytes.get(last).is_none_or(|byte| byte & SIGNATURE_BIT != 0);
@@ -74,17 +74,17 @@ pub fn check_greeting(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// The frame in which a socket says that it is of this type.
+/// Returns the frame in which a socket announces its type.
 pub fn ready(socket: &[u8]) -> Vec<u8> {
     ready_with(&[(SOCKET_TYPE, socket), (b"Identity", b"")])
 }
 
-/// The same, for a socket of this rank of an emulator.
+/// Returns the frame in which a socket announces its type and its rank in an emulator.
 pub fn ready_of_rank(socket: &[u8], rank: u32) -> Vec<u8> {
     ready_with(&[(SOCKET_TYPE, socket), (b"Identity", b""), (RANK, rank.to_string().as_bytes())])
 }
 
-/// The frame in which a socket says why it ends the connection.
+/// Returns the frame in which a socket reports why it ends the connection.
 pub fn error(why: &str) -> Vec<u8> {
     let why = &why.as_bytes()[..why.len().min(usize::from(u8::MAX))];
     frame(COMMAND, &[ERROR, &[why.len() as u8], why].concat())
@@ -101,24 +101,24 @@ fn ready_with(properties: &[(&[u8], &[u8])]) -> Vec<u8> {
     frame(COMMAND, &body)
 }
 
-/// Of which type a socket is that is ready, by what stands behind [`READY`].
+/// Returns the socket type from the metadata that follows [`READY`].
 ///
 /// # Errors
-/// What is wrong with it, in words.
+/// A description of what is wrong with the metadata.
 pub fn socket_type(metadata: &[u8]) -> Result<&[u8], &'static str> {
     property_of(metadata, SOCKET_TYPE)?.ok_or("it does not say of which type its socket is")
 }
 
-/// Of which rank of an emulator a socket is that is ready; `None`: it does not say so.
+/// Returns the emulator rank of a socket from its metadata, or `None` if the metadata has no rank.
 ///
 /// # Errors
-/// As [`socket_type`].
+/// Same as [`socket_type`].
 pub fn rank(metadata: &[u8]) -> Result<Option<u32>, &'static str> {
     let digits = property_of(metadata, RANK)?;
     Ok(digits.and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok()))
 }
 
-/// The last property with this name. All are looked at: whatever is no property is an error.
+/// Returns the last property with this name. Parses all properties, because a malformed one is an error.
 fn property_of<'a>(mut metadata: &'a [u8], wanted: &[u8]) -> Result<Option<&'a [u8]>, &'static str> {
     let mut found = None;
     while !metadata.is_empty() {
@@ -131,7 +131,7 @@ fn property_of<'a>(mut metadata: &'a [u8], wanted: &[u8]) -> Result<Option<&'a [
     Ok(found)
 }
 
-/// Name and value of the first property, and those behind it.
+/// Returns name and value of the first property, and the remaining properties.
 fn property(metadata: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     let (len, rest) = metadata.split_first()?;
     let (name, rest) = rest.split_at_checked(usize::from(*len))?;
@@ -140,39 +140,39 @@ fn property(metadata: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     Some((name, value, rest))
 }
 
-/// The frame that answers a command; `None`: it needs no answer.
+/// Returns the frame that answers a command, or `None` if the command needs no answer.
 ///
 /// # Errors
-/// What is wrong with the command, in words.
+/// A description of what is wrong with the command.
 pub fn pong(command: &[u8]) -> Result<Option<Vec<u8>>, &'static str> {
     let Some(ping) = command.strip_prefix(PING) else { return Ok(None) };
     let context = ping.get(PING_TIME_BYTES..).ok_or("it sends pings of too few bytes")?;
     Ok(Some(frame(COMMAND, &[PONG, context].concat())))
 }
 
-/// Whether a frame may have these flags.
+/// Checks whether a frame may have these flags.
 ///
 /// # Errors
-/// It may not, in words.
+/// A description of why it may not.
 pub fn check_flags(flags: u8) -> Result<(), &'static str> {
     let is_none = flags & !(MORE | LONG | COMMAND) != 0 || flags & (MORE | COMMAND) == MORE | COMMAND;
     if is_none { Err("it sends frames with flags that there are not") } else { Ok(()) }
 }
 
-/// A frame.
+/// Returns a frame with this body.
 pub fn frame(flags: u8, body: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     push_frame(&mut bytes, flags, body);
     bytes
 }
 
-/// Writes a frame behind others.
+/// Appends a frame.
 pub fn push_frame(bytes: &mut Vec<u8>, flags: u8, body: &[u8]) {
     push_head(bytes, flags, body.len());
     bytes.extend(body);
 }
 
-/// Writes what stands before a body of so many bytes.
+/// Appends the flags and the length that precede a body of `body_bytes` bytes.
 pub fn push_head(bytes: &mut Vec<u8>, flags: u8, body_bytes: usize) {
     match u8::try_from(body_bytes) {
         Ok(len) => bytes.extend([flags, len]),

@@ -1,5 +1,5 @@
-//! What went in and out of emulators of the ACCL project is understood, and written as they wrote it: requests and packets byte for byte,
-//! replies as JSON values.
+//! Replays recordings of the ACCL project's emulators. Requests and packets must be parsed and written back byte for byte, and replies as equal JSON
+//! values.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const NETWORKS: [(&str, Network); 3] = [("udp", Network::Udp), ("tcp", Network::Tcp), ("cyt_rdma", Network::Rdma)];
 
-/// A recording.
+/// Returns the text of a recording.
 fn text_of(name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/recordings").join(format!("{name}.jsonl.xz"));
     let packed = fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
@@ -21,7 +21,7 @@ fn text_of(name: &str) -> String {
     String::from_utf8(text).unwrap()
 }
 
-/// The lines of a recording.
+/// Returns the lines of a recording.
 fn lines(name: &str) -> Vec<Value> {
     text_of(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
@@ -34,7 +34,7 @@ fn bytes_of(hex: &str) -> Vec<u8> {
     (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
 }
 
-/// The text of a request as it was recorded, which keeps the order of its fields.
+/// Returns the recorded text of a request, with its fields in the recorded order.
 fn request_text(line: &str) -> &str {
     let begin = line.find("\"request\":").unwrap() + "\"request\":".len();
     &line[begin..line.find(",\"reply\":").unwrap()]
@@ -72,7 +72,7 @@ fn replies_have_the_values_that_were_recorded() {
     }
 }
 
-/// What has come of a message so far.
+/// Part of a message that has arrived so far.
 #[derive(Default)]
 struct UnderWay {
     packets: Vec<Vec<u8>>,
@@ -92,7 +92,7 @@ fn packets_are_cut_as_they_were_recorded() {
             let (joiner, under_way) = entry.or_insert_with(|| (Joiner::new(network), UnderWay::default()));
             match joiner.join(&packet).unwrap_or_else(|bad| panic!("{name} {}: {bad:?}", line["n"])) {
                 Joined::Write { address, is_host, data } => {
-                    // A write names its address in each packet: those of one begin anew here.
+                    // Each packet of a write names its own address, so each packet is compared as a separate write here.
                     let header = write_header(address, is_host, data.len(), topic);
                     let queue_pair = topic.parse().unwrap();
                     let own = packets(network, &header, data, queue_pair).next().unwrap().to_bytes();
@@ -113,7 +113,7 @@ fn packets_are_cut_as_they_were_recorded() {
                             .collect();
                         assert_eq!(own.len(), recorded.len(), "{name} {}", line["n"]);
                         for (own, recorded) in own.iter().zip(&recorded) {
-                            // What stood in the first word before a message is nobody's.
+                            // If the payload is shorter than a word, the padding holds unrelated data from before the message.
                             let len = if payload.len() < WORD_BYTES {
                                 own.len() - own.len() % WORD_BYTES - WORD_BYTES + payload.len() % WORD_BYTES
                             } else {

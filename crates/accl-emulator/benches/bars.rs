@@ -1,5 +1,5 @@
-//! What emulators take, measured over their sockets, and engines in the process of their rank: `cargo bench -p accl-emulator --bench bars`.
-//! Figures are medians of a few turns; they mean nothing without the machine that they are of.
+//! Benchmarks of emulators over their sockets, and of engines in the process of their rank: `cargo bench -p accl-emulator --bench bars`. Figures are
+//! medians of a few turns, and are comparable on the same machine only.
 
 #[path = "../tests/engines/support/mod.rs"]
 #[expect(dead_code, reason = "the tests use the rest")]
@@ -55,8 +55,8 @@ fn print(id: &str, figure: impl std::fmt::Display, bar: &str) {
     println!("{id:<44} {figure:>14}   {bar}");
 }
 
-/// A register over ZeroMQ, beside a byte over a plain connection: with both ends on one core, and with one on each of two. The system's choice
-/// between the two is worth more than all that is measured here, and it need not be the same for both.
+/// Measures a register access over ZeroMQ, and a byte over a plain connection for comparison. Both ends run on one core, and then on two. Without
+/// pinning, the scheduler's choice between the two matters more than everything measured here, and may differ between the two measurements.
 fn register() {
     let cores = sched_getaffinity(None).expect("the cores of the process");
     let allowed: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&core| cores.is_set(core)).collect();
@@ -68,7 +68,7 @@ fn register() {
     sched_setaffinity(None, &cores).expect("the cores from before");
 }
 
-/// The thread that asks, and threads and processes that it starts from now on, run on this core.
+/// Pins the calling thread, and all threads and processes that it starts later, to this core.
 fn pin(core: usize) {
     let mut one = CpuSet::new();
     one.set(core);
@@ -118,7 +118,7 @@ fn register_on(place: &str, asks: usize, answers: usize) {
     print(&format!("register/{place}/tcp"), format!("{tcp:.1?}"), "");
 }
 
-/// Memory, written and read; the host's own JSON counts too.
+/// Measures writing and reading memory, including the host's own JSON work.
 fn memory() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&words(&format!("--port {port}")))]);
@@ -139,7 +139,7 @@ fn memory() {
     print(&format!("memory/read/{MEMORY_BYTES}"), format!("{:.1?}", median(reads)), "bar 250 ms");
 }
 
-/// From the start on all ranks to all polls that say done.
+/// Returns the time from starting a call on all ranks until all polls report its end.
 async fn timed(hosts: &mut [(Host, Places)], at: u32, count: u32) -> Duration {
     let (first, result) = (u64::from(at), u64::from(at + (4 * count).next_multiple_of(4096)));
     let begin = Instant::now();
@@ -233,7 +233,7 @@ fn inboxes(ranks: u32) -> Arc<Vec<Inbox>> {
     Arc::new((0..ranks).map(|_| Inbox::default()).collect())
 }
 
-/// A register of an engine in the process of its rank.
+/// Measures a register access to an engine in the process of its rank.
 fn sim_register() {
     const TIMES: u32 = 100_000;
     let mut bus: Box<dyn Bus> = Box::new(sim_bus(&sim_url("udp"), 0, &inboxes(1)));
@@ -248,7 +248,7 @@ fn sim_register() {
     print("register/sim", format!("{:.1?}", median((0..TURNS).map(turn).collect())), "bar 1 us");
 }
 
-/// Two engines on two threads, each that of its rank's driver; without the links that processes have between them.
+/// Measures two engines on two threads, each with the driver of its rank, without the links between processes.
 fn sim_all_reduce() {
     for design in ["udp", "cyt_rdma"] {
         let (url, inboxes, both) = (sim_url(design), inboxes(2), Barrier::new(2));
@@ -288,7 +288,7 @@ fn sim_all_reduce() {
 
 fn cpu_ticks(child: &Child) -> u64 {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
-    // Behind the name in brackets, user and system time are the twelfth and thirteenth.
+    // After the name in brackets, user and system time are the 12th and 13th fields.
     let (_, fields) = stat.rsplit_once(") ").unwrap();
     fields.split(' ').skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
 }

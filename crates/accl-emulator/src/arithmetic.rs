@@ -1,8 +1,9 @@
-//! What plugins of the data path do with elements: add them, take the larger ones, and change single into half precision and back.
+//! Arithmetic plugins of the data path: sums, maxima, and conversion between single and half precision.
 
 use half::f16;
 
-/// Adds or compares elements, by stream destination: in the order of the reference, sums before maxima.
+/// Reduces elements by the function of a stream destination. The numbers are the reference's, with sums before maxima. Returns `false` for an unknown
+/// destination.
 pub(crate) fn reduce(destination: u32, into: &mut [u8], other: &[u8]) -> bool {
     match destination {
         0 => each(into, other, |a, b| (f32::from_le_bytes(a) + f32::from_le_bytes(b)).to_le_bytes()),
@@ -30,13 +31,13 @@ fn each<const BYTES: usize>(into: &mut [u8], other: &[u8], f: impl Fn([u8; BYTES
     into.iter_mut().zip(other).for_each(|(a, b)| *a = f(*a, *b));
 }
 
-/// Single into half precision, rounded to the nearest.
+/// Converts single to half precision, rounded to nearest.
 pub(crate) fn compress(from: &[u8]) -> Vec<u8> {
     let (from, _) = from.as_chunks::<4>();
     from.iter().flat_map(|&element| f16::from_f32(f32::from_le_bytes(element)).to_le_bytes()).collect()
 }
 
-/// Half into single precision.
+/// Converts half to single precision.
 pub(crate) fn decompress(from: &[u8]) -> Vec<u8> {
     let (from, _) = from.as_chunks::<2>();
     from.iter().flat_map(|&element| f16::from_le_bytes(element).to_f32().to_le_bytes()).collect()

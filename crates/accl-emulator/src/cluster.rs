@@ -1,6 +1,6 @@
-//! The engines of one process, which reach each other without a socket.
+//! Engines of one process, which reach each other without a socket.
 //!
-//! Owns which of them can go on, and what they have for engines elsewhere. Read [`Cluster::settle`] first.
+//! Owns the set of engines that can advance, and their packets for other processes. Read [`Cluster::settle`] first.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -11,14 +11,14 @@ use crate::engine::{Caller, Ends, Engine, Peers};
 use crate::fabric::Fabric;
 use crate::trace::Trace;
 
-/// Packets of one engine that another of the same process has not found a place for, before it waits.
+/// Number of waiting packets of one engine at another of the same process at which the sending engine waits.
 const MOST_WAITING: usize = 256;
 
 /// A packet for an engine of another process.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(crate) to: u32,
-    /// Of which job it is; zero: its host has said nothing of jobs.
+    /// Job of the packet; zero if the host has named no job.
     pub(crate) job: u32,
     pub(crate) packet: Vec<u8>,
 }
@@ -27,42 +27,42 @@ pub(crate) struct Outgoing {
 pub(crate) struct Cluster {
     first: u32,
     engines: Vec<Engine>,
-    /// Those that may be able to go on.
+    /// Engines that may be able to advance.
     awake: VecDeque<usize>,
     is_awake: Vec<bool>,
-    /// Those that would go on if there were room.
+    /// Engines that wait for room for their packets.
     stalled: BTreeSet<usize>,
-    /// What each has for other processes, and how many packets more these take.
+    /// Packets of each engine for other processes, and how many more packets the other processes take.
     outgoing: Vec<VecDeque<Outgoing>>,
     room: Vec<usize>,
     trace: Option<Trace>,
 }
 
-/// Carries what one engine sends while it goes on. It looks at those engines alone that something is for.
+/// Fabric for one engine while it advances. It accesses only the engines that receive its packets.
 struct Carrier<'a> {
     first: u32,
-    /// The engines of the process that have a lower rank, and those with a higher one.
+    /// Engines of the process with lower and with higher ranks.
     lower: &'a [Engine],
     higher: &'a [Engine],
     from: u32,
-    /// Packets of its own that it holds.
+    /// Number of the engine's packets to itself that wait.
     held_here: usize,
-    /// What other processes have room for.
+    /// Number of packets that other processes have room for.
     elsewhere: usize,
     sent: Vec<(u32, Vec<u8>)>,
-    /// How many went to each engine of the process.
+    /// Number of packets sent to each engine of the process.
     sent_here: BTreeMap<usize, usize>,
     was_refused: Cell<bool>,
 }
 
 impl Carrier<'_> {
-    /// Which engine of the process has a session.
+    /// Returns the index of the engine with this session, if it is in this process.
     fn index(&self, session: u32) -> Option<usize> {
         let index = session.checked_sub(self.first)? as usize;
         (index <= self.lower.len() + self.higher.len()).then_some(index)
     }
 
-    /// Packets of this engine that another of the process has found no place for.
+    /// Returns how many packets of the advancing engine wait at another engine of the process.
     fn held(&self, index: usize) -> usize {
         let other = match index.checked_sub(self.lower.len()) {
             None => self.lower.get(index),
@@ -96,7 +96,7 @@ impl Fabric for Carrier<'_> {
 }
 
 impl Cluster {
-    /// Engines from this rank on.
+    /// Creates a cluster of engines with ranks from `first` on.
     pub(crate) fn new(first: u32, engines: Vec<Engine>, trace: Option<Trace>) -> Self {
         let count = engines.len();
         Self {
@@ -116,7 +116,7 @@ impl Cluster {
         (index < self.engines.len()).then_some(index)
     }
 
-    /// An engine has been given something to do: it and all that follow go on.
+    /// Lets an engine advance that has new input, and then all engines that can advance as a result.
     pub(crate) fn go_on(&mut self, rank: u32) {
         if let Some(index) = self.index(rank) {
             self.wake(index);
@@ -124,27 +124,27 @@ impl Cluster {
         }
     }
 
-    /// An engine may be able to go on.
+    /// Marks an engine that may be able to advance.
     fn wake(&mut self, index: usize) {
         if !std::mem::replace(&mut self.is_awake[index], true) {
             self.awake.push_back(index);
         }
     }
 
-    /// There may be room for those that have waited for it.
+    /// Marks the engines that wait for room, since there may be room now.
     pub(crate) fn wake_stalled(&mut self) {
         for index in std::mem::take(&mut self.stalled) {
             self.wake(index);
         }
     }
 
-    /// The engine of a rank of this process.
+    /// Returns the engine of a rank of this process.
     pub(crate) fn engine(&mut self, rank: u32) -> Option<&mut Engine> {
         let index = self.index(rank)?;
         self.engines.get_mut(index)
     }
 
-    /// Changes what an engine knows of its peers, with which it may be able to go on.
+    /// Updates what an engine knows of its peers, after which it may be able to advance.
     pub(crate) fn tell(&mut self, rank: u32, what: impl FnOnce(&mut Engine)) {
         if let Some(index) = self.index(rank) {
             what(&mut self.engines[index]);
@@ -152,12 +152,12 @@ impl Cluster {
         }
     }
 
-    /// Says whether the peers of a rank are there.
+    /// Sets whether the peers of a rank are connected.
     pub(crate) fn set_peers(&mut self, rank: u32, peers: Peers) {
         self.tell(rank, |engine| engine.set_peers(peers));
     }
 
-    /// What the engine of a rank is, of so many.
+    /// Returns the self-description of a rank's engine among `ranks` ranks.
     pub(crate) fn about(&self, rank: u32, ranks: u32) -> Option<About> {
         Some(self.engines[self.index(rank)?].about(rank, ranks))
     }
@@ -173,7 +173,7 @@ impl Cluster {
         Some(reply)
     }
 
-    /// Starts a call of a rank's host whose words mean nothing.
+    /// Starts a call of a rank's host whose words have no meaning.
     pub(crate) fn start_unknown(&mut self, rank: u32, caller: Caller, control: u32) -> Option<Reply> {
         let index = self.index(rank)?;
         let is_started = self.engines[index].start_unknown(caller, control);
@@ -182,14 +182,14 @@ impl Cluster {
         Some(Reply::Status(if is_started { Status::Good } else { Status::NoControl }))
     }
 
-    /// Writes down what was asked and answered.
+    /// Traces a request and its reply.
     pub(crate) fn trace_exchange(&self, rank: u32, request: &[u8], reply: &str) {
         if let Some(trace) = &self.trace {
             trace.exchange(rank, request, reply);
         }
     }
 
-    /// Hands a packet of another process to its engine.
+    /// Delivers a packet of another process to its engine.
     pub(crate) fn take(&mut self, rank: u32, sender: u32, job: u32, packet: &[u8]) {
         if let Some(trace) = &self.trace {
             trace.packet(sender, rank, packet);
@@ -199,7 +199,7 @@ impl Cluster {
         }
     }
 
-    /// A packet of another job than that of its engine was on its way when that one was reset, and goes nowhere.
+    /// Delivers a packet to an engine of the same job. Otherwise the packet was in flight when the engine was reset for another job, and is dropped.
     fn deliver(&mut self, index: usize, sender: u32, job: u32, packet: &[u8]) {
         if self.engines[index].job() == job {
             self.engines[index].take(sender, packet);
@@ -209,14 +209,14 @@ impl Cluster {
         }
     }
 
-    /// How many packets more other processes take of a rank.
+    /// Sets how many more packets of a rank other processes take.
     pub(crate) fn set_room(&mut self, rank: u32, packets: usize) {
         if let Some(index) = self.index(rank) {
             self.room[index] = packets;
         }
     }
 
-    /// Until none of the engines can go on without another process.
+    /// Advances engines until none can advance without another process.
     pub(crate) fn settle(&mut self) {
         loop {
             let mut has_moved = false;
@@ -224,7 +224,7 @@ impl Cluster {
                 self.is_awake[index] = false;
                 has_moved |= self.advance(index);
             }
-            // Whatever one has moved may have made room for another.
+            // The progress of one engine may have made room for another.
             if !has_moved || self.stalled.is_empty() {
                 return;
             }
@@ -247,7 +247,8 @@ impl Cluster {
             sent_here: BTreeMap::new(),
             was_refused: Cell::new(false),
         };
-        // What is sent now is of this job: a reset, with which another may begin, sends nothing, and neither does what follows it at once.
+        // All packets of this advance belong to the current job. A reset may begin another job, but sends no packets, and neither do the calls
+        // directly after it.
         let job = engine.job();
         let has_moved = engine.advance(&mut carrier);
         let Carrier { sent, was_refused, .. } = carrier;
@@ -266,13 +267,13 @@ impl Cluster {
         has_moved
     }
 
-    /// What a rank has for other processes, in order.
+    /// Returns a rank's packets for other processes, in order.
     pub(crate) fn outgoing(&mut self, rank: u32) -> Option<&mut VecDeque<Outgoing>> {
         let index = self.index(rank)?;
         self.outgoing.get_mut(index)
     }
 
-    /// Gives an engine bytes of a kernel.
+    /// Gives an engine bytes from a kernel.
     pub(crate) fn feed(&mut self, rank: u32, bytes: &[u8]) {
         self.tell(rank, |engine| engine.feed(bytes));
     }
@@ -287,7 +288,7 @@ mod tests {
     use super::*;
     use crate::program::Faithful;
 
-    /// An engine that has been reset for a job, and lets packets in.
+    /// Resets the engine for a job, and lets packets in.
     fn set_up(cluster: &mut Cluster, job: u32) {
         cluster.engine(0).unwrap().set_next_job(job);
         let call = |call| Request::Call { control: 0, call };

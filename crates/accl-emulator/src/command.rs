@@ -1,6 +1,6 @@
-//! The command that emulates engines, as a program of its own and as a part of others.
+//! The command that runs emulated engines, both as a separate program and as part of other programs.
 //!
-//! Owns the command line; what it starts is in `serve`. Read [`run`] first.
+//! Owns the command line; the servers that it starts are in `serve`. Read [`run`] first.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ use crate::program::Faithful;
 use crate::serve::{Options, serve};
 use crate::time::Speed;
 
-/// Subscriptions name a rank by four digits.
+/// Maximum number of ranks. Subscriptions name a rank by four digits.
 const MOST_RANKS: i64 = 9999;
 
 /// Emulates CCLO engines for hosts that speak the protocol of the ACCL project's emulator.
@@ -144,17 +144,17 @@ impl Arguments {
     }
 }
 
-/// What a command returns that cannot be done as asked.
+/// Exit status of a command that cannot do what was asked.
 const WRONG: u8 = 2;
 
-/// Runs the command until somebody ends the process; `name` is what its messages call it, and the first of its arguments is no name.
-/// Returns an exit status: 0 where help was asked for, else 2.
+/// Runs the command until the process is ended. Messages begin with `name`; `arguments` does not include the program's name. Returns an exit status:
+/// 0 if help or the version was requested or the server ended without an error, otherwise 2.
 pub fn run(name: &str, arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let command = [OsString::from(name)].into_iter().chain(arguments);
     let arguments = match Arguments::try_parse_from(command) {
         Ok(arguments) => arguments,
         Err(error) => {
-            // Help goes to standard output, and all else to standard error; nobody may be there to read either.
+            // Help goes to standard output, and everything else to standard error. If either is closed, the output is lost.
             let _ = error.print();
             return error.exit_code() as u8;
         }

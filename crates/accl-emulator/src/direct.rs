@@ -1,7 +1,6 @@
-//! An engine of this process as its host reaches it, without a socket.
+//! Access of a host to an engine in the same process, without a socket.
 //!
-//! Owns what becomes of requests that the engine refuses, the addresses of buffers, and the bus to engines that are reached so. Read
-//! [`DirectBus`] first.
+//! Owns the errors for requests that the engine refuses, the addresses of buffers, and the bus to such engines. Read [`DirectBus`] first.
 
 use std::time::Duration;
 
@@ -12,33 +11,33 @@ use accl_types::{Error, ErrorKind, Result};
 
 use crate::engine::Engine;
 
-/// What addresses of buffers are multiples of.
+/// Alignment of buffer addresses in bytes.
 const ALIGNMENT: u64 = 4096;
-/// The control stream that calls are started on.
+/// Control stream on which calls are started.
 const CONTROL: u32 = 0;
 
-/// How far the memories of an engine are handed out: the card's and the host's.
+/// End of the allocated part of an engine's device memory and of its host memory.
 pub type HandedOut = [u64; 2];
 
-/// How an engine is reached, and who lets it go on.
+/// Access to an engine, which also lets the engine advance.
 pub trait Reach: Clone + Send + 'static {
-    /// Does something with the engine while nobody else does.
+    /// Runs a function on the engine under exclusive access.
     #[doc(hidden)]
     fn with<R>(&self, f: impl FnOnce(Direct<'_>, &mut HandedOut) -> Result<R>) -> Result<R>;
 
-    /// Lets the engine go on as far as it can.
+    /// Lets the engine advance as far as possible.
     fn go_on(&self);
 
-    /// Waits until it may be able to go on, at most so long.
+    /// Waits until the engine may be able to advance, for at most `at_most`.
     fn pause(&self, at_most: Duration) {
         std::thread::sleep(at_most);
     }
 
-    /// What messages call it.
+    /// Name of the engine in messages.
     fn name(&self) -> &str;
 }
 
-/// A connection to an engine of this process.
+/// Connection to an engine of this process.
 #[derive(Clone)]
 pub struct DirectBus<R>(pub(crate) R);
 
@@ -92,7 +91,7 @@ impl<R: Reach> Bus for DirectBus<R> {
     }
 }
 
-/// An engine, and what messages call it.
+/// An engine with its name in messages.
 pub struct Direct<'a> {
     pub(crate) engine: &'a mut Engine,
     pub(crate) name: &'a str,

@@ -6,7 +6,7 @@ use accl_cclo::memory_map::{
 };
 
 const WORDS: usize = EXCHANGE_MEMORY_BYTES as usize / 4;
-/// Where a rank's entry holds the numbers that the engine counts, in words.
+/// Word offsets, in a rank's entry, of the sequence numbers that the engine counts.
 const INBOUND: usize = 2;
 const OUTBOUND: usize = 3;
 
@@ -18,11 +18,11 @@ pub(crate) struct Exchange {
 /// How an engine treats the elements of a call.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Elements {
-    /// Bytes of one in memory.
+    /// Size of an element in memory, in bytes.
     pub(crate) uncompressed: usize,
-    /// Bytes of one on a compressed wire.
+    /// Size of an element on a compressed wire, in bytes.
     pub(crate) compressed: usize,
-    /// Arithmetic works on the compressed form.
+    /// Whether arithmetic works on the compressed form.
     pub(crate) adds_compressed: bool,
     /// Stream destinations of SUM and MAX.
     pub(crate) functions: [Option<u32>; 2],
@@ -35,12 +35,12 @@ impl Default for Exchange {
 }
 
 impl Exchange {
-    /// A word; `None`: there is none at this offset.
+    /// Returns a word, or `None` if there is none at this byte offset.
     pub(crate) fn word(&self, offset: u32) -> Option<u32> {
         offset.is_multiple_of(4).then(|| self.words.get(offset as usize / 4).copied()).flatten()
     }
 
-    /// Sets a word. `false`: there is none at this offset.
+    /// Sets a word. Returns `false` if there is none at this byte offset.
     pub(crate) fn set_word(&mut self, offset: u32, value: u32) -> bool {
         let word = self.words.get_mut(offset as usize / 4).filter(|_| offset.is_multiple_of(4));
         word.map(|word| *word = value).is_some()
@@ -68,7 +68,7 @@ impl Exchange {
         TABLES_BEGIN + (4 * RxBuffer::COUNT * index) as u32
     }
 
-    /// Where the table of rx buffers ends.
+    /// Returns the byte offset at which the table of rx buffers ends.
     pub(crate) fn rx_buffers_end(&self) -> u32 {
         let bytes = u64::from(self.get(RX_BUFFER_COUNT)) * 4 * RxBuffer::COUNT as u64;
         u32::try_from(u64::from(TABLES_BEGIN) + bytes).unwrap_or(u32::MAX)
@@ -88,7 +88,7 @@ impl Exchange {
         Communicator::from_words(self.words.get(offset as usize / 4..)?)
     }
 
-    /// Beyond all words if there is no such place.
+    /// Returns the byte offset of a rank's entry; beyond exchange memory if the entry cannot exist.
     fn entry_at(communicator: u32, rank: u32) -> u32 {
         let behind = u32::try_from(4 * Communicator::entry_at(rank as usize)).unwrap_or(u32::MAX);
         communicator.saturating_add(behind)
@@ -98,7 +98,7 @@ impl Exchange {
         self.words_at(Self::entry_at(communicator, rank)).map(RankEntry::from_words)
     }
 
-    /// Counts a message that has come from a rank.
+    /// Counts a message that arrived from a rank.
     pub(crate) fn count_inbound(&mut self, communicator: u32, rank: u32) {
         self.count(communicator, rank, INBOUND);
     }

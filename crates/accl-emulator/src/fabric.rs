@@ -1,19 +1,19 @@
-//! What carries packets between engines.
+//! Transport of packets between engines.
 
-/// Packets that a list of them takes before whoever carries it must have carried some.
+/// Number of packets in a list at which it accepts no more until some are delivered.
 const MOST_PACKETS: usize = 1024;
 
-/// What carries packets to other engines.
+/// Transport of packets to other engines.
 pub trait Fabric {
-    /// Sends a packet to the engine with this session; it is these parts one behind the other.
+    /// Sends a packet to the engine with this session. The packet consists of the three parts in order.
     fn send(&mut self, session: u32, packet: [&[u8]; 3]);
 
-    /// Whether it takes data for this engine now. An engine that hears no waits: whoever runs it lets it go on once there is room. What is no
-    /// data, an address or that all data are there, is sent in any case.
+    /// Returns whether the fabric accepts data for this engine now. If not, the sending engine waits, and its owner lets it advance once there is
+    /// room. Messages without data (addresses and completion reports) are sent in any case.
     fn has_room(&self, session: u32) -> bool;
 }
 
-/// Keeps what is sent, with the session that it goes to, for whoever carries it.
+/// Stores the packets with their destination sessions, to be delivered by the owner of the list.
 impl Fabric for Vec<(u32, Vec<u8>)> {
     fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
         self.push((session, packet.concat()));

@@ -1,8 +1,10 @@
-//! The CCLO in software: an engine that takes the calls of a host, moves data through its memories, and exchanges packets with its peers.
+//! The CCLO in software: an engine that runs the calls of a host, moves data through its memories, and exchanges packets with its peers.
 //!
-//! Owns what firmware and data path of an engine do, its memories, and what becomes of packets that come; with the behaviour of
-//! `accl_cclo::hazards`, as it is or repaired. Has no sockets, threads or clock but for [`serve`]: whoever
-//! runs an engine hands it requests and packets, and carries what it sends over a [`Fabric`]. Read [`Engine`] and [`program`] first.
+//! Owns the behaviour of an engine's firmware and data path, its memories, and the handling of received packets. The defects of `accl_cclo::hazards`
+//! are either reproduced or repaired. Only [`serve`] and its trace use sockets, threads or a clock. Elsewhere the caller passes requests and packets
+//! to an engine, and transports its outgoing packets over a [`Fabric`]. Read [`Engine`] and [`program`] first.
+//!
+//! In comments, "the original" is the ACCL project's emulator, and "the reference" is the one that `accl_cclo` follows.
 
 #![forbid(unsafe_code)]
 

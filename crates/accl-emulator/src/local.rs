@@ -1,6 +1,6 @@
 //! Engines of one process as devices of its threads: a bus without a socket.
 //!
-//! Owns the lock over the engines. What engines do is in the rest of this crate. Read [`LocalBus`] first.
+//! Owns the lock on the engines; their behaviour is in the rest of this crate. Read [`LocalBus`] first.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,7 +12,7 @@ use crate::direct::{Direct, DirectBus, HandedOut, Reach};
 use crate::engine::Engine;
 use crate::program::Faithful;
 
-/// The engines of all ranks, in one process.
+/// Engines of all ranks, in one process.
 pub struct LocalEngines(Mutex<Inner>);
 
 struct Inner {
@@ -21,14 +21,14 @@ struct Inner {
 }
 
 impl LocalEngines {
-    /// One engine for each rank.
+    /// Creates one engine for each rank.
     pub fn new(network: Network, faithful: Faithful, ranks: u32) -> Arc<Self> {
         let engines = (0..ranks).map(|_| Engine::new(network, faithful)).collect();
         let cluster = Cluster::new(0, engines, None);
         Arc::new(Self(Mutex::new(Inner { cluster, handed_out: vec![[0; 2]; ranks as usize] })))
     }
 
-    /// Does something with an engine, with which it and others may be able to go on. `None`: there is no such engine.
+    /// Runs a function on an engine, and then lets the engines advance. Returns `None` if there is no such engine.
     pub fn with<R>(&self, rank: u32, what: impl FnOnce(&mut Engine) -> R) -> Option<R> {
         let mut inner = self.lock();
         let result = what(inner.cluster.engine(rank)?);
@@ -37,15 +37,15 @@ impl LocalEngines {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // A panic of an engine is that of its call, and all others fail by their deadlines.
+        // A panic in an engine only fails the call at hand; calls of other ranks fail by their deadlines.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A connection to the engine of a rank.
+/// Connection to the engine of a rank.
 pub type LocalBus = DirectBus<LocalEngine>;
 
-/// The engine of a rank, among those of this process.
+/// Engine of a rank, among the engines of this process.
 #[derive(Clone)]
 pub struct LocalEngine {
     engines: Arc<LocalEngines>,

@@ -1,32 +1,33 @@
-//! A memory of an engine or of its host: bytes from address 0 on, which reach as far as somebody has asked for.
+//! Memory of an engine or of its host: bytes from address 0 up to the largest size that was requested.
 
-/// Addresses are kept in signed 32 bits by the original, so memory stays below this.
+/// Maximum size of a memory. The original keeps addresses in signed 32-bit integers.
 const MOST_BYTES: u64 = 1 << 31;
-/// What the system hands out at a time.
+/// Page size of the operating system in bytes.
 const PAGE_BYTES: usize = 4096;
 static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
-/// A memory. What nobody has written takes up address space alone.
+/// A memory. Parts that were never written take up address space only.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// Zero from `reach` on.
+    /// Contents; zero from `reach` on.
     bytes: Vec<u8>,
     reach: usize,
 }
 
 impl Memory {
-    /// Has it reach so far at least. `false`: nobody has so much.
+    /// Grows the memory to include this range. Returns `false` if the range exceeds the maximum size.
     pub fn grow(&mut self, address: u64, bytes: u64) -> bool {
         let Some(end) = address.checked_add(bytes).filter(|&end| end < MOST_BYTES) else { return false };
         let end = end as usize;
         if end > self.bytes.len() {
-            // Fresh zeros come from the system untouched, where `resize` would write them. Twice as many, so that small steps are not all copied.
+            // A new zeroed allocation stays untouched, while `resize` would write every byte. Its size doubles, so that small steps do not copy each
+            // time.
             let more = (2 * self.bytes.len()).clamp(end, MOST_BYTES as usize);
             let old = std::mem::replace(&mut self.bytes, vec![0; more]);
             let pages = self.bytes[..self.reach].chunks_mut(PAGE_BYTES).zip(old.chunks(PAGE_BYTES));
             for (to, from) in pages {
                 let from = &from[..to.len()];
-                // What was never written stays so.
+                // Pages that were never written stay untouched.
                 if *from != ZEROS[..from.len()] {
                     to.copy_from_slice(from);
                 }
@@ -36,19 +37,19 @@ impl Memory {
         true
     }
 
-    /// So many bytes at an address; `None` if it does not reach so far.
+    /// Returns `bytes` bytes at an address, or `None` if the range exceeds the memory.
     pub fn read(&self, address: u64, bytes: usize) -> Option<&[u8]> {
         let begin = usize::try_from(address).ok()?;
         self.bytes[..self.reach].get(begin..begin.checked_add(bytes)?)
     }
 
-    /// The same, to be written.
+    /// Same as [`Memory::read`], for writing.
     pub fn read_mut(&mut self, address: u64, bytes: usize) -> Option<&mut [u8]> {
         let begin = usize::try_from(address).ok()?;
         self.bytes[..self.reach].get_mut(begin..begin.checked_add(bytes)?)
     }
 
-    /// How far it reaches.
+    /// Returns the size of the memory in bytes.
     pub fn len_bytes(&self) -> usize {
         self.reach
     }

@@ -1,6 +1,6 @@
-//! The data mover: takes elements from memories, rx buffers and kernel streams, adds them, and puts them into memories or packets.
+//! The data mover: takes elements from memories, rx buffers and kernel streams, reduces them, and puts them into memories or packets.
 //!
-//! Owns how far a move has come: a large one goes on with each message that arrives. Read [`Moving::advance`] first.
+//! Owns the progress of a move, which continues with each message that arrives. Read [`Moving::advance`] first.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -16,16 +16,16 @@ use crate::program::{Move, Place, Sink, Source};
 use crate::receiver::{MOST_FOR_KERNELS, Memories, Receiver};
 use crate::time::Counted;
 
-/// An address that nobody has.
+/// Return code for an address outside of memory.
 pub(crate) const NO_ADDRESS: ReturnCode = ReturnCode(1 << 2);
-/// Arithmetic that there is not.
+/// Return code for an unknown reduction function.
 pub(crate) const NO_FUNCTION: ReturnCode = ReturnCode(1 << 19);
-/// More than there can be in one message.
+/// Return code for more bytes than a message can hold.
 const TOO_LARGE: ReturnCode = ReturnCode(1 << 18);
-/// Most elements of a step of a move that waits for nobody.
+/// Maximum bytes moved in one step if the move waits for no peer.
 const STEP_BYTES: usize = 1 << 20;
 
-/// What a move needs of its engine.
+/// Parts of the engine that a move uses.
 pub(crate) struct Parts<'a, F> {
     pub(crate) exchange: &'a mut Exchange,
     pub(crate) memories: Memories<'a>,
@@ -36,27 +36,27 @@ pub(crate) struct Parts<'a, F> {
     pub(crate) communicator: u32,
     pub(crate) rank: u32,
     pub(crate) elements: Elements,
-    /// Everything is compressed on the wire.
+    /// Whether all data is compressed on the wire.
     pub(crate) compresses_wire: bool,
-    /// A receiver that names any tag takes every tag.
+    /// Whether a receiver with the tag `any` accepts every tag.
     pub(crate) any_takes_all: bool,
-    /// What headers say of the communicator; `None`: nothing, as in the original.
+    /// Identifier of the communicator in headers; `None` if headers name none, as in the original.
     pub(crate) communicator_id: Option<u32>,
     /// Number of the next packet to each session.
     pub(crate) next_packet: &'a mut BTreeMap<u32, u32>,
-    /// What has come and was not asked for.
+    /// Received messages and notices that no call has taken yet.
     pub(crate) receiver: &'a mut Receiver,
     pub(crate) counted: &'a mut Counted,
 }
 
-/// A move that is under way.
+/// A move in progress.
 #[derive(Debug)]
 pub(crate) struct Moving {
     what: Move,
     done: u32,
 }
 
-/// Data that are written to an address of a peer, which is told at last.
+/// Data being written to an address of a peer, which is notified at the end.
 #[derive(Debug)]
 pub(crate) struct Writing {
     to: u32,
@@ -66,17 +66,17 @@ pub(crate) struct Writing {
     elements: u32,
 }
 
-/// How a step has gone.
+/// Result of advancing a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     Done,
-    /// It waits for a peer; it has moved something before, which may have made room.
+    /// The step waits for a peer. If `has_moved`, it has moved data, which may have made room.
     Waits {
         has_moved: bool,
     },
 }
 
-/// A part of the elements, in the form that one has on the wire or in memory.
+/// Some of the elements, in compressed or uncompressed form.
 struct Part {
     bytes: Vec<u8>,
     is_compressed: bool,
@@ -87,10 +87,10 @@ impl Moving {
         Self { what, done: 0 }
     }
 
-    /// Goes on as far as it can.
+    /// Advances as far as possible.
     ///
     /// # Errors
-    /// The bits of what went wrong.
+    /// The return code of the failure.
     pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
         let begun = self.done;
         while self.done < self.what.count {
@@ -103,7 +103,7 @@ impl Moving {
                 let second = self.take(second, count, parts)?;
                 let function = parts.elements.functions.get(*function as usize).copied().flatten();
                 let function = function.ok_or(NO_FUNCTION)?;
-                // Both in the form in which the plugin works.
+                // Converts both operands to the form in which the arithmetic plugin works.
                 let adds_compressed = parts.elements.adds_compressed;
                 let second = in_form(second, adds_compressed, &parts.elements);
                 first = in_form(first, adds_compressed, &parts.elements);
@@ -123,7 +123,7 @@ impl Moving {
         Ok(Progress::Done)
     }
 
-    /// Whether all places take more.
+    /// Returns whether all destinations accept more.
     fn has_room<F: Fabric>(&self, parts: &Parts<'_, F>) -> bool {
         self.what.to.iter().all(|sink| match sink {
             Sink::Rank { rank, .. } | Sink::RemoteKernel { rank, .. } => {
@@ -135,12 +135,12 @@ impl Moving {
         })
     }
 
-    /// Elements that can be moved now; `None`: none yet.
+    /// Returns the number of elements that can be moved now, or `None` if the move has to wait.
     fn next_count<F>(&self, parts: &Parts<'_, F>) -> Option<u32> {
         let left = self.what.count - self.done;
         let sources = [Some(self.what.first), self.what.second.map(|(second, _)| second)];
         let mut count = (STEP_BYTES / parts.elements.uncompressed.max(1)).max(1) as u32;
-        // What is sent goes in messages of the size that its receiver takes.
+        // Data for a peer is sent in messages of the peer's segment size.
         let most = self.what.to.iter().filter_map(|sink| match sink {
             Sink::Rank { rank, .. } | Sink::RemoteKernel { rank, .. } => Some(parts.message_elements(*rank)),
             Sink::Memory(_) | Sink::Kernel(_) => None,
@@ -226,37 +226,37 @@ impl Moving {
 }
 
 impl<F> Parts<'_, F> {
-    /// Bytes of an element in a memory.
+    /// Returns the size of an element in a memory, in bytes.
     fn bytes_of(&self, is_compressed: bool) -> usize {
         if is_compressed { self.elements.compressed } else { self.elements.uncompressed }
     }
 
-    /// A command of the mover for so many elements is over.
+    /// Counts a completed command of the data mover.
     fn counts_move(&mut self, elements: u32) {
         self.counted.moves += 1;
         self.counted.bytes += u64::from(elements) * self.elements.uncompressed as u64;
     }
 
-    /// Bytes of an element on the wire.
+    /// Returns the size of an element on the wire, in bytes.
     fn wire_bytes(&self) -> usize {
         self.bytes_of(self.compresses_wire).max(1)
     }
 
-    /// Elements of a message to a rank.
+    /// Returns the number of elements in a message to a rank.
     fn message_elements(&self, rank: u32) -> u32 {
         let segment = self.exchange.rank(self.communicator, rank).map_or(0, |peer| peer.segment_bytes as usize);
         (segment / self.wire_bytes()).max(1) as u32
     }
 
-    /// The rx buffer with the next message of a rank.
+    /// Returns the rx buffer with the next message of a rank, if it has arrived.
     fn find(&self, rank: u32, tag: u32) -> Option<(usize, accl_cclo::memory_map::RxBuffer)> {
         let sequence = self.exchange.rank(self.communicator, rank)?.inbound;
-        // The sender of a message with any tag is heard by all.
+        // A message sent with the tag `any` matches every receive.
         let takes = |theirs: u32| theirs == tag || theirs == ANY_TAG || (tag == ANY_TAG && self.any_takes_all);
         self.receiver.find(self.exchange, rank, sequence, self.communicator_id, takes)
     }
 
-    /// The header of a message to a rank.
+    /// Returns the header of a message to a rank, with default values.
     pub(crate) fn header(&self, peer: &RankEntry, bytes: usize) -> Header {
         Header {
             count: bytes as u32,
@@ -275,7 +275,7 @@ impl<F> Parts<'_, F> {
 }
 
 impl<F: Fabric> Parts<'_, F> {
-    /// The header of the next message to a session, with the number of its first packet.
+    /// Returns the header of the next message to a session, with the number of its first packet.
     fn numbered(&self, session: u32, header: &Header) -> Header {
         let next = self.next_packet.get(&session).copied().unwrap_or(1);
         Header { packet_number: if self.communicator_id.is_some() { next } else { 0 }, ..*header }
@@ -292,7 +292,7 @@ impl<F: Fabric> Parts<'_, F> {
 }
 
 impl Writing {
-    /// So many elements for an address that a rank has said.
+    /// Creates a write of `elements` elements to an address that rank `to` has announced.
     pub(crate) fn new<F: Fabric>(
         parts: &Parts<'_, F>,
         to: u32,
@@ -315,10 +315,10 @@ impl Writing {
         Ok(Self { to, header, cutter: Cutter::new(parts.network, &header, peer.session as u16), from, elements })
     }
 
-    /// Goes on as far as it can.
+    /// Advances as far as possible.
     ///
     /// # Errors
-    /// As [`Moving::advance`].
+    /// Same as [`Moving::advance`].
     pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
         let peer = parts.exchange.rank(parts.communicator, self.to).ok_or(NO_ADDRESS)?;
         let bytes = self.header.count as usize;
@@ -345,7 +345,7 @@ fn count_packet(next: &mut BTreeMap<u32, u32>, counted: &mut Counted, session: u
     counted.sent_bytes += packet.len_bytes() as u64;
 }
 
-/// Elements as a memory or a wire has them.
+/// Returns the elements in the form in which a memory or the wire holds them.
 fn as_form<'a>(part: &'a Part, is_compressed: bool, elements: &Elements) -> std::borrow::Cow<'a, [u8]> {
     let is_same = part.is_compressed == is_compressed || elements.compressed == elements.uncompressed;
     match (is_same, is_compressed) {

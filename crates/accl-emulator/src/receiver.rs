@@ -1,8 +1,8 @@
-//! What becomes of packets that come: eager messages go to rx buffers, what is said of addresses is kept, and data for an address are
-//! written there.
+//! Handling of received packets. Eager messages go to rx buffers, address and completion notices are stored, and data for an address is written
+//! there.
 //!
-//! Owns the streams of packets of all senders, and what has been said and not asked for yet. Rx buffers lie in exchange memory, where the
-//! host sees them too; which communicator the message in one is of has no place there, and is kept here. Read [`Receiver::take`] first.
+//! Owns the packet streams of all senders, and the notices that no call has taken. Rx buffers lie in exchange memory, where the host sees them as
+//! well. Their entries have no room for the communicator of a message, which is therefore kept here. Read [`Receiver::take`] first.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -12,16 +12,16 @@ use accl_cclo::wire::{Header, Joined, Joiner, MessageKind, STREAM_OFFSET};
 use crate::exchange::Exchange;
 use crate::memory::Memory;
 
-/// Messages for kernels that nobody has fetched, before nothing more is moved to them.
+/// Number of queued messages for kernels above which nothing more is moved to kernels.
 pub(crate) const MOST_FOR_KERNELS: usize = 1024;
-/// Packets of a sender that find no place, before no more should be taken from it.
+/// Number of waiting packets of a sender above which no more should be taken from the sender.
 const MOST_HELD: usize = 256;
-/// Bytes of them, before it is taken for one that does not wait for anybody.
+/// Bytes of a sender's waiting packets above which the sender is treated as ignoring flow control.
 const MOST_HELD_BYTES: usize = 64 << 20;
-/// Notices that nobody has asked for. A call has a few for each rank.
+/// Maximum number of stored notices. A call uses a few for each rank.
 const MOST_NOTICES: usize = 1 << 14;
 
-/// Something that a peer has said besides data: an address, or that all data are there.
+/// Message of a peer other than data: an address, or the report that all data was sent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Notice {
     pub(crate) kind: MessageKind,
@@ -29,46 +29,46 @@ pub(crate) struct Notice {
     pub(crate) tag: u32,
     pub(crate) address: u64,
     pub(crate) is_host: bool,
-    /// Bytes that have come, or elements that are wanted.
+    /// Bytes that were sent, or elements that are wanted.
     pub(crate) count: u32,
-    /// Zero: its sender does not tell.
+    /// Identifier of the communicator; zero if the sender names none.
     communicator: u32,
 }
 
-/// The packets of one sender.
+/// Packets of one sender.
 struct Stream {
     joiner: Joiner,
-    /// Where the payload of the message goes whose packets come.
+    /// Destination of the payload of the message that is arriving.
     target: Target,
-    /// Those that have found no place.
+    /// Packets that wait for a free place.
     held: VecDeque<Vec<u8>>,
     held_bytes: usize,
-    /// Number of the next packet, if its sender counts them.
+    /// Number of the next packet, if the sender numbers its packets.
     next_packet: Option<u32>,
-    /// Why nothing more can be understood of it.
+    /// Why no further packets of the sender can be parsed; `None` if they can.
     broken: Option<&'static str>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     Rx(usize),
-    /// A kernel stream.
+    /// Kernel stream with this number.
     Kernel(u32),
     Nowhere,
 }
 
-/// What an engine has been sent and has not asked for yet.
+/// Received messages and notices that no call has taken yet.
 pub(crate) struct Receiver {
     network: Network,
     streams: BTreeMap<u32, Stream>,
     notices: VecDeque<Notice>,
-    /// Bytes for kernel streams, with the number of each.
+    /// Bytes for kernel streams, with the number of each stream.
     pub(crate) kernel: VecDeque<(u32, Vec<u8>)>,
-    /// Which communicator the message in an rx buffer is of, where that is known.
+    /// Communicator of the message in each rx buffer, if known.
     communicators: BTreeMap<usize, u32>,
 }
 
-/// The memories that packets are written to.
+/// Memories that packets are written to.
 pub(crate) struct Memories<'a> {
     pub(crate) device: &'a mut Memory,
     pub(crate) host: &'a mut Memory,
@@ -80,7 +80,7 @@ impl Memories<'_> {
     }
 }
 
-/// Whether a message of one communicator may be for another: where either end does not tell them apart, it is.
+/// Returns whether a message may belong to the wanted communicator. If either end names no communicator, the message may.
 fn is_of(message: u32, wanted: Option<u32>) -> bool {
     message == 0 || wanted.is_none_or(|wanted| wanted == message)
 }
@@ -96,7 +96,7 @@ impl Receiver {
         }
     }
 
-    /// Takes a packet of a sender. One that finds no place waits, and those after it behind it.
+    /// Takes a packet of a sender. If there is no free place for the packet, it waits, and all later packets of the sender wait behind it.
     pub(crate) fn take(&mut self, sender: u32, packet: &[u8], exchange: &mut Exchange, memories: &mut Memories<'_>) {
         let stream = self.streams.entry(sender).or_insert_with(|| Stream::new(self.network));
         if stream.broken.is_some() {
@@ -111,22 +111,22 @@ impl Receiver {
         self.take_held(sender, exchange, memories);
     }
 
-    /// Packets of a sender that wait for a place.
+    /// Returns the number of packets of a sender that wait for a place.
     pub(crate) fn held(&self, sender: u32) -> usize {
         self.streams.get(&sender).map_or(0, |stream| stream.held.len())
     }
 
-    /// Whether more should be taken from a sender now.
+    /// Returns whether more packets should be taken from a sender now.
     pub(crate) fn has_room(&self, sender: u32) -> bool {
         self.held(sender) < MOST_HELD
     }
 
-    /// Why nothing more can be understood of a sender.
+    /// Returns the senders whose packets can no longer be parsed, with the reason.
     pub(crate) fn broken(&self) -> impl Iterator<Item = (u32, &'static str)> {
         self.streams.iter().filter_map(|(&sender, stream)| Some((sender, stream.broken?)))
     }
 
-    /// Forgets the packets of a sender, which begins anew if it ever comes back. What has come whole stays.
+    /// Forgets the incomplete message and the waiting packets of a sender, which starts a new stream if it returns. Complete messages stay.
     pub(crate) fn forget(&mut self, sender: u32, exchange: &mut Exchange) {
         let Some(stream) = self.streams.remove(&sender) else { return };
         if let (Target::Rx(index), true) = (stream.target, stream.joiner.is_under_way())
@@ -136,7 +136,7 @@ impl Receiver {
         }
     }
 
-    /// Tries again what has waited for a place.
+    /// Retries the packets that wait for a place. Returns whether any was taken.
     pub(crate) fn take_all_held(&mut self, exchange: &mut Exchange, memories: &mut Memories<'_>) -> bool {
         let waiting: Vec<u32> =
             self.streams.iter().filter(|(_, stream)| !stream.held.is_empty()).map(|(&sender, _)| sender).collect();
@@ -222,7 +222,7 @@ impl Receiver {
         moved
     }
 
-    /// The rx buffer with the next message of a rank, if it has come.
+    /// Returns the rx buffer with the next message of a rank, if it has arrived.
     pub(crate) fn find(
         &self,
         exchange: &Exchange,
@@ -240,13 +240,13 @@ impl Receiver {
         })
     }
 
-    /// Gives an rx buffer back.
+    /// Releases an rx buffer.
     pub(crate) fn release(&mut self, exchange: &mut Exchange, index: usize, buffer: &RxBuffer) {
         self.communicators.remove(&index);
         exchange.set_rx_buffer(index, &RxBuffer::idle(buffer.address()));
     }
 
-    /// The first notice of a communicator that is this.
+    /// Removes and returns the first notice of a communicator for which `is_it` is true.
     pub(crate) fn take_notice(&mut self, of: Option<u32>, is_it: impl Fn(&Notice) -> bool) -> Option<Notice> {
         let at = self.notices.iter().position(|notice| is_of(notice.communicator, of) && is_it(notice))?;
         self.notices.remove(at)
@@ -270,7 +270,7 @@ impl Stream {
         }
     }
 
-    /// Nothing more is taken of it.
+    /// Stops taking packets of this sender, for the given reason.
     fn fail(&mut self, why: &'static str) {
         self.broken.get_or_insert(why);
         self.held = VecDeque::new();
@@ -278,7 +278,7 @@ impl Stream {
     }
 }
 
-/// Where a message that begins goes; `None`: there is no idle rx buffer.
+/// Returns the destination of a message that begins, or `None` if there is no suitable idle rx buffer.
 fn begin(header: &Header, exchange: &mut Exchange) -> Option<Target> {
     if header.kind != MessageKind::Eager {
         return Some(Target::Nowhere);
@@ -304,7 +304,7 @@ fn begin(header: &Header, exchange: &mut Exchange) -> Option<Target> {
     Some(Target::Rx(index))
 }
 
-/// `false`: the buffer lies outside memory.
+/// Writes data into an rx buffer. Returns `false` if the buffer lies outside of memory.
 fn fill(
     index: usize,
     begins_at: usize,

@@ -1,8 +1,8 @@
-//! The engine of one rank in the rank's own process, as a device: a bus without a socket, and packets that others carry.
+//! Engine of one rank in the rank's own process, as a device: a bus without a socket, with packets that the caller transports.
 //!
-//! Owns the engine and the addresses that were handed out. The engine goes on whenever its driver looks at a call, on the driver's thread:
-//! between calls it has nothing to do but to take packets, which wait until then. A register is a lock and a word, below a microsecond: the bench
-//! `bars` measures that, and two engines on two threads. Read [`SimBus`] first.
+//! Owns the engine and its allocated addresses. The engine advances whenever its driver polls a call, on the driver's thread. Between calls it only
+//! has packets to take, which wait until then. A register access is a lock and a word, below a microsecond. The bench `bars` measures that, and two
+//! engines on two threads. Read [`SimBus`] first.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -16,13 +16,13 @@ use crate::engine::Engine;
 use crate::fabric::Fabric;
 use crate::program::Faithful;
 
-/// Packets of a rank that the engine has found no place for, before it takes no more of it.
+/// Number of waiting packets of a rank at which the engine takes no more from that rank.
 const MOST_HELD: usize = 64;
 
-/// A connection to the engine of this process.
+/// Connection to the engine of this process.
 pub type SimBus = DirectBus<SimEngine>;
 
-/// The engine of this process, and the way of its packets.
+/// Engine of this process, with the transport of its packets.
 #[derive(Clone)]
 pub struct SimEngine {
     name: Arc<str>,
@@ -35,7 +35,7 @@ struct Inner {
     handed_out: HandedOut,
 }
 
-/// Packets on their way to other ranks: sessions are ranks.
+/// Fabric for packets to other ranks, with ranks as sessions.
 struct Outward<'a>(&'a dyn Packets);
 
 impl Fabric for Outward<'_> {
@@ -49,7 +49,7 @@ impl Fabric for Outward<'_> {
 }
 
 impl SimBus {
-    /// The engine of a rank, which reaches the others by these packets.
+    /// Creates the engine of a rank, which reaches other ranks through `packets`.
     pub fn new(network: Network, faithful: Faithful, rank: u32, packets: Arc<dyn Packets>) -> Self {
         let inner = Inner { engine: Engine::new(network, faithful), handed_out: [0; 2] };
         let name = format!("the engine of rank {rank} in its process").into();

@@ -1,22 +1,22 @@
-//! How long a call would take on a card: what an engine does for it is counted, and a few constants make cycles of that.
+//! Estimate of the duration of a call on a card. An engine counts its work for the call, and a few constants convert the counts to cycles.
 //!
-//! Owns the constants, what is counted, and how `--clock` and `--link` are read. Nothing here looks at a clock: the same call takes the same
-//! number of cycles in every run. Read [`CONSTANTS`] first.
+//! Owns the constants, the counts, and the parser of `--clock` and `--link`. Nothing here reads a clock: the same call takes the same number of
+//! cycles in every run. Read [`CONSTANTS`] first.
 
 use std::fmt::Write;
 
 use accl_cclo::memory_map::NANOSECONDS_PER_CYCLE;
 
-/// A constant of the estimate.
+/// Constant of the estimate.
 #[derive(Clone, Copy, Debug)]
 pub struct Constant {
-    /// What it is.
+    /// Name of the constant.
     pub name: &'static str,
-    /// How much of it.
+    /// Value in `unit`.
     pub value: u64,
-    /// In which unit.
+    /// Unit of the value.
     pub unit: &'static str,
-    /// Where it comes from, or `assumed`.
+    /// Origin of the value, or `assumed`.
     pub source: &'static str,
 }
 
@@ -43,14 +43,14 @@ const WIDTH_BYTES: u64 = CONSTANTS[5].value;
 const PS_PER_SECOND: u64 = 1_000_000_000_000;
 const PS_PER_NANOSECOND: u64 = 1000;
 
-/// How fast the parts of a card are.
+/// Speed of the parts of a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Speed {
-    /// Cycles of the engine in a second.
+    /// Clock rate of the engine in cycles per second.
     pub clock_hz: u64,
-    /// Bits that a link carries in a second, each way.
+    /// Bandwidth of a link in bits per second, in each direction.
     pub link_bits_per_second: u64,
-    /// What a message takes besides, in picoseconds.
+    /// Latency of a message in addition to its transfer, in picoseconds.
     pub hop_ps: u64,
 }
 
@@ -60,11 +60,11 @@ impl Default for Speed {
     }
 }
 
-/// A unit as it is written, and how many of the base unit it is.
+/// Name of a unit, and its value in base units.
 type Unit = (&'static str, u64);
 
 const FREQUENCIES: &[Unit] = &[("Hz", 1), ("kHz", 1_000), ("MHz", 1_000_000), ("GHz", 1_000_000_000)];
-/// Those of `accl simulate`.
+/// Units of rates, the same as in `accl simulate`.
 const RATES: &[Unit] = &[
     ("bit/s", 1),
     ("Kbit/s", 1_000),
@@ -77,10 +77,10 @@ const RATES: &[Unit] = &[
 const TIMES: &[Unit] = &[("ns", 1_000), ("us", 1_000_000), ("ms", 1_000_000_000), ("s", PS_PER_SECOND)];
 
 impl Speed {
-    /// From what `--clock` and `--link` take.
+    /// Parses the values of `--clock` and `--link`.
     ///
     /// # Errors
-    /// What is accepted, in a sentence.
+    /// A sentence with the accepted form.
     pub fn parse(clock: &str, link: &str) -> Result<Self, String> {
         let clock_hz = quantity(clock, FREQUENCIES).filter(|&hz| hz > 0).ok_or_else(|| {
             format!(
@@ -100,7 +100,7 @@ impl Speed {
     }
 }
 
-/// Units in words.
+/// Lists units in words.
 fn names(units: &[Unit]) -> String {
     let mut text = String::new();
     for (index, (name, _)) in units.iter().enumerate() {
@@ -114,7 +114,7 @@ fn names(units: &[Unit]) -> String {
     text
 }
 
-/// Digits, perhaps with a fraction, and a unit.
+/// Parses digits, with an optional fraction, and a unit.
 fn quantity(text: &str, units: &[Unit]) -> Option<u64> {
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
@@ -122,34 +122,34 @@ fn quantity(text: &str, units: &[Unit]) -> Option<u64> {
     let (_, scale) = units.iter().find(|(name, _)| *name == unit.trim_start())?;
     let is_number = number.starts_with(|c: char| c.is_ascii_digit()) && number.ends_with(|c: char| c.is_ascii_digit());
     let value = number.parse::<f64>().ok().filter(|_| is_number)? * *scale as f64;
-    // Beyond this no whole number is exact any more, and none makes sense.
+    // Larger values are not exact as `f64`, and none of them is plausible.
     const MOST: f64 = (1u64 << 53) as f64;
     (value <= MOST).then(|| value.round() as u64)
 }
 
-/// What an engine has done for a call.
+/// Work of an engine for a call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counted {
-    /// Commands of the data mover.
+    /// Number of commands of the data mover.
     pub(crate) moves: u64,
-    /// Bytes that they move.
+    /// Bytes that the commands move.
     pub(crate) bytes: u64,
-    /// Bytes that are put on the wire, headers among them.
+    /// Bytes sent on the wire, including headers.
     pub(crate) sent_bytes: u64,
-    /// Bytes that are taken from it.
+    /// Bytes received from the wire.
     pub(crate) received_bytes: u64,
-    /// How often it has waited for a peer.
+    /// Number of waits for a peer.
     pub(crate) hops: u64,
 }
 
 impl Counted {
-    /// What the counter register holds in the end.
+    /// Returns the final value of the counter register.
     pub(crate) fn cycles(&self, speed: &Speed) -> u32 {
         let second = u128::from(PS_PER_SECOND);
         let (clock, link) = (u128::from(speed.clock_hz.max(1)), u128::from(speed.link_bits_per_second.max(1)));
         let firmware = u128::from(CALL_CYCLES + self.moves * MOVE_CYCLES) * second / clock;
         let data = u128::from(self.bytes) * second / (clock * u128::from(WIDTH_BYTES));
-        // A link carries as much each way at once.
+        // A link carries data in both directions at the same time.
         let wire = u128::from(self.sent_bytes.max(self.received_bytes)) * u128::from(u8::BITS) * second / link;
         let hops = u128::from(self.hops) * u128::from(speed.hop_ps);
         let cycles = (firmware + data + wire + hops) / u128::from(NANOSECONDS_PER_CYCLE * PS_PER_NANOSECOND);
@@ -172,7 +172,7 @@ mod tests {
         let speed = Speed::parse("500MHz", "8Gbit/s,1us").unwrap();
         let nanoseconds =
             |counted: Counted| u64::from(counted.cycles(&speed)) * NANOSECONDS_PER_CYCLE - CALL_CYCLES * 2 / 4 * 4;
-        // Within a unit of the register.
+        // Accurate to one unit of the register.
         let is = |counted, wanted: u64| assert!(nanoseconds(counted).abs_diff(wanted) <= 4, "{counted:?}");
         is(Counted { moves: 10, ..Counted::default() }, 2000);
         is(Counted { bytes: 64_000, ..Counted::default() }, 2000);

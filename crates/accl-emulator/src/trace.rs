@@ -1,6 +1,6 @@
-//! What goes in and out of engines, line by line in the format of the recordings.
+//! Trace of engine traffic, one line per event, in the format of the recordings.
 //!
-//! Owns the file and a thread that writes it: who has something to write waits for nothing unless the disk is far behind. Read [`Trace`] first.
+//! Owns the file and a thread that writes it. Callers do not wait for the disk unless it is far behind. Read [`Trace`] first.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -10,10 +10,10 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-/// Bytes that are yet to be written, before who writes more waits.
+/// Bytes of queued lines at which callers wait.
 const MOST_BYTES: usize = 64 << 20;
 
-/// Something that has gone in or out.
+/// A traced event.
 enum Line {
     Exchange { rank: u32, request: Vec<u8>, reply: String },
     Packet { from: u32, to: u32, packet: Vec<u8> },
@@ -28,12 +28,12 @@ impl Line {
     }
 }
 
-/// What is yet to be written.
+/// Lines that are yet to be written.
 #[derive(Default)]
 struct Queue {
     lines: VecDeque<Line>,
     bytes: usize,
-    /// Nothing more comes, or nothing more is written.
+    /// Set when no more lines will be queued, or when the thread has stopped writing.
     is_over: bool,
 }
 
@@ -58,19 +58,19 @@ impl Shared {
     }
 }
 
-/// A file of all that goes in and out. What was told it is in the file once this is gone.
+/// File with the traffic of engines. All lines passed to a `Trace` are in the file once the `Trace` is dropped.
 pub(crate) struct Trace {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Trace {
-    /// A new file at this place.
+    /// Creates the file.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be created.
     pub(crate) fn create(path: &Path) -> io::Result<Self> {
-        // A number that is none of a standard stream: what the process prints must not go there.
+        // Avoids the numbers of the standard streams, so that output which the process prints cannot reach the file.
         let file = BufWriter::new(File::from(rustix::io::fcntl_dupfd_cloexec(File::create(path)?, 3)?));
         let shared = Arc::new(Shared::default());
         let (path, to_write) = (path.to_owned(), shared.clone());
@@ -89,7 +89,7 @@ impl Trace {
         while queue.bytes > MOST_BYTES && !queue.is_over {
             queue = self.shared.wait(queue);
         }
-        // Whoever writes has said so if it does not any more.
+        // If the thread has stopped writing, it has already printed the reason.
         if !queue.is_over {
             queue.bytes += line.len_bytes();
             queue.lines.push_back(line);
@@ -97,12 +97,12 @@ impl Trace {
         }
     }
 
-    /// A request of a rank's host and its reply.
+    /// Traces a request of a rank's host and its reply.
     pub(crate) fn exchange(&self, rank: u32, request: &[u8], reply: &str) {
         self.write(Line::Exchange { rank, request: request.to_vec(), reply: reply.to_owned() });
     }
 
-    /// A packet of one engine to another.
+    /// Traces a packet from one engine to another.
     pub(crate) fn packet(&self, from: u32, to: u32, packet: &[u8]) {
         self.write(Line::Packet { from, to, packet: packet.to_vec() });
     }
@@ -117,7 +117,7 @@ impl Drop for Trace {
     }
 }
 
-/// Until nobody has anything more. Whenever nothing is left, all is in the file.
+/// Writes lines until the trace is closed and empty. Whenever the queue is empty, all earlier lines are in the file.
 fn write_all(mut file: BufWriter<File>, shared: &Shared) -> io::Result<()> {
     let mut number = 0;
     loop {
@@ -144,7 +144,7 @@ fn write_all(mut file: BufWriter<File>, shared: &Shared) -> io::Result<()> {
 fn text_of(number: u64, line: &Line) -> String {
     match line {
         Line::Exchange { rank, request, reply } => {
-            // What is no JSON stands there as a string.
+            // A request that is not JSON is written as a string.
             let text = String::from_utf8_lossy(request);
             let is_json =
                 serde_json::from_slice::<serde::de::IgnoredAny>(request).is_ok() && !text.contains(['\n', '\r']);
@@ -167,7 +167,7 @@ fn text_of(number: u64, line: &Line) -> String {
     }
 }
 
-/// JSON over several lines in one, or a string of what is none.
+/// Returns JSON on one line, or a text that is not JSON as a string.
 fn one_line(text: &str) -> String {
     let value = serde_json::from_str(text).unwrap_or_else(|_| serde_json::Value::from(text));
     value.to_string()

@@ -1,7 +1,7 @@
-//! The buses that devices are reached by, one file each.
+//! Buses that reach devices, one file for each.
 //!
-//! Owns how registers, memory and calls of a device are reached. Whoever has the engine in software in the same process (`sim`) hands its
-//! own bus to the driver. Read [`open`] first.
+//! Owns access to the registers, memory and calls of a device. A caller that has a software engine in its own process (`sim`) passes its own bus to
+//! the driver instead. Read [`open`] first.
 
 mod coyote;
 mod emulator;
@@ -17,10 +17,10 @@ use accl_types::{Error, Result};
 use crate::bus::Bus;
 use crate::device::{DeviceUrl, Place};
 
-/// Reaches the device of a rank. What it tells the other ranks, and they tell it, is carried by whoever sets it up.
+/// Opens the device of a rank. The caller carries the texts of [`Bus::tell`] between ranks.
 ///
 /// # Errors
-/// It is not there, does not answer, or is no such device.
+/// The device is not there, does not answer, or is of another kind.
 pub fn open(url: &DeviceUrl, rank: u32) -> Result<Box<dyn Bus>> {
     match &url.place {
         Place::Emulator(_) => Ok(Box::new(EmulatorBus::open(&url.emulator_of(rank)?)?)),

@@ -1,4 +1,4 @@
-//! The fifteen words of a call.
+//! The fifteen words of a call descriptor.
 
 use std::fmt;
 
@@ -7,9 +7,9 @@ use super::operation::{ConfigFunction, Counts, Operation};
 use crate::memory_map::ReduceFunction;
 use crate::words::{address, halves, words};
 
-/// The tag that firmware gives the messages of collectives. One that a receiver names matches no other.
+/// Tag that firmware gives the messages of collectives. A receiver that names this tag matches no other tag.
 pub const ANY_TAG: u32 = u32::MAX;
-/// Host flags stand above stream flags in one word.
+/// Host flags lie above the stream flags in one word.
 const HOSTS_SHIFT: u32 = 8;
 const STREAMS_MASK: u32 = 0xFF;
 
@@ -37,21 +37,21 @@ words! {
 /// A call of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Descriptor {
-    /// What is to be done.
+    /// Operation to run.
     pub operation: Operation,
-    /// Elements, elements of each rank, or the value of a config call: as the operation counts.
+    /// Count in the operation's unit: elements, elements of each rank, or the value of a config call.
     pub count: u32,
     /// Offset of the communicator in exchange memory.
     pub communicator: u32,
-    /// Root, destination or source.
+    /// Root, destination or source rank in the communicator.
     pub root: u32,
-    /// What is to be set, or how to add: a [`ConfigFunction`] or a [`ReduceFunction`], by number.
+    /// Number of a [`ConfigFunction`] (what to set) or of a [`ReduceFunction`] (how to reduce).
     pub function: u32,
     /// Tag of a message, or the number of a kernel stream.
     pub tag: u32,
     /// Offset of the arithmetic config in exchange memory; zero if no elements are involved.
     pub arithmetic: u32,
-    /// What is compressed.
+    /// Which data is compressed.
     pub compression: Compression,
     /// Which ends are kernel streams.
     pub streams: Streams,
@@ -65,17 +65,17 @@ pub struct Descriptor {
     pub result: u64,
 }
 
-/// A word of a descriptor means nothing.
+/// Error for a descriptor word without a meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BadWord {
-    /// Which one.
+    /// Name of the word.
     pub name: &'static str,
-    /// What it holds.
+    /// Value of the word.
     pub value: u32,
 }
 
 impl Descriptor {
-    /// A call of this operation, with nothing else said.
+    /// Returns a descriptor of this operation with default values in all other fields.
     pub fn new(operation: Operation) -> Self {
         Self {
             operation,
@@ -94,17 +94,17 @@ impl Descriptor {
         }
     }
 
-    /// A call that sets something.
+    /// Returns a config call that sets `function` to `value`.
     pub fn config(function: ConfigFunction, value: u32) -> Self {
         Self { function: function.number(), count: value, ..Self::new(Operation::Config) }
     }
 
-    /// Whether it is the call that sets this.
+    /// Returns whether this is the config call that sets `function`.
     pub fn sets(&self, function: ConfigFunction) -> bool {
         self.operation == Operation::Config && self.function == function.number()
     }
 
-    /// As a host writes it: all words of every call, those that the operation does not look at among them.
+    /// Returns the words that a host writes. A host writes all words of every call, even those that the operation ignores.
     pub fn to_words(&self) -> [u32; Words::COUNT] {
         let [[first_low, first_high], [second_low, second_high], [result_low, result_high]] =
             [self.first, self.second, self.result].map(halves);
@@ -128,10 +128,10 @@ impl Descriptor {
         .to_words()
     }
 
-    /// As an engine takes it.
+    /// Parses the words that an engine receives.
     ///
     /// # Errors
-    /// [`BadWord`] if the operation or a flag means nothing. Functions are looked at by the operation.
+    /// [`BadWord`] if the operation or a flag has no meaning. The function is not checked here; the operation interprets it.
     pub fn from_words(words: &[u32; Words::COUNT]) -> Result<Self, BadWord> {
         let words = Words::from_words(words);
         let bad = |name, value| BadWord { name, value };
@@ -153,12 +153,12 @@ impl Descriptor {
         })
     }
 
-    /// Stream and host flags in one word.
+    /// Returns stream and host flags in one word.
     pub fn places(&self) -> u32 {
         self.hosts.bits() << HOSTS_SHIFT | self.streams.bits()
     }
 
-    /// How it adds; `None` if it does not, or in a way that there is not.
+    /// Returns the reduction function. Returns `None` if the operation does not reduce or the function is unknown.
     pub fn reduce_function(&self) -> Option<ReduceFunction> {
         ReduceFunction::from_number(self.function).filter(|_| self.operation.row().reduces)
     }

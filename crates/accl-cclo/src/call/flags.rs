@@ -1,48 +1,48 @@
-//! The flags of a descriptor: what of a call is compressed, comes from a kernel stream, or lies in host memory.
+//! Flags of a descriptor: which parts of a call are compressed, use kernel streams, or lie in host memory.
 
-/// What of a call is compressed.
+/// Which parts of a call are compressed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Compression {
-    /// Operand 0 is, in memory.
+    /// Operand 0 is compressed in memory.
     pub first: bool,
-    /// Operand 1 is, in memory.
+    /// Operand 1 is compressed in memory.
     pub second: bool,
-    /// The result is, in memory.
+    /// The result is compressed in memory.
     pub result: bool,
-    /// Everything is, on the wire.
+    /// All data is compressed on the wire.
     pub wire: bool,
 }
 
 /// Which ends of a call are kernel streams.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Streams {
-    /// Operand 0 comes from one.
+    /// Operand 0 comes from a kernel stream.
     pub first: bool,
-    /// The result goes to one.
+    /// The result goes to a kernel stream.
     pub result: bool,
 }
 
-/// Which buffers of a call lie in host memory, and not in that of the device.
+/// Which buffers of a call lie in host memory instead of device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Hosts {
-    /// Operand 0 does.
+    /// Operand 0 lies in host memory.
     pub first: bool,
-    /// Operand 1 does.
+    /// Operand 1 lies in host memory.
     pub second: bool,
-    /// The result does.
+    /// The result lies in host memory.
     pub result: bool,
 }
 
-/// Both directions between named flags and the bits of a word.
+/// Implements the conversions between named flags and the bits of a word.
 macro_rules! bits {
     ($name:ident { $($bit:literal $field:ident),+ }) => {
         impl $name {
-            /// As bits.
+            /// Returns the flags as bits.
             pub fn bits(self) -> u32 {
                 0 $(| u32::from(self.$field) << $bit)+
             }
 
-            /// From bits; `None` if others are set.
+            /// Returns the flags for these bits, or `None` if an unknown bit is set.
             pub fn from_bits(bits: u32) -> Option<Self> {
                 let flags = Self { $($field: bits >> $bit & 1 == 1),+ };
                 (flags.bits() == bits).then_some(flags)
@@ -56,21 +56,21 @@ bits!(Streams { 0 first, 1 result });
 bits!(Hosts { 0 first, 1 second, 2 result });
 
 impl Compression {
-    /// Whether anything is.
+    /// Returns whether anything is compressed.
     pub fn is_any(self) -> bool {
         self.bits() != 0
     }
 }
 
 impl Streams {
-    /// Whether any end is.
+    /// Returns whether any end is a kernel stream.
     pub fn is_any(self) -> bool {
         self.bits() != 0
     }
 }
 
 impl Hosts {
-    /// All buffers of a call in host memory, or none: a group has one kind of memory.
+    /// Returns flags for all buffers in host memory or all in device memory, since a group uses one kind of memory.
     pub fn all(are_in_host: bool) -> Self {
         Self { first: are_in_host, second: are_in_host, result: are_in_host }
     }

@@ -1,7 +1,7 @@
-//! Calls of an engine: what a host starts.
+//! Call descriptors, which a host sends to start an engine.
 //!
-//! Owns the fifteen words of a descriptor, the table of operations and the flags. Which call a collective becomes, and whether an engine
-//! can make it, is the driver's. Read [`Descriptor`] and [`OPERATIONS`] first.
+//! Owns the fifteen words of a descriptor, the table of operations and the flags. The driver decides which call a collective becomes, and whether an
+//! engine can run it. Read [`Descriptor`] and [`OPERATIONS`] first.
 
 mod descriptor;
 mod flags;

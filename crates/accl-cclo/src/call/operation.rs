@@ -1,61 +1,61 @@
-//! The operations of an engine, and what each makes of the words of a descriptor.
+//! Operations of an engine, and how each interprets the words of a descriptor.
 
-/// What an engine does.
+/// Operation of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// Sets something: see [`ConfigFunction`].
+    /// Sets a parameter: see [`ConfigFunction`].
     Config,
     /// Copies within the memory of one engine.
     Copy,
-    /// Adds two buffers of one engine.
+    /// Reduces two buffers of one engine.
     Combine,
     /// Sends to a rank.
     Send,
     /// Receives from a rank.
     Recv,
-    /// One rank's buffer for all.
+    /// Copies the root's buffer to all ranks.
     Broadcast,
-    /// A block of the root's for each rank.
+    /// Sends a block of the root's buffer to each rank.
     Scatter,
-    /// A block of each rank's for the root.
+    /// Collects a block from each rank at the root.
     Gather,
-    /// The sum for the root.
+    /// Leaves the reduced buffer at the root.
     Reduce,
-    /// A block of each rank's for all.
+    /// Collects a block from each rank at all ranks.
     AllGather,
-    /// The sum for all.
+    /// Leaves the reduced buffer at all ranks.
     AllReduce,
-    /// A block of the sum for each rank.
+    /// Leaves a block of the reduced buffer at each rank.
     ReduceScatter,
     /// Waits for all ranks.
     Barrier,
-    /// A block of each rank's for each rank.
+    /// Sends a block from each rank to each rank.
     AllToAll,
-    /// Nothing.
+    /// Does nothing.
     Nop,
 }
 
-/// What a config call sets; its value stands where other calls have their count.
+/// Parameter that a config call sets. The value is in the word that holds the count of other calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ConfigFunction {
-    /// Forgets communicators and whatever waits.
+    /// Resets the engine, which forgets communicators and waiting data.
     Reset,
     /// Lets packets in and out.
     EnablePackets,
-    /// A time that firmware stores and never looks at.
+    /// Sets a timeout that firmware stores and never uses.
     Timeout,
     /// The largest eager message in bytes.
     MaxEagerBytes,
-    /// The largest rendezvous message in bytes, which firmware compares with the eager one and nothing else.
+    /// Sets the largest rendezvous message in bytes, which firmware only compares with the largest eager message.
     MaxRendezvousBytes,
 }
 
-/// What the count of a descriptor counts.
+/// Unit of a descriptor's count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Counts {
-    /// Nothing.
+    /// The count is unused.
     Nothing,
-    /// It is the value of a config call.
+    /// The count is the value of a config call.
     Value,
     /// Elements of the buffer.
     Elements,
@@ -63,7 +63,7 @@ pub enum Counts {
     ElementsPerRank,
 }
 
-/// Which buffers of a descriptor an operation looks at.
+/// Which buffers of a descriptor an operation uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Uses {
     /// Operand 0.
@@ -77,19 +77,19 @@ pub struct Uses {
 /// A row of the table of operations.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
-    /// The first word of its descriptors.
+    /// First word of the operation's descriptors.
     pub number: u32,
     /// The operation.
     pub operation: Operation,
-    /// As messages name it.
+    /// Name of the operation in messages.
     pub name: &'static str,
-    /// What its count counts.
+    /// Unit of the count.
     pub counts: Counts,
-    /// Which buffers it looks at.
+    /// Buffers that the operation uses.
     pub uses: Uses,
-    /// It has a root, or another rank that it speaks to.
+    /// Whether the operation has a root or a peer rank.
     pub has_root: bool,
-    /// It adds.
+    /// Whether the operation reduces.
     pub reduces: bool,
 }
 
@@ -134,23 +134,23 @@ pub const OPERATIONS: [Row; 15] = [
 ];
 
 impl Operation {
-    /// Its row.
+    /// Returns the operation's row in [`OPERATIONS`].
     pub fn row(self) -> &'static Row {
-        // Every operation has one: the test below goes through all.
+        // Every operation has a row; the test below checks all of them.
         OPERATIONS.iter().find(|row| row.operation == self).unwrap_or(&OPERATIONS[OPERATIONS.len() - 1])
     }
 
-    /// The first word of its descriptors.
+    /// Returns the first word of the operation's descriptors.
     pub fn number(self) -> u32 {
         self.row().number
     }
 
-    /// From a descriptor.
+    /// Returns the operation with this number in a descriptor, or `None` if there is none.
     pub fn from_number(number: u32) -> Option<Self> {
         OPERATIONS.iter().find(|row| row.number == number).map(|row| row.operation)
     }
 
-    /// As messages name it.
+    /// Returns the operation's name in messages.
     pub fn name(self) -> &'static str {
         self.row().name
     }
@@ -160,12 +160,12 @@ impl ConfigFunction {
     const ALL: [Self; 5] =
         [Self::Reset, Self::EnablePackets, Self::Timeout, Self::MaxEagerBytes, Self::MaxRendezvousBytes];
 
-    /// As a descriptor names it.
+    /// Returns the function's number in a descriptor.
     pub fn number(self) -> u32 {
         self as u32
     }
 
-    /// From a descriptor.
+    /// Returns the function with this number in a descriptor, or `None` if there is none.
     pub fn from_number(number: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|function| function.number() == number)
     }

@@ -1,44 +1,44 @@
-//! What an emulator of ours says of itself, and in what the emulators of a world differ.
+//! Self-description of this project's emulator, and the comparison of the emulators of a world.
 
 use serde::{Deserialize, Serialize};
 
 use crate::hazards::HAZARDS;
 use crate::memory_map::Network;
 
-/// What an emulator of ours says of itself, for one of its ranks. The original has no such reply.
+/// Self-description of this project's emulator for one of its ranks. The original emulator has no such reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct About {
     /// Version of the emulator.
     pub version: String,
-    /// How many ranks there are.
+    /// Number of ranks.
     pub ranks: u32,
-    /// Which of them was asked.
+    /// The rank that was asked.
     pub rank: u32,
-    /// How engines reach one another.
+    /// Network between the engines.
     pub network: Network,
-    /// Numbers of the hazards that it keeps, from the lowest to the highest.
+    /// Numbers of the hazards that the emulator reproduces, in ascending order.
     pub hazards: Vec<u8>,
-    /// Cycles of its clock in a second, by the counter register.
+    /// Clock rate in cycles per second, in the time of the counter register.
     pub clock_hz: u64,
-    /// Bits that a link carries in a second, by the counter register.
+    /// Link bandwidth in bits per second, in the time of the counter register.
     pub link_bits_per_second: u64,
-    /// What a message takes besides, in picoseconds.
+    /// Latency of a message in addition to its transfer, in picoseconds.
     pub hop_ps: u64,
-    /// Ranks that its packets do not reach: they have not come yet, or have gone.
+    /// Ranks that the emulator's packets do not reach: they have not connected yet, or have disconnected.
     pub missing: Vec<u32>,
-    /// Why calls have ended in an error, or do not end; empty if nothing is known to be wrong.
+    /// Why calls have failed or do not end; empty if no fault is known.
     pub trouble: String,
-    /// Who has the rank, in words; empty if nobody has said so.
+    /// Description of the rank's owner; empty if no host has named one.
     pub owner: String,
-    /// For how many seconds.
+    /// For how many seconds the owner has had the rank.
     pub owner_s: u64,
-    /// A number by chance that the process of the emulator has; zero: it does not say.
+    /// Random number of the emulator's process; zero if the emulator does not send one.
     pub process: u64,
-    /// The ranks of that process: the first, and how many.
+    /// Ranks of that process: the first rank, and the number of ranks.
     pub served: [u32; 2],
 }
 
-/// The fields of the reply.
+/// Fields of the reply.
 #[derive(Deserialize, Serialize)]
 pub(super) struct Fields {
     status: i64,
@@ -70,11 +70,11 @@ fn are_none(served: &[u32; 2]) -> bool {
     served[1] == 0
 }
 
-/// As `--comms` takes them.
+/// Names of networks as `--comms` takes them.
 const NETWORKS: [(&str, Network); 3] = [("udp", Network::Udp), ("tcp", Network::Tcp), ("cyt_rdma", Network::Rdma)];
 
 impl About {
-    /// As `--comms` takes its network.
+    /// Returns the name of the network as `--comms` takes it.
     pub fn comms(&self) -> &'static str {
         NETWORKS.iter().find(|(_, network)| *network == self.network).map_or("", |(name, _)| name)
     }
@@ -97,11 +97,11 @@ impl About {
             process: self.process,
             served: self.served,
         };
-        // Numbers and strings are always written.
+        // Serialization of numbers and strings cannot fail.
         serde_json::to_string(&fields).unwrap_or_default()
     }
 
-    /// What hazards it keeps whose repair changes what goes over the wire.
+    /// Returns the reproduced hazards whose repair changes the data on the wire.
     fn kept_on_wire(&self) -> Vec<u8> {
         on_wire().filter(|number| self.hazards.contains(number)).collect()
     }
@@ -134,9 +134,10 @@ fn on_wire() -> impl Iterator<Item = u8> {
     HAZARDS.iter().filter(|hazard| hazard.is_on_wire).map(|hazard| hazard.number)
 }
 
-/// Which two emulators of a world do not understand each other, and why, in a sentence; `None`: all do. The answers are those of all ranks
-/// in rank order; one that is `None` is of the original, which keeps every hazard and says nothing of itself. Hazards that stay within one
-/// emulator may differ.
+/// Returns which two emulators of a world are incompatible, and why, in a sentence. Returns `None` if all are compatible.
+///
+/// `answers` holds the reply of each rank, in rank order. `None` stands for an original emulator, which reproduces every hazard and does not describe
+/// itself. Hazards that do not affect the wire may differ.
 pub fn difference(answers: &[Option<About>]) -> Option<String> {
     let ranks = answers.len();
     let known = || (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?)));
@@ -264,7 +265,7 @@ mod tests {
         assert_eq!(difference(&[of(0, 7, [0, 2]), of(1, 7, [0, 2]), of(2, 8, [2, 1])]), None);
         let text = difference(&[of(0, 7, [0, 3]), of(1, 7, [0, 3]), of(2, 9, [0, 3])]).unwrap();
         assert!(text.starts_with("the emulators of ranks 0 and 2 are of two worlds"), "{text}");
-        // Whatever comes over a socket is a sentence at most.
+        // Values from a socket can at most yield a sentence, never a panic.
         assert_eq!(difference(&[of(0, 7, [u32::MAX, u32::MAX]), of(1, 8, [1, u32::MAX]), of(2, 8, [1, 2])]), None);
     }
 

@@ -1,17 +1,17 @@
-//! A field of JSON that is a number or an array of bytes, without a value in between for each byte.
+//! JSON field that is a number or an array of bytes, parsed without an intermediate value per byte.
 
 use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
 
-/// A number, or bytes.
+/// A number or an array of bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Data {
     Number(u32),
     Bytes(Vec<u8>),
 }
 
-/// Bytes are written from 0 to 255 by hosts, and from -128 to 127 by the emulator: both are read.
+/// Hosts write bytes from 0 to 255 and the emulator writes them from -128 to 127; both are accepted.
 impl<'de> Deserialize<'de> for Data {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Read;
@@ -48,7 +48,7 @@ struct Fields {
     data: Data,
 }
 
-/// Bytes as packets and kernel streams of the emulator have them.
+/// Returns the JSON text in which the emulator's packets and kernel streams carry bytes.
 pub fn data_to_json(bytes: &[u8]) -> String {
     let mut text = r#"{"data":"#.to_owned();
     push_array(&mut text, bytes, Bytes::Unsigned);
@@ -56,7 +56,7 @@ pub fn data_to_json(bytes: &[u8]) -> String {
     text
 }
 
-/// From such a text; `None`: it is none.
+/// Parses the JSON text of [`data_to_json`]. Returns `None` if the text is malformed.
 pub fn data_from_json(text: &[u8]) -> Option<Vec<u8>> {
     let (fields, array) = read::<Fields>(text).ok()?;
     match fields.data {
@@ -65,8 +65,8 @@ pub fn data_from_json(text: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// Reads a text that may have an array of bytes somewhere. If that can be read by itself, and a large one is read faster so, it is, and
-/// an empty one stands in its place.
+/// Parses a text that may contain an array of bytes. If [`split`] accepts the text, the array is returned separately and an empty array is parsed in
+/// its place. That is faster for large arrays.
 pub(super) fn read<T: serde::de::DeserializeOwned>(text: &[u8]) -> Result<(T, Option<Vec<u8>>), serde_json::Error> {
     match split(text) {
         Some((rest, bytes)) => Ok((serde_json::from_slice(&rest)?, Some(bytes))),
@@ -74,11 +74,11 @@ pub(super) fn read<T: serde::de::DeserializeOwned>(text: &[u8]) -> Result<(T, Op
     }
 }
 
-/// The only array of a text, which holds bytes alone, and the text with an empty one instead. `None`: it is not so simple.
+/// Returns the text with an empty array, and the bytes of its only array. Returns `None` if the text is not of this simple form.
 fn split(text: &[u8]) -> Option<(Vec<u8>, Vec<u8>)> {
     let begin = text.iter().position(|&byte| byte == b'[')?;
     let (head, array) = text.split_at(begin + 1);
-    // A number and what follows it take two characters at least.
+    // A number and its separator take at least two characters.
     let mut bytes = Vec::with_capacity(array.len() / 2);
     let mut at = 0;
     loop {
@@ -121,12 +121,12 @@ fn skip_blank(text: &[u8], from: usize) -> usize {
     at
 }
 
-/// A byte as it is written from 0 to 255 or from -128 to 127.
+/// Returns the byte for a number from -128 to 255, or `None` outside of that range.
 fn byte_of(number: i16) -> Option<u8> {
     (-128..256).contains(&number).then_some(number as u8)
 }
 
-/// How bytes are written.
+/// Range in which bytes are written.
 #[derive(Clone, Copy)]
 pub(super) enum Bytes {
     /// From 0 to 255.
@@ -135,7 +135,7 @@ pub(super) enum Bytes {
     Signed,
 }
 
-/// A number in digits, and how many characters that takes.
+/// Digits of a number, and how many characters they take.
 type Digits = ([u8; 4], usize);
 
 const fn digits(number: i16) -> Digits {
@@ -195,7 +195,7 @@ pub(super) fn push_array(text: &mut String, bytes: &[u8], kind: Bytes) {
         written.pop();
     }
     written.push(b']');
-    // Digits, signs and commas behind what was a string.
+    // The text was a string, and only digits, signs, commas and brackets were appended.
     *text = String::from_utf8(written).unwrap_or_default();
 }
 
@@ -205,7 +205,7 @@ mod tests {
 
     use super::*;
 
-    /// As serde reads it, one number after the other.
+    /// Parses with serde, one number at a time.
     fn plain(text: &str) -> Option<Vec<u8>> {
         match serde_json::from_str::<Fields>(text).ok()?.data {
             Data::Bytes(bytes) => Some(bytes),

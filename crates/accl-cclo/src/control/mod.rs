@@ -1,6 +1,6 @@
-//! The emulator's protocol: what a host asks of an emulated engine, one request and one reply at a time, in JSON.
+//! The emulator's protocol: requests of a host to an emulated engine and its replies, one at a time, in JSON.
 //!
-//! Owns the text of requests and replies, both ways. Sockets are those of whoever asks or answers. Read [`Request`] first.
+//! Owns the text of requests and replies, in both directions. The requesting and the replying end own the sockets. Read [`Request`] first.
 
 mod about;
 mod json;

@@ -1,4 +1,4 @@
-//! What an emulated engine answers.
+//! Replies of an emulated engine.
 
 use std::fmt::Write;
 
@@ -8,30 +8,30 @@ use serde::de::IgnoredAny;
 use super::about::{self, About};
 use super::json::{Bytes, Data, push_array, read};
 
-/// Whether a request did what it should.
+/// Status of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// It did; of a poll: the call has ended.
+    /// The request succeeded. For a poll: the call has ended.
     Good,
-    /// It did not; of a poll: the call goes on, or there is none.
+    /// The request failed. For a poll: the call has not ended, or there is no call.
     Not,
-    /// The control stream is none.
+    /// The control stream does not exist.
     NoControl,
-    /// Another host has reset the engine, which the one that asks had said to use: nothing is done for that one any more. An emulator of ours says
-    /// so, to hosts that have claimed the engine.
+    /// Another host has reset the engine that the requesting host had claimed, so the engine serves the requesting host no more. Only this project's
+    /// emulator sends this, to hosts that have claimed the engine.
     Taken,
 }
 
-/// What an emulated engine answers.
+/// Reply of an emulated engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// Nothing but whether it was done.
+    /// The status alone.
     Status(Status),
-    /// A word.
+    /// A word of exchange memory.
     Register(u32),
     /// Bytes of memory.
     Memory(Vec<u8>),
-    /// What an emulator of ours is.
+    /// Self-description of this project's emulator.
     About(About),
 }
 
@@ -51,7 +51,7 @@ impl Status {
 }
 
 impl Reply {
-    /// Its text. Bytes are signed, as the original writes them.
+    /// Returns the JSON text. Bytes are signed, as the original writes them.
     pub fn to_json(&self) -> String {
         let mut text = String::new();
         let _ = match self {
@@ -67,10 +67,10 @@ impl Reply {
         text
     }
 
-    /// From its text.
+    /// Parses the JSON text.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// A description of what is wrong with the text.
     pub fn from_json(text: &[u8]) -> Result<Self, String> {
         let (fields, array) = read::<Fields>(text).map_err(|error| error.to_string())?;
         if fields.version.is_some() {

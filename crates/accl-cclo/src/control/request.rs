@@ -1,4 +1,4 @@
-//! What a host asks of an emulated engine.
+//! Requests of a host to an emulated engine.
 
 use std::fmt::Write;
 
@@ -7,10 +7,10 @@ use serde::Deserialize;
 use super::json::{Bytes, Data, push_array, read};
 use crate::call::{BadWord, Descriptor};
 
-/// What a host asks.
+/// Request of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// The word at an offset of exchange memory.
+    /// Reads the word at an offset of exchange memory.
     ReadRegister {
         /// Its offset in bytes.
         offset: u32,
@@ -19,82 +19,83 @@ pub enum Request {
     WriteRegister {
         /// Its offset in bytes.
         offset: u32,
-        /// What it is to hold.
+        /// New value of the word.
         value: u32,
     },
-    /// Bytes of memory.
+    /// Reads bytes of memory.
     ReadMemory {
-        /// Where they begin.
+        /// Address of the first byte.
         address: u64,
-        /// How many.
+        /// Number of bytes.
         bytes: u32,
-        /// They lie in host memory.
+        /// Whether the bytes lie in host memory.
         is_host: bool,
     },
-    /// Sets bytes of memory, which grows if it must.
+    /// Writes bytes of memory, which grows if necessary.
     WriteMemory {
-        /// Where they begin.
+        /// Address of the first byte.
         address: u64,
         /// The bytes.
         data: Vec<u8>,
-        /// They lie in host memory.
+        /// Whether the bytes lie in host memory.
         is_host: bool,
     },
-    /// Has memory reach so far. There is no way back.
+    /// Grows memory to include this range. Memory never shrinks.
     Allocate {
-        /// Where it begins: hosts choose.
+        /// Address of the range, which the host chooses.
         address: u64,
-        /// How much.
+        /// Length of the range in bytes.
         bytes: u32,
-        /// It is host memory.
+        /// Whether this is host memory.
         is_host: bool,
     },
     /// Starts a call. The reply does not wait for it.
     Call {
-        /// Through which of the control streams.
+        /// Number of the control stream.
         control: u32,
         /// The call.
         call: Descriptor,
     },
-    /// Whether the call on a control stream has ended; if so, that is said once.
+    /// Asks whether the call on a control stream has ended. Each end is reported once.
     Poll {
-        /// Which of the control streams.
+        /// Number of the control stream.
         control: u32,
     },
-    /// What the emulator is: ours alone answers.
+    /// Asks for the emulator's self-description. Only this project's emulator answers.
     About,
-    /// Takes the rank for this connection alone, until it is closed. Ours alone answers: well, or with what it is and who has the rank.
+    /// Claims the rank exclusively for this connection until the connection is closed. Only this project's emulator answers: with success, or with
+    /// its self-description, which names the owner.
     Claim {
-        /// Who asks, in words.
+        /// Description of the requesting process.
         owner: String,
-        /// A number that all ranks of its job have and no other job: from the next reset on, packets of others go nowhere. Zero: nothing is known
-        /// of jobs.
+        /// Number of the job, shared by all its ranks and by no other job. After the next reset, packets of other jobs are dropped. Zero means that
+        /// the job has no number.
         job: u32,
     },
 }
 
-/// A request that means nothing.
+/// Error for a request without a meaning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BadRequest {
-    /// It is not JSON, or a field has another type.
+    /// The text is not JSON, or a field has another type.
     Json(String),
-    /// There is no such type of request.
+    /// No request has this type number.
     Type(u32),
     /// A field is missing.
     Missing(&'static str),
-    /// The word of a call means nothing. Firmware starts such a call all the same, and ends it with a return code.
+    /// A word of the call has no meaning. Firmware starts such a call all the same, and ends it with a return code.
     Call {
-        /// Through which of the control streams.
+        /// Number of the control stream.
         control: u32,
         /// The word.
         word: BadWord,
     },
 }
 
-/// A number of a control stream that no engine has: what is written below zero, or above all numbers.
+/// Number of a control stream that no engine has. It stands for numbers below zero and above the 32-bit range.
 const NO_CONTROL: u32 = u32::MAX;
 
-/// The numbers of requests.
+/// Type numbers of requests.
 mod number {
     pub(super) const READ_REGISTER: u32 = 0;
     pub(super) const WRITE_REGISTER: u32 = 1;
@@ -133,7 +134,7 @@ struct Fields {
 }
 
 impl Request {
-    /// Its text.
+    /// Returns the JSON text.
     pub fn to_json(&self) -> String {
         let mut text = String::new();
         let written = match self {
@@ -178,12 +179,12 @@ impl Request {
                 write!(text, r#"{{"type":{},"owner":{owner},"job":{job}}}"#, number::CLAIM)
             }
         };
-        // A string takes everything.
+        // Writing to a string cannot fail.
         let _ = written;
         text
     }
 
-    /// From its text.
+    /// Parses the JSON text.
     ///
     /// # Errors
     /// [`BadRequest`].
@@ -228,7 +229,7 @@ impl Request {
 }
 
 impl Fields {
-    /// The call, or which word of it means nothing.
+    /// Returns the call, or the word of it that has no meaning.
     fn call(&self) -> Result<Result<Descriptor, BadWord>, BadRequest> {
         let word = |value: Option<u32>, name| value.ok_or(BadRequest::Missing(name));
         let address = |value: Option<u64>, name| value.ok_or(BadRequest::Missing(name));

@@ -1,7 +1,7 @@
-//! The text that names a device, as data.
+//! URL of a device, as data.
 //!
-//! Owns what `device=` may say, the file of ranks that it may name, and the settings of the driver that follow from both. Opens nothing but
-//! that file. Read [`DeviceUrl`] first.
+//! Owns the values that `device=` accepts, the ranks file that it may name, and the driver settings that follow from both. Opens nothing but that
+//! file. Read [`DeviceUrl`] first.
 
 mod ranks;
 mod settings;

@@ -1,4 +1,4 @@
-//! The file of ranks: where the engine of each is reached.
+//! The ranks file, which lists the address of each rank's engine.
 
 use std::net::Ipv4Addr;
 use std::path::Path;
@@ -6,10 +6,10 @@ use std::path::Path;
 use accl_types::{Error, ErrorKind, Result};
 use serde::Deserialize;
 
-/// The port of rank 0 where a file names addresses alone; that of each next rank is one more.
+/// Port of rank 0 if a file lists addresses only; each further rank has the next port.
 pub const FIRST_PORT: u16 = 5500;
 
-/// What a file says of a rank.
+/// A file's entry for one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RankLine {
     pub(super) ip: String,
@@ -18,7 +18,7 @@ pub(super) struct RankLine {
     pub(super) segment_bytes: Option<u32>,
 }
 
-/// Both forms: addresses alone, as ACCL's programs take them, or objects.
+/// Both forms of the file: addresses only, as ACCL's programs take them, or objects.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -35,7 +35,7 @@ struct Object {
     max_segment: Option<u32>,
 }
 
-/// All ranks of a file.
+/// Reads all entries of a file.
 pub(super) fn read(path: &Path) -> Result<Vec<RankLine>> {
     let text = std::fs::read_to_string(path).map_err(|error| refused(path, &format!("cannot be read: {error}")))?;
     parse(&text).map_err(|why| refused(path, &why))
@@ -69,7 +69,7 @@ fn parse(text: &str) -> std::result::Result<Vec<RankLine>, String> {
 }
 
 impl RankLine {
-    /// Its address as an engine takes it.
+    /// Returns the address in the form that an engine takes.
     pub(super) fn address(&self, path: &Path, rank: usize) -> Result<Ipv4Addr> {
         self.ip.parse().map_err(|_| {
             refused(path, &format!("gives rank {rank} the address `{}`; expected one such as 10.10.10.1", self.ip))
@@ -77,7 +77,7 @@ impl RankLine {
     }
 }
 
-/// What is wrong with a file.
+/// Returns the error for an invalid file.
 pub(super) fn refused(path: &Path, why: &str) -> Error {
     Error::new(ErrorKind::Configuration, format!("the file of ranks {} {why}", path.display()))
 }

@@ -1,4 +1,4 @@
-//! What the driver is to set up for a device, and which emulator is whose.
+//! Driver settings that follow from a device URL, and the emulator address of each rank.
 
 use std::net::Ipv4Addr;
 use std::path::Path;
@@ -10,38 +10,38 @@ use super::url::{Address, Addresses, Design, DeviceUrl, Place, memory_name};
 use crate::driver::{Peer, Settings, Tables};
 use crate::memory_map::NO_SESSION;
 
-/// The largest eager message. Sums are eager, so calls of one are cut to this.
+/// Size of the largest eager message in bytes. Reductions are eager, so their calls are split into messages of this size.
 const EAGER_BYTES: u32 = 4 << 20;
-/// What an rx buffer has at most if nobody says otherwise: larger ones cost memory where messages are short.
+/// Default maximum size of an rx buffer in bytes. Larger buffers waste memory if messages are short.
 const RX_BYTES: u32 = 64 << 10;
-/// What the size of an rx buffer is a multiple of.
+/// The size of an rx buffer is a multiple of this many bytes.
 const RX_UNIT: u32 = 64;
-/// Most segments of a message: what a receive keeps to release.
+/// Maximum number of segments of a message: a receive can hold this many rx buffers before it releases them.
 const MAX_SEGMENTS: u32 = 64;
-/// Rx buffers beyond those of a whole message. Within a collective of several pieces a rank may be a piece ahead: what it sends has begun to come
-/// while the last of the piece before is taken.
+/// Rx buffers in addition to those that hold one whole message. In a collective of several pieces a rank may be one piece ahead. Its message then
+/// begins to arrive while the end of the previous piece is still in use.
 const MORE_RX_BUFFERS: u32 = 16;
-/// Ranks that a UDP design has sockets for.
+/// Number of ranks that a UDP design has sockets for.
 const MAX_UDP_RANKS: u32 = 16;
-/// Addresses of cards without a file of ranks: ten of each octet but the last, which is the rank and one.
+/// First three octets of a card's address without a ranks file; the last octet is the rank plus one.
 const CARDS: [u8; 3] = [10, 10, 10];
 
 impl DeviceUrl {
-    /// What the driver sets up on a rank. Queue pairs of cards behind Coyote are not known before the ranks have spoken to one another:
-    /// [`Peer::session`] is filled in by their bus. Sessions of TCP behind XRT are those of the file of ranks.
+    /// Returns the driver settings for a rank. Queue pairs of cards behind Coyote are unknown until the ranks have exchanged them; their bus then
+    /// sets [`Peer::session`]. TCP sessions behind XRT come from the ranks file.
     ///
     /// # Errors
-    /// A file of ranks that makes no sense or names others, sizes that firmware refuses, tables that exchange memory has no room for.
+    /// The ranks file is invalid or names another number of ranks, firmware would refuse a size, or the tables do not fit into exchange memory.
     pub fn settings(&self, rank: u32, world: u32) -> Result<Settings> {
         let settings = self.sized(rank, self.peers(world)?);
         self.check(&settings).map_err(|error| self.refused(&error.message))?;
         Ok(settings)
     }
 
-    /// Whether ranks can come to reach one another with these settings, before anything is opened.
+    /// Checks that ranks can reach one another with these settings, before any device is opened.
     ///
     /// # Errors
-    /// There are sessions to set up which nobody does.
+    /// The design needs sessions that neither this crate nor the ranks file provides.
     pub fn check_sessions(&self, settings: &Settings) -> Result<()> {
         match (&self.place, self.design()) {
             (Place::Xrt { .. }, Design::Tcp) => settings.check_sessions().map_err(|error| {
@@ -55,8 +55,8 @@ impl DeviceUrl {
         }
     }
 
-    /// What ranks must have in common, as text: the kind of device and all keys, with those that were left out. Neither the index of a card
-    /// nor the path of a file nor an address is part of it, nor how kernels are named.
+    /// Returns the settings that all ranks must share, as text: the kind of device and all keys, with the defaults of omitted keys. The index of a
+    /// card, file paths, addresses and kernel names are not included.
     pub fn agreed(&self) -> String {
         let Settings { rx_buffers, rx_bytes, max_eager_bytes, max_rendezvous_bytes, memory, .. } =
             self.sized(0, Vec::new());
@@ -72,10 +72,10 @@ impl DeviceUrl {
         )
     }
 
-    /// Where the emulator of a rank answers.
+    /// Returns the address of a rank's emulator.
     ///
     /// # Errors
-    /// It is no emulator, there is none for this rank, or the file of ranks makes no sense.
+    /// The device is no emulator, there is none for this rank, or the ranks file is invalid.
     pub fn emulator_of(&self, rank: u32) -> Result<Address> {
         let Place::Emulator(addresses) = &self.place else {
             return Err(self.refused("it is no emulator"));
@@ -98,7 +98,7 @@ impl DeviceUrl {
         }
     }
 
-    /// Whether its keys make sense, whoever the ranks are.
+    /// Checks the values of the keys, without knowledge of the ranks.
     pub(super) fn check_alone(&self) -> Result<()> {
         let nobody = Peer { ip: Ipv4Addr::LOCALHOST, port: FIRST_PORT, session: 0 };
         self.check(&self.sized(0, vec![nobody]))
@@ -132,9 +132,9 @@ impl DeviceUrl {
         Ok(())
     }
 
-    /// Settings for these peers: what was said, and what suits it.
+    /// Returns the settings for these peers, with defaults that suit the given keys.
     fn sized(&self, rank: u32, peers: Vec<Peer>) -> Settings {
-        // Rx buffers hold a whole eager message.
+        // The rx buffers together hold a whole eager message.
         let rx_size = self.rx_bytes.unwrap_or(RX_BYTES);
         let held = self.rx_buffers.map_or(EAGER_BYTES, |count| count.saturating_mul(rx_size));
         let eager = self.eager.unwrap_or_else(|| EAGER_BYTES.min(held).max(self.rx_bytes.unwrap_or(0)));
@@ -172,7 +172,7 @@ impl DeviceUrl {
         }
         let rx_bytes = self.sized(0, Vec::new()).rx_bytes;
         let peer = |(rank, line): (u32, &RankLine)| {
-            // A segment is what an rx buffer holds.
+            // A segment is as large as an rx buffer.
             if let Some(bytes) = line.segment_bytes.filter(|bytes| *bytes != rx_bytes) {
                 let why =
                     format!("gives rank {rank} segments of {bytes} bytes; add `rx_bytes={bytes}`, or leave it out");
@@ -203,7 +203,7 @@ impl DeviceUrl {
                     return Err(self.refused(&format!("it names {} emulators, and there are {world} ranks", all.len())));
                 }
                 let Address { host, port } = self.emulator_of(rank)?;
-                // Emulators reach one another by their ranks, and look at no address.
+                // Emulators address one another by rank, and ignore this address.
                 (host.parse().unwrap_or(Ipv4Addr::LOCALHOST), port)
             }
             Place::Xrt { .. } | Place::Coyote { .. } => {
@@ -224,7 +224,7 @@ impl DeviceUrl {
         matches!(self.place, Place::Sim | Place::Emulator(_))
     }
 
-    /// Socket indexes count as ranks do; sessions and queue pairs are those of whoever opens them.
+    /// Returns the default session of a rank. A UDP socket index equals the rank. Sessions and queue pairs are unknown until they are opened.
     fn session(&self, rank: u32) -> u32 {
         if self.sessions_are_ranks() || self.design() == Design::Udp { rank } else { NO_SESSION }
     }

@@ -217,7 +217,7 @@ fn each_rank_has_an_emulator() {
 }
 
 proptest! {
-    /// Whatever is written either makes no sense or is shown as it was meant.
+    /// Any text is either refused, or accepted and shown with the same meaning.
     #[test]
     fn any_text_is_read_or_refused(
         text in "(sim|emulator|xrt|coyote|)(://)?[a-z0-9:,@.]{0,12}[?]?((eager|rx_bytes|rx_buffers|design|xclbin|memory|x)=[a-z0-9KMiB_]{0,8}&?){0,4}|.*"
@@ -226,7 +226,7 @@ proptest! {
             Ok(None) => prop_assert!(["", "none"].contains(&text.trim())),
             Ok(Some(url)) => {
                 prop_assert_eq!(DeviceUrl::parse(&url.to_string()), Ok(Some(url.clone())));
-                // Neither of these may do anything but answer.
+                // Neither of these may panic.
                 let _ = (url.agreed(), url.settings(0, 2));
             }
             Err(error) => prop_assert!(error.message.starts_with("device `"), "{}", error.message),

@@ -1,4 +1,4 @@
-//! What the text of a device says.
+//! Parser of device URLs.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,15 +8,15 @@ use accl_types::{Error, ErrorKind, Result, nearest, parse_size, show_size};
 use crate::bus::Memory;
 use crate::memory_map::{DataType, Network};
 
-/// A device, as `device=` names it. Its text round trips through [`DeviceUrl::parse`] and [`fmt::Display`]; keys that it leaves out are
-/// filled in when they are asked for.
+/// A device, as `device=` names it. [`DeviceUrl::parse`] and [`fmt::Display`] are inverse to each other. Omitted keys are stored as `None`; accessors
+/// such as [`DeviceUrl::design`] return their defaults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceUrl {
-    /// Where the device is.
+    /// Kind and location of the device.
     pub place: Place,
-    /// How it was built; see [`DeviceUrl::design`].
+    /// Network design of the device, if given; see [`DeviceUrl::design`].
     pub(super) design: Option<Design>,
-    /// A file with the addresses of all ranks.
+    /// Path of a file with the addresses of all ranks.
     pub(super) ranks: Option<PathBuf>,
     pub(super) rx_buffers: Option<u32>,
     pub(super) rx_bytes: Option<u32>,
@@ -28,75 +28,75 @@ pub struct DeviceUrl {
     pub(super) hostctrl: Option<String>,
 }
 
-/// Where a device is.
+/// Kind and location of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// An engine in software, in the process of its rank.
+    /// A software engine in the process of its rank.
     Sim,
-    /// Engines in software behind the sockets of the emulator's protocol.
+    /// Software engines behind the sockets of the emulator's protocol.
     Emulator(Addresses),
-    /// A card behind XRT, by its index, with the bitstream that it is loaded with.
+    /// A card behind XRT, by its index, with the bitstream that is loaded on it.
     Xrt {
-        /// Which card.
+        /// Index of the card.
         index: u32,
-        /// The bitstream.
+        /// Path of the bitstream.
         xclbin: PathBuf,
     },
     /// A card behind Coyote, by the number of its region.
     Coyote {
-        /// Which region.
+        /// Number of the region.
         index: u32,
     },
 }
 
-/// Where the emulators of all ranks answer.
+/// Addresses of the emulators of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Addresses {
-    /// All at one host: the rank is added to the port.
+    /// One host for all ranks. The rank is added to the port.
     One(Address),
-    /// Each rank's own.
+    /// One address per rank.
     Each(Vec<Address>),
-    /// As a file of ranks says.
+    /// Addresses from a ranks file.
     File(PathBuf),
 }
 
-/// Where an emulator answers.
+/// Address of an emulator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
-    /// Its name or address; one of IPv6 stands in brackets.
+    /// Host name or IP address; an IPv6 address is in brackets.
     pub host: String,
-    /// Its port.
+    /// Port.
     pub port: u16,
 }
 
-/// How engines were built to reach one another.
+/// Network design that engines were built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Design {
-    /// Datagrams.
+    /// Datagrams (UDP).
     Udp,
-    /// Streams.
+    /// Streams (TCP).
     Tcp,
-    /// Queue pairs of Coyote.
+    /// Queue pairs of Coyote (RDMA).
     CytRdma,
 }
 
-/// What single precision is between devices.
+/// Representation of float32 between devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Wire {
-    /// As it is in memory.
+    /// Same as in memory.
     Full,
     /// Half precision.
     Half,
 }
 
-/// A key of the text of a device.
+/// Key of a device URL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Key {
-    /// As it is written.
+    /// Name of the key.
     pub name: &'static str,
-    /// What may follow it.
+    /// Accepted values.
     pub accepted: &'static str,
-    /// What it sets, in a sentence.
+    /// Purpose of the key, in a sentence.
     pub about: &'static str,
 }
 
@@ -107,7 +107,7 @@ const fn key(name: &'static str, accepted: &'static str, about: &'static str) ->
 const SIZE: &str = "a size below 4 GiB, as bytes or with KiB, MiB, GiB";
 
 const KERNEL: &str = "the name of a kernel, as KERNEL:{INSTANCE}";
-/// Kernels of a design with one engine, as ACCL's own bitstreams name them.
+/// Names of the kernels of a design with one engine, as in ACCL's own bitstreams.
 const ENGINE_KERNEL: &str = "ccl_offload:{ccl_offload_0}";
 const HOSTCTRL_KERNEL: &str = "hostctrl:{hostctrl_0_0}";
 
@@ -138,7 +138,7 @@ pub const KEYS: [Key; 11] = [
     key("hostctrl", KERNEL, "The kernel that starts its calls in a bitstream for XRT."),
 ];
 
-/// What stands before `://`.
+/// Accepted schemes, which precede `://`.
 const SCHEMES: [&str; 4] = ["sim", "emulator", "xrt", "coyote"];
 const EXPECTED: &str = "expected one of none, 1, sim, sim://?KEY=VALUE, emulator://HOST:PORT, emulator://HOST:PORT,HOST:PORT, \
                         emulator://@FILE, xrt://INDEX?xclbin=FILE, coyote://INDEX";
@@ -148,11 +148,11 @@ const MEMORIES: [Memory; 2] = [Memory::Host, Memory::Device];
 const WIRES: [Wire; 2] = [Wire::Full, Wire::Half];
 
 impl DeviceUrl {
-    /// From its text: `sim`, which `1` is another word for, `sim://?design=udp`, `emulator://h0:5500,h1:5500`, `emulator://@ranks.json`,
-    /// `xrt://0?xclbin=a.xclbin&design=udp`, `coyote://0`. `None`: the text is empty or `none`, which is no device.
+    /// Parses a URL: `sim` or its synonym `1`, `sim://?design=udp`, `emulator://h0:5500,h1:5500`, `emulator://@ranks.json`,
+    /// `xrt://0?xclbin=a.xclbin&design=udp`, `coyote://0`. Returns `None` if the text is empty or `none`, which means no device.
     ///
     /// # Errors
-    /// What makes no sense, or what firmware would refuse whatever the ranks are, with what is expected instead.
+    /// The text is malformed, or firmware would refuse the values for any set of ranks. The message says what is expected.
     pub fn parse(text: &str) -> Result<Option<Self>> {
         let url = match text.trim() {
             "" | "none" => return Ok(None),
@@ -163,7 +163,7 @@ impl DeviceUrl {
         Ok(Some(url))
     }
 
-    /// Whether two texts name one device, however it is set up.
+    /// Returns whether two URLs name the same device, even if they set it up differently.
     pub fn is_same_device(&self, other: &Self) -> bool {
         match (&self.place, &other.place) {
             (Place::Xrt { index: mine, .. }, Place::Xrt { index: theirs, .. }) => mine == theirs,
@@ -171,7 +171,7 @@ impl DeviceUrl {
         }
     }
 
-    /// A device with no key said.
+    /// Returns a device without any key.
     fn at(place: Place) -> Self {
         Self {
             place,
@@ -247,7 +247,7 @@ impl DeviceUrl {
         Ok(())
     }
 
-    /// Whether there are such devices at such a place.
+    /// Checks that devices of this design exist at such a place.
     fn agrees_with_place(&self) -> std::result::Result<(), String> {
         match (&self.place, self.design()) {
             (Place::Emulator(_), _) if self.ranks.is_some() => {
@@ -265,7 +265,7 @@ impl DeviceUrl {
         }
     }
 
-    /// What stands before `://`.
+    /// Returns the scheme, which precedes `://`.
     pub fn scheme(&self) -> &'static str {
         match self.place {
             Place::Sim => "sim",
@@ -275,8 +275,8 @@ impl DeviceUrl {
         }
     }
 
-    /// How the devices were built to reach one another. An emulator that is not said to be another takes what is right for all: over streams
-    /// every message is eager, which the other designs do as well.
+    /// Returns the network design of the devices. The default for an emulator is TCP: every message over TCP is eager, which the other designs
+    /// support as well.
     pub fn design(&self) -> Design {
         self.design.unwrap_or(match self.place {
             Place::Sim | Place::Coyote { .. } => Design::CytRdma,
@@ -285,7 +285,8 @@ impl DeviceUrl {
         })
     }
 
-    /// Where the buffers of calls lie. Cards behind XRT have host memory on some boards only, and Coyote's are there until they are moved.
+    /// Returns the memory that holds the buffers of calls. Only some boards behind XRT have host memory. Cards behind Coyote use host memory until
+    /// buffers are moved.
     pub fn memory(&self) -> Memory {
         self.memory.unwrap_or(match self.place {
             Place::Sim | Place::Coyote { .. } => Memory::Host,
@@ -293,23 +294,23 @@ impl DeviceUrl {
         })
     }
 
-    /// The kernel of the engine, behind XRT.
+    /// Returns the name of the engine's kernel, behind XRT.
     pub fn engine_kernel(&self) -> &str {
         self.engine.as_deref().unwrap_or(ENGINE_KERNEL)
     }
 
-    /// The kernel that starts its calls, behind XRT.
+    /// Returns the name of the kernel that starts the engine's calls, behind XRT.
     pub fn hostctrl_kernel(&self) -> &str {
         self.hostctrl.as_deref().unwrap_or(HOSTCTRL_KERNEL)
     }
 
-    /// What single precision is between devices.
+    /// Returns the representation of float32 between devices.
     pub fn wire(&self) -> Wire {
         self.compression.unwrap_or(Wire::Full)
     }
 }
 
-/// The text again: each key that was said, in the order of [`KEYS`].
+/// Writes the URL with each given key, in the order of [`KEYS`].
 impl fmt::Display for DeviceUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (place, xclbin) = match &self.place {
@@ -381,7 +382,7 @@ impl fmt::Display for Address {
 }
 
 impl Design {
-    /// As it is written.
+    /// Returns the value of the key `design`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Udp => "udp",
@@ -390,7 +391,7 @@ impl Design {
         }
     }
 
-    /// The design whose engines reach one another so.
+    /// Returns the design whose engines use this network.
     pub fn of(network: Network) -> Self {
         match network {
             Network::Udp => Self::Udp,
@@ -399,7 +400,7 @@ impl Design {
         }
     }
 
-    /// What goes over the network.
+    /// Returns the network of the design.
     pub fn network(self) -> Network {
         match self {
             Self::Udp => Network::Udp,
@@ -410,7 +411,7 @@ impl Design {
 }
 
 impl Wire {
-    /// As it is written.
+    /// Returns the value of the key `compression`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Full => "none",
@@ -418,7 +419,7 @@ impl Wire {
         }
     }
 
-    /// What elements of a reduction are on the wire. Elements that are only moved are bytes, and never compressed.
+    /// Returns the type on the wire for elements of a reduction. Elements that are only moved are bytes, and never compressed.
     pub fn carries(self, dtype: DataType) -> DataType {
         if self == Self::Half && dtype == DataType::F32 { DataType::F16 } else { dtype }
     }

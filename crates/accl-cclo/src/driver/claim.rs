@@ -1,7 +1,7 @@
-//! A device has one driver at a time.
+//! Exclusive claim on a device: a device has one driver at a time.
 //!
-//! Owns how a driver comes to have a device to itself before it changes anything of it, and what is said when another one has it. How a device
-//! knows who that is, and when that one has gone, is its bus's: see [`Bus::claim`]. Read [`claim`] first.
+//! Owns how a driver claims a device before it changes anything, and the error if another driver has it. The bus knows the current owner and when
+//! that owner has gone: see [`Bus::claim`]. Read [`claim`] first.
 
 use std::time::Duration;
 
@@ -9,14 +9,15 @@ use accl_types::{Error, ErrorKind, Result};
 
 use crate::bus::Bus;
 
-/// How often a device is asked for that another driver has, and the pause between: a group that was just left lets go of its own a moment later.
+/// How many times, and with what pause between, the driver tries to claim a device of another driver. A group that was just destroyed releases its
+/// device a moment later.
 const MOST_LOOKS: usize = 50;
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Takes a device for this driver alone. Between looks `go_on` is asked whether there is time left.
+/// Claims a device exclusively for this driver. Between tries `go_on` returns whether there is time left.
 ///
 /// # Errors
-/// Another driver has it, with its name as far as it is known; or the device cannot be reached.
+/// Another driver has the device (the message names it, if known), or the device cannot be reached.
 pub(crate) fn claim(bus: &mut dyn Bus, mut go_on: impl FnMut() -> bool) -> Result<()> {
     for look in 1.. {
         let Some(holder) = bus.claim()? else { break };

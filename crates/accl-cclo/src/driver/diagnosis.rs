@@ -1,7 +1,7 @@
-//! Why a call does not end, as far as a device's memory says.
+//! Diagnosis of a call that does not end, from a device's memory.
 //!
-//! Owns what is read of it, in which order, and that nothing more is read once there is no time left: a device that is far away or slow takes as
-//! long for each word as for all that is said of it. Read [`Diagnosis::read`] first.
+//! Owns what is read, in which order, and that nothing more is read once no time is left. A read of one word from a slow or distant device may take
+//! as long as the whole report should. Read [`Diagnosis::read`] first.
 
 use std::fmt;
 
@@ -12,41 +12,46 @@ use crate::bus::Bus;
 use crate::memory_map::{self as map, Communicator, Place, RxBuffer, RxStatus};
 use crate::return_code::ReturnCode;
 
-/// Ranks and rx buffers that a message names. No more of them are read than are named.
+/// Maximum numbers of ranks and of rx buffers that a message names. No more of them are read.
 const MOST_RANKS: usize = 8;
 const MOST_BUFFERS: usize = 4;
-/// Words of an rx buffer that say nothing of a message: its status, which was read before, and its address.
+/// Leading words of an rx buffer that do not describe its message: its status, which was read before, and its address.
 const BEFORE_MESSAGE: usize = 3;
 
-/// What is read of a device that a call does not come back from.
+/// State of a device on which a call does not end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Diagnosis {
-    /// The first rx buffers that are not idle, with the index of each; their addresses are not read.
+    /// First rx buffers that are not idle, each with its index. Their addresses are not read.
     pub buffers: Vec<(usize, RxBuffer)>,
-    /// How many more are not idle.
+    /// Number of further rx buffers that are not idle.
     pub more_buffers: usize,
-    /// How many rx buffers were looked at before there was no time left.
+    /// Number of rx buffers that were read before time ran out.
     pub looked_at: usize,
-    /// How many there are.
+    /// Total number of rx buffers.
     pub all: usize,
-    /// With what the call before has ended; `None`: there was no time to read it.
+    /// Return code of the previous call; `None` if there was no time to read it.
     pub return_code: Option<ReturnCode>,
-    /// What the device itself says is wrong, if it says anything.
+    /// Fault that the device itself reports; empty if it reports none.
     pub trouble: String,
-    /// The numbers of the messages that are next, with the rank that each comes from, by rank.
+    /// Pairs of a rank and the sequence number of the next message from it, by rank.
     pub expected: Vec<(u32, u32)>,
-    /// From how many ranks more it may expect something: nobody looks at more than a few.
+    /// Number of further ranks from which the engine may expect a message; only the first few ranks are read.
     pub more_ranks: usize,
-    /// There was no time to read all that is expected of those few.
+    /// Whether time ran out before the sequence numbers of those first ranks were read.
     pub is_cut_off: bool,
 }
 
 impl Diagnosis {
-    /// Reads it: the rx buffers first, then the return code, what the device says of itself, and what the engine waits for in the communicator
-    /// of its call, from `root` first and then from those before it in the ring. Before each read `go_on` is asked whether there is time left.
+    /// Reads the state of a device, in this order:
+    /// * the rx buffers,
+    /// * the return code,
+    /// * the fault that the device reports,
+    /// * the expected sequence numbers in the call's communicator: first from `root`, then from the ranks before this one in the ring.
+    ///
+    /// Before each read `go_on` returns whether there is time left.
     ///
     /// # Errors
-    /// As [`Bus::read_register`].
+    /// Same as [`Bus::read_register`].
     pub(super) fn read(
         bus: &mut dyn Bus,
         rx_table: Place,
@@ -88,7 +93,7 @@ impl Diagnosis {
         Ok(seen)
     }
 
-    /// Whether there was time for the next rx buffer.
+    /// Reads the next rx buffer. Returns `false` if time ran out.
     fn look_at_buffer(&mut self, bus: &mut dyn Bus, table: Place, go_on: &mut impl FnMut() -> bool) -> Result<bool> {
         if !go_on() {
             return Ok(false);
@@ -96,7 +101,7 @@ impl Diagnosis {
         let first = RxBuffer::COUNT * self.looked_at;
         let mut words = [0; RxBuffer::COUNT];
         words[0] = bus.read_register(table.word(first))?;
-        // Most are idle, and say nothing more.
+        // Most buffers are idle, and an idle buffer needs no further reads.
         if RxStatus::from_word(words[0]) == Some(RxStatus::Idle) {
             return Ok(true);
         }

@@ -1,38 +1,38 @@
-//! What the elements of a call are, and what follows from it: the arithmetic config and the compression flags.
+//! Element types of a call, and the arithmetic config and compression flags that follow from them.
 
 use accl_types::{Error, ErrorKind, Result};
 
 use crate::call::Compression;
 use crate::memory_map::DataType;
 
-/// What elements are in the buffers of a call and on the wire. What a call has no buffer for may be left out.
+/// Element types in the buffers of a call and on the wire. A buffer that the call does not use may be left `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Elements {
-    /// In operand 0.
+    /// Type in operand 0.
     pub first: Option<DataType>,
-    /// In operand 1.
+    /// Type in operand 1.
     pub second: Option<DataType>,
-    /// In the result.
+    /// Type in the result.
     pub result: Option<DataType>,
-    /// On the wire, if they are to be something else there.
+    /// Type on the wire; `None` for the type in memory.
     pub wire: Option<DataType>,
 }
 
-/// The uncompressed and the compressed type of a config.
+/// Uncompressed and compressed type of a config.
 pub(super) type Key = (DataType, DataType);
 
 impl Elements {
-    /// The same in all buffers and on the wire.
+    /// Returns elements of one type in all buffers and on the wire.
     pub fn of(dtype: DataType) -> Self {
         Self { first: Some(dtype), second: Some(dtype), result: Some(dtype), wire: None }
     }
 
-    /// The same, but on the wire.
+    /// Returns the same elements with another type on the wire.
     pub fn on_wire(self, wire: DataType) -> Self {
         Self { wire: Some(wire), ..self }
     }
 
-    /// The config that such a call needs, `None` if none, and its flags.
+    /// Returns the config that such a call needs, or `None` if it needs none, and its compression flags.
     pub(super) fn choose(self) -> Result<(Option<Key>, Compression)> {
         let mut types: Vec<DataType> = Vec::new();
         for dtype in [self.first, self.second, self.result].into_iter().flatten() {

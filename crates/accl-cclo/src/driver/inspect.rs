@@ -1,7 +1,7 @@
-//! A look at a device that somebody else drives, and its reset: for a person.
+//! Inspection and reset of a device that another process drives, for a person.
 //!
-//! Owns what is read and where, which is what the device was set up with and not what whoever looks believes, and changes nothing but by
-//! [`reset`]. Read [`Picture::read`] first.
+//! Owns what is read, and where. The positions follow from what the device was set up with, not from the caller's settings. Only [`reset`] changes
+//! anything. Read [`Picture::read`] first.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -17,26 +17,26 @@ use crate::call::{ConfigFunction, Descriptor};
 use crate::memory_map::{self as map, Communicator, HardwareId, Layout, Place, REGISTERS, Register, RxBuffer};
 use crate::return_code::ReturnCode;
 
-/// How long a device may take to come back to a reset. One that nothing holds takes less than a millisecond.
+/// How long a device may take to complete a reset. If no call holds the device, a reset takes less than a millisecond.
 pub(super) const RESET_PATIENCE: Duration = Duration::from_secs(5);
-/// Between looks whether a reset has come to its turn.
+/// Pause between checks whether a reset has taken effect.
 const RESET_PAUSE: Duration = Duration::from_millis(1);
 
-/// What can be read of a device.
+/// Readable state of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
-    /// Each word with a fixed place.
+    /// Each register and its value.
     pub registers: Vec<(Register, u32)>,
-    /// What lies in the tables; `None`: it is not set up.
+    /// Contents of the tables; `None` if the device is not set up.
     pub tables: Option<Seen>,
 }
 
-/// What lies in the tables of a device that somebody has set up.
+/// Contents of the tables of a device that is set up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
-    /// What it was set up with that is something else than was asked for, each by its key.
+    /// Each parameter in which the device differs from the settings, as a sentence with the parameter's key.
     pub differs: Vec<String>,
-    /// What lies there.
+    /// State of the rx buffers and the communicator.
     pub diagnosis: Diagnosis,
 }
 
@@ -48,11 +48,11 @@ impl fmt::Display for Seen {
 }
 
 impl Picture {
-    /// Reads it. Where tables lie follows from the number of rx buffers and of ranks, so those are the device's own; what differs in them from
-    /// the settings is said. `go_on` says whether there is time left for all that the tables hold.
+    /// Reads the state of a device. The numbers of rx buffers and ranks, which determine the positions of the tables, are the device's own. Values
+    /// that differ from `settings` are reported in `Seen::differs`. `go_on` returns whether there is time left to read the tables.
     ///
     /// # Errors
-    /// As [`Bus::read_register`]; or what lies where a communicator would is none, so somebody else has laid out the tables in another way.
+    /// Same as [`Bus::read_register`]; or there is no valid communicator at its position, so another program has laid out the tables differently.
     pub fn read(bus: &mut dyn Bus, settings: &Settings, go_on: impl FnMut() -> bool) -> Result<Self> {
         let read = |register: &Register| Ok((*register, bus.read_register(register.offset)?));
         let registers = REGISTERS.iter().map(read).collect::<Result<Vec<_>>>()?;
@@ -66,7 +66,7 @@ impl Picture {
         Ok(picture)
     }
 
-    /// Where the table of rx buffers and the communicator of all ranks lie, by what the device says of itself.
+    /// Returns the positions of the table of rx buffers and of the communicator of all ranks, computed from the device's own values.
     fn find(&self, bus: &mut dyn Bus) -> Result<(Place, Ranks)> {
         let count = self.word(map::RX_BUFFER_COUNT);
         let name = bus.describe();
@@ -94,7 +94,7 @@ impl Picture {
         Ok((rx_buffers, Ranks { place, count: ranks, local }))
     }
 
-    /// What the device was set up with that is something else than the settings, each in a sentence with its key.
+    /// Returns each parameter of the device that differs from the settings, as a sentence with its key.
     fn differs(&self, settings: &Settings, ranks: Ranks) -> Vec<String> {
         let is = [
             ("`rx_buffers`", self.word(map::RX_BUFFER_COUNT), settings.rx_buffers),
@@ -106,19 +106,19 @@ impl Picture {
         is_other.map(|(key, own, asked)| format!("it was set up with {key} {own}, and not with {asked}")).collect()
     }
 
-    /// The word of a register.
+    /// Returns the value of a register.
     pub fn word(&self, register: Register) -> u32 {
         self.registers.iter().find(|(known, _)| *known == register).map_or(0, |(_, word)| *word)
     }
 
-    /// What the device was built with.
+    /// Returns the build options of the device.
     pub fn hardware_id(&self) -> HardwareId {
         HardwareId(self.word(map::HARDWARE_ID))
     }
 }
 
-/// What follows a reset whose end, or that of a call which it waited for, has been seen: it shows, and no end is left that a later call could be
-/// given. Between looks `go_on` is asked whether there is time left.
+/// Completes a reset, after the end of the reset or of the call before it has been polled. Waits until the reset has taken effect, and discards
+/// remaining ends, so that none is taken for the end of a later call. Between checks `go_on` returns whether there is time left.
 pub(super) fn await_reset(bus: &mut dyn Bus, go_on: &mut dyn FnMut() -> bool) -> Result<()> {
     while bus.read_register(map::IS_CONFIGURED.offset)? != 0 {
         if !go_on() {
@@ -129,13 +129,13 @@ pub(super) fn await_reset(bus: &mut dyn Bus, go_on: &mut dyn FnMut() -> bool) ->
         }
         bus.pause(RESET_PAUSE);
     }
-    // The reset's own end may come a moment after what it has done shows.
+    // The end of the reset itself may arrive shortly after its effect is visible.
     bus.drain()?;
     bus.pause(RESET_PAUSE);
     bus.drain()
 }
 
-/// A device is held by a call.
+/// Returns the error for a device that is held by a call.
 pub(super) fn held(bus: &dyn Bus) -> Error {
     let text = format!(
         "{} does not come back to a reset: a call that is under way holds it, and nothing ends that; reload the board, or start the emulator \
@@ -145,11 +145,11 @@ pub(super) fn held(bus: &dyn Bus) -> Error {
     Error::new(ErrorKind::Device, text)
 }
 
-/// Resets a device. That is a call as any other, and one that is under way has to end first, unless an emulator of ours
-/// ends it. Between looks `go_on` is asked whether there is time left.
+/// Resets a device. A reset is a call like any other, so a running call has to end first; only this project's emulator ends that call itself. Between
+/// polls `go_on` returns whether there is time left.
 ///
 /// # Errors
-/// The device cannot be reached, or does not come back to it.
+/// The device cannot be reached, or it does not complete the reset.
 pub fn reset(bus: &mut dyn Bus, mut go_on: impl FnMut() -> bool) -> Result<()> {
     bus.drain()?;
     bus.start(&Descriptor::config(ConfigFunction::Reset, 0))?;

@@ -1,8 +1,8 @@
-//! The driver of a device: one call after the other.
+//! Driver of a device, which runs one call at a time.
 //!
-//! Owns the order of calls, and what is said of a device when one does not end. How a device is set up and left is in `set_up`. Which calls a
-//! collective becomes is not decided here. Time comes from whoever has a clock: [`Driver::start`] and [`Driver::poll`] know none, and calls that
-//! are posted have a deadline. Read [`Driver::start`] first.
+//! Owns the order of calls, and the error report for a call that does not end. Setting a device up and releasing it is in `set_up`. Other modules
+//! decide which calls a collective becomes. The caller supplies the time: [`Driver::start`] and [`Driver::poll`] use no clock, and posted calls have
+//! a deadline. Read [`Driver::start`] first.
 
 mod claim;
 mod diagnosis;
@@ -37,7 +37,7 @@ use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId};
 use crate::return_code::ReturnCode;
 use queue::{Queue, State};
 
-/// How long a device may be asked why a call does not end.
+/// Time limit for reading from a device why a call does not end.
 const DIAGNOSIS_TIME: Duration = Duration::from_millis(800);
 
 /// A device that is set up.
@@ -47,11 +47,11 @@ pub struct Driver<B: Bus> {
     hardware_id: HardwareId,
     tables: Tables,
     running: Option<Descriptor>,
-    /// Calls that were posted; the first of them is the one that runs.
+    /// Posted calls; the first is the one that runs.
     queue: Queue,
-    /// Packets of other engines are let in, or may be.
+    /// Whether the device lets packets of other engines in, or has been asked to.
     takes_packets: bool,
-    /// Why it takes no more calls.
+    /// Error after which the device takes no more calls.
     dead: Option<Error>,
 }
 
@@ -63,28 +63,29 @@ impl<B: Bus> Driver<B> {
         Ok(())
     }
 
-    /// What it was set up with.
+    /// Returns the settings that the device was set up with.
     pub fn settings(&self) -> &Settings {
         &self.settings
     }
 
-    /// What the device was built with.
+    /// Returns the build options of the device.
     pub fn hardware_id(&self) -> HardwareId {
         self.hardware_id
     }
 
-    /// The bus, for buffers of callers.
+    /// Returns the bus, through which callers allocate and access their buffers.
     pub fn bus(&mut self) -> &mut B {
         &mut self.bus
     }
 
-    /// Adds a communicator of some of the ranks, in their order, and says where it lies: the word that calls name it by. Each lies at an
-    /// address of its own, since firmware keeps parts of those it has seen, and none is given back. Calls of two communicators must not
-    /// overlap, for messages do not say which they belong to.
+    /// Adds a communicator of some of the ranks, in the given order. Returns its offset in exchange memory, by which calls name it.
+    ///
+    /// Each communicator has an offset of its own and is never freed, because firmware caches parts of communicators by address. Calls on two
+    /// communicators must not overlap, because messages do not say which communicator they belong to.
     ///
     /// # Errors
-    /// No rank or a strange one, this rank is not among them, exchange memory is full, the device is dead, or it cannot be reached, which is its
-    /// death.
+    /// `members` is empty, names an unknown or repeated rank or lacks this rank; exchange memory is full; or the device is dead or cannot be reached.
+    /// If it cannot be reached, the device is dead from then on.
     pub fn add_communicator(&mut self, members: &[u32]) -> Result<u32> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
@@ -95,7 +96,7 @@ impl<B: Bus> Driver<B> {
         written.map(|()| place.offset).map_err(|error| self.kill(error))
     }
 
-    /// A call on elements of this type, which travel as `on_wire`; addresses and the rest are the caller's.
+    /// Returns a descriptor for a call on elements of type `dtype`, which are sent as `on_wire`. The caller fills in addresses and other fields.
     ///
     /// # Errors
     /// The device has no arithmetic for these types.
@@ -103,10 +104,10 @@ impl<B: Bus> Driver<B> {
         self.call_on(operation, Elements::of(dtype).on_wire(on_wire), count)
     }
 
-    /// As [`Driver::call`], with elements that differ from buffer to buffer.
+    /// Same as [`Driver::call`], with element types that differ between buffers.
     ///
     /// # Errors
-    /// As [`Driver::call`].
+    /// Same as [`Driver::call`].
     pub fn call_on(&self, operation: Operation, elements: Elements, count: u32) -> Result<Descriptor> {
         let (key, compression) = elements.choose()?;
         let arithmetic = key.map_or(Ok(0), |(dtype, on_wire)| {
@@ -127,10 +128,11 @@ impl<B: Bus> Driver<B> {
         })
     }
 
-    /// Starts a call. One runs at a time.
+    /// Starts a call. Only one call runs at a time.
     ///
     /// # Errors
-    /// Firmware would hang on it or do something else, packets are not let in, the device is dead, or it cannot be reached, which is its death.
+    /// Firmware would hang on the call or do something else; packets are not let in; or the device is dead or cannot be reached. If it cannot be
+    /// reached, the device is dead from then on.
     pub fn start(&mut self, call: &Descriptor) -> Result<()> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
@@ -150,7 +152,7 @@ impl<B: Bus> Driver<B> {
         Ok(())
     }
 
-    /// Whether it is sure to do what it says.
+    /// Checks that firmware will do what the call asks for.
     fn check(&self, call: &Descriptor) -> Result<()> {
         if !self.takes_packets {
             return Err(Error::internal(format!("`{call}` was given to a device before packets were let in")));
@@ -178,20 +180,20 @@ impl<B: Bus> Driver<B> {
         )
     }
 
-    /// Why it takes no more calls.
+    /// Returns why the device takes no more calls, or `None` if it still does.
     pub fn dead(&self) -> Option<&Error> {
         self.dead.as_ref()
     }
 
-    /// The call that was started and has not ended, as far as is known.
+    /// Returns the call that was started and has not ended, as far as the driver has polled.
     pub fn running(&self) -> Option<&Descriptor> {
         self.running.as_ref()
     }
 
-    /// Whether the call that was started has ended.
+    /// Polls the started call. Returns `None` while it runs, or if no call was started.
     ///
     /// # Errors
-    /// It has failed, with every bit of its return code in words; or the device cannot be reached, which is its death.
+    /// The call has failed; the message names every bit of its return code. Or the device cannot be reached. In both cases the device is dead.
     pub fn poll(&mut self) -> Result<Option<Finished>> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
@@ -204,7 +206,7 @@ impl<B: Bus> Driver<B> {
                 if code.is_ok() {
                     return Ok(Some(finished));
                 }
-                // An emulator of ours knows more than bits say.
+                // This project's emulator reports more detail than the bits do.
                 let about = self.bus.about().ok().flatten().map(|about| about.trouble);
                 let trouble =
                     about.filter(|trouble| !trouble.is_empty()).map(|trouble| format!("; it says: {trouble}"));
@@ -215,12 +217,13 @@ impl<B: Bus> Driver<B> {
         }
     }
 
-    /// Queues a call: it starts when those that were posted before it have ended, and must have ended itself before a deadline. A call that
-    /// fails or misses its deadline is the death of the device, and no call after it starts: other ranks would wait for the one that is
-    /// missing. Calls that were posted make way while [`Driver::poll_request`] is asked about any of them.
+    /// Queues a call. The call starts when all calls posted before it have ended, and must end before `deadline`.
+    ///
+    /// If a call fails or misses its deadline, the device is dead and no later call starts. Other ranks would wait for the failed call. Posted calls
+    /// make progress only while the caller polls any of them with [`Driver::poll_request`].
     ///
     /// # Errors
-    /// As [`Driver::start`].
+    /// Same as [`Driver::start`].
     pub fn post(&mut self, call: Descriptor, deadline: Moment) -> Result<RequestId> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
@@ -232,11 +235,11 @@ impl<B: Bus> Driver<B> {
         Ok(self.queue.post(call, deadline))
     }
 
-    /// As [`Driver::post`], for a call that makes sense only after another one. Since calls run in the order of their posts, this does no more
-    /// than to refuse what could not follow.
+    /// Same as [`Driver::post`], for a call that depends on an earlier one. Calls run in the order in which they were posted, so this only checks
+    /// that `after` was posted here.
     ///
     /// # Errors
-    /// As [`Driver::post`]; or the other one was never posted.
+    /// Same as [`Driver::post`]; or `after` was never posted.
     pub fn post_after(&mut self, after: RequestId, call: Descriptor, deadline: Moment) -> Result<RequestId> {
         if !self.queue.has_seen(after) {
             return Err(Error::internal(format!("`{call}` was posted after a request that was not posted here")));
@@ -244,11 +247,11 @@ impl<B: Bus> Driver<B> {
         self.post(call, deadline)
     }
 
-    /// Whether a call that was posted has ended, which is said once. Ends and starts whatever has its turn. The clock is read again while the
+    /// Polls a posted call; its end is reported once. Also finishes the running call and starts the next one. The clock is read again while the
     /// device is asked why a call does not end.
     ///
     /// # Errors
-    /// As [`Driver::poll`]; or a call has missed its deadline, with what the device waits for.
+    /// Same as [`Driver::poll`]; or a call has missed its deadline, and the message says what the device waits for.
     pub fn poll_request(&mut self, id: RequestId, mut clock: impl FnMut() -> Moment) -> Result<Option<Finished>> {
         let progress = self.make_way(&mut clock);
         match self.queue.take(id) {
@@ -293,7 +296,7 @@ impl<B: Bus> Driver<B> {
             return Ok(None);
         }
         let code = ReturnCode(self.bus.read_register(map::RETURN_CODE.offset)?);
-        // What sets something takes no time worth a look.
+        // The duration of a config call is of no interest.
         let cycles = match call.operation {
             Operation::Config => 0,
             _ => self.bus.read_register(map::CYCLES.offset)?,
@@ -301,8 +304,10 @@ impl<B: Bus> Driver<B> {
         Ok(Some((code, Finished { nanos: u64::from(cycles) * map::NANOSECONDS_PER_CYCLE })))
     }
 
-    /// The call that runs has taken too long: nothing ends it, so the device takes no more calls. Says why, as far as it can be read; over
-    /// a fresh connection, for the first may be in the middle of something. Between looks `go_on` is asked whether there is time left.
+    /// Declares the running call overdue. No request can end the call, so the device takes no more calls.
+    ///
+    /// The returned error says why the call hangs, as far as the device's memory shows it. The memory is read over a new connection, since the first
+    /// may be in the middle of a request. Before each read `go_on` returns whether there is time left.
     pub fn give_up(&mut self, why: &str, go_on: impl FnMut() -> bool) -> Error {
         let call = self.running.map_or_else(|| "a call".to_owned(), |call| format!("`{call}`"));
         let rx_buffers = self.tables.rx_buffers;

@@ -1,7 +1,7 @@
-//! Calls that wait for their turn on a device, each with a deadline.
+//! Queue of posted calls, each with a deadline.
 //!
-//! Owns their order and what has become of each. Devices do one call at a time, in the order in which calls were posted, so a call after
-//! another one needs no more than to be posted later. Read [`Queue::post`] first.
+//! Owns the order and the state of the calls. A device runs one call at a time, in the order of posting. A call that depends on another one therefore
+//! only needs to be posted later. Read [`Queue::post`] first.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -9,14 +9,14 @@ use accl_types::Moment;
 
 use crate::call::Descriptor;
 
-/// How a call has ended.
+/// Result of a call that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Finished {
-    /// As the device has counted, in nanoseconds.
+    /// Duration in nanoseconds, as counted by the device.
     pub nanos: u64,
 }
 
-/// A call that was posted.
+/// Id of a posted call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(u64);
 
@@ -27,7 +27,7 @@ pub(super) struct Waiting {
     pub(super) deadline: Moment,
 }
 
-/// Calls in order; the first may run.
+/// Calls in order; only the first may run.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     next: u64,
@@ -35,7 +35,7 @@ pub(super) struct Queue {
     finished: BTreeMap<RequestId, Finished>,
 }
 
-/// What has become of a request.
+/// State of a posted call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Waits,
@@ -51,24 +51,24 @@ impl Queue {
         id
     }
 
-    /// The one that is next, or runs.
+    /// Returns the call that runs or is next to run.
     pub(super) fn first(&self) -> Option<Waiting> {
         self.waiting.front().copied()
     }
 
-    /// The first has ended.
+    /// Removes the first call and stores its result.
     pub(super) fn finish(&mut self, finished: Finished) {
         if let Some(first) = self.waiting.pop_front() {
             self.finished.insert(first.id, finished);
         }
     }
 
-    /// One whose time is over.
+    /// Returns a call whose deadline has passed.
     pub(super) fn overdue(&self, now: Moment) -> Option<Waiting> {
         self.waiting.iter().copied().find(|one| one.deadline <= now)
     }
 
-    /// Its end is said once.
+    /// Returns the state of a call, and forgets its result.
     pub(super) fn take(&mut self, id: RequestId) -> State {
         match self.finished.remove(&id) {
             Some(finished) => State::Ended(finished),
@@ -77,7 +77,7 @@ impl Queue {
         }
     }
 
-    /// Whether it was ever posted.
+    /// Returns whether a call with this id was ever posted.
     pub(super) fn has_seen(&self, id: RequestId) -> bool {
         id.0 < self.next
     }

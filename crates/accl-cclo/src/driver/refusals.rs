@@ -1,7 +1,7 @@
-//! Calls that are refused by name: those that firmware would never come back from, or do something else than was asked.
+//! Refusal of calls on which firmware would hang or do something other than requested.
 //!
-//! Owns the conditions of the hazards that a call by itself can meet; see [`crate::hazards`]. What was cut by
-//! [`crate::offload::Pieces`] passes.
+//! Owns the conditions of those hazards that a single call can meet; see [`crate::hazards`]. Calls that [`crate::offload::Pieces`] has split are
+//! never refused.
 
 use accl_types::{Error, ErrorKind, Result};
 
@@ -9,20 +9,20 @@ use super::settings::Settings;
 use crate::call::{ANY_TAG, Counts, Descriptor, Operation};
 use crate::memory_map::{ArithmeticConfig, Network};
 
-/// The last number of a kernel stream.
+/// Maximum number of a kernel stream.
 const MAX_STREAM: u32 = 246;
 
-/// What is known of a call besides its words.
+/// Context of a call that is not in its words.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
-    /// Ranks of its communicator, and which of them this one is.
+    /// Number of ranks in the call's communicator, and this rank's index in it (`local`).
     pub(super) ranks: u32,
     pub(super) local: u32,
-    /// What its elements are; `None`: it has none.
+    /// Arithmetic config of the call's elements; `None` if the call has none.
     pub(super) config: Option<ArithmeticConfig>,
 }
 
-/// Whether a call is sure to do what it says, as far as this rank can tell.
+/// Checks that firmware will do what the call asks for, as far as this rank can know.
 pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Result<()> {
     let refused = |why: String| {
         let text = format!("`{call}` is refused: {why}");
@@ -50,7 +50,7 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
     let element_bytes = config.map_or(1, |config| u64::from(config.uncompressed.size_bytes()));
     let bytes = u64::from(call.count) * element_bytes;
     let of_all = bytes * u64::from(ranks);
-    // Blocks of all ranks lie in one buffer; what is not by rank is a message of `bytes`, however many ranks take part.
+    // In operations counted per rank, one buffer holds the blocks of all ranks. Otherwise each message has `bytes` bytes for any number of ranks.
     let (counted, of_whom) = match row.counts {
         Counts::ElementsPerRank => (of_all, " of all ranks"),
         Counts::Elements => (bytes, ""),
@@ -128,7 +128,7 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
     }
 }
 
-/// Whether the last rank of an eager all_reduce has nothing to add in the last segment: if so, the count that would be none.
+/// Returns the smallest larger valid count if the last rank's share in the last segment of an eager all_reduce would be empty.
 fn empty_share(call: &Descriptor, ranks: u64, segment: u64) -> Option<u64> {
     if call.operation != Operation::AllReduce {
         return None;
@@ -161,7 +161,7 @@ mod tests {
         let tagged = |operation, count| Descriptor { tag: 7, root: 1, ..call(operation, count) };
         let to_stream = Streams { result: true, ..Streams::default() };
         let half = Compression { wire: true, ..Compression::default() };
-        // The largest eager message has 4096 elements, a spare buffer 8192.
+        // The largest eager message has 4096 elements, and a spare buffer 8192.
         for (network, ranks, call, why) in [
             (Network::Udp, 2, call(Config, 1), "the driver itself sets what a device is set up with"),
             (
@@ -255,7 +255,7 @@ mod tests {
     #[test]
     fn bytes_of_all_ranks_count_only_where_blocks_of_all_are_in_one_buffer() {
         use Operation::*;
-        // Four ranks: between 1 GiB and 4 GiB a message is one that firmware can count, and blocks of all ranks are not.
+        // There are four ranks. Between 1 GiB and 4 GiB firmware can count a single message, but not the blocks of all ranks.
         const GIB: u32 = 1 << 28;
         const MOST: u32 = 4 * GIB - 1;
         let call = |operation, count| Descriptor { count, tag: 7, root: 1, ..Descriptor::new(operation) };
@@ -277,7 +277,7 @@ mod tests {
         for operation in [Broadcast, Copy, Send, Recv] {
             assert_eq!(said(Network::Rdma, 4, call(operation, 2 * GIB)), None, "{operation:?}");
         }
-        // Elements have four bytes, so a count of 32 bits reaches beyond.
+        // Elements have four bytes, so a 32-bit count can exceed the limit.
         for operation in [Broadcast, AllReduce, Reduce, Copy, Combine, Send, Recv] {
             assert!(!counts(operation, MOST + 1), "{operation:?}");
             assert!(!counts(operation, u32::MAX), "{operation:?}");

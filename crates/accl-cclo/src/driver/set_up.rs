@@ -1,7 +1,7 @@
-//! How a device is set up for a driver, and left.
+//! Setup and release of a device.
 //!
-//! Owns the order of what is written to a device before its first call, and that it writes nowhere any more when its buffers go back. What lies
-//! where is in `tables`, what a driver is told in `settings`. Read [`Driver::set_up`] first.
+//! Owns the order in which a device is written before its first call. Also ensures that a device no longer writes to its buffers when they are freed.
+//! Positions in exchange memory are in `tables`, and the driver's parameters in `settings`. Read [`Driver::set_up`] first.
 
 use std::time::{Duration, Instant};
 
@@ -20,33 +20,35 @@ use crate::control::About;
 use crate::device::Design;
 use crate::memory_map::{self as map, HardwareId, RxBuffer};
 
-/// What firmware is told for a time that it never looks at.
+/// Timeout value written to firmware, which never uses it.
 const FIRMWARE_TIMEOUT: u32 = 1_000_000;
-/// Most ranks that a flat gather has addresses out to, and above how many bytes: as ACCL's own driver sets them.
+/// Maximum number of ranks whose addresses a flat gather has outstanding, and the block size above which that limit applies. ACCL's own driver uses
+/// the same values.
 const GATHER_FAN_IN: u32 = 2;
 const GATHER_FAN_IN_BYTES: u32 = 32 << 10;
-/// More ranks than this share a tree when a root has something for all of them.
+/// Rendezvous broadcasts use a tree among more ranks than this.
 const BROADCAST_FLAT_RANKS: u32 = 3;
-/// How long a device that is left may take to come back to a reset, before it is taken for one that may write to its buffers.
+/// How long a released device may take to complete a reset. After that it is assumed that the device may still write to its buffers.
 const LEAVE_PATIENCE: Duration = Duration::from_millis(500);
 
 impl<B: Bus> Driver<B> {
-    /// Sets a device up and lets packets in, for whoever knows that no engine of the others has anything to send of a time before: as
-    /// [`Driver::set_up`] and [`Driver::enable_packets`]. All ranks must have done so before the first of them makes a call.
+    /// Sets a device up and lets packets in: [`Driver::set_up`] followed by [`Driver::enable_packets`].
+    ///
+    /// The caller must know that no other engine will send packets of an earlier job. All ranks must have done this before any rank starts a call.
     ///
     /// # Errors
-    /// As there.
+    /// Same as the two functions.
     pub fn open(bus: B, settings: Settings, mut go_on: impl FnMut() -> bool) -> Result<Self> {
         let mut driver = Self::set_up(bus, settings, &mut go_on)?;
         driver.enable_packets(go_on)?;
         Ok(driver)
     }
 
-    /// Sets a device up, once it has heard what it needs of others, and lets no packets in: the engines of other ranks may still work for a job
-    /// that was killed. Between looks at a call that sets something `go_on` is asked whether there is time left.
+    /// Sets a device up without letting packets in, since engines of other ranks may still work for a job that was killed. `settings` must already
+    /// contain the sessions of the peers. Between polls of a config call `go_on` returns whether there is time left.
     ///
     /// # Errors
-    /// Settings that firmware refuses, a device that somebody else uses or that is of another design, or that cannot be reached.
+    /// Firmware would refuse the settings, another driver uses the device, the device is of another design, or it cannot be reached.
     pub fn set_up(mut bus: B, settings: Settings, mut go_on: impl FnMut() -> bool) -> Result<Self> {
         settings.check()?;
         settings.check_sessions()?;
@@ -102,17 +104,17 @@ impl<B: Bus> Driver<B> {
         self.configure(ConfigFunction::MaxRendezvousBytes, max_rendezvous_bytes, go_on)
     }
 
-    /// Lets packets of other engines in, after which calls may be started: once the devices of all ranks have been reset, since nothing tells
-    /// packets of this job from those of one before. Between looks `go_on` is asked whether there is time left.
+    /// Lets packets of other engines in, after which calls may be started. The devices of all ranks must have been reset before, because packets do
+    /// not say which job they belong to. Between polls `go_on` returns whether there is time left.
     ///
     /// # Errors
-    /// The device cannot be reached, or has not heard of the engines of all ranks in time.
+    /// The device cannot be reached, or it has not reached the engines of all ranks in time.
     pub fn enable_packets(&mut self, mut go_on: impl FnMut() -> bool) -> Result<()> {
         self.takes_packets = true;
         self.configure(ConfigFunction::EnablePackets, 0, &mut go_on)
     }
 
-    /// Tuning registers. Sums never go up a tree, where firmware loses the last one.
+    /// Returns the values of the tuning registers. Reductions never use a tree, where firmware loses the last sum.
     fn tuning(&self) -> [(map::Register, u32); 5] {
         [
             (map::GATHER_FAN_IN, GATHER_FAN_IN),
@@ -141,9 +143,9 @@ impl<B: Bus> Driver<B> {
         Ok(())
     }
 
-    /// Why a call that sets something does not end, as far as the device says: letting packets in waits for the engines of all ranks.
+    /// Returns why a config call does not end, as far as the device reports it. Letting packets in waits for the engines of all ranks.
     fn why_not(&mut self, function: ConfigFunction) -> String {
-        // That it cannot be asked is no better reason.
+        // If the device cannot be asked, that is no better explanation.
         let about = self.bus.about().ok().flatten();
         match about {
             Some(About { missing, .. }) if !missing.is_empty() => {
@@ -158,13 +160,13 @@ impl<B: Bus> Driver<B> {
         }
     }
 
-    /// Whether the device writes to none of its buffers any more, which a reset sees to unless a call is under way. A device that another driver
-    /// has taken is left to that one.
+    /// Stops the device from writing to its buffers by a reset, and fails if it may still write. A running call prevents the reset. A device that
+    /// another driver has claimed since is left alone.
     fn leave(&mut self) -> Result<()> {
         let begin = Instant::now();
-        // The deadline was that of the last call, which may be long past.
+        // The limit on the bus is the deadline of the last call, which may be long past.
         self.bus.limit(None);
-        // To ask whether it has ended by now might take the end of another driver's call.
+        // A poll here might consume the end of another driver's call.
         if self.running.is_some() {
             return Err(held(&self.bus));
         }
@@ -175,7 +177,7 @@ impl<B: Bus> Driver<B> {
     }
 }
 
-/// A device that may still write to its buffers keeps them for as long as the process lives.
+/// Keeps the buffers for the life of the process if the device may still write to them.
 impl<B: Bus> Drop for Driver<B> {
     fn drop(&mut self) {
         if self.leave().is_err() {
@@ -184,7 +186,7 @@ impl<B: Bus> Drop for Driver<B> {
     }
 }
 
-/// Why an emulator that says what it is cannot be what the settings ask for.
+/// Returns in what an emulator's self-description contradicts the settings, or `None` if they agree.
 fn differs(about: &About, settings: &Settings) -> Option<String> {
     let (network, world) = (settings.network, settings.world());
     if about.network != network && !settings.suits_any_network {

@@ -1,4 +1,4 @@
-//! How a device is set up.
+//! Parameters with which a device is set up.
 
 use std::net::Ipv4Addr;
 
@@ -7,47 +7,47 @@ use accl_types::{Error, ErrorKind, Result};
 use crate::memory::Memory;
 use crate::memory_map::{Communicator, NO_SESSION, Network, RankEntry};
 
-/// Most rx buffers that firmware looks after.
+/// Maximum number of rx buffers that firmware supports.
 pub const MAX_RX_BUFFERS: u32 = 512;
-/// What segments are a multiple of.
+/// The size of a segment is a multiple of this many bytes.
 const SEGMENT_UNIT: u32 = 64;
 
-/// Where a rank's engine is reached.
+/// Address of a rank's engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its address.
+    /// IPv4 address of the engine.
     pub ip: Ipv4Addr,
-    /// Its port.
+    /// Port of the engine.
     pub port: u16,
-    /// Socket index, session or queue pair; the emulator takes the rank.
+    /// Socket index, session or queue pair; for the emulator, the rank.
     pub session: u32,
 }
 
-/// How a device is set up: the same on all ranks, but for who they are.
+/// Parameters with which a device is set up. All ranks use the same values, except for `rank` and the values that depend on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// How engines reach one another.
+    /// Network between the engines.
     pub network: Network,
-    /// Nobody has said so, and `network` stands for what all of them do: a device of any is taken.
+    /// Whether a device of any network is accepted, because the user named no design. `network` then stands for what all networks support.
     pub suits_any_network: bool,
-    /// Which of the ranks this one is.
+    /// This rank.
     pub rank: u32,
-    /// All ranks.
+    /// Addresses of all ranks, by rank.
     pub peers: Vec<Peer>,
-    /// Eager rx buffers.
+    /// Number of eager rx buffers.
     pub rx_buffers: u32,
-    /// Size of each in bytes.
+    /// Size of each rx buffer in bytes.
     pub rx_bytes: u32,
-    /// The largest eager message in bytes.
+    /// Size of the largest eager message in bytes.
     pub max_eager_bytes: u32,
-    /// The largest rendezvous message in bytes, which is also the size of a spare buffer.
+    /// Size of the largest rendezvous message in bytes, which is also the size of a spare buffer.
     pub max_rendezvous_bytes: u32,
-    /// Where the buffers of calls lie, on all ranks.
+    /// Memory that holds the buffers of calls, on all ranks.
     pub memory: Memory,
 }
 
 impl Settings {
-    /// What ACCL's own driver takes, but for an eager limit that is what the rx buffers hold.
+    /// Returns the defaults of ACCL's own driver, except for the eager limit, which is the total size of the rx buffers.
     pub fn new(network: Network, rank: u32, peers: Vec<Peer>) -> Self {
         Self {
             network,
@@ -62,15 +62,15 @@ impl Settings {
         }
     }
 
-    /// How many ranks.
+    /// Returns the number of ranks.
     pub fn world(&self) -> u32 {
         self.peers.len() as u32
     }
 
-    /// Whether each rank is known to be reached.
+    /// Checks that every peer has a session.
     ///
     /// # Errors
-    /// One has no session.
+    /// A peer has no session.
     pub fn check_sessions(&self) -> Result<()> {
         let others = (0..).zip(&self.peers).filter(|(rank, _)| *rank != self.rank);
         let without: Vec<String> =
@@ -82,16 +82,16 @@ impl Settings {
         Err(Error::new(ErrorKind::Configuration, text))
     }
 
-    /// The communicator of all ranks.
+    /// Returns the communicator of all ranks.
     pub fn communicator(&self) -> Communicator {
         let entry = |peer: &Peer| RankEntry::new(peer.ip, peer.port, peer.session, self.rx_bytes);
         Communicator { local: self.rank, ranks: self.peers.iter().map(entry).collect() }
     }
 
-    /// The communicator of some of the ranks, in this order.
+    /// Returns the communicator of some of the ranks, in this order.
     ///
     /// # Errors
-    /// A rank that there is not, or that stands there twice, or this rank is not among them.
+    /// A rank is unknown or repeated, or this rank is missing.
     pub fn communicator_of(&self, members: &[u32]) -> Result<Communicator> {
         let refused = |text: String| Err(Error::new(ErrorKind::InvalidArgument, text));
         let Communicator { ranks, .. } = self.communicator();
@@ -111,10 +111,10 @@ impl Settings {
         }
     }
 
-    /// Whether firmware takes them.
+    /// Checks that firmware accepts the settings.
     ///
     /// # Errors
-    /// What it would refuse, or never come back from, in a sentence.
+    /// The value that firmware would refuse, or would hang on, in a sentence.
     pub fn check(&self) -> Result<()> {
         let refused = |text: String| Err(Error::new(ErrorKind::Configuration, text));
         let (world, rx_bytes) = (self.world(), self.rx_bytes);
@@ -130,7 +130,7 @@ impl Settings {
         if rx_bytes == 0 || !rx_bytes.is_multiple_of(SEGMENT_UNIT) {
             return refused(format!("an rx buffer has a multiple of {SEGMENT_UNIT} bytes, not {rx_bytes}"));
         }
-        // A segment of no element at all would never end.
+        // A segment without elements would never end.
         let least = world.saturating_mul(8).next_multiple_of(SEGMENT_UNIT);
         if rx_bytes < least {
             return refused(format!(

@@ -1,21 +1,20 @@
-//! The tables that a driver lays out in exchange memory.
+//! Tables that a driver lays out in exchange memory.
 
 use accl_types::{Error, ErrorKind, Result};
 
 use super::settings::Settings;
 use crate::memory_map::{ARITHMETIC_CONFIGS, ArithmeticConfig, Communicator, Layout, NoRoom, Place, RxBuffer};
 
-/// A communicator that was laid out.
+/// Position of a communicator, its number of ranks (`count`) and this rank's index in it (`local`).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ranks {
     pub(crate) place: Place,
-    /// How many ranks it has, and which of them this one is.
     pub(crate) count: u32,
     pub(crate) local: u32,
 }
 
 impl Ranks {
-    /// The other ranks in the order in which a call is most likely to wait for them: its root, and those before this one in the ring.
+    /// Returns the other ranks, most likely cause of a wait first: the root, then the ranks before this one in the ring.
     pub(crate) fn others(&self, root: Option<u32>) -> Vec<u32> {
         let Self { count, local, .. } = *self;
         let root = root.filter(|root| *root < count && *root != local);
@@ -24,21 +23,21 @@ impl Ranks {
     }
 }
 
-/// Where the tables of a device lie, and what is left behind them.
+/// Positions of a device's tables, and the space left after them.
 #[derive(Clone, Debug)]
 pub(crate) struct Tables {
     pub(crate) rx_buffers: Place,
     pub(crate) configs: Vec<(ArithmeticConfig, Place)>,
-    /// All of them, that of all ranks first.
+    /// All communicators; the first is the communicator of all ranks.
     communicators: Vec<Ranks>,
     layout: Layout,
 }
 
 impl Tables {
-    /// Lays them out.
+    /// Computes the positions of the tables.
     ///
     /// # Errors
-    /// There is no room for them.
+    /// The tables do not fit.
     pub(crate) fn lay_out(settings: &Settings) -> Result<Self> {
         let mut layout = Layout::default();
         let mut place = || {
@@ -62,21 +61,21 @@ impl Tables {
         Ok(Self { rx_buffers, configs, communicators, layout })
     }
 
-    /// The communicator that lies there.
+    /// Returns the communicator at this offset.
     pub(crate) fn ranks_at(&self, offset: u32) -> Option<Ranks> {
         self.communicators.iter().copied().find(|ranks| ranks.place.offset == offset)
     }
 
-    /// The communicator of all ranks.
+    /// Returns the communicator of all ranks.
     pub(crate) fn ranks(&self) -> Ranks {
-        // It is laid out before any other.
+        // The communicator of all ranks is laid out before any other.
         self.communicators[0]
     }
 
-    /// A place for one more communicator. It is never given back: firmware keeps parts of communicators by address.
+    /// Allocates a place for one more communicator. The place is never freed, because firmware caches parts of communicators by address.
     ///
     /// # Errors
-    /// There is no room.
+    /// The communicator does not fit.
     pub(crate) fn add_communicator(&mut self, communicator: &Communicator) -> Result<Place> {
         let ranks = communicator.ranks.len();
         let place = self.layout.take(Communicator::word_count(ranks)).map_err(|NoRoom { needs, left }| {

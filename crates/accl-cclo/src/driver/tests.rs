@@ -9,15 +9,15 @@ use crate::call::{ConfigFunction, Descriptor, Operation};
 use crate::control::About;
 use crate::memory_map::{DataType, Network};
 
-/// A device that does nothing, on which calls end for as long as `ends` says so.
+/// A device that does nothing. Its calls end immediately while `ends` is true.
 #[derive(Clone, Default)]
 struct Card {
-    /// An emulator says what it is.
+    /// Self-description; only an emulator has one.
     about: Option<About>,
-    /// Words that were read.
+    /// Number of words that were read.
     reads: Arc<AtomicUsize>,
     ends: Arc<AtomicBool>,
-    /// Functions of calls that set something.
+    /// Functions of the config calls.
     configured: Arc<Mutex<Vec<u32>>>,
     kept: Arc<AtomicUsize>,
 }
@@ -131,7 +131,7 @@ fn what_a_device_says_is_wrong_is_part_of_why_a_call_does_not_end() {
 #[test]
 fn a_diagnosis_among_many_ranks_ends_when_its_time_is_over() {
     let ranks = 64;
-    // As long as so many words take, each of which is asked for; the device says what it is besides, which no word is read for.
+    // The time limit is a number of reads, since each word takes one read. The device's self-description takes none.
     let within = |time: usize| {
         let mut driver = opened_among(ranks, About { ranks, ..about() }).unwrap();
         let reads = driver.bus().reads.clone();

@@ -1,12 +1,12 @@
-//! Arithmetic configs: how an engine adds, and what a number is on the wire.
+//! Arithmetic configs: how an engine reduces elements, and how it represents them on the wire.
 
 use crate::words::words;
 
-/// Most functions of a config.
+/// Maximum number of functions in a config.
 pub const MAX_FUNCTIONS: usize = 10;
 
 words! {
-    /// The words of a config before its functions.
+    /// The words of a config that precede its functions.
     pub struct ArithmeticHead: 7 words {
         0 uncompressed_bytes: "Size of an element in memory in bytes.",
         1 compressed_bytes: "Size of an element on a compressed wire in bytes.",
@@ -18,10 +18,10 @@ words! {
     }
 }
 
-/// What elements of a call are, as the engine numbers them.
+/// Type of the elements of a call, in the engine's numbering.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DataType {
-    /// Bytes, which are moved and never added.
+    /// Bytes, which are moved but never reduced.
     Bytes,
     /// IEEE half precision.
     F16,
@@ -35,34 +35,34 @@ pub enum DataType {
     I64,
 }
 
-/// What an engine can do with two elements.
+/// Reduction of two elements that an engine supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceFunction {
-    /// Their sum.
+    /// Sum.
     Sum,
-    /// The larger one.
+    /// Maximum.
     Max,
 }
 
-/// How an engine treats the elements of a call. Engines keep it by address: another one is laid at another address.
+/// How an engine treats the elements of a call. Firmware caches configs by address, so each config is placed at a new address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArithmeticConfig {
-    /// What elements are in memory.
+    /// Element type in memory.
     pub uncompressed: DataType,
-    /// What they are on a compressed wire.
+    /// Element type on a compressed wire.
     pub compressed: DataType,
     /// Stream destination of the compressor.
     pub compressor: u32,
     /// Stream destination of the decompressor.
     pub decompressor: u32,
-    /// Arithmetic works on the compressed form.
+    /// Whether arithmetic works on the compressed form.
     pub adds_compressed: bool,
-    /// Stream destinations of SUM and MAX; none for elements that are only moved.
+    /// Stream destinations of SUM and MAX; empty for elements that are only moved.
     pub functions: &'static [u32],
 }
 
 impl DataType {
-    /// Its number in flags and keys.
+    /// Returns the type's number in flags and keys.
     pub fn number(self) -> u32 {
         match self {
             Self::Bytes => 1,
@@ -74,7 +74,7 @@ impl DataType {
         }
     }
 
-    /// Size of an element in bytes.
+    /// Returns the size of an element in bytes.
     pub fn size_bytes(self) -> u32 {
         match self {
             Self::Bytes => 1,
@@ -86,7 +86,7 @@ impl DataType {
 }
 
 impl ReduceFunction {
-    /// As a descriptor names it: also the index in [`ArithmeticConfig::functions`].
+    /// Returns the function's number in a descriptor, which is also its index in [`ArithmeticConfig::functions`].
     pub fn number(self) -> u32 {
         match self {
             Self::Sum => 0,
@@ -94,7 +94,7 @@ impl ReduceFunction {
         }
     }
 
-    /// From a descriptor.
+    /// Returns the function with this number in a descriptor, or `None` if there is none.
     pub fn from_number(number: u32) -> Option<Self> {
         [Self::Sum, Self::Max].into_iter().find(|function| function.number() == number)
     }
@@ -111,8 +111,8 @@ const fn plain(of: DataType, functions: &'static [u32]) -> ArithmeticConfig {
     }
 }
 
-/// The configs that every design has arithmetic for, in the order in which they are laid out. Half precision on the wire between single
-/// precision in memory is added as halves.
+/// Configs that every design has arithmetic for, in the order in which they are laid out. The config with half precision on the wire and single
+/// precision in memory reduces in half precision.
 pub const ARITHMETIC_CONFIGS: [ArithmeticConfig; 6] = [
     plain(DataType::F16, &[4, 9]),
     ArithmeticConfig {
@@ -130,17 +130,17 @@ pub const ARITHMETIC_CONFIGS: [ArithmeticConfig; 6] = [
 ];
 
 impl ArithmeticConfig {
-    /// Elements of any type that are moved and not added, byte by byte.
+    /// Returns the config for elements of any type that are moved as bytes and never reduced.
     pub const fn bytes() -> Self {
         plain(DataType::Bytes, &[])
     }
 
-    /// How many words it takes.
+    /// Returns the length of the config in words.
     pub fn word_count(&self) -> usize {
         ArithmeticHead::COUNT + self.functions.len()
     }
 
-    /// As it lies in exchange memory.
+    /// Returns the config as it lies in exchange memory.
     pub fn to_words(&self) -> Vec<u32> {
         let head = ArithmeticHead {
             uncompressed_bytes: self.uncompressed.size_bytes(),

@@ -1,18 +1,18 @@
-//! Communicators: the ranks of a call, and how an engine reaches each.
+//! Communicators: the ranks that take part in a call, and how an engine reaches each of them.
 
 use std::net::Ipv4Addr;
 
 use crate::words::words;
 
-/// The session of a rank that has none.
+/// Session number of a rank that has no session.
 pub const NO_SESSION: u32 = u32::MAX;
-/// Words before the entries of ranks: their number, and which of them this engine is.
+/// Words before the entries of ranks: the number of ranks, and this engine's rank.
 const HEAD_WORDS: usize = 2;
-/// Which word of a rank's entry is [`RankEntry::inbound`].
+/// Index of [`RankEntry::inbound`] within the entry of a rank.
 const INBOUND: usize = 2;
 
 words! {
-    /// What a communicator says of one rank.
+    /// A communicator's entry for one rank.
     pub struct RankEntry: 6 words {
         0 ip: "IPv4 address, the first octet in the top byte.",
         1 port: "Its port.",
@@ -23,50 +23,51 @@ words! {
     }
 }
 
-/// A communicator. Firmware keeps its head by address: another one is laid at another address, never over this one.
+/// A communicator. Firmware caches its head by address, so each communicator is placed at a new address and none is overwritten.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Communicator {
-    /// Which rank the engine is that holds this.
+    /// Rank of the engine that holds this communicator.
     pub local: u32,
-    /// All ranks.
+    /// Entries of all ranks, by rank.
     pub ranks: Vec<RankEntry>,
 }
 
 impl RankEntry {
-    /// A rank that nothing was sent to yet.
+    /// Returns the entry of a rank to which no message was sent yet.
     pub fn new(ip: Ipv4Addr, port: u16, session: u32, segment_bytes: u32) -> Self {
         Self { ip: ip.to_bits(), port: u32::from(port), session, segment_bytes, ..Self::default() }
     }
 
-    /// Its address.
+    /// Returns the rank's IPv4 address.
     pub fn address(&self) -> Ipv4Addr {
         Ipv4Addr::from_bits(self.ip)
     }
 }
 
 impl Communicator {
-    /// How many words one of so many ranks takes.
+    /// Returns the length in words of a communicator of `ranks` ranks.
     pub const fn word_count(ranks: usize) -> usize {
         HEAD_WORDS + RankEntry::COUNT * ranks
     }
 
-    /// Where the entry of a rank begins, in words from the beginning of the communicator.
+    /// Returns where the entry of a rank begins, in words from the start of the communicator.
     pub const fn entry_at(rank: usize) -> usize {
         Self::word_count(rank)
     }
 
-    /// Where the number of the next message from a rank stands, counted as in [`Communicator::entry_at`].
+    /// Returns where the sequence number of the next message from a rank lies, in words from the start of the communicator.
     pub const fn inbound_at(rank: usize) -> usize {
         Self::entry_at(rank) + INBOUND
     }
 
-    /// As it lies in exchange memory.
+    /// Returns the communicator as it lies in exchange memory.
     pub fn to_words(&self) -> Vec<u32> {
         let entries = self.ranks.iter().flat_map(RankEntry::to_words);
         [self.ranks.len() as u32, self.local].into_iter().chain(entries).collect()
     }
 
-    /// From exchange memory, which may hold more. `None`: it holds less than the head says.
+    /// Parses a communicator from exchange memory. `words` may be longer than the communicator. Returns `None` if `words` is shorter than its head
+    /// requires.
     pub fn from_words(words: &[u32]) -> Option<Self> {
         let (head, entries) = words.split_at_checked(HEAD_WORDS)?;
         let (entries, _) = entries.as_chunks::<{ RankEntry::COUNT }>();

@@ -1,21 +1,21 @@
-//! What an engine was built with.
+//! Build options of an engine.
 
-/// The word at `hardware_id`.
+/// Value of the register `hardware_id`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HardwareId(pub u32);
 
-/// How engines reach one another.
+/// Network by which engines reach one another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Network {
-    /// Datagrams, by a socket index for each peer.
+    /// Datagrams, with one socket index per peer.
     Udp,
-    /// Streams, by a session for each peer.
+    /// Streams, with one session per peer.
     Tcp,
-    /// Queue pairs: the only one that rendezvous works over.
+    /// Queue pairs. Rendezvous works over RDMA only.
     Rdma,
 }
 
-/// What an engine may have been built with: bit, and in words.
+/// Optional parts of an engine: the bit and the name of each.
 const PARTS: [(u32, &str); 6] = [
     (2, "internal DMA"),
     (3, "reduction"),
@@ -28,7 +28,7 @@ const NETWORK_MASK: u32 = 0b11;
 const COMMIT_SHIFT: u32 = 8;
 
 impl Network {
-    /// As settings and messages name it.
+    /// Returns the network's name in settings and messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Udp => "udp",
@@ -39,23 +39,23 @@ impl Network {
 }
 
 impl HardwareId {
-    /// The emulator has no id, and nothing can be read from it.
+    /// Returns whether the id is known. The emulator has no id; its register reads zero.
     pub fn is_known(self) -> bool {
         self.0 != 0
     }
 
-    /// How it reaches its peers.
+    /// Returns the network of the engine, or `None` if the id is unknown or names no network.
     pub fn network(self) -> Option<Network> {
         let all = [Network::Udp, Network::Tcp, Network::Rdma];
         all.get((self.0 & NETWORK_MASK) as usize).copied().filter(|_| self.is_known())
     }
 
-    /// What it was built with, in words.
+    /// Returns the names of the parts that the engine was built with.
     pub fn parts(self) -> impl Iterator<Item = &'static str> {
         PARTS.iter().filter(move |(bit, _)| self.0 >> bit & 1 == 1).map(|(_, name)| *name)
     }
 
-    /// The first 24 bits of the commit that it was built from.
+    /// Returns the first 24 bits of the commit that the engine was built from.
     pub fn commit(self) -> u32 {
         self.0 >> COMMIT_SHIFT
     }

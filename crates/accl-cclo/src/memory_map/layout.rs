@@ -1,26 +1,26 @@
-//! Where the tables lie that the host lays out: rx buffers, then communicators and arithmetic configs, each at an address of its own.
+//! Positions of the tables that the host lays out: rx buffers, then communicators and arithmetic configs, each at an address of its own.
 
 use super::registers::{TABLES_BEGIN, TABLES_END};
 
 /// A table in exchange memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Place {
-    /// From the beginning of exchange memory, in bytes.
+    /// Offset from the start of exchange memory, in bytes.
     pub offset: u32,
-    /// Its length.
+    /// Length in words.
     pub words: usize,
 }
 
-/// A table did not find room.
+/// Error for a table that does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoRoom {
-    /// Bytes that it needs.
+    /// Size of the table in bytes.
     pub needs: usize,
     /// Bytes that are left.
     pub left: usize,
 }
 
-/// Hands out places one behind the other, and takes none back: firmware keeps parts of what it has seen by address.
+/// Allocates places one after the other and never frees one, because firmware caches parts of tables by address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     next: u32,
@@ -33,10 +33,10 @@ impl Default for Layout {
 }
 
 impl Layout {
-    /// The place of a table of so many words.
+    /// Allocates the place of a table of `words` words.
     ///
     /// # Errors
-    /// [`NoRoom`] if it would reach into the registers behind; nothing is handed out then.
+    /// [`NoRoom`] if the table would reach into the registers after the tables; nothing is allocated then.
     pub fn take(&mut self, words: usize) -> Result<Place, NoRoom> {
         let left = (TABLES_END - self.next) as usize;
         let needs = words.checked_mul(4).filter(|&needs| needs <= left);
@@ -48,7 +48,7 @@ impl Layout {
 }
 
 impl Place {
-    /// The offset of one of its words.
+    /// Returns the byte offset of the word with this index.
     pub fn word(self, index: usize) -> u32 {
         self.offset + 4 * index as u32
     }

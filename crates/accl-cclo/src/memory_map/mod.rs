@@ -1,7 +1,7 @@
-//! What lies where in the exchange memory of an engine, through which host and firmware talk.
+//! Map of an engine's exchange memory, through which host and firmware communicate.
 //!
-//! Owns the words with fixed places and the structures that the host lays out between them. Which of them a host writes when is the
-//! driver's. Read [`REGISTERS`] and [`Layout`] first.
+//! Owns the words with fixed offsets and the structures that the host lays out between them. The driver decides which of them to write, and when.
+//! Read [`REGISTERS`] and [`Layout`] first.
 
 mod arithmetic;
 mod communicator;

@@ -1,22 +1,22 @@
-//! The words of exchange memory that have fixed places.
+//! Registers: the words of exchange memory that have fixed offsets.
 
-/// Size of exchange memory.
+/// Size of exchange memory in bytes.
 pub const EXCHANGE_MEMORY_BYTES: u32 = 0x2000;
-/// Where the tables begin that the host lays out: the one of rx buffers first.
+/// Byte offset at which the host's tables begin; the table of rx buffers comes first.
 pub const TABLES_BEGIN: u32 = 0x0008;
-/// Where they must have ended.
+/// Byte offset at which the host's tables must have ended.
 pub const TABLES_END: u32 = 0x1FC4;
-/// What [`CYCLES`] counts, on every board so far: 250 MHz.
+/// Duration of one cycle of [`CYCLES`], which counts at 250 MHz on every board so far.
 pub const NANOSECONDS_PER_CYCLE: u64 = 4;
 
-/// A word of exchange memory with a fixed place.
+/// A word of exchange memory with a fixed offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Register {
-    /// From the beginning of exchange memory, in bytes.
+    /// Offset from the start of exchange memory, in bytes.
     pub offset: u32,
-    /// As it is called in messages.
+    /// Name of the register in messages.
     pub name: &'static str,
-    /// What it holds, in a sentence.
+    /// Meaning of the register, in a sentence.
     pub about: &'static str,
 }
 
@@ -26,7 +26,7 @@ macro_rules! registers {
             #[doc = $about]
             pub const $constant: Register = Register { offset: $offset, name: $name, about: $about };
         )+
-        /// All of them, by offset.
+        /// All registers, by offset.
         pub const REGISTERS: &[Register] = &[$($constant),+];
     };
 }
@@ -51,12 +51,12 @@ registers! {
     RETURN_CODE 0x1FFC "return_code" "Bits of what went wrong in the call that ended last; zero if nothing did.";
 }
 
-/// The low and the high word of each spare buffer's address.
+/// Registers for the low and the high word of each spare buffer's address.
 pub const SPARE_BUFFERS: [[Register; 2]; 3] =
     [[SPARE_1_LOW, SPARE_1_HIGH], [SPARE_2_LOW, SPARE_2_HIGH], [SPARE_3_LOW, SPARE_3_HIGH]];
 
 impl Register {
-    /// The register at an offset, if there is one.
+    /// Returns the register at a byte offset, or `None` if there is none.
     pub fn at(offset: u32) -> Option<Self> {
         REGISTERS.iter().copied().find(|register| register.offset == offset)
     }

@@ -1,9 +1,9 @@
-//! The eager rx buffers: where messages wait that nobody has asked for yet.
+//! Eager rx buffers, which hold messages that no call has asked for yet.
 
 use crate::words::{address, halves, words};
 
 words! {
-    /// An entry of the table of rx buffers. The host writes addresses and zeros; the rest is the engine's.
+    /// An entry of the table of rx buffers. The host writes addresses and zeros; the engine writes the rest.
     pub struct RxBuffer: 7 words {
         0 status: "What it is used for: see [`RxStatus`].",
         1 address_low: "Its address in device memory, low word.",
@@ -15,32 +15,32 @@ words! {
     }
 }
 
-/// What an rx buffer is used for.
+/// State of an rx buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RxStatus {
-    /// For nothing.
+    /// Unused.
     Idle,
-    /// The engine has handed it to a DMA engine, which waits for a packet.
+    /// The engine has handed the buffer to a DMA engine, which waits for a packet.
     Filling,
-    /// It holds a message.
+    /// The buffer holds a message.
     Full,
-    /// What came for it was wrong.
+    /// The data that arrived for the buffer was faulty.
     Failed,
 }
 
 impl RxBuffer {
-    /// As the host writes it: idle, at this address.
+    /// Returns the entry that the host writes: idle, at this address.
     pub fn idle(at: u64) -> Self {
         let [address_low, address_high] = halves(at);
         Self { address_low, address_high, ..Self::default() }
     }
 
-    /// Where it is.
+    /// Returns the address of the buffer in device memory.
     pub fn address(&self) -> u64 {
         address(self.address_low, self.address_high)
     }
 
-    /// What it is used for; `None`: the word means nothing.
+    /// Returns the state of the buffer, or `None` if the status word is unknown.
     pub fn status(&self) -> Option<RxStatus> {
         RxStatus::from_word(self.status)
     }
@@ -49,12 +49,12 @@ impl RxBuffer {
 impl RxStatus {
     const TABLE: [(u32, Self); 4] = [(0, Self::Idle), (1, Self::Filling), (2, Self::Full), (4, Self::Failed)];
 
-    /// As it stands in the table.
+    /// Returns the status word in the table.
     pub fn word(self) -> u32 {
         Self::TABLE.iter().find(|(_, status)| *status == self).map_or(0, |(word, _)| *word)
     }
 
-    /// From the table.
+    /// Returns the state for a status word, or `None` if the word is unknown.
     pub fn from_word(word: u32) -> Option<Self> {
         Self::TABLE.iter().find(|(known, _)| *known == word).map(|(_, status)| *status)
     }

@@ -1,66 +1,67 @@
-//! The header of a message: one word of 64 bytes, little-endian.
+//! Header of a message: one word of 64 bytes, little-endian.
 
 use super::WORD_BYTES;
 
-/// Kernel streams are numbered on the wire from here on; zero is memory.
+/// Offset added to a kernel stream's number on the wire, where zero means memory.
 pub const STREAM_OFFSET: u32 = 9;
 
-/// What a message is.
+/// Kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MessageKind {
-    /// Data that waits in an rx buffer until somebody asks for them.
+    /// Data that is kept in an rx buffer until a call asks for it.
     Eager,
-    /// Data for an address that the receiver has said.
+    /// Data for an address that the receiver has announced.
     Rendezvous,
-    /// The address that a receiver wants its data at; counts elements.
+    /// Announces the address at which a receiver wants its data; the count is in elements.
     Address,
-    /// All data of a rendezvous are there; counts bytes.
+    /// Reports that all data of a rendezvous was sent; the count is in bytes.
     Done,
 }
 
 /// The header of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Bytes of payload; elements if the message says an address.
+    /// Bytes of payload; for [`MessageKind::Address`], elements.
     pub count: u32,
-    /// Its tag.
+    /// Tag of the message.
     pub tag: u32,
-    /// Rank in the communicator that sends it.
+    /// Rank of the sender in the communicator.
     pub source: u32,
-    /// Number of the message between two ranks of a communicator, in one direction.
+    /// Sequence number of the message, per communicator, pair of ranks and direction.
     pub sequence: u32,
-    /// Zero for memory; else a kernel stream, [`STREAM_OFFSET`] higher.
+    /// Zero for memory; otherwise the number of a kernel stream plus [`STREAM_OFFSET`].
     pub stream: u32,
-    /// Session or queue pair that it goes to.
+    /// Session or queue pair that the message goes to.
     pub destination: u16,
-    /// What it is.
+    /// Kind of the message.
     pub kind: MessageKind,
-    /// The address is one in host memory.
+    /// Whether `address` is in host memory.
     pub is_host: bool,
-    /// Where its data go, if a receiver has said so.
+    /// Destination address of the data, if the receiver has announced one.
     pub address: u64,
-    /// Which communicator it is of, as its ranks agree on; zero in the original, which does not tell.
+    /// Identifier of the communicator, on which its ranks agree. Zero in the original, which does not send it.
     pub communicator: u32,
-    /// Number of its first packet among all packets to the same engine, from one on; zero in the original, which does not count them.
+    /// Number of the message's first packet among all packets to the same engine, starting at one. Zero in the original, which does not count
+    /// packets.
     pub packet_number: u32,
 }
 
 impl MessageKind {
     const ALL: [Self; 4] = [Self::Eager, Self::Rendezvous, Self::Address, Self::Done];
 
-    /// As a header has it.
+    /// Returns the kind's number in a header.
     pub fn number(self) -> u8 {
         self as u8
     }
 
-    /// From a header.
+    /// Returns the kind with this number in a header, or `None` if there is none.
     pub fn from_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.number() == number)
     }
 }
 
 impl Header {
-    /// As it is sent.
+    /// Returns the header as it is sent.
     pub fn to_bytes(&self) -> [u8; WORD_BYTES] {
         let mut bytes = [0; WORD_BYTES];
         for (index, word) in [self.count, self.tag, self.source, self.sequence, self.stream].iter().enumerate() {
@@ -74,7 +75,7 @@ impl Header {
         bytes
     }
 
-    /// As it comes. `None`: its kind means nothing.
+    /// Parses a received header. Returns `None` if its kind is unknown.
     pub fn from_bytes(bytes: &[u8; WORD_BYTES]) -> Option<Self> {
         let (words, _) = bytes.as_chunks::<4>();
         let word = |index: usize| u32::from_le_bytes(words[index]);
@@ -93,12 +94,12 @@ impl Header {
         })
     }
 
-    /// The number of the packet after the one with this number, which is never zero.
+    /// Returns the number of the packet after packet `number`. It is never zero.
     pub fn packet_number_after(number: u32) -> u32 {
         number.checked_add(1).unwrap_or(1)
     }
 
-    /// Bytes of payload that follow.
+    /// Returns the number of payload bytes that follow the header.
     pub fn payload_bytes(&self) -> usize {
         match self.kind {
             MessageKind::Eager | MessageKind::Rendezvous => self.count as usize,

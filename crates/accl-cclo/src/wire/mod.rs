@@ -1,8 +1,8 @@
-//! What engines send each other.
+//! Wire format between engines.
 //!
-//! Owns the header of a message, the request word that stands before it over RDMA, and how a message becomes packets: over UDP and TCP
-//! only the first packet of a message has a header, and over RDMA each repeats the request word. Whoever cuts and joins messages keeps the
-//! state of a stream in [`Joiner`]. Read [`Header`] and [`packets`] first.
+//! Owns the header of a message, the request word that precedes it over RDMA, and the split of a message into packets. Over UDP and TCP only the
+//! first packet of a message has a header; over RDMA every packet repeats the request word. [`Joiner`] holds the state of a stream of packets. Read
+//! [`Header`] and [`packets`] first.
 
 mod header;
 mod packet;
@@ -12,5 +12,5 @@ pub use header::{Header, MessageKind, STREAM_OFFSET};
 pub use packet::{BadPacket, Cutter, Joined, Joiner, MAX_PACKET_BYTES, Packet, packets};
 pub use request_word::{RequestWord, Verb};
 
-/// A header, a request word, and what UDP pads its packets to.
+/// Size in bytes of a header and of a request word, and the unit to which UDP pads its packets.
 pub const WORD_BYTES: usize = 64;

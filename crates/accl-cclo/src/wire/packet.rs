@@ -1,76 +1,76 @@
-//! How a message becomes packets, and packets a message.
+//! Conversion of messages to packets and of packets to messages.
 
 use super::{Header, RequestWord, Verb, WORD_BYTES};
 use crate::memory_map::Network;
 
-/// Most bytes of a packet: its header included over UDP and TCP, without the request word over RDMA.
+/// Maximum bytes of a packet. Over UDP and TCP that includes the header; over RDMA it excludes the request word.
 pub const MAX_PACKET_BYTES: usize = 4096;
 
-/// A packet that is about to be sent.
+/// A packet to be sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packet<'a> {
-    /// Request word and header, as far as it has them.
+    /// Request word and header, if the packet has them.
     head: [u8; 2 * WORD_BYTES],
     head_bytes: usize,
     data: &'a [u8],
-    /// UDP sends whole words: what follows the data is what stood there in the word before, or zero.
+    /// Padding over UDP, which sends whole words. It holds the bytes at the same position of the previous word, or zeros.
     padding: &'a [u8],
 }
 
-/// What a packet carries.
+/// Contents of a received packet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Joined<'a> {
-    /// A part of the payload of a message.
+    /// Part of the payload of a message.
     Message {
-        /// Its header, which came with the first packet.
+        /// Header of the message, which came with its first packet.
         header: Header,
-        /// Where in the payload this part begins.
+        /// Offset of this part in the payload, in bytes.
         begins_at: usize,
-        /// This part.
+        /// The data of this part.
         data: &'a [u8],
-        /// Nothing of the message follows.
+        /// Whether this is the last part of the message.
         is_last: bool,
     },
-    /// Data for an address that this end has said.
+    /// Data for an address that this end has announced.
     Write {
-        /// Where they go.
+        /// Destination address.
         address: u64,
-        /// The address is one in host memory.
+        /// Whether `address` is in host memory.
         is_host: bool,
         /// The data.
         data: &'a [u8],
     },
 }
 
-/// A packet that cannot be one.
+/// Error for a malformed packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BadPacket {
-    /// What is wrong with it.
+    /// Description of what is wrong with the packet.
     pub why: &'static str,
-    /// Its length.
+    /// Length of the packet in bytes.
     pub bytes: usize,
 }
 
-/// Joins the packets of one sender to messages.
+/// Joins the packets of one sender into messages.
 #[derive(Clone, Debug)]
 pub struct Joiner {
     network: Network,
-    /// The message that has begun, and how much of its payload has come.
+    /// Header of the incomplete message, and how many payload bytes have arrived.
     under_way: Option<(Header, usize)>,
 }
 
-/// Cuts a message into packets, one at a time.
+/// Splits a message into packets, one at a time.
 #[derive(Clone, Debug)]
 pub struct Cutter {
     network: Network,
     header: Header,
     queue_pair: u16,
-    /// How much of the payload has been cut off, and whether a packet has.
+    /// Payload bytes that earlier packets took; `is_first` is true until the first packet is cut.
     sent: usize,
     is_first: bool,
 }
 
-/// The packets of a message: see [`Cutter::new`].
+/// Returns the packets of a message; see [`Cutter::new`].
 pub fn packets<'a>(
     network: Network,
     header: &Header,
@@ -82,13 +82,13 @@ pub fn packets<'a>(
 }
 
 impl Cutter {
-    /// For a message with this header. `queue_pair` is that of the peer, which RDMA alone names. A message of data for an address that the peer
-    /// has said has no header over RDMA.
+    /// Creates a cutter for a message with this header. `queue_pair` is the peer's queue pair, which only RDMA uses. Over RDMA, data for an address
+    /// that the peer has announced is sent without a header.
     pub fn new(network: Network, header: &Header, queue_pair: u16) -> Self {
         Self { network, header: *header, queue_pair, sent: 0, is_first: true }
     }
 
-    /// The next packet of the message with this payload, which is the same each time. `None`: there are no more.
+    /// Returns the next packet of the message, or `None` if there are no more. `payload` must be the same in each call.
     pub fn cut<'a>(&mut self, payload: &'a [u8]) -> Option<Packet<'a>> {
         if !self.is_first && self.sent >= payload.len() {
             return None;
@@ -101,7 +101,7 @@ impl Cutter {
         let data = &payload[sent..payload.len().min(sent + room)];
         let mut packet = Packet { head: [0; 2 * WORD_BYTES], head_bytes: 0, data, padding: &[] };
         if self.network == Network::Rdma {
-            // The header counts as the first bytes of what is sent.
+            // The header counts as the first bytes of the data that is sent.
             let before = if self.is_first { 0 } else { head_bytes + sent };
             let begins_at = if is_write { header.address } else { 0 };
             packet.push(
@@ -127,7 +127,7 @@ impl Cutter {
     }
 }
 
-/// What fills the last word of a packet with so many bytes of data, which `sent` ends with.
+/// Returns the padding of the last word of a packet with `data_bytes` bytes of data. `sent` ends with that data.
 fn padding(sent: &[u8], data_bytes: usize) -> &[u8] {
     const ZEROS: [u8; WORD_BYTES] = [0; WORD_BYTES];
     let used = data_bytes % WORD_BYTES;
@@ -144,29 +144,29 @@ impl Packet<'_> {
         self.head_bytes += WORD_BYTES;
     }
 
-    /// As it is sent, in three parts one after the other.
+    /// Returns the packet's bytes as three consecutive parts.
     pub fn parts(&self) -> [&[u8]; 3] {
         [&self.head[..self.head_bytes], self.data, self.padding]
     }
 
-    /// Its length.
+    /// Returns the length of the packet in bytes.
     pub fn len_bytes(&self) -> usize {
         self.parts().iter().map(|part| part.len()).sum()
     }
 
-    /// As it is sent.
+    /// Returns the packet's bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
         self.parts().concat()
     }
 }
 
 impl Joiner {
-    /// For packets that come over this network.
+    /// Creates a joiner for packets that arrive over this network.
     pub fn new(network: Network) -> Self {
         Self { network, under_way: None }
     }
 
-    /// A message has begun, and more of it must come.
+    /// Returns whether a message is incomplete, so that more of it must come.
     pub fn is_under_way(&self) -> bool {
         self.under_way.is_some()
     }
@@ -174,7 +174,7 @@ impl Joiner {
     /// Takes the next packet of the sender.
     ///
     /// # Errors
-    /// [`BadPacket`]; nothing more can be understood of the sender then.
+    /// [`BadPacket`]; after that, no later packet of the sender can be parsed.
     pub fn join<'a>(&mut self, packet: &'a [u8]) -> Result<Joined<'a>, BadPacket> {
         let bad = |why| BadPacket { why, bytes: packet.len() };
         let mut rest = packet;
@@ -202,7 +202,7 @@ impl Joiner {
         };
         let left = header.payload_bytes() - begins_at;
         let is_last = rest.len() >= left;
-        // Whole words come over UDP.
+        // UDP sends whole words.
         let may_be_longer = self.network == Network::Udp && rest.len() == left.next_multiple_of(WORD_BYTES);
         if rest.len() > left && !may_be_longer {
             return Err(bad("it is longer than what is left of its message"));

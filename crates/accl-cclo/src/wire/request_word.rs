@@ -1,33 +1,33 @@
-//! The word before each packet over RDMA: what the network engine is to do with it.
+//! Request word that precedes each packet over RDMA and instructs the network engine.
 
 use super::WORD_BYTES;
 
-/// What is asked of the network engine.
+/// Request to the network engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verb {
-    /// Data for an address of the peer, without a header.
+    /// Write data to an address of the peer, without a header.
     Write,
-    /// A message with a header.
+    /// Send a message with a header.
     Send,
 }
 
 /// The word before a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestWord {
-    /// Where the rest of a write goes.
+    /// Destination address of this and the following packets of a write.
     pub address: u64,
-    /// Bytes of this packet and those after it.
+    /// Bytes of this packet and of those after it in the message.
     pub bytes: u32,
-    /// The address is one in host memory.
+    /// Whether `address` is in host memory.
     pub is_host: bool,
     /// Queue pair of the peer.
     pub queue_pair: u16,
-    /// What is asked.
+    /// Request to the network engine.
     pub verb: Verb,
 }
 
 impl RequestWord {
-    /// As it is sent.
+    /// Returns the word as it is sent.
     pub fn to_bytes(&self) -> [u8; WORD_BYTES] {
         let mut bytes = [0; WORD_BYTES];
         bytes[..8].copy_from_slice(&self.address.to_le_bytes());
@@ -38,7 +38,7 @@ impl RequestWord {
         bytes
     }
 
-    /// As it comes. `None`: its verb means nothing.
+    /// Parses a received word. Returns `None` if its verb is unknown.
     pub fn from_bytes(bytes: &[u8; WORD_BYTES]) -> Option<Self> {
         let (words, _) = bytes.as_chunks::<4>();
         let word = |index: usize| u32::from_le_bytes(words[index]);
@@ -53,7 +53,7 @@ impl RequestWord {
 }
 
 impl Verb {
-    /// As a request word has it.
+    /// Returns the verb's number in a request word.
     pub fn number(self) -> u8 {
         match self {
             Self::Write => 1,
@@ -61,7 +61,7 @@ impl Verb {
         }
     }
 
-    /// From a request word.
+    /// Returns the verb with this number in a request word, or `None` if there is none.
     pub fn from_number(number: u8) -> Option<Self> {
         [Self::Write, Self::Send].into_iter().find(|verb| verb.number() == number)
     }

@@ -1,4 +1,4 @@
-//! Emulated CCLO engines behind the sockets of the ACCL project's emulator. `accl-emulator --help` says how.
+//! Runs emulated CCLO engines behind the sockets of the ACCL project's emulator. `accl-emulator --help` describes the arguments.
 
 use std::process::ExitCode;
 

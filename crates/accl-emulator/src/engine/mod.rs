@@ -1,7 +1,7 @@
-//! An engine: registers, memories, calls on its control streams, and the program of the one that runs.
+//! An engine: registers, memories, calls on its control streams, and the program of the running call.
 //!
-//! Owns the order of calls and which peers there are. Firmware's programs are in `program`, how far the running one has come in `running`, data
-//! in `mover`, what comes in `receiver`. Read [`Engine::advance`] first.
+//! Owns the order of calls, and the state of peers. Firmware's programs are in `program`, the progress of the running program in `running`, data
+//! movement in `mover`, and received packets in `receiver`. Read [`Engine::advance`] first.
 
 mod running;
 
@@ -23,88 +23,88 @@ use crate::receiver::{Memories, Receiver};
 use crate::time::{Counted, Speed};
 use running::{Prepared, Running};
 
-/// Control streams of an engine.
+/// Number of control streams of an engine.
 const CONTROLS: usize = 3;
-/// A function of a config call that there is not.
+/// Function number that no config call has.
 const NO_FUNCTION: u32 = u32::MAX;
-/// A peer has gone.
+/// Return code if a peer has disconnected.
 const NOT_HEARD: ReturnCode = ReturnCode(1 << 11);
-/// Packets do not reach all peers.
+/// Return code if packets do not reach all peers.
 const NOT_SENT: ReturnCode = ReturnCode(1 << 20);
-/// A reset has come.
+/// Return code of calls that a reset has dropped.
 const DROPPED: ReturnCode = ReturnCode(1 << 31);
-/// Elements of no size, or of more than the data path takes at once.
+/// Return code for elements of size zero, or larger than the data path takes at once.
 const NO_ELEMENTS: ReturnCode = ReturnCode(1 << 18);
-/// Most bytes of a memory in one reply, which has up to five characters for each. The original takes minutes for as many.
+/// Maximum bytes of memory in one reply, which takes up to five characters per byte. The original takes minutes for a reply of this size.
 const MOST_READ_BYTES: u32 = 32 << 20;
-/// Calls of a control stream whose end nobody has asked for, with which the command server of the original blocks at the next.
+/// Number of unfinished or uncollected calls on a control stream at which the original's command server blocks on the next call.
 const MOST_UNCOLLECTED: usize = 3;
-/// The same, before no more are taken.
+/// Number of such calls at which this engine refuses the next one.
 const MOST_CALLS: usize = 1024;
-/// One message of so many to a kernel stream hangs over RDMA. The reference has two of three runs, of several messages each.
+/// One of this many messages to a kernel stream hangs over RDMA. In the reference, two of three runs hang, each with several messages.
 const RACE_ODDS: u64 = 4;
-/// Bytes of kernels that no call has taken, before no more should be fed.
+/// Bytes from kernels that no call has taken, above which no more should be fed.
 const MOST_FED_BYTES: usize = 16 << 20;
-/// FNV-1a, which takes words here.
+/// Constants of FNV-1a, which is applied to words here.
 const HASH_BASIS: u64 = 0xCBF2_9CE4_8422_2325;
 const HASH_PRIME: u64 = 0x100_0000_01B3;
-/// Firmware's limits before anybody has set them.
+/// Firmware's limits on eager and rendezvous messages before a host sets them, in bytes.
 const FIRST_LIMIT: u32 = 32 << 10;
 
-/// One of the hosts of an engine, among all that it has ever had.
+/// Identifier of a host, unique among all hosts that the engine has ever had.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Caller(pub u64);
 
-/// A call, and who started it, unless that one has gone.
+/// A call, and the host that started it, or `None` if that host has disconnected.
 type Started = (Option<Caller>, Descriptor);
 
-/// How a call has ended: whose it was, and what the registers say of it.
+/// End of a call: the host that started the call, and the values of the end registers.
 #[derive(Clone, Copy)]
 struct End {
     caller: Option<Caller>,
     code: ReturnCode,
     cycles: u32,
-    /// Who has reset the engine since, and is told of its reset alone.
+    /// Host that has reset the engine since. This end is not reported to that host, which receives only the end of its reset.
     hidden_from: Option<Caller>,
 }
 
-/// A control stream: the calls on it, and those that have ended and that nobody has asked for.
+/// Control stream: its waiting calls, and the ends that no host has collected.
 #[derive(Default)]
 struct Control {
     calls: VecDeque<Started>,
     ended: VecDeque<End>,
 }
 
-/// Which ends a host is told of that asks.
+/// Ends that are reported to a polling host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ends {
-    /// Its own first; if none of its calls is under way, those of all others after them: a client may ask over another connection than it calls
-    /// by.
+    /// The host's own ends first. If none of its calls is in progress, the ends of all other hosts follow. A client may poll over another connection
+    /// than the one on which it starts calls.
     OfAll,
-    /// Its own first; if none of its calls is under way, those of hosts that have gone.
+    /// The host's own ends first. If none of its calls is in progress, the ends of disconnected hosts follow.
     OfGone,
-    /// Its own.
+    /// The host's own ends only.
     Own,
 }
 
-/// Whether a register says how the last call has ended.
+/// Returns whether a register describes the end of the last call.
 fn is_of_ends(offset: u32) -> bool {
     [map::RETURN_CODE, map::CYCLES].iter().any(|register| register.offset == offset)
 }
 
-/// Whether the engines are there that the host wants packets from.
+/// Whether the engines from which the host wants packets are connected.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Peers {
-    /// They are, or who runs the engine does not know.
+    /// All peers are connected, or the code that runs the engine does not track peers.
     #[default]
     There,
-    /// Not all yet: the call that lets packets in does not end before.
+    /// Some peers are not connected yet. The call that lets packets in does not end before they are.
     Awaited,
-    /// They were waited for long enough: that call ends with an error.
+    /// The wait for peers has timed out. The call that lets packets in ends with an error.
     Missing,
 }
 
-/// An engine.
+/// An emulated engine.
 pub struct Engine {
     network: Network,
     faithful: Faithful,
@@ -112,12 +112,13 @@ pub struct Engine {
     device: Memory,
     host: Memory,
     controls: [Control; CONTROLS],
-    /// Control streams of calls that have yet to run, in the order in which they were started.
+    /// Control stream of each waiting call, in the order in which the calls were started.
     order: VecDeque<usize>,
     running: Option<Running>,
-    /// Who started it.
+    /// Host that started the running call.
     runs_for: Option<Caller>,
-    /// What each host was told of last, which the registers say to it until it starts another call: they are one for all hosts.
+    /// Last end reported to each host. The end registers return it to that host until the host starts another call, since all hosts share the
+    /// registers.
     told: BTreeMap<Caller, End>,
     receiver: Receiver,
     kernel_in: VecDeque<u8>,
@@ -126,24 +127,24 @@ pub struct Engine {
     max_rendezvous: u32,
     takes_packets: bool,
     peers: Peers,
-    /// Sessions of engines that have gone.
+    /// Sessions of engines that have disconnected.
     lost: BTreeSet<u32>,
     is_deaf: bool,
     session: Option<u32>,
-    /// The job that the engine works for, and the one from the next reset on; zero: its host has said nothing of jobs.
+    /// Job that the engine works for, and the job from the next reset on. Zero means that the host has named no job.
     job: u32,
     next_job: u32,
-    /// How many packets of other jobs have come since the last reset, by sender.
+    /// Number of packets of other jobs that have arrived since the last reset, by sender.
     strays: BTreeMap<u32, u64>,
     /// Number of the next packet to each session.
     next_packet: BTreeMap<u32, u32>,
     speed: Speed,
-    /// State of the generator of what only chance decides.
+    /// State of the random number generator.
     random: u64,
 }
 
 impl Engine {
-    /// An engine on such a network, with firmware's defects or without.
+    /// Creates an engine on this network that reproduces the given defects.
     pub fn new(network: Network, faithful: Faithful) -> Self {
         Self {
             network,
@@ -175,30 +176,30 @@ impl Engine {
         }
     }
 
-    /// The same, with the session that others reach it by. Who says nothing has the one that its host has written down.
+    /// Sets the session by which other engines reach this one. Without it, the session that the host writes to the communicator is used.
     #[must_use]
     pub fn with_session(self, session: u32) -> Self {
         Self { session: Some(session), ..self }
     }
 
-    /// The same, with chance from this seed.
+    /// Sets the seed of the random number generator.
     #[must_use]
     pub fn with_seed(self, seed: u64) -> Self {
         Self { random: seed, ..self }
     }
 
-    /// The same, as fast as this by its counter register.
+    /// Sets the speed on which the counter register is based.
     #[must_use]
     pub fn with_speed(self, speed: Speed) -> Self {
         Self { speed, ..self }
     }
 
-    /// Answers a host that has no other beside it.
+    /// Answers a request of the engine's only host.
     pub fn answer(&mut self, request: &Request) -> Reply {
         self.answer_to(Caller::default(), Ends::OfAll, request)
     }
 
-    /// Answers a host, who is told of these ends.
+    /// Answers a request of a host, to which the given ends are reported.
     pub fn answer_to(&mut self, caller: Caller, ends: Ends, request: &Request) -> Reply {
         let status = |is_good| Reply::Status(if is_good { Status::Good } else { Status::Not });
         match request {
@@ -240,12 +241,12 @@ impl Engine {
                 Some(None) => Reply::Status(Status::Not),
                 None => Reply::Status(Status::NoControl),
             },
-            // Which of how many engines it is and who has it, it does not know: see [`Engine::about`].
+            // The engine knows neither its rank nor its owner: see [`Engine::about`].
             Request::About | Request::Claim { .. } => Reply::Status(Status::Not),
         }
     }
 
-    /// What it says of itself as this one of so many ranks.
+    /// Returns the engine's self-description as rank `rank` of `ranks`.
     pub fn about(&self, rank: u32, ranks: u32) -> About {
         About {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -265,12 +266,12 @@ impl Engine {
         }
     }
 
-    /// A memory of its own, or of its host.
+    /// Returns the host memory or the device memory.
     pub fn memory(&mut self, is_host: bool) -> &mut Memory {
         if is_host { &mut self.host } else { &mut self.device }
     }
 
-    /// The next end that a host is told of, if there is one; `None`: there is no such control stream.
+    /// Removes and returns the next end to report to a host: `Some(None)` if there is none, `None` if there is no such control stream.
     fn take_end(&mut self, caller: Caller, ends: Ends, control: u32) -> Option<Option<End>> {
         let of_stream = control as usize;
         let runs =
@@ -279,7 +280,7 @@ impl Engine {
         let is_under_way = runs || stream.calls.iter().any(|(started_by, _)| *started_by == Some(caller));
         let own = stream.ended.iter().position(|end| end.caller == Some(caller));
         let place = own.or_else(|| match ends {
-            // It would be taken for the end of that call.
+            // The end would be taken for the end of the host's own call.
             _ if is_under_way => None,
             Ends::OfAll => stream.ended.iter().position(|end| end.hidden_from != Some(caller)),
             Ends::OfGone => stream.ended.iter().position(|end| end.caller.is_none()),
@@ -288,20 +289,20 @@ impl Engine {
         Some(place.and_then(|place| stream.ended.remove(place)))
     }
 
-    /// What a register says of the end that a host was told of last.
+    /// Returns the value of an end register for the end last reported to a host.
     fn told_to(&self, caller: Caller, offset: u32) -> Option<u32> {
         let end = self.told.get(&caller)?;
         let registers = [(map::RETURN_CODE, end.code.0), (map::CYCLES, end.cycles)];
         registers.into_iter().find(|(register, _)| register.offset == offset).map(|(_, word)| word)
     }
 
-    /// A host will not ask for its ends, or is not answered: they are nobody's any more.
+    /// Discards a host's ends, because the host will not ask for them or is answered no more. Also forgets the host.
     pub fn discard_ends(&mut self, caller: Caller) {
         self.controls.iter_mut().for_each(|control| control.ended.retain(|end| end.caller != Some(caller)));
         self.forget(caller);
     }
 
-    /// A host asks no more.
+    /// Forgets a host that has disconnected; its calls and ends have no owner from then on.
     pub fn forget(&mut self, caller: Caller) {
         self.told.remove(&caller);
         self.runs_for.take_if(|started_by| *started_by == caller);
@@ -313,12 +314,12 @@ impl Engine {
         }
     }
 
-    /// Whether there is such a control stream.
+    /// Returns whether there is a control stream with this number.
     pub fn has_control(&self, control: u32) -> bool {
         (control as usize) < CONTROLS
     }
 
-    /// Starts a call on a control stream. `false`: there is no such stream, or more calls are on it than anybody waits for.
+    /// Starts a call on a control stream. Returns `false` if there is no such stream, or if too many calls are on it.
     pub fn start(&mut self, control: u32, call: Descriptor) -> bool {
         self.start_of(Caller::default(), control, call)
     }
@@ -329,7 +330,7 @@ impl Engine {
         }
         let Some(stream) = self.controls.get_mut(control as usize) else { return false };
         let runs = self.running.as_ref().is_some_and(|running| running.control == control as usize);
-        // Ends that others have left uncollected are none of this host's.
+        // Uncollected ends of other hosts do not count against this host.
         let is_its_own = |end: &&End| end.caller.is_none_or(|of| of == caller);
         let ended = stream.ended.iter().filter(is_its_own).count();
         let uncollected = stream.calls.len() + ended + usize::from(runs);
@@ -346,8 +347,8 @@ impl Engine {
         true
     }
 
-    /// Starts a call whose words mean nothing: it has its turn as any other, and ends with the return code of what firmware does not have. The
-    /// original was seen to do so with an unknown operation; flags that there are not are treated in the same way, rather than left out.
+    /// Starts a call whose words have no meaning. The call waits for its turn like any other, and ends with the return code for an operation that
+    /// firmware does not have. The original was seen to do so for an unknown operation. Unknown flags are treated in the same way, not ignored.
     pub fn start_unknown(&mut self, caller: Caller, control: u32) -> bool {
         self.start_of(
             caller,
@@ -356,8 +357,8 @@ impl Engine {
         )
     }
 
-    /// Ends all calls, since this host resets the engine. It hears of its reset alone, and others that theirs have not been done. Ends that it, or a
-    /// host that has gone, has not asked for would be taken for those of later calls.
+    /// Drops all calls, because host `by` resets the engine. Other hosts receive their calls' ends with the code [`DROPPED`], and `by` receives only
+    /// the end of its reset. Uncollected ends of `by` and of disconnected hosts are discarded, since they would be taken for the ends of later calls.
     fn drop_calls(&mut self, by: Caller) {
         let running = self.running.take().map(|running| (running.control, self.runs_for.take()));
         let waiting = std::mem::take(&mut self.order).into_iter();
@@ -372,26 +373,26 @@ impl Engine {
         }
     }
 
-    /// Takes a packet of the engine with this number.
+    /// Takes a packet of the engine with number `sender`.
     pub fn take(&mut self, sender: u32, packet: &[u8]) {
-        // Nothing gets in before the host has let it.
+        // Packets are dropped until the host lets them in.
         if self.takes_packets {
             let mut memories = Memories { device: &mut self.device, host: &mut self.host };
             self.receiver.take(sender, packet, &mut self.exchange, &mut memories);
         }
     }
 
-    /// Gives the engine bytes of a kernel.
+    /// Gives the engine bytes from a kernel.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.kernel_in.extend(bytes);
     }
 
-    /// What has come for kernels, with the number of the stream of each.
+    /// Removes and returns the next bytes for a kernel, with the number of their stream.
     pub fn take_fed(&mut self) -> Option<(u32, Vec<u8>)> {
         self.kernel_out.pop_front().or_else(|| self.receiver.kernel.pop_front())
     }
 
-    /// Why calls of this engine fail, or do not go on; empty if nothing is known to be wrong.
+    /// Returns why calls of this engine fail or do not end; empty if no fault is known.
     pub fn trouble(&self) -> String {
         let lost = self.lost.iter().map(|sender| format!("rank {sender} has gone"));
         let broken = self.receiver.broken().map(|(sender, why)| format!("rank {sender} is not understood: {why}"));
@@ -403,17 +404,17 @@ impl Engine {
         broken.chain(lost).chain(strays).collect::<Vec<_>>().join("; ")
     }
 
-    /// The job that it works for.
+    /// Returns the job that the engine works for; zero if the host has named none.
     pub fn job(&self) -> u32 {
         self.job
     }
 
-    /// From the next reset on it works for this job. A call that is under way is one of the job before.
+    /// Sets the job that the engine works for from the next reset on. A running call belongs to the job before.
     pub fn set_next_job(&mut self, job: u32) {
         self.next_job = job;
     }
 
-    /// Nobody says any more which job it works for.
+    /// Ends the job from the next reset on, because its host has left; at once if no packets are let in.
     pub fn end_job(&mut self) {
         self.next_job = 0;
         if !self.takes_packets {
@@ -421,29 +422,29 @@ impl Engine {
         }
     }
 
-    /// A packet of another job came from the engine with this number, and went nowhere.
+    /// Counts a packet of another job from engine `sender`, which was dropped.
     pub fn miss(&mut self, sender: u32) {
         if self.takes_packets {
             *self.strays.entry(sender).or_default() += 1;
         }
     }
 
-    /// Says whether its peers are there. Who says nothing has them all from the beginning.
+    /// Sets whether the peers are connected. By default they are.
     pub fn set_peers(&mut self, peers: Peers) {
         self.peers = peers;
     }
 
-    /// Whether its peers are there.
+    /// Returns whether the peers are connected.
     pub fn peers(&self) -> Peers {
         self.peers
     }
 
-    /// Its host has done what an original does not come back from, and is answered no more.
+    /// Returns whether the host has caused a hang from which the original does not recover. Such a host is answered no more.
     pub fn is_deaf(&self) -> bool {
         self.is_deaf
     }
 
-    /// A call waits for peers to be there.
+    /// Returns whether the next call waits for peers to connect.
     pub fn awaits_peers(&self) -> bool {
         let next = self.order.front().and_then(|&control| self.controls[control].calls.front());
         self.peers == Peers::Awaited
@@ -451,40 +452,40 @@ impl Engine {
             && next.is_some_and(|(_, call)| call.sets(ConfigFunction::EnablePackets))
     }
 
-    /// The engine with this number has gone: a call that waits for it ends with an error.
+    /// Marks engine `sender` as disconnected. A call that waits for it ends with an error.
     pub fn lose(&mut self, sender: u32) {
         self.lost.insert(sender);
         self.receiver.forget(sender, &mut self.exchange);
     }
 
-    /// It is back, and begins anew.
+    /// Marks engine `sender` as connected again, with a new stream of packets.
     pub fn find(&mut self, sender: u32) {
         if self.lost.remove(&sender) {
             self.receiver.forget(sender, &mut self.exchange);
         }
     }
 
-    /// Whether more packets of this engine should be taken now. Too many more, and it is not listened to any more.
+    /// Returns whether more packets of engine `sender` should be taken now. If far more are taken, the engine ignores the sender from then on.
     pub fn has_room(&self, sender: u32) -> bool {
         self.receiver.has_room(sender)
     }
 
-    /// Packets of this engine that wait for an rx buffer.
+    /// Returns the number of packets of engine `sender` that wait for an rx buffer.
     pub fn held(&self, sender: u32) -> usize {
         self.receiver.held(sender)
     }
 
-    /// Whether more bytes of kernels should be fed now.
+    /// Returns whether more bytes from kernels should be fed now.
     pub fn is_hungry(&self) -> bool {
         self.kernel_in.len() < MOST_FED_BYTES
     }
 
-    /// The call that runs, if one does.
+    /// Returns the running call, or `None`.
     pub fn running(&self) -> Option<&Descriptor> {
         self.running.as_ref().map(|running| &running.call)
     }
 
-    /// Goes on as far as it can without anybody else. `true`: something has moved.
+    /// Advances as far as possible without input from others. Returns `true` if anything has moved.
     pub fn advance(&mut self, fabric: &mut impl Fabric) -> bool {
         let mut moved = false;
         loop {
@@ -501,7 +502,7 @@ impl Engine {
         }
     }
 
-    /// The next call that was started runs, if there is one.
+    /// Begins the next waiting call, if there is one.
     fn begin_next(&mut self) -> bool {
         if self.awaits_peers() {
             return false;
@@ -535,7 +536,7 @@ impl Engine {
             }
             ConfigFunction::EnablePackets if self.peers != Peers::There => return NOT_SENT,
             ConfigFunction::EnablePackets => self.takes_packets = true,
-            // Firmware stores it, and never looks at it.
+            // Firmware stores the value and never uses it.
             ConfigFunction::Timeout => {}
             ConfigFunction::MaxEagerBytes if call.count < self.exchange.get(map::RX_BUFFER_BYTES) => {
                 return ReturnCode::EAGER_TOO_SMALL;
@@ -636,7 +637,7 @@ impl Engine {
         true
     }
 
-    /// With what a call ends that waits for somebody who cannot be heard any more.
+    /// Returns the code with which a waiting call ends if a peer that it needs has disconnected or sends invalid packets.
     fn why_in_vain(&self, call: &Descriptor) -> Option<ReturnCode> {
         let is_quiet = self.lost.is_empty() && self.receiver.broken().next().is_none();
         let communicator = self.exchange.communicator(call.communicator).filter(|_| !is_quiet && has_ranks(call))?;
@@ -650,7 +651,7 @@ impl Engine {
     }
 }
 
-/// The next number of a generator: SplitMix64.
+/// Returns the next number of the SplitMix64 generator.
 fn draw(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let mixed = (*state ^ *state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -658,29 +659,29 @@ fn draw(state: &mut u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// Whether a call is one of several ranks.
+/// Returns whether a call involves several ranks.
 fn has_ranks(call: &Descriptor) -> bool {
     !matches!(call.operation, Operation::Nop | Operation::Copy | Operation::Combine | Operation::Config)
 }
 
-/// What tells a communicator from others of the same engines. All its ranks come to the same: it follows from their sessions, and from how
-/// many communicators of the same ranks each of them has laid out before this one.
+/// Returns an identifier that distinguishes a communicator from others of the same engines. All its ranks compute the same value. It depends on their
+/// sessions, and on how many communicators of the same ranks each rank has laid out before this one.
 fn communicator_id(exchange: &Exchange, at: u32, communicator: &Communicator, own: Option<u32>) -> u32 {
     let who = |of: &Communicator| of.ranks.iter().map(|rank| (rank.ip, rank.port, rank.session)).collect::<Vec<_>>();
     let is_same = |other: &Communicator| other.local == communicator.local && who(other) == who(communicator);
     let ranks = communicator.ranks.len() as u32;
-    // What stands in the table of rx buffers changes with every message.
+    // The table of rx buffers is skipped, since its content changes with every message.
     let begin = exchange.rx_buffers_end().clamp(map::TABLES_BEGIN, map::TABLES_END);
     let before = (begin..at.min(map::TABLES_END)).step_by(4).filter(|&offset| {
         exchange.word(offset) == Some(ranks) && exchange.communicator(offset).is_some_and(|other| is_same(&other))
     });
-    // Nobody sends to itself, so a host may have left its own out.
+    // A rank never sends to itself, so a host may have left out the session of its own rank.
     let sessions = (0u32..).zip(&communicator.ranks).map(|(rank, entry)| match own {
         Some(own) if rank == communicator.local => own,
         _ => entry.session,
     });
     let words = [before.count() as u32, ranks].into_iter().chain(sessions);
     let hash = words.fold(HASH_BASIS, |hash, word| (hash ^ u64::from(word)).wrapping_mul(HASH_PRIME));
-    // Zero says nothing.
+    // Zero means that a header names no communicator.
     ((hash ^ hash >> 32) as u32).max(1)
 }

@@ -1,6 +1,6 @@
-//! The call that runs: the steps of its program, one after the other, each as far as it can go.
+//! The running call: executes the steps of its program in order, each as far as possible.
 //!
-//! Owns the step that has begun and what it has kept. What a step moves is in `mover`. Read [`Running::advance`] first.
+//! Owns the current step and its state. Data movement is in `mover`. Read [`Running::advance`] first.
 
 use std::collections::VecDeque;
 
@@ -15,22 +15,22 @@ use crate::program::{Move, Place, Program, Say, Side, Sink, Source, Step};
 use crate::receiver::Notice;
 use crate::time::Counted;
 
-/// The call that runs.
+/// The running call.
 pub(super) struct Running {
     pub(super) control: usize,
     pub(super) call: Descriptor,
     pub(super) elements: Elements,
     pub(super) rank: u32,
-    /// What headers say of its communicator.
+    /// Identifier of the communicator in headers; `None` if headers name none.
     pub(super) communicator_id: Option<u32>,
     pub(super) counted: Counted,
     program: Program,
     step: Option<UnderWay>,
-    /// See [`Step::KeepAddress`].
+    /// Notice kept by [`Step::KeepAddress`].
     kept: Option<Notice>,
 }
 
-/// What a call becomes.
+/// Program of a call, and its parameters.
 pub(super) struct Prepared {
     pub(super) program: Program,
     pub(super) elements: Elements,
@@ -38,10 +38,10 @@ pub(super) struct Prepared {
     pub(super) communicator_id: Option<u32>,
 }
 
-/// A step that has begun.
+/// State of the current step.
 enum UnderWay {
     Moving(Moving),
-    /// Data go to a peer; the step that goes on then.
+    /// Data is being written to a peer; the given step continues afterwards.
     Writing(Writing, Option<Step>),
     Step(Step),
     Collecting {
@@ -57,7 +57,7 @@ enum UnderWay {
     },
 }
 
-/// What is left of a step, and whether something has moved; `None`: it is over.
+/// Remainder of a step, and whether anything has moved; `None` if the step is complete.
 type Left = Option<(UnderWay, bool)>;
 
 impl Running {
@@ -79,10 +79,10 @@ impl Running {
         }
     }
 
-    /// Goes on as far as it can.
+    /// Advances as far as possible.
     ///
     /// # Errors
-    /// The bits of what went wrong, with which the call ends.
+    /// The return code with which the call ends.
     pub(super) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
         let mut has_moved = false;
         loop {
@@ -179,7 +179,7 @@ impl Running {
                         let (to, place) = writes.swap_remove(at);
                         let (from, is_host, side) = side.of(place, notice.is_host);
                         let writing = Writing::new(parts, to, (notice.address, is_host), notice.tag, from, count)?;
-                        // Their addresses come at once.
+                        // The addresses of all ranks arrive at the same time, so the wait for them counts as one hop.
                         parts.counted.hops += u64::from(writes.is_empty());
                         let then = (!writes.is_empty()).then_some(Step::Serve { writes, count, side });
                         Some((UnderWay::Writing(writing, then), true))
@@ -225,7 +225,7 @@ impl Running {
 }
 
 impl Side {
-    /// Where data are taken from, whether they go to host memory, and which side the next data go to.
+    /// Returns the place that data is read from, whether it goes to host memory, and the side for the next data.
     fn of(self, from: Place, is_said_host: bool) -> (Place, bool, Self) {
         match self {
             Self::Said => (from, is_said_host, self),
@@ -240,7 +240,7 @@ impl Side {
 }
 
 impl UnderWay {
-    /// How often it waits for a peer until it is over; moves, collections and what serves several count for themselves.
+    /// Returns how often the step waits for a peer until it completes. Moves, collections and [`Step::Serve`] count their own hops.
     fn hops(&self) -> u64 {
         match self {
             Self::Moving(_) | Self::Writing(..) | Self::Collecting { .. } => 0,
@@ -260,7 +260,7 @@ impl UnderWay {
     }
 }
 
-/// The first notice of this kind, of one of these ranks, that fits the call.
+/// Removes and returns the first notice of this kind from these ranks that matches the call.
 fn heard<F>(parts: &mut Parts<'_, F>, tag: u32, kind: MessageKind, from: impl Fn(u32) -> bool) -> Option<Notice> {
     let any_takes_all = parts.any_takes_all;
     let takes = |theirs: u32| theirs == tag || (tag == ANY_TAG && any_takes_all);
@@ -268,7 +268,7 @@ fn heard<F>(parts: &mut Parts<'_, F>, tag: u32, kind: MessageKind, from: impl Fn
     parts.receiver.take_notice(parts.communicator_id, is_it)
 }
 
-/// Tells a peer an address.
+/// Announces an address to a peer.
 fn say<F: Fabric>(parts: &mut Parts<'_, F>, tag: u32, what: &Say) -> Result<(), ReturnCode> {
     let peer = parts.exchange.rank(parts.communicator, what.to).ok_or(NO_ADDRESS)?;
     let header = Header {

@@ -1,11 +1,11 @@
-//! Eager calls: data are sent at once, and wait in rx buffers until they are asked for.
+//! Eager calls: data is sent at once, and waits in rx buffers until a call takes it.
 
 use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::return_code::ReturnCode;
 
 use super::step::{Buffers, Move, Program, Setup, Sink, Source, Step, fail, steps};
 
-/// A call of one rank.
+/// Returns the program of a call on a single rank.
 pub(super) fn alone(call: &Descriptor, setup: &Setup) -> Program {
     match call.operation {
         Operation::Barrier | Operation::Nop | Operation::Broadcast => Box::new(std::iter::empty()),
@@ -29,7 +29,7 @@ fn copy(count: u32, from: Source, to: Sink) -> Step {
     Step::Move(Move { count, first: from, second: None, to: vec![to] })
 }
 
-/// The program of an eager call.
+/// Returns the program of an eager call.
 pub(super) fn program(call: &Descriptor, setup: &Setup) -> Program {
     let eager = Eager { call: *call, setup: *setup, buffers: Buffers::of(call, setup) };
     match call.operation {
@@ -66,18 +66,18 @@ struct Eager {
 }
 
 impl Eager {
-    /// Elements that an rx buffer holds.
+    /// Returns the number of elements that an rx buffer holds.
     fn segment(&self) -> u32 {
         (self.setup.rx_bytes / self.setup.element_bytes.max(1)).max(1) as u32
     }
 
-    /// Where each segment begins, and its elements.
+    /// Returns the first element and the number of elements of each segment.
     fn segments(&self) -> impl Iterator<Item = (u64, u32)> + use<> {
         segments(self.call.count, self.segment())
     }
 
-    /// Pieces of the block of each rank that go round a ring one after the other. A rank that sent all of a block before it takes any would wait for
-    /// ever, as the next rank does, once its rx buffers are full; firmware does so.
+    /// Returns the pieces of each rank's block that go round the ring one after the other. A rank that sent a whole block before receiving any would
+    /// wait forever once rx buffers are full, as would the next rank. Firmware does that.
     fn pieces(&self) -> impl Iterator<Item = (u64, u32)> + use<> {
         let room = u64::from(self.setup.rx_count).saturating_mul(self.setup.rx_bytes);
         let most = (room / self.setup.element_bytes.max(1)).clamp(1, u64::from(u32::MAX)) as u32;
@@ -151,7 +151,7 @@ impl Eager {
         }))
     }
 
-    /// A chain round the ring to the root: every rank sends its own, and then passes on what comes from behind.
+    /// A chain along the ring to the root. Each rank sends its own block and then forwards the blocks that arrive from the previous rank.
     fn gather(self) -> Program {
         let Self { call, setup, .. } = self;
         let (next, previous) = (setup.next(1), setup.previous(1));
@@ -170,7 +170,7 @@ impl Eager {
         )
     }
 
-    /// Round the ring: what comes is kept and passed on.
+    /// A ring: each rank keeps the blocks that arrive, and forwards them.
     fn all_gather(self) -> Program {
         let Self { call, setup, .. } = self;
         let (next, previous) = (setup.next(1), setup.previous(1));
@@ -189,7 +189,7 @@ impl Eager {
         }))
     }
 
-    /// One segment along the chain that ends at the root.
+    /// Returns the step for one segment along the chain that ends at the root.
     fn reduce(&self, at: u64, count: u32) -> Step {
         let (call, setup) = (&self.call, &self.setup);
         let (next, previous) = (setup.next(1), setup.previous(1));
@@ -200,7 +200,7 @@ impl Eager {
         Step::Move(Move { count, first: self.operand(at), second, to: vec![to] })
     }
 
-    /// One turn of a ring that adds: `hops` is how many have added before.
+    /// Returns one step of a ring reduction, after `hops` ranks have contributed.
     fn add(&self, count: u32, at: u64, hops: u32, to: Sink) -> Step {
         let second = (hops > 0).then(|| (self.from(self.setup.previous(1)), self.call.function));
         Step::Move(Move { count, first: self.own(at), second, to: vec![to] })
@@ -210,7 +210,7 @@ impl Eager {
         let Self { call, setup, .. } = self;
         Box::new(self.pieces().flat_map(move |(behind, count)| {
             (0..setup.world).map(move |hops| {
-                // The block that has come so far belongs to a rank that is as many hops further as are left.
+                // The block of this step belongs to the rank that is as many hops ahead as hops remain.
                 let at = u64::from(setup.previous(hops + 1)) * u64::from(call.count) + behind;
                 let to = if hops + 1 == setup.world { self.result(behind) } else { self.to(setup.next(1)) };
                 self.add(count, at, hops, to)
@@ -218,7 +218,7 @@ impl Eager {
         }))
     }
 
-    /// Each segment is added round the ring in as many parts as there are ranks, and goes round once more.
+    /// Each segment is reduced round the ring in one part per rank, and the parts then go round once more.
     fn all_reduce(self) -> Program {
         let Self { call, setup, .. } = self;
         let world = setup.world;
@@ -247,7 +247,7 @@ impl Eager {
             let to = if hops + 1 == world { self.kept(at) } else { self.to(setup.next(1)) };
             self.add(count, at, hops, to)
         });
-        // The part that this rank has added last is that of the rank behind it.
+        // The part that this rank has reduced last belongs to the next rank.
         let own = setup.next(1);
         let sent = std::iter::once(own).map(move |rank| {
             let (at, count) = share(rank);
@@ -265,8 +265,8 @@ impl Eager {
         Box::new(added.chain(sent).chain(passed).filter(move |step| !is_empty(step)))
     }
 
-    /// Not in firmware: a message from each rank to each, where rendezvous does not work. Nobody is further ahead than a segment, since what
-    /// has not been asked for takes up rx buffers.
+    /// Sends a message from each rank to each other rank. Firmware lacks this program; it replaces rendezvous where that does not work. No rank runs
+    /// more than a segment ahead, since data that no call has taken occupies rx buffers.
     fn all_to_all(self) -> Program {
         let Self { call, setup, .. } = self;
         let block = move |rank: u32| u64::from(rank) * u64::from(call.count);

@@ -1,7 +1,7 @@
-//! What firmware does with a call: a program of steps, one after the other.
+//! Firmware's handling of a call: a program of steps, executed in order.
 //!
-//! Owns which steps a call becomes, on which path, and how what firmware does wrong changes them. Steps are made as they are needed, so that
-//! a large call takes no more memory than a small one. What a step does is in `mover` and `engine`. Read [`program`] first.
+//! Owns the choice of protocol and steps for a call, and how firmware defects change them. Steps are generated as needed, so that a large call takes
+//! no more memory than a small one. The steps are executed in `mover` and `engine`. Read [`program`] first.
 
 mod eager;
 mod rendezvous;
@@ -14,7 +14,7 @@ use accl_cclo::return_code::ReturnCode;
 pub use step::{Faithful, Move, Place, Program, Say, Setup, Side, Sink, Source, Step};
 use step::{fail, steps};
 
-/// What firmware does with a call. Config calls are not programs.
+/// Returns the program of a call. Config calls have no program.
 pub fn program(call: &Descriptor, setup: &Setup) -> Program {
     let bytes = u64::from(call.count) * setup.element_bytes;
     let is_plain = !call.compression.is_any() && !call.streams.is_any();
@@ -36,7 +36,7 @@ pub fn program(call: &Descriptor, setup: &Setup) -> Program {
     match (by_rendezvous, over_rdma) {
         (false, _) => eager::program(call, setup),
         (true, true) => rendezvous::program(call, setup),
-        // Nothing that is said of addresses gets through.
+        // In firmware, address messages do not get through over UDP and TCP.
         (true, false) if setup.faithful.to(2) => steps([Step::Hang]),
         (true, false) if call.operation == Operation::Barrier => rendezvous::program(call, setup),
         (true, false) => eager::program(call, setup),

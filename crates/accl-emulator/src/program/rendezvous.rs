@@ -1,14 +1,14 @@
-//! Rendezvous calls: a receiver says where its data are to go, and the sender writes them there and says so.
+//! Rendezvous calls: a receiver announces the address for its data, and the sender writes the data there and reports completion.
 
 use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::return_code::ReturnCode;
 
 use super::step::{Buffers, Move, Place, Program, Say, Setup, Side, Sink, Source, Step, fail};
 
-/// A message is larger than a spare buffer holds.
+/// Return code for a message that is larger than a spare buffer.
 const TOO_LARGE: ReturnCode = ReturnCode(1 << 18);
 
-/// The program of a rendezvous call.
+/// Returns the program of a rendezvous call.
 pub(super) fn program(call: &Descriptor, setup: &Setup) -> Program {
     let rendezvous = Rendezvous { call: *call, setup: *setup, buffers: Buffers::of(call, setup) };
     let steps = match call.operation {
@@ -50,7 +50,7 @@ impl Rendezvous {
         self.setup.rank == self.call.root
     }
 
-    /// So many hops from the root.
+    /// Returns the rank `hops` steps ahead of the root on the ring.
     fn at_hops(&self, hops: u32) -> u32 {
         (self.call.root + hops) % self.setup.world
     }
@@ -88,7 +88,7 @@ impl Rendezvous {
         if world <= self.setup.broadcast_flat_ranks {
             return match self.is_root() {
                 true => {
-                    // Firmware never clears the root's own flag.
+                    // Firmware never clears the root's own host flag.
                     let is_stuck = self.setup.faithful.to(11) && self.call.hosts.result;
                     let side = if is_stuck { Side::Host } else { Side::Said };
                     let writes = self.setup.others().map(|rank| (rank, buffer)).collect();
@@ -140,7 +140,7 @@ impl Rendezvous {
         vec![own, Step::Collect { says, at_a_time }]
     }
 
-    /// Round the ring, each block written to where it belongs in the next rank's result.
+    /// A ring: each block is written to its position in the next rank's result.
     fn all_gather(&self) -> Vec<Step> {
         let Self { call, setup, buffers } = self;
         let (next, previous) = (setup.next(1), setup.previous(1));
@@ -170,7 +170,7 @@ impl Rendezvous {
         if is_flat { this.reduce_flat(count, result) } else { this.reduce_tree(count, result) }
     }
 
-    /// Every rank writes into a slot of the root's spare buffer 1, and the root adds them as they come.
+    /// Every rank writes into a slot of the root's spare buffer 1, and the root adds the slots as they arrive.
     fn reduce_flat(&self, count: u32, result: Place) -> Vec<Step> {
         let slots_bytes = (u64::from(self.setup.world) * u64::from(count)).saturating_mul(self.setup.element_bytes);
         if slots_bytes > self.setup.max_rendezvous_bytes && !self.setup.faithful.to(5) {
@@ -184,7 +184,7 @@ impl Rendezvous {
         let sum = Step::Sum {
             slots: self.setup.others().map(|rank| (rank, slot(rank))).collect(),
             own: self.buffers.first,
-            // The third one first: so were sums right that were recorded, although slots reached into the second.
+            // Spare buffer 3 comes first. With this order the recorded sums are right, although slots reached into spare buffer 2.
             between: [self.spare(2), self.spare(1)],
             last: result,
             count,
@@ -234,11 +234,11 @@ impl Rendezvous {
         steps
     }
 
-    /// All blocks are added at rank 0, and scattered from there.
+    /// All blocks are reduced at rank 0, and scattered from there.
     fn reduce_scatter(&self) -> Vec<Step> {
         let this = self.at_root(0);
         let Some(count) = self.call.count.checked_mul(self.setup.world) else { return vec![Step::Fail(TOO_LARGE)] };
-        // Firmware adds in the source of rank 0. The last sum goes where the one before it does not lie.
+        // Firmware stores the sum in the source of rank 0. The repaired emulator uses the spare buffer that does not hold the previous sum.
         let sum = match self.setup.faithful.to(6) {
             true => self.buffers.first,
             false => self.spare(if self.setup.world.is_multiple_of(2) { 2 } else { 1 }),
@@ -259,7 +259,7 @@ impl Rendezvous {
         std::iter::once(own).chain(says).chain([serve]).chain(dones).collect()
     }
 
-    /// Every rank says something to rank 0, which then says something to all.
+    /// Every rank sends a message to rank 0, which then sends one to every rank.
     fn barrier(&self) -> Vec<Step> {
         let nowhere = Place { address: 0, is_host: false, is_compressed: false };
         if self.setup.rank > 0 {

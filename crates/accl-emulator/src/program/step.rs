@@ -1,100 +1,100 @@
-//! The steps of a program, and what a program depends on.
+//! Steps of a program, and the parameters of a program.
 
 use accl_cclo::call::Descriptor;
 use accl_cclo::memory_map::Network;
 use accl_cclo::return_code::ReturnCode;
 
-/// Where elements lie.
+/// Location of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// In which memory is said by the next field.
+    /// Address in the memory that `is_host` selects.
     pub address: u64,
-    /// They lie in host memory.
+    /// Whether the elements lie in host memory.
     pub is_host: bool,
-    /// They are compressed there.
+    /// Whether the elements are compressed there.
     pub is_compressed: bool,
 }
 
-/// Where elements come from.
+/// Source of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A memory.
     Memory(Place),
     /// Eager messages of a rank with this tag.
     Rank {
-        /// Which one.
+        /// Rank of the sender.
         rank: u32,
-        /// Their tag.
+        /// Tag of the messages.
         tag: u32,
     },
     /// A kernel stream.
     Kernel,
 }
 
-/// Where elements go.
+/// Destination of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sink {
     /// A memory.
     Memory(Place),
     /// Eager messages to a rank.
     Rank {
-        /// Which one.
+        /// Rank of the receiver.
         rank: u32,
-        /// Their tag.
+        /// Tag of the messages.
         tag: u32,
-        /// An address that firmware leaves in their headers; nobody looks at it.
+        /// Address that firmware puts into the headers; no engine uses it.
         address: u64,
     },
-    /// A kernel stream of a rank, which posts nothing for it.
+    /// Kernel stream of another rank, for which that rank starts no call.
     RemoteKernel {
-        /// Which rank.
+        /// Rank of the receiver.
         rank: u32,
-        /// Which stream.
+        /// Number of the stream.
         stream: u32,
     },
     /// A kernel stream of this engine.
     Kernel(u32),
 }
 
-/// A command of the data mover: up to two sources, added if there are two, to one or two places.
+/// Command of the data mover: one source or two that are reduced, and one or two destinations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// Elements.
+    /// Number of elements.
     pub count: u32,
     /// Operand 0.
     pub first: Source,
-    /// Operand 1, and how the two become one: the index of a function of the arithmetic config.
+    /// Operand 1, and the index of the reduction function in the arithmetic config.
     pub second: Option<(Source, u32)>,
-    /// Where the elements go.
+    /// Destinations.
     pub to: Vec<Sink>,
 }
 
-/// An address that a peer is told, for its data.
+/// Address that is announced to a peer, for the peer's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Say {
-    /// To whom.
+    /// Rank of the peer.
     pub to: u32,
-    /// Where its data are to go.
+    /// Address for the peer's data.
     pub address: u64,
-    /// That lies in host memory.
+    /// Whether the address is in host memory.
     pub is_host: bool,
-    /// Elements.
+    /// Number of elements.
     pub count: u32,
 }
 
-/// In which memory of a peer data go that it has said an address for.
+/// Memory of a peer into which data is written after the peer has announced an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// In that which it has said.
+    /// The memory that the peer has named.
     Said,
-    /// In host memory, whatever it has said.
+    /// Host memory, even if the peer has named the other.
     Host,
-    /// In host memory from the first peer on that has said so.
+    /// Host memory for the first peer that has named it and for all later ones.
     Sticky {
-        /// One has.
+        /// Whether a peer has named host memory.
         is_host: bool,
     },
-    /// In the one that the sender's data are in, which are looked for in that which the peer has said.
+    /// Swapped memories: data goes to the kind of memory that holds the sender's data, and is read from the kind that the peer has named.
     Exchanged,
 }
 
@@ -103,139 +103,139 @@ pub enum Side {
 pub enum Step {
     /// Moves elements.
     Move(Move),
-    /// Tells a peer an address.
+    /// Announces an address to a peer.
     Say(Say),
-    /// Waits until each of these ranks has said an address, and writes there what it gets, in the order in which they do.
+    /// Waits for an address from each of these ranks, and writes each rank's data there, in the order in which the addresses arrive.
     Serve {
-        /// The ranks, and where what they get lies.
+        /// Ranks, and the location of each rank's data.
         writes: Vec<(u32, Place)>,
-        /// Elements for each.
+        /// Number of elements for each rank.
         count: u32,
-        /// In which memory.
+        /// Memory of the peers.
         side: Side,
     },
-    /// Waits until a rank has said an address, which is kept.
+    /// Waits for an address from a rank, and keeps it.
     KeepAddress {
         /// The rank.
         from: u32,
     },
-    /// Writes behind the address that was kept.
+    /// Writes at an offset from the address that was kept.
     WriteBehind {
-        /// Whose it is.
+        /// Rank that announced the address.
         to: u32,
-        /// Where the elements lie.
+        /// Location of the elements.
         source: Place,
-        /// So many elements behind.
+        /// Offset in elements.
         behind: u64,
-        /// How many.
+        /// Number of elements.
         count: u32,
     },
-    /// Waits until a rank says that all data are there.
+    /// Waits until a rank reports that all data was sent.
     AwaitDone {
         /// The rank.
         from: u32,
     },
-    /// Tells ranks addresses, so many at a time, and waits until all data are there.
+    /// Announces addresses to ranks, a limited number at a time, and waits until all data was sent.
     Collect {
-        /// What is said, in this order.
+        /// Addresses to announce, in this order.
         says: Vec<Say>,
-        /// Most of them that are under way at a time.
+        /// Maximum number of announced addresses whose data has not arrived.
         at_a_time: usize,
     },
-    /// Adds what ranks write as it comes.
+    /// Adds the data of ranks as it arrives.
     Sum {
-        /// The ranks, and where each writes.
+        /// Ranks, and the slot into which each writes.
         slots: Vec<(u32, Place)>,
-        /// What the first is added to.
+        /// Location of the initial operand.
         own: Place,
-        /// Where sums go in turn.
+        /// Locations of intermediate sums, used in turn.
         between: [Place; 2],
-        /// Where the last goes.
+        /// Location of the last sum.
         last: Place,
-        /// Elements.
+        /// Number of elements.
         count: u32,
-        /// How they are added.
+        /// Index of the reduction function in the arithmetic config.
         function: u32,
     },
-    /// Waits until a rank has said anything.
+    /// Waits for an address message of a rank, and ignores its content.
     AwaitWord {
         /// The rank.
         from: u32,
     },
-    /// Waits for ever, as firmware does.
+    /// Waits forever, as firmware does.
     Hang,
-    /// Ends the call.
+    /// Ends the call with this return code.
     Fail(ReturnCode),
 }
 
-/// Whether firmware's defects are kept, by hazard.
+/// Set of hazards that are reproduced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faithful(u16);
 
 impl Faithful {
-    /// All of them.
+    /// Returns the set of all hazards.
     pub fn all() -> Self {
         accl_cclo::hazards::HAZARDS.iter().fold(Self::default(), |all, hazard| all.with(hazard.number))
     }
 
-    /// This one as well.
+    /// Adds a hazard to the set.
     #[must_use]
     pub fn with(self, hazard: u8) -> Self {
         Self(self.0 | 1 << hazard)
     }
 
-    /// The numbers of those that are kept.
+    /// Returns the numbers of the hazards in the set.
     pub fn numbers(self) -> Vec<u8> {
         let all = accl_cclo::hazards::HAZARDS.iter().map(|hazard| hazard.number);
         all.filter(|&number| self.to(number)).collect()
     }
 
-    /// Whether it does as firmware does.
+    /// Returns whether a hazard is reproduced.
     pub fn to(self, hazard: u8) -> bool {
         self.0 >> hazard & 1 == 1
     }
 }
 
-/// What a program depends on besides its call.
+/// Parameters of a program other than its call.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
-    /// Ranks of the communicator.
+    /// Number of ranks in the communicator.
     pub world: u32,
-    /// Which of them this engine is.
+    /// Rank of this engine.
     pub rank: u32,
-    /// How engines reach one another.
+    /// Network between the engines.
     pub network: Network,
-    /// Bytes of an element in memory.
+    /// Size of an element in memory, in bytes.
     pub element_bytes: u64,
-    /// Bytes of an element that is compressed in memory.
+    /// Size of an element that is compressed in memory, in bytes.
     pub compressed_bytes: u64,
-    /// Size of an rx buffer.
+    /// Size of an rx buffer in bytes.
     pub rx_bytes: u64,
-    /// How many rx buffers there are.
+    /// Number of rx buffers.
     pub rx_count: u32,
-    /// The largest eager message.
+    /// Size of the largest eager message in bytes.
     pub max_eager_bytes: u64,
-    /// The largest rendezvous message: what a spare buffer holds.
+    /// Size of the largest rendezvous message, and of a spare buffer, in bytes.
     pub max_rendezvous_bytes: u64,
     /// Addresses of the spare buffers.
     pub spares: [u64; 3],
-    /// See the registers of the same names.
+    /// Value of the register `gather_fan_in`.
     pub gather_fan_in: u32,
-    /// As above.
+    /// Value of the register `gather_fan_in_bytes`.
     pub gather_fan_in_bytes: u32,
-    /// As above.
+    /// Value of the register `broadcast_flat_ranks`.
     pub broadcast_flat_ranks: u32,
-    /// As above.
+    /// Value of the register `reduce_flat_ranks`.
     pub reduce_flat_ranks: u32,
-    /// As above.
+    /// Value of the register `reduce_flat_bytes`.
     pub reduce_flat_bytes: u32,
-    /// Which defects are kept.
+    /// Hazards that are reproduced.
     pub faithful: Faithful,
-    /// A race goes the wrong way, where firmware has one.
+    /// Whether the call loses the race that firmware has.
     pub loses_race: bool,
 }
 
-/// The steps of a call.
+/// Steps of a call.
 pub type Program = Box<dyn Iterator<Item = Step> + Send>;
 
 pub(super) fn steps<const COUNT: usize>(all: [Step; COUNT]) -> Program {
@@ -247,24 +247,24 @@ pub(super) fn fail(code: ReturnCode) -> Program {
 }
 
 impl Setup {
-    /// So many hops further round the ring.
+    /// Returns the rank `hops` steps ahead on the ring.
     pub(super) fn next(&self, hops: u32) -> u32 {
         (self.rank + hops) % self.world
     }
 
-    /// So many hops back.
+    /// Returns the rank `hops` steps back on the ring.
     pub(super) fn previous(&self, hops: u32) -> u32 {
         (self.rank + self.world - hops % self.world) % self.world
     }
 
-    /// The others, in rank order.
+    /// Returns the other ranks, in rank order.
     pub(super) fn others(&self) -> impl Iterator<Item = u32> + use<> {
         let rank = self.rank;
         (0..self.world).filter(move |&other| other != rank)
     }
 }
 
-/// The buffers of a call.
+/// Buffers of a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Buffers {
     pub(super) first: Place,
@@ -286,10 +286,10 @@ impl Buffers {
         }
     }
 
-    /// So many elements behind a place.
+    /// Returns the place `elements` elements after another place.
     pub(super) fn behind(&self, place: Place, elements: u64) -> Place {
         let bytes = if place.is_compressed { self.compressed_bytes } else { self.element_bytes };
-        // What lies beyond all addresses is found to be nobody's when it is moved.
+        // A saturated address lies outside of memory, so the data mover rejects it.
         Place { address: place.address.saturating_add(elements.saturating_mul(bytes)), ..place }
     }
 }

@@ -1,6 +1,6 @@
-//! A connection of ZeroMQ: greetings, frames, and the messages that they make.
+//! A ZeroMQ connection: greetings, frames and messages.
 //!
-//! Owns how much a connection may send and how long it has to greet. What its messages mean is for whoever has it. Read [`Connection::greet`]
+//! Owns the limits on what a connection may send, and on the time of its greeting. The caller interprets the messages. Read [`Connection::greet`]
 //! first.
 
 use std::time::Duration;
@@ -13,26 +13,26 @@ use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::time::{Instant, timeout, timeout_at};
 
-/// After which silence the system looks whether a host is still there, how often, and how many times before the connection ends.
+/// Keepalive settings: idle time before the first probe, time between probes, and number of unanswered probes that end the connection.
 const QUIET_TIME: Duration = Duration::from_secs(30);
 const LOOK_INTERVAL: Duration = Duration::from_secs(10);
 const LOOKS: u32 = 3;
-/// How long a connection has to greet and to say what it is.
+/// Time limit for a connection to send its greeting and its socket type.
 const GREETING_PATIENCE: Duration = Duration::from_secs(5);
-/// Most bytes of a message: four characters for each of 64 MiB of memory.
+/// Maximum bytes of a message: four characters for each byte of 64 MiB of memory.
 const MOST_MESSAGE_BYTES: u64 = 256 << 20;
-/// Most frames of a message: a request has three at most, and as many more as brokers that it came by.
+/// Maximum number of frames of a message. A request has at most three, plus one for each broker on its way.
 const MOST_FRAMES: usize = 64;
-/// How long the other end may take none of the bytes of its answer.
+/// How long the other end may accept no bytes of its answer.
 pub(super) const FETCH_PATIENCE: Duration = Duration::from_secs(5);
-/// Bytes that are read at once where more are there.
+/// Size of the read buffer in bytes.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// Why a connection ends.
+/// Reason why a connection ends.
 pub(super) enum End {
-    /// The other end has closed it.
+    /// The other end has closed the connection.
     Gone,
-    /// It is closed here, for this reason.
+    /// This end closes the connection, for this reason.
     Refused(String),
 }
 
@@ -54,8 +54,8 @@ impl From<&str> for End {
     }
 }
 
-/// Has the system look whether the other end is still there when it says nothing: a host that has crashed must not keep a rank, and who only listens
-/// would never hear that a peer has gone.
+/// Enables TCP keepalive. A crashed host must not keep a rank. A subscriber, which only receives, would otherwise never notice that its peer has
+/// crashed.
 fn keep_alive(socket: impl AsFd) -> std::io::Result<()> {
     let socket = socket.as_fd();
     sockopt::set_socket_keepalive(socket, true)?;
@@ -64,39 +64,39 @@ fn keep_alive(socket: impl AsFd) -> std::io::Result<()> {
     Ok(sockopt::set_tcp_keepcnt(socket, LOOKS)?)
 }
 
-/// What both ends do before they understand each other.
+/// Runs a part of the greeting, and fails at the deadline.
 async fn in_time<T>(deadline: Instant, greets: impl Future<Output = Result<T, End>>) -> Result<T, End> {
     let greeted = timeout_at(deadline, greets).await;
     greeted.map_err(|_| format!("it has not greeted in {} s", GREETING_PATIENCE.as_secs()))?
 }
 
-/// A connection.
+/// A ZeroMQ connection.
 pub(super) struct Connection {
     pub(super) from: Receiving,
     pub(super) to: Sending,
-    /// Until when both ends have greeted.
+    /// Time by which both ends must have completed the greeting.
     greets_by: Instant,
 }
 
-/// The end that frames come by.
+/// Receiving half of a connection.
 pub(super) struct Receiving(BufReader<OwnedReadHalf>);
 
-/// The end that they go by.
+/// Sending half of a connection.
 pub(super) struct Sending(OwnedWriteHalf);
 
-/// What a socket is, and of whom it takes connections.
+/// Role of a socket, and the peers that it accepts.
 pub(super) struct Role {
-    /// How the socket says that it is ready.
+    /// READY command of this socket.
     pub(super) ready: Vec<u8>,
-    /// The types of sockets at the other end.
+    /// Accepted socket types of the other end.
     pub(super) takes: [&'static [u8]; 2],
-    /// What is said of others.
+    /// Reason that is reported for any other socket type.
     pub(super) refuses: &'static str,
 }
 
 impl Connection {
     pub(super) fn new(stream: TcpStream) -> Result<Self, End> {
-        // Answers are waited for, so nothing is gained by putting packets together.
+        // Each request waits for its answer, so combining packets gains nothing.
         stream.set_nodelay(true)?;
         keep_alive(&stream)?;
         let (from, to) = stream.into_split();
@@ -107,15 +107,15 @@ impl Connection {
         })
     }
 
-    /// The connection ends, too, once bytes have been on their way for so long: else an end that crashes meanwhile is waited for a quarter of
-    /// an hour. It is nothing for an end that may rest without reading.
+    /// Also ends the connection if sent bytes are not acknowledged for `time`. Otherwise the connection of a peer that crashes meanwhile lasts a
+    /// quarter of an hour. This must not be used for a peer that may stop reading for a while.
     pub(super) fn ends_where_nothing_arrives_for(&self, time: Duration) -> Result<(), End> {
         let millis = u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
         sockopt::set_tcp_user_timeout(self.to.0.as_ref(), millis)
             .map_err(|error| End::from(std::io::Error::from(error)))
     }
 
-    /// Both ends say what they are. Of which rank of an emulator the other one is, if it says so.
+    /// Exchanges greetings and socket types. Returns the emulator rank of the other end, if it names one.
     pub(super) async fn greet(&mut self, role: &Role) -> Result<Option<u32>, End> {
         in_time(self.greets_by, async {
             self.exchange_greetings().await?;
@@ -124,17 +124,17 @@ impl Connection {
         .await
     }
 
-    /// The first half of [`Connection::greet`]: whether the other end speaks ZeroMQ at all.
+    /// Runs the first half of [`Connection::greet`], which shows whether the other end speaks ZeroMQ.
     pub(super) async fn greet_first(&mut self) -> Result<(), End> {
         in_time(self.greets_by, self.exchange_greetings()).await
     }
 
-    /// The second half, in what is left of the time.
+    /// Runs the second half, within the remaining time.
     pub(super) async fn greet_last(&mut self, role: &Role) -> Result<(), End> {
         in_time(self.greets_by, self.exchange(role)).await.map(drop)
     }
 
-    /// Says, in place of the second half, why it is of no use.
+    /// Sends an error with the reason, in place of the second half.
     pub(super) async fn refuse(&mut self, why: &str) -> Result<(), End> {
         in_time(self.greets_by, self.to.write(&zmtp::error(why))).await
     }
@@ -165,7 +165,7 @@ impl Connection {
         }
     }
 
-    /// The frames of the next message. Pings are answered.
+    /// Returns the frames of the next message, and answers pings.
     pub(super) async fn next_message(&mut self) -> Result<Vec<Vec<u8>>, End> {
         let mut frames = Vec::new();
         let mut room = MOST_MESSAGE_BYTES;
@@ -190,7 +190,7 @@ impl Connection {
 }
 
 impl Receiving {
-    /// Flags and body of the next frame. Memory grows with what has come, and not with what is announced.
+    /// Returns flags and body of the next frame. Memory grows with the bytes that arrive, not with the announced length.
     pub(super) async fn next_frame(&mut self, most_bytes: u64) -> Result<(u8, Vec<u8>), End> {
         let flags = self.0.read_u8().await?;
         zmtp::check_flags(flags)?;
@@ -212,7 +212,7 @@ impl Sending {
         Ok(self.0.write_all(bytes).await?)
     }
 
-    /// The same, to an end that may take none of the bytes for so long.
+    /// Same as [`Sending::write`], but fails if the other end accepts no bytes for `patience`.
     pub(super) async fn write_within(&mut self, mut bytes: &[u8], patience: Duration) -> Result<(), End> {
         while !bytes.is_empty() {
             let written = timeout(patience, self.0.write(bytes)).await;
@@ -248,7 +248,7 @@ mod tests {
         }
     }
 
-    /// A host could take the time of a greeting for each of the two halves.
+    /// Regression test: a host could use the whole time limit of a greeting for each of its two halves.
     #[tokio::test]
     async fn the_second_half_of_a_greeting_has_what_the_first_has_left_of_its_time() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -1,6 +1,6 @@
-//! What happens at the sockets of a rank, as its engine is told.
+//! Events from the sockets of a rank to the task that owns the engines.
 //!
-//! Owns the words alone: tasks of sockets send them, and the one task of all engines acts on them. Read [`Event`] first.
+//! Owns only the definitions: the tasks of sockets send events, and the one task of all engines handles them. Read [`Event`] first.
 
 use std::time::Duration;
 
@@ -8,36 +8,36 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use crate::engine::Caller;
 
-/// Before another connection is taken, where the process has no room for more.
+/// Pause before the next connection is accepted if the process has no free file descriptors.
 pub(super) const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A connection of a host, among all that a rank has ever had.
+/// Identifier of a host's connection, unique among all connections that a rank has ever had.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct HostId(pub(super) u64);
 
 impl HostId {
-    /// As its engine knows it.
+    /// Returns the identifier that the engine uses for this host.
     pub(super) fn caller(self) -> Caller {
         Caller(self.0)
     }
 }
 
-/// What happens to the engines.
+/// Event that concerns an engine.
 pub(super) enum Event {
-    /// A host asks.
+    /// A host has sent a request.
     Request { rank: u32, host: HostId, text: Vec<u8>, reply: oneshot::Sender<String> },
-    /// It asks no more: its connection has ended.
+    /// The connection of a host has ended.
     Gone { rank: u32, host: HostId },
-    /// A packet of a job has come; more come of the same peer once the permit is gone.
+    /// A packet of a job has arrived. The socket reads more packets of the same peer once the permit is dropped.
     Packet { to: u32, from: u32, job: u32, packet: Vec<u8>, permit: OwnedSemaphorePermit },
-    /// A kernel has something, and has more once it is told so.
+    /// A kernel has sent bytes. The socket reads more bytes once `more` is notified.
     Fed { rank: u32, bytes: Vec<u8>, more: oneshot::Sender<()> },
-    /// An engine of another process listens to one of this.
+    /// An engine of another process has subscribed to an engine of this process.
     Heard { rank: u32, by: u32 },
-    /// It does not any more.
+    /// An engine of another process is no longer subscribed.
     Unheard { rank: u32, by: u32 },
-    /// An engine of this process listens to one of another.
+    /// An engine of this process has subscribed to an engine of another process.
     Found { rank: u32, peer: u32 },
-    /// It has gone. All that it has sent has come before.
+    /// The connection to an engine of another process has ended. All packets that it sent have been delivered before this event.
     Lost { rank: u32, peer: u32 },
 }

@@ -1,7 +1,7 @@
-//! The control socket of a rank, where its hosts ask: the answering end of ZeroMQ, a socket of type REP, with a task for each connection.
+//! Control socket of a rank, which hosts send requests to: the replying end of ZeroMQ, a REP socket, with a task for each connection.
 //!
-//! Owns the connections and what each may take: how many there are, and how long one has to fetch an answer. A host that does not fetch what it
-//! has asked for holds up no other, and is disconnected. Read [`serve_hosts`] first.
+//! Owns the connections and their limits: their number, and the time in which a host has to fetch an answer. A host that does not fetch its answer
+//! delays no other host, and is disconnected. Read [`serve_hosts`] first.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use tokio::time::Instant;
 use super::connection::{Connection, End, FETCH_PATIENCE, Role};
 use super::event::{ACCEPT_PAUSE, Event, HostId};
 
-/// Hosts of one rank at a time. There is one, and now and then somebody who looks.
+/// Maximum number of hosts of one rank at a time. Normally there is one, and occasionally an observer.
 const MOST_HOSTS: usize = 64;
-/// Connections of which it is not known yet whether they are hosts.
+/// Maximum number of connections that have not completed their greeting.
 const MOST_GREETING: usize = 256;
-/// How long bytes may be on their way to a host, which has crashed then.
+/// How long sent bytes may stay unacknowledged before the host counts as crashed.
 const ARRIVAL_PATIENCE: Duration = Duration::from_secs(60);
-/// How often it is said at most that a host was disconnected: one that does not give up comes many times a second.
+/// Minimum time between log lines about refused connections, since a persistent client may reconnect many times a second.
 const SAYING_INTERVAL: Duration = Duration::from_secs(1);
-/// An answer of no more bytes is written in one piece with what stands before it.
+/// Maximum bytes of an answer that is written in one piece with its envelope.
 const MOST_COPIED_BYTES: usize = 1 << 20;
 
-/// Answers the hosts of a rank for as long as the process lives.
+/// Answers the hosts of a rank for the life of the process.
 pub(super) async fn serve_hosts(rank: u32, listener: TcpListener, events: mpsc::Sender<Event>) {
     let (places, greeting) = (Arc::new(Semaphore::new(MOST_HOSTS)), Arc::new(Semaphore::new(MOST_GREETING)));
     let said = Arc::new(Mutex::new(Said::default()));
@@ -47,7 +47,7 @@ pub(super) async fn serve_hosts(rank: u32, listener: TcpListener, events: mpsc::
                     if let Err(End::Refused(why)) = serve(rank, host, connection, &events).await {
                         disconnected(rank, from, &why);
                     }
-                    // Nobody hears of it once the process ends.
+                    // The send fails only if the process is ending.
                     let _ = events.send(Event::Gone { rank, host }).await;
                     drop(place);
                 }
@@ -58,7 +58,7 @@ pub(super) async fn serve_hosts(rank: u32, listener: TcpListener, events: mpsc::
     }
 }
 
-/// A host, and its place among the hosts of the rank. Who does not greet takes none.
+/// Completes the greeting of a host and assigns it a place among the hosts of the rank. A connection that sends no greeting takes no place.
 async fn greeted(
     stream: TcpStream,
     places: &Arc<Semaphore>,
@@ -83,7 +83,7 @@ fn disconnected(rank: u32, from: SocketAddr, why: &str) {
     eprintln!("accl-emulator: rank {rank}: the host at {from} is disconnected: {why}");
 }
 
-/// When it was last said that somebody is no host here, and how often it was not since.
+/// Time of the last log line about a refused connection, and the number of refusals since then.
 #[derive(Default)]
 struct Said {
     last: Option<Instant>,
@@ -105,19 +105,19 @@ impl Said {
     }
 }
 
-/// One request and one reply at a time.
+/// Handles one request and one reply at a time.
 async fn serve(rank: u32, id: HostId, mut connection: Connection, events: &mpsc::Sender<Event>) -> Result<(), End> {
     loop {
         let Asked { envelope, text } = Asked::of(connection.next_message().await?)?;
         let (reply, answer) = oneshot::channel();
-        // Nobody hears of it once the process ends.
+        // The send fails only if the process is ending.
         events.send(Event::Request { rank, host: id, text, reply }).await.map_err(|_| End::Gone)?;
         let answer = answer.await.map_err(|_| End::Gone)?;
         answered(&mut connection, envelope, answer.as_bytes()).await?;
     }
 }
 
-/// A request, and the frames that stand before it and before its reply.
+/// A request, and the frames that precede both the request and its reply.
 struct Asked {
     envelope: Vec<u8>,
     text: Vec<u8>,

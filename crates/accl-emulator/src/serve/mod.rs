@@ -1,8 +1,8 @@
 //! Engines behind the sockets of the emulator's protocol.
 //!
-//! Owns the ports of ranks and what becomes of what happens: one request and one reply at a time for each host of a rank, packets to and from
-//! engines of other processes, kernel streams. All engines of a process belong to one task, which nobody waits for under a lock, and nothing
-//! runs while nobody asks. Read [`serve`] first.
+//! Owns the ports of ranks and the handling of events: requests of hosts, one at a time for each host, packets to and from engines of other
+//! processes, and kernel streams. One task owns all engines of a process, so no lock is needed, and nothing runs without an event. Read [`serve`]
+//! first.
 
 mod connection;
 mod event;
@@ -35,43 +35,43 @@ use hosts::serve_hosts;
 use publisher::Publisher;
 use sockets::{Fed, Sent, feed_in, listen};
 
-/// What happens and has yet to be looked at, before sockets are not read any more.
+/// Maximum number of queued events. If the queue is full, sockets are not read.
 const MOST_EVENTS: usize = 256;
-/// Packets that have yet to be sent to other processes, before the engine waits.
+/// Maximum number of queued packets for other processes. If the queue is full, the engine waits.
 const MOST_PACKETS: usize = 256;
-/// Most characters of the name of a host.
+/// Maximum characters of a host's name.
 const MOST_NAME_CHARS: usize = 200;
-/// The hazard that packets say nothing of what they belong to. Worlds with emulators of the original keep it.
+/// Number of the hazard that packets name neither communicator nor job. Worlds that include emulators of the original reproduce it.
 const COMMUNICATORS: u8 = 12;
-/// Messages for kernels that have yet to be sent.
+/// Maximum number of queued messages for kernels.
 const MOST_FED: usize = 64;
 
-/// What is served.
+/// Options of the server.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The ranks of this process.
+    /// Ranks of this process.
     pub ranks: Range<u32>,
-    /// All ranks, and where each process has its sockets: the host and the base port of each rank.
+    /// Host name and base port of each rank's sockets, for all ranks.
     pub hosts: Vec<(String, u16)>,
-    /// Where this process listens.
+    /// Address at which this process listens.
     pub bind: IpAddr,
-    /// How engines reach one another.
+    /// Network between the engines.
     pub network: Network,
-    /// Which of firmware's defects are kept.
+    /// Firmware hazards that are reproduced.
     pub faithful: Faithful,
-    /// Where chance comes from that hazards depend on.
+    /// Seed of the random number generator for hazards that depend on chance.
     pub seed: u64,
-    /// How fast engines and links are by the counter register.
+    /// Speed of engines and links, for the counter register.
     pub speed: Speed,
-    /// What an engine has for kernels comes back to it.
+    /// Whether an engine's output for kernels is fed back to the engine.
     pub loops_back: bool,
-    /// How long a call waits for engines of other processes to be there.
+    /// How long a call waits for engines of other processes to connect.
     pub peer_timeout: Duration,
-    /// Where everything is written down that goes in and out.
+    /// Path of a file for a trace of all traffic.
     pub trace: Option<PathBuf>,
 }
 
-/// What cannot be served, and why.
+/// Reason why the engines cannot be served.
 #[derive(Debug)]
 pub struct ServeError(pub String);
 
@@ -83,7 +83,7 @@ impl std::fmt::Display for ServeError {
 
 impl std::error::Error for ServeError {}
 
-/// A rank's sockets, by the reference: its base port, and a quarter for each kind.
+/// Kind of a rank's socket. By the reference, each kind takes a quarter of the port range from the base port.
 enum Kind {
     Control,
     Wire,
@@ -92,7 +92,7 @@ enum Kind {
 }
 
 impl Seat {
-    /// Peers that do not listen to it, or that it does not listen to.
+    /// Returns the peers that are not subscribed to this rank, or to which this rank is not subscribed.
     fn missing(&self) -> impl Iterator<Item = u32> {
         self.unheard_by.union(&self.not_found).copied()
     }
@@ -103,7 +103,7 @@ impl Options {
         self.hosts.len() as u32
     }
 
-    /// The port of a rank's socket; `None`: there is no such port.
+    /// Returns the port of a rank's socket, or `None` if the number exceeds the range of ports.
     fn port(&self, rank: u32, kind: Kind) -> Option<u16> {
         let (_, base) = self.hosts.get(rank as usize)?;
         let offset = match kind {
@@ -115,7 +115,7 @@ impl Options {
         u16::try_from(u32::from(*base) + offset * self.world() + rank).ok()
     }
 
-    /// Where hosts reach the ranks of this process, for a person.
+    /// Describes, for a person, the ports at which hosts reach the ranks of this process.
     pub fn places(&self) -> String {
         let ports = self.ranks.clone().filter_map(|rank| self.port(rank, Kind::Control)).collect::<Vec<_>>();
         let (first, last) = (self.ranks.start, self.ranks.end.saturating_sub(1));
@@ -146,40 +146,40 @@ impl Options {
     }
 }
 
-/// Who has an engine to itself, until its connection ends or somebody else resets the engine.
+/// Host that has claimed an engine. The claim lasts until its connection ends or another host resets the engine.
 struct Owner {
     host: HostId,
     name: String,
     since: Instant,
 }
 
-/// The process as one of the ranks sees it.
+/// A rank of this process, with its owner, its sockets and its peers.
 struct Seat {
     rank: u32,
-    /// The host that has said that it uses the engine. Those that do not say so, as the original's, are let in all the same.
+    /// Host that has claimed the engine. Hosts that never claim it, like the original's, are served as well.
     owner: Option<Owner>,
-    /// Hosts that have said so before another one took the engine from them.
+    /// Hosts that had claimed the engine before another host took it from them.
     dispossessed: BTreeSet<HostId>,
-    /// What is sent to engines of other processes, and to kernels.
+    /// Queues of packets for engines of other processes, and of messages for kernels.
     wire: mpsc::Sender<Sent>,
     kernel: mpsc::Sender<Fed>,
-    /// Peers that do not listen to it, and those that it does not listen to.
+    /// Peers that are not subscribed to this rank, and peers to which this rank is not subscribed.
     unheard_by: BTreeSet<u32>,
     not_found: BTreeSet<u32>,
-    /// Until when a call waits for them.
+    /// Time until which a call waits for missing peers.
     deadline: Option<Instant>,
-    /// Permits of packets that have yet to find a place, by peer.
+    /// Permits of packets that wait for a place, by peer.
     permits: BTreeMap<u32, VecDeque<OwnedSemaphorePermit>>,
-    /// Kernels that are told once more is wanted.
+    /// Kernel connections to notify once the engine takes more bytes.
     fed: Vec<oneshot::Sender<()>>,
     /// Why the call that waited for peers has failed.
     trouble: String,
 }
 
-/// Serves engines until the process is asked to end. `ready` is called when hosts can ask.
+/// Serves engines until the process receives SIGINT or SIGTERM. Calls `ready` once hosts can connect.
 ///
 /// # Errors
-/// A socket that cannot be bound, by its rank and address; a trace that cannot be written.
+/// A socket cannot be bound (with its rank and address), or the trace cannot be written.
 pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeError> {
     let trace = options.trace.as_deref().map(|path| {
         Trace::create(path)
@@ -249,7 +249,7 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
     }
 }
 
-/// Ends when somebody asks the process to.
+/// Returns a future that completes on SIGINT or SIGTERM.
 fn asked_to_end() -> std::io::Result<impl Future<Output = ()>> {
     use tokio::signal::unix::{SignalKind, signal};
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
@@ -261,14 +261,14 @@ fn asked_to_end() -> std::io::Result<impl Future<Output = ()>> {
     })
 }
 
-/// What becomes of what happens.
+/// Handles the events of all engines of the process.
 struct Server {
     options: Options,
     cluster: Cluster,
     seats: Vec<Seat>,
-    /// What tells this process from others.
+    /// Random number that distinguishes this process from others.
     process: u64,
-    /// Hosts that the original would answer no more.
+    /// Reply channels of hosts that the original would never answer again.
     never: Vec<oneshot::Sender<String>>,
 }
 
@@ -280,7 +280,7 @@ impl Server {
     }
 
     fn seat(&mut self, rank: u32) -> &mut Seat {
-        // Events are of tasks that were started for a rank of this process.
+        // All events come from tasks that were started for a rank of this process.
         &mut self.seats[(rank - self.options.ranks.start) as usize]
     }
 
@@ -294,7 +294,7 @@ impl Server {
                 let is_others = seat.owner.is_some();
                 if let Some(engine) = self.cluster.engine(rank) {
                     match is_others {
-                        // The owner was not told of them, and is not to be.
+                        // The ends of this host were not reported to the owner, and must not be.
                         true => engine.discard_ends(host.caller()),
                         false => engine.forget(host.caller()),
                     }
@@ -335,7 +335,7 @@ impl Server {
         }
     }
 
-    /// Whether all peers of a rank listen to it, and it to them.
+    /// Checks whether all peers of a rank are subscribed to it, and the rank to them.
     fn look_for_peers(&mut self, rank: u32) {
         let seat = self.seat(rank);
         if seat.missing().next().is_some() {
@@ -356,7 +356,7 @@ impl Server {
         };
         let answer = match Request::from_json(text) {
             Ok(Request::About) => self.about(rank),
-            // What it goes on to do would be done to somebody else's engine, and what it asks about is not there any more.
+            // Further requests of this host would affect the engine of another host, and the state that it asks about no longer exists.
             Ok(_) if is_dispossessed => Some(Reply::Status(Status::Taken)),
             Ok(Request::Claim { owner, job }) => self.claim(rank, host, &owner, job),
             Ok(request) => {
@@ -366,7 +366,7 @@ impl Server {
                 if resets && is_started {
                     self.take_from_others(rank, host);
                 } else if is_others && changes(&request) {
-                    // The end of a call of another host would be taken for that of the owner's.
+                    // Otherwise the owner would take the end of another host's call for the end of its own.
                     return self.reply(rank, text, Reply::Status(Status::Not), reply);
                 }
                 self.cluster.answer(rank, host.caller(), ends, &request)
@@ -386,11 +386,11 @@ impl Server {
             return;
         }
         self.cluster.trace_exchange(rank, text, &answer);
-        // Who has asked may have gone.
+        // The host may have disconnected.
         let _ = reply.send(answer);
     }
 
-    /// The rank is this host's unless another has it. Whoever resets it takes it from that one.
+    /// Claims the rank for this host unless another host has it. A host that resets the rank takes it from the owner.
     fn claim(&mut self, rank: u32, host: HostId, name: &str, job: u32) -> Option<Reply> {
         let seat = self.seat(rank);
         if seat.owner.as_ref().is_some_and(|owner| owner.host != host) {
@@ -398,13 +398,13 @@ impl Server {
         }
         let name = name.chars().take(MOST_NAME_CHARS).collect();
         seat.owner.get_or_insert(Owner { host, name, since: Instant::now() });
-        // Where the original may be among the peers, whose packets say nothing of jobs, ours say nothing either.
+        // If originals, whose packets name no job, may be among the peers, the packets of this emulator name none either.
         let job = if self.options.faithful.to(COMMUNICATORS) { 0 } else { job };
         self.cluster.engine(rank)?.set_next_job(job);
         Some(Reply::Status(Status::Good))
     }
 
-    /// A reset of a host that has not said that it uses the engine ends what others have said.
+    /// Ends the claim of the owner if another host resets the engine.
     fn take_from_others(&mut self, rank: u32, host: HostId) {
         let seat = self.seat(rank);
         if seat.owner.as_ref().is_none_or(|owner| owner.host != host) {
@@ -431,7 +431,7 @@ impl Server {
         Some(Reply::About(about))
     }
 
-    /// Calls that have waited for peers for long enough end.
+    /// Fails the calls that have waited too long for peers.
     fn give_up(&mut self, now: Instant) {
         let seconds = self.options.peer_timeout.as_secs_f64();
         for seat in self.seats.iter_mut().filter(|seat| seat.deadline.is_some_and(|deadline| deadline <= now)) {
@@ -448,7 +448,7 @@ impl Server {
         }
     }
 
-    /// Until nothing goes on any more by itself.
+    /// Advances until nothing can advance without a new event.
     fn settle(&mut self) {
         let mut has_moved = true;
         while std::mem::take(&mut has_moved) {
@@ -467,7 +467,7 @@ impl Server {
                 permits.truncate(engine.held(*peer));
             }
             if engine.is_hungry() {
-                // A kernel that has gone needs no word.
+                // A kernel connection that has ended needs no notification.
                 seat.fed.drain(..).for_each(|more| more.send(()).unwrap_or_default());
             }
             if engine.awaits_peers() {
@@ -475,7 +475,7 @@ impl Server {
             } else {
                 seat.deadline = None;
                 if engine.peers() == Peers::Missing {
-                    // The next call that lets packets in waits anew.
+                    // The next call that lets packets in waits again.
                     engine.set_peers(Peers::Awaited);
                 }
             }
@@ -483,13 +483,13 @@ impl Server {
     }
 }
 
-/// Whether a request does more than to look. Who asks for ends is told of its own.
+/// Returns whether a request changes anything. A poll does not count, since a host that is not the owner sees its own ends only.
 fn changes(request: &Request) -> bool {
     use Request::{About, Poll, ReadMemory, ReadRegister};
     !matches!(request, ReadRegister { .. } | ReadMemory { .. } | Poll { .. } | About)
 }
 
-/// Hands what a rank has for others to its sockets, as far as they take it. `true`: its engine has room for more.
+/// Passes a rank's packets and kernel messages to its sockets, as far as they accept them. Returns `true` if the engine now has more room.
 fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
     if let Some(outgoing) = cluster.outgoing(seat.rank) {
         while let Some(packet) = outgoing.pop_front() {
@@ -499,7 +499,7 @@ fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
                     outgoing.push_front(packet);
                     break;
                 }
-                // Its task ends with the process alone.
+                // The task of the socket ends only with the process.
                 Err(mpsc::error::TrySendError::Closed(_)) if seat.trouble.is_empty() => {
                     seat.trouble =
                         format!("rank {}: its packets cannot be sent any more; restart its emulator", seat.rank);
@@ -522,7 +522,7 @@ fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
     has_fed
 }
 
-/// Where a socket of a rank takes connections.
+/// Binds a socket of a rank.
 async fn listening(options: &Options, rank: u32, kind: Kind) -> Result<TcpListener, ServeError> {
     let address = options.own(rank, kind)?;
     let listener = TcpListener::bind(address).await;

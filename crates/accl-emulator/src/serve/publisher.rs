@@ -1,8 +1,8 @@
-//! A publishing end of ZeroMQ, a socket of type PUB, with a task for each connection.
+//! Publishing end of ZeroMQ, a PUB socket, with a task for each connection.
 //!
-//! Owns who has subscribed to what, and what becomes of one that does not read. An emulator of ours says of which rank its socket is, and holds
-//! up the packets of this rank for as long as it does not read: nothing is dropped. Those who only look hold them up for some seconds, all
-//! together, and are disconnected then. What is published is for others. Read [`Publisher::publish`] first.
+//! Owns the subscriptions, and the handling of a subscriber that does not read. An emulator of this project names the rank of its socket. If it does
+//! not read, the packets of this rank wait without limit, and none is dropped. Other subscribers may delay packets for a few seconds in total, and
+//! are then disconnected. Callers decide what to publish. Read [`Publisher::publish`] first.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -18,50 +18,51 @@ use tokio::time::Instant;
 use super::connection::{Connection, End, Receiving, Role, Sending};
 use super::event::{ACCEPT_PAUSE, Event};
 
-/// Messages of a connection that have yet to be written.
+/// Maximum number of queued messages for a connection.
 const MOST_QUEUED: usize = 64;
-/// Most bytes of a subscription.
+/// Maximum bytes of a subscription.
 const MOST_TOPIC_BYTES: u64 = 4 << 10;
-/// Connections at a time, and subscriptions of one.
+/// Maximum number of connections, and of subscriptions for each.
 const MOST_SUBSCRIBERS: usize = 4096;
 const MOST_TOPICS: usize = 256;
-/// For how long those who only look may hold up packets, all together, and what part of the time that they do not gives it back.
+/// How long onlookers (subscribers without a rank) may delay packets in total. Time without delays restores this allowance, divided by
+/// `REGAINED_PART`.
 const ONLOOKER_PATIENCE: Duration = Duration::from_secs(5);
 const REGAINED_PART: u32 = 10;
 const SUBSCRIBE: u8 = 1;
 const UNSUBSCRIBE: u8 = 0;
 
-/// What is published.
+/// A message that can be published.
 pub(super) trait Published {
-    /// Its first frame: those who have subscribed to how it begins get it.
+    /// First frame. A subscriber receives the message if the frame begins with one of its subscriptions.
     fn topic(&self) -> String;
 
-    /// The frames behind.
+    /// Remaining frames.
     fn frames(&self) -> Vec<Vec<u8>>;
 }
 
-/// A socket that publishes.
+/// A publishing socket.
 pub(super) struct Publisher {
     pub(super) rank: u32,
-    /// Everybody is waited for.
+    /// Whether the publisher waits for every subscriber without limit.
     pub(super) waits_for_all: bool,
-    /// Who has subscribed to no more than what is for a rank is taken for this rank: emulators of the original do not say which they are.
+    /// Whether a subscriber that names no rank is identified by its subscription to one rank's packets. Emulators of the original name no rank.
     pub(super) knows_by_topic: bool,
 }
 
-/// A connection.
+/// A subscribed connection.
 struct Subscriber {
     number: u64,
     from: SocketAddr,
-    /// Of which rank of an emulator it is.
+    /// Rank of the subscribing emulator, if known.
     rank: Option<u32>,
     topics: Vec<Vec<u8>>,
     queue: mpsc::Sender<Arc<[u8]>>,
-    /// With it the connection ends.
+    /// Ends the connection when dropped.
     _end: oneshot::Sender<Infallible>,
 }
 
-/// What a connection tells.
+/// Notification from a connection.
 enum News {
     Came(Subscriber),
     Subscribed(u64, Vec<u8>),
@@ -69,19 +70,19 @@ enum News {
     Gone(u64),
 }
 
-/// What becomes of subscribers.
+/// All subscribers of a publisher.
 struct Subscribers {
     about: Publisher,
     all: Vec<Subscriber>,
     news: mpsc::Receiver<News>,
     events: mpsc::Sender<Event>,
-    /// For how long those who only look may still hold up the world, all together, and since when that grows.
+    /// Remaining time that onlookers may delay packets in total, and when it was last updated.
     patience: Duration,
     patient_since: Instant,
 }
 
 impl Publisher {
-    /// Publishes what comes, and tells which ranks of other emulators have subscribed to what is for them.
+    /// Publishes messages. Sends events when ranks of other emulators subscribe to their own packets, or no longer do.
     pub(super) async fn publish<T: Published>(
         self,
         listener: TcpListener,
@@ -112,7 +113,7 @@ impl Publisher {
     }
 }
 
-/// Takes connections, while others are waited for, too.
+/// Accepts connections, even while the publisher waits for a subscriber.
 async fn accept(rank: u32, listener: TcpListener, tells: mpsc::Sender<News>) {
     let places = Arc::new(Semaphore::new(MOST_SUBSCRIBERS));
     for number in 0.. {
@@ -126,7 +127,7 @@ async fn accept(rank: u32, listener: TcpListener, tells: mpsc::Sender<News>) {
             if let Err(End::Refused(why)) = serve(number, from, stream, &tells).await {
                 disconnected(rank, from, &why);
             }
-            // Nobody hears of it once the process ends.
+            // The send fails only if the process is ending.
             let _ = tells.send(News::Gone(number)).await;
             drop(place);
         });
@@ -151,14 +152,14 @@ impl Subscribers {
         let bytes: Arc<[u8]> = bytes.into();
         for number in wanted {
             let Some(subscriber) = self.all.iter().find(|subscriber| subscriber.number == number) else { continue };
-            // One that has gone is told of soon.
+            // The end of a subscriber's connection is reported separately.
             if let Err(mpsc::error::TrySendError::Full(bytes)) = subscriber.queue.try_send(bytes.clone()) {
                 self.wait(number, bytes).await;
             }
         }
     }
 
-    /// Sends to one that has no room, once it has, and hears what others tell meanwhile.
+    /// Sends to a subscriber once its queue has room, and handles notifications from other connections meanwhile.
     async fn wait(&mut self, number: u64, bytes: Arc<[u8]>) {
         let Some(subscriber) = self.all.iter().find(|subscriber| subscriber.number == number) else { return };
         let (queue, from) = (subscriber.queue.clone(), subscriber.from);
@@ -222,13 +223,13 @@ impl Subscribers {
         let heard = after.difference(&before).map(|&by| Event::Heard { rank, by });
         let unheard = before.difference(&after).map(|&by| Event::Unheard { rank, by });
         for event in heard.chain(unheard) {
-            // Nobody hears of it once the process ends.
+            // The send fails only if the process is ending.
             let _ = self.events.send(event).await;
         }
     }
 
-    /// An emulator that comes anew takes the place of its connection of before: that of a host which has lost its power ends much later, and until
-    /// then what it is sent would hold up the world. `false`: it has connected once more since.
+    /// Removes earlier connections of an emulator that has connected again. The connection of a host that has lost power ends much later, and
+    /// messages for it would block all ranks until then. Returns `false` if the emulator has a newer connection than this one.
     fn makes_way_for(&mut self, subscriber: &Subscriber) -> bool {
         let Some(rank) = subscriber.rank else { return true };
         let is_of_rank = |other: &Subscriber| other.rank == Some(rank);
@@ -250,7 +251,7 @@ impl Subscribers {
         self.all.iter_mut().find(|subscriber| subscriber.number == number)
     }
 
-    /// The ranks of other emulators that listen to what is for them.
+    /// Returns the ranks of other emulators that are subscribed to their own packets.
     fn hearing(&self) -> BTreeSet<u32> {
         let hears = |subscriber: &Subscriber| {
             let rank = subscriber.rank?;
@@ -260,12 +261,12 @@ impl Subscribers {
     }
 }
 
-/// The subscription of a rank: four digits, as far as they go.
+/// Returns the subscription of a rank: its number, with at least four digits.
 pub(super) fn topic_of(rank: u32) -> String {
     format!("{rank:04}")
 }
 
-/// Whose subscription it is.
+/// Returns the rank whose subscription this is, if any.
 fn rank_of(topic: &[u8]) -> Option<u32> {
     let rank = std::str::from_utf8(topic).ok()?.parse().ok()?;
     (topic_of(rank).as_bytes() == topic).then_some(rank)
@@ -292,7 +293,7 @@ async fn serve(number: u64, from: SocketAddr, stream: TcpStream, tells: &mpsc::S
     }
 }
 
-/// Subscriptions, for as long as they come.
+/// Reads subscriptions until the connection ends.
 async fn read(
     number: u64,
     mut from: Receiving,
@@ -310,14 +311,14 @@ async fn read(
         let news = match body.split_first() {
             Some((&SUBSCRIBE, topic)) => News::Subscribed(number, topic.to_vec()),
             Some((&UNSUBSCRIBE, topic)) => News::Unsubscribed(number, topic.to_vec()),
-            // What else a subscriber says goes nowhere.
+            // Other messages of a subscriber are ignored.
             Some(_) | None => continue,
         };
         tells.send(news).await.map_err(|_| End::Gone)?;
     }
 }
 
-/// What is published, until there is nothing more.
+/// Writes messages until the queue is closed.
 async fn write(
     mut to: Sending,
     mut queued: mpsc::Receiver<Arc<[u8]>>,

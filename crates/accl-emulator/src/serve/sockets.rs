@@ -1,7 +1,7 @@
-//! What goes through the sockets of a rank for packets and kernels, one task each; those of its hosts are in `hosts`.
+//! Traffic of a rank's sockets for packets and kernels, with one task for each connection; sockets of hosts are in `hosts`.
 //!
-//! Owns what messages look like, and who is listened to. Each socket takes as much as whoever is behind it has room for, and waits then: nothing is
-//! dropped, and nothing piles up. Read [`listen`] first.
+//! Owns the format of messages, and the subscriptions. Each socket reads only as much as its consumer has room for. No data is dropped, and no queue
+//! grows without limit. Read [`listen`] first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,18 +17,18 @@ use super::event::Event;
 use super::publisher::{Published, topic_of};
 use crate::cluster::Outgoing;
 
-/// Packets of a peer that its engine has not found a place for, before its socket is not read any more.
+/// Maximum number of a peer's packets that wait for a place. At that number its socket is not read.
 const MOST_TAKEN: usize = 64;
-/// How often is looked at first whether engines of other processes are there, and whether kernels are: they may never be.
+/// Initial intervals between attempts to connect to engines of other processes and to kernels, which may never start.
 const PEER_INTERVAL: Duration = Duration::from_millis(20);
 const KERNEL_INTERVAL: Duration = Duration::from_millis(500);
-/// Who has been waited for is looked for less often: what that adds is this part of the time before, up to the most.
+/// The interval grows by the time waited so far, divided by `WAITED_PART`, up to `MOST_INTERVAL`.
 const WAITED_PART: u32 = 20;
 const MOST_INTERVAL: Duration = Duration::from_millis(500);
-/// How long is waited for an address to take a connection.
+/// Time limit for a connection attempt to one address.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// A packet: to whom, of whom and its bytes, as the original has it; behind them the job, if there is one.
+/// A packet in the original's format: receiver, sender and bytes, followed by the job, if there is one.
 pub(super) struct Sent {
     pub(super) from: u32,
     pub(super) outgoing: Outgoing,
@@ -46,7 +46,7 @@ impl Published for Sent {
     }
 }
 
-/// What an engine has for a kernel stream.
+/// Bytes of an engine for a kernel stream, with the number of the stream.
 pub(super) struct Fed(pub(super) u32, pub(super) Vec<u8>);
 
 impl Published for Fed {
@@ -59,19 +59,19 @@ impl Published for Fed {
     }
 }
 
-/// Where somebody publishes, and what of it is wanted.
+/// Address of a publisher, and the subscription.
 struct Wanted {
     address: String,
-    /// For messages.
+    /// Rank named in messages.
     rank: u32,
-    /// How the socket that subscribes says that it is ready.
+    /// READY command of the subscribing socket.
     ready: Vec<u8>,
     topic: String,
-    /// How often is looked whether somebody is there, at first.
+    /// Initial interval between connection attempts.
     interval: Duration,
 }
 
-/// A connection with this subscription, as soon as somebody publishes there.
+/// Connects to a publisher with this subscription, and retries until it succeeds.
 async fn subscribed(wanted: &Wanted) -> Connection {
     let begin = Instant::now();
     let mut is_said = false;
@@ -91,8 +91,8 @@ async fn subscribed(wanted: &Wanted) -> Connection {
     }
 }
 
-/// A connection to one of the addresses of a name. Each has its time: where nothing answers at all the system would look again seldom, and find late who
-/// has come meanwhile.
+/// Connects to one of the addresses of a name. Each attempt has its own time limit. Otherwise the system would retry an unresponsive address ever
+/// more rarely, and notice late that a peer has started.
 async fn connected(name: &str) -> Result<TcpStream, End> {
     for address in tokio::net::lookup_host(name).await? {
         if let Ok(Ok(stream)) = timeout(CONNECT_PATIENCE, TcpStream::connect(address)).await {
@@ -111,7 +111,7 @@ async fn subscribe(wanted: &Wanted) -> Result<Connection, End> {
     Ok(connection)
 }
 
-/// Packets of an engine of another process for one of this, as often as it comes back.
+/// Receives packets of a peer in another process for an engine of this process, and reconnects whenever the connection ends.
 pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::Sender<Event>) {
     let permits = Arc::new(Semaphore::new(MOST_TAKEN));
     let ready = zmtp::ready_of_rank(b"SUB", rank);
@@ -133,7 +133,7 @@ pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::
                     break;
                 }
             };
-            // What cannot be read may have been part of a message: it begins anew.
+            // An unreadable message may be a part of another message, so the connection is started again.
             let Some((job, packet)) = packet_of(&frames) else { break };
             if events.send(Event::Packet { to: rank, from: peer, job, packet, permit }).await.is_err() {
                 return;
@@ -142,13 +142,13 @@ pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::
         if events.send(Event::Lost { rank, peer }).await.is_err() {
             return;
         }
-        // Two emulators that are started as one rank take its place from each other.
+        // Two emulators that were started as the same rank displace each other's connection, so the pause grows.
         pause = if begin.elapsed() < MOST_INTERVAL { (2 * pause).min(MOST_INTERVAL) } else { PEER_INTERVAL };
         tokio::time::sleep(pause).await;
     }
 }
 
-/// The packet in a message, and of which job it is.
+/// Returns the job and the packet in a message.
 fn packet_of(frames: &[Vec<u8>]) -> Option<(u32, Vec<u8>)> {
     let job = match frames.get(3) {
         Some(digits) => std::str::from_utf8(digits).ok()?.parse().ok()?,
@@ -157,7 +157,7 @@ fn packet_of(frames: &[Vec<u8>]) -> Option<(u32, Vec<u8>)> {
     Some((job, data_from_json(frames.get(2)?)?))
 }
 
-/// What kernels have for an engine, as soon as somebody publishes there.
+/// Receives bytes from kernels for an engine, once a kernel publishes at the address.
 pub(super) async fn feed_in(rank: u32, address: String, events: mpsc::Sender<Event>) {
     let ready = zmtp::ready(b"SUB");
     let wanted = Wanted { address, rank, ready, topic: String::new(), interval: KERNEL_INTERVAL };

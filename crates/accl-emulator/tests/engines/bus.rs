@@ -1,4 +1,4 @@
-//! The driver over the bus to an emulator: what it does, how fast, and what it says when the emulator is not what it should be.
+//! Tests of the driver over the bus to an emulator: its operations, its speed, and its errors if the emulator is not as expected.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -29,7 +29,7 @@ fn bytes(values: impl Iterator<Item = i32>) -> Vec<u8> {
     values.flat_map(i32::to_le_bytes).collect()
 }
 
-/// What an operation leaves in the result of a rank; `None`: nothing is said of it.
+/// Returns the expected result of an operation on a rank, or `None` if the result is not specified.
 fn expected(operation: Operation, ranks: u32, rank: u32, root: u32) -> Option<Vec<u8>> {
     let own = |rank: u32, block: u32| bytes((block * COUNT..(block + 1) * COUNT).map(move |index| value(rank, index)));
     let sum = |block: u32| {
@@ -51,7 +51,7 @@ fn expected(operation: Operation, ranks: u32, rank: u32, root: u32) -> Option<Ve
     }
 }
 
-/// Runs an operation on all ranks and looks at every result.
+/// Runs an operation on all ranks and checks every result.
 fn run(drivers: &mut [Driver<Box<dyn Bus>>], operation: Operation, root: u32, communicator: Option<&[u32]>) {
     let ranks = drivers.len() as u32;
     let mut results = Vec::new();
@@ -165,7 +165,7 @@ fn a_communicator_of_some_ranks_lies_at_an_address_of_its_own() {
     );
 }
 
-/// An all_reduce of two ranks by communicators of their own.
+/// Runs an all_reduce of two ranks on a communicator of their own.
 fn run_pair(drivers: &mut [Driver<Box<dyn Bus>>], communicators: &[u32]) {
     run(drivers, Operation::AllReduce, 0, Some(communicators));
 }
@@ -324,7 +324,7 @@ fn the_next_job_has_the_emulators_of_one_that_was_killed_in_the_middle_of_a_call
     run(&mut opened(&url, 2), Operation::AllReduce, 0, None);
 }
 
-/// A driver of rank 0 after one whose call waits for a rank that never makes it.
+/// Opens a driver of rank 0, after a driver whose call waits for a rank that never starts the call.
 fn opened_after_a_call_without_end(url: &DeviceUrl) -> accl_types::Result<Driver<Box<dyn Bus>>> {
     let mut drivers = opened(url, 2);
     let memory = drivers[0].settings().memory;
@@ -367,7 +367,7 @@ fn an_emulator_whose_driver_was_killed_is_there_for_the_next() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}"));
-    // A process that has taken the rank, and says nothing more.
+    // A process that has claimed the rank, and sends nothing more.
     let claim = accl_cclo::control::Request::Claim { owner: "it".to_owned(), job: 0 }.to_json();
     let says = [&GREETING_THAT_ASKS.concat()[..], &[1, 0, 0, claim.len() as u8], claim.as_bytes()].concat();
     let says: String = says.iter().map(|byte| format!("\\{byte:03o}")).collect();
@@ -393,7 +393,7 @@ fn a_reset_takes_an_emulator_from_whoever_has_it() {
     let first = opened(&url, 1);
     accl_cclo::driver::reset(&mut *buses::open(&url, 0).unwrap(), || true).unwrap();
     let mut second = opened(&url, 1);
-    // That the first goes away now takes nothing from the second.
+    // The end of the first connection does not affect the second.
     drop(first);
     run(&mut second, Operation::Copy, 0, None);
     let mut third = buses::open(&url, 0).unwrap();
@@ -408,7 +408,7 @@ fn an_emulator_that_does_not_tell_who_uses_it_is_set_up_as_ever() {
     assert_eq!(bus.claim(), Ok(None));
 }
 
-/// What the ranks of a device find when each hears what all have told of themselves.
+/// Exchanges the texts of all ranks' buses, and returns the result of [`Bus::hear`] on each rank.
 fn heard(url: &DeviceUrl, ranks: u32) -> Vec<accl_types::Result<()>> {
     let mut buses: Vec<_> = (0..ranks).map(|rank| buses::open(url, rank).unwrap()).collect();
     let settings = |rank| url.settings(rank, ranks).unwrap();
@@ -433,7 +433,7 @@ fn emulators_that_do_not_understand_each_other_are_refused_on_all_ranks_in_one_s
         ("-s 2 -c udp", "", Some("start ours with --faithful=1,2,3,12")),
         ("-s 2 -c udp --faithful=1,2,3,12", "", None),
     ] {
-        // Worlds of other sizes take other ports: each has a range of its own.
+        // Worlds of other sizes use other ports, so each has its own range.
         let [port, other] = [12, 12].map(free_ports);
         let mut emulators = Emulators(vec![start(&format!("-r 0 -p {port} {first}"))]);
         let original = second.is_empty().then(|| answering(other + 1, r#"{"status":1}"#));
@@ -474,7 +474,7 @@ fn what_a_rank_has_told_that_is_no_emulators_answer_is_refused() {
     }
 }
 
-/// Somebody listens and does this with who comes.
+/// Starts a listener that runs `serve` on each connection, and returns its port.
 fn listener(serve: impl Fn(std::net::TcpStream) + Send + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -532,17 +532,17 @@ fn answers_that_make_no_sense_are_told_in_a_sentence() {
     }
 }
 
-/// A greeting of ZeroMQ with no security, and that of the side that answers.
+/// Greeting of ZeroMQ without security, from the replying end.
 const GREETING: [&[u8]; 5] =
     [b"\xFF\0\0\0\0\0\0\0\0\x7F\x03\0", b"NULL", &[0; 16], &[0; 32], b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03REP"];
 
-/// The same of the side that asks.
+/// The same greeting, from the requesting end.
 const GREETING_THAT_ASKS: [&[u8]; 5] =
     [b"\xFF\0\0\0\0\0\0\0\0\x7F\x03\0", b"NULL", &[0; 16], &[0; 32], b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03REQ"];
 
 #[test]
 fn frames_of_impossible_lengths_are_told_in_a_sentence() {
-    // More than an address has, and more than there is memory for.
+    // One length exceeds any address, and the other exceeds the memory.
     impossible_length(0x7FFF_FFFF_FFFF_FFFF);
     impossible_length(1 << 44);
 }
@@ -551,7 +551,7 @@ fn impossible_length(length: u64) {
     let port = listener(move |mut stream| {
         stream.write_all(&GREETING.concat()).unwrap();
         let mut bytes = [0; 256];
-        // Once the request has come, of which the greeting is no part.
+        // Waits for the request, which follows the greeting.
         let mut seen = Vec::new();
         while !seen.ends_with(b"}") {
             let Ok(read @ 1..) = stream.read(&mut bytes) else { return };
@@ -599,7 +599,7 @@ fn memory_that_there_is_not_is_refused() {
     assert_eq!(bus.read_register(map::HARDWARE_ID.offset), Ok(0), "a refusal is an answer");
 }
 
-/// No test: the other end of the raw ping-pong, in a process of its own as emulators are.
+/// Not a test: the other end of the plain ping-pong, in its own process like an emulator.
 #[test]
 #[ignore = "another test starts it as a process, and says at which port"]
 fn echoes() {
@@ -612,7 +612,7 @@ fn echoes() {
     while stream.read_exact(&mut ball).is_ok() && stream.write_all(&ball).is_ok() {}
 }
 
-/// The bars are those of a release build on a quiet machine; any other has twenty times as long. What it took is printed.
+/// The limits hold for a release build on a quiet machine; other builds have twenty times as long. The times taken are printed.
 #[test]
 fn speed_is_within_the_bars() {
     let slack = if cfg!(debug_assertions) { 20 } else { 1 };
@@ -669,7 +669,7 @@ fn a_driver_is_told_that_too_many_hosts_are_connected() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}"));
-    // Those that say nothing take no place.
+    // Connections that send nothing take no place.
     let _silent: Vec<_> = (0..100).map(|_| std::net::TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
     let hosts: Vec<_> = (0..64).map(|_| buses::open(&url, 0).unwrap()).collect();
     let text = buses::open(&url, 0).err().unwrap().message;
@@ -710,7 +710,7 @@ fn an_emulator_is_reset_when_it_is_left_however_long_after_the_deadline_of_the_l
     assert_eq!(bus.read_register(map::IS_CONFIGURED.offset), Ok(0));
 }
 
-/// It said that the sum was there, with return code 0, which was the reset's.
+/// Regression test: the driver reported that the sum was complete, because it read the return code 0 of the reset.
 #[test]
 fn a_call_that_somebody_elses_reset_has_ended_is_no_success() {
     let port = free_ports(8);
@@ -720,7 +720,7 @@ fn a_call_that_somebody_elses_reset_has_ended_is_no_success() {
     let memory = drivers[0].settings().memory;
     let [first, result] = [0, 1].map(|_| drivers[0].bus().allocate(memory, 4096).unwrap());
     let call = drivers[0].call(Operation::AllReduce, DataType::I32, DataType::I32, COUNT).unwrap();
-    // Rank 1 has yet to make it.
+    // Rank 1 has not started the call yet.
     drivers[0].start(&Descriptor { first, result, second: result, ..call }).unwrap();
     let mut other = buses::open(&url, 0).unwrap();
     accl_cclo::driver::reset(&mut *other, || true).unwrap();
@@ -729,7 +729,7 @@ fn a_call_that_somebody_elses_reset_has_ended_is_no_success() {
         "emulator at 127.0.0.1:{port} was reset by somebody else, by `accl device reset` or another driver, and does not do "
     );
     assert!(text.starts_with(&said), "{text}");
-    // Nor does whoever lost it reset it for the next.
+    // The host that lost the emulator does not reset it for the next host.
     other.write_register(map::IS_CONFIGURED.offset, 1).unwrap();
     drop(drivers);
     assert_eq!(other.read_register(map::IS_CONFIGURED.offset), Ok(1));
@@ -737,7 +737,7 @@ fn a_call_that_somebody_elses_reset_has_ended_is_no_success() {
     drop(opened(&url, 2));
 }
 
-/// A call of somebody else, of which the owner knew nothing, ended, and the owner took its own for done.
+/// Regression test: a call of another host ended, and the owner took that end for the end of its own call.
 #[test]
 fn whoever_has_no_claim_to_a_rank_may_look_at_it_and_changes_nothing() {
     use accl_cclo::call::ConfigFunction;
@@ -754,7 +754,7 @@ fn whoever_has_no_claim_to_a_rank_may_look_at_it_and_changes_nothing() {
     assert!(other.allocate(Memory::Device, 64).is_err() && other.write_memory(Memory::Device, 0, &[7]).is_err());
     assert_eq!(other.read_register(map::IS_CONFIGURED.offset), Ok(1));
     run(&mut drivers, Operation::AllReduce, 0, None);
-    // Nor is the end of the owner's call given to whoever asks.
+    // The end of the owner's call is not reported to another host that polls.
     let call = drivers[0].call(Operation::Nop, DataType::I32, DataType::I32, 0).unwrap();
     drivers[0].start(&call).unwrap();
     assert_eq!(other.poll(), Ok(false));

@@ -1,4 +1,4 @@
-//! Calls that are posted to a driver, on a clock that the test sets; and calls whose elements differ from buffer to buffer.
+//! Tests of calls that are posted to a driver, on a clock that the test sets, and of calls whose element types differ between buffers.
 
 use std::time::Duration;
 
@@ -133,7 +133,7 @@ fn single_precision_travels_as_half_and_lies_as_half() {
         values.iter().flat_map(|value| half::f16::from_f32(*value).to_le_bytes()).collect()
     };
     let singles = |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|value| value.to_le_bytes()).collect() };
-    // What half precision cannot hold shows that it was there.
+    // A value that half precision cannot hold shows that the conversion took place.
     let (values, rounded) = ([1.0, 2.5, 2049.0, 0.5], [2.0, 5.0, 4096.0, 1.0]);
     for network in [Network::Udp, Network::Tcp, Network::Rdma] {
         let mut drivers = drivers(network, 2);
@@ -176,7 +176,7 @@ fn calls_take_from_kernel_streams_and_give_to_them() {
         Descriptor { root, tag, ..call }
     };
 
-    // A kernel's data go to the other rank's memory.
+    // A kernel's data goes to the memory of the other rank.
     feed(0, &data);
     let send = Descriptor { streams: from_stream, ..call(&drivers[0], Operation::Send, 1, 7) };
     drivers[0].start(&send).unwrap();
@@ -186,7 +186,7 @@ fn calls_take_from_kernel_streams_and_give_to_them() {
     assert!(drivers.iter_mut().all(|driver| driver.poll().unwrap().is_some()));
     assert_eq!(seen(&mut drivers[1], result, 64), data);
 
-    // Memory goes to a kernel of the other rank, which posts nothing.
+    // Memory goes to a kernel of the other rank, which starts no call.
     let first = buffer(&mut drivers[0], &data);
     let put = Descriptor { first, streams: to_stream, ..call(&drivers[0], Operation::Send, 1, 9) };
     drivers[0].start(&put).unwrap();
@@ -194,7 +194,7 @@ fn calls_take_from_kernel_streams_and_give_to_them() {
     assert!(drivers[1].poll().unwrap().is_none(), "nothing was started there");
     assert_eq!(fed(1), Some((9, data.clone())));
 
-    // A receive gives to a kernel.
+    // A receive passes its data to a kernel.
     let send = Descriptor { first, ..call(&drivers[0], Operation::Send, 1, 5) };
     drivers[0].start(&send).unwrap();
     let recv = Descriptor { streams: to_stream, ..call(&drivers[1], Operation::Recv, 0, 5) };
@@ -202,7 +202,7 @@ fn calls_take_from_kernel_streams_and_give_to_them() {
     assert!(drivers.iter_mut().all(|driver| driver.poll().unwrap().is_some()));
     assert_eq!(fed(1).map(|(_, data)| data), Some(data.clone()));
 
-    // From a kernel to a kernel of the same engine.
+    // Data goes from a kernel to a kernel of the same engine.
     feed(0, &data);
     let both = Streams { first: true, result: true };
     let copy = Descriptor { streams: both, ..call(&drivers[0], Operation::Copy, 0, 3) };

@@ -1,4 +1,4 @@
-//! The driver on engines of the same process: how they are set up, what their calls end with, and what is said when one does not end.
+//! Tests of the driver on engines of the same process: setup, results of calls, and the report on a call that does not end.
 
 use crate::support::local::{open, settings};
 use accl_cclo::bus::{Bus, Memory};
@@ -18,7 +18,7 @@ fn message(result: Result<impl std::fmt::Debug>) -> String {
     result.unwrap_err().message
 }
 
-/// An all_reduce of so many ones on each rank, which are the first that many.
+/// Returns an all_reduce of `count` floats that are 1 on each rank, and the address of its result.
 fn all_reduce(driver: &mut Driver<LocalBus>, count: u32) -> (Descriptor, u64) {
     let memory = driver.settings().memory;
     let [from, to] = [0, 1].map(|_| driver.bus().allocate(memory, 4 * u64::from(count)).unwrap());
@@ -142,7 +142,7 @@ fn settings_that_firmware_refuses_are_refused_in_a_sentence() {
 fn the_end_of_a_call_of_a_host_that_has_gone_is_not_taken_for_that_of_another() {
     let engines = LocalEngines::new(Network::Udp, Faithful::all(), 2);
     for rank in 0..2 {
-        // It started calls, and has gone before they ended.
+        // This host starts calls, and disconnects before their ends are collected.
         let mut gone = LocalBus::new(&engines, rank);
         (0..2).for_each(|_| gone.start(&Descriptor::new(Operation::Nop)).unwrap());
     }
@@ -181,7 +181,7 @@ fn a_dump_with_other_settings_than_the_devices_reads_what_the_device_was_set_up_
              `--ranks` 3, and not with 2; it was set up with `--rank` 1, and not with 0; {holds}"
         )
     );
-    // A host that has a layout of its own.
+    // A host that lays out its tables differently.
     let mut host = LocalBus::new(&world, 1);
     host.write_register(0x1C8, 0x0A0A_0A01).unwrap();
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Whatever hosts ask and peers send, engines go on: nothing panics, goes round for ever, or takes memory without a bound.
+//! Engines survive any requests and packets: nothing panics, loops forever, or takes unbounded memory.
 
 use crate::support::world::{Settings, World};
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation, Words};
@@ -8,13 +8,13 @@ use accl_cclo::wire::{Header, MessageKind, RequestWord, Verb, WORD_BYTES, packet
 use accl_emulator::{Caller, Engine, Faithful};
 use proptest::prelude::*;
 
-/// Turns after which engines that have nothing new to do must be quiet. All memory, in segments of a byte, to as many ranks as a table holds takes
-/// about five thousand.
+/// Maximum number of turns that engines may take to become idle without new input. Sending all memory, in segments of one byte, to as many ranks as a
+/// table holds takes about five thousand turns.
 const MOST_TURNS: usize = 8192;
-/// Memory that requests reach. With rx buffers of one element, which a table may want, all of it is as many segments, and a broadcast sends each to
-/// every rank.
+/// Size in bytes of the memory that requests reach. A table may ask for rx buffers of one element. Then all memory is as many segments, and a
+/// broadcast sends each segment to every rank.
 const MOST_MEMORY: u64 = 1 << 14;
-/// Packets in one turn, each of no more than a page and its words: beyond what `Vec` has room for there are notices alone.
+/// Maximum number of packets in one turn. Each has at most a page and its words. Once `Vec` accepts no more data, only notices are added.
 const MOST_SENT: usize = 2048;
 
 #[derive(Clone, Debug)]
@@ -28,7 +28,7 @@ enum Act {
     Find(u32),
 }
 
-/// Words that matter to engines, and any others.
+/// Returns words that are significant for engines, and any others.
 fn word() -> impl Strategy<Value = u32> {
     prop_oneof![
         4 => 0u32..20,
@@ -60,7 +60,7 @@ fn call() -> impl Strategy<Value = Descriptor> {
     )
 }
 
-/// A call that a set-up engine may well make, but for a field or two.
+/// Returns a plausible call for an engine that is set up, with perhaps a few arbitrary fields.
 fn likely_call() -> impl Strategy<Value = Descriptor> {
     let tag = prop::sample::select(vec![0u32, 1, 7, u32::MAX]);
     let is_likely = prop::collection::vec(prop::bool::weighted(0.8), 8);
@@ -81,7 +81,7 @@ fn likely_call() -> impl Strategy<Value = Descriptor> {
     })
 }
 
-/// Where the communicator and the config of single precision lie in worlds of three ranks.
+/// Offsets of the communicator and of the config for single precision in worlds of three ranks.
 const LIKELY: (u32, u32) = (0x1C8, 0x23C);
 
 fn header() -> impl Strategy<Value = Header> {
@@ -127,7 +127,7 @@ fn packet() -> impl Strategy<Value = Vec<u8>> {
 }
 
 fn request() -> impl Strategy<Value = Request> {
-    // Far less than an engine grants: these are many.
+    // Far less than an engine allows, since there are many requests.
     let small = 0u32..100_000;
     prop_oneof![
         word().prop_map(|offset| Request::ReadRegister { offset }),
@@ -171,7 +171,7 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// Does all of it on rank 0 of a world that was set up well; its peers do as they should.
+/// Performs all acts on rank 0 of a world that is set up correctly; its peers behave as they should.
 fn survives(network: Network, faithful: Faithful, acts: Vec<Act>) -> Result<(), TestCaseError> {
     let settings = Settings { faithful, ..Settings::new(network, 3) };
     let mut world = World::new(settings);
@@ -235,7 +235,7 @@ proptest! {
     }
 }
 
-/// Found by chance in 4 MiB of memory: so many segments took more turns than are allowed here, and ended.
+/// Regression test, found by random testing with 4 MiB of memory. The segments took more turns than this test allows, but the call did end.
 #[test]
 fn a_send_of_all_memory_in_segments_of_one_element_ends() {
     let call = Descriptor {
@@ -255,7 +255,7 @@ fn a_send_of_all_memory_in_segments_of_one_element_ends() {
     }
 }
 
-/// Found by chance: a table whose words look like hundreds of ranks made as many packets as this takes 250 turns for, and ended.
+/// Regression test, found by random testing. The table's words looked like hundreds of ranks, so the packets took 250 turns, but the call did end.
 #[test]
 fn a_broadcast_in_segments_of_one_element_to_all_ranks_that_a_table_seems_to_have_ends() {
     let mut call = Descriptor {

@@ -1,4 +1,4 @@
-//! Hazards 8 to 13: what faithful engines do, and what repaired ones do. Those before them are in the matrix.
+//! Tests of hazards 8 to 13 on faithful and on repaired engines. Hazards 1 to 7 are in the matrix.
 
 use std::time::Duration;
 
@@ -13,12 +13,12 @@ use accl_emulator::{Engine, Faithful};
 const GOOD: Ended = Some(ReturnCode(0));
 const COUNT: u32 = 300;
 
-/// Floats that name their rank and place.
+/// Returns floats that identify their rank and index.
 fn floats(rank: u32, count: u32) -> Vec<u8> {
     (0..count).flat_map(|index| ((rank * 1000 + index) as f32).to_le_bytes()).collect()
 }
 
-/// A world whose ranks have such floats.
+/// Returns a world whose ranks hold such floats.
 fn world(settings: Settings) -> World {
     let mut world = World::new(settings);
     for rank in 0..settings.world {
@@ -60,7 +60,7 @@ fn a_fourth_call_that_is_started_before_the_end_of_the_first_was_asked_for_silen
         });
         answered
     };
-    // Silence shows by time alone; who does answer is waited for.
+    // Only a timeout can show that no answer comes. If an answer must come, the test waits longer.
     assert_eq!(is_answered(" --faithful=9", Duration::from_millis(500)), 3);
     assert_eq!(is_answered("", host::PATIENCE), 5);
 }
@@ -82,7 +82,7 @@ fn three_calls_may_wait_for_their_end_to_be_asked_for_at_a_time() {
     assert!(engine.start(1, nop) && engine.is_deaf());
 }
 
-/// Which of so many messages to a kernel stream hang their sender over RDMA.
+/// Returns which of 40 messages to a kernel stream hangs its sender: a list with the first such message, or an empty list.
 fn hanging(faithful: Faithful, network: Network, seed: u64) -> Vec<u32> {
     let mut world = world(Settings { faithful, ..Settings::new(network, 2) });
     world.engines = world.engines.into_iter().map(|engine| engine.with_seed(seed)).collect();
@@ -92,7 +92,7 @@ fn hanging(faithful: Faithful, network: Network, seed: u64) -> Vec<u32> {
     for message in 0..40 {
         let [ended, _] = world.run(&[put, Descriptor::new(Operation::Nop)])[..] else { panic!("two ranks") };
         if ended.is_none() {
-            // Nothing gets the engine out of it, so another world goes on after as many messages.
+            // Nothing ends the hang of the engine, so no further message can be sent.
             hanging.push(message);
             return hanging;
         }
@@ -115,7 +115,7 @@ fn a_message_to_a_kernel_stream_hangs_over_rdma_now_and_then_by_seed() {
     assert_eq!(hanging(Faithful::default(), Network::Rdma, 0), [0; 0]);
 }
 
-/// Whether all ranks have what they should of a rendezvous call on buffers of which some lie in host memory.
+/// Returns whether a rendezvous call gives correct results on all ranks if some of the buffers lie in host memory.
 fn is_right(faithful: Faithful, operation: Operation, is_flat: bool, in_host: u32) -> bool {
     let ranks = 3;
     let flat_ranks = if is_flat { ranks } else { 1 };
@@ -145,7 +145,7 @@ fn is_right(faithful: Faithful, operation: Operation, is_flat: bool, in_host: u3
 fn buffers_of_one_rendezvous_collective_in_both_memories_are_written_to_the_wrong_one() {
     let eleventh = Faithful::default().with(11);
     let (flat, tree) = (true, false);
-    // Ranks in host memory, by bit.
+    // The bit mask names the ranks in host memory.
     for (operation, is_flat, in_host, how) in [
         (Operation::Broadcast, flat, 0b000, true),
         (Operation::Broadcast, flat, 0b111, true),
@@ -173,8 +173,8 @@ fn buffers_of_one_rendezvous_collective_in_both_memories_are_written_to_the_wron
     }
 }
 
-/// Rank 0 sends one message on each of two communicators, with the same tag, and rank 1 takes them in the other order; whether each was taken
-/// on the communicator that it was sent on.
+/// Sends one message on each of two communicators from rank 0, with the same tag; rank 1 receives them in the other order. Returns whether each
+/// message was received on the communicator on which it was sent.
 fn are_told_apart(network: Network, count: u32, [sender, receiver]: [Faithful; 2]) -> Vec<bool> {
     let settings = Settings { rx_count: 64, ..Settings::new(network, 2) };
     let mut world = world(settings);
@@ -210,7 +210,7 @@ fn messages_of_two_communicators_of_the_same_ranks_are_swapped() {
     for network in [Network::Udp, Network::Tcp, Network::Rdma] {
         assert_eq!(are_told_apart(network, 30, [twelfth; 2]), [false; 2], "{network:?}");
         assert_eq!(are_told_apart(network, 30, [repaired; 2]), [true; 2], "{network:?}");
-        // An end that does not tell is understood as before.
+        // If one end names no communicator, messages are matched as by firmware.
         assert_eq!(are_told_apart(network, 30, [twelfth, repaired]), [false; 2], "{network:?}");
         assert_eq!(are_told_apart(network, 30, [repaired, twelfth]), [false; 2], "{network:?}");
     }
@@ -245,7 +245,7 @@ fn a_packet_that_was_lost_ends_the_call_that_waits_for_its_sender() {
             }
         }
         assert_eq!(world.engines[1].trouble(), "rank 0 is not understood: packets of it were lost", "{network:?}");
-        // The first has come, the second has not.
+        // The first message has arrived, the second has not.
         for wanted in [ReturnCode::default(), ReturnCode::WRONG_SEQUENCE] {
             assert!(world.engines[1].start(0, Descriptor { root: 0, tag: 7, ..recv }));
             assert_eq!(world.run(&[])[1], Some(wanted), "{network:?}");

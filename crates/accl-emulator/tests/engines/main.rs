@@ -1,6 +1,6 @@
-//! Engines, alone and as drivers and hosts meet them, in this process and in others.
+//! Tests of engines alone, with drivers and with hosts, both in this process and in others.
 //!
-//! One program, since linking takes longer than most of its tests; each runs in a process of its own under nextest.
+//! They form one program, since linking takes longer than most of the tests. Under nextest each test runs in its own process.
 
 mod bus;
 mod bus_queue;

@@ -1,4 +1,4 @@
-//! Repaired engines do what was asked, whatever the ranks, counts, roots, types and paths; faithful ones do what the table of hazards says.
+//! Repaired engines give correct results for all ranks, counts, roots, types and protocols. Faithful engines reproduce the table of hazards.
 
 use crate::support::world::{Ended, Settings, World};
 use accl_cclo::call::{Descriptor, Operation};
@@ -19,7 +19,7 @@ const COLLECTIVES: [Operation; 8] = [
 ];
 const GOOD: Ended = Some(ReturnCode(0));
 
-/// Small whole numbers, whose sums are exact in every type.
+/// Returns small integers, whose sums are exact in every type.
 fn value(rank: u32, index: u32) -> u32 {
     (rank * 7 + index * 3) % 11 + 1
 }
@@ -39,7 +39,7 @@ fn elements(dtype: DataType, count: u32, value: impl Fn(u32) -> u32) -> Vec<u8> 
     (0..count).flat_map(|index| element(dtype, value(index))).collect()
 }
 
-/// Elements that a rank gives, and what it must have in the end; `None`: nothing.
+/// Returns how many elements a rank contributes, and its expected result; `None` if it has no result.
 fn expected(call: &Descriptor, dtype: DataType, world: u32, rank: u32) -> (u32, Option<Vec<u8>>) {
     let count = call.count;
     let is_root = rank == call.root;
@@ -78,7 +78,7 @@ struct Case {
     root: u32,
 }
 
-/// Runs a collective; what each rank ended with, and whether it has what it must have.
+/// Runs a collective. Returns how it ended on each rank, and whether the rank has the expected result.
 fn run(world: &mut World, settings: &Settings, case: &Case) -> Vec<(Ended, bool)> {
     let call = Descriptor {
         root: if case.operation.row().has_root { case.root } else { 0 },
@@ -103,7 +103,7 @@ fn run(world: &mut World, settings: &Settings, case: &Case) -> Vec<(Ended, bool)
     ended.into_iter().zip(are_right.collect::<Vec<_>>()).collect()
 }
 
-/// Counts that lie around what matters.
+/// Returns counts around each limit.
 fn counts(settings: &Settings, dtype: DataType) -> Vec<u32> {
     let (world, bytes) = (settings.world, dtype.size_bytes());
     let around = |count: u32| [count - 1, count, count + 1];
@@ -117,7 +117,7 @@ fn counts(settings: &Settings, dtype: DataType) -> Vec<u32> {
     counts
 }
 
-/// What of a call is written into one spare buffer, in bytes: by one rank, or by all if the sum is flat.
+/// Returns the number of bytes written into one spare buffer: by one rank, or by all ranks if the sum is flat.
 fn spare_bytes(case: &Case, world: u32, is_flat: bool) -> u32 {
     let bytes = case.count * case.dtype.size_bytes() * if is_flat { world } else { 1 };
     match case.operation {
@@ -189,7 +189,7 @@ fn every_type_is_added_and_compared() {
     }
 }
 
-/// How a case ends on faithful engines: with everything right, with something wrong and no error, or not at all.
+/// Returns the outcome of a case on faithful engines: right, wrong without an error, an error, or a hang.
 fn faithful(hazard: u8, settings: Settings, case: &Case) -> &'static str {
     let settings = Settings { faithful: Faithful::default().with(hazard), ..settings };
     let ended = run(&mut World::new(settings), &settings, case);
@@ -248,7 +248,8 @@ fn a_binomial_sum_of_a_power_of_two_ranks_is_not_written() {
 
 #[test]
 fn contributions_larger_than_a_spare_buffer_overwrite_what_lies_behind() {
-    // Three ranks of 12 KiB, and spare buffers of 16: what rank 2 writes reaches beyond the third.
+    // Three ranks contribute 12 KB each, and spare buffers have 16 KiB. The slot of rank 2 reaches into spare buffer 3, which the first sum
+    // overwrites.
     let settings = Settings::new(Network::Rdma, 3);
     assert_eq!(faithful(5, settings, &case(Operation::Reduce, 3000, 0)), "wrong");
     assert_eq!(faithful(5, settings, &case(Operation::Reduce, 1365, 0)), "right");

@@ -1,4 +1,4 @@
-//! Collectives that a device does, by way of the driver, on engines that do everything wrong that firmware does: the driver works round it.
+//! Runs offloaded collectives through the driver, on engines that reproduce all hazards: the driver must work round them.
 
 use crate::support::local::{open, settings};
 use accl_cclo::bus::{Bus, Memory};
@@ -46,12 +46,12 @@ fn value(rank: u32, index: u64) -> u32 {
     (rank * 5 + index as u32 * 3) % 13 + 1
 }
 
-/// The elements of some of a rank's blocks.
+/// Returns the elements of some of a rank's blocks.
 fn elements(dtype: Dtype, indexes: std::ops::Range<u64>, value: impl Fn(u64) -> u32) -> Vec<u8> {
     indexes.flat_map(|index| element(dtype, value(index))).collect()
 }
 
-/// What a rank gives, and what it must have in the end; `None`: its output stays as it was.
+/// Returns a rank's input and its expected output; `None` if the output must stay unchanged.
 fn expected(request: &Request, world: u32, rank: u32) -> (Vec<u8>, Option<Vec<u8>>) {
     let dtype = request.dtype;
     let count = request.block_bytes / dtype.size_bytes() as u64;

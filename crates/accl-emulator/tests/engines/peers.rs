@@ -1,4 +1,4 @@
-//! Peers of other processes that are late, stop or go away are found, named, and waited for with a bounded memory.
+//! Tests of peers in other processes that are late, stop or disconnect: they are detected, named, and waited for with bounded memory.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -14,14 +14,14 @@ use accl_cclo::memory_map::{Communicator, RankEntry};
 use accl_cclo::return_code::ReturnCode;
 use accl_cclo::zmtp;
 
-/// Bits with which calls end that wait for a peer that has gone, and that cannot let packets in.
+/// Return codes of calls that wait for a disconnected peer, and of calls that cannot let packets in.
 const NOT_HEARD: ReturnCode = ReturnCode(1 << 11);
 const NOT_SENT: ReturnCode = ReturnCode(1 << 20);
 
 #[test]
 fn a_peer_that_stops_in_mid_call_holds_up_its_sender_and_no_memory() {
     const BYTES: u32 = 32 << 20;
-    // What sockets hold is not the process's. Messages of this size would be many times more.
+    // Buffers of sockets do not count as memory of the process. Unlimited queues of this data would take many times more.
     const MOST_GROWTH: u64 = 8 << 20;
     for comms in ["udp", "cyt_rdma"] {
         let port = free_ports(8);
@@ -36,7 +36,7 @@ fn a_peer_that_stops_in_mid_call_holds_up_its_sender_and_no_memory() {
                 hosts[0].0.write(mark, vec![7, 8, 9]).await;
             }
             let before = resident_bytes(&emulators.0[0]);
-            // The receiver says its address before it stops.
+            // The receiver announces its address before it stops.
             for rank in [1, 0] {
                 let (host, places) = &mut hosts[rank];
                 if rank == 0 {
@@ -82,7 +82,7 @@ fn a_call_that_waits_for_a_peer_that_is_killed_ends_with_an_error() {
             let about = host.about().await;
             assert_eq!((about.missing, about.trouble.as_str()), (vec![2], "rank 2 has gone"));
         }
-        // Another one in its place is a peer like the first.
+        // A new process in its place is a full peer.
         emulators.0.push(one(2));
         let mut again = host::hosts(&ports(port, 3), &Setup::default()).await;
         sum(&mut again, 300).await;
@@ -135,7 +135,7 @@ fn a_communicator_of_ranks_that_there_are_not_holds_up_nobody_else() {
     });
 }
 
-/// Both ends of a connection of ZeroMQ say what they are.
+/// Exchanges greetings and READY commands on a ZeroMQ connection.
 fn greeted(mut stream: TcpStream, ready: &[u8]) -> TcpStream {
     stream.write_all(&zmtp::greeting()).unwrap();
     stream.read_exact(&mut [0; zmtp::GREETING_BYTES]).unwrap();
@@ -146,7 +146,7 @@ fn greeted(mut stream: TcpStream, ready: &[u8]) -> TcpStream {
     stream
 }
 
-/// Whoever subscribes to packets, as this rank of an emulator or as nobody in particular.
+/// Subscribes to packets, as this rank of an emulator or without a rank.
 fn subscriber(port: u16, rank: Option<u32>, topic: &str) -> TcpStream {
     let ready = rank.map_or_else(|| zmtp::ready(b"SUB"), |rank| zmtp::ready_of_rank(b"SUB", rank));
     let mut stream = greeted(TcpStream::connect(("127.0.0.1", port)).unwrap(), &ready);
@@ -154,7 +154,7 @@ fn subscriber(port: u16, rank: Option<u32>, topic: &str) -> TcpStream {
     stream
 }
 
-/// Waits until the host of a rank hears that these are missing.
+/// Waits until a rank reports exactly these ranks as missing.
 async fn await_missing(host: &mut Host, missing: &[u32]) {
     let begin = Instant::now();
     loop {
@@ -191,7 +191,7 @@ fn a_peer_is_there_as_long_as_each_hears_the_other_in_whatever_order_connections
         let mut host = Host::connect(port).await;
         let [first, heard] = [listens(), publishes()];
         await_missing(&mut host, &[]).await;
-        // The peer has been started anew, and is back before it is known that the one before has gone.
+        // The peer was restarted, and connects again before the end of its previous connection is known.
         let second = listens();
         drop(heard);
         await_missing(&mut host, &[1]).await;
@@ -200,7 +200,7 @@ fn a_peer_is_there_as_long_as_each_hears_the_other_in_whatever_order_connections
         drop(first);
         tokio::time::sleep(Duration::from_millis(50)).await;
         await_missing(&mut host, &[]).await;
-        // A break in one direction alone.
+        // Only one direction breaks.
         drop(second);
         await_missing(&mut host, &[1]).await;
         let _second = listens();
@@ -231,7 +231,7 @@ fn whoever_has_subscribed_and_reads_nothing_holds_up_a_world_for_some_seconds_at
     });
     for mut stuck in stuck {
         stuck.set_read_timeout(Some(PATIENCE)).unwrap();
-        // The end, behind what was on its way.
+        // The end of the stream, after the data that was in flight.
         match stuck.read_to_end(&mut Vec::new()) {
             Ok(_) => {}
             Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
@@ -263,7 +263,7 @@ fn hosts_that_say_nothing_of_jobs_are_understood_after_a_job_that_did() {
         emulators.0[1].wait().unwrap();
         emulators.0[1] = one(1);
         await_missing(&mut host, &[]).await;
-        // As the original's driver does, which resets nothing that is not set up.
+        // Sets up like the original's driver, which resets only an engine that is set up.
         let mut hosts = Vec::new();
         for (rank, mut host) in [(0, host), (1, Host::connect(port + 1).await)] {
             let places = host.write_tables(rank, 2, &Setup::default()).await;
@@ -280,7 +280,7 @@ fn a_connection_that_a_crashed_host_has_left_holds_up_no_packets_for_its_success
     let port = free_ports(8);
     let one = |rank| start_with(&words(&format!("-s 2 -r {rank} -p {port} -c udp")), Stdio::null());
     let mut emulators = Emulators(vec![one(0)]);
-    // Of rank 1 before its host lost its power: nothing is ever read, and nothing closes it.
+    // Connection of rank 1 from before its host lost power: nothing is ever read from it, and nothing closes it.
     let _left = subscriber(port + 2, Some(1), "0001");
     emulators.0.push(one(1));
     run(async {

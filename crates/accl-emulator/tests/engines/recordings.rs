@@ -1,5 +1,5 @@
-//! Engines do what those of the ACCL project did: given the same requests they send the same packets, byte for byte, and answer the same. What
-//! an emulator of ours writes down is such a recording too.
+//! Engines reproduce the ACCL project's emulators: given the recorded requests, they send the same packets, byte for byte, and the same replies. A
+//! trace of this project's emulator can be replayed in the same way.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const NETWORKS: [(&str, Network); 3] = [("udp", Network::Udp), ("tcp", Network::Tcp), ("cyt_rdma", Network::Rdma)];
 
-/// The lines of a recording.
+/// Returns the lines of a recording.
 fn lines(name: &str) -> Vec<Value> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../accl-cclo/tests/recordings");
     let packed = fs::read(folder.join(format!("{name}.jsonl.xz"))).unwrap();

@@ -1,4 +1,4 @@
-//! An ordinary ZeroMQ client is served, by engines of one process and by those of several.
+//! Tests with an ordinary ZeroMQ client, on engines of one process and of several.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -215,7 +215,7 @@ fn blocks_that_no_rx_buffers_hold_get_round_without_a_wait_for_ever() {
     }
 }
 
-/// What a kernel hears next on this stream, within a time.
+/// Returns the next message of a kernel on this stream, or `None` if none arrives within a time limit.
 async fn heard(kernel: &mut SubSocket, stream: u32, within: Duration) -> Option<Vec<u8>> {
     let frames = tokio::time::timeout(within, kernel.recv()).await.ok()?.unwrap().into_vec();
     assert_eq!(frames[0], stream.to_string().as_bytes());
@@ -225,7 +225,7 @@ async fn heard(kernel: &mut SubSocket, stream: u32, within: Duration) -> Option<
 #[test]
 fn kernels_hear_and_are_heard_and_none_is_too_slow() {
     const STREAM: u32 = 7;
-    // Many more messages than anybody has room for.
+    // Many more messages than the queues have room for.
     const COUNT: u32 = 2 << 20;
     let port = free_ports(8);
     let emulators = Emulators(vec![start(&words(&format!("-s 2 -p {port} -c tcp")))]);
@@ -241,7 +241,7 @@ fn kernels_hear_and_are_heard_and_none_is_too_slow() {
         let (host, places) = &mut hosts[0];
         let streams = Streams { first: false, result: true };
         let put = |count| Descriptor { root: 1, tag: STREAM, streams, first, ..call(Operation::Send, places, count) };
-        // Whether a subscription has come is not told: what comes before is not for it.
+        // The client cannot know whether its subscription has arrived. Messages sent before that are not delivered to it.
         let mut come = None;
         while come.is_none() {
             host.begin(put(1)).await;
@@ -251,7 +251,7 @@ fn kernels_hear_and_are_heard_and_none_is_too_slow() {
         assert_eq!(come, Some(vec![1, 2, 3, 4]));
         let before = resident_bytes(&emulators.0[0]);
         host.begin(put(COUNT)).await;
-        // It stands still while nobody listens.
+        // The call makes no progress while the kernel does not read.
         let mut quiet = 0;
         let mut ticks = 0;
         while quiet < 200 {
@@ -275,7 +275,7 @@ fn kernels_hear_and_are_heard_and_none_is_too_slow() {
         assert_eq!((&got[..4], &got[mark..], len), (&[1, 2, 3, 4][..], &[5, 6, 7, 8][..], 4 * COUNT as usize));
         assert!(got[4..mark].iter().all(|&byte| byte == 0));
 
-        // And the other way: a kernel feeds rank 1, which copies that to memory.
+        // Now the other direction: a kernel feeds rank 1, which copies the bytes to memory.
         let mut kernel = XPubSocket::new();
         kernel.bind(&format!("tcp://127.0.0.1:{}", port + 7)).await.unwrap();
         tokio::time::timeout(host::PATIENCE, kernel.recv()).await.expect("a subscription").unwrap();
@@ -306,7 +306,7 @@ fn memory_after_a_thousand_calls_is_that_after_ten() {
             let resident = || emulators.0.iter().map(resident_bytes).max().unwrap();
             let mut after_ten = 0;
             for number in 0..1000 {
-                // Eager and rendezvous by turns.
+                // Alternates between eager and rendezvous.
                 let count = if number % 2 == 0 { 100 } else { 5000 };
                 for (host, places) in &mut hosts {
                     let at = u64::from(Setup::default().buffers());
@@ -330,14 +330,14 @@ fn memory_after_a_thousand_calls_is_that_after_ten() {
     }
 }
 
-/// The greeting of ZMTP 3.0 without security, and the command that says that a socket asks.
+/// Returns the greeting of ZMTP 3.0 without security. `READY` is the command of a REQ socket that follows it.
 fn greeting() -> Vec<u8> {
     [&[0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, 3, 0][..], b"NULL", &[0; 48]].concat()
 }
 
 const READY: &[u8] = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03REQ";
 
-/// What a host sends at first, with this request.
+/// Returns the first bytes that a host sends, with this request.
 fn first_request(request: &Request) -> Vec<u8> {
     let text = request.to_json();
     [&greeting()[..], READY, &[1, 0, 0, text.len() as u8], text.as_bytes()].concat()
@@ -364,14 +364,14 @@ fn a_host_that_does_not_fetch_its_answer_holds_up_no_other_and_is_disconnected()
         for number in 0..100 {
             assert_eq!(host.register(8184).await, 0);
             assert!(Host::is_answered(port, host::PATIENCE).await, "a host that comes later");
-            // A busy machine may take longer for all of them than the other's answer is kept.
+            // On a busy machine all of these may take longer than the other host's answer is kept.
             let is_kept = growth() > u64::from(BYTES) / 2;
             assert!(is_kept || number > 0, "others were answered when the answer was given up");
             if !is_kept {
                 break;
             }
         }
-        // Its answer is not kept for ever.
+        // The answer is not kept forever.
         let begin = Instant::now();
         while growth() > u64::from(BYTES) / 2 {
             assert!(begin.elapsed() < host::PATIENCE, "{} bytes are still kept", growth());
@@ -396,12 +396,12 @@ fn connections_that_speak_another_language_take_no_rank_away() {
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
         greeting.clone(),
         [&greeting[..], &[0x55; 300]].concat(),
-        // Frames: of a kind that there is not, in pieces, and without the empty one before a request.
+        // Frames of an unknown kind, incomplete frames, and a request without the empty frame before it.
         [&greeting[..], ready, &[0xF8, 1, 0]].concat(),
         [&greeting[..], ready, &[1, 0]].concat(),
         [&greeting[..], ready, &[0, 3, 1, 2, 3]].concat(),
         [&greeting[..], ready, &[1, 0, 0, 3, b'{', b'}', 0xFF]].concat(),
-        // Frames without end, each of them empty.
+        // Endless frames, all of them empty.
         [&greeting[..], ready, &[1, 0].repeat(100)].concat(),
         // A frame that is longer than any memory.
         [&greeting[..], ready, &[2], &[0xFF; 8]].concat(),
@@ -411,7 +411,7 @@ fn connections_that_speak_another_language_take_no_rank_away() {
             stream.write_all(&garbage).unwrap();
             stream
         });
-        // Those who connect while others are being disconnected may be so too.
+        // A client that connects while others are being disconnected may be disconnected as well.
         let begin = Instant::now();
         run(async {
             while !Host::is_answered(port, Duration::from_secs(1)).await {
@@ -433,7 +433,7 @@ fn a_message_of_empty_frames_takes_no_memory() {
     let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.write_all(&[&greeting()[..], READY].concat()).unwrap();
     let frames = [1, 0].repeat(1 << 20);
-    // It is disconnected before all have gone.
+    // The emulator disconnects before all frames were sent.
     let begin = Instant::now();
     while stream.write_all(&frames).is_ok() {
         assert!(begin.elapsed() < host::PATIENCE, "it goes on for ever");
@@ -448,7 +448,7 @@ fn a_host_that_pings_and_reads_nothing_keeps_no_place() {
     let _emulators = Emulators(vec![start_with(&words(&format!("--port {port}")), Stdio::null())]);
     let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.write_all(&[&greeting()[..], READY].concat()).unwrap();
-    // A ping with a time to live and no more: `PING` is a command of 7 bytes here.
+    // A ping with a time-to-live and nothing else. The command `PING` has 7 bytes here.
     let pings = b"\x04\x07\x04PING\x00\x00".repeat(1 << 16);
     let begin = Instant::now();
     while stream.write_all(&pings).is_ok() {
@@ -463,11 +463,11 @@ fn who_resets_an_engine_hears_of_that_alone_and_others_that_their_calls_were_not
     let poll = Request::Poll { control: 0 };
     let claim = Request::Claim { owner: "a driver".to_owned(), job: 7 };
     run(async {
-        // The original's hosts do not say that an engine is theirs; whoever resets it may.
+        // Hosts of the original do not claim an engine. The host that resets it may have claimed it.
         for claims in [false, true] {
             let mut others = hosts(&ports(port, 2), &Setup::default()).await;
             let (host, places) = &mut others[0];
-            // One that is done, of which it has yet to ask, and two that rank 1 does not make.
+            // One call that has ended but was not polled, and two calls that rank 1 does not start.
             host.begin(call(Operation::Nop, places, 0)).await;
             for _ in 0..2 {
                 host.begin(call(Operation::Barrier, places, 0)).await;
@@ -487,7 +487,7 @@ fn who_resets_an_engine_hears_of_that_alone_and_others_that_their_calls_were_not
         }
     });
     run(async {
-        // One that resets what it has started itself does not wait for it, nor for what it has not asked about.
+        // A host that resets its own calls neither waits for them nor receives their ends.
         let mut hosts = hosts(&ports(port, 2), &Setup::default()).await;
         let (host, places) = &mut hosts[0];
         for operation in [Operation::Nop, Operation::Barrier] {
@@ -510,7 +510,7 @@ fn a_client_may_ask_for_ends_over_another_connection_than_it_calls_by() {
             calls.begin(call(Operation::Nop, places, 0)).await;
             asks.end_well().await;
         }
-        // What one that has gone has left is not taken for the end of a later call.
+        // The end that a disconnected host has left is not taken for the end of a later call.
         calls.begin(call(Operation::Nop, places, 0)).await;
         drop(hosts);
         let mut next = Host::connect(port).await;
@@ -541,7 +541,7 @@ fn ends_are_those_of_their_control_stream_and_a_reset_on_none_takes_nothing() {
     });
 }
 
-/// The end of a call that somebody had left there was taken for that of the owner's, which had not ended.
+/// Regression test: the owner took the end of a call that another host had left for the end of its own call, which had not ended.
 #[test]
 fn the_owner_of_a_rank_is_told_of_no_end_that_others_have_left_whenever_they_go() {
     let port = free_ports(4);
@@ -549,7 +549,8 @@ fn the_owner_of_a_rank_is_told_of_no_end_that_others_have_left_whenever_they_go(
     let poll = Request::Poll { control: 0 };
     let claim = |name: &str| Request::Claim { owner: name.to_owned(), job: 7 };
     run(async {
-        // One without a claim leaves the end of a call that went well; one whose rank was taken, that of a call that was ended; both stay for now.
+        // One host without a claim leaves the end of a successful call. A second host, whose rank was taken, leaves the end of a dropped call. Both
+        // stay connected.
         let mut others = hosts(&ports(port, 2), &Setup::default()).await;
         let (host, its_places) = &mut others[0];
         host.begin(call(Operation::Nop, its_places, 0)).await;
@@ -557,7 +558,7 @@ fn the_owner_of_a_rank_is_told_of_no_end_that_others_have_left_whenever_they_go(
         taken.good(&claim("taken")).await;
         let places = taken.set_up(0, 2, &Setup::default()).await;
         taken.begin(call(Operation::Barrier, &places, 0)).await;
-        // Whoever takes it away hears that its reset went well, whatever is left there.
+        // The host that takes the rank away receives the successful end of its reset, regardless of earlier ends.
         let mut resets = Host::connect(port).await;
         resets.configure(ConfigFunction::Reset, 0).await;
         assert_eq!(resets.ask(&poll).await, Reply::Status(Status::Not));

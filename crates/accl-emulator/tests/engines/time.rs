@@ -1,4 +1,4 @@
-//! The counter register holds what a call would take on a card, by what its engine has done for it.
+//! The counter register holds the estimated duration of a call on a card, computed from the work of the engine.
 
 use crate::support::world::{Settings, World};
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation};
@@ -18,7 +18,7 @@ fn cycles(world: &mut World, rank: u32) -> u64 {
     }
 }
 
-/// Cycles of each rank for an operation on single precision.
+/// Returns each rank's cycles for an operation on single precision.
 fn taken(settings: Settings, speed: Speed, operation: Operation, count: u32) -> Vec<u64> {
     let mut world = World::new(settings);
     world.engines = world.engines.into_iter().map(|engine| engine.with_speed(speed)).collect();
@@ -56,7 +56,7 @@ fn a_slower_clock_takes_longer_by_the_register_whose_unit_stays() {
 
 #[test]
 fn an_eager_all_reduce_takes_a_hop_for_each_step_of_its_two_rings() {
-    // A link without an end to what it carries, and engines without an end to their clock, leave the hops.
+    // Infinitely fast links and engines leave only the time of the hops.
     let speed = Speed { clock_hz: 1 << 50, link_bits_per_second: 1 << 50, hop_ps: 1_000_000 };
     for ranks in [2u64, 3, 5] {
         let settings = Settings { rx_bytes: 1024, ..Settings::new(Network::Udp, ranks as u32) };
@@ -71,7 +71,7 @@ fn an_eager_all_reduce_takes_a_hop_for_each_step_of_its_two_rings() {
 #[test]
 fn bytes_on_the_wire_take_what_the_link_says() {
     let speed = Speed { clock_hz: 1 << 50, link_bits_per_second: 8_000_000_000, hop_ps: 0 };
-    // A byte in a nanosecond: one message of 1,000 bytes and its header, and nothing back.
+    // The link carries a byte per nanosecond: one message of 1,000 bytes with its header, and nothing in return.
     let settings = Settings { rx_bytes: 1024, ..Settings::new(Network::Tcp, 2) };
     let taken = taken(settings, speed, Operation::Broadcast, 250);
     assert_eq!(taken, [1064 / NANOSECONDS_PER_CYCLE, 1064 / NANOSECONDS_PER_CYCLE]);

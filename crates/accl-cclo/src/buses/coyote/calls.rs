@@ -1,31 +1,31 @@
-//! What is asked of the kernel's driver of Coyote, v1: the numbers of its requests, and the words that each takes.
+//! Requests to the kernel driver of Coyote v1: their numbers, and the words that each takes.
 
 use std::io;
 
-/// What is asked of the driver, and how its numbers are put together: magic, direction, and the size of a word.
+/// Request to the kernel driver. Its ioctl opcode combines direction, magic, number and the size of a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Request {
-    /// Maps memory of the host: address, bytes, context.
+    /// Maps host memory for the card. Words: address, bytes, context.
     MapMemory,
-    /// Takes it back: address, context.
+    /// Unmaps host memory. Words: address, context.
     UnmapMemory,
-    /// Registers a process: its id; the number of the context comes back in the second word.
+    /// Registers a process. Word: process id. The driver returns the number of the context in the second word.
     RegisterProcess,
-    /// Takes a context back: its number.
+    /// Unregisters a process. Word: number of the context.
     UnregisterProcess,
-    /// Looks up the hardware address of a peer: port, IPv4 address.
+    /// Looks up the hardware address of a peer. Words: port, IPv4 address.
     LookUpAddress,
-    /// Sets up a queue pair: port and three words.
+    /// Sets up a queue pair. Words: port, and three words of the queue pair.
     WriteContext,
-    /// Connects a queue pair: port and three words.
+    /// Connects a queue pair. Words: port, and three words of the connection.
     WriteConnection,
-    /// What the shell was built with: bits come back in the first word.
+    /// Reads the configuration of the shell. The driver returns its bits in the first word.
     ReadConfig,
 }
 
-/// Words that a request has at most.
+/// Maximum number of words in a request.
 pub(super) const MAX_WORDS: usize = 8;
-/// Group of the driver's requests.
+/// Magic letter of the driver's requests.
 pub(super) const MAGIC: u8 = b'D';
 
 impl Request {
@@ -42,49 +42,49 @@ impl Request {
         }
     }
 
-    /// The driver writes into the words and reads none of them.
+    /// Returns whether the driver only writes to the words and reads none of them.
     pub(super) fn only_reads(self) -> bool {
         self == Self::ReadConfig
     }
 }
 
-/// A region of a card, as the kernel lets a process reach it. What stands behind it is replaced in tests.
+/// System calls on a region of a card. Tests replace the implementation.
 pub(super) trait Calls: Send {
-    /// A request, in one of the contexts, which are numbered as they were opened.
+    /// Sends a request to a context. Contexts are numbered in the order in which they were opened.
     fn request(&mut self, context: usize, what: Request, words: &mut [u64; MAX_WORDS]) -> io::Result<()>;
 
-    /// One more context of the same region.
+    /// Opens another context of the same region.
     fn open_context(&mut self) -> io::Result<usize>;
 
-    /// A word of the user's control registers, by its index.
+    /// Reads a word of the user's control registers, by its index.
     fn read_word(&self, index: usize) -> u64;
 
-    /// Sets one.
+    /// Writes a word of the user's control registers, by its index.
     fn write_word(&mut self, index: usize, value: u64);
 
-    /// Anonymous memory of so many bytes, in pages of [`PAGE_BYTES`]: its address.
+    /// Maps `bytes` bytes of anonymous memory in pages of [`PAGE_BYTES`]. Returns the address.
     fn map_pages(&mut self, bytes: usize) -> io::Result<u64>;
 
-    /// Gives it back.
+    /// Unmaps the memory at `address`.
     fn unmap_pages(&mut self, address: u64);
 
-    /// Copies from memory that was mapped.
+    /// Copies from mapped memory.
     fn read_pages(&self, address: u64, into: &mut [u8]) -> io::Result<()>;
 
-    /// Copies into it.
+    /// Copies to mapped memory.
     fn write_pages(&mut self, address: u64, from: &[u8]) -> io::Result<()>;
 
-    /// Takes the region for this process and this opening of it, until it is closed. `false`: somebody else has it.
+    /// Locks the region exclusively for this process and this opening of the region, until it is closed. Returns `false` if another has the lock.
     fn claim(&mut self) -> io::Result<bool>;
 
-    /// Keeps everything open for as long as the process lives.
+    /// Keeps everything open for the life of the process.
     fn keep_open(&mut self);
 
-    /// The same region once more, for its registers alone.
+    /// Opens the same region again, to access registers only.
     fn again(&self) -> io::Result<Box<dyn Calls>>;
 }
 
-/// A page of a buffer.
+/// Size of a page of a buffer in bytes.
 pub(super) const PAGE_BYTES: u64 = 2 << 20;
-/// Words of the control registers: 64 KiB of 64-bit words.
+/// Number of control registers: 64 KiB of 64-bit words.
 pub(super) const REGISTER_WORDS: usize = (64 << 10) / 8;

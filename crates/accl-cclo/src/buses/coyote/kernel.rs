@@ -1,8 +1,8 @@
-//! The kernel's driver of Coyote, v1, by way of system calls.
+//! System calls to the kernel driver of Coyote v1.
 //!
-//! Owns every mapping, so that nothing is read or written outside of one, and the lock on the device's file by which drivers of ours know of one
-//! another: the kernel's driver lets in as many as come. Unsafe code is here: mapped registers, huge pages, and requests
-//! whose words the driver writes to.
+//! Owns every mapping, so that no access lies outside of one. Also owns the lock on the device's file: the kernel driver admits any number of
+//! processes, and the lock keeps this project's drivers apart. The unsafe code of the bus is here: mapped registers, huge pages, and requests whose
+//! words the kernel driver writes to.
 
 use std::ffi::c_void;
 use std::fs::{File, OpenOptions};
@@ -18,20 +18,20 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 
 use super::calls::{Calls, MAGIC, MAX_WORDS, REGISTER_WORDS, Request};
 
-/// Where the user's control registers begin in the device.
+/// Offset of the user's control registers in the device file.
 const REGISTERS_AT: u64 = 0;
 
-/// A region of a card.
+/// An open region of a card.
 pub(super) struct Kernel {
     path: PathBuf,
     contexts: Vec<File>,
-    /// The control registers, for as long as this lives.
+    /// Mapped control registers, valid for the lifetime of this value.
     registers: NonNull<u64>,
     /// Address and length of each buffer.
     pages: Vec<(u64, usize)>,
 }
 
-// SAFETY: the pointer is to registers that this alone owns the mapping of; no thread holds anything of it that another could miss.
+// SAFETY: this value alone owns the mapping that `registers` points to, and none of its fields is bound to a thread.
 unsafe impl Send for Kernel {}
 
 impl Kernel {
@@ -42,13 +42,13 @@ impl Kernel {
     fn at(path: PathBuf) -> io::Result<Self> {
         let file = device(&path)?;
         let (all, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-        // SAFETY: the kernel chooses the place of a new mapping, which overlaps none that there is.
+        // SAFETY: the kernel chooses the address of a new mapping, so the mapping overlaps no other.
         let mapped = unsafe { mmap(null_mut(), REGISTER_WORDS * size_of::<u64>(), all, flags, &file, REGISTERS_AT) }?;
         let registers = NonNull::new(mapped.cast()).ok_or_else(|| io::Error::other("registers at address zero"))?;
         Ok(Self { path, contexts: vec![file], registers, pages: Vec::new() })
     }
 
-    /// The place of a buffer's bytes, if they lie in one.
+    /// Returns a pointer to `length` bytes at `address`, if they lie within one buffer.
     fn bytes_at(&self, address: u64, length: usize) -> io::Result<*mut u8> {
         let is_in = |(begin, bytes): &&(u64, usize)| {
             address.checked_sub(*begin).is_some_and(|offset| {
@@ -65,7 +65,7 @@ impl Kernel {
 
 fn device(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).open(path)?;
-    // A number that is none of a standard stream: what the process prints must not go there.
+    // Avoids the numbers of the standard streams, so that output which the process prints cannot reach the device.
     Ok(rustix::io::fcntl_dupfd_cloexec(&file, 3)?.into())
 }
 
@@ -75,8 +75,8 @@ struct Asked<'a> {
     words: &'a mut [u64; MAX_WORDS],
 }
 
-// SAFETY: the opcode is one of the driver's, whose argument is an array of at most `MAX_WORDS` words, and `as_ptr` is to as many, which
-// the driver may write to.
+// SAFETY: the opcode is one of the driver's requests, whose argument is an array of at most `MAX_WORDS` words. `as_ptr` points to that many words,
+// which the driver may write to.
 unsafe impl Ioctl for Asked<'_> {
     type Output = ();
 
@@ -91,7 +91,7 @@ unsafe impl Ioctl for Asked<'_> {
         self.words.as_mut_ptr().cast()
     }
 
-    // SAFETY: nothing is read through the pointer.
+    // SAFETY: the function does not read through the pointer.
     unsafe fn output_from_ptr(_: IoctlOutput, _: *mut c_void) -> rustix::io::Result<()> {
         Ok(())
     }
@@ -100,8 +100,8 @@ unsafe impl Ioctl for Asked<'_> {
 impl Calls for Kernel {
     fn request(&mut self, context: usize, what: Request, words: &mut [u64; MAX_WORDS]) -> io::Result<()> {
         let file = self.contexts.get(context).ok_or_else(|| io::Error::other("there is no such context"))?;
-        // SAFETY: the file is a device of this driver, and `Asked` says what the driver does with the words. Memory that a request hands to
-        // the card stays mapped until another has taken it back.
+        // SAFETY: the file is a device of this driver, and `Asked` describes how the driver accesses the words. Memory that a request maps for the
+        // card stays mapped in the process until another request unmaps it.
         unsafe { rustix::ioctl::ioctl(file, Asked { what, words }) }?;
         Ok(())
     }
@@ -113,19 +113,20 @@ impl Calls for Kernel {
 
     fn read_word(&self, index: usize) -> u64 {
         assert!(index < REGISTER_WORDS, "register words end at {REGISTER_WORDS}");
-        // SAFETY: the mapping has `REGISTER_WORDS` words, is aligned to a page and lives as long as this. A register may change at any time.
+        // SAFETY: the mapping has `REGISTER_WORDS` words, is page-aligned and lives as long as `self`. Volatile, since a register may change at any
+        // time.
         unsafe { self.registers.add(index).read_volatile() }
     }
 
     fn write_word(&mut self, index: usize, value: u64) {
         assert!(index < REGISTER_WORDS, "register words end at {REGISTER_WORDS}");
-        // SAFETY: as in `read_word`.
+        // SAFETY: `index` was checked above, and the mapping has `REGISTER_WORDS` words, is page-aligned and lives as long as `self`.
         unsafe { self.registers.add(index).write_volatile(value) }
     }
 
     fn map_pages(&mut self, bytes: usize) -> io::Result<u64> {
         let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
-        // SAFETY: the kernel chooses the place of a new mapping, which overlaps none that there is.
+        // SAFETY: the kernel chooses the address of a new mapping, so the mapping overlaps no other.
         let mapped = unsafe { mmap_anonymous(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
         let address = mapped.expose_provenance() as u64;
         self.pages.push((address, bytes));
@@ -139,22 +140,22 @@ impl Calls for Kernel {
     fn unmap_pages(&mut self, address: u64) {
         let Some(index) = self.pages.iter().position(|(begin, _)| *begin == address) else { return };
         let (begin, bytes) = self.pages.swap_remove(index);
-        // SAFETY: this is a whole mapping of `map_pages`, which nothing refers to any more: it was just taken from the list that all accesses
-        // go through, and the card has given it back.
+        // SAFETY: this is a whole mapping of `map_pages`. It was just removed from the list that all accesses go through, and the card no longer uses
+        // it.
         let _ = unsafe { munmap(std::ptr::with_exposed_provenance_mut(begin as usize), bytes) };
     }
 
     fn read_pages(&self, address: u64, into: &mut [u8]) -> io::Result<()> {
         let from = self.bytes_at(address, into.len())?;
-        // SAFETY: `bytes_at` has checked that all bytes lie in a mapping that lives as long as it is in the list. `into` is the caller's, and
-        // no other memory of Rust lies in a mapping of ours. What the card writes meanwhile is what a call has yet to end for.
+        // SAFETY: `bytes_at` has checked that the bytes lie in a mapping, which lives while it is in the list. `into` is a Rust slice, and no Rust
+        // memory lies in these mappings. Bytes that the card writes meanwhile belong to a call that has not ended.
         unsafe { from.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) };
         Ok(())
     }
 
     fn write_pages(&mut self, address: u64, from: &[u8]) -> io::Result<()> {
         let to = self.bytes_at(address, from.len())?;
-        // SAFETY: as in `read_pages`.
+        // SAFETY: `bytes_at` has checked that the bytes lie in a live mapping. `from` is a Rust slice, and no Rust memory lies in these mappings.
         unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) };
         Ok(())
     }
@@ -170,7 +171,7 @@ impl Calls for Kernel {
 
     fn keep_open(&mut self) {
         for file in self.contexts.drain(..) {
-            // A number that nobody closes.
+            // Leaks the file descriptor, so that the file stays open.
             let _ = file.into_raw_fd();
         }
     }
@@ -180,21 +181,21 @@ impl Calls for Kernel {
     }
 }
 
-/// A process that is forked does not get these pages. If it did, the next write here would go to a copy, and the card, which knows physical
-/// pages, would go on reading the old one.
+/// Excludes these pages from forked processes. Otherwise the next write here after a fork would go to a copy. The card uses physical pages and would
+/// go on reading the old page.
 fn keep_from_children(mapped: *mut c_void, bytes: usize) -> io::Result<()> {
-    // SAFETY: this is a whole mapping of ours, whose content stays as it is.
+    // SAFETY: this is a whole mapping of this module, and the advice does not change its content.
     unsafe { madvise(mapped, bytes, Advice::LinuxDontFork) }.map_err(io::Error::from)
 }
 
-/// Buffers that are still mapped stay so, for the card may write to them.
+/// Leaves buffers mapped that were not unmapped, since the card may write to them.
 impl Drop for Kernel {
     fn drop(&mut self) {
-        // A process that was forked meanwhile may have the file as well, and with it the lock.
+        // Unlocks explicitly, since a process forked meanwhile may have inherited the file and, with it, the lock.
         if let Some(device) = self.contexts.first() {
             let _ = flock(device, FlockOperation::Unlock);
         }
-        // SAFETY: this is the whole mapping of `at`, and its only pointer is dropped with it.
+        // SAFETY: this is the whole mapping of `at`, and its only pointer is dropped with `self`.
         let _ = unsafe { munmap(self.registers.as_ptr().cast(), REGISTER_WORDS * size_of::<u64>()) };
     }
 }
@@ -206,7 +207,7 @@ mod tests {
     #[test]
     fn pages_of_a_card_are_not_copied_when_the_process_forks() {
         let bytes = 1 << 16;
-        // SAFETY: the kernel chooses the place of a new mapping, which overlaps none that there is.
+        // SAFETY: the kernel chooses the address of a new mapping, so the mapping overlaps no other.
         let mapped =
             unsafe { mmap_anonymous(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) }
                 .unwrap();
@@ -214,7 +215,7 @@ mod tests {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let begin = format!("{:x}-", mapped as usize);
         let flags = smaps.lines().skip_while(|line| !line.starts_with(&begin)).find(|line| line.starts_with("VmFlags"));
-        // SAFETY: this is the mapping, and nothing refers to it.
+        // SAFETY: this is the mapping created above, and nothing refers to it.
         unsafe { munmap(mapped, bytes) }.unwrap();
         assert!(flags.is_some_and(|flags| flags.split(' ').any(|flag| flag == "dc")), "{flags:?}");
     }
@@ -222,7 +223,7 @@ mod tests {
     #[test]
     fn requests_are_numbered_as_the_kernel_does() {
         let opcode = |what| Asked { what, words: &mut [0; MAX_WORDS] }.opcode();
-        // Direction, eight bytes, the letter D, and the number of the reference.
+        // The opcode combines direction, eight bytes, the letter D, and the number in the reference.
         for (what, number) in [
             (Request::MapMemory, 0x4008_4405),
             (Request::UnmapMemory, 0x4008_4406),

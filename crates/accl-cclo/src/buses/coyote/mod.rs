@@ -1,7 +1,7 @@
-//! The bus to a card behind Coyote, v1: its registers are mapped, and buffers lie in huge pages of the host.
+//! Bus to a card behind Coyote v1. Registers are mapped into the process, and buffers lie in huge pages of the host.
 //!
-//! Moving buffers to the card (offload) is refused, as is the driver of Coyote v2, which has other requests. No card was there to try it on:
-//! a stand-in records what is asked of the kernel, and tests compare that with the reference. Read [`CoyoteBus::open`] first.
+//! The bus does not move buffers to the card (offload), and does not support the driver of Coyote v2, whose requests differ. It was never run on a
+//! real card. Instead, tests record the requests to the kernel and compare them with the reference. Read [`CoyoteBus::open`] first.
 
 mod calls;
 #[allow(unsafe_code)]
@@ -27,38 +27,39 @@ use crate::memory_map::EXCHANGE_MEMORY_BYTES;
 use calls::{Calls, MAX_WORDS, PAGE_BYTES, Request};
 use kernel::Kernel;
 
-/// Where devices are.
+/// Folder of device files.
 const DEVICES: &str = "/dev";
-/// Where the registers that start calls stand, behind exchange memory.
+/// Byte offset of the registers that start calls, which follow exchange memory.
 const HOSTCTRL: u32 = 0x2000;
-/// Bits of what a shell was built with: RDMA on either port.
+/// Bits of the shell's configuration that report RDMA on port 0 and on port 1.
 const HAS_RDMA: [u64; 2] = [1 << 16, 1 << 17];
-/// The context of control and buffers; queue pairs have those after it.
+/// Index of the context for control and buffers; queue pairs use the contexts after it.
 const CONTROL_CONTEXT: usize = 0;
-/// Contexts of a region.
+/// Number of contexts in a region.
 const MAX_CONTEXTS: u32 = 64;
-/// Who may hold the lock of a region: it goes with the file, which stays open where the card may still write to buffers.
+/// Possible holders of a region's lock, for messages. The lock lives as long as the open device file, which stays open if the card may still write to
+/// buffers.
 const HOLDER: &str = "another driver of this host, or by an earlier group of this process whose last call never ended";
-/// The key of memory that a queue pair names; nothing looks at it in v1.
+/// Memory key of a queue pair; Coyote v1 ignores it.
 const KEY: u16 = 0;
 
-/// A region of a card.
+/// Connection to a region of a card.
 pub struct CoyoteBus {
     calls: Box<dyn Calls>,
     region: u32,
-    /// The numbers that the driver gave the contexts.
+    /// Driver's number of each context, by index.
     contexts: Vec<u64>,
-    /// The port of the card that has RDMA.
+    /// Port of the card that has RDMA.
     port: u64,
-    /// Where each buffer is, and in which context it was mapped.
+    /// Address of each buffer, and the index of the context in which it was mapped.
     buffers: Vec<(u64, usize)>,
-    /// This rank's ends of queue pairs, one for each rank and none for itself, once they were told.
+    /// This rank's ends of queue pairs, by peer rank, with `None` for this rank. Empty until [`Bus::tell`].
     ends: Vec<Option<QueuePair>>,
-    /// A call was started whose end was not seen: the card may write to buffers.
+    /// Whether a started call has not been seen to end, so that the card may write to buffers.
     is_busy: bool,
-    /// Packets may still come to buffers, although no call is under way.
+    /// Whether packets may still arrive in buffers although no call runs.
     may_write: bool,
-    /// Registers can be read, and nothing else be done.
+    /// Whether this connection may only read registers.
     only_looks: bool,
 }
 
@@ -66,7 +67,7 @@ impl CoyoteBus {
     /// Opens a region of a card.
     ///
     /// # Errors
-    /// There is none, the driver is that of v2, or the shell has no RDMA.
+    /// There is no such region, the loaded driver is Coyote v2, or the shell has no RDMA.
     pub fn open(region: u32) -> Result<Self> {
         let kernel =
             Kernel::open(Path::new(DEVICES), region).map_err(|error| missing(Path::new(DEVICES), region, &error))?;
@@ -106,11 +107,11 @@ impl CoyoteBus {
         Ok(())
     }
 
-    /// Makes this rank's ends of queue pairs, one for each other rank, each with a context and a page of memory of its own. Ranks exchange
-    /// them, and each connects both ends; [`QueuePair::number`] of the local end is the session of that peer.
+    /// Creates this rank's ends of `peers` queue pairs, one per other rank. Each end has its own context and one page of memory. Ranks exchange the
+    /// ends, and each rank then connects its end with the peer's. [`QueuePair::number`] of the local end is the session of the peer.
     ///
     /// # Errors
-    /// The region has no contexts or the host no pages left.
+    /// The region has too few contexts, or the host has no free huge pages.
     fn queue_pairs(&mut self, ip: Ipv4Addr, peers: u32) -> Result<Vec<QueuePair>> {
         if peers >= MAX_CONTEXTS {
             let text = format!("{} has contexts for {} peers, not for {peers}", name(self.region), MAX_CONTEXTS - 1);
@@ -133,10 +134,10 @@ impl CoyoteBus {
         })
     }
 
-    /// Connects one end of a queue pair with the other. All ranks must have done so before the first of them makes a call.
+    /// Connects one end of a queue pair with the other. All ranks must have done this before any rank starts a call.
     ///
     /// # Errors
-    /// The driver refuses it.
+    /// The driver refuses a request.
     fn connect(&mut self, local: &QueuePair, remote: &QueuePair) -> Result<()> {
         let port = self.port;
         let [first, second, third] = local.context_words(remote);
@@ -159,7 +160,7 @@ impl CoyoteBus {
         self.calls.request(context, what, words).map_err(|error| failed(self.region, said, &error))
     }
 
-    /// Memory of the host in whole pages, which the card reaches as well.
+    /// Maps host memory in whole huge pages that the card can access as well. Returns its address.
     fn map(&mut self, context: usize, bytes: u64) -> Result<u64> {
         if self.only_looks {
             return Err(Error::internal(format!("{}: a connection that only looks has no buffers", self.describe())));
@@ -197,9 +198,9 @@ impl CoyoteBus {
 }
 
 impl Bus for CoyoteBus {
-    /// The ends of this rank's queue pairs, one for each other rank.
+    /// Returns the ends of this rank's queue pairs, one for each other rank.
     fn tell(&mut self, settings: &Settings) -> Result<Option<String>> {
-        // Queue pairs are the region's, so that is this process's alone before there are any.
+        // Queue pairs belong to the region, so this process must claim the region before it creates any.
         claim(self, || true)?;
         let own = settings.rank as usize;
         let ip = settings.peers.get(own).map(|peer| peer.ip);
@@ -209,7 +210,7 @@ impl Bus for CoyoteBus {
         Ok(Some(QueuePair::all_to_text(&self.ends)))
     }
 
-    /// Connects each with the end that its rank has made for this one; the number of the end here is the session.
+    /// Connects each local end with the end that the peer created for this rank. The number of the local end becomes the peer's session.
     fn hear(&mut self, told: &[String], settings: &mut Settings) -> Result<()> {
         let own = settings.rank as usize;
         let senseless = |rank: usize, why: &str| {
@@ -248,7 +249,7 @@ impl Bus for CoyoteBus {
         Ok(())
     }
 
-    /// Drivers of ours hold a lock on the device's file. Others are not noticed, and neither are those of other hosts.
+    /// Claims the region by a lock on the device's file. Only processes of this project on this host respect the lock.
     fn claim(&mut self) -> Result<Option<String>> {
         if self.only_looks {
             return Err(Error::internal(format!("{}: a connection that only looks takes nothing", self.describe())));
@@ -270,7 +271,7 @@ impl Bus for CoyoteBus {
         Ok(())
     }
 
-    /// Both memories are one, in which buffers are the host's until they are moved to the card, which nothing here does.
+    /// Allocates host memory for either kind, since buffers stay in host memory unless moved to the card, which this bus never does.
     fn allocate(&mut self, _: Memory, bytes: u64) -> Result<u64> {
         self.map(CONTROL_CONTEXT, bytes)
     }
@@ -303,7 +304,7 @@ impl Bus for CoyoteBus {
     }
 
     fn drain(&mut self) -> Result<()> {
-        // To read it clears what it says of an end.
+        // Reading the register clears its report of an ended call.
         let _ = self.calls.read_word(word_of(HOSTCTRL + hostctrl::CONTROL));
         Ok(())
     }
@@ -332,7 +333,7 @@ impl Bus for CoyoteBus {
     }
 }
 
-/// Gives everything back, unless the card may still write to buffers: then nothing ever is.
+/// Frees everything, unless the card may still write to buffers. In that case everything stays open and mapped.
 impl Drop for CoyoteBus {
     fn drop(&mut self) {
         if self.is_busy || self.may_write {
@@ -343,7 +344,7 @@ impl Drop for CoyoteBus {
         }
         for (address, context) in std::mem::take(&mut self.buffers) {
             let number = self.contexts.get(context).copied().unwrap_or(0);
-            // Nobody is left to hear of an error; what the driver has not taken back stays mapped.
+            // The error cannot be reported here. Memory that the driver has not unmapped stays mapped.
             if self.calls.request(context, Request::UnmapMemory, &mut words([address, number])).is_ok() {
                 self.calls.unmap_pages(address);
             }
@@ -354,14 +355,14 @@ impl Drop for CoyoteBus {
     }
 }
 
-/// The words of a request, with zeros behind.
+/// Returns the words of a request, padded with zeros.
 fn words<const N: usize>(given: [u64; N]) -> [u64; MAX_WORDS] {
     let mut words = [0; MAX_WORDS];
     words[..N].copy_from_slice(&given);
     words
 }
 
-/// Registers are 32 bits in words of 64: the index of one.
+/// Returns the index of a register's word. Registers have 32 bits and lie in words of 64 bits.
 fn word_of(offset: u32) -> usize {
     (offset >> 2) as usize
 }
@@ -375,10 +376,10 @@ fn failed(region: u32, what: &str, error: &io::Error) -> Error {
     Error::new(ErrorKind::Device, format!("{} could not {what}: {error}{in_use}", name(region)))
 }
 
-/// What is said where the kernel says that something is busy.
+/// Hint in messages if the kernel reports that a resource is busy.
 const IN_USE: &str = "; another process uses the card: end that first, or take another region";
 
-/// Why there is no such region.
+/// Returns the error for a region that cannot be opened.
 fn missing(devices: &Path, region: u32, error: &io::Error) -> Error {
     let place = devices.join(format!("fpga{region}"));
     if error.kind() == io::ErrorKind::ResourceBusy {
@@ -395,5 +396,5 @@ fn missing(devices: &Path, region: u32, error: &io::Error) -> Error {
     Error::new(ErrorKind::Device, format!("no card behind Coyote at {}: {error}; {remedy}", place.display()))
 }
 
-/// Devices of v2 have these names.
+/// Prefix of the device names of Coyote v2.
 const V2_PREFIX: &str = "coyote_fpga_";

@@ -11,7 +11,7 @@ use crate::call::{Compression, Descriptor, Hosts, Operation, Streams};
 use crate::driver::{Peer, Settings};
 use crate::memory_map as map;
 
-/// What was done, in order.
+/// Operations in the order in which they were performed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Done {
     Request(usize, u8, Vec<u64>),
@@ -23,12 +23,12 @@ enum Done {
     KeepOpen,
 }
 
-/// A region that records what is asked of it.
+/// A region that records the requests to it.
 #[derive(Clone)]
 struct Recorder {
     done: Arc<Mutex<Vec<Done>>>,
     config: u64,
-    /// What a read of a register finds.
+    /// Value that a register read returns.
     word: u64,
     contexts: usize,
     mapped: u64,
@@ -59,7 +59,7 @@ impl Calls for Recorder {
         }
         match what {
             Request::ReadConfig => words[0] = self.config,
-            // Contexts have numbers of the driver's own.
+            // The driver numbers contexts itself.
             Request::RegisterProcess => words[1] = 5 + context as u64,
             _ => {}
         }
@@ -174,7 +174,7 @@ fn a_call_is_fifteen_words_and_a_start_bit() {
         ..Descriptor::new(Operation::AllReduce)
     };
     bus.start(&call).unwrap();
-    // Offsets of the reference, from 0x2000 on.
+    // Offsets of the reference, from 0x2000.
     let expected = [
         (0x2010, 10),
         (0x2018, 101),
@@ -197,7 +197,7 @@ fn a_call_is_fifteen_words_and_a_start_bit() {
     assert_eq!(bus.poll(), Ok(false));
     assert_eq!(taken(&recorder), [Done::Read(0x2000 >> 2)]);
 
-    // What was started may still write: nothing is given back.
+    // A started call may still write to buffers, so nothing is freed.
     bus.allocate(Memory::Host, 1).unwrap();
     taken(&recorder);
     drop(bus);
@@ -271,7 +271,7 @@ fn queue_pairs_have_contexts_of_their_own_and_the_words_of_the_reference() {
             Done::Request(2, 5, vec![local[1].address, 2 << 20, 7]),
         ]
     );
-    // Region 2 in the upper four bits, the driver's number of the context in the lower six.
+    // The region, 2, is in the upper four bits, and the driver's context number in the lower six.
     assert_eq!([local[0].number, local[1].number], [2 << 6 | 6, 2 << 6 | 7]);
     assert!(local.iter().all(|pair| pair.first_packet < 1 << 24 && pair.bytes == 2 << 20 && pair.ip == ip));
 
@@ -312,7 +312,7 @@ fn queue_pairs_have_contexts_of_their_own_and_the_words_of_the_reference() {
     );
 }
 
-/// Cards of a world, each of which has told what it does, and their settings.
+/// Returns the cards of a world with their settings, and the text that each returned from [`Bus::tell`].
 fn world(ranks: u32) -> (Vec<(Recorder, CoyoteBus, Settings)>, Vec<String>) {
     let peer = |rank: u32| Peer { ip: Ipv4Addr::new(10, 10, 10, rank as u8 + 1), port: 5500, session: map::NO_SESSION };
     let peers: Vec<Peer> = (0..ranks).map(peer).collect();
@@ -408,7 +408,7 @@ fn a_card_that_is_not_there_and_the_driver_of_v2_are_told_apart() {
     assert!(said(&devices).ends_with("is not offered; load that of v1"));
 }
 
-/// An ordinary file is no device: it can be opened and not be mapped, which is told as well.
+/// An ordinary file can be opened and mapped, but it refuses requests, so it is reported as no device.
 #[test]
 fn what_is_no_device_is_refused() {
     let devices = std::env::temp_dir().join(format!("accl-no-coyote-{}", std::process::id()));
@@ -423,7 +423,7 @@ fn what_is_no_device_is_refused() {
     assert!(text.starts_with("card behind Coyote, region 0 could not say what it was built with: "), "{text}");
 }
 
-/// Where huge pages are free, buffers are looked after; where none are, that is what is said.
+/// Tests accesses to buffers if huge pages are free, and otherwise prints that none are.
 #[test]
 fn pages_are_read_and_written_within_their_bounds() {
     let devices = std::env::temp_dir().join(format!("accl-coyote-pages-{}", std::process::id()));

@@ -1,9 +1,8 @@
-//! The bus to an emulator: requests as JSON over a ZeroMQ socket, one at a time, each with a deadline.
+//! Bus to an emulator: JSON requests over a ZeroMQ socket, one at a time, each with a deadline.
 //!
-//! Drives the emulator of the ACCL project and ours alike: it chooses the addresses of buffers itself, and needs nothing that the original
-//! does not have, which refuses to say what it is and who uses it: that a second driver sets up an emulator of ours is noticed, and one of the
-//! original is not. A request that has failed leaves the socket in the middle of something, so the bus is
-//! dead then.
+//! Drives both the emulator of the ACCL project and this project's own. The bus chooses the addresses of buffers itself, and needs no request that
+//! the original lacks. The original describes neither itself nor its user. Therefore a second driver is detected on this project's emulator only. A
+//! failed request leaves the socket in an undefined state, so the bus is dead afterwards.
 
 mod zmtp;
 
@@ -22,48 +21,48 @@ use crate::device::Address;
 use crate::driver::Settings;
 use zmtp::{Failure, Requester};
 
-/// Ends of calls that a host which has gone may have left.
+/// Maximum number of call ends that a disconnected host may have left.
 const MOST_ENDS: u32 = 1024;
-/// How long a register, a call or an allocation may take, and a connection.
+/// Time limit for a connection, and for a request about a register, a call or an allocation.
 const REQUEST_DEADLINE: Duration = Duration::from_secs(1);
-/// How long each of these may take where only a look is wanted, at a device that may be stuck.
+/// The same limit for a connection that only inspects a device, which may be stuck.
 const LOOK_DEADLINE: Duration = Duration::from_millis(400);
-/// How long the first answer may take: the original sleeps for six seconds after its start.
+/// Time limit for the first answer. The original sleeps for six seconds after its start.
 const FIRST_DEADLINE: Duration = Duration::from_secs(10);
-/// Bytes of memory in one request, so that one that is stuck is noticed.
+/// Maximum bytes of memory in one request. Requests stay short, so that a stuck request is noticed.
 const CHUNK_BYTES: usize = 64 << 10;
-/// What a chunk may take longer: the original takes 16 s for 4 MiB.
+/// Additional time for a request with a chunk of memory. The original takes 16 s for 4 MiB.
 const CHUNK_DEADLINE: Duration = Duration::from_millis(1500);
-/// Buffers begin at multiples of this.
+/// The address of a buffer is a multiple of this many bytes.
 const PAGE_BYTES: u64 = 4096;
-/// Memory ends here: the original keeps addresses in 31 bits.
+/// End of memory: the original keeps addresses in 31 bits.
 const MEMORY_BYTES: u64 = 1 << 31;
-/// The control stream that calls are started on.
+/// Control stream on which calls are started.
 const CONTROL: u32 = 0;
-/// What is told of an emulator that says nothing of itself.
+/// Text sent for an emulator without a self-description.
 const SAYS_NOTHING: &str = "says nothing";
 
-/// A connection to an emulator.
+/// Connection to an emulator.
 pub struct EmulatorBus {
     socket: Requester,
     address: Address,
-    /// How far each memory is handed out, for all connections to the same emulator: that of the card, then that of the host.
+    /// End of the allocated part of device memory and of host memory, shared by all connections to the same emulator.
     handed_out: Arc<Mutex<[u64; 2]>>,
-    /// How long an answer may take, and the next one.
+    /// Time limit for most answers, and for the next one.
     usual_deadline: Duration,
     next_deadline: Duration,
-    /// What none may outlast.
+    /// Deadline of the caller, which no request outlasts.
     limit: Option<Instant>,
-    /// What tells the job from others, once its ranks have told each other; zero before.
+    /// Number of the job, computed once the ranks have exchanged their texts; zero before.
     job: u32,
     dead: Option<Error>,
 }
 
 impl EmulatorBus {
-    /// Reaches an emulator.
+    /// Connects to an emulator.
     ///
     /// # Errors
-    /// Nobody listens there, nobody answers, or what answers is no emulator.
+    /// Nothing listens there, nothing answers, or the answer is not an emulator's.
     pub fn open(address: &Address) -> Result<Self> {
         let bus = Self::connect(address, Arc::default(), REQUEST_DEADLINE)?;
         Ok(Self { next_deadline: FIRST_DEADLINE, ..bus })
@@ -84,7 +83,7 @@ impl EmulatorBus {
         })
     }
 
-    /// What is answered before a deadline, which `more` moves.
+    /// Sends a request and returns the reply. `more` extends the time limit.
     fn ask(&mut self, request: &Request, more: Duration) -> Result<Reply> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
@@ -118,7 +117,7 @@ impl EmulatorBus {
         }
     }
 
-    /// Where the next buffer begins.
+    /// Allocates the next buffer of a memory and returns its address.
     fn hand_out(&self, is_host: bool, bytes: u64) -> Result<u64> {
         let mut handed_out = self.handed_out.lock().unwrap_or_else(PoisonError::into_inner);
         let next = &mut handed_out[usize::from(is_host)];
@@ -154,7 +153,7 @@ fn not_an_emulator(address: &Address, why: impl fmt::Display) -> Error {
     Error::new(ErrorKind::Device, text)
 }
 
-/// What is wrong with a connection that is not there, or of no use.
+/// Returns the error for a connection that failed or is unusable.
 fn unconnected(address: &Address, failure: &Failure, deadline: Duration) -> Error {
     let text = match failure {
         Failure::Unreached(error) => {
@@ -167,7 +166,7 @@ fn unconnected(address: &Address, failure: &Failure, deadline: Duration) -> Erro
             "what listens at {address} has not greeted in {} ms; it is stopped, or no emulator",
             deadline.as_millis()
         ),
-        // That it has closed it is all that the end of a stream says.
+        // The end of a stream only says that the peer closed the connection.
         Failure::Closed(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
             format!("emulator at {address} has closed the connection; it has ended, start it again")
         }
@@ -181,14 +180,14 @@ fn unconnected(address: &Address, failure: &Failure, deadline: Duration) -> Erro
 }
 
 impl Bus for EmulatorBus {
-    /// A number by chance, and what the emulator is.
+    /// Returns a random number and the emulator's self-description.
     fn tell(&mut self, _: &Settings) -> Result<Option<String>> {
         let about = self.about()?;
         let about = about.map_or_else(|| SAYS_NOTHING.to_owned(), |about| Reply::About(about).to_json());
         Ok(Some(format!("{} {about}", RandomState::new().build_hasher().finish())))
     }
 
-    /// Refuses emulators that do not understand one another. The numbers of all ranks make the job's.
+    /// Refuses incompatible emulators. Computes the number of the job from the numbers of all ranks.
     fn hear(&mut self, told: &[String], _: &mut Settings) -> Result<()> {
         let mut numbers = Vec::new();
         let read = |(rank, text): (usize, &String)| {
@@ -212,12 +211,12 @@ impl Bus for EmulatorBus {
             Err(Error::new(ErrorKind::Device, text))
         };
         let answers = told.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
-        // Zero says nothing.
+        // Zero means that the job has no number.
         self.job = fold(hash_words(numbers)).max(1);
         difference(&answers).map_or(Ok(()), |why| Err(Error::new(ErrorKind::Configuration, why)))
     }
 
-    /// An emulator of ours has one owner, which is a connection. The original refuses the request, and does not tell.
+    /// Claims the emulator for this connection. The original refuses the request, and does not report an owner.
     fn claim(&mut self) -> Result<Option<String>> {
         let host = rustix::system::uname();
         let owner = format!("process {} of host {}", std::process::id(), host.nodename().to_string_lossy());
@@ -311,7 +310,7 @@ impl Bus for EmulatorBus {
     }
 }
 
-/// A request in words, without its bytes.
+/// Shows a request in words, without its data.
 struct Named<'a>(&'a Request);
 
 impl fmt::Display for Named<'_> {

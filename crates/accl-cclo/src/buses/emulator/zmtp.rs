@@ -1,8 +1,9 @@
-//! The asking end of ZeroMQ, as far as the emulator's protocol needs it: ZMTP 3.0 with no security, a socket of type REQ over one connection.
+//! Requesting end of ZeroMQ, as far as the emulator's protocol needs it: ZMTP 3.0 without security, with a REQ socket over one connection.
 //!
-//! Owns the connection and the bounds of what comes over it; what greetings and frames look like is in [`crate::zmtp`]. Whatever a peer sends
-//! costs no more than [`MOST_BYTES`] of memory and no more time than a deadline: training asks whoever listens at a port that somebody wrote
-//! down. Connects once, and to nobody again. Answers pings only while it is asked something: emulators send none. Read [`Requester`] first.
+//! Owns the connection, and limits what a peer may send; the encoding of greetings and frames is in [`crate::zmtp`]. A peer can cost at most
+//! [`MOST_BYTES`] of memory and the time until a deadline. That matters because any program may listen at an address that a user configured.
+//!
+//! Connects once and never reconnects. Answers pings only during a request, since emulators send none. Read [`Requester`] first.
 
 use std::fmt;
 use std::io::{self, BufReader, Read, Write};
@@ -13,62 +14,62 @@ use std::time::{Duration, Instant};
 use crate::device::Address;
 use crate::zmtp::{self, COMMAND, ERROR, GREETING_BYTES, LONG, MORE, MOST_COMMAND_BYTES, READY, greeting, push_frame};
 
-/// Most bytes of a message, whatever its frames. An answer with the memory that is asked for at once has less than one MiB.
+/// Maximum total bytes of a message. The largest answer that is requested at once, a chunk of memory, has less than one MiB.
 const MOST_BYTES: u64 = 16 << 20;
-/// How long after a deadline what has come before may still be read, and how long each read may wait for more.
+/// How long data that has already arrived may be read after a deadline, and how long each such read may wait.
 const OVERTIME: Duration = Duration::from_millis(100);
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
-/// Bytes that are read at once where more are there.
+/// Size of the read buffer in bytes.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// What a socket is that asks, and those that answer.
+/// Socket type of the requesting end, and the accepted types of the peer.
 const ASKING: &[u8] = b"REQ";
 const ANSWERING: [&[u8]; 2] = [b"REP", b"ROUTER"];
 
-/// Why there is no answer.
+/// Reason why there is no answer.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// Nobody is there.
+    /// Nothing listens at the address.
     Unreached(io::Error),
-    /// The name or the connection is not there in time.
+    /// Name lookup or connection did not complete in time.
     UnreachedInTime,
-    /// Whoever is there does not say so in time.
+    /// The peer did not send its greeting in time.
     Ungreeted,
     /// The deadline has passed.
     Late,
-    /// The connection has ended.
+    /// The connection has been closed.
     Closed(io::Error),
-    /// It has said why it ends the connection.
+    /// The peer sent the reason why it ends the connection.
     Refused(String),
-    /// It is no such peer, for this reason.
+    /// The peer does not speak the protocol, for this reason.
     Senseless(String),
 }
 
-/// A connection that requests go over, one after the other.
+/// Connection for one request after the other.
 pub(super) struct Requester {
     stream: BufReader<Timed>,
 }
 
-/// A stream that waits until a deadline and no longer.
+/// Stream whose reads and writes end at a deadline.
 struct Timed {
     stream: TcpStream,
     deadline: Instant,
-    /// Since when what has come is read although the deadline has passed.
+    /// When reading after the deadline began. Only data that has already arrived is read then.
     overtime: Option<Instant>,
 }
 
 impl Drop for Requester {
-    /// For whoever is at the other end it is closed now, although a process that was forked meanwhile may have it, too.
+    /// Closes the connection for the peer now, even if a process forked meanwhile has inherited the socket.
     fn drop(&mut self) {
         let _ = self.stream.get_ref().stream.shutdown(Shutdown::Both);
     }
 }
 
 impl Requester {
-    /// Connects, and greets. Each of both, and the look for a name, has this long.
+    /// Connects and exchanges greetings. Name lookup, connection and greetings may each take up to `patience`.
     pub(super) fn connect(address: &Address, patience: Duration) -> Result<Self, Failure> {
         let stream = reached(address, patience)?;
-        // Answers are waited for, so nothing is gained by putting packets together.
+        // Each request waits for its answer, so combining packets gains nothing.
         stream.set_nodelay(true).map_err(Failure::Closed)?;
         let timed = Timed { stream, deadline: Instant::now() + patience, overtime: None };
         let mut requester = Self { stream: BufReader::with_capacity(BUFFER_BYTES, timed) };
@@ -96,7 +97,7 @@ impl Requester {
         }
     }
 
-    /// What is answered, in one piece. After an error the connection is in the middle of something, and of no use.
+    /// Sends a request and returns the whole answer. After an error the connection is in an undefined state and unusable.
     pub(super) fn ask(&mut self, request: &[u8], patience: Duration) -> Result<Vec<u8>, Failure> {
         let timed = self.stream.get_mut();
         (timed.deadline, timed.overtime) = (Instant::now() + patience, None);
@@ -112,7 +113,7 @@ impl Requester {
         }
     }
 
-    /// Does what a command says. Those of other versions and sockets mean nothing here.
+    /// Handles a command. Unknown commands, of other versions and socket types, are ignored.
     fn obey(&mut self, command: &[u8]) -> Result<(), Failure> {
         if let Some(reason) = command.strip_prefix(ERROR) {
             let reason = String::from_utf8_lossy(reason.get(1..).unwrap_or_default());
@@ -129,7 +130,7 @@ impl Requester {
     }
 }
 
-/// A connection to whoever listens there.
+/// Connects to an address.
 fn reached(address: &Address, patience: Duration) -> Result<TcpStream, Failure> {
     let addresses = match address.to_string().parse() {
         Ok(address) => vec![address],
@@ -144,7 +145,7 @@ fn reached(address: &Address, patience: Duration) -> Result<TcpStream, Failure> 
             return Err(Failure::UnreachedInTime);
         }
         match TcpStream::connect_timeout(&address, left) {
-            // A number that is none of a standard stream: what the process prints must not go there.
+            // Avoids the numbers of the standard streams, so that output which the process prints cannot reach the peer.
             Ok(stream) => {
                 let stream = rustix::io::fcntl_dupfd_cloexec(&stream, 3).map_err(io::Error::from);
                 return stream.map(TcpStream::from).map_err(Failure::Unreached);
@@ -156,7 +157,7 @@ fn reached(address: &Address, patience: Duration) -> Result<TcpStream, Failure> 
     Err(last)
 }
 
-/// The addresses of a name. Whoever looks them up may take longer than there is time, and is not waited for.
+/// Looks up the addresses of a name. If that takes longer than `patience`, the lookup thread is left behind.
 fn looked_up(name: String, patience: Duration) -> Result<Vec<SocketAddr>, Failure> {
     let (found, finds) = mpsc::channel();
     let look = move || drop(found.send(name.to_socket_addrs().map(Iterator::collect)));
@@ -178,7 +179,7 @@ impl Read for Timed {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let left = match self.left() {
             Ok(left) => left,
-            // Whoever was stopped itself for so long finds here what has come meanwhile.
+            // If this process itself was stopped past the deadline, the answer may have arrived meanwhile.
             Err(late) => {
                 let began = *self.overtime.get_or_insert_with(Instant::now);
                 if began.elapsed() > OVERTIME {
@@ -203,13 +204,13 @@ impl Write for Timed {
     }
 }
 
-/// A frame that has come.
+/// A received frame.
 struct Frame {
     flags: u8,
     body: Vec<u8>,
 }
 
-/// An answer, as far as it has come: an empty frame, and those behind it.
+/// An answer, as far as it has arrived: an empty frame, and the frames after it.
 #[derive(Default)]
 struct Message {
     has_delimiter: bool,
@@ -217,12 +218,12 @@ struct Message {
 }
 
 impl Message {
-    /// Most bytes of the next frame.
+    /// Returns the maximum bytes of the next frame.
     fn room(&self) -> u64 {
         MOST_BYTES.saturating_sub(self.body.len() as u64)
     }
 
-    /// Takes a frame; whether it was the last.
+    /// Takes a frame. Returns whether it was the last of the answer.
     fn take(&mut self, frame: Frame) -> Result<bool, Failure> {
         let Frame { flags, body } = frame;
         let has_more = flags & MORE != 0;
@@ -242,7 +243,7 @@ impl Message {
     }
 }
 
-/// Reads as much of a greeting as it takes to know what the peer is: one of another version sends less.
+/// Reads and checks a greeting in parts, because a peer of another version sends a shorter one.
 fn read_greeting(from: &mut impl Read) -> Result<(), Failure> {
     let mut bytes = [0; GREETING_BYTES];
     let mut begin = 0;
@@ -254,7 +255,7 @@ fn read_greeting(from: &mut impl Read) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether a peer that is ready answers requests.
+/// Checks that a peer's socket type answers requests.
 fn check_metadata(metadata: &[u8]) -> Result<(), Failure> {
     let socket = zmtp::socket_type(metadata).map_err(senseless)?;
     if ANSWERING.contains(&socket) {
@@ -264,7 +265,7 @@ fn check_metadata(metadata: &[u8]) -> Result<(), Failure> {
     Err(Failure::Senseless(format!("its socket is of type `{}`, not REP", other.escape_debug())))
 }
 
-/// A request as it leaves: behind an empty frame. It is copied once, since it may be large.
+/// Returns a request as it is sent, after an empty frame. The request is copied once, since it may be large.
 fn enveloped(request: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(request.len() + 2 * zmtp::MOST_HEAD_BYTES);
     push_frame(&mut bytes, MORE, &[]);
@@ -299,7 +300,7 @@ fn senseless(why: &str) -> Failure {
     Failure::Senseless(why.to_owned())
 }
 
-/// As sockets say that a time is over: by either word.
+/// Returns whether a socket error means that the time limit passed. Systems report that by either kind.
 fn is_late(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
@@ -328,7 +329,7 @@ mod tests {
     use super::*;
     use crate::zmtp::frame;
 
-    /// All that a peer says, as a requester reads it; what it makes of it.
+    /// Reads everything that a peer sends, like a requester, and returns the answer.
     fn read(mut bytes: &[u8]) -> Result<Vec<u8>, Failure> {
         read_greeting(&mut bytes)?;
         let Frame { flags, body } = read_frame(&mut bytes, MOST_COMMAND_BYTES)?;
@@ -347,12 +348,12 @@ mod tests {
 
     fn ready_of(socket: &[u8]) -> Vec<u8> {
         let len = (socket.len() as u32).to_be_bytes();
-        // Names may be written in any case, and others stand beside.
+        // Property names may be in any case, and other properties may be present.
         let body = [READY, b"\x01X\0\0\0\x02ab", b"\x0bsocket-TYPE", &len, socket].concat();
         frame(COMMAND, &body)
     }
 
-    /// How libzmq 4.3 begins, where it says 3.1 and puts a length into its signature.
+    /// Returns the greeting of libzmq 4.3, which names version 3.1 and puts a length into its signature.
     fn greeting_of_libzmq() -> [u8; GREETING_BYTES] {
         let mut bytes = greeting();
         (bytes[8], bytes[11]) = (1, 1);
@@ -445,7 +446,7 @@ mod tests {
         assert_eq!(said(&bytes), "it sends frames of impossible lengths");
     }
 
-    /// A peer that says this behind its greeting, and what it has been told.
+    /// Starts a peer that sends `says` after its greeting. Its thread returns the bytes that it received.
     fn peer(says: Vec<u8>) -> (Address, std::thread::JoinHandle<Vec<u8>>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -505,7 +506,7 @@ mod tests {
         let mut timed = Timed { stream: peer, deadline: Instant::now(), overtime: None };
         assert!(is_late(&timed.read(&mut [0; 4]).unwrap_err()), "nothing has come");
         stream.write_all(b"late").unwrap();
-        // As if it had been stopped from before the answer to after the deadline.
+        // Simulates a process that was stopped from before the answer until after the deadline.
         timed.overtime = None;
         let mut seen = [0; 4];
         timed.read_exact(&mut seen).unwrap();

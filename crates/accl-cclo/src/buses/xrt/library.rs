@@ -1,7 +1,7 @@
-//! XRT's library, opened at run time, and one card behind it.
+//! XRT's library, loaded at run time, and one open card.
 //!
-//! Owns all handles of the C interface, so that none is used after it was given back. Unsafe code is here: calls of foreign functions. Read
-//! `functions!` first: it is the table of what is called, as a test compares it with XRT's own headers.
+//! Owns all handles of the C interface, so that none is used after it was closed. The unsafe code of the bus is here: calls of foreign functions.
+//! Read `functions!` first: it is the table of the functions that are called, which a test compares with XRT's own headers.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use libloading::Library;
 use rustix::io::Errno;
 
-/// Types of the C interface, under the names that the table has for them.
+/// Types of the C interface, under the names that the table uses.
 type Handle = *mut c_void;
 type Uint = c_uint;
 type Int = c_int;
@@ -23,37 +23,37 @@ type Uuid = *const u8;
 type Bytes = *const c_void;
 type OutBytes = *mut c_void;
 
-/// XRT's log goes to the terminal, and where its own set-up is incomplete the attempt ends the process: an exception leaves the function
-/// that was to report another. Without a log every failure is a result, and what it means is said by us.
+/// Setting that turns XRT's log off. If XRT's setup is incomplete, logging to the terminal ends the process, because the function that reports an
+/// exception throws another. Without a log, every failure is a return value, which this module reports.
 const LOG_NOTHING: [&str; 2] = ["Runtime.runtime_log", "null"];
-/// The name of the library up to its version.
+/// File name of the library up to its version.
 const STEM: &str = "libxrt_coreutil.so.";
-/// What this process has mapped.
+/// File that lists the mappings of this process.
 const MAPPED: &str = "/proc/self/maps";
-/// Bytes of the identity of a bitstream.
+/// Size in bytes of a bitstream's UUID.
 const UUID_BYTES: usize = 16;
 
-/// Declares the functions: their names, and their types in Rust; and, for a test, the same types as text.
+/// Declares the functions with their names and Rust types, and the same types as text for a test.
 macro_rules! functions {
     ($($field:ident $name:literal ($($argument:ident),*$(; $rest:tt)?) -> $result:ident;)+) => {
-        /// The functions of a library that is never closed.
+        /// Functions of a library that is never closed.
         struct Functions {
             $($field: unsafe extern "C" fn($($argument),* $(, $rest)?) -> $result,)+
         }
 
-        /// Name, arguments and result of each.
+        /// Name, argument types and result type of each function.
         #[cfg(test)]
         pub(super) const SYMBOLS: &[(&str, &[&str], &str)] =
             &[$(($name, &[$(stringify!($argument),)* $(stringify!($rest))?], stringify!($result))),+];
 
         impl Functions {
-            /// All of them, or the name of the first that there is not.
+            /// Loads all functions. The error is the name of the first function that is missing.
             fn of(library: &Library) -> Result<Self, &'static str> {
                 Ok(Self {
                     $($field: {
                         let name = concat!($name, "\0").as_bytes();
-                        // SAFETY: the table has the type that XRT's headers give the function of this name, as a test compares. A library
-                        // whose functions are kept is never closed.
+                        // SAFETY: the table declares the type that XRT's headers give the function of this name, as a test checks. A library whose
+                        // functions are kept is never closed.
                         let symbol = unsafe { library.get(name) };
                         *symbol.map_err(|_| $name)?
                     },)+
@@ -87,37 +87,37 @@ functions! {
     buffer_sync "xrtBOSync" (Handle, Uint, Size, Size) -> Int;
 }
 
-/// Which way a buffer is copied between host and card.
+/// Direction in which a buffer is copied between host and card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sync {
     ToCard = 0,
     FromCard = 1,
 }
 
-/// What became of a call to the library.
+/// Failure of a call to the library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// It cannot be opened.
+    /// The library cannot be opened.
     NoLibrary(String),
-    /// It is open, of this version, and lacks a function.
+    /// The library lacks a function. Contains the function's name and the library's version.
     NoFunction(&'static str, String),
     /// There is no such card.
     NoCard,
-    /// The card did not take the bitstream.
+    /// The card rejected the bitstream. Contains the returned error.
     NotLoaded(c_int),
-    /// The bitstream has no such kernel, or another process has it.
+    /// The bitstream has no kernel of this name, or another process has it.
     NoKernel(String),
-    /// Another process has the kernel, or the card with another bitstream.
+    /// Another process has opened the kernel, or has loaded another bitstream on the card.
     InUse,
-    /// There is no room for a buffer in that bank.
+    /// The bank has no room for the buffer.
     NoBuffer,
-    /// No buffer has such bytes.
+    /// The bytes do not lie in one buffer.
     NoBytes,
-    /// A function has failed, with its name and what it returned.
+    /// A function has failed. Contains its name and its return value.
     Failed(&'static str, c_int),
 }
 
-/// What is opened of a card.
+/// Parts of a card to open.
 pub(super) struct Names<'a> {
     pub(super) index: u32,
     pub(super) xclbin: &'a Path,
@@ -131,38 +131,38 @@ struct Buffer {
     bytes: usize,
 }
 
-/// A card with a bitstream, and all that was opened of it.
+/// A card with a bitstream, and everything that was opened on it.
 pub(super) struct Card {
     functions: Functions,
     device: Handle,
-    /// The kernel whose registers are the engine's exchange memory.
+    /// Kernel whose registers are the engine's exchange memory.
     engine: Handle,
-    /// The kernel that starts calls, and its one run.
+    /// Kernel that starts calls, and its only run.
     hostctrl: Handle,
     run: Handle,
     buffers: Vec<Buffer>,
-    /// A run is under way.
+    /// Whether a run is in progress.
     pub(super) is_busy: bool,
-    /// Packets may still come to buffers, although no run is under way.
+    /// Whether packets may still arrive in buffers although no run is in progress.
     pub(super) may_write: bool,
 }
 
-// SAFETY: the handles are this card's alone, XRT keeps nothing by thread, and `&mut self` or a lock lets in one thread at a time.
+// SAFETY: this value alone owns its handles, XRT binds none to a thread, and `&mut self` or a lock admits one thread at a time.
 unsafe impl Send for Card {}
 
 impl Card {
     /// Opens the library, the card and its kernels.
     pub(super) fn open(library: &Path, names: &Names) -> Result<Self, Failure> {
-        // SAFETY: what runs when a library is opened is XRT's own set-up, which asks for nothing.
+        // SAFETY: opening the library runs only XRT's own initializers, which have no preconditions.
         let opened = unsafe { Library::new(library) }.map_err(|error| Failure::NoLibrary(error.to_string()))?;
-        // Its file is known for as long as it is open.
+        // The library's file name is in the process's mappings while the library is open.
         let functions = Functions::of(&opened).map_err(|name| Failure::NoFunction(name, version_of(library)))?;
-        // It is never closed: a card that is busy may still have it run.
+        // The library is never closed, since a busy card may still run its code.
         std::mem::forget(opened);
         let [key, value] = LOG_NOTHING.map(text);
-        // SAFETY: both are texts that end in zero. A library that is in use already keeps what it has.
+        // SAFETY: both are strings that end in zero. A library that is already in use keeps its settings.
         let _ = unsafe { (functions.set_ini)(key.as_ptr(), value.as_ptr()) };
-        // SAFETY: the function takes any index.
+        // SAFETY: the function accepts any index.
         let device = unsafe { (functions.device_open)(names.index) };
         let none = std::ptr::null_mut();
         let mut card = Self {
@@ -184,19 +184,19 @@ impl Card {
 
     fn load(&mut self, names: &Names) -> Result<(), Failure> {
         let xclbin = text(&names.xclbin.to_string_lossy());
-        // SAFETY: the device is open, and the path is a text that ends in zero.
+        // SAFETY: the device is open, and the path is a string that ends in zero.
         let loaded = unsafe { (self.functions.device_load)(self.device, xclbin.as_ptr()) };
         if loaded != 0 {
             let is_busy = loaded.unsigned_abs() == Errno::BUSY.raw_os_error().unsigned_abs() || is_busy();
             return Err(if is_busy { Failure::InUse } else { Failure::NotLoaded(loaded) });
         }
         let mut uuid = [0; UUID_BYTES];
-        // SAFETY: the device is open, and an identity has as many bytes as there are.
+        // SAFETY: the device is open, and `uuid` has the `UUID_BYTES` bytes that the function writes.
         let known = unsafe { (self.functions.device_uuid)(self.device, uuid.as_mut_ptr()) };
         done("xrtDeviceGetXclbinUUID", known)?;
         let kernel = |open: unsafe extern "C" fn(Handle, Uuid, Text) -> Handle, name: &str| {
             let wanted = text(name);
-            // SAFETY: the device is open, the identity is that of its bitstream, and the name is a text that ends in zero.
+            // SAFETY: the device is open, `uuid` belongs to its bitstream, and the name is a string that ends in zero.
             let kernel = unsafe { open(self.device, uuid.as_ptr(), wanted.as_ptr()) };
             match kernel.is_null() {
                 false => Ok(kernel),
@@ -206,49 +206,49 @@ impl Card {
         };
         self.engine = kernel(self.functions.kernel_open_exclusive, names.engine)?;
         self.hostctrl = kernel(self.functions.kernel_open, names.hostctrl)?;
-        // SAFETY: the kernel is open.
+        // SAFETY: `hostctrl` was opened above.
         self.run = unsafe { (self.functions.run_open)(self.hostctrl) };
         if self.run.is_null() { Err(Failure::Failed("xrtRunOpen", 0)) } else { Ok(()) }
     }
 
     pub(super) fn read_register(&self, offset: u32) -> Result<u32, Failure> {
         let mut value = 0;
-        // SAFETY: the kernel is open, and the word is there to be written to. The library looks at the offset.
+        // SAFETY: `load` opened the engine's kernel, and `value` is a word that may be written to. The library checks the offset.
         let read = unsafe { (self.functions.kernel_read)(self.engine, offset, &mut value) };
         done("xrtKernelReadRegister", read).map(|()| value)
     }
 
     pub(super) fn write_register(&mut self, offset: u32, value: u32) -> Result<(), Failure> {
-        // SAFETY: the kernel is open, and the library looks at the offset.
+        // SAFETY: `load` opened the engine's kernel, and the library checks the offset.
         done("xrtKernelWriteRegister", unsafe { (self.functions.kernel_write)(self.engine, offset, value) })
     }
 
-    /// Starts a call: words and then addresses, as arguments of the run.
+    /// Starts a call, with the words and then the addresses as arguments of the run.
     pub(super) fn start(&mut self, words: &[u32], addresses: &[u64]) -> Result<(), Failure> {
         let set = self.functions.run_set;
         for (index, word) in (0..).zip(words) {
-            // SAFETY: the run is open, and this argument is one of 32 bits.
+            // SAFETY: `load` opened the run, and this argument has 32 bits.
             done("xrtRunSetArg", unsafe { set(self.run, index, *word) })?;
         }
         for (index, address) in (words.len() as Int..).zip(addresses) {
-            // SAFETY: the run is open, and this argument is one of 64 bits.
+            // SAFETY: `load` opened the run, and this argument has 64 bits.
             done("xrtRunSetArg", unsafe { set(self.run, index, *address) })?;
         }
-        // SAFETY: the run is open and all its arguments are set. Buffers that they name are given back by nobody while `is_busy` is set.
+        // SAFETY: `load` opened the run, and all its arguments are set. `drop` frees no buffer while `is_busy` is set.
         done("xrtRunStart", unsafe { (self.functions.run_start)(self.run) })?;
         self.is_busy = true;
         Ok(())
     }
 
-    /// What has become of the run: a number of XRT's.
+    /// Returns the state of the run, in XRT's numbering.
     pub(super) fn state(&self) -> u32 {
-        // SAFETY: the run is open.
+        // SAFETY: `load` opened the run.
         unsafe { (self.functions.run_state)(self.run) }
     }
 
-    /// A buffer in a bank: its address.
+    /// Allocates a buffer in a bank, and returns its address.
     pub(super) fn allocate(&mut self, bytes: usize, flags: u64, bank: u32) -> Result<u64, Failure> {
-        // SAFETY: the device is open, and the library looks at the rest.
+        // SAFETY: the device is open, and the library checks the other arguments.
         let handle = unsafe { (self.functions.buffer_open)(self.device, bytes, flags, bank) };
         if handle.is_null() {
             return Err(Failure::NoBuffer);
@@ -259,30 +259,30 @@ impl Card {
         Ok(address)
     }
 
-    /// Copies into a buffer, and to the card.
+    /// Copies into a buffer, and then to the card.
     pub(super) fn write(&mut self, address: u64, from: &[u8]) -> Result<(), Failure> {
         let (handle, offset) = self.buffer_at(address, from.len())?;
-        // SAFETY: the buffer is open and has as many bytes from the offset on; so has `from`.
+        // SAFETY: the buffer is open, and `buffer_at` has checked that it has `from.len()` bytes from `offset`.
         let written = unsafe { (self.functions.buffer_write)(handle, from.as_ptr().cast(), from.len(), offset) };
         done("xrtBOWrite", written)?;
         self.sync(handle, Sync::ToCard, from.len(), offset)
     }
 
-    /// Copies from the card, and out of a buffer.
+    /// Copies from the card, and then out of a buffer.
     pub(super) fn read(&mut self, address: u64, into: &mut [u8]) -> Result<(), Failure> {
         let (handle, offset) = self.buffer_at(address, into.len())?;
         self.sync(handle, Sync::FromCard, into.len(), offset)?;
-        // SAFETY: the buffer is open and has as many bytes from the offset on; so has `into`.
+        // SAFETY: the buffer is open, and `buffer_at` has checked that it has `into.len()` bytes from `offset`.
         let read = unsafe { (self.functions.buffer_read)(handle, into.as_mut_ptr().cast(), into.len(), offset) };
         done("xrtBORead", read)
     }
 
     fn sync(&mut self, handle: Handle, way: Sync, bytes: usize, offset: usize) -> Result<(), Failure> {
-        // SAFETY: the buffer is open and has as many bytes from the offset on, as `buffer_at` has checked.
+        // SAFETY: the buffer is open, and `buffer_at` has checked that it has `bytes` bytes from `offset`.
         done("xrtBOSync", unsafe { (self.functions.buffer_sync)(handle, way as Uint, bytes, offset) })
     }
 
-    /// The buffer that has these bytes, and where in it they begin.
+    /// Returns the buffer that contains these bytes, and their offset in it.
     fn buffer_at(&self, address: u64, bytes: usize) -> Result<(Handle, usize), Failure> {
         let offset_in = |buffer: &Buffer| {
             let offset = usize::try_from(address.checked_sub(buffer.address)?).ok()?;
@@ -293,7 +293,7 @@ impl Card {
     }
 }
 
-/// Gives everything back in turn, unless the card may still write to it.
+/// Closes everything in reverse order of opening, unless the card may still write to buffers.
 impl Drop for Card {
     fn drop(&mut self) {
         let Functions { buffer_close, run_close, kernel_close, device_close, .. } = self.functions;
@@ -302,7 +302,7 @@ impl Drop for Card {
         }
         let close = |close: unsafe extern "C" fn(Handle) -> Int, handle: Handle| {
             if !handle.is_null() {
-                // SAFETY: the handle is open, this alone has it, and nothing uses it afterwards. What was opened from it is closed before.
+                // SAFETY: the handle is open, this value alone owns it, and nothing uses it afterwards. Handles opened from it were closed before.
                 let _ = unsafe { close(handle) };
             }
         };
@@ -316,7 +316,7 @@ impl Drop for Card {
     }
 }
 
-/// The version in the name of the file of a library that is open.
+/// Returns the version in the file name of an open library.
 fn version_of(library: &Path) -> String {
     let file = library.canonicalize().ok().or_else(|| {
         let maps = std::fs::read_to_string(MAPPED).ok()?;
@@ -327,7 +327,7 @@ fn version_of(library: &Path) -> String {
     name.split_once(STEM).map_or_else(|| "unknown".to_owned(), |(_, version)| version.to_owned())
 }
 
-/// Whether the function that has just failed has left behind that something is in use: its headers promise that, and not all versions keep it.
+/// Returns whether the last failed function set `errno` to `EBUSY`. XRT's headers promise that, but not all versions do it.
 fn is_busy() -> bool {
     std::io::Error::last_os_error().raw_os_error() == Some(Errno::BUSY.raw_os_error())
 }
@@ -336,7 +336,7 @@ fn done(name: &'static str, returned: c_int) -> Result<(), Failure> {
     if returned == 0 { Ok(()) } else { Err(Failure::Failed(name, returned)) }
 }
 
-/// A text that ends in zero; what is behind a zero in it is cut off.
+/// Returns a C string; a zero in the text ends it.
 fn text(text: &str) -> CString {
     let bytes: Vec<u8> = text.bytes().take_while(|byte| *byte != 0).chain([0]).collect();
     CStr::from_bytes_until_nul(&bytes).map(CStr::to_owned).unwrap_or_default()

@@ -1,9 +1,11 @@
-//! The bus to a card behind XRT, whose library is opened at run time and called by its C interface.
+//! Bus to a card behind XRT, whose library is loaded at run time and called through its C interface.
 //!
-//! Calls are runs of the kernel `hostctrl`; registers are those of the engine's own kernel; each buffer lies in a bank of the card, or in
-//! memory of the host on the boards that have that. The kernel of the engine is opened for one process alone, so a second driver, of another
-//! process, is told that the card is in use, as far as XRT says so. The network kernels of a design are set up by nobody here. No card was there
-//! to try it on: a library that records its calls stands in, and a test compares prototypes with XRT's headers. Read [`XrtBus::open`] first.
+//! Calls are runs of the kernel `hostctrl`, and registers belong to the engine's own kernel. Each buffer lies in a memory bank of the card, or in
+//! host memory on boards that support it. The engine's kernel is opened exclusively, so a driver in another process gets an error that the card is in
+//! use, if XRT reports it. This bus does not set up the network kernels of a design.
+//!
+//! The bus was never run on a real card. Tests use a replacement library that records its calls, and compare prototypes with XRT's headers. Read
+//! [`XrtBus::open`] first.
 
 #[allow(unsafe_code)]
 mod library;
@@ -20,48 +22,48 @@ use crate::call::Descriptor;
 use crate::memory_map::EXCHANGE_MEMORY_BYTES;
 use library::{Card, Failure, Names};
 
-/// The library, as it is looked for: the name of its interface, then that of its development files.
+/// File names of the library, in search order: the runtime name, then the name in the development package.
 const LIBRARIES: [&str; 2] = ["libxrt_coreutil.so.2", "libxrt_coreutil.so"];
 
-/// Banks of a design with one engine: of data, and of rx buffers.
+/// Memory banks of a design with one engine: the bank of data, and the bank of rx buffers.
 const DATA_BANK: u32 = 0;
 const RX_BANK: u32 = 1;
 /// Flags of buffers.
 const PLAIN: u64 = 0;
 const HOST_ONLY: u64 = 1 << 29;
 
-/// Words of a call before its addresses.
+/// Number of words of a call before its addresses.
 const HEAD_WORDS: usize = 9;
-/// States of a run, as XRT numbers them.
+/// States of a run, in XRT's numbering.
 const COMPLETED: u32 = 4;
 const UNDER_WAY: [u32; 4] = [1, 2, 3, 7];
 
-/// A card behind XRT.
+/// Connection to a card behind XRT.
 pub struct XrtBus {
     card: Arc<Mutex<Card>>,
     index: u32,
-    /// Registers can be read, and nothing else be done.
+    /// Whether this connection may only read registers.
     only_looks: bool,
 }
 
-/// What is to be opened.
+/// Card and kernels to open.
 #[derive(Clone, Copy, Debug)]
 pub struct XrtPlace<'a> {
-    /// Which card.
+    /// Index of the card.
     pub index: u32,
-    /// Its bitstream.
+    /// Path of the bitstream.
     pub xclbin: &'a Path,
-    /// The kernel of the engine.
+    /// Name of the engine's kernel.
     pub engine: &'a str,
-    /// The kernel that starts its calls.
+    /// Name of the kernel that starts the engine's calls.
     pub hostctrl: &'a str,
 }
 
 impl XrtBus {
-    /// Opens a card, with the XRT that is installed, and loads its bitstream.
+    /// Opens a card with the installed XRT, and loads its bitstream.
     ///
     /// # Errors
-    /// There is no XRT, no such card, no such bitstream, or it has other kernels.
+    /// XRT, the card or the bitstream is missing, or the bitstream has other kernels.
     pub fn open(place: XrtPlace) -> Result<Self> {
         let [first, second] = LIBRARIES.map(Path::new);
         match Self::open_with(first, place) {
@@ -70,7 +72,7 @@ impl XrtBus {
         }
     }
 
-    /// As [`XrtBus::open`], with the library at a path.
+    /// Same as [`XrtBus::open`], with the library at a path.
     fn open_with(library: &Path, place: XrtPlace) -> std::result::Result<Self, (Failure, Error)> {
         let XrtPlace { index, xclbin, engine, hostctrl } = place;
         if !xclbin.is_file() {
@@ -85,7 +87,7 @@ impl XrtBus {
         Ok(Self { card: Arc::new(Mutex::new(card)), index, only_looks: false })
     }
 
-    /// The card, which a connection that only looks does not wait for.
+    /// Locks the card. A connection that may only read registers does not wait for the lock.
     fn card(&self) -> Result<MutexGuard<'_, Card>> {
         if !self.only_looks {
             return Ok(self.card.lock().unwrap_or_else(PoisonError::into_inner));
@@ -187,7 +189,7 @@ impl Bus for XrtBus {
         }
     }
 
-    /// The kernel of an engine is open once, so the fresh connection shares it, and waits for nobody.
+    /// Shares the card with the new connection, since an engine's kernel can be opened only once. The new connection never waits for the lock.
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
         Ok(Box::new(Self { card: self.card.clone(), index: self.index, only_looks: true }))
     }
@@ -205,7 +207,7 @@ fn name(index: u32) -> String {
     format!("card {index} behind XRT")
 }
 
-/// Why a card cannot be opened.
+/// Returns the error for a card that cannot be opened.
 fn refused(index: u32, xclbin: &Path, failure: &Failure) -> Error {
     let (card, xclbin) = (name(index), xclbin.display());
     let text = match failure {

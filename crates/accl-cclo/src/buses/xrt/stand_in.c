@@ -1,4 +1,4 @@
-/* A library in the place of XRT's: it has one card, and notes each call in the file LOG. */
+/* Replacement for XRT's library in tests. It has one card, and logs each call to the file LOG. */
 #include <errno.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -9,7 +9,7 @@
 
 #define RUN_ARGUMENTS_OF_32_BITS 9
 #define LAST_REGISTER 0x1FFC
-/* The test sets the state of the run by this register. */
+/* A test sets the state of the run through this register. */
 #define STATE_REGISTER 0x1FF8
 
 static char device, engine, hostctrl, run;

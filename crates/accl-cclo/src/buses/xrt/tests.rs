@@ -12,7 +12,7 @@ use crate::memory_map as map;
 const ENGINE: &str = "ccl_offload:{ccl_offload_0}";
 const HOSTCTRL: &str = "hostctrl:{hostctrl_0_0}";
 
-/// A folder of a test, which is gone with it.
+/// Folder of a test, removed when dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -28,7 +28,7 @@ impl Folder {
         path
     }
 
-    /// Compiles C; what the compiler says.
+    /// Compiles C code. The error is the compiler's output.
     fn compile(&self, source: &str, arguments: &[&str]) -> Result<(), String> {
         let source = self.file("source.c", source);
         let output = Command::new("cc").args(["-std=c11", "-Wall", "-Werror"]).args(arguments).arg(source).output();
@@ -36,7 +36,7 @@ impl Folder {
         if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
     }
 
-    /// The library in the place of XRT's.
+    /// Builds the replacement for XRT's library.
     fn stand_in(&self) -> PathBuf {
         let (library, log) = (self.0.join("stand_in.so"), self.file("log", ""));
         let log = format!("-DLOG=\"{}\"", log.display());
@@ -45,7 +45,7 @@ impl Folder {
         library
     }
 
-    /// What the library has noted since the last look.
+    /// Returns the calls that the library has logged since the last look.
     fn taken(&self) -> Vec<String> {
         let log = self.0.join("log");
         let text = std::fs::read_to_string(&log).unwrap();
@@ -221,7 +221,7 @@ fn what_cannot_be_opened_is_told_in_a_sentence() {
 
 #[test]
 fn a_card_that_another_process_has_is_said_to_be_in_use() {
-    // The stand-in looks for `taken` in the whole path of a bitstream.
+    // The replacement library looks for `taken` in the whole path of a bitstream.
     let folder = Folder::new("in-use");
     let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
     let text = refusal(&library, XrtPlace { engine: "taken", ..place(0, &xclbin) });
@@ -240,13 +240,13 @@ fn a_text_of_a_device_reaches_the_bus() {
     assert_eq!(text, "card 0 behind XRT needs its bitstream, and there is no file /nowhere/a.xclbin");
 }
 
-/// XRT as Debian has it: what is installed, or a copy that is unpacked into a folder. `Err`: why there is none.
+/// Returns the root of Debian's XRT: the installed one, or a copy that is unpacked into a folder. The error says why there is none.
 fn debian(folder: &Folder) -> Result<PathBuf, String> {
     if Path::new("/usr/include/xrt/xrt/xrt_device.h").is_file() {
         return Ok(PathBuf::from("/"));
     }
     let run = |program: &str, arguments: &[&str]| {
-        // No mirror may keep the test waiting.
+        // A slow mirror must not block the test.
         let output = Command::new("timeout").arg("60").arg(program).args(arguments).current_dir(&folder.0).output();
         let output = output.map_err(|error| format!("{program}: {error}"))?;
         let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
@@ -262,14 +262,14 @@ fn debian(folder: &Folder) -> Result<PathBuf, String> {
     Ok(root)
 }
 
-/// A file under a folder, by its name.
+/// Finds a file below a folder by its name.
 fn find(folder: &Path, name: &str) -> Option<PathBuf> {
     let entries: Vec<PathBuf> = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).collect();
     let here = entries.iter().find(|path| path.file_name().is_some_and(|file| file == name)).cloned();
     here.or_else(|| entries.iter().filter(|path| path.is_dir() && !path.is_symlink()).find_map(|path| find(path, name)))
 }
 
-/// Our prototypes, assigned from the functions of XRT's headers; `extra` stands behind.
+/// Returns C code that assigns XRT's functions to this project's prototypes, followed by `extra`.
 fn prototypes(extra: &str) -> String {
     let mut text = String::from(
         "#include <stddef.h>\n#include <stdint.h>\n#include \"xrt.h\"\n#include \"ert.h\"\n#include \"xrt_mem.h\"\n\

@@ -1,4 +1,4 @@
-//! Emulators of a test, and drivers that reach them over sockets.
+//! Emulator processes for tests, and drivers that reach them over sockets.
 
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -10,15 +10,15 @@ use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Driver;
 use zeromq::{RepSocket, Socket, SocketRecv, SocketSend};
 
-/// As long as anything may take.
+/// Time limit for any operation.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// An emulator with these arguments, once it listens.
+/// Starts an emulator with these arguments, and waits until it listens.
 pub fn start(arguments: &str) -> Child {
     process::start(&arguments.split(' ').map(str::to_owned).collect::<Vec<_>>())
 }
 
-/// Drivers of all ranks of a device, set up.
+/// Returns drivers of all ranks of a device, set up.
 pub fn opened(url: &DeviceUrl, ranks: u32) -> Vec<Driver<Box<dyn Bus>>> {
     let open = |rank| {
         let begin = Instant::now();
@@ -28,7 +28,7 @@ pub fn opened(url: &DeviceUrl, ranks: u32) -> Vec<Driver<Box<dyn Bus>>> {
     (0..ranks).map(open).collect()
 }
 
-/// The call of a driver ends well.
+/// Waits for the call of a driver to succeed.
 pub fn end(driver: &mut Driver<Box<dyn Bus>>) {
     let begin = Instant::now();
     while driver.poll().unwrap().is_none() {
@@ -38,7 +38,7 @@ pub fn end(driver: &mut Driver<Box<dyn Bus>>) {
     }
 }
 
-/// Somebody who answers each request with this text, until it is dropped.
+/// Starts a server that answers each request with this text, until it is dropped.
 pub fn answering(port: u16, answer: &'static str) -> tokio::runtime::Runtime {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let mut socket = RepSocket::new();

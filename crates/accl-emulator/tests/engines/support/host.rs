@@ -1,4 +1,4 @@
-//! Emulators as processes, and hosts that ask them over their sockets.
+//! Emulators as processes, and hosts that send them requests over their sockets.
 
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -13,21 +13,21 @@ pub use super::process::*;
 
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Resident memory of a process.
+/// Returns the resident memory of a process in bytes.
 pub fn resident_bytes(child: &Child) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
     let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
 }
 
-/// How engines are set up.
+/// Parameters with which engines are set up.
 #[derive(Clone, Copy)]
 pub struct Setup {
     pub rx_buffers: u32,
     pub rx_bytes: u32,
     pub max_eager: u32,
     pub max_rendezvous: u32,
-    /// Device memory that hosts have for themselves, from `buffers()` on.
+    /// Device memory for the hosts' own buffers, in bytes; it begins at `buffers()`.
     pub memory: u32,
 }
 
@@ -38,17 +38,17 @@ impl Default for Setup {
 }
 
 impl Setup {
-    /// Where rx and spare buffers end.
+    /// Returns the address at which rx and spare buffers end.
     pub fn buffers(&self) -> u32 {
         self.rx_buffers * self.rx_bytes + 3 * self.max_rendezvous
     }
 }
 
-/// Where the tables of an engine lie.
+/// Offsets of an engine's tables.
 #[derive(Clone, Copy)]
 pub struct Places {
     pub communicator: u32,
-    /// The config of single precision.
+    /// Arithmetic config for single precision.
     pub arithmetic: u32,
 }
 
@@ -63,7 +63,7 @@ impl Host {
         Self { socket }
     }
 
-    /// Whether a rank answers a host that connects now, within a time.
+    /// Returns whether a rank answers a new connection within a time limit.
     pub async fn is_answered(port: u16, within: Duration) -> bool {
         let ask = async {
             let mut socket = ReqSocket::new();
@@ -82,7 +82,7 @@ impl Host {
         self.answer(text, PATIENCE).await.expect("an answer in time")
     }
 
-    /// What is answered within a time, if anything is.
+    /// Returns the answer, or `None` if there is none within a time limit.
     pub async fn answer(&mut self, text: String, within: Duration) -> Option<Reply> {
         self.socket.send(text.into()).await.unwrap();
         let answer = tokio::time::timeout(within, self.socket.recv()).await.ok()?.unwrap();
@@ -129,7 +129,7 @@ impl Host {
         self.good(&Request::Call { control: 0, call }).await;
     }
 
-    /// With what the call ends.
+    /// Waits for the end of the call, and returns its return code.
     pub async fn end(&mut self) -> ReturnCode {
         let begin = Instant::now();
         while self.ask(&Request::Poll { control: 0 }).await != Reply::Status(Status::Good) {
@@ -147,21 +147,21 @@ impl Host {
         self.end_well().await;
     }
 
-    /// As the reference says.
+    /// Sets up an engine as the reference describes.
     pub async fn set_up(&mut self, rank: u32, ranks: u32, setup: &Setup) -> Places {
         let places = self.lay_out(rank, ranks, setup).await;
         self.configure(ConfigFunction::EnablePackets, 0).await;
         places
     }
 
-    /// All but for letting packets in.
+    /// Same as [`Host::set_up`], without letting packets in.
     pub async fn lay_out(&mut self, rank: u32, ranks: u32, setup: &Setup) -> Places {
         assert_eq!(self.register(map::HARDWARE_ID.offset).await, 0);
         self.configure(ConfigFunction::Reset, 0).await;
         self.write_tables(rank, ranks, setup).await
     }
 
-    /// All but for a reset, and for letting packets in.
+    /// Same as [`Host::lay_out`], without the reset.
     pub async fn write_tables(&mut self, rank: u32, ranks: u32, setup: &Setup) -> Places {
         let Setup { rx_buffers, rx_bytes, max_eager, max_rendezvous, memory } = *setup;
         let mut layout = Layout::default();
@@ -190,7 +190,7 @@ impl Host {
     }
 }
 
-/// Hosts of all ranks, whose engines are set up.
+/// Returns hosts of all ranks, whose engines are set up.
 pub async fn hosts(ports: &[u16], setup: &Setup) -> Vec<(Host, Places)> {
     let mut hosts = Vec::new();
     for port in ports {
@@ -202,12 +202,12 @@ pub async fn hosts(ports: &[u16], setup: &Setup) -> Vec<(Host, Places)> {
     hosts.into_iter().zip(places).collect()
 }
 
-/// The ports of so many ranks.
+/// Returns the ports of `ranks` ranks.
 pub fn ports(first: u16, ranks: u16) -> Vec<u16> {
     (first..first + ranks).collect()
 }
 
-/// An all_reduce of so many floats: each rank's ones.
+/// Runs an all_reduce of `count` floats that are 1 on every rank, and checks the sums.
 pub async fn sum(hosts: &mut [(Host, Places)], count: u32) {
     const AT: u64 = 1 << 20;
     let result = AT + u64::from(4 * count).next_multiple_of(4096);
@@ -226,12 +226,12 @@ pub async fn sum(hosts: &mut [(Host, Places)], count: u32) {
     }
 }
 
-/// A call on so many floats.
+/// Returns a call on `count` floats.
 pub fn call(operation: Operation, places: &Places, count: u32) -> Descriptor {
     Descriptor { count, communicator: places.communicator, arithmetic: places.arithmetic, ..Descriptor::new(operation) }
 }
 
-/// All at once.
+/// Runs all futures concurrently.
 pub async fn all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
     let mut all: Vec<_> = futures.map(Box::pin).collect();
     let mut done: Vec<Option<F::Output>> = all.iter().map(|_| None).collect();

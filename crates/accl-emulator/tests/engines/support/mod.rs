@@ -1,4 +1,4 @@
-//! What the tests of engines have in common: worlds in one process, devices of drivers, emulators as processes, recordings.
+//! Shared parts of the engine tests: worlds in one process, devices of drivers, emulators as processes, recordings.
 
 pub mod bus;
 pub mod host;

@@ -5,7 +5,7 @@ use std::net::{TcpListener, UdpSocket};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 
-/// Processes that end with the test.
+/// Processes that are killed at the end of the test.
 pub struct Emulators(pub Vec<Child>);
 
 impl Drop for Emulators {
@@ -17,8 +17,8 @@ impl Drop for Emulators {
     }
 }
 
-/// A first port of so many that nobody listens at, and that no other test is given, of this process or another: each is held by a socket for
-/// datagrams as long as the process lives.
+/// Returns the first of `count` successive free ports, which no other test in this process or another receives. A UDP socket reserves each port for
+/// the life of the process.
 pub fn free_ports(count: u16) -> u16 {
     static HELD: Mutex<Vec<UdpSocket>> = Mutex::new(Vec::new());
     const FIRST: u16 = 20_000;
@@ -27,7 +27,7 @@ pub fn free_ports(count: u16) -> u16 {
         let token = UdpSocket::bind(("127.0.0.1", port)).ok()?;
         TcpListener::bind(("127.0.0.1", port)).ok().map(|_| token)
     };
-    // Tests that start at once look from different places on.
+    // Tests that start at the same time search from different ports.
     let begin = (std::process::id().wrapping_mul(977) % u32::from(PORTS)) as u16;
     let found = (0..PORTS / count).find_map(|step| {
         let first = FIRST + (begin + step * count) % (PORTS - count);
@@ -39,12 +39,12 @@ pub fn free_ports(count: u16) -> u16 {
     first
 }
 
-/// An emulator with these arguments, once it listens.
+/// Starts an emulator with these arguments, and waits until it listens.
 pub fn start(arguments: &[String]) -> Child {
     start_with(arguments, Stdio::inherit())
 }
 
-/// As [`start`], with its messages somewhere else.
+/// Same as [`start`], with another destination for its standard error.
 pub fn start_with(arguments: &[String], stderr: Stdio) -> Child {
     let mut child = Command::new(env!("CARGO_BIN_EXE_accl-emulator"))
         .args(arguments)
@@ -58,12 +58,12 @@ pub fn start_with(arguments: &[String], stderr: Stdio) -> Child {
     child
 }
 
-/// Sends a process a signal, by its name.
+/// Sends a signal, given by name, to a process.
 pub fn signal(child: &Child, name: &str) {
     signal_to(child.id(), name);
 }
 
-/// As [`signal`], by the process's number.
+/// Same as [`signal`], for a process id.
 pub fn signal_to(pid: u32, name: &str) {
     let status = Command::new("kill").arg(format!("-{name}")).arg(pid.to_string()).status().unwrap();
     assert!(status.success());

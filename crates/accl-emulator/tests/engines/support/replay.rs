@@ -1,4 +1,4 @@
-//! Replays what hosts asked of engines, and compares what these answer and send with what is recorded.
+//! Replays the recorded requests of hosts, and compares the engines' replies and packets with the recording.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -10,12 +10,12 @@ use serde_json::Value;
 
 use super::settle::settle;
 
-/// Packets as they were recorded, by sender and receiver, with their numbers.
+/// Recorded packets by sender and receiver, with their line numbers.
 type Recorded = BTreeMap<(u32, u32), VecDeque<(u64, Vec<u8>)>>;
 
 struct World {
     engines: Vec<Engine>,
-    /// All packets, by sender and receiver.
+    /// All packets sent, by sender and receiver.
     packets: BTreeMap<(u32, u32), VecDeque<Vec<u8>>>,
 }
 
@@ -25,7 +25,7 @@ impl World {
         Self { engines, packets: BTreeMap::new() }
     }
 
-    /// Until nobody can go on.
+    /// Advances until no engine can advance further.
     fn settle(&mut self) {
         settle(&mut self.engines, |from, to, packet| self.packets.entry((from, to)).or_default().push_back(packet));
     }
@@ -35,11 +35,11 @@ fn bytes_of(hex: &str) -> Vec<u8> {
     (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
 }
 
-/// Has engines that keep all defects do what is recorded in these lines.
+/// Replays the recorded lines on engines that reproduce all hazards.
 pub fn replay(name: &str, lines: &[Value], network: Network, ranks: usize) {
     let mut world = World::new(ranks, network);
     let mut recorded: Recorded = BTreeMap::new();
-    // A poll that was too early there may find the end of the call here.
+    // A poll that was too early in the recording may find the end of the call here. These ends are counted by rank.
     let mut early = vec![0; ranks];
     for line in lines {
         let place = format!("{name} {}: {}", line["n"], line["scene"]);
@@ -77,7 +77,7 @@ pub fn replay(name: &str, lines: &[Value], network: Network, ranks: usize) {
     for (pair, recorded) in recorded {
         let own = world.packets.remove(&pair).unwrap_or_default();
         for (at, ((number, recorded), own)) in recorded.iter().zip(&own).enumerate() {
-            // What stood in the first word before a message is nobody's.
+            // If the payload is shorter than a word, the padding holds unrelated data from before the message.
             let header = if network == Network::Udp { WORD_BYTES } else { 0 };
             let count = u32::from_le_bytes([own[0], own[1], own[2], own[3]]) as usize;
             let len = if header > 0 && count < WORD_BYTES { header + count } else { own.len() };

@@ -1,8 +1,8 @@
-//! Engines of a test that reach each other at once.
+//! Engines of a test that reach each other directly.
 
 use accl_emulator::Engine;
 
-/// Until no engine can go on; each packet is shown, with its sender and its receiver.
+/// Advances until no engine can advance further. Calls `shown` with sender, receiver and bytes of each packet.
 pub fn settle(engines: &mut [Engine], mut shown: impl FnMut(u32, u32, Vec<u8>)) {
     loop {
         let mut moved = false;

@@ -9,12 +9,12 @@ use accl_cclo::memory_map::{
 use accl_cclo::return_code::ReturnCode;
 use accl_emulator::{Engine, Faithful};
 
-/// Where the host's own buffers begin; below are rx and spare buffers.
+/// Address at which the host's own buffers begin, after the rx and spare buffers.
 const BUFFERS: u64 = 1 << 20;
-/// Room of each of them.
+/// Size of each of these buffers in bytes.
 const BUFFER_BYTES: u64 = 1 << 20;
 
-/// How engines are set up.
+/// Parameters with which engines are set up.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
     pub network: Network,
@@ -25,9 +25,9 @@ pub struct Settings {
     pub max_eager: u32,
     pub max_rendezvous: u32,
     pub is_host: bool,
-    /// Ranks whose buffers lie in the other memory.
+    /// Bit mask of the ranks whose buffers lie in the other memory.
     pub others: u32,
-    /// Up to so many ranks reductions and broadcasts are flat.
+    /// Maximum number of ranks among which reductions and broadcasts are flat.
     pub flat_ranks: u32,
 }
 
@@ -56,11 +56,11 @@ pub struct World {
     configs: Vec<(DataType, u32)>,
 }
 
-/// How a call has ended on a rank: `None` if it has not.
+/// Return code of a call on a rank; `None` if the call has not ended.
 pub type Ended = Option<ReturnCode>;
 
 impl World {
-    /// Engines that are ready for calls.
+    /// Creates engines that are ready for calls.
     pub fn new(settings: Settings) -> Self {
         let engines = (0..settings.world).map(|_| Engine::new(settings.network, settings.faithful)).collect();
         let mut world = Self { engines, settings, communicator: 0, configs: Vec::new() };
@@ -68,7 +68,7 @@ impl World {
         world
     }
 
-    /// Sets up all engines, from the beginning.
+    /// Sets up all engines from the beginning.
     pub fn set_up_all(&mut self) {
         for rank in 0..self.settings.world {
             self.set_up(rank);
@@ -137,7 +137,7 @@ impl World {
         assert_eq!(self.ended(rank), Some(ReturnCode::default()), "{function:?}");
     }
 
-    /// Until nobody can go on.
+    /// Advances until no engine can advance further.
     fn settle(&mut self) {
         settle(&mut self.engines, |_, _, _| ());
     }
@@ -157,7 +157,7 @@ impl World {
         self.settings.is_host != (self.settings.others >> rank & 1 == 1)
     }
 
-    /// Another communicator of the same ranks, behind all tables; its offset.
+    /// Writes another communicator of the same ranks after all tables, and returns its offset.
     pub fn second_communicator(&mut self) -> u32 {
         const PLACE: u32 = 0x1800;
         let Settings { world, rx_bytes, .. } = self.settings;
@@ -169,7 +169,7 @@ impl World {
         PLACE
     }
 
-    /// A call of this operation on elements of this type; `root` and so on are left to the caller.
+    /// Returns a call of this operation on elements of this type. The caller sets `root` and other fields.
     pub fn call(&self, operation: Operation, dtype: DataType, count: u32) -> Descriptor {
         let arithmetic = self.configs.iter().find(|(known, _)| *known == dtype).map_or(0, |(_, offset)| *offset);
         Descriptor {
@@ -193,19 +193,19 @@ impl World {
         memory.read_mut(BUFFERS + BUFFER_BYTES, BUFFER_BYTES as usize).unwrap().fill(0xEE);
     }
 
-    /// Operand 0 of a rank.
+    /// Returns operand 0 of a rank.
     pub fn source(&mut self, rank: u32, bytes: usize) -> Vec<u8> {
         let is_host = self.is_host(rank);
         self.engines[rank as usize].memory(is_host).read(BUFFERS, bytes).unwrap().to_vec()
     }
 
-    /// The result of a rank.
+    /// Returns the result of a rank.
     pub fn result(&mut self, rank: u32, bytes: usize) -> Vec<u8> {
         let is_host = self.is_host(rank);
         self.engines[rank as usize].memory(is_host).read(BUFFERS + BUFFER_BYTES, bytes).unwrap().to_vec()
     }
 
-    /// Every rank makes its call; how each has ended when nobody can go on.
+    /// Starts a call on every rank, and returns how each has ended when no engine can advance further.
     pub fn run(&mut self, calls: &[Descriptor]) -> Vec<Ended> {
         for (rank, call) in (0..self.settings.world).zip(calls) {
             let call = Descriptor { hosts: Hosts::all(self.is_host(rank)), ..*call };
