@@ -120,7 +120,7 @@ impl Inner {
     /// Accepts a rank's packets, and its report of how many bytes it has taken in total.
     ///
     /// # Errors
-    /// `Protocol` for data that no engine sends; that data is dropped.
+    /// `Protocol` for data that no engine sends; invalid packets are not kept.
     fn arrive(&mut self, from: u32, taken: u64, packets: &[u8], most_kept: u64) -> Result<()> {
         let Some(flow) = self.peers.get_mut(from as usize) else {
             return Err(Error::protocol(format!(

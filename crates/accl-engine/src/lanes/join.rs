@@ -491,8 +491,8 @@ mod tests {
         assert_eq!(seen, [0, 1, 2]);
     }
 
-    /// Runs the tests of a machine with enough cores. Here the lanes' threads take turns, and the thread that waits for
-    /// a call does parts of it.
+    /// Pretends that the machine has enough cores. On a machine with few cores the lanes' threads take turns, and the
+    /// thread that waits for a call does parts of it.
     #[test]
     fn threads_that_spin_do_all_parts_they_are_given_and_stop_when_there_are_no_more() {
         all_parts_are_done(1);
