@@ -167,7 +167,7 @@ impl Engine {
         Some(self.least_part_bytes.load(Ordering::Relaxed)).filter(|&bytes| bytes > 0)
     }
 
-    /// Switches off periodic checks: those of waiters for signals and those of the driver for unresponsive hosts.
+    /// Switches off periodic checks: a waiter's checks for signals and the driver's checks for unresponsive hosts.
     /// Without them a lost wake-up hangs instead of causing a delay. For tests.
     pub fn without_tick(&self) {
         self.lanes().for_each(|lane| lane.without_tick());
@@ -388,7 +388,7 @@ impl Engine {
     }
 }
 
-/// What remains to be done after the groups of a lane were left.
+/// Work that remains after the groups of a lane were left.
 struct Left {
     sent: Vec<Mark>,
     has_failed: bool,

@@ -39,9 +39,9 @@ struct Inner {
     notified: bool,
 }
 
-/// What happened to a callback that was offered to a call.
+/// Result of offering a callback to a call.
 pub(crate) enum Kept {
-    /// It runs when the call completes.
+    /// The callback runs when the call completes.
     ForTheEnd,
     /// The call has completed: the caller must run the callback at once.
     Ended(Callback),

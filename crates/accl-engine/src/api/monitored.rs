@@ -273,7 +273,7 @@ mod tests {
         let call = second.message(Collective::Recv, Rank(0), TAG_RELEASED | 1, 0).unwrap();
         left.shutdown();
         assert!(matches!(call.wait(None, &mut || false), Waited::Failed(_)));
-        // As if the message had completed between the deadline and this call.
+        // Simulates a message that completed between the deadline and this call.
         let outcome = second.take_back(&call).unwrap();
         assert!(matches!(&outcome, Some(Waited::Failed(error)) if error.kind == ErrorKind::PeerLost), "{outcome:?}");
     }

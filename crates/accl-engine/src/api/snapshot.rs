@@ -25,9 +25,9 @@ pub struct Snapshot {
     pub parks: u64,
     /// Number of times a thread has polled the system for events without sleeping.
     pub looks: u64,
-    /// Processes that shared a group with this one: all of them, or for a group's snapshot those of that group by rank.
+    /// Processes that shared a group with this one. A group's snapshot lists only the group's processes, by rank.
     pub peers: Vec<PeerSnapshot>,
-    /// Groups that this process is in: all of them, or for a group's snapshot only that group.
+    /// Groups that this process is in. A group's snapshot lists only that group.
     pub groups: Vec<GroupSnapshot>,
 }
 

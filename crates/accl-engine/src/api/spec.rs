@@ -26,12 +26,12 @@ pub struct GroupSpec {
     pub world: u32,
     /// Maximum time for a call, and for the creation of the group.
     pub timeout: Duration,
-    /// Settings; settings of process scope must equal those of the first group.
+    /// Settings. Settings of process scope must equal the first group's.
     pub config: Config,
     /// Address of the store's master, if known. The interface that routes to it is offered to peers first.
     pub master: Option<IpAddr>,
-    /// For each rank of this group its rank in the job, whose ranks meet in the same store. Empty if the ranks equal
-    /// those of the job, or if no job is known.
+    /// Rank in the job of each rank of this group; the job's ranks meet in the same store. Empty if this group's ranks
+    /// are the job's ranks, or if no job is known.
     pub global_ranks: Vec<u64>,
     /// Role of the group.
     pub role: GroupRole,

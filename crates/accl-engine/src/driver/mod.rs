@@ -296,7 +296,7 @@ impl Driver {
         self.shares_cores.store(true, Ordering::Relaxed);
     }
 
-    /// Switches off periodic checks: those of waiters for signals and those of the driver for unresponsive hosts.
+    /// Switches off periodic checks: a waiter's checks for signals and the driver's checks for unresponsive hosts.
     /// Without them a lost wake-up hangs instead of causing a delay. For tests.
     pub(crate) fn without_tick(&self) {
         self.without_tick.store(true, Ordering::Relaxed);

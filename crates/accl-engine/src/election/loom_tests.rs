@@ -281,7 +281,7 @@ fn loom_the_background_thread_takes_over_what_nobody_waits_for() {
             let (model, calls) = (model.clone(), calls.clone());
             thread::spawn(move || calls.iter().for_each(|call| model.deliver(call)))
         };
-        // As after a submission.
+        // Does what follows a submission.
         model.election.ensure_driver(&*model);
         assert_eq!(model.wait(1, &calls[0], || Ok(None)), Waited::Done);
         // The caller of this call does something else, and is notified when the call completes.

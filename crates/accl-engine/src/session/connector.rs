@@ -59,7 +59,7 @@ struct State {
 enum Request {
     /// A group is being created that needs links to these peers on a lane.
     Want(u32, Vec<EndpointInfo>),
-    /// That group no longer waits for these peers, whether it has links to them or not.
+    /// The group no longer waits for these peers, whether it has links to them or not.
     Forget(u32, Vec<Uuid>),
     /// Peers have been introduced that may have links already.
     HandOver,
@@ -173,7 +173,7 @@ struct Work {
     numbers: u64,
 }
 
-/// What the thread knows of the peers of one lane.
+/// State of the peers of one lane, as the thread knows it.
 struct Lane {
     number: u32,
     driver: Weak<Driver>,

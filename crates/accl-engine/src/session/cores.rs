@@ -1,6 +1,6 @@
 //! The cores that the ranks of a host may use, which decide whether a waiting rank takes a core from another rank.
 //!
-//! Each rank publishes the cores that it may use. A pinned rank sees one core and cannot tell from that alone whether
+//! Each rank publishes the cores that it may use. A pinned rank sees one core and cannot know from that alone whether
 //! the other ranks have cores of their own.
 
 use std::fmt;

@@ -135,7 +135,7 @@ fn refuse_among(
     meeting.give_up(error);
 }
 
-/// What a rank has once all ranks are ready to create the group.
+/// Results of the rendezvous, once all ranks are ready to create the group.
 struct Prepared {
     states: LaneStates,
     infos: Vec<RankInfo>,
@@ -365,7 +365,7 @@ impl Engine {
     ) -> Result<bool> {
         let Some(url) = &device.url else { return Ok(true) };
         let deadline = time::now() + deadline.saturating_duration_since(Instant::now());
-        // It can be reached again only after it was left.
+        // The device can be reached again only after it was left.
         drop(device.opened.take());
         let opener = self.opener().ok_or_else(|| {
             Error::configuration(format!("device `{url}`: this engine was not given a way to open devices"))
@@ -588,7 +588,7 @@ impl Engine {
 /// Returns the chooser of algorithms, built only from values that are the same on all ranks: their infos and the agreed
 /// settings.
 fn chooser(topology: Topology, spec: &GroupSpec, infos: &[RankInfo], segment_bytes: u64) -> Chooser {
-    // Of the fullest hosts, the one with the fewest cores decides for all.
+    // Among the hosts with the most ranks, the host with the fewest cores decides for all.
     let cores_of = |host: u32| {
         let here = topology.ranks_of(host).iter().map(|&rank| &infos[rank as usize].cores);
         Cores::in_all(here).max(1) as u32

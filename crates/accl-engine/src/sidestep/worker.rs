@@ -1,5 +1,5 @@
-//! Calls the library: on the thread that waits for a collective, or on a thread that all groups of the process share
-//! and that sleeps while there is nothing to do.
+//! Calls the library: on the thread that waits for a collective, or on a thread that all groups of the process share.
+//! The shared thread sleeps while there is nothing to do.
 //!
 //! Switching threads takes longer than a small collective. So a waiting thread helps: it polls the library between its
 //! polls of the links. The worker thread is woken only if no thread helps. Owns the queue of commands; `running`
@@ -47,7 +47,7 @@ pub(crate) struct Worker {
     is_over: AtomicBool,
 }
 
-/// What one poll has found.
+/// Result of one poll.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Found {
     /// There is nothing to do.
