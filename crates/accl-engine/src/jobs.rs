@@ -58,8 +58,8 @@ impl Jobs {
         self.are_there() || self.has_errands.load(Ordering::SeqCst)
     }
 
-    /// On the lane's thread: drops the errands, also those of jobs that another thread has run, then runs the jobs.
-    /// Returns whether there were any jobs.
+    /// On the lane's thread: drops the errands, then runs the jobs. The errands include those whose job another thread
+    /// has run. Returns whether there were any jobs.
     pub(crate) fn run(&self) -> bool {
         if !self.want_thread() {
             return false;

@@ -112,7 +112,7 @@ impl Group {
     ///
     /// Any thread may submit. Calls of one group are numbered in the order of submission, which must be the same on all
     /// ranks. The caller must wait for a call with [`Mode::Blocking`](accl_executor::call::Mode::Blocking) at once:
-    /// until it does, no thread may make progress on the call.
+    /// until it does, the call may make no progress.
     ///
     /// # Errors
     /// `InvalidArgument`, `InvalidType`, `Unsupported`, `Configuration`, `Exhausted`: the call was refused, no sequence
@@ -224,7 +224,7 @@ impl Group {
     fn submit_with(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Result<Call> {
         let Some(codec) = default else { return self.start_measured(desc).map_err(|error| self.in_context(error)) };
         let started = codec.encoded(desc, codec.next_step()).and_then(|desc| self.start_measured(&desc));
-        // A refused call has no step: the other ranks may have issued theirs.
+        // A refused call takes no step, as it takes no sequence number: the other ranks may have issued theirs.
         if started.is_ok() {
             codec.count();
         }

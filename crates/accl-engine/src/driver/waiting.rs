@@ -240,8 +240,8 @@ impl Driver {
             }
             // A library makes progress on what it has begun only while it is polled.
             let found = helping.as_ref().map_or(Found::Nothing, |helping| helping.look());
-            // For a cut call on cores of its own, the budget counts from the last event. The same holds if a link must be
-            // polled, where no event would wake a sleeper. After one tick the waiter stops, to check for signals.
+            // For a cut call on cores of its own, the budget counts from the last event. The same holds if a link must
+            // be polled, where no event would wake a sleeper. After one tick the waiter stops, to check for signals.
             let is_over = if found != Found::Nothing && self.spin.is_none() {
                 now.since(start) >= Duration::from_millis(TICK_MS)
             } else if !polls && (shared || !call.is_cut) || self.spin.is_some() {

@@ -5,7 +5,7 @@
 //!
 //! **The problem.** A store survives the processes that wrote into it. Elastic launchers start new processes over the
 //! same store, with the same ranks and group names, and an old process may have died between any two of its requests.
-//! So no entry in the store proves that its writer is alive. Counting does not help either. Ranks that died at
+//! Therefore no entry in the store proves that its writer is alive. Counting does not help either. Ranks that died at
 //! different moments leave different counts, and each host's launcher counts its own restarts.
 //!
 //! **Sessions.** Rank 0 is the *leader*. It makes up a session name that no process has used before, from its process's
