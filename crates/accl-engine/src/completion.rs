@@ -88,7 +88,7 @@ pub(crate) struct CompletionPool {
 }
 
 impl CompletionPool {
-    /// Announces one job: from now on a thread is there that will run it. May start a thread, so the caller must hold
+    /// Announces one job: from now on a thread exists that will run it. May start a thread, so the caller must hold
     /// no lock.
     ///
     /// # Errors

@@ -32,7 +32,7 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    /// Lanes of a group whose large calls are not done by the engine.
+    /// Lanes of a group of one rank, or of a group whose device does the large calls.
     pub(super) const ONE: Self = Self { count: 1, have_own_cores: true };
 
     /// Returns the lanes of a group of these ranks: the number of the rank with the fewest. It is the same on all
@@ -76,7 +76,7 @@ fn network_cores(machine: &Machine) -> u64 {
 }
 
 impl Engine {
-    /// Creates the group's state on each of its lanes; the first lane uses the peers `first`.
+    /// Creates the group's state on each of its `lanes`, which may be one; the first lane uses the peers `first`.
     ///
     /// # Errors
     /// `Exhausted` when the system has no thread for a lane; the errors of [`Engine::introduce`].
