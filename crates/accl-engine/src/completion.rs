@@ -1,8 +1,8 @@
-//! Threads that run what callers attached to a call: `when_done` callbacks and blocking bodies.
+//! Threads that run what callers attach to a call: `when_done` callbacks and blocking bodies.
 //!
 //! A job may submit calls and wait for them, and may wait for another job. So a few threads take jobs at once, and one
-//! more joins them whenever the queue stands still; idle threads retire. Posting starts no thread, because whoever
-//! posts makes progress for others: as long as jobs are announced or queued, one thread is outside of all jobs, and that one
+//! more joins them whenever the queue stalls; idle threads exit. Posting starts no thread, because the posting thread
+//! makes progress for others. Instead, as long as jobs are announced or queued, one thread stays outside all jobs,
 //! watches the queue and starts others. Owns the threads; knows nothing of calls. Read [`CompletionPool`] first.
 
 use std::collections::VecDeque;
@@ -15,47 +15,48 @@ use accl_types::{Error, Result};
 use crate::signals;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// How long an idle thread stays.
+/// How long an idle thread stays alive.
 const IDLE: Duration = Duration::from_secs(10);
-/// Jobs that run at once without a wait: most are short, and more threads would only wait for the interpreter's lock.
+/// Number of jobs that start without a delay. Most jobs are short, and more threads would only wait for the
+/// interpreter's lock.
 const AT_ONCE: usize = 3;
-/// A queue from which nothing was taken for so long stands still: the jobs that run may wait for one that is queued.
+/// Time without a job taken after which a queue counts as stalled: the running jobs may wait for a queued one.
 const STANDSTILL: Duration = Duration::from_millis(5);
-/// With each so many threads a standstill takes `STANDSTILL` longer to be one: jobs of which so many did not help are
+/// Each group of this many threads adds another `STANDSTILL` to that time. If this many jobs did not help, they are
 /// slow rather than stuck.
 const THREADS_PER_STEP: u32 = 16;
-/// How often a wait for jobs asks whether to go on.
+/// Interval at which a wait for jobs calls `interrupt`.
 const ASK_INTERRUPT: Duration = Duration::from_millis(50);
 
 type Job = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct State {
-    /// With the time at which each was posted.
+    /// The queued jobs, each with the time at which it was posted.
     jobs: VecDeque<(Instant, Job)>,
-    /// When the last job was taken.
+    /// Time at which the last job was taken.
     taken: Option<Instant>,
-    /// Announced and not yet posted.
+    /// Number of jobs announced but not yet posted.
     expected: usize,
-    /// Threads that are alive or about to be.
+    /// Number of threads that are alive or about to be.
     threads: usize,
-    /// Those of them that the system is being asked for.
+    /// Number of those threads that the system has not yet started.
     starting: usize,
-    /// Those of them that are inside a job.
+    /// Number of those threads that are inside a job.
     busy: usize,
     stopping: bool,
 }
 
 impl State {
-    /// Threads outside of all jobs.
+    /// Returns the number of threads outside all jobs.
     fn free(&self) -> usize {
         self.threads - self.busy
     }
 
-    /// When a free thread may take the oldest job; `None` without a job.
+    /// Returns the time at which a free thread may take the oldest job; `None` without a job.
     fn take_at(&self) -> Option<Instant> {
         let (posted, _) = self.jobs.front()?;
-        // Another free thread goes on watching.
+        // If two threads are free, the other one goes on watching.
         if self.busy < AT_ONCE || self.free() > 1 {
             return Some(*posted);
         }
@@ -63,7 +64,7 @@ impl State {
         Some(still_since + STANDSTILL * (1 + self.threads as u32 / THREADS_PER_STEP))
     }
 
-    /// Whether somebody must watch the queue and nobody does.
+    /// Returns whether the queue needs a watching thread and has none.
     fn lacks_watcher(&self) -> bool {
         self.free() == 0 && !self.stopping && (self.expected > 0 || !self.jobs.is_empty())
     }
@@ -72,22 +73,23 @@ impl State {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Jobs that somebody is about to post.
+    /// Number of held jobs: they will be posted, or finished by another thread.
     on_their_way: AtomicUsize,
-    /// For the threads: there is a job, one less is announced, or the end has come.
+    /// For the pool's threads: a job was posted, an announced job was withdrawn, or the pool stops.
     wake: Condvar,
-    /// For who waits for them: no job is left, or no thread.
+    /// For threads that wait for the pool: no job or no thread is left, or a thread was started or refused.
     quiet: Condvar,
 }
 
-/// A pool that grows when its jobs stand still.
+/// A pool of threads that grows when its queue stalls.
 #[derive(Clone, Default)]
 pub(crate) struct CompletionPool {
     shared: Arc<Shared>,
 }
 
 impl CompletionPool {
-    /// Announces one job: from now on there is a thread that sees to it. May start one, so no lock is held here.
+    /// Announces one job: from now on a thread exists that will run it. May start a thread, so the caller must hold
+    /// no lock.
     ///
     /// # Errors
     /// `Exhausted` when the system gives no thread; `Aborted` when the pool was stopped.
@@ -98,11 +100,11 @@ impl CompletionPool {
         }
         state.expected += 1;
         let mut state = self.see_to_watcher(state);
-        // The only thread may be one that another caller asks the system for, which may refuse it.
+        // The only thread may be one that another caller has requested and that the system may still refuse.
         while state.threads > 0 && state.threads == state.starting {
             self.shared.quiet.wait(&mut state);
         }
-        // Where the system has no thread left, the job waits for one that exists.
+        // If the system has no thread left, the job waits for an existing one.
         if state.threads == 0 {
             state.expected -= 1;
             return Err(Error::exhausted("no thread for completions; raise the limit of processes (`ulimit -u`)"));
@@ -110,14 +112,14 @@ impl CompletionPool {
         Ok(())
     }
 
-    /// An announced job will not be posted.
+    /// Withdraws an announced job that will not be posted.
     pub(crate) fn withdraw(&self) {
         let mut state = self.shared.state.lock();
         state.expected = state.expected.saturating_sub(1);
         self.shared.wake.notify_one();
     }
 
-    /// Runs an announced job on a completion thread, or drops it when the pool was stopped. Starts no thread.
+    /// Runs an announced job on a completion thread, or drops it if the pool was stopped. Starts no thread.
     pub(crate) fn post(&self, job: Job) {
         let Shared { state, wake, .. } = &*self.shared;
         let mut state = state.lock();
@@ -129,14 +131,14 @@ impl CompletionPool {
         wake.notify_one();
     }
 
-    /// So many announced jobs will be posted at once with [`CompletionPool::post_held`], or done by whoever holds them until
-    /// [`CompletionPool::let_go`]: [`CompletionPool::drain`] waits for them, too. For who goes on only after it has given a lock back
-    /// that the end of the process takes first.
+    /// Makes [`CompletionPool::drain`] wait for `count` more jobs. Announced jobs then follow with
+    /// [`CompletionPool::post_held`]; other work is reported as finished with [`CompletionPool::let_go`]. A caller uses
+    /// this when it must first release a lock that the end of the process also takes.
     pub(crate) fn hold(&self, count: usize) {
         self.shared.on_their_way.fetch_add(count, Ordering::SeqCst);
     }
 
-    /// So many of what was held are done.
+    /// Reports that `count` of the held jobs are finished.
     pub(crate) fn let_go(&self, count: usize) {
         if count > 0 {
             let state = self.shared.state.lock();
@@ -159,12 +161,12 @@ impl CompletionPool {
         state.jobs.len() + state.busy + self.shared.on_their_way.load(Ordering::SeqCst)
     }
 
-    /// Starts a thread if nobody watches the queue; without the lock while the system makes it.
+    /// Starts a thread if none watches the queue. The lock is released while the system creates the thread.
     fn see_to_watcher<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         if !state.lacks_watcher() {
             return state;
         }
-        // It counts as free from here on, so that others do not start one, too.
+        // The thread counts as free from here on, so that other callers do not start one as well.
         (state.threads, state.starting) = (state.threads + 1, state.starting + 1);
         let is_there = MutexGuard::unlocked(&mut state, || {
             let pool = self.clone();
@@ -178,8 +180,8 @@ impl CompletionPool {
         state
     }
 
-    /// Waits until every job that was posted has run, at most until then, and returns how many have not. Ends early
-    /// when `interrupt`, which is asked about every 50 ms and without the lock, returns true.
+    /// Waits until every posted or held job has run, at most until `until`, and returns the number that have not.
+    /// Returns early if `interrupt` returns true; it is called every 50 ms without the lock.
     pub(crate) fn drain(&self, until: Instant, interrupt: &mut dyn FnMut() -> bool) -> usize {
         let Shared { state, quiet, .. } = &*self.shared;
         let mut state = state.lock();
@@ -197,7 +199,7 @@ impl CompletionPool {
         }
     }
 
-    /// Lets the threads finish what they are doing and end; queued jobs are dropped. Waits at most `patience`.
+    /// Lets the threads finish their current jobs and exit; queued jobs are dropped. Waits at most `patience`.
     pub(crate) fn stop(&self, patience: Duration) {
         let Shared { state, wake, quiet, .. } = &*self.shared;
         let mut state = state.lock();
@@ -222,12 +224,12 @@ impl CompletionPool {
                 guard.taken = Some(now);
                 guard.busy += 1;
                 if !guard.jobs.is_empty() {
-                    // Somebody who sleeps without a limit may be the only one left to watch.
+                    // A thread that sleeps without a time limit may be the only one left to watch.
                     wake.notify_one();
                 }
                 let guard_after = self.see_to_watcher(guard);
                 drop(guard_after);
-                // A callback that panics ends only itself: the bridge turns panics into errors before they get here.
+                // A panicking callback ends only itself: the bridge turns panics into errors before they get here.
                 let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
                 guard = state.lock();
                 guard.busy -= 1;
@@ -259,7 +261,7 @@ mod tests {
         let pool = CompletionPool::default();
         {
             let mut state = pool.shared.state.lock();
-            // Another caller asks the system for the only thread.
+            // Another caller has requested the only thread.
             (state.threads, state.starting, state.expected) = (1, 1, 1);
         }
         let other = pool.clone();
@@ -301,7 +303,7 @@ mod tests {
     fn draining_waits_for_the_jobs_that_run_and_those_that_are_queued() {
         let pool = CompletionPool::default();
         let (sender, receiver) = mpsc::channel();
-        // More than run at once.
+        // More jobs than run at once.
         for _ in 0..AT_ONCE + 2 {
             let sender = sender.clone();
             pool.expect().unwrap();

@@ -1,27 +1,27 @@
-//! The CPUs of this machine, and a thread's.
+//! The CPUs of this machine, and binding threads to them.
 //!
-//! Owns what the system says of them. Which thread runs where, others decide.
+//! Owns the queries to the system. Other modules decide which thread runs where.
 
 use std::path::Path;
 
 use accl_types::parse_cpus;
 use rustix::thread::{CpuSet, Pid, sched_setaffinity};
 
-/// Whether this machine has a CPU of that number.
+/// Returns whether this machine has a CPU with this number.
 pub(crate) fn is_there(cpu: u32) -> bool {
     Path::new(&format!("/sys/devices/system/cpu/cpu{cpu}")).exists()
 }
 
-/// How many CPUs this machine runs on; 0 where the system does not say.
+/// Returns the number of online CPUs of this machine; 0 if the system does not report it.
 pub(crate) fn online() -> usize {
     let list = std::fs::read_to_string("/sys/devices/system/cpu/online").ok();
     list.and_then(|list| parse_cpus(list.trim())).map_or(0, |cpus| cpus.len())
 }
 
-/// Binds a thread, or the calling one, to that CPU.
+/// Binds `thread` to the CPU; `None` means the calling thread.
 ///
 /// # Errors
-/// Why it stays where it was, as a clause.
+/// The reason why the thread was not moved, as a clause.
 pub(crate) fn bind(thread: Option<Pid>, cpu: u32) -> Result<(), &'static str> {
     let mut one = CpuSet::new();
     let is_numbered = (cpu as usize) < CpuSet::MAX_CPU;

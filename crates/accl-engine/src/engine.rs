@@ -1,7 +1,7 @@
-//! The engine of one process: its endpoint, its links, its groups, its beginning and end.
+//! The engine of one process: its endpoint, its links, its groups, its start and shutdown.
 //!
-//! Owns the settings and the endpoint of the process. Who makes progress, and when, is in `driver`; how groups are made, in
-//! `session`. Read [`Engine`] first.
+//! Owns the settings and the endpoint of the process. `driver` decides which thread makes progress and when; `session`
+//! creates groups. Read [`Engine`] first.
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,58 +26,58 @@ use crate::time;
 use accl_executor::group::GroupState;
 use accl_executor::peers::Mark;
 
-/// Lanes that a process offers which finds out how many it has use for.
+/// Maximum number of lanes of a process with `ACCL_WORKER_COUNT=auto`.
 const MOST_AUTO_LANES: usize = 16;
 
-/// How long the end of a group or of the process waits until the peers' hosts have what calls that are done have sent, and
-/// how long when calls have failed anyway.
+/// Maximum time that the end of a group or process waits for delivery: the peers' hosts must have the data that
+/// completed calls sent. The second value applies if calls have failed.
 pub(crate) const LAST_BYTES: Duration = Duration::from_secs(30);
 pub(crate) const LAST_BYTES_FAILED: Duration = Duration::from_secs(2);
-/// How long the end of a group or of the process waits for collectives that were made asynchronously.
+/// Maximum time that the end of a group or process waits for asynchronous collectives.
 pub(crate) const LAST_CALLS: Duration = Duration::from_secs(30);
-/// How long the end of the process waits for room for its goodbyes.
+/// Maximum time that the end of the process waits for room for its disconnect messages.
 const LAST_GOODBYES: Duration = Duration::from_secs(2);
-/// Between looks for that room.
+/// Pause between two checks for that room.
 const PAUSE_AT_END: Duration = Duration::from_millis(1);
-/// How long it waits for a thread that holds the driver's lock.
+/// Maximum time that the end of the process waits for a thread that holds the driver's lock.
 const LOCK_AT_END: Duration = Duration::from_secs(1);
-/// How long it waits for the thread that makes links.
+/// Maximum time that the end of the process waits for the thread that makes links.
 const LAST_CONNECTIONS: Duration = Duration::from_secs(1);
-/// How long it waits for devices whose last call has failed.
+/// Maximum time that the end of the process waits for device threads, which may still be busy with a failed call.
 const LAST_DEVICES: Duration = Duration::from_millis(900);
-/// How long it waits for callbacks that run.
+/// Maximum time that the end of the process waits for running callbacks.
 const LAST_CALLBACKS: Duration = Duration::from_secs(30);
 
-/// One per process in production; several in one process in tests.
+/// The engine: one per process in production; tests create several in one process.
 pub struct Engine {
     pub(crate) driver: Arc<Driver>,
-    /// Those of the lanes beside the first, from the first group on.
+    /// Drivers of all lanes except the first; set when the first group is created.
     other_lanes: OnceLock<Vec<Arc<Driver>>>,
-    /// See [`Engine::set_least_part_bytes`]; 0: not set.
+    /// See [`Engine::set_least_part_bytes`]; 0 means not set.
     least_part_bytes: AtomicU64,
-    /// How peers reach this process, and what makes links; from the first group on.
+    /// This process's endpoint address and the connector that makes links; set when the first group is created.
     connecting: OnceLock<(EndpointInfo, Connector)>,
     opening: Mutex<()>,
     /// Settings of process scope, fixed by the first group.
     pub(crate) config: Config,
     pub(crate) groups_made: AtomicU64,
-    /// Of this host, in the group that has most ranks here.
+    /// Number of ranks and cores on this host, from the group with the most ranks here.
     pub(crate) crowd: Mutex<Crowd>,
     pub(crate) makings: Makings,
-    /// The jobs that this process is in, each over a store of its own.
+    /// The jobs that this process belongs to, each with a store of its own.
     pub(crate) jobs: Mutex<Vec<Job>>,
-    /// The machine's constants, found when they are first needed.
+    /// The machine's constants, computed on first use.
     pub(crate) machine: OnceLock<Machine>,
-    /// Finds them.
+    /// Function that computes the machine's constants.
     pub(crate) find_machine: fn(&Config) -> Machine,
     /// Opens devices.
     opener: OnceLock<Arc<dyn OpenBus>>,
     pub(crate) devices: Attended,
-    /// What has libraries do collectives.
+    /// Workers that have libraries do collectives.
     pub(crate) sidestep: Workers,
 }
 
-/// What exists from the first group on.
+/// Parts of the engine that exist once the first group is created.
 #[derive(Clone, Copy)]
 pub(crate) struct Parts<'a> {
     pub(crate) poller: &'a Poller,
@@ -86,24 +86,24 @@ pub(crate) struct Parts<'a> {
     pub(crate) connector: &'a Connector,
 }
 
-/// The processes of a job: those that the ranks of its sub-groups are numbered by.
+/// The processes of a job. The ranks of the job's sub-groups are numbered by it.
 pub(crate) struct Job {
-    /// Identity of the store in which its ranks have met, and those of its sub-groups meet.
+    /// Identity of the store in which the job's ranks meet; the ranks of its sub-groups meet in the same store.
     pub(crate) store: u64,
-    /// Number of its group.
+    /// Number of the job's group.
     pub(crate) group: u64,
-    /// The processes by rank.
+    /// The processes' identities, by rank in the job.
     pub(crate) processes: Vec<[u8; 16]>,
 }
 
-/// Most bytes of a frame, which holds whole elements of every dtype.
+/// Returns the maximum payload bytes of a frame: a multiple of 64, so that a frame holds whole elements of every dtype.
 fn segment(config: &Config) -> u64 {
     (config.segment_bytes / 64 * 64).max(64)
 }
 
-/// What wakes a driver, which has something to sleep in from now on.
+/// Returns what wakes a driver, after giving the driver a poller if it has none.
 fn waker_of(driver: &Driver) -> Result<Arc<Waker>> {
-    // The poller of an attempt that failed is the one that waits sleep in.
+    // If an earlier attempt failed, its poller is kept: waiting threads may sleep in it.
     if let Some(polling) = driver.polling() {
         return Ok(polling.waker.clone());
     }
@@ -114,8 +114,9 @@ fn waker_of(driver: &Driver) -> Result<Arc<Waker>> {
 }
 
 impl Engine {
-    /// An engine without threads, descriptors or memory; they come with the first group. `find_machine` finds the constants that
-    /// algorithms are chosen by, once, when the first group of several ranks is made here as rank 0.
+    /// Creates an engine without threads, descriptors or memory; the first group adds them. `find_machine` computes the
+    /// constants for choosing algorithms. It is called once, when this process first creates a group of several ranks
+    /// as rank 0.
     pub fn new(config: Config, find_machine: fn(&Config) -> Machine) -> Arc<Self> {
         Arc::new(Self {
             driver: Driver::new(segment(&config), config.spin_us),
@@ -136,7 +137,7 @@ impl Engine {
         })
     }
 
-    /// Groups that are made later open their devices so. It is said once.
+    /// Sets the opener that groups created later use for their devices. Only the first call has an effect.
     pub fn open_devices_with(&self, opener: Arc<dyn OpenBus>) {
         let _ = self.opener.set(opener);
     }
@@ -145,18 +146,19 @@ impl Engine {
         self.opener.get().cloned()
     }
 
-    /// The settings that the engine was made with.
+    /// Returns the settings that the engine was created with.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Whether this process is a forked child of the one that made the engine. A child may make an engine of its own.
+    /// Returns whether this process is a forked child of the process that created the engine. A child may create an
+    /// engine of its own.
     pub(crate) fn is_forked(&self) -> bool {
         self.driver.is_forked()
     }
 
-    /// Calls are cut into parts of so many bytes and more, where there are lanes for them, whatever they are predicted to take; the same on all
-    /// ranks. For tests.
+    /// Cuts calls into parts of at least `bytes` bytes wherever there are lanes for the parts, whatever their predicted
+    /// time. All ranks must set the same value. For tests.
     pub fn set_least_part_bytes(&self, bytes: u64) {
         self.least_part_bytes.store(bytes.max(1), Ordering::Relaxed);
     }
@@ -165,13 +167,13 @@ impl Engine {
         Some(self.least_part_bytes.load(Ordering::Relaxed)).filter(|&bytes| bytes > 0)
     }
 
-    /// Switches the periodic looks off, a waiter's at signals and the driver's at silent hosts: without them a lost wake-up
-    /// is a hang and not a delay. For tests.
+    /// Switches off periodic checks: a waiter's checks for signals and the driver's checks for unresponsive hosts.
+    /// Without them a lost wake-up hangs instead of causing a delay. For tests.
     pub fn without_tick(&self) {
         self.lanes().for_each(|lane| lane.without_tick());
     }
 
-    /// How often a thread of this engine has slept in the poller. For tests.
+    /// Returns how often a thread of this engine has slept in the poller. For tests.
     pub fn parks(&self) -> u64 {
         self.driver.parks()
     }
@@ -202,7 +204,7 @@ impl Engine {
         self.opened().ok_or_else(|| Error::internal("the endpoint was not kept"))
     }
 
-    /// Drivers of the lanes beside the first: fewer than were asked for if the system has no room for more.
+    /// Opens the drivers of the lanes after the first: fewer than requested if the system lacks resources.
     fn open_lanes(&self) -> Vec<Arc<Driver>> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let (wanted, is_auto) = match self.config.worker_count {
@@ -224,7 +226,7 @@ impl Engine {
         let open = || {
             let lane = Driver::new(segment(&self.config), self.config.spin_us);
             waker_of(&lane)?;
-            // The first group that has use for it starts it.
+            // With `auto`, the first group that uses the lane starts its thread.
             if !is_auto {
                 lane.start_thread()?;
             }
@@ -249,12 +251,12 @@ impl Engine {
         lanes
     }
 
-    /// The drivers of all lanes, the first one first.
+    /// Iterates over the drivers of all lanes, the first lane first.
     pub(crate) fn lanes(&self) -> impl Iterator<Item = &Arc<Driver>> {
         std::iter::once(&self.driver).chain(self.other_lanes.get().into_iter().flatten())
     }
 
-    /// The lanes beside the first.
+    /// Returns the drivers of all lanes except the first.
     pub(crate) fn other_lanes(&self) -> &[Arc<Driver>] {
         self.other_lanes.get().map_or(&[], Vec::as_slice)
     }
@@ -264,21 +266,21 @@ impl Engine {
         Some(Parts { poller, waker, info, connector })
     }
 
-    /// This process as its peers see it.
+    /// Returns this process's endpoint address, as its peers see it.
     ///
     /// # Errors
-    /// As [`Engine::create_group`], when the endpoint cannot be opened.
+    /// The errors of [`Engine::create_group`] for an endpoint that cannot be opened.
     pub fn info(&self) -> Result<EndpointInfo> {
         Ok(self.parts(None)?.info.clone())
     }
 
-    /// Takes a link to a peer that was made by other means than the endpoint; groups made later use it.
+    /// Adds a link to a peer that was made without the endpoint; groups created later use it.
     ///
     /// # Errors
     /// `Exhausted` when its descriptors cannot be watched.
     pub fn adopt_link(&self, info: EndpointInfo, mut link: Box<dyn Watched>) -> Result<()> {
         let parts = self.parts(None)?;
-        // Under the lock: a driver that the first event wakes must find the link.
+        // Under the lock: the first event may wake a driver, which must find the link.
         self.driver.with_core(|core| {
             let slot = parts.poller.watch(&mut link)?;
             core.net.add(&info, link, slot);
@@ -286,15 +288,15 @@ impl Engine {
         })
     }
 
-    /// What ends a wait of this engine: for links made by other means than the endpoint.
+    /// Returns the waker that ends a wait of this engine, for links made without the endpoint.
     ///
     /// # Errors
-    /// As [`Engine::info`].
+    /// The errors of [`Engine::info`].
     pub fn waker(&self) -> Result<Arc<Waker>> {
         Ok(self.parts(None)?.waker.clone())
     }
 
-    /// Ends all links and takes no more, without a word to anybody, as the system does when a process dies. For tests.
+    /// Drops all links without disconnecting and accepts no more, as the system does when a process dies. For tests.
     pub fn vanish(&self) {
         if let Some((_, connector)) = self.connecting.get() {
             connector.stop(LAST_CONNECTIONS);
@@ -307,7 +309,7 @@ impl Engine {
         }
     }
 
-    /// Takes a peer without a link for gone, as when nothing has been heard of it for long. For tests.
+    /// Marks a peer without a link as lost, as if it had been unresponsive for 30 s. For tests.
     pub fn give_up(&self, peer: &EndpointInfo) {
         self.driver.lose(&peer.uuid, Error::peer_lost("no link to it within 30 s"));
     }
@@ -323,14 +325,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends everything in bounded time: groups fail, peers are told and get what was sent to them, threads stop. For the end of
-    /// the process.
+    /// Shuts the engine down in bounded time: groups fail, peers are notified and receive what was sent to them,
+    /// threads stop. For the end of the process.
     pub fn shutdown(&self) {
         self.shutdown_unless(false, &mut || false);
     }
 
-    /// As [`Engine::shutdown`]; each wait ends when `interrupt` returns true. With `await_calls` collectives that were made
-    /// asynchronously have half a minute to end well.
+    /// Like [`Engine::shutdown`], but each wait ends when `interrupt` returns true. With `await_calls`, asynchronous
+    /// collectives get up to half a minute to complete.
     pub fn shutdown_unless(&self, await_calls: bool, interrupt: &mut dyn FnMut() -> bool) {
         if self.is_forked() {
             return;
@@ -373,7 +375,7 @@ impl Engine {
                 let _ = core.guarded(|core| core.net.close_all());
             }
         }
-        // What runs there may be code of the caller, which must not go on in an interpreter that ends.
+        // Callbacks may run code of the caller, which must not go on while the interpreter ends.
         let left = self.driver.completions().drain(Instant::now() + LAST_CALLBACKS, interrupt);
         if left > 0 {
             tracing::warn!(
@@ -386,13 +388,13 @@ impl Engine {
     }
 }
 
-/// What remains of the groups of a lane.
+/// Work that remains after the groups of a lane were left.
 struct Left {
     sent: Vec<Mark>,
     has_failed: bool,
 }
 
-/// Leaves all groups of a lane, and tells its peers; `None`: a thread keeps the lock.
+/// Leaves all groups of a lane and notifies its peers. Returns `None` if another thread keeps the lock.
 fn leave_all(lane: &Driver, now: Moment) -> Option<Left> {
     let mut core = lane.try_lock_until(time::now() + LOCK_AT_END)?;
     let ids: Vec<u64> = core.groups().map(GroupState::id).collect();
@@ -408,7 +410,7 @@ fn leave_all(lane: &Driver, now: Moment) -> Option<Left> {
     Some(Left { sent, has_failed })
 }
 
-/// Waits until everything has left a lane of this process: calls that were done relied on it.
+/// Waits until this lane has sent everything that is buffered: peers of completed calls rely on it.
 fn send_the_rest(lane: &Driver, deadline: Moment) {
     while time::now() < deadline {
         let Some(mut core) = lane.try_lock_until(deadline) else { return };
@@ -420,12 +422,12 @@ fn send_the_rest(lane: &Driver, deadline: Moment) {
         if unsent != Ok(true) {
             return;
         }
-        // Not in the poller: another thread may sleep there, and the news are its own.
+        // Not in the poller: another thread may sleep there, and this thread would take its events.
         std::thread::sleep(PAUSE_AT_END);
     }
 }
 
-/// Calls of a lane that are done may have sent something to peers to which there is no link yet: waits for that, at most until then.
+/// Waits, at most until `until`, for links to peers that completed calls have sent something to.
 fn link_to_send(lane: &Driver, until: Moment, interrupt: &mut dyn FnMut() -> bool) {
     let Some(core) = lane.try_lock_until(until) else { return };
     let has_failed = core.groups().any(|group| group.poison().is_some());
@@ -437,7 +439,8 @@ fn link_to_send(lane: &Driver, until: Moment, interrupt: &mut dyn FnMut() -> boo
 }
 
 impl Drop for Engine {
-    /// Without its groups nobody can make a call, and whoever drives for peers alone would do so for ever.
+    /// Stops the background threads. Without groups no call can be issued, and a thread that drives only for peers
+    /// would never stop.
     fn drop(&mut self) {
         if !self.is_forked() {
             self.lanes().for_each(|lane| lane.stop_background());

@@ -7,20 +7,22 @@ use accl_types::config::{Config, Meaning, PREFIX, meaning};
 
 use crate::settings::check_settings;
 
-/// Characters of a launcher's name that are used.
+/// Maximum number of characters taken from each launcher variable.
 const MAX_LABEL_PART: usize = 40;
 
-/// The user's directory for caches; none where there is neither of the variables that say so.
+/// Returns the user's cache directory: `XDG_CACHE_HOME`, or `.cache` in `HOME`; `None` if neither variable holds an
+/// absolute path.
 pub fn cache_home() -> Option<PathBuf> {
     #[expect(clippy::disallowed_methods, reason = "the one reader of the environment")]
     let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")))
 }
 
-/// What an elastic launcher calls this start of the job, as a prefix of names: `run.attempt.`, or nothing.
+/// Returns a prefix for session names that identifies this start of an elastic launcher: `run.attempt.`, or the empty
+/// string.
 ///
-/// For whoever looks at names. It is no identity: launchers of two hosts count their restarts each for itself, and ranks
-/// of several jobs may make a group together.
+/// The prefix helps a person who reads the store; it is not an identity. Launchers on two hosts count restarts
+/// separately, and ranks of several jobs may create a group together.
 pub(crate) fn launch_label() -> String {
     #[expect(clippy::disallowed_methods, reason = "the one reader of the environment")]
     let variable = |name| std::env::var(name).ok();
@@ -31,7 +33,7 @@ pub(crate) fn launch_label() -> String {
     ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"].into_iter().filter_map(part).collect()
 }
 
-/// The settings that this process's environment gives.
+/// Returns the settings from this process's environment.
 ///
 /// # Errors
 /// `Configuration` for a mistyped `ACCL_*` variable or a value that is not accepted.
@@ -41,7 +43,8 @@ pub fn config_from_environment() -> Result<Config> {
     Ok(config)
 }
 
-/// Variables of this process's environment that begin as ours do and have no effect, each with the reason.
+/// Returns the variables of this process's environment that start with our prefix but have no effect, each with the
+/// reason.
 pub fn unused_variables() -> Vec<(String, String)> {
     let mut found: Vec<_> = variables()
         .filter_map(|(name, value)| {
@@ -65,6 +68,6 @@ fn variables() -> impl Iterator<Item = (String, String)> {
     let variables = std::env::vars_os();
     variables
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.to_string_lossy().into_owned())))
-        // Names under this prefix steer our own test-suite and are not settings of the product.
+        // Variables with this prefix configure our own test suite; they are not product settings.
         .filter(|(name, _)| name.starts_with(PREFIX) && !name.starts_with("ACCL_TEST_"))
 }

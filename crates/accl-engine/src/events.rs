@@ -1,7 +1,7 @@
-//! What `ACCL_LOG=debug` and `trace` tell of calls and of their frames, and what is told of ranks that have gone.
+//! Log events of calls and frames (`ACCL_LOG=debug` and `trace`), and of lost ranks.
 //!
-//! Owns the form of these events; who makes them asks first whether anybody listens, so that they cost nothing otherwise. None is made
-//! under the driver's lock but those of frames. Read [`begun`], [`ended`] and [`of_frames`].
+//! Owns the form of these events. A caller checks first whether the level is enabled, so that disabled events cost
+//! nothing. Only frame events are logged under the driver's lock. Read [`begun`], [`ended`] and [`of_frames`].
 
 use std::time::Duration;
 
@@ -13,18 +13,18 @@ use tracing::Level;
 
 use accl_executor::call::{CallDesc, CallState};
 
-/// Whether somebody follows calls.
+/// Returns whether call events are enabled.
 #[inline]
 pub(crate) fn follows_calls() -> bool {
     tracing::enabled!(Level::DEBUG)
 }
 
-/// Whether somebody follows frames.
+/// Returns whether frame events are enabled.
 pub(crate) fn follows_frames() -> bool {
     tracing::enabled!(Level::TRACE)
 }
 
-/// A call has begun; with the algorithm of a collective.
+/// Logs that a call has begun; `algorithm` is given for collectives.
 #[cold]
 pub(crate) fn begun(call: &CallState, desc: &CallDesc, algorithm: Option<&str>) {
     tracing::debug!(
@@ -39,7 +39,7 @@ pub(crate) fn begun(call: &CallState, desc: &CallDesc, algorithm: Option<&str>) 
     );
 }
 
-/// A call has ended.
+/// Logs that a call has ended.
 #[cold]
 pub(crate) fn ended(call: &CallState) {
     tracing::debug!(
@@ -54,7 +54,7 @@ pub(crate) fn ended(call: &CallState) {
     );
 }
 
-/// A call has begun and ended on the fast path.
+/// Logs a call that began and ended on the fast path.
 #[cold]
 pub(crate) fn ended_at_once(group: &str, rank: u32, collective: Collective, seq: u64, bytes: u64, took: Duration) {
     tracing::debug!(
@@ -68,14 +68,15 @@ pub(crate) fn ended_at_once(group: &str, rank: u32, collective: Collective, seq:
     );
 }
 
-/// A group has failed because of a rank that has gone. Told at once, before callbacks run and the thread goes on that has seen it: some
-/// launchers end all ranks within milliseconds after the first, and the text would be lost with the exception.
+/// Logs that a group has failed because a rank was lost. It is logged at once, before callbacks run and before the
+/// detecting thread continues. Some launchers end all ranks within milliseconds after the first, and the text would be
+/// lost with the exception.
 #[cold]
 pub(crate) fn lost(error: &Error) {
     tracing::error!("{error}");
 }
 
-/// Tells of the frames of a link to this peer.
+/// Returns a function that logs the frames of the link to this peer.
 pub(crate) fn of_frames(peer: String) -> Tell {
     Box::new(move |way: Way, head: &[u8; HEAD_BYTES], bytes: usize| {
         let what = match way {

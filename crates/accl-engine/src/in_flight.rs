@@ -1,7 +1,8 @@
-//! A call in flight as threads of this process see it: who sleeps until its end, and what is run then.
+//! A call in flight as the threads of this process see it: which threads sleep until it completes, and which callback
+//! runs then.
 //!
-//! Owns the lock that sleepers of a call share. What the call's state is, is the matter of `call::state`; who makes progress meanwhile
-//! that of `election`. Read [`InFlight`] first.
+//! Owns the lock that the sleepers of a call share. The call's state is in `call::state`; `election` decides which
+//! thread makes progress meanwhile. Read [`InFlight`] first.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -13,18 +14,18 @@ use crate::sidestep::Worker;
 use crate::sync::{Condvar, Mutex};
 use accl_executor::call::{CallObserver, CallState, Callback};
 
-/// A call in flight and the way to wake who waits for it.
+/// A call in flight, and the means to wake the threads that wait for it.
 #[derive(Clone)]
 pub(crate) struct InFlight {
     state: Arc<CallState>,
     notifier: Arc<Notifier>,
-    /// Its parts were left to who waits for it.
+    /// Whether the call's parts were left to the thread that waits for it.
     pub(crate) is_left_to_waiter: bool,
-    /// Who has a library do it as a whole, once all ranks have made it.
+    /// The worker that has a library do the whole call, once all ranks have issued it.
     pub(crate) worker: Option<Arc<Worker>>,
 }
 
-/// What sleepers on a call wait for.
+/// Wakes the threads that sleep on a call.
 #[derive(Default)]
 pub(crate) struct Notifier {
     inner: Mutex<Inner>,
@@ -34,22 +35,22 @@ pub(crate) struct Notifier {
 #[derive(Default)]
 struct Inner {
     callback: Option<Callback>,
-    /// Somebody asks the waiters to look whether they are elected to drive.
+    /// Set when the waiters must check whether they are elected to drive.
     notified: bool,
 }
 
-/// What became of a callback.
+/// Result of offering a callback to a call.
 pub(crate) enum Kept {
-    /// It is run when the call ends.
+    /// The callback runs when the call completes.
     ForTheEnd,
-    /// The call has ended: it is to be run at once.
+    /// The call has completed: the caller must run the callback at once.
     Ended(Callback),
-    /// The call has one.
+    /// The call already has a callback.
     Refused,
 }
 
 impl Notifier {
-    /// Wakes whoever sleeps in [`InFlight::sleep`].
+    /// Wakes the threads that sleep in [`InFlight::sleep`].
     pub(crate) fn notify(&self) {
         self.inner.lock().notified = true;
         self.changed.notify_all();
@@ -58,7 +59,8 @@ impl Notifier {
 
 impl CallObserver for Notifier {
     fn ended(&self, _: Option<&Error>) -> Option<Callback> {
-        // The state was written before: whoever has the lock after this sees it, and whoever had it before sleeps or has left a callback.
+        // The state was written before. A thread that takes the lock after this sees the state. A thread that held the
+        // lock before sleeps now, or has left its callback.
         let mut inner = self.inner.lock();
         self.changed.notify_all();
         inner.callback.take()
@@ -66,19 +68,19 @@ impl CallObserver for Notifier {
 }
 
 impl InFlight {
-    /// A call that was started with this notifier as its observer.
+    /// Wraps a call that was started with this notifier as its observer.
     pub(crate) fn new(state: Arc<CallState>, notifier: Arc<Notifier>) -> Self {
         Self { state, notifier, is_left_to_waiter: false, worker: None }
     }
 
-    /// Keeps a callback for the end, if there is none.
+    /// Keeps a callback until the call completes, unless the call already has one.
     pub(crate) fn keep_callback(&self, callback: Callback) -> Kept {
         let mut inner = self.notifier.inner.lock();
         if self.state.is_done() {
             return Kept::Ended(callback);
         }
         if inner.callback.is_some() {
-            // What the caller's closure owns is dropped without the lock.
+            // Unlocked first: the values that the caller's closure owns must not be dropped under the lock.
             drop(inner);
             return Kept::Refused;
         }
@@ -86,7 +88,8 @@ impl InFlight {
         Kept::ForTheEnd
     }
 
-    /// Sleeps until the call ends or somebody notifies, at most for so long.
+    /// Sleeps until the call completes or its notifier is notified, for `at_most` at the longest; `None` means no
+    /// limit.
     pub(crate) fn sleep(&self, at_most: Option<Duration>) {
         let mut inner = self.notifier.inner.lock();
         if !inner.notified && !self.state.is_done() {
@@ -98,7 +101,7 @@ impl InFlight {
         inner.notified = false;
     }
 
-    /// For waking this call's sleepers without the call.
+    /// Returns the notifier, which wakes this call's sleepers without the call itself.
     pub(crate) fn notifier(&self) -> Arc<Notifier> {
         self.notifier.clone()
     }

@@ -1,25 +1,26 @@
-//! What a lane's thread has been given to do.
+//! Queue of jobs for the thread of a lane.
 //!
-//! Whoever makes a call gives parts of it to other lanes, and neither waits for their locks nor does their work. Owns that no job is kept when nobody
-//! will do it, and that a waiter which does one wakes nobody else in the thread's place. Read [`Jobs`] first.
+//! A thread that issues a call gives parts of it to other lanes, without waiting for their locks and without doing
+//! their work. Owns two rules. No job is kept once its thread has ended. A waiter that runs a job does not wake other
+//! threads in place of the lane's thread. Read [`Jobs`] first.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::sync::Mutex;
 
-/// Something to do on the thread of a lane. One that is dropped is not done.
+/// Work for the thread of a lane. If a job is dropped, it is not run.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// What the thread of a lane drops before it does a job, and so tells others of.
+/// A value that the lane's thread drops before it runs a job; the drop wakes other lanes.
 pub(crate) type Errand = Box<dyn Send>;
 
-/// Jobs in the order in which they are done.
+/// Jobs, run in the order in which they were added.
 #[derive(Default)]
 pub(crate) struct Jobs {
     waiting: Mutex<Waiting>,
-    /// Whether there are any, for who looks often.
+    /// Whether there are jobs, readable without the lock because it is polled often.
     are_there: AtomicBool,
-    /// Whether errands are there, for who looks often.
+    /// Whether there are errands, readable without the lock because it is polled often.
     has_errands: AtomicBool,
 }
 
@@ -31,7 +32,7 @@ struct Waiting {
 }
 
 impl Jobs {
-    /// Adds a job and the errand that goes with it, unless the thread has ended: then both are dropped.
+    /// Adds a job and its errand. If the lane's thread has ended, both are dropped.
     pub(crate) fn add(&self, job: Job, errand: Option<Errand>) {
         let mut waiting = self.waiting.lock();
         if !waiting.is_over {
@@ -47,18 +48,18 @@ impl Jobs {
         drop((job, errand));
     }
 
-    /// Whether any wait.
+    /// Returns whether jobs are waiting.
     pub(crate) fn are_there(&self) -> bool {
         self.are_there.load(Ordering::SeqCst)
     }
 
-    /// Whether the thread of the lane has something to do, be it an errand only.
+    /// Returns whether the lane's thread has something to do: a job, or only an errand.
     pub(crate) fn want_thread(&self) -> bool {
         self.are_there() || self.has_errands.load(Ordering::SeqCst)
     }
 
-    /// On the thread of the lane: does the errands that were left, also those of jobs that others have done, and then the jobs. Returns whether there were
-    /// any jobs.
+    /// On the lane's thread: drops the errands, then runs the jobs. The errands include those whose job another thread
+    /// has run. Returns whether there were any jobs.
     pub(crate) fn run(&self) -> bool {
         if !self.want_thread() {
             return false;
@@ -71,7 +72,8 @@ impl Jobs {
         do_all(jobs) > 0
     }
 
-    /// On another thread: does the jobs. Errands are left to the thread of the lane: each takes as long as a job. Returns how many jobs there were.
+    /// On another thread: runs the jobs and returns how many there were. The errands stay for the lane's thread,
+    /// because each takes as long as a job.
     pub(crate) fn run_for_another(&self) -> usize {
         if !self.are_there() {
             return 0;
@@ -80,20 +82,20 @@ impl Jobs {
         do_all(jobs)
     }
 
-    /// Does the errands that were left.
+    /// Drops the errands that are waiting.
     pub(crate) fn run_errands(&self) {
         let errands = self.take_errands(&mut self.waiting.lock());
         drop(errands);
     }
 
-    /// The thread ends. What waits is dropped, and what comes later.
+    /// Marks the lane's thread as ended. Waiting jobs and errands are dropped, and so are those added later.
     pub(crate) fn end(&self) {
         let left = {
             let mut waiting = self.waiting.lock();
             waiting.is_over = true;
             (self.take_jobs(&mut waiting), self.take_errands(&mut waiting))
         };
-        // What that tells of may take locks.
+        // Without the lock: the destructors may take locks.
         drop(left);
     }
 
@@ -108,7 +110,7 @@ impl Jobs {
     }
 }
 
-/// Returns how many they were.
+/// Runs the jobs and returns their number.
 fn do_all(jobs: Vec<Job>) -> usize {
     let count = jobs.len();
     jobs.into_iter().for_each(|job| job());

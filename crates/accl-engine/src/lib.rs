@@ -1,6 +1,7 @@
-//! Groups, plan cache, executor, progress and deadlines: the middle of torch-accl.
+//! Groups, plan cache, executor, progress and deadlines: the middle layer of torch-accl.
 //!
-//! Knows no torch, Python or MPI, and of devices that there are some. Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
+//! This crate does not depend on torch, Python or MPI, and it opens devices only through [`OpenBus`]. Read [`Engine`],
+//! then [`Group::submit`] and [`Group::run`], then [`Call`].
 
 mod api;
 mod completion;
@@ -44,7 +45,7 @@ pub use session::store::{MemoryStore, Store, store_failed};
 pub use settings::{accepted, check_settings, settings_page};
 pub use signals::block_all as block_signals;
 
-// What the layers below offer, for listings: those above see only this crate.
+// Re-exports from the layers below, for listings: the layers above depend only on this crate.
 pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};

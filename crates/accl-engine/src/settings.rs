@@ -1,7 +1,8 @@
-//! What settings accept where the table of settings cannot say it: codecs and transports, whose tables are in layers above it, and
-//! transports may be handed in at run time.
+//! Checks and documentation of settings that the table of settings cannot describe: codecs and transports. Their tables
+//! are in higher layers, and transports may be registered at run time.
 //!
-//! Owns the words for it, the page `docs/environment.md`, and the check of what a setting names. Read [`check_settings`] first.
+//! Owns the descriptions of accepted values, the page `docs/environment.md`, and the check of names in settings. Read
+//! [`check_settings`] first.
 
 use std::sync::Arc;
 
@@ -11,26 +12,26 @@ use accl_schedule::cost::IntraNode;
 use accl_types::config::{self, Config};
 use accl_types::{Error, Result};
 
-/// The codec that the settings name.
+/// Returns the codec that the settings name.
 ///
 /// # Errors
-/// `Configuration` for what is no codec; the message says which setting it is and what is accepted.
+/// `Configuration` if the name is not a codec; the message names the setting and lists the accepted values.
 pub(crate) fn codec_of(config: &Config) -> Result<Arc<dyn Codec>> {
     codec::parse(&config.codec)
         .map_err(|error| Error::configuration(format!("compression (ACCL_CODEC): {}", error.message)))
 }
 
-/// Refuses what parses as a setting and is none for another reason: a codec, a transport or a device that there cannot be.
+/// Refuses a setting that parses but cannot work: an unknown codec, transport or device.
 ///
 /// # Errors
-/// `Configuration`, as above.
+/// `Configuration`, naming the setting and the accepted values.
 pub fn check_settings(config: &Config) -> Result<()> {
     accl_transport::check(&config.transports)?;
     DeviceUrl::parse(&config.device)?;
     codec_of(config).map(drop)
 }
 
-/// What connects ranks of one host, by the transport that the settings try first.
+/// Returns how ranks of one host are connected, judged by the first transport in the settings.
 pub(crate) fn intra_node_of(config: &Config) -> IntraNode {
     match config.transports.first().and_then(|name| accl_transport::find(name)) {
         Some(row) if !row.is_cheap_to_look_at => IntraNode::Tcp,
@@ -38,12 +39,12 @@ pub(crate) fn intra_node_of(config: &Config) -> IntraNode {
     }
 }
 
-/// The values that a setting accepts, in words.
+/// Returns a description of the values that a setting accepts.
 pub fn accepted(row: &config::Row) -> String {
     row.accepted.words(&codec::accepted()).to_owned()
 }
 
-/// The page `docs/environment.md`.
+/// Returns the text of the page `docs/environment.md`.
 pub fn settings_page() -> String {
     config::environment_page(&codec::accepted())
 }

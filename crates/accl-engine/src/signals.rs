@@ -1,8 +1,8 @@
-//! Native threads take no signals: Python's handlers belong to its main thread.
+//! Signal masks: native threads block all signals, because Python's handlers must run on its main thread.
 
-/// Blocks every signal on the calling thread: a native thread that is not Python's begins with this.
+/// Blocks every signal on the calling thread. Each native thread that Python did not create calls this first.
 pub fn block_all() {
-    // SAFETY: `set` is filled by sigfillset before it is read; the old mask is not asked for.
+    // SAFETY: `sigfillset` fills `set` before `pthread_sigmask` reads it; a null pointer for the old mask is allowed.
     unsafe {
         let mut set = std::mem::zeroed::<libc::sigset_t>();
         libc::sigfillset(&mut set);

@@ -1,4 +1,4 @@
-//! The locks of the engine and the sleep of its device threads, in one place so that loom can replace them.
+//! The engine's locks and the `park` of its device threads, in one module so that loom can replace them.
 
 #[cfg(not(accl_loom))]
 pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -8,7 +8,8 @@ pub(crate) use std::thread::{Thread, current as current_thread, park_timeout};
 #[cfg(accl_loom)]
 pub(crate) use modelled::{Condvar, Mutex, MutexGuard, Thread, current_thread, park_timeout};
 
-/// loom's locks with the functions of `parking_lot`'s. Time does not pass in a model: a wait ends when it is notified.
+/// Loom's locks with the interface of `parking_lot`. Time does not pass in a model, so a wait ends only when it is
+/// notified.
 #[cfg(accl_loom)]
 mod modelled {
     use std::ops::{Deref, DerefMut};
@@ -28,7 +29,7 @@ mod modelled {
 
     pub(crate) struct MutexGuard<'a, T>(Option<sync::MutexGuard<'a, T>>, &'a sync::Mutex<T>);
 
-    /// A wait that was notified.
+    /// Result of a wait that was notified.
     pub(crate) struct Notified;
 
     impl Notified {

@@ -1,17 +1,17 @@
-//! The clock that the engine hands to its protocol, and what the rest of it waits until.
+//! The clock that the engine passes to its protocol, and a far deadline for waits on the system clock.
 
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use accl_types::Moment;
 
-/// Now, of a clock that never goes back.
+/// Returns the current time of a monotonic clock.
 pub(crate) fn now() -> Moment {
     static ORIGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
     Moment::default() + ORIGIN.elapsed()
 }
 
-/// As [`Moment::FAR`], for what waits by the system's clock.
+/// Returns the equivalent of [`Moment::FAR`] for waits on the system clock: one year from now.
 pub(crate) fn far() -> Instant {
     Instant::now() + Duration::from_secs(365 * 24 * 3600)
 }

@@ -1,6 +1,7 @@
-//! Links and notes that calls want, on their way from the driver's lock to the thread that makes them.
+//! Requests for links and out-of-band notes, passed from calls (under the driver's lock) to the thread that makes
+//! links.
 //!
-//! Owns the queues between the two; who makes links is in `session::connector`. Read [`WantedLinks`] first.
+//! Owns the queue between them; `session::connector` makes the links. Read [`WantedLinks`] first.
 
 use std::sync::{Arc, OnceLock};
 
@@ -10,16 +11,16 @@ use accl_wire::EndpointInfo;
 use crate::sync::Mutex;
 use accl_executor::peers::Note;
 
-/// The infos of peers to which links are wanted, and what they are to be told besides.
+/// Endpoint addresses of peers to which links are wanted, and notes to send to peers outside the links.
 #[derive(Default)]
 pub(crate) struct WantedLinks {
     wishes: Mutex<(Vec<EndpointInfo>, Vec<Note>)>,
-    /// Of the thread that makes them.
+    /// Wakes the connector thread; set once that thread's waker exists.
     waker: OnceLock<Arc<Waker>>,
 }
 
 impl WantedLinks {
-    /// Whom to tell of more.
+    /// Sets the waker that [`WantedLinks::add`] wakes. Only the first call has an effect.
     pub(crate) fn set_waker(&self, waker: Arc<Waker>) {
         let _ = self.waker.set(waker);
     }

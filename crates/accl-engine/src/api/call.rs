@@ -1,6 +1,6 @@
-//! A call in flight as its caller holds it: waiting, its end, what is to be run then.
+//! A call in flight as its caller holds it: waiting, its completion, its callback.
 //!
-//! Owns nothing but the way to the driver; the state is in `in_flight`, waiting in `driver`. Read [`Call`] first.
+//! Owns only the connection to the driver; the state is in `in_flight`, waiting in `driver`. Read [`Call`] first.
 
 use std::sync::Weak;
 use std::time::Duration;
@@ -19,12 +19,12 @@ pub struct Call {
 }
 
 impl Call {
-    /// Whether the call is done or failed. Neither blocks nor makes progress.
+    /// Returns whether the call has completed or failed. Neither blocks nor makes progress.
     pub fn is_done(&self) -> bool {
         self.state.is_done()
     }
 
-    /// Makes one pass of progress, then says whether the call is done or failed.
+    /// Makes one pass of progress, then returns whether the call has completed or failed.
     pub fn test(&self) -> bool {
         if !self.is_done()
             && let Some(driver) = self.driver.upgrade()
@@ -35,7 +35,8 @@ impl Call {
         self.is_done()
     }
 
-    /// Waits until the call is done, failed, `timeout` passed or `interrupt` returned true.
+    /// Waits until the call completes or fails, `timeout` has passed, or `interrupt` returns true. `None` means no
+    /// timeout.
     ///
     /// `interrupt` is called on this thread about every 50 ms while it waits, and when a signal arrived.
     pub fn wait(&self, timeout: Option<Duration>, interrupt: &mut dyn FnMut() -> bool) -> Waited {
@@ -48,31 +49,32 @@ impl Call {
         }
     }
 
-    /// The error of a failed call.
+    /// Returns the error of a failed call; `None` if the call has not failed.
     pub fn error(&self) -> Option<Error> {
         self.state.error()
     }
 
-    /// The call's number in its group.
+    /// Returns the call's sequence number in its group.
     pub fn seq(&self) -> u64 {
         self.state.seq
     }
 
-    /// Where a receive's data came from, once that is known.
+    /// Returns the rank that sent a receive's data; `None` until that rank is known.
     pub fn source_rank(&self) -> Option<Rank> {
         self.state.source_rank()
     }
 
-    /// From submission to the last byte; `None` while it runs or when timing is off.
+    /// Returns the time from submission to the last byte; `None` while the call runs or when timing is off.
     pub fn duration(&self) -> Option<Duration> {
         self.state.duration()
     }
 
-    /// Runs `f` on a completion thread once the call is done or failed; at once if it is. One per call.
+    /// Runs `f` on a completion thread once the call completes or fails; at once if it already has. A call accepts one
+    /// callback.
     ///
     /// # Errors
-    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended, and in a forked child; `Internal` when the
-    /// call has a callback.
+    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended, and in a forked child;
+    /// `Internal` when the call already has a callback.
     pub fn when_done(&self, f: Box<dyn FnOnce() + Send>) -> Result<()> {
         let ended = || Error::aborted("the engine has ended");
         let driver = self.driver.upgrade().ok_or_else(ended)?;

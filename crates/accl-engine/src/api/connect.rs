@@ -1,6 +1,8 @@
-//! Links to all ranks of a group at once, for who wants to know early that they can reach each other.
+//! Creation of the links to all ranks of a group at once. It lets a caller check early that all ranks can reach each
+//! other.
 //!
-//! Owns the waiting; links are made by `session::connector`, as those that a call wants. Read [`Group::connect_all`] first.
+//! Owns the waiting; `session::connector` makes the links, like those that a call requests. Read [`Group::connect_all`]
+//! first.
 
 use std::time::Duration;
 
@@ -10,16 +12,17 @@ use super::group::Group;
 use crate::time;
 use accl_executor::peers::missing;
 
-/// How often `interrupt` is asked.
+/// Interval at which `interrupt` is called.
 const TICK: Duration = Duration::from_millis(50);
 
 impl Group {
-    /// Makes the links of this rank that are not there yet, all at once; calls make those that they need, one by one. The
-    /// other ranks need not do so. A failure leaves the group usable.
+    /// Creates all missing links of this rank at once. Without it, calls create the links that they need, one by one.
+    /// The other ranks need not call this. A failure leaves the group usable.
     ///
     /// # Errors
-    /// `PeerLost` naming a rank that cannot be reached, `Timeout` after the group's timeout, naming those without a link;
-    /// `Aborted` when the group failed or was destroyed, or `interrupt` returned true. It is called about every 50 ms.
+    /// `PeerLost` naming a rank that cannot be reached; `Timeout` after the group's timeout, naming the ranks without a
+    /// link. `Aborted` when the group failed or was destroyed, or `interrupt` returned true. `interrupt` is called
+    /// about every 50 ms.
     pub fn connect_all(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
         let timeout = self.with_state(|group, context| {
             if let Some(error) = group.aborted(None) {
@@ -45,7 +48,7 @@ impl Group {
         }
     }
 
-    /// The ranks that have no link yet.
+    /// Returns the ranks that have no link yet.
     fn missing_links(&self) -> Result<Vec<Rank>> {
         self.with_state(|group, context| {
             if let Some(error) = group.aborted(None) {

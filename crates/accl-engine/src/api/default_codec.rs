@@ -1,6 +1,7 @@
-//! What a group does with calls that do not say whether they are encoded.
+//! Encoding of calls that do not specify whether they are encoded.
 //!
-//! Owns the choice of calls, the codecs of each number of tensors and the count of steps. Read [`DefaultCodec`] first.
+//! Owns the choice of calls, the codecs for each number of tensors, and the count of steps. Read [`DefaultCodec`]
+//! first.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,26 +15,26 @@ use crate::settings::codec_of;
 use crate::sync::Mutex;
 use accl_executor::call::{CallDesc, Codecs, Encoded, Encoding, TensorCodecs, TensorDesc, is_encoded};
 
-/// Blocks with fewer elements travel as they are in groups that encode all calls.
+/// Blocks with fewer elements are sent unencoded in groups that encode all calls.
 const LEAST_ELEMS: u64 = 1024;
 
-/// What a group does with calls that do not say whether they are encoded.
+/// Default encoding of a group, for calls that do not specify whether they are encoded.
 #[derive(Debug)]
 pub(crate) struct DefaultCodec {
     codec: Arc<dyn Codec>,
     raw: Arc<dyn Codec>,
-    /// By the number of a call's tensors.
+    /// Codecs created so far, by the number of a call's tensors.
     known: Mutex<HashMap<usize, Arc<Codecs>>>,
-    /// Calls so far that were not refused.
+    /// Number of encoded calls so far that were not refused.
     steps: AtomicU64,
 }
 
 impl DefaultCodec {
-    /// From a group's settings; `None`: such calls are not encoded.
+    /// Creates the default encoding from a group's settings; `None` if such calls are not encoded.
     ///
     /// # Errors
-    /// `Configuration` for what is no codec, whether or not it is used, and for one that needs error feedback: a call that
-    /// does not say how it is encoded has none.
+    /// `Configuration` for an unknown codec, whether or not it is used, and for a codec that needs error feedback: a
+    /// call that does not specify its encoding has none.
     pub(crate) fn of(config: &Config) -> Result<Option<Self>> {
         let codec = codec_of(config)?;
         if config.compress_all && codec.summary().row().needs_feedback {
@@ -47,12 +48,13 @@ impl DefaultCodec {
         Ok(config.compress_all.then_some(default))
     }
 
-    /// Whether such a call is encoded: all ranks find the same from its description.
+    /// Returns whether such a call is encoded; all ranks decide alike from its description.
     pub(crate) fn is_for(&self, desc: &CallDesc, world: u32) -> bool {
         let is_small = |block: &[TensorDesc]| block.iter().map(TensorDesc::count_elems).sum::<u64>() < LEAST_ELEMS;
         let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
-        // Of an all_to_all no rank knows whether the others gave it in the same way. Calls with reserved numbers are parts of
-        // others, such as sums of sparse tensors, which travel as they are.
+        // In an all_to_all no rank knows whether the other ranks described the call in the same way. Calls with
+        // reserved sequence numbers are parts of other operations, such as sums of sparse tensors, which are sent
+        // unencoded.
         matches!(desc.encoding, Encoded::GroupDefault)
             && desc.seq.is_none()
             && desc.collective != Collective::AllToAll
@@ -61,10 +63,10 @@ impl DefaultCodec {
             && !blocks.any(is_small)
     }
 
-    /// The same call, encoded.
+    /// Returns the same call, encoded.
     ///
     /// # Errors
-    /// Those of [`Codecs::new`].
+    /// The errors of [`Codecs::new`].
     pub(crate) fn encoded(&self, desc: &CallDesc, step: u64) -> Result<CallDesc> {
         let tensors = desc.outputs.get(0).map_or(1, <[TensorDesc]>::len);
         let known = self.known.lock().get(&tensors).cloned();
@@ -84,13 +86,13 @@ impl DefaultCodec {
         Ok(CallDesc { encoding: encoding.into(), ..desc.clone() })
     }
 
-    /// The number of a call that is about to be made. It is the same on all ranks, who count what they have made ([`DefaultCodec::count`]):
-    /// calls of a group come one after the other.
+    /// Returns the step of the next encoded call. It is the same on all ranks, because each rank counts its calls
+    /// ([`DefaultCodec::count`]) and a group's calls follow one another.
     pub(crate) fn next_step(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
 
-    /// A call was made.
+    /// Counts a call that was issued.
     pub(crate) fn count(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }

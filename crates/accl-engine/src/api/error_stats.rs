@@ -1,4 +1,4 @@
-//! What encodings do to tensors, summed up over calls.
+//! Measurements of the error that encodings cause, summed up over calls.
 //!
 //! Owns the sums that callers read. Read [`ErrorStats`] first.
 
@@ -7,17 +7,17 @@ use std::sync::Arc;
 use crate::sync::Mutex;
 use accl_executor::call::{Measured, Statistics};
 
-/// Measurements of the tensors of one kind of call. Calls enter theirs when they are done.
+/// Measurements of the tensors of one kind of call. Each call adds its measurements when it completes.
 #[derive(Debug)]
 pub struct ErrorStats(Mutex<Vec<Measured>>);
 
 impl ErrorStats {
-    /// For calls with so many tensors in each block.
+    /// Creates empty measurements for calls with `tensors` tensors in each block.
     pub fn new(tensors: usize) -> Arc<Self> {
         Arc::new(Self(Mutex::new(vec![Measured::default(); tensors])))
     }
 
-    /// What was measured of each tensor until now.
+    /// Returns the measurements of each tensor so far.
     pub fn read(&self) -> Vec<Measured> {
         self.0.lock().clone()
     }

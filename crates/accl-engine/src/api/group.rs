@@ -1,7 +1,7 @@
-//! A group as its users hold it: submission of calls, and the end.
+//! A group as its users hold it: submission of calls, and leaving the group.
 //!
-//! Owns the turning of a checked description into a call in flight; the state lives in `group::state`, under the driver's lock.
-//! Read [`Group::submit`] first.
+//! Owns the step from a checked description to a call in flight; the state is in `group::state`, under the driver's
+//! lock. Read [`Group::submit`] first.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -32,15 +32,16 @@ use accl_executor::group::{
 use accl_executor::memory::Sample;
 use accl_executor::plan::Planner;
 
-/// What became of a call whose caller waits.
+/// Outcome of starting a call whose caller waits.
 pub enum Ran {
-    /// It is done; this was its number.
+    /// The call has completed; the value is its sequence number.
     Done(u64),
-    /// It has begun; wait for it. In a box: what is returned fits two words, which the fast path writes and its caller reads.
+    /// The call is in flight and must be waited for. It is boxed so that `Ran` fits into two words, which matters on
+    /// the fast path.
     Pending(Box<Call>),
 }
 
-/// From here on the time of a call counts of which somebody asked where it goes.
+/// Starts phase timing, if the caller requested it.
 #[inline]
 fn make_phases(desc: &CallDesc) {
     if let Some(phases) = &desc.phases {
@@ -52,36 +53,36 @@ fn pending(call: Call) -> Ran {
     Ran::Pending(Box::new(call))
 }
 
-/// What a group's handle goes by.
+/// Components that a group's handle needs.
 pub(crate) struct Rules {
     pub(crate) default_codec: Option<DefaultCodec>,
     pub(crate) device: Option<Arc<Device>>,
     pub(crate) sidestep: Option<Arc<Sidestep>>,
     pub(crate) planner: Planner,
-    /// The lanes beside the first.
+    /// Drivers of the lanes after the first.
     pub(crate) lanes: Vec<Arc<Driver>>,
-    /// From when on they have parts of calls.
+    /// The size from which on these lanes do parts of calls.
     pub(crate) least: Least,
 }
 
-/// A set of ranks that make calls together. Dropping it leaves the group.
+/// A set of ranks that issue calls together. Dropping it leaves the group.
 pub struct Group {
-    /// Its endpoint and settings stay as long as the group.
+    /// Keeps the endpoint and settings alive as long as the group.
     pub(crate) engine: Arc<Engine>,
     pub(crate) driver: Arc<Driver>,
     pub(crate) caller: Arc<Caller>,
     /// See [`DefaultCodec`].
     default_codec: Option<DefaultCodec>,
-    /// What does some of its collectives, if there is such a thing.
+    /// The device that does some of its collectives, if there is one.
     device: Option<Arc<Device>>,
-    /// What has a library do others.
+    /// Has a library do other collectives, if a setting says so.
     sidestep: Option<Arc<Sidestep>>,
     planning: Planning,
-    /// The drivers of the lanes beside the first, which do parts of large calls.
+    /// Drivers of the lanes after the first, which do parts of large calls.
     pub(crate) lanes: Vec<Arc<Driver>>,
-    /// The same, as parts are given to them.
+    /// The same drivers, as receivers of parts.
     takers: Arc<[Arc<dyn Lane>]>,
-    /// From when on they do.
+    /// The size from which on these lanes do parts of calls.
     least: Least,
     closed: AtomicBool,
 }
@@ -107,15 +108,16 @@ impl Group {
         })
     }
 
-    /// Starts a call. Its tensors must stay valid and untouched until the call is done or failed.
+    /// Starts a call. Its tensors must stay valid, and must not be read or written, until the call completes or fails.
     ///
-    /// Any thread may submit; calls of one group are numbered in the order of submission, which must be the same on all
-    /// ranks. A call with [`Mode::Blocking`](accl_executor::call::Mode::Blocking) is waited for at once: until then nobody may be at it.
+    /// Any thread may submit. Calls of one group are numbered in the order of submission, which must be the same on all
+    /// ranks. The caller must wait for a call with [`Mode::Blocking`](accl_executor::call::Mode::Blocking) at once:
+    /// until it does, the call may make no progress.
     ///
     /// # Errors
-    /// `InvalidArgument`, `InvalidType`, `Unsupported`, `Configuration`, `Exhausted`: refused, no number was consumed,
-    /// the group is usable. `Aborted`: the group failed earlier or was destroyed. Everything later comes through the
-    /// call.
+    /// `InvalidArgument`, `InvalidType`, `Unsupported`, `Configuration`, `Exhausted`: the call was refused, no sequence
+    /// number was consumed, and the group is usable. `Aborted`: the group failed earlier or was destroyed. All later
+    /// errors are reported by the call.
     pub fn submit(&self, desc: CallDesc) -> Result<Call> {
         make_phases(&desc);
         let default = self.default_codec_of(&desc);
@@ -125,7 +127,7 @@ impl Group {
         }
     }
 
-    /// The call as it is done by the group's device or by a library, if it is.
+    /// Returns the call for the group's device or for a library; `None` if the host does it.
     #[inline]
     fn placed(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<CallDesc> {
         if self.device.is_none() && self.sidestep.is_none() || default.is_some() {
@@ -139,11 +141,11 @@ impl Group {
         self.start(desc, None).map_err(|error| self.in_context(error))
     }
 
-    /// Makes a call that the caller waits for. A small one of a shape met before takes the fast path on this thread,
-    /// when the peers are there too; otherwise this is [`Group::submit`].
+    /// Issues a call that the caller waits for. A small call with a known shape takes the fast path on this thread if
+    /// the peers are there too. Otherwise this is [`Group::submit`].
     ///
     /// # Errors
-    /// As [`Group::submit`].
+    /// The errors of [`Group::submit`].
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
         make_phases(desc);
         let default = self.default_codec_of(desc);
@@ -172,7 +174,7 @@ impl Group {
         }
     }
 
-    /// What follows a call on the fast path that did not go as most do.
+    /// Finishes a call on the fast path that needs more than the common case.
     #[inline(never)]
     fn after_fast_path(
         &self,
@@ -182,7 +184,7 @@ impl Group {
         (is_watch, owes_look): (bool, bool),
         begin: Option<Moment>,
     ) -> Result<Ran> {
-        // What stopped halfway goes on before anybody takes another frame.
+        // A stopped call must continue before another thread takes another frame.
         let ran = match ran {
             Some(FastPathEnd::Done { seq, .. }) => Ok(Some(Ok(seq))),
             Some(FastPathEnd::Stopped(stopped)) => {
@@ -218,18 +220,18 @@ impl Group {
         }
     }
 
-    /// Starts a call, encoded by this codec if there is one.
+    /// Starts a call, encoded by `default` if there is one.
     fn submit_with(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Result<Call> {
         let Some(codec) = default else { return self.start_measured(desc).map_err(|error| self.in_context(error)) };
         let started = codec.encoded(desc, codec.next_step()).and_then(|desc| self.start_measured(&desc));
-        // One that was refused has no number: the other ranks may have made theirs.
+        // A refused call takes no step, as it takes no sequence number: the other ranks may have issued theirs.
         if started.is_ok() {
             codec.count();
         }
         started.map_err(|error| self.in_context(error))
     }
 
-    /// As [`Group::start`], with what is measured of the call.
+    /// Like [`Group::start`], with the requested measurements of the call.
     fn start_measured(&self, desc: &CallDesc) -> Result<Call> {
         let sampled = desc.encoding(self.caller.world).map(|encoding| Sample::beside(desc, encoding)).transpose();
         match sampled.map_err(|error| error.of(desc.collective))?.flatten() {
@@ -238,7 +240,7 @@ impl Group {
         }
     }
 
-    /// The codec of a call that does not say how it is encoded, if it is by default in this group.
+    /// Returns the default codec of the group; `None` if this call specifies its encoding or is not encoded by default.
     fn default_codec_of(&self, desc: &CallDesc) -> Option<&DefaultCodec> {
         self.default_codec.as_ref().filter(|codec| codec.is_for(desc, self.caller.world))
     }
@@ -250,7 +252,7 @@ impl Group {
         let desc = cut.as_ref().map_or(desc, |cut| &cut.first);
         let placed = |error: Error| error.of(desc.collective);
         let prepared = self.prepare(desc).map_err(placed);
-        // That the group has failed says more than what is wrong with a call that it would not take anyway.
+        // If the group has failed, that error says more than an error of a call that the group would refuse anyway.
         let prepared = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
         if let Some(phases) = &desc.phases {
             phases.prepare(time::now());
@@ -260,7 +262,7 @@ impl Group {
         let shape_of = |desc: &CallDesc| self.planning.get(desc);
         let others = cut.as_ref().map(|cut| Ok((&cut.join, cut.others(&self.caller, &prepared, shape_of)?)));
         let others = others.transpose().map_err(placed)?;
-        // Another thread begins the parts when the tensors have been brought here.
+        // Another thread begins the parts once the tensors have been staged.
         let is_later = others.is_some() && desc.staging.is_some();
         let starter = is_later.then(|| Announced::on(&self.driver)).transpose().map_err(placed)?;
         let starter = starter.map(|starter| Box::new(starter) as Box<dyn Starter>);
@@ -282,7 +284,7 @@ impl Group {
         Ok(call)
     }
 
-    /// The call as its first part, if other lanes do parts of it.
+    /// Cuts the call into parts; `None` if other lanes do no parts of it.
     fn cut(&self, desc: &CallDesc) -> Option<Cut> {
         let least = self.engine.least_part_bytes().map_or(self.least, Least::Bytes);
         let lanes = self.lanes.len() as u32 + 1;
@@ -294,18 +296,18 @@ impl Group {
         Cut::new(desc, of, predicted.get())
     }
 
-    /// The shape and the memory of a checked call.
+    /// Returns the shape and the memory of a checked call.
     fn prepare(&self, desc: &CallDesc) -> Result<Prepared> {
         let shape = (!desc.collective.is_point_to_point()).then(|| self.planning.get(desc)).transpose()?;
         self.caller.prepare(desc, shape)
     }
 
-    /// What a call is done by, in a word: that of its plan, unless a library does it.
+    /// Returns the name of what does a call: the algorithm of its plan, unless a library does it.
     fn name_of(&self, desc: &CallDesc, name: &'static str) -> &'static str {
         self.library_of(desc).map_or(name, |_| Sidestep::NAME)
     }
 
-    /// What has a library do a call, if one does it.
+    /// Returns what has a library do the call; `None` if no library does.
     fn library_of(&self, desc: &CallDesc) -> Option<&Sidestep> {
         self.sidestep.as_deref().filter(|_| Sidestep::has(desc))
     }
@@ -315,7 +317,7 @@ impl Group {
         aborted.map_err(|error| error.of(collective))?.map_or(Ok(()), Err)
     }
 
-    /// What follows a launch, without the lock.
+    /// Finishes the launch of a call, without the lock.
     fn launched(
         &self,
         desc: &CallDesc,
@@ -336,10 +338,12 @@ impl Group {
         Ok(Call { state, driver: Arc::downgrade(&self.driver) })
     }
 
-    /// The name of the algorithm that such a collective takes in this group. Makes no call and consumes no number.
+    /// Returns the name of the algorithm that such a collective uses in this group. Issues no call and consumes no
+    /// sequence number.
     ///
     /// # Errors
-    /// As [`Group::submit`] for a description that it refuses; `Unsupported` for point-to-point calls, which have none.
+    /// The errors of [`Group::submit`] for a refused description; `Unsupported` for point-to-point calls, which have no
+    /// algorithm.
     pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
         let usable = self.check_usable(desc.collective);
         let named = usable.and_then(|()| desc.check(self.caller.rank, self.caller.world)).and_then(|()| {
@@ -354,8 +358,8 @@ impl Group {
         named.map_err(|error| self.in_context(error.of(desc.collective)))
     }
 
-    /// Takes `count` consecutive numbers for collectives that are submitted later with [`CallDesc::seq`]. A barrier that is made
-    /// after this is not over before [`Group::conclude_seqs`].
+    /// Reserves `count` consecutive sequence numbers for collectives that are submitted later with [`CallDesc::seq`],
+    /// and returns the first. A barrier issued after this does not complete before [`Group::conclude_seqs`].
     ///
     /// # Errors
     /// `Aborted` when the group failed or was destroyed.
@@ -366,8 +370,8 @@ impl Group {
         })?
     }
 
-    /// Ends what numbers were reserved for. After an error that kept this rank from making all of the calls the group fails
-    /// with it: the other ranks would wait for the rest.
+    /// Concludes reserved sequence numbers. `failed` is the error that kept this rank from issuing all of the calls, if
+    /// there is one. The group then fails with it, because the other ranks would wait for the remaining calls.
     pub fn conclude_seqs(&self, seqs: Range<u64>, failed: Option<&Error>) {
         if self.with_state(|group, context| group.conclude_seqs(seqs, failed, context)).is_ok() {
             self.driver.flush();
@@ -375,32 +379,34 @@ impl Group {
         }
     }
 
-    /// Number of the next collective.
+    /// Returns the sequence number of the next collective; 0 once the group was left.
     pub fn next_seq(&self) -> u64 {
         self.with_state(|group, _| group.next_seq()).unwrap_or(0)
     }
 
-    /// How often a point-to-point message was looked at so far: what those that are outstanding cost. For tests.
+    /// Returns the number of times that point-to-point messages were examined so far, which shows the cost of
+    /// outstanding messages. For tests.
     pub fn message_steps(&self) -> u64 {
         self.with_state(|group, _| group.message_steps()).unwrap_or(0)
     }
 
-    /// This process's rank.
+    /// Returns the rank of this process.
     pub fn rank(&self) -> Rank {
         self.caller.rank
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn world(&self) -> u32 {
         self.caller.world
     }
 
-    /// Name for messages.
+    /// Returns the name of the group in messages.
     pub fn name(&self) -> &str {
         &self.caller.name
     }
 
-    /// For a person: name, rank and world, how many threads do parts of calls if there are any, then a line for each other rank with its process and the link to it, and one for its device.
+    /// Returns a readable description: name, rank, world and number of threads for parts of calls. Then follow a line
+    /// for each other rank with its process and link, and one each for the device and the library.
     pub fn describe(&self) -> String {
         let mut head = format!("group {}\nrank {}\nworld {}\n", self.caller.name, self.caller.rank, self.caller.world);
         if !self.lanes.is_empty() {
@@ -419,12 +425,12 @@ impl Group {
         head + &links.unwrap_or_default() + &device + &sidestep
     }
 
-    /// The first cause, when the group has failed.
+    /// Returns the first error that made the group fail; `None` if it has not failed.
     pub fn error(&self) -> Option<Error> {
         self.with_state(|group, _| group.poison().cloned()).ok().flatten()
     }
 
-    /// The deadline of calls made from now on.
+    /// Sets the timeout of calls issued from now on.
     pub fn set_timeout(&self, timeout: Duration) {
         if self.driver.is_forked() {
             return;
@@ -435,12 +441,13 @@ impl Group {
         }
     }
 
-    /// Calls made from now on record their duration.
+    /// Makes calls issued from now on record their duration.
     pub fn enable_timing(&self) {
         let _ = self.with_state(|group, _| group.enable_timing());
     }
 
-    /// Ends the group here and on all ranks: calls in flight fail at once, later ones are refused. Any thread may.
+    /// Aborts the group here and on all ranks: calls in flight fail at once, later calls are refused. Any thread may
+    /// call this.
     pub fn abort(&self, reason: &str) {
         let error = self.in_context(Error::aborted(format!("abort was called: {reason}")));
         if self.with_state(|group, context| group.fail(error, context, Notify::Peers)).is_ok() {
@@ -449,22 +456,23 @@ impl Group {
         }
     }
 
-    /// Leaves the group; the other ranks are told. Again and again is fine.
+    /// Leaves the group and notifies the other ranks. Further calls have no effect.
     ///
-    /// Waits, at most half a minute, until collectives that were made asynchronously are done: the other ranks may be about to
-    /// make them. Other calls in flight fail. Then waits until the other ranks' hosts have what calls that are done have sent,
-    /// in bounded time: the process may end right after, and what it buffers would go with it.
+    /// Waits, at most half a minute, until asynchronous collectives have completed: the other ranks may be about to
+    /// issue them. Other calls in flight fail. Then waits, in bounded time, until the other ranks' hosts have received
+    /// what completed calls have sent. The process may end right after, and data in its buffers would be lost.
     ///
     /// # Errors
-    /// A disagreement about calls that ended before it could be seen, when no later call could say so.
+    /// A mismatch between ranks' calls that was detected only after the calls completed, if no later call could report
+    /// it.
     pub fn shutdown(&self) -> Result<()> {
         self.shutdown_unless(&mut || false)
     }
 
-    /// As [`Group::shutdown`]; the wait ends when `interrupt` returns true. It is called about every 50 ms.
+    /// Like [`Group::shutdown`], but the waits end when `interrupt` returns true. It is called about every 50 ms.
     ///
     /// # Errors
-    /// As [`Group::shutdown`].
+    /// The errors of [`Group::shutdown`].
     pub fn shutdown_unless(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
         let interrupt = &mut lasting(interrupt);
         if !self.closed.load(Ordering::Acquire) && !self.driver.is_forked() {
@@ -492,33 +500,34 @@ impl Group {
         mismatch.map_or(Ok(()), Err)
     }
 
-    /// Those of all its lanes, the first one first.
+    /// Iterates over the drivers of all lanes of the group, the first lane first.
     fn drivers(&self) -> impl Iterator<Item = &Arc<Driver>> {
         std::iter::once(&self.driver).chain(&self.lanes)
     }
 
-    /// As [`Group::shutdown`], without waiting for anybody.
+    /// Like [`Group::shutdown`], but does not wait.
     ///
     /// # Errors
-    /// As [`Group::shutdown`].
+    /// The errors of [`Group::shutdown`].
     pub fn leave(&self) -> Result<()> {
         self.leave_at_once().into_iter().find_map(|(_, departure)| departure.unreported_mismatch).map_or(Ok(()), Err)
     }
 
-    /// What remains on each lane; nothing if it was left before.
+    /// Leaves the group and returns what remains to be done on each lane; empty if the group was left before.
     fn leave_at_once(&self) -> Vec<(&Arc<Driver>, Departure)> {
         if self.closed.swap(true, Ordering::AcqRel) || self.driver.is_forked() {
             return Vec::new();
         }
         let mut departures = Vec::new();
-        // Another thread may have yet to tell the other lanes, whose peers would take the goodbye for the cause.
+        // Another thread may not have failed the other lanes yet. Their peers would take the disconnect message for the
+        // cause.
         let failed = self.with_state(|group, _| group.failed()).ok().flatten();
         let has_failed = failed.is_some();
         if let Some(failed) = failed.filter(|_| !self.lanes.is_empty()) {
             self.driver.fail_elsewhere(&failed);
         }
         for lane in self.drivers() {
-            // One look at the links: a disagreement that calls could not see may lie there.
+            // Polls the links once more: a mismatch that calls could not see may be waiting there.
             lane.with_core(|core| core.look_again_at(self.caller.group));
             lane.pass_now();
             let departure = lane.with_core(|core| core.leave_group(self.caller.group, time::now()));
@@ -538,7 +547,7 @@ impl Group {
     }
 
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut GroupState, &mut Context<'_>) -> R) -> Result<R> {
-        // The lock may have been held by another thread when the process forked.
+        // Another thread may have held the lock when the process forked.
         self.driver.refuse_if_forked().map_err(|forked| self.in_context(forked))?;
         let now = time::now();
         self.driver
@@ -554,7 +563,7 @@ impl Group {
         Ok(())
     }
 
-    /// An error with this group's place.
+    /// Adds this group's name and rank to an error.
     pub(crate) fn in_context(&self, error: Error) -> Error {
         self.caller.in_context(error)
     }
@@ -562,7 +571,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // A cause that nobody asked for has nowhere to go, and who drops a group does not expect to wait.
+        // An unreported error is lost here, and dropping a group must not wait.
         let _ = self.leave();
     }
 }

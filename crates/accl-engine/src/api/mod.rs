@@ -1,4 +1,4 @@
-//! What the layer above holds: groups, calls in flight, and what both are made from.
+//! The types that the layer above uses: groups, calls in flight, and the values from which both are created.
 
 pub(crate) mod call;
 mod connect;

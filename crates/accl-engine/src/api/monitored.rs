@@ -1,10 +1,10 @@
-//! Monitored barrier: rank 0 hears from every rank, and says which did not come.
+//! Monitored barrier: rank 0 receives a message from every rank, and reports the ranks that did not arrive.
 //!
-//! Runs over empty point-to-point messages on tags that no user can give: they need no grant, and no memory that a rank
-//! which gives up would have to keep. A rank says that it arrived, with a number of its own; rank 0 releases it by that
-//! number. A rank that gives up withdraws, so that what it said is not taken for its arrival at a later barrier. A rank
-//! whose process has gone is missing, also when it had arrived, unless it gave up before. A failure leaves the group
-//! usable.
+//! Runs over empty point-to-point messages on tags that users cannot choose. Such messages need no grant, and no memory
+//! that a rank would have to keep after it gives up. A rank announces its arrival with a number of its own, and rank 0
+//! releases the rank by that number. A rank that gives up withdraws, so that its announcement is not taken for an
+//! arrival at a later barrier. A rank whose process is gone is missing, even if it had arrived, unless it gave up
+//! before. A failure leaves the group usable.
 
 use std::time::Duration;
 
@@ -20,29 +20,30 @@ const TAG_NOTE: u32 = PRIVATE_TAGS;
 const TAG_RELEASED: u32 = 0xC000_0000;
 const TAG_NUMBER: u32 = 0x3FFF_FFFF;
 
-/// What a rank tells rank 0, in the word that goes with a message: its number, and whether it arrived or withdraws.
+/// Flags of the word that a rank sends to rank 0 with a message, above its number: it arrived, or it withdraws.
 const ARRIVED: u64 = 1 << 32;
 const WITHDRAWN: u64 = 2 << 32;
 
-/// What rank 0 knows of a rank.
+/// State of a rank as rank 0 knows it.
 #[derive(Clone, PartialEq, Eq)]
 enum Presence {
-    /// It has said nothing in this barrier.
+    /// The rank has sent nothing in this barrier.
     Unheard,
-    /// It waits under this number.
+    /// The rank waits under this number.
     Waiting(u32),
-    /// It was here and has given up since: late for a release, but not missing.
+    /// The rank arrived and has given up since: too late for a release, but not missing.
     GaveUp,
-    /// Nothing more comes from it, for this reason.
+    /// The rank sends nothing more, for this reason.
     Gone(String),
 }
 
 impl Group {
-    /// Waits until all ranks have entered. Rank 0 finds out who is missing: the first in rank order, or all of them
-    /// with `wait_all`.
+    /// Waits until all ranks have entered. Rank 0 determines which ranks are missing: the first in rank order, or all
+    /// of them with `wait_all`.
     ///
     /// # Errors
-    /// `Timeout` naming the missing ranks on rank 0, and rank 0 elsewhere; `Aborted` when interrupted.
+    /// `Timeout`, naming the missing ranks on rank 0 and naming rank 0 on other ranks; `PeerLost` on other ranks if
+    /// rank 0 is gone; `Aborted` when interrupted.
     pub fn monitored_barrier(
         &self,
         timeout: Duration,
@@ -87,7 +88,7 @@ impl Group {
         Ok(())
     }
 
-    /// Hears ranks 1, 2, ...: all of them, or up to the first that is missing.
+    /// Receives from ranks 1, 2, ...: from all of them, or up to the first missing rank.
     fn call_roll(
         &self,
         timeout: Duration,
@@ -99,7 +100,7 @@ impl Group {
         if timeout.is_zero() {
             return Ok(present);
         }
-        // What lies there from earlier barriers: whoever gave up then has not come to this one.
+        // Take messages of earlier barriers first: a rank that gave up then has not arrived at this one.
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
             self.hear_queued(rank, presence)?;
             if *presence == Presence::GaveUp {
@@ -114,9 +115,10 @@ impl Group {
                 break;
             }
         }
-        // Those that came first may have given up or died while others were waited for. Who gave up may go.
+        // Ranks that arrived early may have given up or died while others were waited for. A rank that gave up may
+        // disconnect.
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
-            // Asked for first: nothing comes from it after that.
+            // Checked before the queue: a rank that is absent sends nothing after that.
             let absence = self.with_state(|group, context| group.absence(rank, context.net))?;
             self.hear_queued(rank, presence)?;
             if let Some(why) = absence.filter(|_| *presence != Presence::GaveUp) {
@@ -126,7 +128,7 @@ impl Group {
         Ok(present)
     }
 
-    /// Takes the notes of a rank that lie there.
+    /// Receives the queued messages of a rank.
     fn hear_queued(&self, rank: Rank, presence: &mut Presence) -> Result<()> {
         while self.with_state(|group, _| group.has_unexpected_message(rank, TAG_NOTE))? {
             self.hear(rank, presence, time::now(), &mut || false)?;
@@ -134,7 +136,7 @@ impl Group {
         Ok(())
     }
 
-    /// Takes one note of a rank, waiting for it until the deadline.
+    /// Receives one message of a rank, waiting for it until the deadline.
     fn hear(
         &self,
         rank: Rank,
@@ -147,7 +149,7 @@ impl Group {
             Ok(true) if call.state.note() & ARRIVED != 0 => *presence = Presence::Waiting(call.state.note() as u32),
             Ok(true) => *presence = Presence::GaveUp,
             Ok(false) => {}
-            // A rank that has gone is as missing as one that is late.
+            // A rank that is gone is as missing as a rank that is late.
             Err(error) if error.kind == ErrorKind::PeerLost => *presence = Presence::Gone(error.message),
             Err(error) => return Err(error),
         }
@@ -161,7 +163,7 @@ impl Group {
         let left = deadline - time::now();
         let settled = self.settle(&call, left, interrupt);
         if settled != Ok(true) {
-            // It came to nothing when the group or rank 0 has gone.
+            // The send has no effect if the group has failed or rank 0 is gone.
             let _ = self.message(Collective::Send, Rank(0), TAG_NOTE, WITHDRAWN | u64::from(number));
         }
         let (kind, why) = match settled {
@@ -180,7 +182,8 @@ impl Group {
         )))
     }
 
-    /// Starts an empty message, without a deadline of its own. A send needs nothing of its receiver, and nobody waits for it.
+    /// Starts an empty message without a deadline of its own. A send needs nothing from its receiver, and no thread
+    /// waits for it.
     fn message(&self, collective: Collective, peer: Rank, tag: u32, note: u64) -> Result<Call> {
         let mut desc = CallDesc::new(collective, Dtype::U8);
         desc.peer = Some(peer);
@@ -196,10 +199,10 @@ impl Group {
         self.submit(desc)
     }
 
-    /// Waits for a message; gives it up and says `false` when the time is up.
+    /// Waits for a message. When the time is up, gives the message up and returns `false`.
     fn settle(&self, call: &Call, left: Duration, interrupt: &mut dyn FnMut() -> bool) -> Result<bool> {
         let outcome = match call.wait(Some(left), interrupt) {
-            // What came in the last moment counts.
+            // A message that arrived in the last moment counts.
             gave_up @ (Waited::TimedOut(_) | Waited::Interrupted) => self.take_back(call)?.unwrap_or(gave_up),
             ended => ended,
         };
@@ -211,7 +214,7 @@ impl Group {
         }
     }
 
-    /// Takes a receive back, or says how it has ended.
+    /// Takes a receive back and returns `None`, or returns its outcome if it has already completed.
     fn take_back(&self, call: &Call) -> Result<Option<Waited>> {
         self.with_state(|group, context| {
             let given_up = call.state.in_context(Error::timeout("given up"));
@@ -234,7 +237,7 @@ mod tests {
     use super::*;
     use crate::{Engine, GroupRole, GroupSpec, MemoryStore};
 
-    /// A group of two ranks of this process.
+    /// Creates a group of two ranks in this process.
     fn pair() -> [(Arc<Engine>, Arc<Group>); 2] {
         let config = Config { calibration: Calibration::Off, ..Config::default() };
         let engines = [(); 2].map(|()| Engine::new(config.clone(), |_| Machine::default()));
@@ -270,7 +273,7 @@ mod tests {
         let call = second.message(Collective::Recv, Rank(0), TAG_RELEASED | 1, 0).unwrap();
         left.shutdown();
         assert!(matches!(call.wait(None, &mut || false), Waited::Failed(_)));
-        // As if the end had come between the deadline and this.
+        // Simulates a message that completed between the deadline and this call.
         let outcome = second.take_back(&call).unwrap();
         assert!(matches!(&outcome, Some(Waited::Failed(error)) if error.kind == ErrorKind::PeerLost), "{outcome:?}");
     }
@@ -290,7 +293,7 @@ mod tests {
                         assert!(Instant::now() < patience, "the barrier has begun");
                         std::thread::yield_now();
                     }
-                    // A moment that has passed and does not go away would keep the driver from sleeping.
+                    // A deadline that has passed and stays would keep the driver thread from sleeping.
                     let look_at = engine.driver.with_core(|core| core.next_deadline());
                     is_enough.store(true, Ordering::SeqCst);
                     assert_eq!(look_at, None, "with {timeout:?}");

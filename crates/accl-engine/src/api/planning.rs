@@ -1,6 +1,6 @@
-//! The shapes and plans of one group, for any thread.
+//! The shapes and plans of one group, usable from any thread.
 //!
-//! Owns the lock over both, which nobody holds while a plan is made. Read [`Planning::get`] first.
+//! Owns the lock over both; it is not held while a plan is computed. Read [`Planning::get`] first.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::sync::Mutex;
 use accl_executor::call::CallDesc;
 use accl_executor::plan::{AllShapes, Draft, Planner, Plans, Shape};
 
-/// The shapes and plans of one group, and how more of them are made.
+/// The shapes and plans of one group, and the planner that computes more of them.
 pub(crate) struct Planning {
     planner: Planner,
     made: Mutex<Made>,
@@ -27,17 +27,17 @@ impl Planning {
         Self { planner, made: Mutex::default() }
     }
 
-    /// The time that a call is predicted to take, in picoseconds, the same on all ranks; 0 where it is not known. Of one that is encoded it is that of the
-    /// same call without, which makes up for what encoding takes.
+    /// Returns the predicted time of a call in picoseconds, the same on all ranks; 0 if it is not known. For an encoded
+    /// call it is the time of the same call unencoded, which compensates for the time of encoding.
     pub(crate) fn predicted_ps(&self, desc: &CallDesc) -> u64 {
         let bytes = Bytes(desc.size_bytes(self.planner.world()));
         self.planner.predicted_ps(desc.collective, bytes, desc.equal_blocks)
     }
 
-    /// The shape of a checked call, kept from now on.
+    /// Returns the shape of a checked call, and keeps it.
     ///
     /// # Errors
-    /// Those of [`Draft::new`] and of [`Planner::plan`].
+    /// The errors of [`Draft::new`] and of [`Planner::plan`].
     pub(crate) fn get(&self, desc: &CallDesc) -> Result<Arc<Shape>> {
         let (rank, world) = (self.planner.rank(), self.planner.world());
         if let Some(shape) = self.made.lock().shapes.find(desc, world) {
@@ -63,7 +63,7 @@ impl Planning {
         };
         let shape = Arc::new(draft.with_plan(desc, world, plan.clone()));
         let mut made = self.made.lock();
-        // Another thread may have made it meanwhile.
+        // Another thread may have computed it meanwhile.
         if let Some(shape) = made.shapes.find(desc, world) {
             return Ok(shape.clone());
         }

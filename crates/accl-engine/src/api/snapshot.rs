@@ -1,6 +1,6 @@
-//! What an engine is doing and has done, at one moment, as plain data: for people, tools and tests.
+//! State and counters of an engine at one moment, as plain data: for people, tools and tests.
 //!
-//! Owns the form of what is shown; what is counted is counted where it happens. Read [`Snapshot`] first.
+//! Owns the form of the data; other modules maintain the counters. Read [`Snapshot`] first.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,90 +16,92 @@ use accl_executor::peers::{Members, PeerId, Traffic};
 
 use super::group::Group;
 
-/// What an engine is doing and has done.
+/// State and counters of an engine.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// What progress has cost.
+    /// Cost of progress so far.
     pub work: Work,
-    /// How often a thread has slept until news came.
+    /// Number of times a thread has slept until an event came.
     pub parks: u64,
-    /// How often one has asked the system for news without sleeping.
+    /// Number of times a thread has polled the system for events without sleeping.
     pub looks: u64,
-    /// Processes that this one has been in a group with: all, or those of one group by rank.
+    /// Processes that shared a group with this one. A group's snapshot lists only the group's processes, by rank.
     pub peers: Vec<PeerSnapshot>,
-    /// Groups that this process is in: all, or the one that was asked.
+    /// Groups that this process is in. A group's snapshot lists only that group.
     pub groups: Vec<GroupSnapshot>,
 }
 
 /// A peer process.
 #[derive(Clone, Debug)]
 pub struct PeerSnapshot {
-    /// Its identity.
+    /// Identity of the process.
     uuid: [u8; 16],
-    /// Its rank in the group that was asked; `None` when the engine was.
+    /// Rank in the group of a group's snapshot; `None` in an engine's snapshot.
     pub rank: Option<Rank>,
-    /// `host worker-3, pid 4711`.
+    /// Description of the process, such as `host worker-3, pid 4711`.
     pub process: String,
-    /// Transport and addresses of the link to it; `None` before it is made, and after the peer has gone.
+    /// Transport and addresses of the link to the peer; `None` before the link exists and after the peer is gone.
     pub link: Option<String>,
-    /// Why nothing more comes from it, once that is so.
+    /// Why the peer sends nothing more; `None` while it is not gone.
     pub gone: Option<String>,
-    /// What has gone there and come from there over its link, for all groups.
+    /// Traffic to and from the peer over its link, for all groups.
     pub traffic: Traffic,
-    /// As much of that as carries data of calls of the group that was asked; `None` when the engine was.
+    /// The part of that traffic that carries data of the group's calls; `None` in an engine's snapshot.
     pub of_group: Option<Traffic>,
-    /// System calls made for its link.
+    /// Number of system calls made for the peer's link.
     pub system_calls: u64,
 }
 
 /// A group.
 #[derive(Clone, Debug)]
 pub struct GroupSnapshot {
-    /// Its number, which is the same on all ranks.
+    /// Number of the group, which is the same on all ranks.
     pub id: u64,
-    /// Its name for messages.
+    /// Name of the group in messages.
     pub name: String,
-    /// This process's rank.
+    /// Rank of this process.
     pub rank: Rank,
     /// Number of ranks.
     pub world: u32,
-    /// Collectives that were made here.
+    /// Number of collectives issued here.
     pub collectives: u64,
-    /// Messages that were made here, sends and receives.
+    /// Number of point-to-point messages issued here, sends and receives.
     pub messages: u64,
-    /// How many of all these have failed.
+    /// Number of those collectives and messages that have failed.
     pub failed: u64,
-    /// What its calls have sent and received, with all ranks.
+    /// Traffic of the group's calls with all ranks.
     pub traffic: Traffic,
-    /// Of that, what went by each of its lanes.
+    /// The same traffic, by lane.
     pub lanes: Vec<Traffic>,
-    /// How often a caller has waited for a call that was not done when it was made.
+    /// Number of times a caller has waited for a call that had not completed when it was issued.
     pub waits: u64,
-    /// How long all these waits took.
+    /// Total duration of these waits.
     pub waited: Duration,
-    /// Why the group takes no more calls, if it does not.
+    /// Why the group accepts no more calls; `None` while it is usable.
     pub failure: Option<String>,
-    /// Calls that have been made and are not done.
+    /// Calls that were issued and have not completed.
     pub in_flight: Vec<CallSnapshot>,
 }
 
 /// A call in flight.
 #[derive(Clone, Debug)]
 pub struct CallSnapshot {
-    /// What it does.
+    /// Operation of the call.
     pub collective: Collective,
-    /// Its number in the group.
+    /// Sequence number of the call in the group.
     pub seq: u64,
-    /// For how long it has been in flight.
+    /// Time that the call has been in flight.
     pub age: Duration,
-    /// The ranks that it waits for; none if it waits for any, or for its turn.
+    /// Ranks that the call waits for; empty if it waits for any rank, or for its turn.
     pub awaits: Vec<Rank>,
-    /// An external operation that is under way for it, in words. A call that has failed is in flight until it has stopped.
+    /// Description of the external operation that runs for the call. A failed call stays in flight until that operation
+    /// has stopped.
     pub external: Option<String>,
 }
 
 impl Snapshot {
-    /// System calls for links and for news. Those for memory and threads are not among them.
+    /// Returns the number of system calls for links and for polling events. System calls for memory and threads are not
+    /// counted.
     pub fn system_calls(&self) -> u64 {
         self.parks + self.looks + self.peers.iter().map(|peer| peer.system_calls).sum::<u64>()
     }
@@ -108,7 +110,8 @@ impl Snapshot {
         Self { work, parks: driver.parks(), looks: driver.looks(), peers, groups }
     }
 
-    /// Adds what went by the lanes beside the first, which have the same peers and groups; for each peer, also what went for this group.
+    /// Adds the traffic of the lanes after the first, which have the same peers and groups. With `of_group`, also adds
+    /// each peer's traffic for that group.
     fn add_lanes(&mut self, others: &[Arc<Driver>], of_group: Option<u64>) {
         let places: HashMap<[u8; 16], usize> =
             self.peers.iter().enumerate().map(|(place, peer)| (peer.uuid, place)).collect();
@@ -128,7 +131,7 @@ impl Snapshot {
                 (peers, groups)
             });
             for there in peers {
-                // The same operation leads from the identity of a lane to that of the first one.
+                // `lane_uuid` is its own inverse: it maps a lane's identity back to the identity of the first lane.
                 let first = accl_wire::lane_uuid(&there.uuid, number);
                 if let Some(here) = places.get(&first).and_then(|&place| self.peers.get_mut(place)) {
                     here.traffic = here.traffic.plus(there.traffic);
@@ -144,16 +147,16 @@ impl Snapshot {
         }
     }
 
-    /// Of nothing: the lock may have been held by another thread when the process forked, and then nobody ever gives it back.
+    /// Returns an empty snapshot. Another thread may have held the lock when the process forked, and then no thread
+    /// ever releases it.
     fn of_a_forked_child(driver: &Driver) -> Self {
         Self::new(driver, Vec::new(), Vec::new(), Work::default())
     }
 }
 
 impl Engine {
-    /// What this process is doing and has done, in all its groups. It takes the lock of the engine for as long as it takes to
-    /// write this down, which grows with the number of peers and groups. In a forked child it takes no lock, and there is nothing
-    /// to write down.
+    /// Returns the state and counters of this process in all its groups. Holds the engine's lock while it copies them,
+    /// which takes longer with more peers and groups. In a forked child it takes no lock, and the snapshot is empty.
     pub fn snapshot(&self) -> Snapshot {
         if self.driver.is_forked() {
             return Snapshot::of_a_forked_child(&self.driver);
@@ -170,7 +173,8 @@ impl Engine {
 }
 
 impl Group {
-    /// As [`Engine::snapshot`], of this group and its ranks. After the group has been left, and in a forked child, of nothing.
+    /// Like [`Engine::snapshot`], for this group and its ranks. The snapshot is empty in a forked child, and lacks
+    /// peers and the group once the group was left.
     pub fn snapshot(&self) -> Snapshot {
         if self.driver.is_forked() {
             return Snapshot::of_a_forked_child(&self.driver);
@@ -194,7 +198,7 @@ impl Group {
     }
 }
 
-/// By peer, what the calls of all groups that there are have sent and received.
+/// Returns the traffic of the calls of all existing groups, by peer.
 fn traffic_of_groups(core: &Core) -> HashMap<PeerId, Traffic> {
     let mut found: HashMap<PeerId, Traffic> = HashMap::new();
     for members in core.groups().map(GroupState::members) {
@@ -206,7 +210,7 @@ fn traffic_of_groups(core: &Core) -> HashMap<PeerId, Traffic> {
     found
 }
 
-/// What the calls of a group have sent and received, with all ranks.
+/// Returns the traffic of a group's calls with all ranks.
 fn traffic_of(state: &GroupState) -> Traffic {
     let ranks = state.members().ranks().map(|rank| state.members().traffic(rank));
     ranks.fold(Traffic::default(), Traffic::plus)

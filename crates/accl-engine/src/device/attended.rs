@@ -1,7 +1,8 @@
-//! The devices of an engine whose threads are not over.
+//! The devices of an engine whose threads still run.
 //!
-//! Owns the rule that a device which was left is over before it is opened anew, since most are opened by one at a time, and the end of all of
-//! them with the process. What a device does is not known here. Read [`Attended::add`] first.
+//! Owns the rule that a device is reopened only after the thread of its earlier opening has ended: most devices accept
+//! one user at a time. Also ends all devices with the process. Does not know what a device does. Read [`Attended::add`]
+//! first.
 
 use std::convert::Infallible;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -16,24 +17,24 @@ use super::shared::LOOK;
 use crate::sync::Mutex;
 use crate::time;
 
-/// Between looks at a thread that is to end.
+/// Pause between two checks of a thread that is to end.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// The devices of an engine.
 #[derive(Default)]
 pub(crate) struct Attended(Mutex<Vec<Thread>>);
 
-/// The thread of a device, with what belongs to it.
+/// The thread of a device, with the device's URL and handle.
 struct Thread {
     url: DeviceUrl,
     device: Weak<Device>,
     over: Over,
 }
 
-/// What tells that a thread is over: its other end is dropped last.
+/// Disconnects when a thread is over: the thread drops its [`Ending`] last.
 type Over = Receiver<Infallible>;
 
-/// The other end.
+/// The end of that channel that a device's thread holds.
 pub(super) type Ending = Sender<Infallible>;
 
 impl Thread {
@@ -41,29 +42,29 @@ impl Thread {
         matches!(self.over.try_recv(), Err(mpsc::TryRecvError::Disconnected))
     }
 
-    /// Nobody gives it anything to do any more.
+    /// Returns whether no more tasks can be given to the thread.
     fn is_left(&self) -> bool {
         self.device.upgrade().is_none_or(|device| device.is_closed())
     }
 }
 
 impl Attended {
-    /// Another device, and what its thread holds as long as it lives.
+    /// Adds a device. Returns the value that its thread must hold for as long as it runs.
     pub(super) fn add(&self, device: &Arc<Device>) -> Ending {
         let (ending, over) = mpsc::channel();
         let thread = Thread { url: device.url().clone(), device: Arc::downgrade(device), over };
         let mut threads = self.0.lock();
-        // Nothing grows with the groups of a process.
+        // Removes ended threads, so that the list does not grow with each group of a process.
         threads.retain(|thread| !thread.is_over());
         threads.push(thread);
         ending
     }
 
-    /// Waits until the threads of this device that were left are over. `look` is called now and then, and ends the wait with an
-    /// error.
+    /// Waits until the threads of this device that were left have ended. `look` is called now and then, and ends the
+    /// wait by returning an error.
     ///
     /// # Errors
-    /// `Timeout` at the deadline; what `look` says.
+    /// `Timeout` at the deadline; errors of `look`.
     pub(super) fn await_left(
         &self,
         url: &DeviceUrl,
@@ -71,7 +72,7 @@ impl Attended {
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         let mut looked = time::now();
-        // They stay in the list meanwhile, for who leaves all of them.
+        // The threads stay in the list meanwhile, so that `leave_all` finds them.
         while self.is_left(url) {
             std::thread::sleep(PAUSE);
             let now = time::now();
@@ -89,13 +90,14 @@ impl Attended {
         Ok(())
     }
 
-    /// Whether a thread of this device was left and is not over.
+    /// Returns whether a thread of this device was left and still runs.
     fn is_left(&self, url: &DeviceUrl) -> bool {
         let threads = self.0.lock();
         threads.iter().any(|thread| thread.url.is_same_device(url) && thread.is_left() && !thread.is_over())
     }
 
-    /// Leaves all of them, and waits until then for their threads. What those are called that are not over then.
+    /// Closes all devices and waits for their threads, at most until `until`. Returns the URLs of the devices whose
+    /// threads still run then.
     pub(crate) fn leave_all(&self, until: Moment) -> Vec<DeviceUrl> {
         let mut threads = std::mem::take(&mut *self.0.lock());
         for device in threads.iter().filter_map(|thread| thread.device.upgrade()) {

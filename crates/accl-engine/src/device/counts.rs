@@ -1,4 +1,4 @@
-//! What a device has done, by collective, dtype and operator.
+//! Number of collectives that a device has done, by collective, dtype and operator.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,15 +7,15 @@ use accl_types::{Collective, Dtype, ReduceOp};
 
 use crate::sync::Mutex;
 
-/// Collectives that a device has done well.
+/// Counts of the collectives that a device completed successfully.
 #[derive(Default)]
 pub(super) struct Counts(Mutex<BTreeMap<Key, u64>>);
 
-/// By their codes, so that they are listed in the order of the tables.
+/// Codes of collective, dtype and operator, so that counts are listed in the order of their tables.
 type Key = (u8, u8, Option<u8>);
 
 impl Counts {
-    /// A collective is done.
+    /// Counts a completed collective.
     pub(super) fn add(&self, collective: Collective, dtype: Dtype, op: ReduceOp) {
         let op = collective.reduces().then_some(op as u8);
         *self.0.lock().entry((collective as u8, dtype as u8, op)).or_default() += 1;

@@ -1,8 +1,9 @@
 //! A device that does collectives of a group.
 //!
-//! Owns the way from a group to the device's thread, and what is known of the device outside of it: which calls it takes, and what it has
-//! done. The thread alone (`worker`) talks to the bus, polls and keeps deadlines; nothing here waits under the engine's lock, and nothing
-//! here decides when a call may begin, which is the executor's matter. How it is opened is in `opening`. Read [`Device::takes`] first.
+//! Owns the connection from a group to the device's thread, and what is known of the device outside that thread: which
+//! calls it takes and what it has done. Only the thread (`worker`) talks to the bus, polls and checks deadlines.
+//! Nothing here waits under the engine's lock. The executor decides when a call may begin, and `opening` opens the
+//! device. Read [`Device::takes`] first.
 
 use std::fmt;
 use std::sync::Arc;
@@ -24,17 +25,18 @@ use crate::sync::Mutex;
 /// A device that has been set up, for the group that it serves.
 pub(crate) struct Device {
     url: DeviceUrl,
-    /// But for the sessions, which the thread alone knows.
+    /// The settings, without the sessions, which only the thread knows.
     settings: Settings,
     sidestep: Vec<Collective>,
     shared: Arc<Shared>,
     port: Arc<Port>,
-    /// None is taken once the group is left.
+    /// `None` once the group was left: no more tasks are accepted.
     tasks: Mutex<Option<Sender<ExternalTask>>>,
 }
 
 impl Device {
-    /// The handle of a device whose thread takes these tasks once it has set it up.
+    /// Creates the handle of a device. Its thread takes tasks from the other end of `tasks` once it has set the device
+    /// up.
     pub(super) fn new(
         url: DeviceUrl,
         settings: Settings,
@@ -46,17 +48,17 @@ impl Device {
         Self { url, settings, sidestep, shared, port, tasks: Mutex::new(Some(tasks)) }
     }
 
-    /// The group is made: an engine in software reaches those of other ranks.
+    /// Connects an engine in software to the engines of other ranks, after the group was created.
     pub(crate) fn connect(&self, driver: &Arc<Driver>, group: u64) {
         self.port.connect(driver, group);
     }
 
-    /// Where packets of other ranks' devices go.
+    /// Returns the receiver of packets from other ranks' devices.
     pub(crate) fn sink(&self) -> Arc<dyn PacketSink> {
         self.port.clone()
     }
 
-    /// Who does a call, as all ranks find it.
+    /// Returns whether the device or the host does a call; all ranks decide alike.
     pub(crate) fn route(&self, desc: &CallDesc, world: u32) -> Route {
         if self.sidestep.contains(&desc.collective) {
             return Route::Host("`sidestep` says so");
@@ -78,7 +80,7 @@ impl Device {
         route(&request, &self.settings)
     }
 
-    /// The same call, done by the device, if it is to be.
+    /// Returns the same call, done by the device; `None` if the host does it.
     pub(crate) fn takes(self: &Arc<Self>, desc: &CallDesc, world: u32) -> Option<CallDesc> {
         let is_for_device = matches!(self.route(desc, world), Route::Device { .. });
         is_for_device.then(|| CallDesc { offload: Some(self.clone()), ..desc.clone() })
@@ -88,8 +90,8 @@ impl Device {
         &self.url
     }
 
-    /// The group is left, or is not made: the thread ends when it has nothing more to do, whoever still holds the device. Nobody waits here for
-    /// one that is stuck.
+    /// Closes the device: the group was left, or its creation failed. The thread ends when its tasks are done, even if
+    /// a reference to the device remains. This function does not wait for a thread that is stuck.
     pub(crate) fn close(&self) {
         self.shared.is_closed.store(true, Ordering::Relaxed);
         drop(self.tasks.lock().take());
@@ -99,7 +101,7 @@ impl Device {
         self.shared.is_closed.load(Ordering::Relaxed)
     }
 
-    /// For a person: what it is and what it has done.
+    /// Returns a readable description: what the device is and what it has done.
     pub(crate) fn describe(&self) -> String {
         let state = self.shared.dead.get().map_or(String::new(), |why| format!(", dead: {}", why.message));
         format!("device {}: {}{state}\n", self.url, self.shared.counts)
@@ -117,7 +119,7 @@ impl External for Device {
             None => Some(task),
         };
         if let Some(task) = unsent {
-            // It was left, or its thread has panicked.
+            // The device was closed, or its thread has panicked.
             task.fail(format!("the thread of {self:?} has ended; make a new group"));
         }
     }

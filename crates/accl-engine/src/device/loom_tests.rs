@@ -1,5 +1,5 @@
-//! The sleep of a device's thread in every interleaving with what comes for it. Time does not pass, so a wake-up that is lost is a deadlock,
-//! which loom reports.
+//! Runs the sleep of a device's thread in every interleaving with the events that should wake it. Time does not pass,
+//! so a lost wake-up is a deadlock, which loom reports.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use loom::thread;
 
 use super::port::{Port, WINDOW};
 
-/// A packet as it comes in a frame.
+/// Returns a packet as it arrives in a frame.
 fn framed(packet: &[u8]) -> Vec<u8> {
     [&(packet.len() as u32).to_le_bytes()[..], packet].concat()
 }

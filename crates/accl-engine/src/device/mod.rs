@@ -1,4 +1,4 @@
-//! A device that does collectives of a group: its handle, its thread, and what goes between it and those of other ranks.
+//! A device that does collectives of a group: its handle, its thread, and its traffic with other ranks' devices.
 
 mod attended;
 mod counts;

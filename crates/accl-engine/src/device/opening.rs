@@ -1,8 +1,9 @@
-//! The opening of a device: it is reached, tells the other ranks what they need, hears what they tell, is set up, and lets packets in once
-//! those of all ranks are.
+//! Opening of a device, in steps: reach it, exchange texts with the other ranks, set it up, and admit packets once the
+//! devices of all ranks are set up.
 //!
-//! Owns what whoever makes the group does of this, which never blocks for longer than it takes to look whether to go on; the device's thread
-//! does the rest (`worker`). How ranks tell one another is not known here. Read [`Opening::begin`] first.
+//! Owns the steps of the thread that creates the group. That thread never blocks for longer than the interval of its
+//! checks; the device's thread does the rest (`worker`). How ranks exchange texts is not known here. Read
+//! [`Opening::begin`] first.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -17,7 +18,7 @@ use super::shared::{LAST_WORDS, LOOK, OpenBus, Shared};
 use super::worker::{self, News, Step};
 use crate::time;
 
-/// A device that is reached, and takes no collectives yet.
+/// A device that was reached but accepts no collectives yet.
 pub(crate) struct Opening {
     device: Arc<Device>,
     steps: Receiver<Result<Step>>,
@@ -27,11 +28,11 @@ pub(crate) struct Opening {
 }
 
 impl Opening {
-    /// Reaches the device of a rank, on a thread of its own; one that was left and is not over yet is waited for. `look` is called now and
-    /// then, and ends the wait with an error.
+    /// Reaches the device of a rank, on a thread of its own. If the device was left by an earlier group and its thread
+    /// still runs, waits for that thread. `look` is called now and then, and ends the wait by returning an error.
     ///
     /// # Errors
-    /// Settings that make no sense, a device that is not there, or that does not answer before `deadline`; what `look` says.
+    /// Invalid settings; a device that is missing or does not answer before `deadline`; errors of `look`.
     pub(crate) fn begin(
         url: DeviceUrl,
         (rank, world): (u32, u32),
@@ -62,7 +63,7 @@ impl Opening {
             .name("accl-device".to_owned())
             .spawn(move || {
                 worker.run(&*opener, &step, &hears, &queue);
-                // Last of all.
+                // The last thing that the thread does.
                 drop(ending);
             })
             .map_err(|error| Error::exhausted(format!("no thread for the device `{url}`: {error}")))?;
@@ -73,15 +74,16 @@ impl Opening {
         Ok(opening)
     }
 
-    /// What the device tells those of all ranks; `None`: it neither tells nor hears anything.
+    /// Returns the text that this rank's device sends to the devices of all ranks; `None` if devices of its kind
+    /// exchange no texts.
     pub(crate) fn tells(&self) -> Option<&str> {
         self.tells.as_deref()
     }
 
-    /// Sets the device up, with what all have told in rank order, if they have told anything.
+    /// Sets the device up. `told` lists the texts of all ranks in rank order, if there are any.
     ///
     /// # Errors
-    /// What was told makes no sense, a device that is set up for somebody else or does not answer; what `look` says.
+    /// Invalid texts; a device that is set up for another user or does not answer; errors of `look`.
     pub(crate) fn set_up(&self, told: Option<Vec<String>>, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         if let Some(told) = told {
             self.tell(News::Told(told));
@@ -92,10 +94,10 @@ impl Opening {
         }
     }
 
-    /// Lets packets in: the devices of all ranks are set up, so none sends anything of a time before.
+    /// Admits packets. The devices of all ranks are set up by now, so none sends packets of an earlier setup.
     ///
     /// # Errors
-    /// The device does not answer, or does not reach those of all ranks; what `look` says.
+    /// The device does not answer, or does not reach the devices of all ranks; errors of `look`.
     pub(crate) fn finish(self, look: &mut dyn FnMut() -> Result<()>) -> Result<Arc<Device>> {
         self.tell(News::AllAreSetUp);
         match self.step(look)? {
@@ -105,7 +107,7 @@ impl Opening {
     }
 
     fn tell(&self, news: News) {
-        // If the thread has ended, that is told next.
+        // If the thread has ended, the next step reports that.
         let _ = self.news.send(news);
     }
 
@@ -113,7 +115,7 @@ impl Opening {
         Error::internal(format!("{:?} has come to a step of its opening out of turn", self.device))
     }
 
-    /// What the thread has come to.
+    /// Waits for the next step that the device's thread has reached.
     fn step(&self, look: &mut dyn FnMut() -> Result<()>) -> Result<Step> {
         let device = &self.device;
         loop {

@@ -1,7 +1,8 @@
-//! Packets between an engine in software and those of other ranks, over the links that the ranks have anyway.
+//! Packets between an engine in software and the engines of other ranks, over the links that the ranks already have.
 //!
-//! Owns what has come and waits for the device's thread, what is put together before it leaves, and the credits that bound both. Lock order:
-//! the driver's lock comes first, so nothing here calls the driver with its own lock held. Read [`Port`] first.
+//! Owns the packets that have arrived for the device's thread, the packets that are collected before they are sent, and
+//! the credits that bound both. Lock order: the driver's lock comes first, so this module never calls the driver while
+//! it holds its own lock. Read [`Port`] first.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};
@@ -16,26 +17,26 @@ use crate::driver::Driver;
 use crate::sync::{Mutex, Thread, current_thread, park_timeout};
 use crate::time;
 
-/// Bytes to a rank that it has yet to take, before an engine should send it no more.
+/// Maximum bytes sent to a rank that it has not taken yet; beyond that an engine should send it no more.
 pub(super) const WINDOW: u64 = 1 << 20;
-/// Bytes that are taken before their sender is told of it.
+/// Bytes taken from a sender before it is notified.
 const TELL_AFTER: u64 = WINDOW / 4;
-/// Before each packet stands its length.
+/// Each packet is preceded by its length.
 const LENGTH_BYTES: usize = size_of::<u32>();
-/// Most bytes of a packet with its heads and padding; no engine sends so many.
+/// Maximum bytes of a packet with its headers and padding; no engine sends so much.
 const MOST_PACKET_BYTES: usize = 2 * MAX_PACKET_BYTES;
 
-/// The way of packets to and from the device of this rank.
+/// Sends and receives the packets of the device of this rank.
 pub(super) struct Port {
     rank: u32,
-    /// Most bytes of packets in one frame.
+    /// Maximum bytes of packets in one frame.
     frame_bytes: usize,
-    /// Most bytes that a rank may have sent and this one has yet to take.
+    /// Maximum bytes that a rank may have sent and this rank has not taken yet.
     most_kept: u64,
     inner: Mutex<Inner>,
     /// The thread that runs the engine.
     thread: OnceLock<Thread>,
-    /// Set when the group is made; another when its making begins anew.
+    /// Set when the group is created, and replaced if its creation starts over.
     way: Mutex<Option<Way>>,
 }
 
@@ -46,53 +47,53 @@ struct Way {
 }
 
 struct Inner {
-    /// Ranks of which packets have come.
+    /// Ranks with packets that have arrived.
     ready: VecDeque<u32>,
-    /// Ranks to which something may have to leave, each once.
+    /// Ranks to which something may have to be sent, each once.
     owed: Vec<u32>,
     peers: Vec<Flow>,
 }
 
-/// What is between this rank and another; in bytes with the lengths.
+/// Traffic between this rank and another, in bytes including the lengths.
 #[derive(Default)]
 struct Flow {
-    /// Put together, and not sent yet.
+    /// Packets that are collected and not sent yet.
     batch: Vec<u8>,
-    /// Packets that have come.
+    /// Packets that have arrived.
     arrived: VecDeque<Vec<u8>>,
-    /// Of the last packet that has come, what there is of it, with its length.
+    /// The received part of an incomplete packet, with its length.
     begun: Vec<u8>,
     come: u64,
     sent: u64,
-    /// Of those, taken by the other rank's engine.
+    /// Bytes of `sent` that the other rank's engine has taken.
     taken_there: u64,
     taken_here: u64,
     told: u64,
-    /// Among [`Inner::owed`].
+    /// Whether the rank is listed in [`Inner::owed`].
     is_owed: bool,
 }
 
 impl Port {
-    /// An engine looks whether there is room before each message, of which the longest has `message_bytes`.
+    /// Creates a port. An engine checks for room before each message; the longest message has `message_bytes` bytes.
     pub(super) fn new(rank: u32, world: u32, frame_bytes: usize, message_bytes: u64) -> Arc<Self> {
         let peers = (0..world).map(|_| Flow::default()).collect();
         let inner = Mutex::new(Inner { ready: VecDeque::new(), owed: Vec::new(), peers });
-        // Twice: packets have heads, lengths and padding besides, and engines send words of their own.
+        // Twice the limit: packets also have headers, lengths and padding, and engines send messages of their own.
         let most_kept = 2 * (WINDOW + message_bytes);
         Arc::new(Self { rank, frame_bytes, most_kept, inner, thread: OnceLock::new(), way: Mutex::default() })
     }
 
-    /// The calling thread runs the engine, and is woken for it.
+    /// Registers the calling thread as the one that runs the engine and is woken for it.
     pub(super) fn belongs_to_this_thread(&self) {
         let _ = self.thread.set(current_thread());
     }
 
-    /// The group is made: packets can leave.
+    /// Sets the connection on which packets are sent, once the group is created.
     pub(super) fn connect(&self, driver: &Arc<Driver>, group: u64) {
         *self.way.lock() = Some(Way { driver: Arc::downgrade(driver), group });
     }
 
-    /// Hands frames to the driver.
+    /// Passes frames to the driver.
     fn send_frames(&self, frames: Vec<(u32, u64, Vec<u8>)>) {
         let Some(Way { driver, group }) = self.way.lock().clone() else { return };
         let Some(driver) = driver.upgrade() else { return };
@@ -108,7 +109,7 @@ impl Port {
                 core.net.has_unsent()
             })
         });
-        // After a panic in there every group has failed, which whoever drives says.
+        // After a panic in that code every group has failed; the driver thread reports it.
         if is_unsent.unwrap_or(true) {
             driver.kick();
         }
@@ -116,10 +117,10 @@ impl Port {
 }
 
 impl Inner {
-    /// A rank's packets have come, and its word of how many bytes it has taken.
+    /// Accepts a rank's packets, and its report of how many bytes it has taken in total.
     ///
     /// # Errors
-    /// `Protocol` for what no engine sends: nothing of it is kept.
+    /// `Protocol` for data that no engine sends; invalid packets are not kept.
     fn arrive(&mut self, from: u32, taken: u64, packets: &[u8], most_kept: u64) -> Result<()> {
         let Some(flow) = self.peers.get_mut(from as usize) else {
             return Err(Error::protocol(format!(
@@ -161,14 +162,16 @@ impl Flow {
         }
     }
 
-    /// A frame that leaves now: what is put together, as far as there is room for it, and how far the other rank's packets are taken.
+    /// Returns the frame to send now: collected packets, at most `most_bytes`, and the number of bytes taken from the
+    /// other rank.
     fn frame(&mut self, to: u32, most_bytes: usize) -> (u32, u64, Vec<u8>) {
         self.told = self.taken_here;
         let rest = self.batch.split_off(self.batch.len().min(most_bytes));
         (to, self.taken_here, std::mem::replace(&mut self.batch, rest))
     }
 
-    /// Keeps the packets that have come whole; a frame may begin and end within one. `Err`: the length of one that is too long.
+    /// Keeps the packets that have arrived completely; a frame may begin and end within a packet. The error is the
+    /// length of a packet that is too long.
     fn put_together(&mut self, mut rest: &[u8]) -> std::result::Result<(), u32> {
         loop {
             let mut end = LENGTH_BYTES;
@@ -254,7 +257,7 @@ impl Packets for Port {
                 flow.owes(from, owed);
             }
         }
-        // The others have their turn.
+        // Moves this rank to the end of the queue, so that the others have their turn.
         ready.remove(at);
         if !flow.arrived.is_empty() {
             ready.push_back(from);
@@ -263,7 +266,7 @@ impl Packets for Port {
     }
 
     fn wait(&self, at_most: Duration) {
-        // What has come meanwhile has left a permit.
+        // Events that came meanwhile have left a permit for `park`.
         park_timeout(at_most);
     }
 }
@@ -271,7 +274,7 @@ impl Packets for Port {
 impl PacketSink for Port {
     fn arrive(&self, from: Rank, taken: u64, packets: &[u8]) -> Result<()> {
         self.inner.lock().arrive(from.0, taken, packets, self.most_kept)?;
-        // Also a word of what was taken is what somebody may wait for.
+        // A report of taken bytes also wakes the thread, which may wait for room.
         if let Some(thread) = self.thread.get() {
             thread.unpark();
         }
@@ -287,7 +290,7 @@ mod tests {
 
     const MESSAGE: u64 = 1 << 20;
 
-    /// What a port sends to another, without a driver between them.
+    /// Carries what a port sends to another, without a driver between them.
     fn carry(from: &Port, to: &Port) {
         let mut inner = from.inner.lock();
         let flow = &mut inner.peers[to.rank as usize];
@@ -340,7 +343,7 @@ mod tests {
         assert_eq!(port.receive(&|_| true), Some((3, b"hello".to_vec())));
     }
 
-    /// Bytes that a port keeps of a rank.
+    /// Returns the number of bytes that a port keeps for a rank.
     fn kept(port: &Port, from: usize) -> usize {
         let inner = port.inner.lock();
         let flow = &inner.peers[from];

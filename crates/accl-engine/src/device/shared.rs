@@ -1,4 +1,4 @@
-//! What the device's thread and its group both look at, and how a device is reached.
+//! State shared by the device's thread and its group, and the interface that opens devices.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
@@ -12,17 +12,18 @@ use accl_types::{Error, Result};
 
 use super::counts::Counts;
 
-/// How often whoever waits for a device looks whether it should go on.
+/// Interval at which a thread that waits for a device checks whether to continue.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 
-/// How much longer than its deadline a device that opens may take to say why it does not.
+/// Extra time after its deadline in which an opening device may report why it does not open.
 pub(super) const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// Opens what is behind the text of a device.
+/// Opens the device that a URL names.
 pub trait OpenBus: Send + Sync {
-    /// A connection to the device of a rank, which no other has opened. What it tells and hears ([`Bus::tell`]) goes over the store of the group,
-    /// between this and its setting up. An engine in software of this process reaches those of other ranks by
-    /// `packets`, once the group is made. `go_on` says whether there is time left.
+    /// Opens a connection to the device of a rank, which no other process has opened. If the devices exchange texts
+    /// ([`Bus::tell`]), the texts go over the group's store, after this call and before the setup. An engine in
+    /// software of this process reaches the engines of other ranks by `packets`, once the group is created. `go_on`
+    /// returns whether there is time left.
     ///
     /// # Errors
     /// There is no such device, or it does not answer.
@@ -38,8 +39,8 @@ pub trait OpenBus: Send + Sync {
 #[derive(Default)]
 pub(super) struct Shared {
     pub(super) counts: Counts,
-    /// Nobody waits for the device any more.
+    /// Set when the group was left and no thread waits for the device any more.
     pub(super) is_closed: AtomicBool,
-    /// Why it takes no more calls.
+    /// Why the device accepts no more calls, if it does not.
     pub(super) dead: OnceLock<Error>,
 }

@@ -1,7 +1,8 @@
-//! The buffers through which tensors go to a device and come back.
+//! The buffers through which tensors are copied to a device and back.
 //!
-//! Owns two segments, each with an operand and a result, that live as long as the device is open: while a call works on one segment the next
-//! piece is copied into the other, and the last one out of it. Knows pieces, and no calls. Read [`Staging::give`] first.
+//! Owns two segments, each with an operand and a result buffer, that exist as long as the device is open. While a call
+//! works on one segment, the next piece is copied into the other, and the previous piece out of it. Knows pieces, but
+//! no calls. Read [`Staging::give`] first.
 
 use std::time::Instant;
 
@@ -10,13 +11,13 @@ use accl_cclo::offload::{Buffer, Piece};
 use accl_executor::memory::CollectiveMemory;
 use accl_types::Result;
 
-/// Bytes that are copied between two looks whether they are still wanted.
+/// Bytes copied between two checks whether the copy is still wanted.
 const STEP_BYTES: usize = 256 << 10;
 
 /// Bytes of each buffer.
 pub(super) const STAGING_BYTES: u64 = 4 << 20;
 
-/// Where a piece is between a tensor and a device.
+/// The device buffers of a piece, between tensor and device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Segment {
     /// Address of operand 0.
@@ -25,11 +26,11 @@ pub(super) struct Segment {
     pub(super) result: u64,
 }
 
-/// Until when requests may last; `None`: without an end.
+/// Deadline of requests to the device; `None` means no deadline.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Until(pub(super) Option<Instant>);
 
-/// The buffers of a device, and room to put pieces together.
+/// The buffers of a device, and host memory in which pieces are assembled.
 pub(super) struct Staging {
     memory: Memory,
     segments: [Segment; 2],
@@ -37,6 +38,8 @@ pub(super) struct Staging {
 }
 
 impl Staging {
+    /// Allocates the buffers.
+    ///
     /// # Errors
     /// The device has no room for the buffers.
     pub(super) fn new(bus: &mut dyn Bus, memory: Memory) -> Result<Self> {
@@ -47,15 +50,16 @@ impl Staging {
         Ok(Self { memory, segments: [segment()?, segment()?], room: Vec::new() })
     }
 
-    /// The segment of the piece with this number.
+    /// Returns the segment of the piece with this number.
     pub(super) fn segment(&self, piece: usize) -> Segment {
         self.segments[piece % self.segments.len()]
     }
 
-    /// Copies what a piece gives into its segment, for as long as `until` names a moment. Returns whether all of it is there.
+    /// Copies a piece's input into its segment, for as long as `until` returns a deadline. Returns whether the copy is
+    /// complete.
     ///
     /// # Errors
-    /// Those of [`Bus::write_memory`].
+    /// The errors of [`Bus::write_memory`].
     pub(super) fn give(
         &mut self,
         bus: &mut dyn Bus,
@@ -71,7 +75,7 @@ impl Staging {
         let mut end = 0;
         for span in &piece.gives {
             let at = span.staging as usize;
-            // What lies between spans is padding, which is added up as well.
+            // Gaps between spans are padding, which the device reduces as well.
             self.room[end..at].fill(0);
             end = at + span.bytes as usize;
             if !tensors.read_input(span.tensor, &mut self.room[at..end]) {
@@ -87,10 +91,11 @@ impl Staging {
         Ok(true)
     }
 
-    /// Copies what a piece has brought to where it belongs, for as long as `until` names a moment. Returns whether all of it is there.
+    /// Copies a piece's output to its destination, for as long as `until` returns a deadline. Returns whether the copy
+    /// is complete.
     ///
     /// # Errors
-    /// Those of [`Bus::read_memory`].
+    /// The errors of [`Bus::read_memory`].
     pub(super) fn take(
         &mut self,
         bus: &mut dyn Bus,
@@ -110,7 +115,7 @@ impl Staging {
             bus.limit(until);
             bus.read_memory(self.memory, at, bytes)?;
         }
-        // That may have taken long, and nobody writes into the tensors of a call that has failed.
+        // The reads may have taken long, and nothing may write into the tensors of a failed call.
         if until().is_none() {
             return Ok(false);
         }

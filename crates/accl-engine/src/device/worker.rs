@@ -1,7 +1,8 @@
-//! The thread of a device: it opens the device, does what it is given, one collective after the other, and sees to their deadlines.
+//! The thread of a device: it opens the device, does the collectives that it is given one after the other, and checks
+//! their deadlines.
 //!
-//! Owns the driver. A collective that cannot go on, because it is late or because its call has failed, is the end of the device: nothing
-//! interrupts an engine. Read [`Worker::perform`] first.
+//! Owns the driver. If a collective cannot go on, because it is late or its call has failed, the device is unusable
+//! from then on: an engine cannot be interrupted. Read [`Worker::perform`] first.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,16 +24,16 @@ use super::shared::{LAST_WORDS, OpenBus, Shared};
 use super::staging::{STAGING_BYTES, Segment, Staging, Until};
 use crate::{signals, time};
 
-/// Looks at a call that follow one another without a pause.
+/// Number of polls of a call that follow each other without a pause.
 const EAGER_LOOKS: u32 = 8;
 
-/// How long after the deadline of a call an answer may come.
+/// Extra time after the deadline of a call in which the device may answer.
 const LATE_ANSWER: Duration = Duration::from_millis(500);
 
-/// How long a device that does not come back is read.
+/// Maximum time for reading the state of a device that does not return.
 const DIAGNOSIS: Duration = Duration::from_secs(1);
 
-/// What the thread begins with.
+/// The values that the thread starts with.
 pub(super) struct Start {
     pub(super) url: DeviceUrl,
     pub(super) settings: Settings,
@@ -41,25 +42,26 @@ pub(super) struct Start {
     pub(super) deadline: Moment,
 }
 
-/// What the thread has come to while it opens the device.
+/// Progress of the thread in opening the device.
 pub(super) enum Step {
-    /// The device is reached. It tells this to all ranks, and waits for what they tell; `None`: it does not.
+    /// The device was reached. The text goes to all ranks, and the thread waits for the texts of all ranks; `None` if
+    /// there is no exchange.
     Reached(Option<String>),
-    /// It is set up, and waits until those of all ranks are.
+    /// The device is set up, and waits until the devices of all ranks are.
     SetUp,
-    /// It takes collectives.
+    /// The device accepts collectives.
     Open,
 }
 
-/// What the thread is told while it opens the device.
+/// Notification to the thread while it opens the device.
 pub(super) enum News {
-    /// What the devices of all ranks have told.
+    /// The texts of the devices of all ranks, in rank order.
     Told(Vec<String>),
     /// The devices of all ranks are set up.
     AllAreSetUp,
 }
 
-/// The thread's own.
+/// State of the thread once the device is open.
 struct Worker {
     url: DeviceUrl,
     driver: Driver<Box<dyn Bus>>,
@@ -67,7 +69,7 @@ struct Worker {
     shared: Arc<Shared>,
 }
 
-/// Why a collective is not done.
+/// Why a collective was not done.
 enum Stop {
     /// Its call has failed for another reason.
     Cancelled,
@@ -80,7 +82,7 @@ impl From<Error> for Stop {
     }
 }
 
-/// What all pieces of a collective have in common.
+/// Values that all pieces of a collective share.
 struct Calls {
     operation: Operation,
     elements: DataType,
@@ -90,7 +92,7 @@ struct Calls {
 }
 
 impl Start {
-    /// The life of the thread. It says how far it has come, and ends when nobody hears of it.
+    /// Runs the thread. It reports each step, and returns once no receiver of its steps or sender of tasks is left.
     pub(super) fn run(
         self,
         opener: &dyn OpenBus,
@@ -108,13 +110,13 @@ impl Start {
         if steps.send(Ok(Step::Open)).is_err() {
             return;
         }
-        // It ends with the last sender.
+        // Ends when the last sender is dropped.
         while let Ok(task) = tasks.recv() {
             worker.serve(task);
         }
     }
 
-    /// `None`: the device is not wanted any more.
+    /// Opens the device. Returns `None` if the device is no longer wanted.
     fn open(self, opener: &dyn OpenBus, steps: &Sender<Result<Step>>, news: &Receiver<News>) -> Result<Option<Worker>> {
         let Self { url, mut settings, shared, port, deadline } = self;
         let is_closed = shared.clone();
@@ -175,7 +177,8 @@ impl Worker {
         }
     }
 
-    /// Does a collective, piece by piece: while the device works on one, the one before is copied out and the next one in.
+    /// Does a collective piece by piece: while the device works on one piece, the previous one is copied out and the
+    /// next one in.
     fn perform(&mut self, task: &ExternalTask, tensors: &mut CollectiveMemory<'_>) -> std::result::Result<(), Stop> {
         let collective = tensors.collective();
         let request = request(collective)?;
@@ -192,7 +195,7 @@ impl Worker {
         let mut last: Option<(Piece, Segment)> = None;
         while let Some((piece, segment)) = next.take() {
             let call = self.call(&calls, &piece, segment)?;
-            // A call that no peer will join would hold the engine for good.
+            // A call that no peer will join would occupy the engine for ever.
             if !self.goes_on(task) {
                 return Err(self.stop(task, collective));
             }
@@ -232,7 +235,7 @@ impl Worker {
         }
     }
 
-    /// Why a task does not go on.
+    /// Returns why a task stops.
     fn stop(&mut self, task: &ExternalTask, collective: &ExternalCollective) -> Stop {
         match collective.deadline.filter(|_| !task.is_cancelled()) {
             Some(deadline) => Stop::Failed(self.late(collective, deadline)),
@@ -247,7 +250,7 @@ impl Worker {
         Ok(Descriptor { root, function: function.number(), first, second: result, result, ..call })
     }
 
-    /// Waits until the device is done with a call.
+    /// Waits until the device has finished a call.
     fn finish(
         &mut self,
         task: &ExternalTask,
@@ -272,7 +275,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Whether a task is still wanted and in time, which requests of the device may not outlast.
+    /// Returns whether a task is still wanted and in time, and limits the device's requests to the task's deadline.
     fn goes_on(&mut self, task: &ExternalTask) -> bool {
         let until = until(task);
         until.is_some_and(|Until(until)| {
@@ -281,13 +284,14 @@ impl Worker {
         })
     }
 
-    /// Nothing ends what the device does: it takes no more calls. Says what can be read of it within a while.
+    /// Gives the device up: nothing can stop its current call, so it accepts no more calls. The error contains the
+    /// state that can be read from the device within `DIAGNOSIS`.
     fn give_up(&mut self, why: &str) -> Error {
         let until = time::now() + DIAGNOSIS;
         self.driver.give_up(why, || time::now() < until)
     }
 
-    /// The error of a collective that is not done in time, with what can be read of the device.
+    /// Returns the error of a collective that missed its deadline, with the state that can be read from the device.
     fn late(&mut self, collective: &ExternalCollective, deadline: Moment) -> Error {
         let waited = deadline.since(collective.started).as_millis();
         let why = self.give_up("has not ended");
@@ -296,7 +300,7 @@ impl Worker {
     }
 }
 
-/// What is told next, before a moment; `None`: the device is not wanted any more.
+/// Waits for the next notification, until `until`. Returns `None` if the device is no longer wanted.
 fn next_news(news: &Receiver<News>, until: Moment, bus: &dyn Bus) -> Result<Option<News>> {
     match news.recv_timeout(until.since(time::now())) {
         Ok(news) => Ok(Some(news)),
@@ -307,7 +311,8 @@ fn next_news(news: &Receiver<News>, until: Moment, bus: &dyn Bus) -> Result<Opti
     }
 }
 
-/// Until when requests for a task may last, with the last words of a device that answers late; `None`: it is not wanted any more, or too late.
+/// Returns the deadline of requests for a task, including `LATE_ANSWER`. Returns `None` if the task is no longer wanted
+/// or too late.
 fn until(task: &ExternalTask) -> Option<Until> {
     if task.is_cancelled() {
         return None;
@@ -317,10 +322,10 @@ fn until(task: &ExternalTask) -> Option<Until> {
     (!left.is_zero()).then(|| Until(Instant::now().checked_add(left.saturating_add(LATE_ANSWER))))
 }
 
-/// A collective as the planner of devices takes it.
+/// Returns a collective in the form that the planner of devices accepts.
 ///
 /// # Errors
-/// `InvalidArgument` for blocks of several sizes, which the other ranks know nothing of.
+/// `InvalidArgument` for blocks of different sizes, because other ranks do not know the sizes.
 fn request(collective: &ExternalCollective) -> Result<Request> {
     let bytes = |block: &[TensorDesc]| block.iter().map(TensorDesc::len_bytes).sum::<u64>();
     let sizes = |is_input: bool| {

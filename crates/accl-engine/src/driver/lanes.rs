@@ -1,7 +1,8 @@
-//! The driver of one of several lanes: what its thread does, and what others do for it.
+//! The driver of one of several lanes: what its thread does, and what other threads do for it.
 //!
-//! Owns when the thread of a lane is woken, how long it stays awake, and that whoever waits for a call does parts of it whose threads do not come: their
-//! cores may be busy with something else for milliseconds. Read [`Driver::spin_on_lane`] and [`Beside::help`] first.
+//! Owns when the thread of a lane is woken and how long it stays awake. A thread that waits for a call runs the parts
+//! whose threads do not start: their cores may be busy with other work for milliseconds. Read [`Driver::spin_on_lane`]
+//! and [`Beside::help`] first.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -17,14 +18,16 @@ use crate::jobs::{Errand, Job};
 use crate::lanes::Cut;
 use crate::time;
 
-/// How long the thread of a lane with a core of its own looks for its next part: calls come one after the other, and waking it takes as long as a part.
+/// How long a lane's thread with a core of its own polls for its next part. Calls follow each other, and waking the
+/// thread takes as long as a part.
 const LINGER: Duration = Duration::from_micros(100);
-/// Least predicted time of a call, in picoseconds, for whose parts threads that sleep are woken while its caller waits: each takes some tens of microseconds to
-/// come, and where other threads have its core it may be sent away for milliseconds in the middle of a part.
+/// Minimum predicted time of a call, in picoseconds, for which sleeping threads are woken while its caller waits. Each
+/// thread takes some tens of microseconds to start. If other threads use its core, it may be preempted for milliseconds
+/// in the middle of a part.
 const LEAST_WAKE_PS: u64 = 1_000_000_000;
 
 impl Driver {
-    /// Starts the thread of a lane for whose calls nobody waits.
+    /// Starts the thread of a lane whose calls have no waiting thread.
     ///
     /// # Errors
     /// `Exhausted` when the system has no thread for it.
@@ -37,50 +40,51 @@ impl Driver {
         }
     }
 
-    /// A group has several lanes, each with a core of its own on each rank, or not.
+    /// Records whether each lane of a group with several lanes has a core of its own on each rank.
     pub(crate) fn set_lanes_have_own_cores(&self, is_so: bool) {
         self.lanes_have_own_cores.fetch_and(is_so, Ordering::Relaxed);
     }
 
-    /// As if each lane had a core of its own.
+    /// Acts as if each lane had a core of its own.
     #[cfg(all(test, not(accl_loom)))]
     pub(crate) fn pretend_own_cores(&self) {
         self.lanes_have_own_cores.store(true, Ordering::Relaxed);
     }
 
-    /// As a waiter that the thread of a lane is too slow for.
+    /// Runs the jobs as a waiter does when the lane's thread is too slow.
     #[cfg(all(test, not(accl_loom)))]
     pub(crate) fn do_jobs_for_another(&self) -> usize {
         self.jobs.run_for_another()
     }
 
-    /// A call of several parts is no longer waited for.
+    /// Records that a call of several parts is no longer waited for.
     pub(crate) fn note_cut_ended(&self, now: Moment) {
         self.cut_ended.store(now.nanos(), Ordering::Relaxed);
     }
 
-    /// For what must not keep it alive.
+    /// Returns a weak reference, for holders that must not keep the driver alive.
     pub(crate) fn weak(&self) -> Weak<Driver> {
         self.me.clone()
     }
 
-    /// Whether a call's parts on other lanes are left to its caller, who waits for it: threads that sleep are not worth waking for it, unless calls come one
-    /// after the other. Those that are awake do them all the same.
+    /// Returns whether a call's parts on other lanes are left to its waiting caller. Sleeping threads are not worth
+    /// waking for a small call, unless calls follow each other closely. Threads that are awake run the parts anyway.
     pub(crate) fn leaves_parts_to_waiter(&self, cut: &Cut, now: Moment) -> bool {
-        // What encoding takes is not predicted, and who does not spin does no parts.
+        // Encoding time is not predicted, and a waiter that does not spin runs no parts.
         let is_small = cut.predicted_ps < LEAST_WAKE_PS && !matches!(cut.first.encoding, Encoded::As(_));
         let is_waited_for = cut.first.mode == Mode::Blocking && self.spin.is_none_or(|spin| !spin.is_zero());
         let ended = Moment::from_nanos(self.cut_ended.load(Ordering::Relaxed));
         is_small && is_waited_for && now.since(ended) >= LINGER
     }
 
-    /// Leaves the thread of a lane something to do, for which [`Driver::wake_for_jobs`] wakes it. If it ends before, that is dropped.
+    /// Queues a job for the lane's thread; [`Driver::wake_for_jobs`] wakes it. If the thread ends before, the job is
+    /// dropped.
     pub(crate) fn leave_job(&self, job: Job, errand: Option<Errand>) {
         self.jobs.add(job, errand);
     }
 
-    /// Wakes the thread of a lane, unless it looks for jobs by itself, which it does once more when it has stopped. Where somebody else has done its jobs only
-    /// the errands are left, and they are done here.
+    /// Wakes the thread of a lane for its jobs, unless it polls for jobs by itself; it checks once more after it stops
+    /// polling. If another thread has run the jobs, only the errands are left and they are dropped here.
     pub(crate) fn wake_for_jobs(&self) {
         if self.is_spinning.load(Ordering::SeqCst) {
             return;
@@ -93,8 +97,8 @@ impl Driver {
         }
     }
 
-    /// On the thread of a lane: looks again and again, until nothing has come for a while or nothing is left to do and no part follows. It gives its core away
-    /// between looks where others have it, too, and while it has nothing to do.
+    /// On the lane's thread: polls until no event has come for a while, or until nothing is left to do and no part
+    /// follows. It yields its core between polls if the core is shared, and while it has nothing to do.
     pub(super) fn spin_on_lane(&self) {
         let has_own_core = self.lanes_have_own_cores.load(Ordering::Relaxed) && !self.shares_cores();
         let budget = self.spin.unwrap_or(if has_own_core { SPIN_OWN_CORE } else { SPIN_SHARED_CORE });
@@ -109,7 +113,7 @@ impl Driver {
                 (news, idle, is_news) = (time::now(), 0, true);
             }
             if let Some(mut core) = self.try_lock() {
-                // Who gives the core away is away for long, and asks each time.
+                // After a yield the thread may be away for long, so on a shared core it asks the system each time.
                 if !has_own_core || round.is_multiple_of(ROUNDS_BEFORE_LOOK) {
                     self.ask(&core);
                 }
@@ -134,33 +138,33 @@ impl Driver {
         self.has_spun_in_vain.store(!is_news, Ordering::Relaxed);
     }
 
-    /// One pass for whatever has come.
+    /// Makes one pass over everything that has arrived. Returns whether anything moved.
     pub(super) fn looks_and_moves(&self) -> bool {
         let mut core = self.lock();
         self.ask(&core);
         core.pass(time::now())
     }
 
-    /// Whether it is of a lane beside the first, for whose calls nobody waits.
+    /// Returns whether this driver belongs to a lane other than the first; no thread waits for that lane's calls.
     pub(super) fn is_beside(&self) -> bool {
         let first = self.lanes.get().and_then(|lanes| lanes.first());
         first.is_some_and(|first| !std::ptr::eq(first.as_ptr(), self))
     }
 
-    /// The drivers of all lanes of the process.
+    /// Sets the drivers of all lanes of the process. Only the first call has an effect.
     pub(crate) fn set_lanes(&self, lanes: Vec<Weak<Driver>>) {
         let _ = self.lanes.set(lanes);
     }
 
-    /// The drivers of the other lanes, with their numbers.
+    /// Iterates over the drivers of the other lanes, with their numbers.
     fn others(&self) -> impl Iterator<Item = (usize, Arc<Driver>)> {
         let lanes = self.lanes.get().into_iter().flatten().enumerate();
         let there = lanes.filter_map(|(number, lane)| Some((number, lane.upgrade()?)));
         there.filter(|(_, lane)| !std::ptr::eq(&**lane, self))
     }
 
-    /// A group that has failed on one lane fails on all, once each has what had come for it before. The first lane tells the peers, whatever the one has
-    /// told that failed first. No lock is held.
+    /// Fails a group that failed on this lane on all other lanes, after each has processed what had arrived for it. The
+    /// first lane notifies the peers, whatever the lane that failed first has sent. The caller must hold no lock.
     pub(crate) fn fail_elsewhere(&self, failed: &FailedGroup) {
         for (number, lane) in self.others() {
             let is_there = lane.with_core(|core| {
@@ -174,13 +178,14 @@ impl Driver {
         }
     }
 
-    /// What a thread that waits for a call does on the other lanes: nothing yet.
+    /// Returns the state of a waiting thread's help on the other lanes; initially it has done nothing.
     pub(super) fn beside(&self) -> Beside {
         let helped = |(_, lane)| Helped { lane, is_watched: false, has_begun: false };
         Beside { lanes: self.others().map(helped).collect(), watches: false }
     }
 
-    /// Whatever was begun here goes on by itself: the thread may have found nothing to do, and sleep, or sleep beyond a deadline that it has not been told of.
+    /// Makes sure that work begun here continues without this thread. The lane's thread may have found nothing to do
+    /// and sleep, or sleep beyond a deadline that it does not know.
     fn hand_over(&self, is_watched: bool) {
         let (relief, must_wake, has_work) = self.with_core(|core| {
             let relief = is_watched.then(|| core.unwatch(time::now()));
@@ -198,25 +203,26 @@ impl Driver {
     }
 }
 
-/// What a thread that waits for a call does on the lanes beside its own.
+/// A waiting thread's help on the lanes other than its own.
 pub(super) struct Beside {
     lanes: Vec<Helped>,
-    /// It looks at the links of some lane in place of a driver that sleeps, and must go on to.
+    /// Whether this thread polls the links of a lane in place of a sleeping driver thread, and must continue.
     pub(super) watches: bool,
 }
 
-/// A lane that a waiter looks after.
+/// A lane that a waiter helps.
 struct Helped {
     lane: Arc<Driver>,
-    /// Its driver sleeps, and is not woken by what comes.
+    /// Whether its driver thread sleeps without being woken by events, because this thread polls.
     is_watched: bool,
-    /// A part was begun on it.
+    /// Whether this thread has begun a part on the lane.
     has_begun: bool,
 }
 
 impl Beside {
-    /// Makes a pass for each part of the call that nobody is at, and if nothing has moved, or one is overdue, begins one whose thread has not come yet: the
-    /// more parts one thread has begun, the less of their links stays in its core's cache. Returns whether anything moved.
+    /// Makes a pass for each part of the call that no other thread works on. If nothing has moved, or a part is
+    /// overdue, begins one part whose thread has not started. It begins only one: the more parts a thread has begun,
+    /// the less of their links stays in its core's cache. Returns whether anything moved.
     pub(super) fn help(&mut self, call: &CallState, is_overdue: bool, now: Moment) -> bool {
         let mut has_moved = false;
         for helped in &mut self.lanes {
@@ -231,7 +237,7 @@ impl Beside {
 }
 
 impl Helped {
-    /// Begins what its thread was given, unless that is at work there. Returns whether there was anything.
+    /// Runs the jobs of the lane's thread, unless that thread is working there. Returns whether there were any jobs.
     fn begin(&mut self, call: &CallState, now: Moment) -> bool {
         if !self.lane.jobs.are_there() || self.lane.try_lock().is_none() {
             return false;
@@ -239,18 +245,19 @@ impl Helped {
         self.has_begun = true;
         let begun = self.lane.jobs.run_for_another();
         let looked_after = usize::from(self.pass(call, now).is_some());
-        // Of another call, which nobody here waits for, or somebody else has the lane now.
+        // A job belonged to another call that no thread here waits for, or another thread holds the lane now.
         if begun > looked_after {
             self.lane.hand_over(false);
         }
         begun > 0
     }
 
-    /// A pass, if the call has a part here and nobody is at it: whether anything moved.
+    /// Makes a pass if the call has a part on this lane and no other thread works on it. Returns whether anything
+    /// moved; `None` if there was no pass.
     fn pass(&mut self, call: &CallState, now: Moment) -> Option<bool> {
         let mut core = self.lane.try_lock()?;
         let peers = core.peers_of(call);
-        // What others have on a lane that is watched is looked after here, too.
+        // On a lane that is watched, parts of other calls are processed here as well.
         if peers.is_empty() && !self.is_watched {
             return None;
         }
@@ -266,7 +273,7 @@ impl Drop for Helped {
         if self.is_watched || self.has_begun {
             self.lane.hand_over(self.is_watched);
         }
-        // What was left to who waits, and who sleeps now or goes away.
+        // Jobs were left to a waiter that now sleeps or returns.
         if self.lane.jobs.are_there() {
             self.lane.wake_for_jobs();
         }

@@ -1,6 +1,7 @@
-//! Links as the driver hears of them: made, lost, gone.
+//! Changes of links as the driver sees them: made, lost, disconnected.
 //!
-//! Owns what a link's coming and going tells the core and the driver that sleeps. Not here: how links are made, which is the connector's matter. Read [`Driver::attach`] first.
+//! Owns what such a change means for the core and for a sleeping driver thread. Links are made elsewhere, by the
+//! connector. Read [`Driver::attach`] first.
 
 use accl_executor::group::Fate;
 use accl_transport::{Traced, Watched};
@@ -13,12 +14,13 @@ use crate::time;
 use crate::wanted::WantedLinks;
 
 impl Driver {
-    /// Links that calls want.
+    /// Returns the queue of links that calls want.
     pub(crate) fn wanted(&self) -> &WantedLinks {
         &self.wanted
     }
 
-    /// Gives a peer that waits for its link the one that `take` takes. `false`: nobody here waits for one.
+    /// Attaches the link that `take` returns to a peer that waits for one. Returns `false` if no peer here waits for
+    /// it.
     pub(crate) fn attach(&self, uuid: &[u8; 16], take: impl FnOnce() -> Option<Box<dyn Watched>>) -> bool {
         let Some(polling) = self.polling.get() else { return false };
         let has_taken = self.with_core(|core| {
@@ -29,7 +31,7 @@ impl Driver {
             if events::follows_frames() {
                 link = Box::new(Traced::new(link, events::of_frames(peer)));
             }
-            // Under the lock: a driver that the first event wakes must find the link.
+            // Under the lock: the first event may wake a driver thread, which must find the link.
             match polling.poller.watch(&mut link) {
                 Ok(slot) => core.attach(id, link, slot, time::now()),
                 Err(error) => core.lose(id, error, time::now()),
@@ -42,7 +44,7 @@ impl Driver {
         has_taken
     }
 
-    /// A peer cannot be reached.
+    /// Marks a peer as unreachable.
     pub(crate) fn lose(&self, uuid: &[u8; 16], error: Error) {
         self.with_core(|core| {
             if let Some(id) = core.net.find(uuid) {
@@ -52,17 +54,17 @@ impl Driver {
         self.after_links();
     }
 
-    /// What is thought of a peer that greets.
+    /// Returns how to answer a peer that says hello.
     pub(crate) fn stance_to(&self, uuid: &[u8; 16]) -> Stance {
         let stance = self.with_core(|core| core.stance_to(uuid, time::now()));
         if stance != Stance::Unlinked {
-            // The look may have taken what a sleeper was to be woken by.
+            // The poll may have consumed an event that was to wake a sleeping thread.
             self.wake_driver_if(true);
         }
         stance
     }
 
-    /// Those of these peers that have no link and have not gone.
+    /// Returns the peers from `infos` that have no link and are not gone.
     pub(crate) fn still_unlinked(&self, infos: Vec<EndpointInfo>) -> Vec<EndpointInfo> {
         if infos.is_empty() {
             return infos;
@@ -73,7 +75,7 @@ impl Driver {
         })
     }
 
-    /// A process without a link has ended in good order.
+    /// Marks a process without a link as having ended cleanly.
     pub(crate) fn depart(&self, uuid: &[u8; 16], is_assumed: bool) {
         self.with_core(|core| {
             if let Some(id) = core.net.find(uuid) {
@@ -90,12 +92,13 @@ impl Driver {
         answer
     }
 
-    /// Whether a process was a peer and has gone, and is none again.
+    /// Returns whether a process was a peer, is gone, and has not become a peer again.
     pub(crate) fn has_gone(&self, uuid: &[u8; 16]) -> bool {
         self.with_core(|core| core.net.gone(uuid).is_some())
     }
 
-    /// A driver that sleeps has not said so on a new link, and whoever waits for a call may find it over.
+    /// Wakes the driver thread: while asleep it has not announced on a new link that it sleeps. It also wakes waiters
+    /// whose calls may have completed.
     fn after_links(&self) {
         self.wake_driver_if(true);
         if self.with_core(|core| core.has_work()) {

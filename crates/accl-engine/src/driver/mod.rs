@@ -1,8 +1,9 @@
-//! Who makes progress: waiting, driving, the background thread.
+//! Progress: waiting, driving, the background thread.
 //!
-//! Progress is one pass over the core under its lock. Whoever submits makes one; whoever waits spins over it a while (`waiting`). Then one thread
-//! drives, and parks in the poller, while others sleep on their calls: which one is up to `election`. Owns the lock, the poller, and what
-//! a pass and a sleep are. Read [`Driver::wait`] first.
+//! Progress is one pass over the core under its lock. A submitting thread makes one pass; a waiting thread spins over
+//! passes for a while (`waiting`). Then one thread drives, and parks in the poller, while the others sleep on their
+//! calls; `election` decides which one. Owns the lock, the poller, and the definition of a pass and of a sleep. Read
+//! [`Driver::wait`] first.
 
 mod lanes;
 mod links;
@@ -30,68 +31,69 @@ use crate::wanted::WantedLinks;
 use accl_executor::call::CallState;
 use accl_executor::group::{Completed, Core, Relief};
 
-/// How long after an asynchronous call the background thread leaves the links to who made it. As a rule more calls follow, or a wait, each with passes of its
-/// own; to be woken for whatever comes meanwhile would take that thread's core from it.
+/// How long after an asynchronous call the background thread leaves the links to the submitting thread. Usually more
+/// calls follow, or a wait, each with its own passes. Waking for every event meanwhile would take the core from the
+/// submitting thread.
 const SUBMITTING: Duration = Duration::from_micros(30);
-/// So often in a row at most: somebody must look at deadlines.
+/// Maximum number of such deferrals in a row: some thread must check deadlines.
 const MOST_LEFT: u32 = 10;
 
-/// Passes of a thread that waits before it asks for news of links that its call does not need.
+/// Number of passes of a waiting thread between polls for events on links that its call does not need.
 const ROUNDS_BEFORE_LOOK: u32 = 16;
 
-/// What drives the protocol of one process: its lock, its poller, its threads.
+/// Drives the protocol of one process on one lane: its lock, its poller, its threads.
 pub(crate) struct Driver {
     core: Mutex<Core>,
-    /// From the first group on.
+    /// Set when the first group is created.
     polling: OnceLock<Polling>,
     pool: CompletionPool,
     wanted: WantedLinks,
-    /// How long a wait spins, if that was set.
+    /// How long a wait spins, if the setting was given.
     spin: Option<Duration>,
-    /// In some group the ranks of this host are more than their cores.
+    /// Whether some group has more ranks on this host than cores.
     shares_cores: AtomicBool,
-    /// In no group with several lanes these are more than the cores of their host.
+    /// Whether all groups with several lanes have a core for each lane of each rank on their hosts.
     lanes_have_own_cores: AtomicBool,
-    /// Of a lane beside the first: parts of calls that its thread is to begin.
+    /// On lanes after the first: jobs for the lane's thread, which begin parts of calls.
     jobs: Jobs,
-    /// The thread of a lane looks again and again, and need not be woken.
+    /// Whether the lane's thread polls in a loop and need not be woken.
     is_spinning: AtomicBool,
-    /// It has done so last without any news.
+    /// Whether its last such loop ended without any events.
     has_spun_in_vain: AtomicBool,
     election: Election,
     waits: AtomicU64,
-    /// How often somebody has asked whether a call is done.
+    /// Number of times a caller has tested whether a call is done.
     tests: AtomicU32,
-    /// Nobody wakes for a periodic look.
+    /// Whether periodic checks are off, so that no thread wakes for them.
     without_tick: AtomicBool,
-    /// When an asynchronous call was last made, in nanoseconds.
+    /// Time of the last asynchronous call, in nanoseconds.
     submitted: AtomicU64,
-    /// Until when a call of several parts was last waited for, in nanoseconds.
+    /// Time at which the last wait for a call of several parts ended, in nanoseconds.
     cut_ended: AtomicU64,
-    /// How often in a row the background thread has left the links to who makes calls.
+    /// Number of times in a row that the background thread has left the links to a submitting thread.
     left: AtomicU32,
-    /// How often a driver has slept in the poller.
+    /// Number of times a thread has slept in the poller.
     parks: AtomicU64,
-    /// How often somebody has asked it for news without sleeping.
+    /// Number of times a thread has polled for events without sleeping.
     looks: AtomicU64,
-    /// How often this process had been forked when this was made: in a later child it is dead.
+    /// Fork generation of the process that created this driver. In a child forked later, the driver is dead.
     born: u64,
-    /// For the background thread.
+    /// Reference to itself, for the background thread.
     me: Weak<Driver>,
-    /// Where the background thread runs.
+    /// CPU binding of the background thread.
     pub(crate) place: Place,
-    /// Of a process with several lanes: the drivers of all of them.
+    /// Drivers of all lanes, if the process has several.
     lanes: OnceLock<Vec<Weak<Driver>>>,
 }
 
-/// What a driver sleeps in, and what wakes it.
+/// The poller that a driver thread sleeps in, and the waker that ends the sleep.
 pub(crate) struct Polling {
     pub(crate) poller: Poller,
     pub(crate) waker: Arc<Waker>,
 }
 
-/// The core under its lock. When that is given back, callbacks of calls that have ended go to their threads, and wishes for links
-/// to the one that makes them.
+/// The core under its lock. On release, callbacks of completed calls go to completion threads, and requests for links
+/// go to the connector thread.
 pub(crate) struct Locked<'a> {
     core: Option<MutexGuard<'a, Core>>,
     driver: &'a Driver,
@@ -125,7 +127,7 @@ impl Drop for Locked<'_> {
 }
 
 impl Locked<'_> {
-    /// Gives the lock back, has the callbacks run and the links made.
+    /// Releases the lock, then has the callbacks run and the links made.
     #[cold]
     fn run_errands(&mut self) {
         let Completed { callbacks, calls, failed, losses, .. } = self.take_completed();
@@ -133,22 +135,23 @@ impl Locked<'_> {
         let told = usize::from(!calls.is_empty() || !losses.is_empty());
         self.driver.pool.hold(callbacks.len() + told);
         self.core = None;
-        // Whoever waits for a call goes on as soon as it has ended, and the process may end: that waits until all is told, or this has panicked.
+        // A thread that waits for a call continues as soon as the call completes, and may end the process. The hold
+        // makes that end wait until everything below is done or has panicked.
         let _held = Held { pool: &self.driver.pool, count: told };
-        // First: a launcher that has seen a rank die may end this one at any moment.
+        // Losses first: a launcher that has seen a rank die may end this process at any moment.
         losses.iter().for_each(events::lost);
         failed.into_iter().for_each(|group| self.driver.fail_elsewhere(&group));
         self.driver.pool.post_held(callbacks);
         if !wanted.is_empty() || !notes.is_empty() {
             self.driver.wanted.add(wanted, notes);
         }
-        // Last, since a log may be slow.
+        // Last, because a log may be slow.
         calls.iter().for_each(|call| events::ended(call));
     }
 }
 
-/// Takes what has come, and looks who has gone. `true`: somebody has. The end of a link is gone from the system's news with the link, so
-/// a driver that sleeps must be woken.
+/// Processes what has arrived and checks for disconnects. Returns `true` if a peer has disconnected. The system then
+/// reports nothing more for that link, so a sleeping driver thread must be woken.
 fn look(core: &mut Core) -> bool {
     let (before, now) = (core.net.departures(), time::now());
     core.pass_whole(now);
@@ -156,7 +159,7 @@ fn look(core: &mut Core) -> bool {
     core.net.departures() != before
 }
 
-/// What [`CompletionPool::hold`] holds, until this is dropped.
+/// Releases a [`CompletionPool::hold`] when it is dropped.
 struct Held<'a> {
     pool: &'a CompletionPool,
     count: usize,
@@ -169,7 +172,8 @@ impl Drop for Held<'_> {
 }
 
 impl Driver {
-    /// Without threads, descriptors or memory. Segments have `segment` bytes; `spin_us` limits how long a wait spins.
+    /// Creates a driver without threads, descriptors or memory. Segments have `segment` bytes; `spin_us` limits how
+    /// long a wait spins, in microseconds.
     pub(crate) fn new(segment: u64, spin_us: Option<u64>) -> Arc<Self> {
         Arc::new_cyclic(|me| Self {
             core: Mutex::new(Core::new(segment, time::now)),
@@ -198,12 +202,12 @@ impl Driver {
         })
     }
 
-    /// Whether this process is a forked child of the one that made this.
+    /// Returns whether this process is a forked child of the process that created this driver.
     pub(crate) fn is_forked(&self) -> bool {
         self.born != accl_transport::fork_generation()
     }
 
-    /// Of a forked child: neither its threads nor its connections are there.
+    /// Refuses use in a forked child, which has neither the threads nor the connections.
     ///
     /// # Errors
     /// `Aborted` in a forked child.
@@ -219,19 +223,19 @@ impl Driver {
 
     // ---- the lock
 
-    /// The core, as soon as nobody else has it.
+    /// Returns the core once no other thread holds its lock.
     #[inline]
     pub(crate) fn lock(&self) -> Locked<'_> {
         Locked { core: Some(self.core.lock()), driver: self }
     }
 
-    /// As [`Driver::lock`], for the fast path: to be given back by [`Driver::unlock`].
+    /// Like [`Driver::lock`], for the fast path. The caller must release it with [`Driver::unlock`].
     #[inline]
     pub(crate) fn lock_briefly(&self) -> MutexGuard<'_, Core> {
         self.core.lock()
     }
 
-    /// Gives the lock back, as the end of a [`Locked`] does.
+    /// Releases the lock as dropping a [`Locked`] does.
     #[inline]
     pub(crate) fn unlock(&self, core: MutexGuard<'_, Core>) {
         if core.has_errands() {
@@ -243,7 +247,7 @@ impl Driver {
         self.core.try_lock().map(|core| Locked { core: Some(core), driver: self })
     }
 
-    /// Runs `f` on the core after a look at all links for what has come and who has gone.
+    /// Runs `f` on the core after polling all links for arrivals and disconnects.
     pub(crate) fn after_a_look<R>(&self, f: impl FnOnce(&mut Core) -> R) -> R {
         let (result, is_news) = self.with_core(|core| {
             core.net.look_again_everywhere();
@@ -257,7 +261,7 @@ impl Driver {
         result
     }
 
-    /// The core, unless another thread has it until then.
+    /// Returns the core; `None` if another thread holds the lock until `until`.
     pub(crate) fn try_lock_until(&self, until: Moment) -> Option<Locked<'_>> {
         self.core.try_lock_for(until.since(time::now())).map(|core| Locked { core: Some(core), driver: self })
     }
@@ -271,12 +275,12 @@ impl Driver {
         &self.pool
     }
 
-    /// What it sleeps in; `None` before the first group.
+    /// Returns the poller and its waker; `None` before the first group.
     pub(crate) fn polling(&self) -> Option<&Polling> {
         self.polling.get()
     }
 
-    /// Gives it something to sleep in, once.
+    /// Sets the poller and its waker. Only the first call has an effect.
     pub(crate) fn set_polling(&self, polling: Polling) {
         let (waker, board) = (polling.waker.clone(), polling.poller.board());
         if self.polling.set(polling).is_ok() {
@@ -287,13 +291,13 @@ impl Driver {
         }
     }
 
-    /// Ranks of this host must share cores from now on.
+    /// Records that ranks of this host must share cores from now on.
     pub(crate) fn share_cores(&self) {
         self.shares_cores.store(true, Ordering::Relaxed);
     }
 
-    /// Switches the periodic looks off, a waiter's at signals and the driver's at silent hosts: without them a lost wake-up
-    /// is a hang and not a delay. For tests.
+    /// Switches off periodic checks: a waiter's checks for signals and the driver's checks for unresponsive hosts.
+    /// Without them a lost wake-up hangs instead of causing a delay. For tests.
     pub(crate) fn without_tick(&self) {
         self.without_tick.store(true, Ordering::Relaxed);
     }
@@ -302,38 +306,40 @@ impl Driver {
         !self.without_tick.load(Ordering::Relaxed)
     }
 
-    /// How often a thread of this engine has slept in the poller. For tests.
+    /// Returns how often a thread of this engine has slept in the poller. For tests.
     pub(crate) fn parks(&self) -> u64 {
         self.parks.load(Ordering::Relaxed)
     }
 
-    /// How often somebody has asked the poller for news without sleeping.
+    /// Returns how often a thread has polled for events without sleeping.
     pub(crate) fn looks(&self) -> u64 {
         self.looks.load(Ordering::Relaxed)
     }
 
     // ---- passes
 
-    /// Asks the system what has come, for the passes that follow: of a link of which nobody has seen an event they do not look
-    /// at the socket. A driver that sleeps hears of it itself, and its news would be taken from it here.
+    /// Polls the system for events, for the passes that follow: a pass reads a socket only after an event for it was
+    /// seen. Does nothing while a driver thread sleeps: that thread receives the events itself, and polling here would
+    /// take them from it.
     pub(crate) fn look(&self, core: &Core) {
         if core.net.has_streams() {
             self.ask(core);
         }
     }
 
-    /// As [`Driver::look`], also for links whose frames are seen without the system, but not their ends.
+    /// Like [`Driver::look`], but also polls if no link is a stream. On the other links frames are seen without the
+    /// system, but disconnects are not.
     pub(crate) fn ask(&self, core: &Core) {
         if !core.is_parked()
             && let Some(polling) = self.polling.get()
         {
             self.looks.fetch_add(1, Ordering::Relaxed);
-            // A failure to look leaves the news where they are.
+            // After a failed poll the events are still there.
             let _ = polling.poller.look();
         }
     }
 
-    /// One pass, waiting for the lock.
+    /// Makes one pass, waiting for the lock.
     pub(crate) fn pass_now(&self) {
         let mut core = self.lock();
         self.look(&core);
@@ -346,7 +352,7 @@ impl Driver {
         }
     }
 
-    /// One pass unless somebody else is at it; also for who asks for a call again and again.
+    /// Makes one pass unless another thread holds the lock. Also for a caller that tests a call in a loop.
     pub(crate) fn try_pass(&self, call: Option<&CallState>) {
         let Some(mut core) = self.try_lock() else { return };
         match call.map(|call| core.streams_of(call)).filter(|streams| !streams.is_empty()) {
@@ -361,7 +367,8 @@ impl Driver {
         self.pass_and_tell(core, false, time::now());
     }
 
-    /// A pass, and what the driver must hear of it; less of one that is watched. Returns whether anything moved.
+    /// Makes a pass and wakes the driver thread where needed; less often if the lane is watched. Returns whether
+    /// anything moved.
     fn pass_and_tell(&self, mut core: Locked<'_>, is_watched: bool, now: Moment) -> bool {
         let moved = core.pass(now) | core.take_owed_to_driver();
         let wake = !is_watched && core.must_wake_driver(None);
@@ -376,7 +383,7 @@ impl Driver {
         moved
     }
 
-    /// After a submission: one pass for an asynchronous call, and a driver if there is none.
+    /// Follows a submission: makes one pass for an asynchronous call, and ensures a driver thread where one is needed.
     pub(crate) fn submitted(&self, call: &CallState) {
         if call.is_async && !call.is_done() {
             self.submitted.store(time::now().nanos(), Ordering::Relaxed);
@@ -385,14 +392,14 @@ impl Driver {
         if call.is_done() && self.with_core(Core::take_owed_look) {
             self.pass_now();
         }
-        // A waiter drives for its own call; nobody does for an asynchronous one, or for bytes that the kernel did not
-        // take and whose call is done.
+        // A waiting thread drives for its own call. No thread does so for an asynchronous call, or for bytes of a
+        // completed call that the kernel did not take yet.
         if (call.is_done() || call.is_async) && self.with_core(|core| core.has_work()) {
             self.ensure_driver();
         }
     }
 
-    /// Sends what is buffered; what the kernel does not take now is left to a driver.
+    /// Sends what is buffered; a driver thread sends what the kernel does not take now.
     pub(crate) fn flush(&self) {
         let wants_driver = self.with_core(|core| {
             core.net.flush_all();
@@ -403,25 +410,26 @@ impl Driver {
         }
     }
 
-    /// Wakes the driver so that it looks at everything anew.
+    /// Wakes the driver thread so that it checks everything again.
     pub(crate) fn kick(&self) {
         Host::kick(self);
     }
 
     // ---- the election
 
-    /// Sees to it that somebody makes progress while nobody waits.
+    /// Ensures that some thread makes progress while no thread waits.
     fn ensure_driver(&self) {
         self.election.ensure_driver(self);
     }
 
-    /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.
+    /// Follows another thread's pass. The driver thread must not sleep on if its own call may have completed, or if it
+    /// `must` check again.
     fn wake_driver_if(&self, must: bool) {
         self.election.wake_driver_if(must, self);
     }
 
-    /// The background thread. Panics are caught where they arise, and all calls fail; should one get here all the same,
-    /// the thread must live on, since no other looks at the deadlines of calls that nobody waits for.
+    /// Runs the background thread. Panics are caught where they arise, and all calls fail. If a panic gets here anyway,
+    /// the thread must live on: no other thread checks the deadlines of calls without a waiter.
     fn background(&self) {
         loop {
             match catch_unwind(AssertUnwindSafe(|| self.election.background_turn(self))) {
@@ -436,7 +444,7 @@ impl Driver {
         }
     }
 
-    /// After the end of a [`Core::watch`], without the lock.
+    /// Acts on the end of a [`Core::watch`]; runs without the lock.
     pub(crate) fn relieve(&self, relief: Relief) {
         match relief {
             Relief::SleepsOn => {}
@@ -450,7 +458,7 @@ impl Driver {
         self.election.stop_background(self);
     }
 
-    /// Waits until the background thread has ended, at most for `patience`.
+    /// Waits until the background thread has ended, for `patience` at the longest.
     pub(crate) fn await_background(&self, patience: Duration) {
         self.election.await_background(patience);
     }
@@ -459,7 +467,7 @@ impl Driver {
 impl Host for Driver {
     fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
         if call.is_none() && self.is_beside() {
-            // What comes now and then, as from a transport that is polled, is not worth waiting awake for.
+            // Occasional events, as from a transport that is polled, are not worth staying awake for.
             if self.jobs.want_thread() || !self.has_spun_in_vain.load(Ordering::Relaxed) || self.looks_and_moves() {
                 self.spin_on_lane();
             }
@@ -473,21 +481,23 @@ impl Host for Driver {
             return;
         }
         self.left.store(0, Ordering::Relaxed);
-        // After a panic every call has failed, and whoever waits looks for what became of its own.
+        // After a panic every call has failed, and each waiter checks the outcome of its own call.
         let mut core = self.lock();
         let Ok(parked) = core.park(call, until, self.ticks(), now) else { return };
         let Some(until) = parked else {
-            // While calls have work of their own nobody sleeps in the poller, and links would have no news.
+            // While calls have work of their own, no thread sleeps in the poller, so this thread polls the links for
+            // events.
             self.look(&core);
             return;
         };
         drop(core);
-        // Another thread may have taken the wake-up for a job with the poller's news; from here on nobody does.
+        // Another thread may have consumed the wake-up for a job together with other events; from here on no thread
+        // does.
         if self.jobs.want_thread() {
             self.lock().unpark(time::now());
             return;
         }
-        // A failure to wait shows as a loop that does not sleep; deadlines still end it.
+        // A failed wait only makes the loop run without sleeping; deadlines still end it.
         self.parks.fetch_add(1, Ordering::Relaxed);
         let _ = polling.poller.wait((until != Moment::FAR).then(|| until.since(now)));
         self.lock().unpark(time::now());

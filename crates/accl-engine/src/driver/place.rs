@@ -1,6 +1,7 @@
-//! Where the background thread of a driver runs.
+//! CPU binding of a driver's background thread.
 //!
-//! Owns the meeting of that thread, which may begin at any time, with whoever knows its CPU. Which CPU that is, the session says.
+//! The thread may start at any time, before or after its CPU is known. Owns the handover between that thread and the
+//! caller that knows the CPU. `session` chooses the CPU.
 
 use std::sync::atomic::{AtomicI32, AtomicI64, Ordering};
 
@@ -8,12 +9,12 @@ use rustix::thread::{Pid, gettid};
 
 use crate::cpus;
 
-/// There is none.
+/// Value of `cpu` while no CPU is set.
 const NO_CPU: i64 = -1;
 
-/// A thread and its CPU, of which either may come first.
+/// A thread and its CPU; either may be known first.
 pub(crate) struct Place {
-    /// The thread's number; 0 before it has begun.
+    /// The thread's id in the system; 0 before the thread has started.
     thread: AtomicI32,
     cpu: AtomicI64,
 }
@@ -25,16 +26,16 @@ impl Default for Place {
 }
 
 impl Place {
-    /// The calling thread is the one.
+    /// Registers the calling thread, and binds it if its CPU is known.
     pub(crate) fn begin(&self) {
-        // Each side writes before it reads, so that one of them sees the other.
+        // Each side writes before it reads, so at least one of them sees the other's value.
         self.thread.store(gettid().as_raw_nonzero().get(), Ordering::SeqCst);
         if let Ok(cpu) = u32::try_from(self.cpu.load(Ordering::SeqCst)) {
             bind(None, cpu);
         }
     }
 
-    /// The thread runs on this CPU from now on, or as soon as it begins. Where it cannot, a line says so.
+    /// Binds the thread to this CPU, now or as soon as it starts. Logs a warning if the CPU is not available.
     pub(crate) fn move_to(&self, cpu: u32) {
         self.cpu.store(i64::from(cpu), Ordering::SeqCst);
         if let Some(thread) = Pid::from_raw(self.thread.load(Ordering::SeqCst)) {

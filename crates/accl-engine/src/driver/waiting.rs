@@ -1,7 +1,7 @@
 //! Waiting: for a call, for calls of groups, for the delivery of what was sent.
 //!
-//! Owns how long a waiter looks by itself before it sleeps. Who drives while all sleep is up to `election`; what a waiter does on other lanes is in `lanes`. Read
-//! [`Driver::wait`] first.
+//! Owns how long a waiter polls by itself before it sleeps. `election` decides which thread drives while all others
+//! sleep; `lanes` has what a waiter does on other lanes. Read [`Driver::wait`] first.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,32 +20,34 @@ use crate::in_flight::InFlight;
 use crate::sidestep::Found;
 use crate::time;
 
-/// How often a waiter looks for signals, in milliseconds.
+/// Interval at which a waiter checks for signals, in milliseconds.
 const TICK_MS: u64 = 50;
-/// Spinning when every rank of the host has a core of its own.
+/// Spin time when every rank of the host has a core of its own.
 pub(super) const SPIN_OWN_CORE: Duration = Duration::from_micros(200);
-/// Yielding when ranks share cores: each look gives the core away, so more of them cost nobody anything.
+/// Spin time when ranks share cores. Each poll then yields the core, so more polls cost the other ranks nothing.
 pub(super) const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
-/// Passes without news before a yield when ranks share cores: who waits here keeps another rank from sending.
+/// Number of passes without events before a yield when ranks share cores: a spinning waiter keeps another rank from
+/// sending.
 pub(super) const PASSES_BEFORE_YIELD: u32 = 2;
 
-/// Passes without news of a thread that waits for a call before it looks after the parts on other lanes, a few microseconds; and from then on between looks.
+/// Number of passes without events before a waiter helps with the parts on other lanes (a few microseconds), and
+/// between later attempts.
 const PASSES_BEFORE_HELP: u32 = 64;
 const PASSES_BETWEEN_HELP: u32 = 8;
-/// As the first, where no thread was woken.
+/// Like `PASSES_BEFORE_HELP`, for a call whose parts were left to the waiter, so that no thread was woken for them.
 const PASSES_BEFORE_NEXT: u32 = 2;
 
-/// Between looks at whether the peers have what they were sent.
+/// Pauses between two checks whether the peers have received what was sent: the first one, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(5);
 
-/// Looks of a call on the fast path when every rank has a core of its own: a few microseconds.
+/// Number of polls of a call on the fast path when every rank has a core of its own: a few microseconds.
 const FAST_PATH_SPINS: u32 = 300;
-/// When ranks share cores: looks before each yield, which are far cheaper than a pass, and yields.
+/// The same when ranks share cores: polls before each yield, which are far cheaper than a pass, and number of yields.
 const FAST_PATH_SPINS_SHARED: u32 = 20;
 const FAST_PATH_YIELDS: u32 = 8;
 
-/// An interrupt that stays: who asked once for the end does not wait again.
+/// Returns an interrupt that stays set: once `interrupt` has returned true, later waits end at once.
 pub(crate) fn lasting(interrupt: &mut dyn FnMut() -> bool) -> impl FnMut() -> bool {
     let mut is_interrupted = false;
     move || {
@@ -58,22 +60,23 @@ pub(crate) fn lasting(interrupt: &mut dyn FnMut() -> bool) -> impl FnMut() -> bo
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Delivery {
     Complete,
-    /// The time is up.
+    /// The deadline passed.
     Late,
-    /// The interrupt hook asked to stop.
+    /// The interrupt hook returned true.
     Interrupted,
 }
 
 impl Driver {
-    /// Waits until the peers' hosts have what was sent to them, at most until then. An acknowledgement is no event, so this
-    /// looks again and again; mostly there is nothing to wait for.
+    /// Waits, at most until `until`, until the peers' hosts have received what was sent to them. An acknowledgement
+    /// raises no event, so this function polls. Usually there is nothing to wait for.
     pub(crate) fn await_delivery(
         &self,
         mut marks: Vec<Mark>,
         until: Moment,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Delivery {
-        // External operations that still work on memory of calls that have failed; a call says itself if one never stops.
+        // External operations may still use memory of failed calls; if an operation never stops, the call itself
+        // reports it.
         let _ = self.await_all(until, interrupt, |core| !core.has_stopping());
         self.await_all(until, interrupt, |core| {
             marks.retain_mut(|mark| !core.net.is_delivered(mark));
@@ -81,7 +84,7 @@ impl Driver {
         })
     }
 
-    /// Waits until the collectives of these groups that were made asynchronously are over, at most until then.
+    /// Waits, at most until `until`, until the asynchronous collectives of these groups have completed.
     pub(crate) fn await_calls(&self, groups: &[u64], until: Moment, interrupt: &mut dyn FnMut() -> bool) {
         let is_over = |core: &mut Core| {
             let mut groups = groups.iter().filter_map(|id| core.group(*id));
@@ -90,7 +93,7 @@ impl Driver {
         self.await_all(until, interrupt, is_over);
     }
 
-    /// Makes progress until it is over, until then, or until the interrupt.
+    /// Makes progress until `is_over` returns true, the deadline passes, or `interrupt` returns true.
     fn await_all(
         &self,
         until: Moment,
@@ -101,9 +104,9 @@ impl Driver {
         let mut asked = time::now();
         loop {
             let now = time::now();
-            // What the peers send meanwhile is taken off the links, or the end of this process would reset them.
+            // Takes data that peers send meanwhile off the links: unread data would reset them when this process ends.
             let Some(mut core) = self.try_lock_until(until) else { return Delivery::Late };
-            // Ends of links of any kind are looked for.
+            // Polls for disconnects on links of every kind.
             self.ask(&core);
             let looked = core.guarded(|core| {
                 let is_news = look(core) | core.take_owed_to_driver();
@@ -156,12 +159,12 @@ impl Driver {
         waited
     }
 
-    /// Whether ranks of this host must share cores.
+    /// Returns whether ranks of this host must share cores.
     pub(super) fn shares_cores(&self) -> bool {
         self.shares_cores.load(Ordering::Relaxed)
     }
 
-    /// How long a call on the fast path looks for a frame. It holds the lock, so not for long.
+    /// Returns how long a call on the fast path polls for a frame. The time is short because the call holds the lock.
     pub(crate) fn spin_limit(&self) -> SpinLimit {
         match self.spin {
             Some(spin) if spin.is_zero() => SpinLimit { spins: 0, yields: 0, yield_now: std::thread::yield_now },
@@ -172,7 +175,7 @@ impl Driver {
         }
     }
 
-    /// Looks again and again for a short while.
+    /// Polls in a loop for a short while.
     fn spin(&self, call: &InFlight, until: Option<Moment>) -> Option<Waited> {
         let shared = self.shares_cores() || call.is_cut && !self.lanes_have_own_cores.load(Ordering::Relaxed);
         let budget = match self.spin {
@@ -182,12 +185,12 @@ impl Driver {
         };
         let start = time::now();
         let (mut news, mut looks) = (start, 0_u32);
-        // Threads that were woken are given a moment to come.
+        // Gives threads that were woken a moment to start.
         let patience = if call.is_left_to_waiter { PASSES_BEFORE_NEXT } else { PASSES_BEFORE_HELP };
         let mut wants_driver = false;
         let mut beside = call.is_cut.then(|| self.beside());
         let mut is_helping = false;
-        // A driver that sleeps meanwhile need not be woken for what is seen here.
+        // While this thread polls, peers need not wake a sleeping driver thread.
         let mut watch = Watch { driver: self, is_on: false };
         let mut needed: Option<SmallVec<[PeerId; 4]>> = None;
         let mut polls = false;
@@ -198,13 +201,13 @@ impl Driver {
                 watch.is_on = watch.is_on || core.watch();
                 let streams = needed.get_or_insert_with(|| {
                     let peers = core.peers_of(call);
-                    // They need not say that they have sent something: it is looked for here.
+                    // These peers need not signal that they have sent something: this thread polls their links.
                     peers.iter().for_each(|&peer| core.net.poll_link(peer));
                     polls = core.polls_among(&peers);
                     core.streams_among(&peers)
                 });
                 streams.iter().for_each(|&peer| core.net.look_again(peer));
-                // The others' news can wait a little.
+                // Events of other links can wait a little.
                 let is_others_turn = round % ROUNDS_BEFORE_LOOK == ROUNDS_BEFORE_LOOK - 1;
                 if streams.is_empty() || is_others_turn {
                     self.look(&core);
@@ -220,7 +223,7 @@ impl Driver {
                     self.wake_driver_if(wake);
                 }
             }
-            // Where other calls move on and on.
+            // Needed when other calls keep making progress, so that passes without events are rare.
             let is_overdue = call.is_left_to_waiter && now.since(start) >= SPIN_OWN_CORE;
             if let Some(beside) = &mut beside
                 && (looks >= patience || beside.watches || is_overdue)
@@ -235,10 +238,10 @@ impl Driver {
                 }
                 return Some(outcome);
             }
-            // What a library has begun it gets on with as it is looked at.
+            // A library makes progress on what it has begun only while it is polled.
             let found = helping.as_ref().map_or(Found::Nothing, |helping| helping.look());
-            // A core of its own is there for as long as something comes, and so is one on which nothing would tell of what comes; then a waiter
-            // looks for signals.
+            // For a cut call on cores of its own, the budget counts from the last event. The same holds if a link must
+            // be polled, where no event would wake a sleeper. After one tick the waiter stops, to check for signals.
             let is_over = if found != Found::Nothing && self.spin.is_none() {
                 now.since(start) >= Duration::from_millis(TICK_MS)
             } else if !polls && (shared || !call.is_cut) || self.spin.is_some() {
@@ -248,7 +251,7 @@ impl Driver {
             };
             if is_over || until.is_some_and(|until| now >= until) {
                 drop((watch, beside));
-                // Nobody has told a sleeping driver of this call's deadline: until now this thread looked after it.
+                // A sleeping driver thread does not know this call's deadline yet: until now this thread watched it.
                 if self.with_core(|core| core.must_wake_driver(core.next_deadline())) {
                     self.wake_driver_if(true);
                 }
@@ -280,8 +283,8 @@ impl Driver {
             }
             if asked.is_none_or(|asked| now.since(asked) >= Duration::from_millis(TICK_MS)) {
                 asked = Some(now);
-                // The hook may wait for the interpreter's lock, or make calls and wait for them: others drive meanwhile,
-                // and nobody elects who cannot come.
+                // The hook may wait for the interpreter's lock, or issue calls and wait for them. Other threads drive
+                // meanwhile, and this thread cannot be elected while it is busy.
                 self.election.stand_aside(me, self);
                 if interrupt() {
                     return Err(Waited::Interrupted);
@@ -303,7 +306,7 @@ impl Driver {
     }
 }
 
-/// A thread's looking at the links in place of a driver that sleeps.
+/// Marks that a thread polls the links in place of a sleeping driver thread.
 struct Watch<'a> {
     driver: &'a Driver,
     is_on: bool,
@@ -318,7 +321,7 @@ impl Drop for Watch<'_> {
     }
 }
 
-/// A waiter's part in the election; it ends with the wait, also when an interrupt hook panics.
+/// A waiter's part in the election. It ends with the wait, also if an interrupt hook panics.
 struct WaiterGuard<'a> {
     driver: &'a Driver,
     me: Waiter,

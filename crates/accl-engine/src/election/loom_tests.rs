@@ -1,5 +1,6 @@
-//! The election in every interleaving, over a model of what it is about: links are a list of frames, a pass ends the calls whose frames
-//! have come, and the poller is a flag. Time does not pass, so a wake-up that is lost is a deadlock, which loom reports.
+//! Runs the election in every interleaving, over a model: links are a list of frames, a pass completes the calls whose
+//! frames have arrived, and the poller is a flag. Time does not pass, so a lost wake-up is a deadlock, which loom
+//! reports.
 //! `RUSTFLAGS="--cfg accl_loom" cargo test -p accl-engine --release --lib loom_`
 
 use std::sync::{Arc, Weak};
@@ -12,7 +13,7 @@ use crate::in_flight::{InFlight, Notifier};
 use crate::sync::{Condvar, Mutex};
 use accl_executor::call::{CallInfo, CallState, Waited};
 
-/// Where loom changes threads although none must wait, so often at most.
+/// Maximum number of times that loom switches threads although none must wait.
 const PREEMPTIONS: usize = 3;
 
 type Call = Arc<InFlight>;
@@ -20,13 +21,13 @@ type Call = Arc<InFlight>;
 #[derive(Default)]
 struct Core {
     in_flight: Vec<Call>,
-    /// Calls whose frames lie on their links.
+    /// Calls whose frames are on their links.
     arrived: Vec<Call>,
     is_parked: bool,
 }
 
 impl Core {
-    /// Ends the calls whose frames have come. Returns whether there were any.
+    /// Completes the calls whose frames have arrived. Returns whether there were any.
     fn pass(&mut self) -> bool {
         let arrived = std::mem::take(&mut self.arrived);
         let has_moved = !arrived.is_empty();
@@ -90,7 +91,8 @@ impl Host for Model {
 }
 
 impl Model {
-    /// With calls in flight; all but the first `blocking` were made by somebody who went on.
+    /// Creates a model with `calls` calls in flight. The first `blocking` of them have a waiting thread; the callers of
+    /// the others have moved on.
     fn new(calls: usize, blocking: usize) -> (Arc<Self>, Vec<Call>) {
         let info = |seq: usize| CallInfo {
             group_id: 1,
@@ -122,14 +124,15 @@ impl Model {
         (model, calls)
     }
 
-    /// As a wait that does not look itself first.
+    /// Waits without spinning first.
     fn wait(&self, me: u64, call: &Call, turn: impl FnMut() -> Result<Option<Moment>, Waited>) -> Waited {
         let waited = self.election.wait(Waiter(me), call, self, turn);
         self.election.leave(Waiter(me), self);
         waited
     }
 
-    /// A peer sends what a call waits for. It wakes this process if that has said that it sleeps, which is the rings' protocol.
+    /// Acts as a peer that sends the frame that a call waits for. The peer wakes this process if the process has
+    /// announced that it sleeps, as in the protocol of the shared-memory rings.
     fn deliver(&self, call: &Call) {
         let is_parked = {
             let mut core = self.core.lock();
@@ -141,7 +144,7 @@ impl Model {
         }
     }
 
-    /// A thread that makes a call of its own finds on a link what another call waits for.
+    /// Acts as a thread that issues its own call and finds the frame of another call on a link.
     fn find(&self, call: &Call) {
         {
             let mut core = self.core.lock();
@@ -166,7 +169,7 @@ fn check(model: impl Fn() + Send + Sync + 'static) {
     builder.check(model);
 }
 
-/// Two waiters and what a third thread does with their calls.
+/// Runs two waiters, and a third thread that runs `does` with their calls.
 fn two_wait(does: fn(&Model, &[Call])) {
     check(move || {
         let (model, calls) = Model::new(2, 2);
@@ -248,7 +251,7 @@ fn loom_who_stands_aside_for_its_interrupt_hook_is_not_relied_upon() {
         let peer = {
             let (model, calls) = (model.clone(), calls.clone());
             thread::spawn(move || {
-                // A sleep may end for nothing.
+                // A sleep may end without a reason.
                 model.kick();
                 calls.iter().rev().for_each(|call| model.deliver(call));
             })
@@ -278,10 +281,10 @@ fn loom_the_background_thread_takes_over_what_nobody_waits_for() {
             let (model, calls) = (model.clone(), calls.clone());
             thread::spawn(move || calls.iter().for_each(|call| model.deliver(call)))
         };
-        // As after a submission.
+        // Does what follows a submission.
         model.election.ensure_driver(&*model);
         assert_eq!(model.wait(1, &calls[0], || Ok(None)), Waited::Done);
-        // Whoever made it does something else, and is told when it is over.
+        // The caller of this call does something else, and is notified when the call completes.
         while !calls[1].is_done() {
             calls[1].sleep(None);
         }

@@ -1,9 +1,9 @@
-//! Who drives: the election among the threads that wait, and the background thread when none does.
+//! Election of the thread that drives: one of the waiting threads, or the background thread when no thread waits.
 //!
-//! One thread, the *driver*, parks in the poller, while others sleep on their calls; when the driver leaves, it elects a sleeper, or the
-//! background thread if there is work. So nobody sleeps without a driver. Owns that protocol and its lock; what a pass and a sleep in the
-//! poller are is the [`Host`]'s, which is `driver` and, in tests, a model of it that loom runs in every interleaving. Read
-//! [`Election::wait`] first.
+//! One thread, the *driver*, parks in the poller, while others sleep on their calls. When the driver leaves, it elects
+//! a sleeper, or the background thread if there is work. So no thread sleeps without a driver. Owns that protocol and
+//! its lock. The [`Host`] defines a pass and a sleep in the poller: `driver` implements it, and in tests a model that
+//! loom runs in every interleaving. Read [`Election::wait`] first.
 
 #[cfg(all(test, accl_loom))]
 mod loom_tests;
@@ -21,30 +21,31 @@ use accl_executor::call::{CallState, Waited};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Waiter(pub(crate) u64);
 
-/// No stay has this number.
+/// The background thread; no stay has this number.
 pub(crate) const BACKGROUND: Waiter = Waiter(0);
 
-/// How long the background thread of an engine that ends leaves it to another driver.
+/// How long the background thread of an ending engine waits before it checks again whether another driver has left.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
-/// What the election is about.
+/// The operations that the election needs from its environment.
 pub(crate) trait Host {
-    /// Sleeps in the poller once, with a pass before and after; not at all when something has moved, or the call is over, or nothing is
-    /// left to wait for. Only the driver calls this.
+    /// Sleeps in the poller once, with a pass before and after. Does not sleep if something has moved, the call has
+    /// completed, or nothing is left to wait for. Only the driver calls this.
     fn park(&self, call: Option<&CallState>, until: Option<Moment>);
 
-    /// Whether any call is in flight, or something has yet to be sent.
+    /// Returns whether a call is in flight or something remains to be sent.
     fn has_work(&self) -> bool;
 
-    /// Whether calls that have failed wait for external operations to stop. That ends in bounded time.
+    /// Returns whether failed calls wait for external operations to stop. That wait is bounded.
     fn has_stopping(&self) -> bool {
         false
     }
 
-    /// Wakes the driver so that it looks at everything anew.
+    /// Wakes the driver so that it checks everything again.
     fn kick(&self);
 
-    /// Starts the background thread, which calls [`Election::background_turn`]. `false`: the system has none.
+    /// Starts the background thread, which calls [`Election::background_turn`]. Returns `false` if the system has no
+    /// thread.
     fn start_background(&self) -> bool;
 
     fn now(&self) -> Moment;
@@ -53,13 +54,13 @@ pub(crate) trait Host {
 /// How a turn of the background thread ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stint {
-    /// Somebody else drives, or there is nothing to do.
+    /// Another thread drives, or there is nothing to do.
     Over,
     /// The engine ends.
     Last,
 }
 
-/// Who drives, and who could.
+/// The current driver and the threads that could become it.
 #[derive(Default)]
 pub(crate) struct Election {
     state: Mutex<State>,
@@ -68,9 +69,9 @@ pub(crate) struct Election {
 
 #[derive(Default)]
 struct State {
-    /// Who is parked in the poller, or about to be.
+    /// The thread that is parked in the poller, or about to be.
     driver: Option<Waiter>,
-    /// Who sleeps on a call, oldest first, and how to wake it.
+    /// The threads that sleep on a call, oldest first, each with the notifier that wakes it.
     sleepers: Vec<(Waiter, Arc<Notifier>)>,
     background_started: bool,
     /// The background thread is asked to drive.
@@ -89,8 +90,9 @@ impl State {
 }
 
 impl Election {
-    /// Waits until the call is over, as the driver or asleep. `turn` is asked before each sleep: until when it may last, or how the wait
-    /// ends although the call goes on. [`Election::leave`] must follow.
+    /// Waits until the call completes, as the driver or asleep. Calls `turn` before each sleep: it returns how long the
+    /// sleep may last, or the outcome of a wait that ends before the call does. The caller must call
+    /// [`Election::leave`] afterwards.
     pub(crate) fn wait(
         &self,
         me: Waiter,
@@ -114,7 +116,7 @@ impl Election {
         }
     }
 
-    /// Makes a waiter the driver, or puts it on the list of sleepers.
+    /// Makes a waiter the driver (`true`), or puts it on the list of sleepers (`false`).
     fn take_turn(&self, me: Waiter, call: &InFlight) -> bool {
         let mut state = self.state.lock();
         if state.driver.is_some_and(|driver| driver != me) {
@@ -128,7 +130,7 @@ impl Election {
         true
     }
 
-    /// Ends a waiter's part in the election; somebody else drives if there is need.
+    /// Ends a waiter's part in the election; another thread drives if needed.
     pub(crate) fn leave(&self, me: Waiter, host: &impl Host) {
         {
             let mut state = self.state.lock();
@@ -136,7 +138,7 @@ impl Election {
             if state.driver.is_some_and(|driver| driver != me) {
                 return;
             }
-            // Also when nobody drives: this waiter may have been elected and have ended before it took its turn.
+            // Also if there is no driver: this waiter may have been elected and have ended before it took its turn.
             state.driver = None;
             state.elect();
         }
@@ -156,7 +158,7 @@ impl Election {
         }
     }
 
-    /// Sees to it that somebody makes progress while nobody waits.
+    /// Ensures that some thread makes progress while no thread waits.
     pub(crate) fn ensure_driver(&self, host: &impl Host) {
         {
             let mut state = self.state.lock();
@@ -179,7 +181,7 @@ impl Election {
         }
     }
 
-    /// Starts the background thread before it is wanted. `false`: the system has none.
+    /// Starts the background thread before it is needed. Returns `false` if the system has no thread.
     pub(crate) fn start_background(&self, host: &impl Host) -> bool {
         if std::mem::replace(&mut self.state.lock().background_started, true) {
             return true;
@@ -189,9 +191,11 @@ impl Election {
         is_started
     }
 
-    /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.
+    /// Follows another thread's pass. The driver must not sleep on if its own call may have completed, or if it `must`
+    /// check again.
     pub(crate) fn wake_driver_if(&self, must: bool, host: &impl Host) {
-        // Whoever has the lock may be a third thread, so to pass by when it is taken would leave a parked driver asleep until its tick.
+        // Takes the lock even if a third thread holds it. Skipping the wake-up would leave a parked driver asleep until
+        // its tick.
         let state = self.state.lock();
         // The background thread waits for no call of its own.
         if state.driver.is_some_and(|driver| must || driver != BACKGROUND) {
@@ -202,7 +206,7 @@ impl Election {
 
     // ---- the background thread
 
-    /// Waits until the background thread is wanted, and drives until it is not.
+    /// Waits until the background thread is needed, then drives until it is not.
     pub(crate) fn background_turn(&self, host: &impl Host) -> Stint {
         {
             let mut state = self.state.lock();
@@ -229,7 +233,7 @@ impl Election {
                 break;
             }
         }
-        // A call that came in between found a driver and relied on it.
+        // A call that was issued in between found a driver and relied on it.
         if host.has_work() {
             let mut state = self.state.lock();
             if state.driver.is_none() && state.sleepers.is_empty() {
@@ -239,7 +243,8 @@ impl Election {
         Stint::Over
     }
 
-    /// The engine ends, but memory that an external operation works on is not given back before that has stopped, or is given up.
+    /// Drives while the engine ends. Memory that an external operation uses is kept until the operation has stopped or
+    /// is abandoned.
     fn await_stopping(&self, host: &impl Host) {
         while host.has_stopping() {
             let mut state = self.state.lock();
@@ -256,7 +261,7 @@ impl Election {
         }
     }
 
-    /// After a panic under the background thread: somebody else drives.
+    /// Follows a panic in the background thread: another thread drives.
     pub(crate) fn depose_background(&self) {
         let mut state = self.state.lock();
         if state.driver == Some(BACKGROUND) {
@@ -272,7 +277,7 @@ impl Election {
         host.kick();
     }
 
-    /// Waits until the background thread has ended, at most for `patience`.
+    /// Waits until the background thread has ended, for `patience` at the longest.
     pub(crate) fn await_background(&self, patience: Duration) {
         let mut state = self.state.lock();
         if state.background_started {

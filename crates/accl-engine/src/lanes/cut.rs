@@ -1,7 +1,7 @@
 //! A call that is cut into parts.
 //!
-//! Owns what the parts are: the first as its caller has it, the others over the same memory. When they have all ended is the matter of [`super::Join`].
-//! Read [`Cut::new`] first.
+//! Owns the definition of the parts: the first as its caller has it, the others over the same memory. [`super::Join`]
+//! tracks their completion. Read [`Cut::new`] first.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use accl_types::Result;
 use super::join::Join;
 use crate::sync::Mutex;
 
-/// What the parts of a call besides the first have measured.
+/// Measurements of a call's parts except the first.
 #[derive(Debug, Default)]
 struct Gathered(Mutex<Figures>);
 
@@ -28,17 +28,17 @@ impl Gather for Gathered {
     }
 }
 
-/// A call that is cut.
+/// A call that is cut into parts.
 pub(crate) struct Cut {
-    /// Its first part, which is over when all are.
+    /// Its first part, which completes when all parts have completed.
     pub(crate) first: CallDesc,
     pub(crate) join: Arc<Join>,
-    /// How long it is predicted to take in one part, in picoseconds.
+    /// Predicted time of the call in one part, in picoseconds.
     pub(crate) predicted_ps: u64,
 }
 
 impl Cut {
-    /// A call in so many parts; `None`: in one. In one it is predicted to take so long.
+    /// Cuts a call into `of` parts; `None` if `of` is 1. `predicted_ps` is the predicted time of the call in one part.
     pub(crate) fn new(desc: &CallDesc, of: u32, predicted_ps: u64) -> Option<Self> {
         if of == 1 {
             return None;
@@ -51,10 +51,10 @@ impl Cut {
         Some(Self { first, join, predicted_ps })
     }
 
-    /// The parts besides the first, which is prepared.
+    /// Returns the parts except the first, which `prepared` holds.
     ///
     /// # Errors
-    /// Those of `shape_of`; `Exhausted` when there is no memory.
+    /// The errors of `shape_of`; `Exhausted` when there is no memory.
     pub(crate) fn others(
         &self,
         caller: &Caller,

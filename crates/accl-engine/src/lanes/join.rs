@@ -1,9 +1,10 @@
-//! The end of a call whose parts several lanes do.
+//! Completion of a call whose parts are done by several lanes.
 //!
-//! The first part is what the caller has: it is over when this is, which is an external operation of its plan. The others begin with the call; where its
-//! tensors have to be brought to where they can be touched, with that operation, which comes after. Owns their beginning, the count of those that have
-//! not ended, and the first of their errors. That a group which fails on one lane fails on all is the drivers' matter, so no part goes on for long
-//! when another one has failed. Read [`Join`] first.
+//! The caller has the first part. It completes when the [`Join`] does, which is an external operation of its plan. The
+//! other parts begin with the call. If its tensors must first be staged in memory that the engine can access, they
+//! begin with that external operation, which comes after the staging. Owns the start of the other parts, the number of
+//! those still running, and the first of their errors. A group that fails on one lane fails on all lanes; the drivers
+//! do that. So no part continues for long after another part has failed. Read [`Join`] first.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,35 +19,35 @@ use crate::driver::Driver;
 use crate::jobs::{Errand, Job};
 use crate::sync::Mutex;
 
-/// What the first part of a call waits for.
+/// Joins the parts of a call: the first part waits for it.
 pub(crate) struct Join {
     state: Mutex<State>,
     me: Weak<Join>,
 }
 
 struct State {
-    /// Parts that have not ended.
+    /// Number of other parts that have not ended.
     left: u32,
-    /// Why the first of those failed that have.
+    /// The error of the first part that failed.
     error: Option<Error>,
-    /// One has failed alone: its group has not, so nobody else tells the first lane.
+    /// Whether a part failed without its group failing. Then nothing else notifies the first lane.
     has_failed_alone: bool,
-    /// The first lane knows that the call has failed.
+    /// Whether the first lane knows that the call has failed.
     is_cancelled: bool,
-    /// From when the first part has come so far until all others have ended.
+    /// Set from the time at which the first part reaches the join until all other parts have ended.
     task: Option<ExternalTask>,
-    /// The others, until they begin.
+    /// The other parts, until they begin.
     parts: Option<Parts>,
 }
 
-/// What a lane does with its core.
+/// Work that a lane does with its core.
 pub(crate) type CoreJob = Box<dyn FnOnce(&mut Core) + Send>;
 
-/// Gives the lanes a job each, and wakes the first unless all threads are to sleep on.
+/// Gives each lane a job, and wakes the first lane unless `wakes` is false.
 fn hand_out(lanes: &Arc<[Arc<dyn Lane>]>, jobs: Vec<CoreJob>, wakes: bool) {
     let of = jobs.len().min(lanes.len());
     let given: Vec<_> = lanes.iter().zip(jobs).enumerate().collect();
-    // The last first: a thread that is awake begins at once, and whom it wakes must find a job.
+    // The last lane first: a thread that is awake begins at once, and the threads that it wakes must find a job.
     for (after, (lane, job)) in given.into_iter().rev() {
         lane.give(wakes.then(|| Next { lanes: lanes.clone(), after, of }), job);
     }
@@ -55,16 +56,19 @@ fn hand_out(lanes: &Arc<[Arc<dyn Lane>]>, jobs: Vec<CoreJob>, wakes: bool) {
     }
 }
 
-/// A lane as parts are given to it.
+/// A lane, as the receiver of parts.
 pub(crate) trait Lane: Send + Sync {
-    /// Leaves its thread something to do with its core, before which it drops `next`, or drops both if the thread has ended.
+    /// Queues `job` for the lane's thread, which drops `next` before it runs the job. If the thread has ended, both are
+    /// dropped.
     fn give(&self, next: Option<Next>, job: CoreJob);
 
-    /// Wakes its thread for what it was given; if others have done that meanwhile, the lanes after it are woken from here.
+    /// Wakes the lane's thread for its job. If another thread has run the job meanwhile, wakes the lanes after it
+    /// instead.
     fn wake(&self);
 }
 
-/// Wakes the lanes after one when it is dropped. Threads are woken in a tree: each takes as long as copying 100 KiB, and the caller has a part of its own.
+/// Wakes the next lanes when it is dropped. Threads are woken in a tree: each wake-up takes as long as copying 100 KiB,
+/// and the caller has a part of its own to do.
 pub(crate) struct Next {
     lanes: Arc<[Arc<dyn Lane>]>,
     after: usize,
@@ -78,23 +82,23 @@ impl Drop for Next {
     }
 }
 
-/// What begins parts whose memory is not ready when their call is made. One that is dropped will not.
+/// Starts parts whose memory is not ready when the call is issued. If a starter is dropped, the parts do not begin.
 pub(crate) trait Starter: Send {
     fn post(self: Box<Self>, job: Job);
 }
 
-/// The parts of a call besides the first, ready to begin.
+/// The parts of a call except the first, ready to begin.
 pub(crate) struct Parts {
     pub(crate) caller: Arc<Caller>,
-    /// A lane for each, and perhaps more.
+    /// At least one lane for each part.
     pub(crate) lanes: Arc<[Arc<dyn Lane>]>,
     pub(crate) parts: Vec<(CallDesc, Prepared)>,
-    /// The number of the call, and when it was made.
+    /// Sequence number of the call, and the time at which it was issued.
     pub(crate) seq: u64,
     pub(crate) now: Moment,
-    /// Whether threads that sleep are woken for them; if not, who waits for the call does them.
+    /// Whether sleeping threads are woken for the parts. If not, the thread that waits for the call does them.
     pub(crate) wakes: bool,
-    /// Where the memory of the call is not ready when it is made: what begins them once it is.
+    /// Starts the parts later, if the call's memory is not ready when the call is issued.
     pub(crate) starter: Option<Box<dyn Starter>>,
 }
 
@@ -114,11 +118,11 @@ impl Lane for Driver {
     }
 }
 
-/// A job that a completion thread has been promised, until it is posted or will not be.
+/// A completion thread reserved for one job, until the job is posted or withdrawn.
 pub(crate) struct Announced(Option<Arc<Driver>>);
 
 impl Announced {
-    /// Of this lane.
+    /// Reserves a completion thread of this lane.
     ///
     /// # Errors
     /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended.
@@ -144,7 +148,8 @@ impl Drop for Announced {
     }
 }
 
-/// One of the other parts, as its lane tells of its end. One that is dropped before has not begun, and will not.
+/// Reports the end of one of the other parts to the [`Join`]. If it is dropped before that, the part has not begun and
+/// will not begin.
 struct OtherPart {
     join: Weak<Join>,
     has_ended: AtomicBool,
@@ -169,14 +174,14 @@ impl Drop for OtherPart {
 }
 
 impl Join {
-    /// Of so many parts besides the first.
+    /// Creates a join for `others` parts in addition to the first.
     pub(crate) fn new(others: u32) -> Arc<Self> {
         let state =
             State { left: others, error: None, has_failed_alone: false, is_cancelled: false, task: None, parts: None };
         Arc::new_cyclic(|me| Self { state: Mutex::new(state), me: me.clone() })
     }
 
-    /// The call has been made. The parts begin now, or as soon as its memory is ready for them.
+    /// Starts the parts after the call was issued: now, or once the call's memory is ready.
     pub(crate) fn begin_parts(self: &Arc<Self>, parts: Parts) {
         let mut state = self.state.lock();
         if parts.starter.is_some() && state.task.is_none() {
@@ -187,26 +192,28 @@ impl Join {
         self.start(parts);
     }
 
-    /// The call was not made: no part will begin.
+    /// Gives up after the call was not issued: no part will begin.
     pub(crate) fn give_up(&self) {
         let mut state = self.state.lock();
         state.left = 0;
         state.finish();
     }
 
-    /// Gives the lanes their parts. No lock is held.
+    /// Gives the lanes their parts. The caller must hold no lock.
     fn start(self: &Arc<Self>, parts: Parts) {
         let Parts { caller, lanes, parts, seq, now, wakes, starter: _starter } = parts;
-        // All of them first: should one panic, the others are dropped.
+        // Create all observers before the first part starts: if a later step panics, the drop of the others reports
+        // their end.
         let part = || Arc::new(OtherPart { join: Arc::downgrade(self), has_ended: AtomicBool::new(false) });
         let observers: Vec<_> = parts.iter().map(|_| part()).collect();
         let job = |((desc, prepared), observer): ((CallDesc, Prepared), Arc<OtherPart>)| {
             let desc = CallDesc { seq: Some(seq), ..desc };
             let caller = caller.clone();
-            // Its first steps copy what there is room for, which is work for its own core.
+            // The lane's own thread starts its part: the first steps copy as much as there is room for.
             Box::new(move |core: &mut Core| {
                 if let Err(refused) = caller.start(core, &desc, prepared, None, observer.clone(), now) {
-                    // Of a group that has failed on this lane the first one hears by itself, and of whom that comes.
+                    // If the group has failed on this lane, the first lane learns of it separately, with the rank that
+                    // caused it.
                     let cause = core.group(caller.group).and_then(|group| group.poison().cloned());
                     let is_alone = cause.is_none();
                     observer.end(Some(&cause.unwrap_or(refused)), is_alone);
@@ -216,7 +223,7 @@ impl Join {
         hand_out(&lanes, parts.into_iter().zip(observers).map(job).collect(), wakes);
     }
 
-    /// One of them has ended, or has not begun and will not; alone, where its group has not failed with it.
+    /// Records that a part has ended, or will not begin. `is_alone` says that its group has not failed with it.
     fn end(&self, error: Option<&Error>, is_alone: bool) {
         let mut state = self.state.lock();
         state.left -= 1;
@@ -229,7 +236,8 @@ impl Join {
 }
 
 impl State {
-    /// Ends the task once all parts have. Where a group has failed on another lane the first one is told so, and of whom that comes: it is waited for.
+    /// Ends the task once all parts have ended. If the group failed on another lane, the task stays until the first
+    /// lane has received that failure with the rank that caused it.
     fn finish(&mut self) {
         let is_told = self.error.is_none() || self.has_failed_alone || self.is_cancelled;
         let Some(task) = self.task.take_if(|_| self.left == 0 && is_told) else { return };
@@ -248,9 +256,9 @@ impl External for Join {
     fn begin(&self, task: ExternalTask) {
         let mut state = self.state.lock();
         state.task = Some(task);
-        // The others may have been faster.
+        // The other parts may have been faster.
         state.finish();
-        // Not here, where a lock is held.
+        // On another thread, because a lock is held here.
         if let Some((mut parts, me)) = state.parts.take().zip(self.me.upgrade())
             && let Some(starter) = parts.starter.take()
         {
@@ -297,12 +305,12 @@ mod tests {
     use accl_executor::call::{Blocks, Mode, TensorDesc, Waited};
     use accl_executor::group::Notify;
 
-    /// Two ranks that have met, with two lanes each.
+    /// Creates a group of two ranks with two lanes each.
     fn two_ranks() -> Vec<(Arc<Engine>, Arc<Group>)> {
         two_ranks_with(1)
     }
 
-    /// Two ranks that have met, with so many lanes each beside the first.
+    /// Creates a group of two ranks, each with `helpers` lanes in addition to the first.
     fn two_ranks_with(helpers: u32) -> Vec<(Arc<Engine>, Arc<Group>)> {
         two_ranks_of(&helped_by(helpers))
     }
@@ -311,7 +319,7 @@ mod tests {
         Config { worker_count: WorkerCount::Exactly(helpers), ..Config::default() }
     }
 
-    /// Two ranks that have met.
+    /// Creates a group of two ranks with these settings.
     fn two_ranks_of(config: &Config) -> Vec<(Arc<Engine>, Arc<Group>)> {
         let store = MemoryStore::default();
         let make = |rank| {
@@ -337,7 +345,7 @@ mod tests {
         })
     }
 
-    /// A lane whose thread is awake: it begins what it is given at once.
+    /// A lane whose thread is awake: it runs a job as soon as it is queued.
     struct Awake {
         number: usize,
         log: Arc<Mutex<Vec<(&'static str, usize)>>>,
@@ -402,9 +410,9 @@ mod tests {
 
     #[test]
     fn a_waiter_begins_the_parts_that_were_left_to_it_and_wakes_no_thread() {
-        // It spins until the test is over.
+        // The waiter spins until the test ends.
         let ranks = two_ranks_of(&Config { spin_us: Some(30_000_000), ..helped_by(3) });
-        // Links are made, and told to the drivers, with the first call.
+        // The first call makes the links and announces them to the drivers.
         std::thread::scope(|scope| {
             for (_, group) in &ranks {
                 scope.spawn(|| {
@@ -417,7 +425,7 @@ mod tests {
         let (engine, group) = &ranks[0];
         engine.without_tick();
         let lanes = engine.other_lanes();
-        // What is left over is done, and threads that were awake sleep.
+        // Meanwhile left-over work finishes, and threads that were awake go to sleep.
         std::thread::sleep(Duration::from_millis(200));
         let looks = || lanes.iter().map(|lane| lane.looks() + lane.parks()).collect::<Vec<_>>();
         let before = looks();
@@ -426,7 +434,7 @@ mod tests {
         assert!(call.state.is_left_to_waiter);
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| call.wait(Some(Duration::from_secs(25)), &mut || false));
-            // The peer does not come.
+            // The peer does not issue the call.
             let has_begun = |lane: &Arc<Driver>| lane.with_core(|core| core.in_flight(group.caller.group).len()) == 1;
             let begin = std::time::Instant::now();
             while !lanes.iter().all(has_begun) && begin.elapsed() < Duration::from_secs(20) {
@@ -483,13 +491,14 @@ mod tests {
         assert_eq!(seen, [0, 1, 2]);
     }
 
-    /// Of a machine with enough cores; here the threads of lanes take turns, and whoever waits for a call does parts of it.
+    /// Pretends that the machine has enough cores. On a machine with few cores the lanes' threads take turns, and the
+    /// thread that waits for a call does parts of it.
     #[test]
     fn threads_that_spin_do_all_parts_they_are_given_and_stop_when_there_are_no_more() {
         all_parts_are_done(1);
     }
 
-    /// Of many threads some find nothing to do, and sleep, before a waiter begins their parts.
+    /// With many threads, some find nothing to do and sleep before a waiter begins their parts.
     #[test]
     fn parts_that_a_waiter_has_begun_do_not_hang_when_it_sleeps_itself() {
         [3, 7].into_iter().for_each(all_parts_are_done);
@@ -509,7 +518,7 @@ mod tests {
                         let mut tensor = vec![1.0_f32; COUNT];
                         let mode = if round % 3 == 0 { Mode::Async } else { Mode::Blocking };
                         let call = group.submit(sum_of(&mut tensor, mode)).unwrap();
-                        // Nobody helps the threads then.
+                        // In that mode no waiting thread helps.
                         let begin = std::time::Instant::now();
                         while mode == Mode::Async && !call.is_done() && begin.elapsed() < Duration::from_secs(20) {
                             std::thread::yield_now();
@@ -523,7 +532,7 @@ mod tests {
         });
         let spent = || rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
         let nanos = |time: rustix::time::Timespec| time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64;
-        // What the last calls have left over is done soon.
+        // Work that the last calls left over finishes soon.
         std::thread::sleep(Duration::from_millis(100));
         let before = nanos(spent());
         std::thread::sleep(Duration::from_millis(300));
@@ -545,7 +554,7 @@ mod tests {
         let (engine, group) = &ranks[0];
         engine.without_tick();
         let (lane, id) = (&engine.other_lanes()[0], group.caller.group);
-        // The peer does not come, so the lane's thread sleeps in the poller.
+        // The peer does not issue the call, so the lane's thread sleeps in the poller.
         let mut tensor = vec![1.0_f32; 1 << 15];
         let call = group.submit(sum_of(&mut tensor, Mode::Async)).unwrap();
         while lane.with_core(|core| core.in_flight(id).is_empty()) {
@@ -555,7 +564,7 @@ mod tests {
         for _ in 0..20 {
             std::thread::sleep(Duration::from_millis(2));
             let core = lane.lock();
-            // It wakes, looks in vain, and waits for the lock.
+            // The thread wakes, finds nothing, and waits for the lock.
             lane.kick();
             std::thread::sleep(Duration::from_millis(2));
             let sender = sender.clone();
@@ -586,13 +595,14 @@ mod tests {
     fn a_call_that_has_not_begun_on_its_first_lane_does_not_end_before_its_parts_on_the_others() {
         const COUNT: usize = 1 << 17;
         let mut tensors = vec![vec![1.0_f32; COUNT]; 2];
-        // A call that is withheld begins after a millisecond, which a busy machine may take for this.
+        // A call that is withheld begins after a millisecond. On a busy machine that may pass before the checks below.
         for _ in 0..20 {
             let ranks = two_ranks();
             let (engine, group) = &ranks[0];
             let submit = |tensor: &mut Vec<f32>| group.submit(sum_of(tensor, Mode::Async)).unwrap();
             let calls: Vec<_> = tensors.iter_mut().map(submit).collect();
-            // The peer makes none of them, so the second waits for its turn on this lane while the other has its part of it.
+            // The peer issues neither call, so the second one waits for its turn on this lane while the other lane has
+            // its part.
             let (other, id) = (&engine.other_lanes()[0], group.caller.group);
             while other.with_core(|core| core.in_flight(id).len()) < 2 {
                 std::thread::yield_now();

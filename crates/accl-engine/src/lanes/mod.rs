@@ -1,6 +1,7 @@
-//! Lanes: cores of a process beside the first, which do parts of large calls.
+//! Lanes: additional cores of a process that do parts of large calls.
 //!
-//! A lane is a core of its own: its lock, its links, its thread. The first one is the engine's, and all that is small goes by it alone.
+//! A lane is a core of its own: its lock, its links, its thread. The first lane is the engine's own; small calls use it
+//! alone.
 
 mod cut;
 mod join;

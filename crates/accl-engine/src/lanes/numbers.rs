@@ -1,6 +1,6 @@
-//! The numbers of a group's calls that its lanes share.
+//! Sequence numbers of a group's calls, shared by its lanes.
 //!
-//! Owns the lock over what is outstanding, which calls of one part do not take. Read [`Numbers`] first.
+//! Owns the lock over the outstanding parts; calls of one part do not take it. Read [`Numbers`] first.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,14 +10,15 @@ use accl_executor::group::LaneNumbers;
 
 use crate::sync::Mutex;
 
-/// The numbers of one group on one rank.
+/// The sequence numbers of one group on one rank.
 #[derive(Default)]
 pub(crate) struct Numbers {
-    /// The first lane has given none from here on.
+    /// The first sequence number that the first lane has not assigned yet.
     next: AtomicU64,
-    /// Of those before: the lanes that are yet to be given their parts, a bit for each, as there are 64 at most; all of them of a number that is promised.
+    /// For lower numbers: a bit for each of at most 64 lanes that has yet to receive its part. A reserved number has
+    /// all bits set.
     outstanding: Mutex<BTreeMap<u64, u64>>,
-    /// A lane has seen the group fail because a rank has gone.
+    /// Whether a lane has seen the group fail because a rank was lost.
     is_lost: AtomicBool,
 }
 
@@ -30,7 +31,7 @@ impl LaneNumbers for Numbers {
         if parts > 1 {
             self.outstanding.lock().insert(seq, lanes(parts));
         }
-        // Release: whoever sees that the number was given also sees what is outstanding.
+        // Release: a thread that sees the assigned number also sees its outstanding parts.
         self.next.store(seq + 1, Ordering::Release);
     }
 
@@ -48,7 +49,7 @@ impl LaneNumbers for Numbers {
     }
 
     fn forget(&self, seqs: Range<u64>) {
-        // Those that were taken have parts, and these are yet to come.
+        // Keep the numbers that were taken: their calls have parts that have yet to arrive.
         self.outstanding.lock().retain(|seq, lanes| !(seqs.contains(seq) && *lanes == u64::MAX));
     }
 
@@ -68,7 +69,7 @@ impl LaneNumbers for Numbers {
     }
 }
 
-/// The lanes but for the first that do the parts of a call: as many lanes as parts.
+/// Returns the bits of the lanes, except the first, that do the parts of a call. A call has as many lanes as parts.
 fn lanes(parts: u32) -> u64 {
     (u64::MAX >> (u64::BITS - parts)) & !1
 }

@@ -1,31 +1,35 @@
-//! Into how many parts a call is cut.
+//! Number of parts that a call is cut into.
 //!
-//! Owns that rule, which must give the same number on all ranks: it goes by what they agree on. Read [`parts_of`] first.
+//! Owns that rule. It must give the same number on all ranks, so it depends only on values that they agree on. Read
+//! [`parts_of`] first.
 
 use accl_types::{Collective, ReduceOp};
 
 use accl_executor::call::CallDesc;
 
-/// Calls of fewer bytes are never cut.
+/// Calls with fewer bytes are never cut.
 const LEAST_BYTES: u64 = 256 << 10;
-/// Least predicted time of a call that is cut, in picoseconds, on lanes with cores of their own: below, waking their threads would take longer than it saves.
+/// Minimum predicted time in picoseconds of a call that is cut, if lanes have cores of their own. For shorter calls,
+/// waking the threads would take longer than it saves.
 const LEAST_CUT_PS: u64 = 75_000_000;
-/// Least predicted time of a part there: each costs its beginning and its end.
+/// Minimum predicted time in picoseconds of a part in that case: each part has a fixed cost to begin and to end.
 const LEAST_PART_PS: u64 = 12_500_000;
-/// As that, where lanes share cores: nothing is saved, and threads take turns.
+/// Minimum predicted time in picoseconds of a part if lanes share cores: parts then save no time, and threads take
+/// turns.
 const LEAST_SHARED_PART_PS: u64 = 1_000_000_000;
 
-/// From when on a group's calls are cut.
+/// The size from which on a group's calls are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Least {
-    /// Calls are predicted to take so many picoseconds, and their parts so many.
+    /// Minimum predicted time of a call and of each of its parts, in picoseconds.
     Time { call: u64, part: u64 },
-    /// Parts have so many bytes. For tests, which must not depend on predictions.
+    /// Minimum bytes of a part. For tests, which must not depend on predictions.
     Bytes(u64),
 }
 
 impl Least {
-    /// Of a group on whose hosts each lane of each rank has a core of its own, or not: the same on all ranks.
+    /// Returns the limits of a group. `have_own_cores` says whether each lane of each rank has a core of its own on
+    /// every host; it is the same on all ranks.
     pub(crate) fn of(have_own_cores: bool) -> Self {
         if have_own_cores {
             Self::Time { call: LEAST_CUT_PS, part: LEAST_PART_PS }
@@ -35,7 +39,8 @@ impl Least {
     }
 }
 
-/// How many of a group's lanes have a part of a call that one rank makes in a world of so many.
+/// Returns the number of parts of a call; each part goes to one of the group's `lanes` lanes. `desc` is the call of one
+/// rank in a group of `world` ranks.
 pub(crate) fn parts_of(
     desc: &CallDesc,
     world: u32,
@@ -55,13 +60,13 @@ pub(crate) fn parts_of(
     u32::try_from(most).unwrap_or(u32::MAX).clamp(1, lanes)
 }
 
-/// Whether a call is one of those whose parts others can do. Where its tensors lie does not matter, and is not known on other ranks: the first part
-/// packs them for all.
+/// Returns whether other lanes can do parts of such a call. The location of its tensors does not matter, and other
+/// ranks do not know it: the first part packs the tensors for all.
 fn may_be_cut(desc: &CallDesc) -> bool {
     !desc.collective.is_point_to_point()
         && desc.collective != Collective::Barrier
         && desc.offload.is_none()
-        // What is scaled in place must not be refused after that, and parts may be.
+        // A call that scales in place must not be refused afterwards, and parts may be refused.
         && desc.op != ReduceOp::PremulSum
 }
 

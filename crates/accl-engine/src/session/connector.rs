@@ -1,9 +1,9 @@
-//! The thread that makes links: those that calls and groups of this process want, and those that peers want.
+//! The thread that makes links: for calls and groups of this process, and for peers that connect.
 //!
-//! Owns the endpoint, the way of a link from there to the peers of a lane under its driver's lock, and what is said to peers besides links: notes
-//! that a group has failed, for ranks that look at no link, and questions what has become of a peer that cannot be reached, which `inquests` keeps. It
-//! sleeps until somebody connects or a link is wanted, and answers peers also while nobody here makes a call. Read [`Connector`]
-//! first, then [`Work::turn`].
+//! Owns the endpoint, and hands each link over to its peer under the lane's driver lock. Also sends messages to peers
+//! outside the links. These are notes that a group has failed, for ranks that do not poll their links, and questions
+//! about unreachable peers (see `inquests`). The thread sleeps until a peer connects or a link is wanted. It answers
+//! peers even while no thread here issues a call. Read [`Connector`] first, then [`Work::turn`].
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,28 +23,28 @@ use crate::time;
 use accl_executor::group::Fate;
 use accl_executor::peers::Note;
 
-/// A note goes out after so long: a rank that is awake hears of a failure on its links, and says so on them.
+/// Delay before a note is sent. A rank that is awake learns of a failure on its links, and confirms it there.
 pub(crate) const NOTE_DELAY: Duration = Duration::from_millis(100);
 
-/// The identity of a peer process.
+/// Identity of a peer process.
 type Uuid = [u8; 16];
 
-/// The hand of this process on the thread.
+/// Handle of the connector thread.
 pub(crate) struct Connector {
-    /// Until the thread has it.
+    /// The endpoint, until the thread takes it.
     endpoint: Mutex<Option<Endpoint>>,
-    /// Of each lane.
+    /// The driver of each lane.
     drivers: Vec<Weak<Driver>>,
     shared: Arc<Shared>,
 }
 
-/// What the thread and the others know.
+/// State shared by the thread and its handle.
 struct Shared {
     waker: Arc<Waker>,
-    /// Set before a wake.
+    /// Set before the wake-up.
     is_stopping: AtomicBool,
     state: Mutex<State>,
-    /// Something has changed about links.
+    /// Notified when the state of a link may have changed.
     changed: Condvar,
 }
 
@@ -52,21 +52,21 @@ struct Shared {
 struct State {
     requests: Vec<Request>,
     is_running: bool,
-    /// Why there is no thread any more, after a panic.
+    /// Why the thread has ended, after a panic.
     failure: Option<Error>,
 }
 
 enum Request {
-    /// A group is made that needs links to these on a lane.
+    /// A group is being created that needs links to these peers on a lane.
     Want(u32, Vec<EndpointInfo>),
-    /// It needs them no more, whether it has them or not.
+    /// The group no longer waits for these peers, whether it has links to them or not.
     Forget(u32, Vec<Uuid>),
     /// Peers have been introduced that may have links already.
     HandOver,
 }
 
 impl Connector {
-    /// Without its thread. The endpoint has as many lanes as there are drivers.
+    /// Creates the connector without its thread. The endpoint has as many lanes as there are drivers.
     ///
     /// # Errors
     /// `Exhausted` when there is no descriptor left.
@@ -83,16 +83,17 @@ impl Connector {
         Ok(Self { endpoint: Mutex::new(Some(endpoint)), drivers, shared })
     }
 
-    /// Starts the thread, once.
+    /// Starts the thread. Further calls have no effect.
     ///
     /// # Errors
-    /// `Exhausted` when the system has no thread for it, `Internal` when it has ended by a panic.
+    /// `Exhausted` when the system has no thread for it; `Internal` when it has ended by a panic.
     pub(crate) fn start(&self) -> Result<()> {
         let mut place = self.endpoint.lock();
         if place.is_none() {
             return self.shared.state.lock().failure.clone().map_or(Ok(()), Err);
         }
-        // What moves into a thread that the system refuses is lost: it is taken there.
+        // The system may refuse the thread, and values moved into it would be lost. So the thread takes the endpoint
+        // from here.
         let handed_over = Arc::new(Mutex::new(place.take()));
         let (endpoint, drivers, shared) = (handed_over.clone(), self.drivers.clone(), self.shared.clone());
         shared.state.lock().is_running = true;
@@ -117,31 +118,31 @@ impl Connector {
         self.shared.waker.wake();
     }
 
-    /// Begins to make links that this and the other side want.
+    /// Begins to make links that both this side and the peers want.
     pub(crate) fn want(&self, lane: u32, peers: Vec<EndpointInfo>) {
         self.ask(Request::Want(lane, peers));
     }
 
-    /// Whoever has called [`Connector::want`] waits for these no more.
+    /// Withdraws a [`Connector::want`]: its caller no longer waits for these peers.
     pub(crate) fn forget(&self, lane: u32, peers: Vec<Uuid>) {
         self.ask(Request::Forget(lane, peers));
     }
 
-    /// Peers have been introduced, who may have connected before.
+    /// Hands over links of peers that connected before they were introduced.
     pub(crate) fn hand_over(&self) {
         self.ask(Request::HandOver);
     }
 
-    /// Waits until something has changed about links, at most so long.
+    /// Waits until the state of a link may have changed, for `at_most` at the longest.
     pub(crate) fn await_change(&self, at_most: Duration, is_enough: impl Fn() -> bool) {
         let mut state = self.shared.state.lock();
-        // What changed before this has the lock is seen here; what changes later notifies.
+        // Changes before this lock are seen here; later changes notify.
         if !is_enough() {
             let _ = self.shared.changed.wait_for(&mut state, at_most);
         }
     }
 
-    /// Ends the thread, and the listening with it; waits at most so long.
+    /// Ends the thread and with it the listening; waits for `at_most` at the longest.
     pub(crate) fn stop(&self, at_most: Duration) {
         let until = Instant::now() + at_most;
         self.endpoint.lock().take();
@@ -156,32 +157,33 @@ impl Connector {
 
 impl Drop for Connector {
     fn drop(&mut self) {
-        // In a forked child there is no thread, the descriptor may be another file's, and another thread may have had the lock.
+        // No lock here: in a forked child there is no thread, another thread may have held the lock, and the descriptor
+        // may be another file's.
         self.shared.is_stopping.store(true, Ordering::Release);
         self.shared.waker.wake();
     }
 }
 
-/// What the thread has.
+/// State of the thread.
 struct Work {
     endpoint: Endpoint,
     lanes: Vec<Lane>,
     shared: Arc<Shared>,
-    /// Of notes and questions.
+    /// Last number given to a note or question.
     numbers: u64,
 }
 
-/// What the thread knows of the peers of one lane.
+/// State of the peers of one lane, as the thread knows it.
 struct Lane {
     number: u32,
     driver: Weak<Driver>,
-    /// Peers that groups wait for, and how many do.
+    /// Peers that groups wait for, each with the number of those groups.
     awaited: HashMap<Uuid, (EndpointInfo, usize)>,
-    /// Notes that are sent unless their receivers speak first, in the order of when.
+    /// Notes in the order of their due times. A note is not sent if its receiver reports the failure first.
     notes: VecDeque<(Instant, Note)>,
-    /// Peers that cannot be reached, of which others are asked.
+    /// Unreachable peers that other processes are asked about.
     inquests: Inquests,
-    /// What has been said of peers that are hard to reach.
+    /// The last reports to the driver about peers that are hard to reach.
     troubles: HashMap<Uuid, String>,
 }
 
@@ -208,7 +210,7 @@ impl Work {
             }
             let turned = catch_unwind(AssertUnwindSafe(|| self.turn(&drivers, requests)));
             if let Err(panic) = turned {
-                // Nobody else could make links, and calls would wait for them until their deadline.
+                // No other thread can make links, and calls would wait for links until their deadlines.
                 let errors = drivers.iter().map(|driver| driver.with_core(|core| core.fail_all(&*panic)));
                 self.shared.state.lock().failure = errors.last();
                 return;
@@ -218,12 +220,12 @@ impl Work {
         }
     }
 
-    /// How long there is nothing to do but what comes.
+    /// Returns how long the thread may sleep if no event comes; `None` means without limit.
     fn next_turn(&self) -> Option<Duration> {
         self.lanes.iter().filter_map(Lane::next_turn).min()
     }
 
-    /// Begins what is wanted, looks at what is under way, and gives links that were made to their peers.
+    /// Begins to make wanted links, polls those in progress, and hands completed links over to their peers.
     fn turn(&mut self, drivers: &[Arc<Driver>], requests: Vec<Request>) {
         let now = Instant::now();
         let Self { endpoint, lanes, numbers, .. } = self;
@@ -256,7 +258,7 @@ impl Work {
             if driver.attach(&uuid, || endpoint.take_link(&uuid)) {
                 has_changed = true;
             } else if driver.has_gone(&uuid) {
-                // It was given up while the link was made, and is to learn of that.
+                // The peer was given up while the link was made; dropping the link lets it know.
                 endpoint.drop_link(&uuid);
             }
         }
@@ -269,7 +271,8 @@ impl Work {
                 has_changed = true;
             }
         }
-        // Numbers are of all lanes' questions and notes: one that a lane has not sent means nothing to it.
+        // Numbers are unique across the questions and notes of all lanes, so each lane ignores numbers that it has not
+        // sent.
         for (number, reply) in endpoint.take_replies() {
             let fate = reply.ok().map(|answer| Fate::of(&answer));
             lanes.iter_mut().for_each(|lane| lane.inquests.answer(number, fate, time::now()));
@@ -282,7 +285,7 @@ impl Work {
             tracing::warn!("{warning}");
         }
         if has_changed || lanes.iter().any(|lane| !lane.awaited.is_empty()) {
-            // Under the lock: whoever has just found that links are missing waits by then.
+            // Under the lock: a thread that has just found links missing is waiting by then.
             let _state = self.shared.state.lock();
             self.shared.changed.notify_all();
         }
@@ -296,17 +299,17 @@ impl Lane {
         note.into_iter().chain(question).min()
     }
 
-    /// Begins what calls want.
+    /// Begins to make the links that calls want.
     fn take_wanted(&mut self, driver: &Driver, endpoint: &mut Endpoint, now: Instant) {
         let (wanted, notes) = driver.wanted().take();
-        // Links come to their peers on this thread alone: those without stay so for now.
+        // Only this thread attaches links to peers, so peers without a link stay without one for now.
         for info in driver.still_unlinked(wanted) {
             endpoint.want(self.number, &info, Wanted::Here, now);
         }
         self.notes.extend(notes.into_iter().map(|note| (now + NOTE_DELAY, note)));
     }
 
-    /// Begins what a group that is being made wants.
+    /// Begins to make the links that a group under creation wants.
     fn want(&mut self, infos: Vec<EndpointInfo>, driver: &Driver, endpoint: &mut Endpoint, now: Instant) {
         for info in &infos {
             self.awaited.entry(info.uuid).or_insert_with(|| (info.clone(), 0)).1 += 1;
@@ -326,7 +329,7 @@ impl Lane {
         }
     }
 
-    /// Sends the notes that are due, to those who have not spoken.
+    /// Sends the notes that are due to receivers that may not know of the failure yet.
     fn send_notes(&mut self, driver: &Driver, endpoint: &mut Endpoint, numbers: &mut u64, now: Instant) {
         while self.notes.front().is_some_and(|(due, _)| *due <= now) {
             let Some((_, note)) = self.notes.pop_front() else { return };
@@ -337,7 +340,7 @@ impl Lane {
         }
     }
 
-    /// Asks others what has become of peers that cannot be reached. Returns whether it is known of any.
+    /// Asks other processes what happened to unreachable peers. Returns whether there is a result for any of them.
     fn inquire(&mut self, driver: &Arc<Driver>, endpoint: &mut Endpoint, numbers: &mut u64, now: Instant) -> bool {
         let moment = time::now();
         let number = || {
@@ -359,9 +362,10 @@ impl Lane {
         has_changed
     }
 
-    /// Tells the driver which peers are hard to reach, and why.
+    /// Reports to the driver which peers are hard to reach, and why.
     fn tell_troubles(&mut self, driver: &Driver, endpoint: &Endpoint, now: Instant) {
-        // Those that a group being made waits for are spoken of at its deadline, which may come before there has been time for a link.
+        // Peers that a group under creation waits for are reported even before there was time for a link: the group's
+        // deadline may come first.
         let awaited = self.awaited.iter().map(|(uuid, (info, _))| (*uuid, endpoint.why_not(info)));
         let troubles: HashMap<Uuid, String> = endpoint.troubles(self.number, now).chain(awaited).collect();
         if troubles != self.troubles {
@@ -375,7 +379,7 @@ impl Lane {
     }
 }
 
-/// What this process says to those that connect.
+/// Answers of this process to peers that connect.
 struct Answers<'a>(&'a [Arc<Driver>]);
 
 impl Host for Answers<'_> {

@@ -1,7 +1,7 @@
-//! Which cores the ranks of a host may use: whether a rank that waits takes one away from another.
+//! The cores that the ranks of a host may use, which decide whether a waiting rank takes a core from another rank.
 //!
-//! Each rank publishes what it may use. A rank that is pinned sees one core and cannot tell from that alone whether
-//! the others have theirs.
+//! Each rank publishes the cores that it may use. A pinned rank sees one core and cannot know from that alone whether
+//! the other ranks have cores of their own.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,14 +11,15 @@ use accl_types::{parse_cpus, show_cpus};
 /// The cores that a process may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Cores {
-    /// Their numbers, ascending.
+    /// Numbers of the cores, ascending.
     numbers: Vec<u32>,
-    /// How many of them a quota leaves; 0 without one.
+    /// Number of cores that a CPU quota allows; 0 without a quota.
     quota: u32,
 }
 
 impl Cores {
-    /// Of the calling thread, which is as good as the process: torch's threads are pinned together.
+    /// Returns the cores of the calling thread. They stand for the process, because torch's threads are pinned
+    /// together.
     pub(crate) fn of_this_process() -> Self {
         let usable = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
         let numbers: Vec<u32> = match rustix::thread::sched_getaffinity(None) {
@@ -31,17 +32,17 @@ impl Cores {
         Self { numbers, quota }
     }
 
-    /// The process is bound to one.
+    /// Returns whether the process is bound to a single core.
     pub(crate) fn is_one(&self) -> bool {
         self.numbers.len() == 1
     }
 
-    /// Whether these processes, all of one host, are more than the cores that they have together.
+    /// Returns whether these processes, all on one host, outnumber the cores that they have together.
     pub(crate) fn are_shared<'a>(all: impl Iterator<Item = &'a Cores> + Clone) -> bool {
         all.clone().count() > Cores::in_all(all)
     }
 
-    /// How many cores these processes, all of one host, have together.
+    /// Returns the number of cores that these processes, all on one host, have together.
     pub(crate) fn in_all<'a>(all: impl Iterator<Item = &'a Cores> + Clone) -> usize {
         let mut union: Vec<u32> = all.clone().flat_map(|cores| cores.numbers.iter().copied()).collect();
         union.sort_unstable();
@@ -51,28 +52,28 @@ impl Cores {
     }
 }
 
-/// How many ranks a host has, and how many cores that leaves for each.
+/// Number of ranks on a host, and number of cores for each of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Crowd {
-    /// 0: not known.
+    /// Number of ranks on the host; 0 if not known.
     pub(crate) ranks: u32,
     pub(crate) share: u32,
 }
 
 impl Crowd {
-    /// Of these processes, all of one host.
+    /// Counts these processes, all on one host.
     pub(crate) fn of<'a>(all: impl Iterator<Item = &'a Cores> + Clone) -> Self {
         let ranks = all.clone().count() as u32;
         Self { ranks, share: Cores::in_all(all) as u32 / ranks.max(1) }
     }
 
-    /// The larger one: that of the job, where the other is of some of its ranks.
+    /// Returns the larger of the two: the job's, if the other covers only some of its ranks.
     pub(crate) fn or(self, other: Self) -> Self {
         if self.ranks > other.ranks { self } else { other }
     }
 }
 
-/// `16:4`
+/// Format: ranks, then cores per rank, such as `16:4`.
 impl fmt::Display for Crowd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.ranks, self.share)
@@ -89,7 +90,7 @@ impl FromStr for Crowd {
     }
 }
 
-/// `0-3,8/2`: the numbers, and a quota if there is one.
+/// Format: the numbers, then the quota if there is one, such as `0-3,8/2`.
 impl fmt::Display for Cores {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&show_cpus(&self.numbers))?;

@@ -1,6 +1,6 @@
-//! The making of groups: meeting the other ranks, connecting to them, choosing the rules that all ranks share.
+//! Creation of groups: meeting the other ranks, connecting to them, and choosing the rules that all ranks share.
 //!
-//! Owns the order of these steps and what becomes of a group whose making fails. Read [`Engine::create_group`] first.
+//! Owns the order of these steps, and the clean-up if creation fails. Read [`Engine::create_group`] first.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -34,29 +34,30 @@ use accl_executor::peers::{Gone, PeerId, missing, neighbours};
 use accl_executor::plan::Planner;
 use accl_types::hash::hash_words;
 
-/// How often a rank that waits for links looks whether it was interrupted, and whether the others go on.
+/// Intervals at which a rank that waits for links checks for interrupts, and whether the other ranks go on.
 const CONNECT_TICK: Duration = Duration::from_millis(50);
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
-/// A rank that has waited for links for so long says to whom.
+/// Time after which a rank that waits for links logs which ranks it waits for.
 const WORTH_A_WORD: Duration = Duration::from_secs(5);
 
-/// How long a rank that cannot make a group waits for the others, which are to learn why.
+/// Maximum time that a rank that cannot create a group waits for the other ranks, which should learn the reason.
 const REFUSAL: Duration = Duration::from_secs(10);
 
-/// While a device opens the store is asked after this part of the time before, or after so long.
+/// While a device opens, the store is asked at intervals of this fraction of the elapsed time, at most
+/// `LONGEST_UNASKED`.
 const ASKED_PART: u32 = 4;
 const LONGEST_UNASKED: Duration = Duration::from_millis(400);
 
-/// What a rank tells the others once its device is set up.
+/// Text that a rank sends to the other ranks once its device is set up.
 const IS_SET_UP: &str = "set up";
 
-/// The device of a group that is being made.
+/// The device of a group under creation.
 struct Devices {
     url: Option<DeviceUrl>,
     opened: Option<Arc<Device>>,
 }
 
-/// The device that a group is to have. One serves the default process group: others have none.
+/// Returns the device that a group uses. Only the default process group uses one; other groups have none.
 fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
     let url = DeviceUrl::parse(&spec.config.device)?;
     if url.is_none()
@@ -70,8 +71,8 @@ fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
     Ok(url.filter(|_| spec.role == GroupRole::Default))
 }
 
-/// Does something that takes long, and looks meanwhile whether the others go on: what a rank says that gives up is heard at once. `None`: the
-/// session is over.
+/// Runs `act`, which takes long, and checks meanwhile whether the other ranks go on. The error of a rank that gives up
+/// is thus reported at once. Returns `None` if the session has ended.
 fn while_it_goes_on<T>(
     meeting: &mut Meeting<'_>,
     look: &mut dyn FnMut() -> Result<()>,
@@ -91,19 +92,19 @@ fn while_it_goes_on<T>(
     if is_over { Ok(None) } else { done.map(Some) }
 }
 
-/// All that ranks must agree on: of a device what it is, not which.
+/// Returns everything that ranks must agree on. Of a device it includes the kind, not the instance.
 fn agreed_text(spec: &GroupSpec, url: Option<&DeviceUrl>) -> String {
     let device = url.map_or_else(|| "none".to_owned(), DeviceUrl::agreed);
     format!("{} device={device}", spec.config.agreed_text())
 }
 
-/// Lets the other ranks of a group fail with the cause for which this one cannot make it, once all have come; waits for them a while, at most until
-/// the group's deadline.
+/// Makes the other ranks of a group fail with the error for which this rank cannot create it, once all ranks have
+/// arrived. Waits for them for a limited time, at most until the group's deadline.
 pub fn refuse_group(spec: &GroupSpec, store: &dyn Store, error: &Error, interrupt: &mut dyn FnMut() -> bool) {
     refuse_among(&Makings::default(), spec, store, error, interrupt);
 }
 
-/// As [`refuse_group`], in a process that makes these groups.
+/// Like [`refuse_group`], in a process that creates the groups in `makings`.
 fn refuse_among(
     makings: &Makings,
     spec: &GroupSpec,
@@ -125,7 +126,7 @@ fn refuse_among(
         wait.as_secs()
     );
     let mut meeting = Meeting::new(spec, store, &mine, &label, makings, Instant::now() + wait).refusing(error);
-    // What comes of it is known: the meeting ends with this rank's own cause, or the others have not come.
+    // The result is known: the meeting ends with this rank's own error, or the other ranks have not arrived.
     let _ = meeting.gather(&mut || match interrupt() {
         true => Err(Error::aborted("interrupted while the others were notified")),
         false => Ok(()),
@@ -134,7 +135,7 @@ fn refuse_among(
     meeting.give_up(error);
 }
 
-/// What all ranks have before a group is made.
+/// Results of the rendezvous, once all ranks are ready to create the group.
 struct Prepared {
     states: LaneStates,
     infos: Vec<RankInfo>,
@@ -142,12 +143,12 @@ struct Prepared {
 }
 
 impl Engine {
-    /// Makes a group: meets the other ranks in the store, connects to its neighbours among them. Links to the others are made when
-    /// a call first needs them.
+    /// Creates a group: meets the other ranks in the store, and connects to its neighbours among them. Links to the
+    /// other ranks are created when a call first needs them.
     ///
     /// # Errors
-    /// `Timeout` listing the missing ranks, `Configuration`, `Rendezvous`, `Network`; `Aborted` when interrupted or in a
-    /// forked child.
+    /// `Timeout` listing the missing ranks, `Configuration`, `Rendezvous`, `Network`; `Aborted` when interrupted or in
+    /// a forked child.
     pub fn create_group(
         self: &Arc<Self>,
         spec: GroupSpec,
@@ -170,7 +171,7 @@ impl Engine {
         let (parts, mine, url) = match self.introduction(spec) {
             Ok(introduction) => introduction,
             Err(error) => {
-                // In a forked child the parent's rank meets the others.
+                // In a forked child, the parent's rank meets the other ranks.
                 if !self.is_forked() {
                     refuse_among(&self.makings, spec, store, &error, interrupt);
                 }
@@ -231,7 +232,7 @@ impl Engine {
             }
             core.add_group(state, now);
         });
-        // The first lane is there to hear of what befalls the others, and nobody makes calls yet.
+        // The first lane exists by now and learns of failures on the others, and no thread issues calls yet.
         for (lane, state) in self.other_lanes().iter().zip(states) {
             lane.with_core(|core| core.add_group(state, now));
         }
@@ -242,13 +243,13 @@ impl Engine {
         Ok(Group::new(self.clone(), id, name, spec, rules))
     }
 
-    /// What the others learn of this rank before they meet it, and the group's device.
+    /// Returns what the other ranks learn of this rank before they meet it, and the group's device.
     fn introduction(&self, spec: &GroupSpec) -> Result<(Parts<'_>, RankInfo, Option<DeviceUrl>)> {
         self.check_process_settings(&spec.config)?;
         let parts = self.parts(spec.master)?;
         let info = parts.info.clone();
         if spec.world > 1 {
-            // From now on peers may connect: they know this process by its info.
+            // Peers may connect from now on: they know this process by its info.
             parts.connector.start()?;
         }
         let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
@@ -260,8 +261,9 @@ impl Engine {
         Ok((parts, RankInfo { counter, agreed, cores, has_auto_lanes, crowd, machine, info }, url))
     }
 
-    /// Notes the job that a new group is the group of: the first one over its store that lists no ranks, or the default process group. Whether the
-    /// threads of this process are placed for it: they are for the default process group, and for a job that is the only one.
+    /// Records the job whose own group a new group is: the first group over its store that lists no ranks, or the
+    /// default process group. Returns whether the threads of this process are bound for that job. They are for the
+    /// default process group, and for a job that is the only one.
     fn is_first_job(&self, spec: &GroupSpec, store: &dyn Store, id: u64, infos: &[RankInfo]) -> bool {
         let mut jobs = self.jobs.lock();
         jobs.retain(|job| self.driver.with_core(|core| core.group(job.group).is_some()));
@@ -275,7 +277,7 @@ impl Engine {
         is_default || is_only
     }
 
-    /// Meets the others until all ranks, in one session, have what the group needs.
+    /// Meets the other ranks until all ranks, in one session, have what the group needs.
     fn meet(
         &self,
         parts: Parts<'_>,
@@ -306,12 +308,12 @@ impl Engine {
         }
     }
 
-    /// A group is not made.
+    /// Removes a group whose creation failed.
     fn forget_group(&self, id: u64) {
         self.lanes().for_each(|lane| lane.with_core(|core| core.remove_group(id)));
     }
 
-    /// Connects, and makes all that may fail on one rank alone. `None` when the session is over.
+    /// Connects, and does everything that may fail on one rank alone. Returns `None` if the session has ended.
     #[expect(clippy::too_many_arguments, reason = "all of a group that is being made")]
     fn prepare(
         &self,
@@ -325,7 +327,7 @@ impl Engine {
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<(LaneStates, Rules)>> {
         let topology = Topology::new(host_indices(infos));
-        // The same on all ranks, since they agreed on the rules.
+        // The result is the same on all ranks, because they agreed on the rules.
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
         let default_codec = DefaultCodec::of(&spec.config)?;
         let Some(peers) = self.connect(parts, spec, meeting, infos, deadline, look)? else { return Ok(None) };
@@ -351,8 +353,8 @@ impl Engine {
         Ok(Some((states, Rules { default_codec, device, sidestep, planner, lanes, least })))
     }
 
-    /// Opens the group's device, and that anew when a session moves: it is set up for the other ranks' devices, which are new then. `false` when
-    /// the session is over.
+    /// Opens the group's device, and reopens it when a session moves: the setup depends on the devices of the other
+    /// ranks, which are new then. Returns `false` if the session has ended.
     fn open_device(
         &self,
         spec: &GroupSpec,
@@ -363,7 +365,7 @@ impl Engine {
     ) -> Result<bool> {
         let Some(url) = &device.url else { return Ok(true) };
         let deadline = time::now() + deadline.saturating_duration_since(Instant::now());
-        // Reached anew once it is left.
+        // The device can be reached again only after it was left.
         drop(device.opened.take());
         let opener = self.opener().ok_or_else(|| {
             Error::configuration(format!("device `{url}`: this engine was not given a way to open devices"))
@@ -390,7 +392,8 @@ impl Engine {
         Ok(device.opened.is_some())
     }
 
-    /// Opens what has a library do collectives of the group, if the settings want that. `None` when the session is over.
+    /// Prepares a library for collectives of the group, if the settings request that. The outer `None` means that the
+    /// session has ended.
     fn open_sidestep(
         &self,
         spec: &GroupSpec,
@@ -406,7 +409,8 @@ impl Engine {
         Sidestep::open(named, (id, &spec.name), spec.rank.0, &told, &self.sidestep).map(Some)
     }
 
-    /// The processes of a sub-group's ranks, as the group of the job knows them that has met in the same store; empty for other groups.
+    /// Returns the processes of a sub-group's ranks, as known from the job's group that met in the same store. Empty
+    /// for other groups.
     fn known_members(&self, spec: &GroupSpec, store: &dyn Store) -> Vec<(Rank, [u8; 16])> {
         let (jobs, store) = (self.jobs.lock(), store.identity());
         let is_there = |job: &&Job| self.driver.with_core(|core| core.group(job.group).is_some());
@@ -418,7 +422,8 @@ impl Engine {
         known.filter_map(|(rank, global)| Some((Rank(rank as u32), process(global)?))).collect()
     }
 
-    /// Begins to link to neighbours that are known from the job: one that has gone is found before it could come.
+    /// Begins to link to neighbours that are known from the job. A neighbour that is gone is thus detected although it
+    /// cannot answer the rendezvous.
     fn want_neighbours(&self, members: &[(Rank, [u8; 16])], spec: &GroupSpec) {
         let near: HashSet<Rank> = neighbours(spec.rank, spec.world).collect();
         self.driver.with_core(|core| {
@@ -430,7 +435,7 @@ impl Engine {
         });
     }
 
-    /// A member of the job that has gone does not come to make a sub-group.
+    /// Returns an error if a member of the job is gone: it will not take part in a sub-group.
     fn look_for_lost(&self, members: &[(Rank, [u8; 16])]) -> Result<()> {
         if members.is_empty() {
             return Ok(());
@@ -447,7 +452,7 @@ impl Engine {
         })
     }
 
-    /// The constants by which a group chooses whose first rank this is.
+    /// Returns the machine constants for choosing algorithms; called on the first rank of a group.
     fn machine(&self, spec: &GroupSpec) -> Machine {
         if spec.world == 1 || spec.config.deterministic {
             return Machine::default();
@@ -466,8 +471,8 @@ impl Engine {
         )))
     }
 
-    /// The peers of all ranks, with links to those that this rank is to be linked to from the beginning; `None` when the session
-    /// is over. Links to the others are made when they are wanted.
+    /// Returns the peers of all ranks, after linking this rank to its neighbours. Returns `None` if the session has
+    /// ended. Links to the other ranks are created on demand.
     fn connect(
         &self,
         parts: Parts<'_>,
@@ -514,7 +519,7 @@ impl Engine {
             if now >= deadline {
                 break Err(self.unlinked(&missing(), &peers));
             }
-            // What does not pass, such as another MPI job, would else be known when the time is up.
+            // A permanent cause, such as another MPI job, would otherwise be reported only at the deadline.
             if !is_told && now.saturating_duration_since(begin) >= WORTH_A_WORD {
                 is_told = true;
                 let missing = missing();
@@ -527,7 +532,7 @@ impl Engine {
                     deadline.saturating_duration_since(now).as_secs()
                 );
             }
-            // A rank may have been replaced or given up.
+            // A rank may have been replaced or have given up.
             if now.saturating_duration_since(asked) >= CONNECT_SLICE {
                 asked = now;
                 match meeting.goes_on() {
@@ -541,7 +546,7 @@ impl Engine {
         outcome.map(|linked| linked.map(|()| peers))
     }
 
-    /// Makes all ranks' processes peers of this one on a lane.
+    /// Makes the processes of all ranks peers of this process on a lane.
     pub(super) fn introduce(
         &self,
         lane: &Driver,
@@ -550,7 +555,7 @@ impl Engine {
         own: usize,
     ) -> Result<Vec<PeerId>> {
         let polling = lane.polling().ok_or_else(|| Error::internal("a lane has nothing to sleep in"))?;
-        // A peer that went and came back has a link that is dead and does not know it yet.
+        // A peer that left and came back may have a dead link that this process has not noticed yet.
         lane.after_a_look(|core| {
             let introduce = |info: &EndpointInfo| {
                 let likely = accl_transport::likely_transport(mine, info);
@@ -567,12 +572,12 @@ impl Engine {
         })
     }
 
-    /// The error when links are missing and the time is up.
+    /// Returns the error for links that are missing at the deadline.
     fn unlinked(&self, missing: &[Rank], peers: &[PeerId]) -> Error {
         Error::timeout(format!("the deadline passed; {}", self.listed(missing, peers)))
     }
 
-    /// Which peers have no link, and why, as a clause.
+    /// Returns a clause that lists the peers without a link, and why.
     fn listed(&self, missing: &[Rank], peers: &[PeerId]) -> String {
         let missing: Vec<_> = missing.iter().map(|&rank| (rank, peers[rank.index()])).collect();
         let listed = self.driver.with_core(|core| missing::unlinked(&missing, &core.net));
@@ -580,9 +585,10 @@ impl Engine {
     }
 }
 
-/// The choice of algorithms, from what all ranks know alike: the infos and the settings that they agreed on.
+/// Returns the chooser of algorithms, built only from values that are the same on all ranks: their infos and the agreed
+/// settings.
 fn chooser(topology: Topology, spec: &GroupSpec, infos: &[RankInfo], segment_bytes: u64) -> Chooser {
-    // The host that is worst off for cores stands for all.
+    // Among the hosts with the most ranks, the host with the fewest cores decides for all.
     let cores_of = |host: u32| {
         let here = topology.ranks_of(host).iter().map(|&rank| &infos[rank as usize].cores);
         Cores::in_all(here).max(1) as u32
@@ -600,7 +606,8 @@ fn chooser(topology: Topology, spec: &GroupSpec, infos: &[RankInfo], segment_byt
     Chooser::new(topology, spec.config.algorithm.clone(), &basis)
 }
 
-/// Identity of the group, the same on all ranks: no two groups have the same session, processes and counters.
+/// Returns the identity of the group, the same on all ranks. No two groups have the same session, processes and
+/// counters.
 fn group_id(session: &str, infos: &[RankInfo]) -> u64 {
     let words = infos.iter().flat_map(|info| {
         let (high, low) = info.info.uuid.split_at(8);
@@ -608,11 +615,11 @@ fn group_id(session: &str, infos: &[RankInfo]) -> u64 {
         [word(high), word(low), info.counter]
     });
     let words = session.bytes().map(u64::from).chain(words);
-    // 0 means the process as a whole.
+    // 0 stands for the process as a whole.
     hash_words(words).max(1)
 }
 
-/// For each rank the number of its host, hosts numbered by first appearance.
+/// Returns the number of each rank's host; hosts are numbered by first appearance.
 fn host_indices(infos: &[RankInfo]) -> Vec<u32> {
     let mut hosts: Vec<&str> = Vec::new();
     infos

@@ -1,6 +1,8 @@
-//! What has become of peers that cannot be reached: who has left in good order is no loss, and others may have heard its goodbye.
+//! Inquests: what happened to peers that cannot be reached. A peer that disconnected cleanly is not lost, and other
+//! processes may have received its disconnect message.
 //!
-//! Owns whom to ask, what the answers mean and when to ask again; sends nothing, and has no clock. Read [`Inquests`] first.
+//! Owns which processes to ask, the meaning of the answers, and when to ask again. Sends nothing and has no clock. Read
+//! [`Inquests`] first.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -11,30 +13,31 @@ use accl_wire::frame::{Header, Kind};
 
 use accl_executor::group::Fate;
 
-/// Others are asked again after so long what has become of a peer that some have a link to, and so often.
+/// Interval between rounds of questions about a peer that some processes still have a link to, and maximum number of
+/// rounds.
 pub(crate) const ROUND: Duration = Duration::from_millis(200);
 const MAX_ROUNDS: u32 = 10;
 
-/// The identity of a peer process.
+/// Identity of a peer process.
 type Uuid = [u8; 16];
 
-/// A question what has become of a peer.
+/// A question to a process about what happened to a peer.
 pub(crate) struct Question {
     pub(crate) number: u64,
     pub(crate) to: EndpointInfo,
-    /// Head and payload of its frame.
+    /// Header and payload of the question's frame.
     pub(crate) bytes: Vec<u8>,
 }
 
-/// What was found out of a peer.
+/// Result of an inquest.
 pub(crate) enum Found {
-    /// It had said goodbye; or that is only assumed, since nobody is left who could know.
+    /// The peer disconnected cleanly. `is_assumed` if no process is left that could know.
     Left { is_assumed: bool },
-    /// It went without a word; the error says why it cannot be reached.
+    /// The peer was lost without disconnecting; the error says why it cannot be reached.
     Lost(Error),
 }
 
-/// Peers of which others are asked, and the questions under way.
+/// Unreachable peers that other processes are asked about, and the questions in flight.
 #[derive(Default)]
 pub(crate) struct Inquests {
     inquests: BTreeMap<Uuid, Inquest>,
@@ -44,29 +47,29 @@ pub(crate) struct Inquests {
 
 struct Inquest {
     error: Error,
-    /// Answers that are awaited.
+    /// Number of answers that are awaited.
     open: usize,
-    /// Somebody has a link to it: it may be about to end.
+    /// Whether some process still has a link to the peer, which may be about to disconnect.
     is_somewhere: bool,
     rounds: u32,
-    /// When others are asked again.
+    /// When the other processes are asked again; `None` while answers are awaited.
     again_at: Option<Moment>,
 }
 
 impl Inquests {
-    /// A peer cannot be reached, because of that. Where others have been asked already, their answers are waited for: those who know may
-    /// be gone when they are asked once more.
+    /// Starts an inquest into a peer that cannot be reached because of `error`. If one is in progress, it continues:
+    /// the processes that know may be gone when they are asked again.
     pub(crate) fn begin(&mut self, peer: Uuid, error: Error, now: Moment) {
         let inquest = || Inquest { error, open: 0, is_somewhere: false, rounds: 0, again_at: Some(now) };
         self.inquests.entry(peer).or_insert_with(inquest);
     }
 
-    /// When somebody is to be asked.
+    /// Returns when the next questions are due; `None` if none are.
     pub(crate) fn next(&self) -> Option<Moment> {
         self.inquests.values().filter_map(|inquest| inquest.again_at).min()
     }
 
-    /// The answer to a question; `None`: there will be none.
+    /// Records the answer to a question; `None` if there will be none.
     pub(crate) fn answer(&mut self, number: u64, fate: Option<Fate>, now: Moment) {
         let Some(uuid) = self.questions.remove(&number) else { return };
         let Some(inquest) = self.inquests.get_mut(&uuid) else { return };
@@ -83,13 +86,14 @@ impl Inquests {
         if std::mem::take(&mut inquest.is_somewhere) && inquest.rounds < MAX_ROUNDS {
             inquest.again_at = Some(now + ROUND);
         } else {
-            // Those who could know are gone, too: a job that ends, as a rule.
+            // The processes that could know are gone, too; usually the job is ending.
             let is_ending = inquest.rounds < MAX_ROUNDS;
             self.end(uuid, if is_ending { Fate::Unknown } else { Fate::Lost });
         }
     }
 
-    /// The questions that are due. `witnesses` says who could know what has become of a peer, and `number` numbers a question.
+    /// Returns the questions that are due. `witnesses` returns the processes that could know what happened to a peer;
+    /// `number` returns a new question number.
     pub(crate) fn ask(
         &mut self,
         now: Moment,
@@ -131,7 +135,7 @@ impl Inquests {
         }
     }
 
-    /// What was found out since this was asked last.
+    /// Returns the results since the last call.
     pub(crate) fn take_found(&mut self) -> Vec<(Uuid, Found)> {
         std::mem::take(&mut self.found)
     }
@@ -158,7 +162,7 @@ mod tests {
         }
     }
 
-    /// Asks two others; `None` unless they are asked now.
+    /// Asks two other processes. Returns the numbers of the questions; empty if none are due.
     fn ask(inquests: &mut Inquests, now: Moment) -> Vec<u64> {
         let mut number = 0;
         let next = || {

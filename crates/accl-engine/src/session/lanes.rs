@@ -1,7 +1,7 @@
-//! How many lanes a group has, and the group on each of them.
+//! Number of lanes of a group, and the group's state on each of them.
 //!
-//! Owns that number, which all ranks find from the infos that all have. What a lane is, and how calls are cut for it, is the matter of [`crate::lanes`].
-//! Read [`Lanes::of`] first.
+//! Owns that number, which all ranks compute from the infos of all ranks. [`crate::lanes`] defines lanes and the
+//! cutting of calls. Read [`Lanes::of`] first.
 
 use std::sync::Arc;
 
@@ -20,25 +20,26 @@ use crate::driver::Driver;
 use crate::engine::{Engine, Parts};
 use crate::lanes::Numbers;
 
-/// The group on each of its lanes, the first one first.
+/// The group's state on each of its lanes, the first lane first.
 pub(super) type LaneStates = Vec<GroupState>;
 
-/// How many lanes a group has.
+/// Number of lanes of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Lanes {
     pub(super) count: u32,
-    /// On each host there is a core for each lane of each rank.
+    /// Whether each host has a core for each lane of each of its ranks.
     pub(super) have_own_cores: bool,
 }
 
 impl Lanes {
-    /// Of a group whose large calls are not done here.
+    /// Lanes of a group of one rank, or of a group whose device does the large calls.
     pub(super) const ONE: Self = Self { count: 1, have_own_cores: true };
 
-    /// Of a group of these ranks: as many as the one with the fewest has. The same on all ranks.
+    /// Returns the lanes of a group of these ranks: the number of the rank with the fewest. It is the same on all
+    /// ranks.
     pub(super) fn of(infos: &[RankInfo], topology: &Topology) -> Self {
         let machine = infos.first().and_then(|info| info.machine).unwrap_or_default();
-        // Of each host its ranks in this group, and what there is for each of them beside all others.
+        // For each host its ranks in this group, and the cores for each rank, counting other ranks on the host as well.
         let hosts: Vec<(Vec<&RankInfo>, Crowd)> = (0..topology.host_count())
             .map(|host| {
                 let here: Vec<_> = topology.ranks_of(host).iter().map(|&rank| &infos[rank as usize]).collect();
@@ -58,7 +59,8 @@ impl Lanes {
     }
 }
 
-/// As many lanes as each rank of a host has cores for, and as its memory, or the network if it is one of several hosts, has work for.
+/// Returns the number of useful lanes per rank of a host: at most the number of cores per rank. It is also at most the
+/// number that the memory or, with several hosts, the network can keep busy, whichever is larger.
 fn useful_lanes(Crowd { ranks, share }: Crowd, hosts: usize, machine: &Machine) -> u64 {
     let ranks = u64::from(ranks);
     let by_memory = if ranks > 1 { machine.memory_cores.div_ceil(ranks) } else { 1 };
@@ -66,7 +68,7 @@ fn useful_lanes(Crowd { ranks, share }: Crowd, hosts: usize, machine: &Machine) 
     u64::from(share).min(by_memory.max(by_network)).max(1)
 }
 
-/// Cores that it takes to send and receive as fast as a host's connection does.
+/// Returns the number of cores needed to send and receive at the speed of a host's network connection.
 fn network_cores(machine: &Machine) -> u64 {
     let of_largest = |rates: &[u64; SIZES.len()]| rates[SIZES.len() - 1];
     let of_core = of_largest(&machine.tcp.sent_ps_per_kib) + of_largest(&machine.tcp.received_ps_per_kib);
@@ -74,10 +76,10 @@ fn network_cores(machine: &Machine) -> u64 {
 }
 
 impl Engine {
-    /// The group as each of its lanes has it, the first one with these peers; one alone where a device does what is large.
+    /// Creates the group's state on each of its `lanes`, which may be one; the first lane uses the peers `first`.
     ///
     /// # Errors
-    /// `Exhausted` when the system has no thread for a lane; those of [`Engine::introduce`].
+    /// `Exhausted` when the system has no thread for a lane; the errors of [`Engine::introduce`].
     pub(super) fn on_lanes(
         &self,
         parts: Parts<'_>,
@@ -120,7 +122,8 @@ impl Engine {
         Ok(states)
     }
 
-    /// Gives each thread of a lane the CPU that a setting has for it. For the group of the job, which has so many lanes: others have some of its ranks.
+    /// Binds each lane thread to the CPU that the setting lists for it. Called for the job's group with its number of
+    /// lanes; other groups contain only some of its ranks.
     pub(super) fn place_threads(&self, infos: &[RankInfo], rank: usize, lanes: u32) {
         let cpus = &self.config.worker_affinity;
         if cpus.is_empty() {
@@ -140,20 +143,21 @@ impl Engine {
     }
 }
 
-/// How many threads the ranks of a host have that come before this one.
+/// Returns the number of lane threads of the ranks on the same host before this rank.
 fn threads_before(infos: &[RankInfo], rank: usize, lanes: u32) -> usize {
     let here = &infos[rank].info.host_id;
     let before = infos[..rank].iter().filter(|info| info.info.host_id == *here);
     before.map(|info| threads_of(info, lanes)).sum()
 }
 
-/// How many threads a rank has for its lanes: of those that it could have, where it finds that out, as many as the group has use for.
+/// Returns the number of lane threads of a rank. With `auto` it is the number that the group uses, otherwise the number
+/// that the rank has.
 fn threads_of(info: &RankInfo, lanes: u32) -> usize {
     let count = if info.has_auto_lanes { lanes } else { info.info.lanes };
     count.saturating_sub(1) as usize
 }
 
-/// Says that `auto` has found one core where the host has more of them than ranks.
+/// Logs a warning if `auto` has found one core although the host has more cores than ranks.
 pub(super) fn tell_bound(spec: &GroupSpec, infos: &[RankInfo]) {
     let cpus = cpus::online();
     if could_have_more(infos, spec.rank.index(), cpus) {
@@ -164,14 +168,15 @@ pub(super) fn tell_bound(spec: &GroupSpec, infos: &[RankInfo]) {
     }
 }
 
-/// Whether a rank that finds out its lanes is bound to one of these CPUs of its host, which has some to spare.
+/// Returns whether a rank with `auto` lanes is bound to one core although the host has cores to spare. `cpus` is the
+/// number of CPUs of the host.
 fn could_have_more(infos: &[RankInfo], rank: usize, cpus: usize) -> bool {
     let mine = &infos[rank];
     let ranks = infos.iter().filter(|info| info.info.host_id == mine.info.host_id).count();
     infos.len() > 1 && mine.has_auto_lanes && mine.cores.is_one() && cpus > ranks
 }
 
-/// Says once that ranks have lanes of which this group has no use.
+/// Logs a warning if this rank has lanes that the group does not use.
 pub(super) fn tell_fewer_lanes(spec: &GroupSpec, infos: &[RankInfo], lanes: Lanes) {
     let mine = &infos[spec.rank.index()];
     if lanes.count >= mine.info.lanes || mine.has_auto_lanes {
@@ -190,7 +195,7 @@ pub(super) fn tell_fewer_lanes(spec: &GroupSpec, infos: &[RankInfo], lanes: Lane
 mod tests {
     use super::*;
 
-    /// The lanes of ranks that each have so many, or find out how many, on hosts with these cores.
+    /// Returns the lanes of ranks, each given by host, cores and number of lanes; `None` means `auto`.
     fn lanes(ranks: &[(&str, &str, Option<u32>)]) -> Lanes {
         let machine = Machine { memory_cores: 8, ..Machine::default() };
         let mut hosts: Vec<&str> = Vec::new();
@@ -227,7 +232,7 @@ mod tests {
         assert_eq!(count(&[("a", "0-31", None); 2]), 4, "eight cores move memory as fast as the host can");
         assert_eq!(count(&[("a", "0-3", None); 2]), 2, "four cores");
         assert_eq!(count(&[("a", "0-31", None); 8]), 1);
-        // Of the built-in constants a core moves more than ten gigabits a second.
+        // With the built-in constants one core moves more than ten gigabits per second.
         assert_eq!(count(&[("a", "0-31", None), ("b", "0-31", None)]), 1);
         assert_eq!(network_cores(&Machine::default()), 1);
         let mut fast = Machine::default();
@@ -271,7 +276,7 @@ mod tests {
         assert_eq!(of_all(&infos), Lanes { count: 2, have_own_cores: true });
         infos[2].crowd = Crowd { ranks: 16, share: 1 };
         assert_eq!(of_all(&infos), Lanes { count: 1, have_own_cores: true });
-        // Of ranks that are pinned it is their own cores that this group sees.
+        // For pinned ranks, this group sees only their own cores.
         infos[2].crowd = Crowd { ranks: 4, share: 4 };
         assert_eq!(of_all(&infos), Lanes { count: 2, have_own_cores: true });
         infos[2].crowd = Crowd { ranks: 16, share: 1 };

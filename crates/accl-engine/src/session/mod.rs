@@ -1,4 +1,4 @@
-//! How ranks come to be a group.
+//! Creation of groups from ranks.
 
 pub(crate) mod connector;
 pub(crate) mod cores;

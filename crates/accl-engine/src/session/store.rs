@@ -1,5 +1,5 @@
-//! What rendezvous needs of a key-value store, and one in memory for ranks of one process. torch's stores reach it
-//! through `accl-py`. Read [`Store`] first.
+//! The key-value store interface that rendezvous needs, and a store in memory for ranks of one process. torch's stores
+//! reach it through `accl-py`. Read [`Store`] first.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use parking_lot::Mutex;
 
 /// A store shared by all ranks of a group. Keys are already private to the group's name.
 ///
-/// Used only while a group is made, on the thread that makes it. Every question is answered at once: who waits for
-/// something asks again. Errors are of kind `Rendezvous`.
+/// A store is used only while a group is created, on the thread that creates it. Each request returns at once: a caller
+/// that waits for a value asks again. Errors are of kind `Rendezvous`.
 pub trait Store {
     /// Writes a value.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
@@ -20,20 +20,21 @@ pub trait Store {
     fn add(&self, key: &str, delta: i64) -> Result<i64>;
     /// Deletes a value, if there is one. `false` when nothing was deleted, as by a store that cannot delete.
     fn delete(&self, key: &str) -> Result<bool>;
-    /// Number of the store beneath all prefixes, in this process: the same for all groups of a job, and another one for each store that is open
-    /// at the same time. Where it is an address, who makes groups keeps the store for as long as these: torch does so for its groups.
+    /// Returns the number of the store beneath all prefixes, in this process. The number is the same for all groups of
+    /// a job, and differs between stores that are open at the same time. If the number is an address, the caller must
+    /// keep the store for as long as its groups exist, as torch does.
     fn identity(&self) -> u64;
 }
 
-/// The error of a store that fails, from what it says: its first line, and a remedy where one is known.
+/// Returns the error of a failed store from the text that it reports: the first line, and a remedy if one is known.
 pub fn store_failed(what: &str) -> Error {
     let first = what.lines().next().unwrap_or(what);
-    // The C library's words for EMFILE, which a store quotes; it gives no code.
+    // The C library's text for EMFILE, which a store quotes; the store gives no code.
     let remedy = if what.contains("Too many open files") { "; raise the limit with `ulimit -n`" } else { "" };
     Error::rendezvous(format!("the store failed: {first}{remedy}"))
 }
 
-/// A store of the ranks of one process: calibration and tests. Clones share their contents.
+/// A store for ranks of one process, used for calibration and tests. Clones share their contents.
 #[derive(Clone, Default)]
 pub struct MemoryStore {
     shared: Arc<Mutex<HashMap<String, Vec<u8>>>>,
@@ -41,12 +42,12 @@ pub struct MemoryStore {
 }
 
 impl MemoryStore {
-    /// The same store seen under a prefix, as torch gives each group one.
+    /// Returns the same store seen under a prefix, as torch gives each group a prefix.
     pub fn prefixed(&self, prefix: &str) -> Self {
         Self { shared: self.shared.clone(), prefix: format!("{}{prefix}/", self.prefix) }
     }
 
-    /// Everything that is in it, under whatever prefix, in order.
+    /// Returns all keys in the store, under any prefix, in ascending order.
     pub fn keys(&self) -> Vec<String> {
         let mut keys: Vec<String> = self.shared.lock().keys().cloned().collect();
         keys.sort_unstable();

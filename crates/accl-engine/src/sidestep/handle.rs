@@ -1,7 +1,7 @@
-//! A group's side of the collectives that the library of a transport does for it.
+//! A group's side of the collectives that a transport's library does for it.
 //!
-//! Owns which calls are given to the library, and how the group of the library is made; who calls the library from then on
-//! is the matter of `worker`. Read [`Sidestep::takes`] first.
+//! Owns which calls go to the library, and the creation of the library's group. From then on `worker` calls the
+//! library. Read [`Sidestep::takes`] first.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,24 +16,24 @@ use super::route::kept_by_host;
 use super::running::{Membership, Order};
 use super::worker::{Worker, Workers};
 
-/// The transport whose library the setting names.
+/// Name of the transport whose library the setting names.
 const MPI: &str = "mpi";
 
-/// What does some of a group's collectives as a whole.
+/// Has a library do some of a group's collectives as a whole.
 pub(crate) struct Sidestep {
     named: Vec<Collective>,
-    /// By which the thread knows the group.
+    /// Key under which the worker knows the group.
     key: u64,
-    /// How often this process had been forked when this was made.
+    /// Fork generation of the process that created this value.
     generation: u64,
     world: u32,
     worker: Arc<Worker>,
     done: Arc<AtomicU64>,
 }
 
-/// The collectives that MPI is to do by these settings.
+/// Returns the collectives that MPI is to do according to these settings.
 pub(crate) fn named(config: &Config, world: u32) -> Vec<Collective> {
-    // In a group of its own a rank asks nobody; and what is to be the same everywhere is not left to whatever library there is.
+    // A group of one rank needs no library. Deterministic results must not depend on which library is installed.
     if world == 1 || config.deterministic {
         return Vec::new();
     }
@@ -41,7 +41,7 @@ pub(crate) fn named(config: &Config, world: u32) -> Vec<Collective> {
     is_for_mpi.map(|sidestep| sidestep.collective).collect()
 }
 
-/// The library of this process, if its transport was handed in.
+/// Returns the library of this process; `None` if its transport was not registered or has no collectives.
 fn library() -> Option<&'static dyn Collectives> {
     accl_transport::find(MPI)?.collectives
 }
@@ -52,15 +52,15 @@ fn refused(named: &[Collective], why: impl fmt::Display) -> Error {
 }
 
 impl Sidestep {
-    /// What calls are said to be done by.
+    /// Name that is reported for calls done by the library.
     pub(crate) const NAME: &'static str = MPI;
 
-    /// Whether a call was given to a library.
+    /// Returns whether a call was given to a library.
     pub(crate) fn has(desc: &CallDesc) -> bool {
         desc.offload.as_ref().is_some_and(|by| by.name() == MPI)
     }
 
-    /// What all ranks need to know of this one, before there is a group.
+    /// Returns the library's address of this rank, as text. All ranks need it before the group is created.
     ///
     /// # Errors
     /// `Configuration` when there is no such library in this process.
@@ -75,11 +75,12 @@ impl Sidestep {
         Ok(address.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// The library's group of all ranks, by what they have told. `None`: the library does not do this group's, on all ranks alike, and one line
-    /// says so.
+    /// Creates the library's group from the addresses of all ranks, which `told` lists in rank order. Returns `None` if
+    /// the library does not do this group's collectives. That result is the same on all ranks, and rank 0 logs a
+    /// warning.
     ///
     /// # Errors
-    /// `Configuration` when the ranks are not of one job of the library.
+    /// `Configuration` when the ranks do not belong to one job of the library.
     pub(crate) fn open(
         named: Vec<Collective>,
         (group, name): (u64, &str),
@@ -107,7 +108,7 @@ impl Sidestep {
         Ok(Some(Arc::new(Self { named, key, generation: accl_transport::fork_generation(), world, worker, done })))
     }
 
-    /// The same call, done by the library, if it is to be.
+    /// Returns the same call, done by the library; `None` if the host does it.
     pub(crate) fn takes(self: &Arc<Self>, desc: &CallDesc) -> Option<CallDesc> {
         if !self.named.contains(&desc.collective) {
             return None;
@@ -119,27 +120,27 @@ impl Sidestep {
         Some(CallDesc { offload: Some(self.clone()), ..desc.clone() })
     }
 
-    /// The group is left, after it has failed or in good order, or is not made.
+    /// Closes the library's group: it was left after a failure or cleanly, or its creation failed.
     pub(crate) fn close(&self, has_failed: bool) {
-        // What a forked child has a copy of is its parent's, the locks as well.
+        // A forked child has only a copy of its parent's values, including the locks, and must not touch them.
         if self.generation == accl_transport::fork_generation() {
             self.worker.put(Order::Close { group: self.key, has_failed });
         }
     }
 
-    /// Who has the library do it, for whoever waits.
+    /// Returns the worker, so that a waiting thread can help it.
     pub(crate) fn worker(&self) -> Arc<Worker> {
         self.worker.clone()
     }
 
-    /// For a person: what it has done.
+    /// Returns a readable description: what the library does, and how many collectives it has done.
     pub(crate) fn describe(&self) -> String {
         let named: Vec<&str> = self.named.iter().map(|collective| collective.name()).collect();
         format!("{MPI} does {}: {} so far\n", named.join(", "), self.done.load(Ordering::Relaxed))
     }
 }
 
-/// Bytes of hexadecimal digits.
+/// Decodes hexadecimal digits; `None` for other text.
 fn bytes_of(text: &str) -> Option<Vec<u8>> {
     let digits = text.as_bytes();
     let pair = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();

@@ -1,7 +1,8 @@
-//! Collectives of a group that the library of a transport does whole, since a setting says so: MPI's, mostly.
+//! Collectives of a group that a transport's library does as a whole because a setting says so; usually MPI's.
 //!
-//! Which calls those are is in `route`, what such a call is for the library in `request`; `handle` is the group's side of it, `running`
-//! what the library is at, and `worker` who calls it: whoever waits, or a thread that all groups of the process have in common.
+//! `route` decides which calls the library does, `request` translates a call for the library. `handle` is the group's
+//! side, `running` has the collectives in flight. `worker` calls the library: on a waiting thread, or on a thread that
+//! all groups of the process share.
 
 mod handle;
 mod request;

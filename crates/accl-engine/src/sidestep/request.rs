@@ -1,6 +1,7 @@
-//! A collective as a library of C functions takes it, and the memory that it works on.
+//! A collective in the form that a library of C functions accepts, and its memory.
 //!
-//! Owns the translation of types and operators, and the copies of memory that is not in one piece. Read [`Request::new`] first.
+//! Owns the translation of types and operators, and the copies of memory that is not contiguous. Read [`Request::new`]
+//! first.
 
 use accl_executor::call::{ExternalCollective, ExternalTask};
 use accl_executor::memory::CollectiveMemory;
@@ -8,41 +9,41 @@ use accl_transport::CollectiveV1;
 use accl_types::{Collective, Dtype, Error, ReduceOp, Result};
 use accl_wire::table::{collectives, element_types, ops};
 
-/// Elements of every type may begin there.
+/// Alignment in bytes that suits elements of every type.
 const ALIGNMENT: usize = 64;
 
-/// Memory of this module, in which elements of any type may lie.
+/// A buffer of this module that can hold elements of any type.
 #[derive(Default)]
 struct Room {
     bytes: Vec<u8>,
     begin: usize,
 }
 
-/// What is asked of the library, and what its memory is.
+/// The arguments for the library, and the memory that they point to.
 pub(super) struct Request {
     pub(super) collective: CollectiveV1,
     pub(super) memory: Memory,
 }
 
-/// What a library works on.
+/// The memory that a library works on.
 #[derive(Default)]
 pub(super) struct Memory {
-    /// The caller's own memory, which the task holds from [`Request::hold`] on.
+    /// Whether it is the caller's own memory, which the task holds from [`Request::hold`] on.
     is_direct: bool,
-    /// Otherwise copies of it.
+    /// If not, copies of the caller's memory.
     input: Room,
     output: Room,
 }
 
-/// Memory in one piece.
+/// Contiguous memory: its address and its length in bytes.
 type Piece = (*mut u8, u64);
 
 impl Request {
-    /// The request of a task's collective on this rank. Copies what this rank contributes if its memory is not in one piece, or lies otherwise
-    /// to where the result goes than it may. `None`: the task is cancelled.
+    /// Creates the request of a task's collective on this rank. Copies this rank's contribution if its memory is not
+    /// contiguous, or if its position relative to the output is not allowed. Returns `None` if the task is cancelled.
     ///
     /// # Errors
-    /// `Internal` for what libraries are never given; `Exhausted` when there is no memory for copies.
+    /// `Internal` for calls that are never given to a library; `Exhausted` when there is no memory for copies.
     pub(super) fn new(task: &ExternalTask, rank: u32, world: u32) -> Result<Option<Self>> {
         let memory =
             CollectiveMemory::of(task).ok_or_else(|| Error::internal("a library does whole collectives alone"))?;
@@ -83,7 +84,7 @@ impl Request {
         };
         let may_be_in_place =
             !matches!(what.collective, Collective::AllToAll | Collective::ReduceScatter | Collective::Scatter);
-        // Libraries want the same of all ranks, and how tensors lie is each rank's own matter.
+        // Libraries require the same choice on all ranks, but the layout of tensors may differ between ranks.
         let must_be_in_place = matches!(what.collective, Collective::AllReduce | Collective::Broadcast) && reads;
         let may_not_be_in_place = what.collective == Collective::AllGather;
         let input = if input_bytes > 0 { memory.whole_input() } else { Some(nowhere) };
@@ -126,19 +127,20 @@ impl Request {
         Ok(Some(request))
     }
 
-    /// Takes the caller's memory for as long as the library works on it. `false`: the task is cancelled.
+    /// Holds the caller's memory for as long as the library works on it. Returns `false` if the task is cancelled.
     pub(super) fn hold(&self, task: &ExternalTask) -> bool {
         !self.memory.is_direct || task.hold()
     }
 }
 
 impl Memory {
-    /// Whether the library works on the caller's memory.
+    /// Returns whether the library works on the caller's memory.
     pub(super) fn is_direct(&self) -> bool {
         self.is_direct
     }
 
-    /// The library is done: what this rank receives goes to where it should be. `false`: the task is cancelled.
+    /// Finishes after the library has: copies the data that this rank receives to its destination. Returns `false` if
+    /// the task is cancelled.
     pub(super) fn finish(&mut self, task: &ExternalTask) -> bool {
         let Some(mut memory) = CollectiveMemory::of(task) else { return false };
         self.is_direct || memory.write_output(0, self.output.bytes())
@@ -151,15 +153,17 @@ fn overlap(a: Piece, b: Piece) -> bool {
 }
 
 impl Room {
+    /// Allocates room for `bytes` bytes.
+    ///
     /// # Errors
-    /// `Exhausted` when there is not so much memory.
+    /// `Exhausted` when there is not enough memory.
     fn of(bytes: u64) -> Result<Self> {
         let mut all: Vec<u8> = Vec::new();
         let length = bytes as usize + ALIGNMENT;
         all.try_reserve_exact(length)
             .map_err(|_| Error::exhausted(format!("no memory for {bytes} bytes of tensors that lie apart")))?;
         let begin = all.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
-        // There is room for it, so that it stays where it is.
+        // The capacity suffices, so the buffer does not move.
         all.resize(begin + bytes as usize, 0);
         Ok(Self { bytes: all, begin })
     }
@@ -185,7 +189,7 @@ fn collective_number(collective: Collective) -> Result<u32> {
     })
 }
 
-/// A type as the library knows it, and its bytes.
+/// Returns the library's number for the element type, and the size of an element in bytes.
 fn element_type(what: &ExternalCollective) -> Result<(u32, u64)> {
     if !what.collective.reduces() {
         return Ok((element_types::BYTES, 1));

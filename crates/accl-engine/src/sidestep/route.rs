@@ -1,14 +1,16 @@
-//! Which calls the library of a transport does, and which stay with the host.
+//! Rule for which calls a transport's library does, and which stay with the host.
 //!
-//! Owns that rule, which all ranks have to find alike: it goes by what they agree on. Read [`kept_by_host`] first.
+//! Owns that rule. All ranks must decide alike, so it depends only on values that they agree on. Read [`kept_by_host`]
+//! first.
 
 use accl_executor::call::CallDesc;
 use accl_types::{Collective, Dtype, DtypeClass, ReduceOp};
 
-/// Calls of more bytes, all blocks together, are left to the host: libraries count in 31 bits, and some of them bytes from the first block on.
+/// Maximum bytes of a call, all blocks together, that goes to a library. Libraries count in 31 bits, and some of them
+/// count bytes from the first block on.
 const MOST_BYTES: u64 = i32::MAX as u64;
 
-/// Why the host does a call that the library was named for; `None`: the library does it.
+/// Returns why the host does a call that the settings give to the library; `None` if the library does it.
 pub(super) fn kept_by_host(desc: &CallDesc, world: u32) -> Option<&'static str> {
     if desc.encoding(world).is_some() {
         return Some("it is encoded");
@@ -25,7 +27,7 @@ pub(super) fn kept_by_host(desc: &CallDesc, world: u32) -> Option<&'static str> 
     if desc.collective.reduces() { kept_reduction(desc.dtype, desc.op) } else { None }
 }
 
-/// As [`kept_by_host`], of what is added.
+/// Like [`kept_by_host`], for the dtype and operator of a reduction.
 fn kept_reduction(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
     if dtype.size_bytes() == 2 {
         return Some("libraries add float16 and bfloat16 otherwise or not at all, and other 16-bit types go with them");
@@ -44,7 +46,7 @@ fn kept_reduction(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
     }
 }
 
-/// Bytes of all blocks of one rank, which all of them know.
+/// Returns the bytes of all blocks of one rank, which all ranks know.
 fn whole_bytes(desc: &CallDesc, world: u32) -> u64 {
     match desc.collective {
         Collective::AllToAll => desc.bytes(),

@@ -1,8 +1,8 @@
-//! The collectives that a library has under way: it is given those that are due, moved on, and its deadlines are kept.
+//! The collectives that a library has in flight: starts those that are due, polls them, and checks their deadlines.
 //!
-//! Owns the groups of the library and what is known of each. Nothing stops what a library has begun: a collective that is late, or whose
-//! call has failed, is abandoned with its group, and its memory stays. Which thread does this is the matter of `worker`. Read
-//! [`Library::obey`] first.
+//! Owns the library's groups and their state. A library cannot stop a collective that it has begun. If a collective is
+//! late, or its call has failed, it is abandoned together with its group, and its memory is never freed. `worker`
+//! decides which thread does this. Read [`Library::obey`] first.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use accl_types::{Error, ErrorKind};
 use super::request::{Memory, Request};
 use crate::time;
 
-/// What is to be done.
+/// A command for the library.
 pub(super) enum Order {
-    /// There is a group.
+    /// Adds a group.
     Open(Membership),
-    /// A collective of a group is due.
+    /// Starts a collective of a group.
     Do { group: u64, task: ExternalTask },
-    /// A group is left, after it has failed or in good order.
+    /// Leaves a group, after a failure or cleanly.
     Close { group: u64, has_failed: bool },
 }
 
@@ -30,14 +30,14 @@ pub(super) struct Membership {
     pub(super) key: u64,
     pub(super) rank: u32,
     pub(super) world: u32,
-    /// The transport that does it.
+    /// Name of the transport whose library does the collectives.
     pub(super) name: &'static str,
     pub(super) group: Box<dyn CollectiveGroup>,
-    /// How many collectives it has done.
+    /// Number of collectives that the library has done for the group.
     pub(super) done: Arc<AtomicU64>,
 }
 
-/// What the library is at, for all groups of the process.
+/// State of the library for all groups of the process.
 #[derive(Default)]
 pub(super) struct Library {
     groups: HashMap<u64, Known>,
@@ -46,9 +46,9 @@ pub(super) struct Library {
 
 struct Known {
     membership: Membership,
-    /// Why nothing more is started in it.
+    /// Why no further collective is started in the group; `None` if it works.
     broken: Option<String>,
-    /// It is left, and ends with the last that is under way.
+    /// Whether the group was left. It is closed once its last collective in flight has ended.
     is_left: bool,
 }
 
@@ -59,7 +59,7 @@ struct Running {
     call: Box<dyn CollectiveCall>,
 }
 
-/// What has become of a collective that was under way.
+/// How a collective that was in flight has ended.
 enum End {
     Done,
     Failed(String),
@@ -68,7 +68,7 @@ enum End {
 }
 
 impl Library {
-    /// How many collectives are under way.
+    /// Returns the number of collectives in flight.
     pub(super) fn under_way(&self) -> usize {
         self.running.len()
     }
@@ -102,7 +102,7 @@ impl Library {
         }
         let request = match Request::new(&task, membership.rank, membership.world) {
             Ok(Some(request)) if request.hold(&task) => request,
-            // Its call has failed, and the other ranks' calls with it, which may have begun.
+            // The call has failed here. The other ranks may have begun theirs, so the library's group is unusable.
             Ok(_) => {
                 broken.get_or_insert_with(|| "a collective of it was not begun".to_owned());
                 return;
@@ -112,8 +112,8 @@ impl Library {
                 return task.fail_with(error);
             }
         };
-        // SAFETY: the memory is the request's own, or the caller's, which the task holds; both stay until the collective is done, or for
-        // ever if it is abandoned.
+        // SAFETY: the memory is the request's own or the caller's, which the task holds since `request.hold`. Both stay
+        // valid until the collective is done, or for ever if `abandon` gives them up.
         match unsafe { membership.group.start(&request.collective) } {
             Ok(call) => self.running.push(Running { group, task, memory: request.memory, call }),
             Err(why) => {
@@ -123,7 +123,7 @@ impl Library {
         }
     }
 
-    /// One look at everything that is under way. Whether something has ended.
+    /// Polls every collective in flight once. Returns whether one has ended.
     pub(super) fn move_on(&mut self) -> bool {
         let mut has_ended = false;
         let mut index = 0;
@@ -149,7 +149,7 @@ impl Library {
         match end {
             End::Done => {
                 known.membership.done.fetch_add(1, Ordering::Relaxed);
-                // Of one that is not wanted any more nobody asks how it has ended.
+                // If the task was cancelled, no thread waits for its result.
                 if memory.finish(&task) {
                     task.done();
                 }
@@ -182,7 +182,7 @@ impl Library {
         }
     }
 
-    /// The process is about to end.
+    /// Abandons everything in flight, because the process is about to end.
     pub(super) fn abandon_all(&mut self) {
         for Running { task, memory, call, .. } in std::mem::take(&mut self.running) {
             abandon(task, memory, call, Error::aborted("the process is about to end"));
@@ -191,7 +191,7 @@ impl Library {
 }
 
 impl Running {
-    /// How it has ended, if it has.
+    /// Returns how the collective has ended; `None` while it is in flight.
     fn look(&mut self) -> Option<End> {
         match self.call.test() {
             Ok(true) => return Some(End::Done),
@@ -206,11 +206,11 @@ impl Running {
     }
 }
 
-/// Ends a task, and leaves to the library what it works on.
+/// Ends a task with an error, and leaves its memory to the library.
 fn abandon(task: ExternalTask, memory: Memory, call: Box<dyn CollectiveCall>, error: Error) {
     call.abandon();
     let is_direct = memory.is_direct();
-    // The copies stay; the library may read one also where it writes to the caller's memory.
+    // The copies are leaked too: the library may read one even where it writes to the caller's memory.
     std::mem::forget(memory);
     if is_direct {
         task.abandon(error);

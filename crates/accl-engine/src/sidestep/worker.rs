@@ -1,8 +1,9 @@
-//! Who has libraries do collectives: the thread that waits for one, and otherwise a thread for all groups of the process, which sleeps while
-//! there is nothing to do.
+//! Calls the library: on the thread that waits for a collective, or on a thread that all groups of the process share.
+//! The shared thread sleeps while there is nothing to do.
 //!
-//! A change of threads takes longer than a small collective, so who waits helps: it looks at the library between its looks at the links, and
-//! the thread is woken only where nobody does. Owns the queue of what is due; what is done with it is in `running`. Read [`Worker::put`] first.
+//! Switching threads takes longer than a small collective. So a waiting thread helps: it polls the library between its
+//! polls of the links. The worker thread is woken only if no thread helps. Owns the queue of commands; `running`
+//! carries them out. Read [`Worker::put`] first.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,10 +17,11 @@ use super::running::{Library, Order};
 use crate::signals;
 use crate::sync::{Condvar, Mutex};
 
-/// For so long after something has begun or ended the thread goes on without a sleep, but gives its core to others: all ranks are in what is under
-/// way, and a library may get no further than it is looked at.
+/// After an event, the thread polls without sleeping for this long, but yields its core. All ranks take part in a
+/// collective in flight, and a library may make progress only while it is polled.
 const ATTENTION: Duration = Duration::from_secs(10);
-/// Then it sleeps between looks: so long at first, and twice as long each time up to the longest.
+/// After that time the thread sleeps between polls: `FIRST_PAUSE` at first, twice as long each time, at most
+/// `LONGEST_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
@@ -31,33 +33,33 @@ pub(crate) struct Workers {
     groups: AtomicU64,
 }
 
-/// What is due, and whoever does it.
+/// The queue of commands, and the library that carries them out.
 pub(crate) struct Worker {
     due: Mutex<VecDeque<Order>>,
-    /// There is something due, or nobody helps any more.
+    /// Notified when a command is queued, or when a helping thread leaves work behind.
     wanted: Condvar,
-    /// Whoever has it calls the library. It is taken before `due`.
+    /// The thread that holds this lock calls the library. It is taken before `due`.
     library: Mutex<Library>,
-    /// How many collectives are under way.
+    /// Number of collectives in flight.
     under_way: AtomicU64,
-    /// Threads that wait for a collective and look at the library meanwhile.
+    /// Number of threads that wait for a collective and poll the library meanwhile.
     helpers: AtomicU32,
     is_over: AtomicBool,
 }
 
-/// What one look has found.
+/// Result of one poll.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Found {
     /// There is nothing to do.
     Nothing,
-    /// Something is under way, or another thread looks.
+    /// A collective is in flight, or another thread polls.
     UnderWay,
-    /// Something has begun or ended.
+    /// A collective has begun or ended.
     News,
 }
 
 impl Workers {
-    /// The worker, whose thread is started if there is none.
+    /// Returns the worker, starting its thread if there is none.
     ///
     /// # Errors
     /// `Exhausted` when it cannot start.
@@ -85,7 +87,7 @@ impl Workers {
         Ok(self.worker.get_or_init(|| worker).clone())
     }
 
-    /// What no other group of this process has been called.
+    /// Returns a key that no other group of this process has.
     pub(super) fn next_key(&self) -> u64 {
         self.groups.fetch_add(1, Ordering::Relaxed)
     }
@@ -101,11 +103,12 @@ impl Drop for Workers {
 }
 
 impl Worker {
-    /// Something is due. Whoever helps sees it, and else the thread is woken. Neither blocks nor calls the library.
+    /// Queues a command. A helping thread will see it; if no thread helps, the worker thread is woken. Does not call
+    /// the library, and does not wait for it.
     pub(super) fn put(&self, order: Order) {
         let mut due = self.due.lock();
         due.push_back(order);
-        // Under the lock: who stops helping counts itself out first, and takes the lock then.
+        // Under the lock: a thread that stops helping first decrements the count, then takes the lock.
         if self.helpers.load(Ordering::Relaxed) == 0 {
             self.wanted.notify_one();
         }
@@ -116,17 +119,18 @@ impl Worker {
         self.wanted.notify_one();
     }
 
-    /// This thread waits for a collective, and looks at the library until what this returns is dropped.
+    /// Registers the calling thread as a helper: it waits for a collective, and polls the library until the returned
+    /// value is dropped.
     pub(crate) fn help(&self) -> Helping<'_> {
         self.helpers.fetch_add(1, Ordering::Relaxed);
         Helping(self)
     }
 
-    /// What is due is begun, and what is under way is looked at once.
+    /// Carries out the queued commands and polls each collective in flight once.
     fn look(&self, library: &mut Library) -> Found {
         let mut has_news = false;
         loop {
-            // One at a time: what is put meanwhile need not wait for the library.
+            // One at a time, so that a thread that queues a command does not wait for the library.
             let Some(order) = self.due.lock().pop_front() else { break };
             library.obey(order);
             has_news = true;
@@ -141,7 +145,7 @@ impl Worker {
         }
     }
 
-    /// The life of the thread.
+    /// Runs the worker thread.
     fn serve(&self) {
         let mut news = Instant::now();
         let mut pause = FIRST_PAUSE;
@@ -159,7 +163,7 @@ impl Worker {
             }
             let mut library = self.library.lock();
             if self.is_over.load(Ordering::Relaxed) {
-                // Nobody waits for what is under way.
+                // No thread waits for the collectives in flight.
                 return library.abandon_all();
             }
             let found = self.look(&mut library);
@@ -176,11 +180,11 @@ impl Worker {
     }
 }
 
-/// See [`Worker::help`].
+/// A helping thread; see [`Worker::help`].
 pub(crate) struct Helping<'a>(&'a Worker);
 
 impl Helping<'_> {
-    /// One look at the library, unless another thread has it.
+    /// Polls the library once, unless another thread holds it.
     pub(crate) fn look(&self) -> Found {
         match self.0.library.try_lock() {
             Some(mut library) => self.0.look(&mut library),

@@ -1,62 +1,74 @@
-//! How the ranks of a group find each other in a store that may outlive them: sessions, and who agrees to what.
+//! Rendezvous: how the ranks of a group find each other in a store that may outlive them.
 //!
-//! Owns the keys and the order of questions; the texts are in [`texts`], connections are made by `accl-transport`. Read
-//! [`Meeting`] first.
+//! Owns the keys, the order of store requests, and *sessions*: the rounds of the rendezvous. The text formats are in
+//! [`texts`]; `accl-transport` makes connections. Read [`Meeting`] first.
 //!
-//! **The difficulty.** A store survives the processes that wrote into it: elastic launchers start new processes over the
-//! same store, with the same ranks and group names, and an old one may have died between any two of its questions. So
-//! nothing that is found in the store says that its writer lives. Counting does not help either: ranks that died at
-//! different moments leave different counts, and the restart counts of launchers are counted by each host alone.
+//! **The problem.** A store survives the processes that wrote into it. Elastic launchers start new processes over the
+//! same store, with the same ranks and group names, and an old process may have died between any two of its requests.
+//! Therefore no entry in the store proves that its writer is alive. Counting does not help either. Ranks that died at
+//! different moments leave different counts, and each host's launcher counts its own restarts.
 //!
-//! **Sessions.** Rank 0 *leads*. It makes up a name that nobody had before (its process's random identity and a counter)
-//! and says it in the *notice*, the one key with a fixed name. A rank answers by writing its info under the session's
-//! name. Who answers has read a name that is fresh, so it lived when the session began. When all have answered the leader
-//! writes the *roster* of all infos; the notice is not written again, since another leader may have put its own there. A rank goes by a roster only if its own info of this very making is in it: then the
-//! leader lived after the answer. What earlier processes left has another session's name, or lacks the reader.
+//! **Sessions.** Rank 0 is the *leader*. It makes up a session name that no process has used before, from its process's
+//! random identity and a counter. It publishes that name in the *notice*, a key with a fixed name. A rank answers by
+//! writing its info under the session's name. An answering rank has read a fresh name, so it was alive after the
+//! session began.
 //!
-//! **The end is agreed, too.** Ranks that have the roster connect, and then count themselves in at the key `ready`. The
-//! group is made when the count reaches the world; before that, no rank has returned, so that everybody can still start
-//! over or fail together. Whoever ends a session early writes why and subtracts [`ENDED`] from the count, so that it can
-//! never get there; the same counter says which of the two came first. It ends as
-//! * *failed*, by a rank that gives up: all others fail with its cause;
-//! * *moved*, by a rank that finds another process in its place of the roster, its dead predecessor as a rule: all come
-//!   back and answer the leader's next session;
-//! * *taken*, by a new rank 0 over what another one left: as moved for all, and an error for the other one if it lives.
+//! When all ranks have answered, the leader writes the *participant list* of all infos (key `roster`). It does not
+//! write the notice again, because another leader may have replaced the notice. A rank accepts a list only if the list
+//! contains its own info of this very attempt: then the leader was alive after the answer. Entries of earlier processes
+//! have another session's name, or their list lacks the reader.
+//!
+//! **Agreed completion.** Ranks that have the list connect to each other, and then each adds 1 to the counter `ready`.
+//! The group is created when the count reaches the world size. Until then no rank has returned, so all ranks can still
+//! start over or fail together. A rank that ends a session early writes the reason and subtracts [`ENDED`] from the
+//! count. The count can then never reach the world size. The same counter shows which of the two came first. A
+//! session ends as
+//! * *failed*, by a rank that gives up: all other ranks fail with its cause;
+//! * *moved*, by a rank that finds another process in its slot of the list, usually its dead predecessor: all ranks
+//!   return and answer the leader's next session;
+//! * *taken*, by a new rank 0 that replaces an earlier one. The other ranks act as for *moved*; the earlier rank 0, if
+//!   it is alive, fails.
 //!
 //! | died | what the others see |
 //! |---|---|
 //! | a rank, before it answered | the leader waits; the successor answers the same session |
-//! | a rank, after it answered, before the roster | the successor overwrites the info |
-//! | a rank, after the roster | connecting is refused; the successor is not in the roster and moves the session |
-//! | the leader, at any time | its successor takes the session and starts another; who answered the old one follows the notice |
-//! | anybody, after the group was made | it is lost like any peer, and the group fails |
+//! | a rank, after it answered, before the list | the successor overwrites the info |
+//! | a rank, after the list | connecting is refused; the successor is not in the list and moves the session |
+//! | the leader, at any time | its successor takes the session and starts another; the other ranks follow the notice |
+//! | any rank, after the group was created | it is lost like any peer, and the group fails |
 //!
-//! Where all ranks were there and no group is made, each counts itself in at `silent` with its last question, and the leader returns when all have, or
-//! after two seconds: the store is its process's as a rule, and ends with it.
+//! **Failure with all ranks present.** If all ranks have answered and no group is created, each rank except the leader
+//! adds 1 to the counter `silent` with its last request. The leader returns when all of them have done so, or after two
+//! seconds: the store usually belongs to the leader's process and ends with it.
 //!
-//! A rank that cannot even publish an endpoint says so in place of its info. When all ranks have answered the leader writes that in place of the
-//! roster, and all fail with it. The rank itself waits for this ten seconds at most. If not all have come by then, it leaves its cause under a fixed
-//! name, as a hint: ranks that come later still wait for a group, and quote the hint if there is none at their deadline.
+//! **Refusals.** A rank that cannot even publish an endpoint writes a refusal in place of its info. When all ranks have
+//! answered, the leader writes the refusal in place of the list, and all ranks fail with it. The refusing rank itself
+//! waits for this at most ten seconds. If not all ranks have answered by then, it leaves its cause under a fixed key,
+//! as a hint. Ranks that come later still wait for a group, and quote the hint if there is none at their deadline.
 //!
-//! A member of the job's own group that is seen to have gone, on a link that exists already, ends the making of a
-//! sub-group at once: it will not come back into this job.
+//! **Lost members.** If a member of the job's own group disconnects from a link that exists already, the creation of a
+//! sub-group ends at once: that member will not come back into this job.
 //!
-//! **What ranks tell one another.** Devices of some kinds need to know those of the other ranks. With the roster, before it counts itself in,
-//! each rank then writes what it tells under the session's name, and rank 0 writes all of it in one place. Once more when its device is set up:
-//! no device lets packets in before those of all ranks are. Both are of that session: when that moves, all tell anew.
+//! **Exchanges.** Some kinds of devices, and libraries that do collectives, need data of the other ranks. Each rank
+//! except rank 0 writes a text under the session's name, after it has the list and before it adds 1 to `ready`. Rank 0
+//! then writes all texts, including its own, under one key. The ranks exchange texts once more when their devices are
+//! set up: no device admits packets before the devices of all ranks are set up. Exchanges belong to the session. If the
+//! session moves, all ranks exchange again.
 //!
-//! **Several at once.** Threads of one process may make groups over the same keys: those that lead take turns, and one that
-//! answers in another's place waits for the next session. A second living process with the same rank is found out when it stands in this rank's place
-//! twice, since the second session began after this process was there. One that comes after the group was made hears
-//! nothing: it may as well be the first of the next attempt, and waits for the others of it until its deadline.
+//! **Concurrent attempts.** Threads of one process may create groups over the same keys. Those that lead take turns; a
+//! thread that answers in another's place waits for the next session. A second living process with the same rank is
+//! detected when it is in this rank's slot twice: the second session began after this process had arrived. A process
+//! that comes after the group was created gets no error: it may be the first of the next attempt. It waits for the
+//! other ranks until its deadline.
 //!
-//! **Cost.** The leader reads one info a rank and writes the roster; every other rank asks a constant number of
-//! questions. Who waits asks for two small values, in pauses that grow with the time waited, so that a long wait costs ten
-//! questions a second.
+//! **Cost.** The leader reads one info per rank and writes the list; every other rank makes a constant number of
+//! requests. A waiting rank polls two small values, in pauses that grow with the time waited, so that a long wait costs
+//! ten polls per second.
 //!
-//! **Nothing is left.** With the group made, the leader deletes its notice, each its own info, and counts itself out at
-//! `ready`; the last deletes that and the roster. Sessions that ended early are named in the next notices, and the leader
-//! whose group is made deletes what is left of them. Who is still in one of them sees that the notice is another one's.
+//! **Clean-up.** Once the group is created, the leader deletes its notice, each other rank deletes its info, and each
+//! rank adds 1 to `ready` again. The last rank deletes that counter and the list. Sessions that ended early are listed
+//! in the next notices, and the leader whose group is created deletes what is left of them. A rank that is still in
+//! such a session sees that the notice belongs to another one.
 
 mod texts;
 
@@ -78,78 +90,80 @@ use texts::{
     told_from_text, told_to_text,
 };
 
-/// Subtracted from the count of a session that is over. More than any world, twice.
+/// Subtracted from the count of a session that ended early; more than twice any world size.
 const ENDED: i64 = 1 << 40;
-/// Pauses between two questions: this part of the time waited so far, within these bounds.
+/// Pauses between two requests: this fraction of the time waited so far, within these bounds.
 const PAUSE_PART: u32 = 8;
 const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
-/// Between two looks for interrupts and for members that have gone.
+/// Interval of checks for interrupts and for members that are gone.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long the leader of a group that is not made waits until the others know why: the store is its process's as a rule, and ends with it.
+/// Maximum time that the leader waits, after a failure, until the other ranks know the reason. The store usually
+/// belongs to the leader's process and ends with it.
 const LAST_QUESTIONS: Duration = Duration::from_secs(2);
-/// Who is connected waits so much longer than the deadline: a rank that is not may be about to say why.
+/// Extra time after the deadline that a connected rank waits: an unconnected rank may be about to report the reason.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// What came of a session.
+/// Result of a session.
 pub(crate) enum Outcome {
     Made,
-    /// It is over without a group: gather again.
+    /// The session ended without a group: gather again.
     Moved,
 }
 
-/// What the makings of one process know of each other.
+/// State that the rendezvous attempts of one process share.
 #[derive(Default)]
 pub(crate) struct Makings {
-    /// How many groups this process has confirmed.
+    /// Number of groups that this process has confirmed.
     confirmed: AtomicU64,
-    /// Names and keys of the groups that a thread leads just now.
+    /// Names and keys of the groups that a thread is leading.
     led: Mutex<HashSet<String>>,
 }
 
-/// The making of one group by one rank. Whoever drops it before all have confirmed has given up, which tells the
-/// others.
+/// One rank's attempt to create one group. Dropping it before all ranks have confirmed gives the attempt up and
+/// notifies the other ranks.
 pub(crate) struct Meeting<'a> {
     spec: &'a GroupSpec,
     store: &'a dyn Store,
     mine: &'a RankInfo,
-    /// What the session's names begin with.
+    /// Prefix of the names of the sessions that this rank leads.
     label: &'a str,
-    /// All keys of this group begin so.
+    /// Prefix of all keys of this group.
     keys: String,
     /// The session that this rank leads or has answered.
     session: Option<String>,
-    /// How many sessions this rank has led.
+    /// Number of sessions that this rank has led.
     led: u64,
     makings: &'a Makings,
-    /// How many groups this process had confirmed when this rank answered.
+    /// Number of groups that this process had confirmed when this rank answered.
     confirmed_before: u64,
-    /// What this rank leads, in `makings`.
+    /// This rank's entry in `makings`, if it leads.
     leads: Option<String>,
-    /// Sessions that are over for this rank.
+    /// Sessions that have ended for this rank.
     past: HashSet<String>,
-    /// Of the leader: sessions to clean up after, and their worlds.
+    /// For the leader: sessions to clean up, with their world sizes.
     earlier: Vec<(String, u32)>,
-    /// Who stood in this rank's place: identity and words.
+    /// Processes that were in this rank's slot: identity and description.
     beaten_by: Vec<([u8; 16], String)>,
-    /// The world that a leader has announced, if it is not ours.
+    /// World size that a leader has announced, if it differs from ours.
     other_world: Option<u32>,
     began: Instant,
     deadline: Instant,
     looked: Instant,
-    /// How often all ranks have told something in this session, and most often in any: keys to clean up.
+    /// Number of exchanges in this session, and the maximum of any session: their keys must be deleted.
     rounds: u32,
     most_rounds: u32,
-    /// Whether the group's end needs no word to the others: it is made, or nobody was met.
+    /// Whether the other ranks need no notification at the end: the group is created, or no rank was met.
     concluded: bool,
-    /// The last session in which all ranks were there.
+    /// The last session in which all ranks were present.
     complete: Option<String>,
-    /// Why this rank cannot make the group, if it takes part to say so.
+    /// Why this rank cannot create the group, if it takes part only to report that.
     refusal: Option<Cause>,
 }
 
 impl<'a> Meeting<'a> {
-    /// Asks nothing yet. `label` begins the names of the sessions that this rank leads, for whoever looks at the store.
+    /// Creates an attempt without asking the store. `label` starts the names of the sessions that this rank leads, for
+    /// people who read the store.
     pub(crate) fn new(
         spec: &'a GroupSpec,
         store: &'a dyn Store,
@@ -164,7 +178,8 @@ impl<'a> Meeting<'a> {
             store,
             mine,
             label,
-            // torch gives disjoint sub-groups of one parent the same name and keys: the ranks in the job tell them apart.
+            // torch gives disjoint sub-groups of one parent the same name and keys; their ranks in the job distinguish
+            // them.
             keys: format!("accl/{:016x}", hash_words(spec.global_ranks.iter().copied())),
             session: None,
             led: 0,
@@ -186,17 +201,18 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    /// Takes part only to let the others know why this rank cannot make the group: they and it fail with that.
+    /// Takes part only to report why this rank cannot create the group: all ranks fail with that error.
     pub(crate) fn refusing(mut self, error: &Error) -> Self {
         self.refusal = Some(cause_of(self.spec, error));
         self
     }
 
-    /// All ranks' infos in rank order. `look` is called now and then while this waits, and ends it with an error.
+    /// Returns all ranks' infos in rank order. `look` is called now and then during the wait, and ends it by returning
+    /// an error.
     ///
     /// # Errors
-    /// `Timeout` listing the ranks that did not come; `Configuration` when settings differ; `Rendezvous` when the store
-    /// fails or two processes claim one rank; the cause of a rank that gave up; what `look` says.
+    /// `Timeout` listing the ranks that did not arrive; `Configuration` when settings differ; `Rendezvous` when the
+    /// store fails or two processes claim one rank; the cause of a rank that gave up; errors of `look`.
     pub(crate) fn gather(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
         let infos = if self.spec.world == 1 {
             vec![self.mine.clone()]
@@ -212,12 +228,12 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    /// A name that no other session has.
+    /// Returns the name of the session, which no other session has.
     pub(crate) fn session(&self) -> &str {
         self.session.as_deref().unwrap_or_default()
     }
 
-    /// Whether the session goes on, for ranks that connect. Otherwise gather again.
+    /// Returns whether the session continues, for ranks that connect. If not, gather again.
     ///
     /// # Errors
     /// The cause of a rank that gave up; `Rendezvous`.
@@ -229,11 +245,11 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    /// Tells all ranks something, and returns what they have told, in rank order; all ranks do as often, or none. `None`: the session is over,
-    /// gather again.
+    /// Sends a text to all ranks, and returns the texts of all ranks in rank order. All ranks must call this equally
+    /// often. Returns `None` if the session has ended: gather again.
     ///
     /// # Errors
-    /// As [`Meeting::gather`]; `Rendezvous` when the store holds something else.
+    /// The errors of [`Meeting::gather`]; `Rendezvous` when the store holds something else.
     pub(crate) fn exchange(&mut self, text: &str, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<String>>> {
         let Some(session) = self.session.clone() else { return Ok(Some(vec![text.to_owned()])) };
         let rank = self.spec.rank.0;
@@ -277,10 +293,10 @@ impl<'a> Meeting<'a> {
         Ok(Some(told))
     }
 
-    /// Says that this rank has all that the group needs, and waits until all ranks have said so.
+    /// Reports that this rank has everything that the group needs, and waits until all ranks have reported that.
     ///
     /// # Errors
-    /// As [`Meeting::gather`].
+    /// The errors of [`Meeting::gather`].
     pub(crate) fn confirm(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Outcome> {
         let Some(session) = self.session.clone() else {
             self.concluded = true;
@@ -304,16 +320,17 @@ impl<'a> Meeting<'a> {
         Ok(Outcome::Made)
     }
 
-    /// Of a rank that takes part to refuse: writes why for ranks that come when it has gone. They still wait for a group, since another process
-    /// may have its place by then, and quote this when they have waited in vain.
+    /// For a refusing rank: writes its cause as a hint for ranks that arrive after it is gone. Those ranks still wait
+    /// for a group, because another process may have this rank's slot by then. They quote the hint if they have waited
+    /// in vain.
     pub(crate) fn leave_hint(&self) {
         if let Some(cause) = self.refusal.as_ref().filter(|_| self.complete.is_none()) {
-            // Without a hint the others name the rank alone.
+            // Without a hint the other ranks name only the rank.
             let _ = self.store.set(&refused(&self.keys, self.spec.rank.0), refusal_to_text(cause).as_bytes());
         }
     }
 
-    /// Tells the others why there will be no group, unless they know.
+    /// Reports to the other ranks why there will be no group, unless the session has already ended.
     pub(crate) fn give_up(mut self, error: &Error) {
         self.end_with(&Why::Failed(cause_of(self.spec, error)));
     }
@@ -332,14 +349,14 @@ impl<'a> Meeting<'a> {
             (self.session, self.rounds) = (Some(session.clone()), 0);
             self.say(&session, Phase::Gathering)?;
             if let Some(infos) = self.collect(&session, look)? {
-                // The notice stays as it is: by now it may be another leader's.
+                // The notice stays as it is: by now another leader may have replaced it.
                 self.store.set(&roster(&self.keys, &session), roster_to_text(&infos).as_bytes())?;
                 return Ok(infos);
             }
         }
     }
 
-    /// Waits until no other thread of this process leads over the same keys: their notices would stand in each other's place.
+    /// Waits until no other thread of this process leads over the same keys: their notices would overwrite each other.
     fn await_turn(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let pace = Pace::new();
         let what = format!("{} {}", self.spec.name, self.keys);
@@ -356,9 +373,9 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    /// Ends what an earlier leader left.
+    /// Ends the session that an earlier leader left.
     fn take_over(&mut self) -> Result<()> {
-        // What makes no sense is written over.
+        // An unreadable notice is overwritten.
         let notice = self.text(&self.notice_key())?.and_then(|text| Notice::from_text(&text).ok());
         let Some(notice) = notice else { return Ok(()) };
         self.earlier.extend(notice.earlier);
@@ -374,12 +391,12 @@ impl<'a> Meeting<'a> {
         self.store.set(&self.notice_key(), notice.to_text().as_bytes())
     }
 
-    /// The infos of all ranks; `None` when the session has moved.
+    /// Collects the infos of all ranks; `None` when the session has moved.
     fn collect(&mut self, session: &str, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<RankInfo>>> {
         let mut infos = vec![self.mine.clone()];
         let mut refusal = self.refusal.clone();
         let pace = Pace::new();
-        // One after the other: while one is missing nothing can go on, and the rest is asked for when it has come.
+        // One rank after the other: while one info is missing nothing can go on, so the others need not be requested.
         while infos.len() < self.spec.world as usize {
             let rank = infos.len() as u32;
             if let Some(text) = self.text(&info(&self.keys, session, rank))? {
@@ -399,7 +416,7 @@ impl<'a> Meeting<'a> {
                     return Ok(None);
                 }
             }
-            // Two that began at the same moment did not see each other's notice.
+            // Two leaders that began at the same moment did not see each other's notice.
             if let Some(notice) = self.notice()?.filter(|notice| notice.uuid != self.mine.info.uuid) {
                 self.leave_session(session);
                 return Err(self.taken(&notice.process));
@@ -416,7 +433,7 @@ impl<'a> Meeting<'a> {
         Ok(Some(infos))
     }
 
-    /// All ranks were there, and one of them cannot make the group.
+    /// Fails the session: all ranks were present, and one of them cannot create the group.
     fn refused(&mut self, session: &str, cause: Cause) -> Result<()> {
         let why = Why::Failed(cause);
         self.complete = Some(session.to_owned());
@@ -440,7 +457,8 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    /// One look at the notice, and what follows from it. The roster when it is there and has this rank.
+    /// Reads the notice once and acts on it. Returns the infos of all ranks when the list exists and contains this
+    /// rank.
     fn follow(&mut self) -> Result<Option<Vec<RankInfo>>> {
         let notice = self.notice()?;
         if notice.is_none() && self.session.is_some() {
@@ -450,12 +468,13 @@ impl<'a> Meeting<'a> {
         if let Some(mine) = self.session.clone()
             && notice.as_ref().is_none_or(|notice| notice.session != mine)
         {
-            // Its leader failed, or was replaced.
+            // The leader of this rank's session failed or was replaced.
             let why = match self.standing(&mine)? {
                 Standing::Open => Why::Moved,
                 Standing::Over(why) => why,
             };
-            // All ranks were there although this one has not seen it, and its leader waits for the last question of each.
+            // All ranks were present, although this one has not read the list. The leader waits for the last request of
+            // each rank.
             if matches!(why, Why::Failed(_)) && self.text(&roster(&self.keys, &mine))?.is_some() {
                 self.complete = Some(mine);
             }
@@ -463,7 +482,7 @@ impl<'a> Meeting<'a> {
         }
         let Some(notice) = notice else { return Ok(None) };
         if notice.world != self.spec.world {
-            // As a rule a leader of another time, with fewer or more hosts.
+            // Usually a leader of an earlier or later attempt, with fewer or more hosts.
             self.other_world = Some(notice.world);
             return Ok(None);
         }
@@ -474,14 +493,15 @@ impl<'a> Meeting<'a> {
             return self.read_roster(&notice.session, &text);
         }
         if self.session.is_none() {
-            // Why an earlier attempt failed is not why this one does; its leader may have died without a word.
+            // The failure of an earlier attempt does not concern this one. Its leader may have died without cleaning
+            // up.
             if let Standing::Over(_) = self.standing(&notice.session)? {
                 self.past.insert(notice.session);
                 return Ok(None);
             }
             let key = info(&self.keys, &notice.session, self.spec.rank.0);
             self.confirmed_before = self.makings.confirmed.load(Ordering::SeqCst);
-            // Before the store is asked: the others hear of it also if that fails.
+            // Set before the request: even if it fails, giving up then notifies the other ranks.
             (self.session, self.rounds) = (Some(notice.session), 0);
             let text = self.refusal.as_ref().map_or_else(|| self.mine.to_text(), refusal_to_text);
             self.store.set(&key, text.as_bytes())?;
@@ -509,7 +529,7 @@ impl<'a> Meeting<'a> {
         self.leave_session(session);
         let (uuid, words) = (member.info.uuid, member.info.host_and_pid());
         if uuid == self.mine.info.uuid {
-            // Another thread's, or one of before.
+            // The list contains another thread of this process, or an earlier attempt of this one.
             return Ok(None);
         }
         if self.beaten_by.iter().any(|(other, _)| *other == uuid) {
@@ -532,13 +552,13 @@ impl<'a> Meeting<'a> {
         if count >= 0 {
             return Ok(Standing::Open);
         }
-        // It was written before the count was changed.
+        // The reason was written before the count was changed.
         let why = self.store.get(&why_key(&self.keys, session))?;
         Ok(Standing::Over(why.map_or(Ok(Why::Moved), |why| Why::from_bytes(&why))?))
     }
 
-    /// As [`Meeting::standing`], for the session of this rank: a leader that replaced it and made its group has cleaned up, and
-    /// then only the notice tells.
+    /// Like [`Meeting::standing`], for this rank's session. If a leader replaced the session, created its group and
+    /// cleaned up, only the notice shows it.
     fn standing_of_mine(&self, session: &str) -> Result<Standing> {
         let standing = self.standing(session)?;
         if !matches!(standing, Standing::Open) {
@@ -548,7 +568,7 @@ impl<'a> Meeting<'a> {
         if notice.as_ref().is_some_and(|notice| notice.session == session) {
             return Ok(Standing::Open);
         }
-        // The notice goes also when this session has come to its end.
+        // The notice is also deleted when this session has completed.
         let standing = self.standing(session)?;
         if !matches!(standing, Standing::Open) {
             return Ok(standing);
@@ -557,7 +577,7 @@ impl<'a> Meeting<'a> {
         Ok(Standing::Over(Why::Taken(process)))
     }
 
-    /// Ends a session unless it is over.
+    /// Ends a session unless it has ended.
     fn end(&self, session: &str, world: i64, why: &Why) -> Result<()> {
         if let Standing::Over(_) = self.standing(session)? {
             return Ok(());
@@ -565,26 +585,26 @@ impl<'a> Meeting<'a> {
         let key = why_key(&self.keys, session);
         self.store.set(&key, &why.to_bytes())?;
         if self.store.add(&ready(&self.keys, session), -ENDED)? + ENDED >= world {
-            // The last rank was faster.
+            // The last rank's confirmation came first.
             self.store.set(&key, &Why::Complete.to_bytes())?;
         }
         Ok(())
     }
 
-    /// This rank's session is over. Without an error it may meet the others in another one.
+    /// Leaves this rank's session after it has ended. On success, the rank may meet the others in another session.
     fn leave(&mut self, why: Why) -> Result<()> {
         if let Some(session) = self.session.clone() {
             self.leave_session(&session);
         }
         match why {
-            // Who hears of it has nothing to add.
+            // The session has ended with this cause; this rank has nothing to add.
             Why::Failed(cause) => Err(gave_up(&cause)),
             Why::Taken(process) if self.spec.rank.0 == 0 => Err(self.taken(&process)),
             Why::Taken(_) | Why::Moved | Why::Complete => Ok(()),
         }
     }
 
-    /// Nothing in this session is for this rank any more.
+    /// Leaves a session: nothing more in it concerns this rank.
     fn leave_session(&mut self, session: &str) {
         self.past.insert(session.to_owned());
         if self.session.as_deref() == Some(session) {
@@ -592,7 +612,7 @@ impl<'a> Meeting<'a> {
             if self.spec.rank.0 == 0 {
                 self.earlier.push((session.to_owned(), self.spec.world));
             } else {
-                // An info that stays is garbage, no harm.
+                // An info that stays is harmless garbage.
                 let _ = self.store.delete(&info(&self.keys, session, self.spec.rank.0));
                 for round in 1..=self.rounds {
                     let round = told(&self.keys, session, round);
@@ -602,7 +622,7 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    /// With the group made. Who dies in here leaves a few keys that nobody looks at.
+    /// Deletes keys after the group was created. A rank that dies in here leaves a few keys that no process reads.
     fn clean_up(&mut self, session: &str) -> Result<()> {
         let (rank, world) = (self.spec.rank.0, self.spec.world);
         for (session, world) in std::mem::take(&mut self.earlier) {
@@ -612,11 +632,11 @@ impl<'a> Meeting<'a> {
                 self.delete_told_by(&session, rank)?;
             }
         }
-        // Before the roster: who finds the notice and no roster answers. It may be another leader's by now, if this one was
-        // stopped for long.
+        // Before the list is deleted: a rank that finds the notice but no list answers. If this leader was stopped for
+        // long, the notice may belong to another leader by now.
         let is_ours = rank == 0 && self.notice()?.is_some_and(|notice| notice.session == session);
         if is_ours && !self.store.delete(&self.notice_key())? {
-            // Or the next making of this process would wait for this one to end.
+            // Otherwise the next attempt of this process would wait for this session to end.
             self.say(session, Phase::Over)?;
         }
         if rank != 0 {
@@ -653,7 +673,7 @@ impl<'a> Meeting<'a> {
             .try_for_each(|round| self.store.delete(&told_by_all(&round)).map(drop))
     }
 
-    /// Ends this rank's session; errors of the store are none of who gives up.
+    /// Ends this rank's session. Store errors are ignored, because this rank gives up anyway.
     fn end_with(&mut self, why: &Why) {
         if std::mem::replace(&mut self.concluded, true) {
             return;
@@ -662,7 +682,7 @@ impl<'a> Meeting<'a> {
             let _ = self.end(&session, i64::from(self.spec.world), why);
             self.leave_session(&session);
         }
-        // The notice may be another leader's by now.
+        // By now the notice may belong to another leader.
         if let Some((session, world)) = self.earlier.pop()
             && let Ok(Some(notice)) = self.notice()
             && (notice.session == session && notice.uuid == self.mine.info.uuid)
@@ -673,8 +693,8 @@ impl<'a> Meeting<'a> {
         self.ask_no_more();
     }
 
-    /// This rank has no more questions. The leader's process has the store as a rule, and may end once this returns, so it waits until no other one
-    /// has any.
+    /// Reports that this rank makes no more requests. The leader waits until no other rank has any: the store usually
+    /// belongs to its process, which may end once this returns.
     fn ask_no_more(&mut self) {
         let Some(session) = self.complete.take() else { return };
         let key = silent(&self.keys, &session);
@@ -684,7 +704,7 @@ impl<'a> Meeting<'a> {
         }
         let (begin, pace, others) = (Instant::now(), Pace::new(), i64::from(self.spec.world) - 1);
         while begin.elapsed() < LAST_QUESTIONS {
-            // A store that fails has nobody who waits for it.
+            // If the store fails, no rank is waiting for it.
             let Ok(count) = self.store.add(&key, 0) else { return };
             if count >= others {
                 let _ = self.store.delete(&key);
@@ -730,20 +750,20 @@ impl<'a> Meeting<'a> {
         ))
     }
 
-    /// The notice goes with the group made only. It was made although this rank had answered: another one with its rank
-    /// confirmed after that.
+    /// Handles a missing notice: it is deleted only when the group is created. If the group was created although this
+    /// rank had answered, another process with its rank confirmed afterwards.
     fn made_without<T>(&mut self) -> Result<Option<T>> {
         if let Some(session) = self.session.clone() {
             self.leave_session(&session);
         }
-        // It was a thread of this process, as it seems, and this one's turn comes.
+        // Probably another thread of this process created the group, and this thread takes its turn.
         if self.makings.confirmed.load(Ordering::SeqCst) != self.confirmed_before {
             return Ok(None);
         }
         Err(self.taken("which is in the group"))
     }
 
-    /// The deadline passed before all had told what the others need.
+    /// Returns the error for a deadline that passed before all ranks had sent their texts.
     fn untold(&self, round: &str) -> Error {
         let is_missing = |rank: &u32| self.store.get(&told_by(round, *rank)).is_ok_and(|text| text.is_none());
         let mut missing: Vec<String> = (1..self.spec.world).filter(is_missing).map(|rank| rank.to_string()).collect();
@@ -760,23 +780,24 @@ impl<'a> Meeting<'a> {
         self.timed_out("all ranks to be connected with each other; raise the timeout, or see what the others say")
     }
 
-    /// The deadline passed before all were there.
+    /// Returns the error for a deadline that passed before all ranks were present.
     fn incomplete(&self, session: Option<&str>) -> Error {
         let (mine, world) = (self.spec.rank.0, self.spec.world);
         let is_missing = |rank: &u32| match session {
-            // A store that fails now has been heard of before.
+            // A failing store has been reported before.
             Some(session) => *rank != mine && *rank != 0 && !self.has_info(session, *rank),
             None => *rank == 0,
         };
         let missing: Vec<String> = (0..world).filter(is_missing).map(|rank| rank.to_string()).collect();
-        // A rank that has given up ended the session, and then took its info back: it came, and knows who did not.
+        // A rank that gave up ended the session and then deleted its info. It had arrived, and knows which ranks did
+        // not.
         if let Some(session) = session
             && let Ok(Standing::Over(Why::Failed(cause))) = self.standing(session)
         {
             return gave_up(&cause);
         }
         if missing.is_empty() {
-            // The last info came between the last look and this one.
+            // The last info arrived between the last request and this one.
             return self.timed_out(
                 "the group to be complete: the last rank came only when the time was up; raise the timeout",
             );
@@ -803,7 +824,7 @@ impl<'a> Meeting<'a> {
         self.timed_out(&(what + "; start them, or raise the timeout"))
     }
 
-    /// Why a rank could not make the group that has gone since.
+    /// Returns why a rank that is gone could not create the group, if it left a hint.
     fn hint(&self, rank: u32) -> Option<Cause> {
         let text = self.text(&refused(&self.keys, rank)).ok()??;
         refusal_from_text(&text).ok()?
@@ -825,12 +846,12 @@ impl Drop for Meeting<'_> {
     }
 }
 
-/// An error of this rank, as the others learn of it.
+/// Returns an error of this rank in the form that the other ranks receive.
 fn cause_of(spec: &GroupSpec, error: &Error) -> Cause {
     Cause { kind: error.kind, origin: spec.rank, text: error.message.clone() }
 }
 
-/// The error of a rank that hears that another one could not make the group.
+/// Returns the error of a rank that learns that another rank could not create the group.
 fn gave_up(cause: &Cause) -> Error {
     let text = format!("rank {} could not make the group: {}", cause.origin, cause.text);
     Error::new(cause.kind, text).with_peer(cause.origin)
@@ -849,7 +870,7 @@ fn roster(keys: &str, session: &str) -> String {
     format!("{keys}/{session}/roster")
 }
 
-/// What keys begin with of what is told in this round of a session.
+/// Returns the prefix of the keys of an exchange round in a session.
 fn told(keys: &str, session: &str, round: u32) -> String {
     format!("{keys}/{session}/told/{round}")
 }
@@ -866,7 +887,7 @@ fn ready(keys: &str, session: &str) -> String {
     format!("{keys}/{session}/ready")
 }
 
-/// The count of ranks that ask nothing more in a session that is over without a group.
+/// Returns the key that counts the ranks that make no more requests, in a session that ended without a group.
 fn silent(keys: &str, session: &str) -> String {
     format!("{keys}/{session}/silent")
 }
@@ -875,7 +896,7 @@ fn why_key(keys: &str, session: &str) -> String {
     format!("{keys}/{session}/why")
 }
 
-/// Why a rank could not make the group; of no session.
+/// Returns the key under which a rank writes why it could not create the group; it belongs to no session.
 fn refused(keys: &str, rank: u32) -> String {
     format!("{keys}/refused/{rank}")
 }
@@ -888,7 +909,7 @@ impl Pace {
         Self(Instant::now())
     }
 
-    /// Whether the wait has lasted for so long that a question more does not count.
+    /// Returns whether the wait has lasted long enough that an additional request does not matter.
     fn is_long(&self) -> bool {
         self.0.elapsed() >= LOOK
     }

@@ -1,8 +1,8 @@
-//! What ranks write into the store while a group is made, as text: a rank's info, the roster of all infos, the leader's
-//! notice, and why a session is over.
+//! Texts that ranks write into the store while a group is created: a rank's info, the list of all infos, the leader's
+//! notice, and why a session has ended.
 //!
-//! Owns the text forms, which must survive arbitrary input, since the store is shared with others. When each is written
-//! and read is said in the parent module.
+//! Owns the text formats. Parsing must survive arbitrary input, because the store is shared with other programs. The
+//! parent module describes when each text is written and read.
 
 use accl_schedule::cost::Machine;
 use accl_types::{Error, ErrorKind, Rank, Result};
@@ -11,34 +11,35 @@ use accl_wire::{EndpointInfo, PROTOCOL_VERSION};
 
 use crate::session::cores::{Cores, Crowd};
 
-/// What the first line of a rank's info begins with; its version follows.
+/// Start of the first line of a rank's info; the protocol version follows.
 const CARD_MAGIC: &str = "accl-group";
-/// As that, of what a rank writes in its place that cannot make the group.
+/// The same for the text that a rank writes instead if it cannot create the group.
 const REFUSAL_MAGIC: &str = "accl-refusal";
-/// As that, of the leader's notice.
+/// The same for the leader's notice.
 const NOTICE_MAGIC: &str = "accl-notice";
-/// What a rank's info says of its lanes.
+/// Values for the lanes in a rank's info.
 const AUTO_LANES: &str = "auto";
 const FIXED_LANES: &str = "fixed";
-/// Most earlier sessions that a notice names: what is beyond stays in the store.
+/// Maximum number of earlier sessions that a notice lists; keys of older sessions stay in the store.
 const MAX_EARLIER: usize = 64;
 
-/// What a rank publishes.
+/// The info that a rank publishes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RankInfo {
-    /// How many groups the process made before: tells groups of the same processes apart.
+    /// Number of groups that the process created before. It distinguishes groups of the same processes.
     pub(crate) counter: u64,
-    /// Everything the ranks must agree on.
+    /// Everything that the ranks must agree on.
     pub(crate) agreed: String,
-    /// The cores that it may use.
+    /// The cores that the rank may use.
     pub(crate) cores: Cores,
-    /// How many lanes it has use for is to be found from the ranks of its host.
+    /// Whether the number of useful lanes is to be computed from the ranks of its host.
     pub(crate) has_auto_lanes: bool,
-    /// What it has seen of its host in groups made before: those of a smaller one share that with others.
+    /// The crowd on its host, as seen in groups created before: the ranks of a smaller group share the host with other
+    /// ranks.
     pub(crate) crowd: Crowd,
-    /// Of the first rank the constants by which all choose algorithms.
+    /// The constants by which all ranks choose algorithms; only in the first rank's info.
     pub(crate) machine: Option<Machine>,
-    /// Its endpoint.
+    /// Endpoint address of the rank.
     pub(crate) info: EndpointInfo,
 }
 
@@ -79,14 +80,14 @@ impl RankInfo {
         Ok(Self { counter, agreed, cores, has_auto_lanes, crowd, machine, info })
     }
 
-    /// Of a process that cannot make the group, and to which no link leads.
+    /// Returns the info of a process that cannot create the group and that no link leads to.
     pub(crate) fn of_no_endpoint() -> Result<Self> {
         let info = accl_transport::process_info()?;
         let (agreed, cores) = (String::new(), Cores::of_this_process());
         Ok(Self { counter: 0, agreed, cores, has_auto_lanes: false, crowd: Crowd::default(), machine: None, info })
     }
 
-    /// Of a process that there is not.
+    /// Returns the info of a process that does not exist.
     #[cfg(test)]
     pub(crate) fn for_tests(counter: u64, agreed: &str) -> Self {
         let info = EndpointInfo {
@@ -105,13 +106,13 @@ impl RankInfo {
         Self { counter, agreed, cores, has_auto_lanes: false, crowd: Crowd::default(), machine: None, info }
     }
 
-    /// Whether this is the info of the same process for the same making of a group.
+    /// Returns whether this is the info of the same process for the same attempt to create a group.
     pub(super) fn is_same_making(&self, other: &Self) -> bool {
         self.info.uuid == other.info.uuid && self.counter == other.counter
     }
 }
 
-/// Whether a text begins as one of this version does; why not, in words.
+/// Checks that a text's first line has the magic and the version of this process. The error is a readable reason.
 fn check_version(line: Option<&str>, magic: &str) -> std::result::Result<(), String> {
     let version =
         line.and_then(|line| line.strip_prefix(magic)?.strip_prefix(' ')).ok_or("it begins in another way")?;
@@ -124,12 +125,13 @@ fn check_version(line: Option<&str>, magic: &str) -> std::result::Result<(), Str
     ))
 }
 
-/// Why a rank cannot make the group, in place of its info, and then in place of the roster.
+/// Formats why a rank cannot create the group. The rank writes it in place of its info; the leader later writes it in
+/// place of the list.
 pub(super) fn refusal_to_text(cause: &Cause) -> String {
     format!("{REFUSAL_MAGIC} {PROTOCOL_VERSION}\n{} {}\n{}", cause.origin, cause.kind as u8, cause.text)
 }
 
-/// `None`: it is no refusal.
+/// Parses a refusal; `None` if the text is none.
 pub(super) fn refusal_from_text(text: &str) -> Result<Option<Cause>> {
     let mut lines = text.splitn(3, '\n');
     if !text.starts_with(REFUSAL_MAGIC) {
@@ -145,7 +147,7 @@ pub(super) fn refusal_from_text(text: &str) -> Result<Option<Cause>> {
     cause.map(Some).ok_or_else(|| broken("no cause"))
 }
 
-/// All ranks' infos in rank order, each behind its length.
+/// Formats all ranks' infos in rank order, each preceded by its length.
 pub(super) fn roster_to_text(infos: &[RankInfo]) -> String {
     joined(infos.iter().map(RankInfo::to_text))
 }
@@ -155,7 +157,7 @@ pub(super) fn roster_from_text(text: &str) -> Result<Vec<RankInfo>> {
     texts.into_iter().map(RankInfo::from_text).collect()
 }
 
-/// What all ranks tell one another, in rank order.
+/// Formats the texts that all ranks exchange, in rank order.
 pub(super) fn told_to_text(told: &[String]) -> String {
     joined(told.iter().map(String::as_str))
 }
@@ -166,7 +168,7 @@ pub(super) fn told_from_text(text: &str) -> Result<Vec<String>> {
     Ok(texts.into_iter().map(str::to_owned).collect())
 }
 
-/// Texts, each behind its length.
+/// Joins texts, each preceded by its length.
 fn joined<T: AsRef<str>>(texts: impl Iterator<Item = T>) -> String {
     texts.map(|text| format!("{}\n{}\n", text.as_ref().len(), text.as_ref())).collect()
 }
@@ -182,12 +184,12 @@ fn split(mut text: &str) -> Option<Vec<&str>> {
     Some(texts)
 }
 
-/// What the leader says of its session.
+/// State of the leader's session, as its notice reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// It collects infos, or has the roster.
+    /// The leader collects infos or has written the list.
     Gathering,
-    /// The making has failed; nobody leads.
+    /// Creation has failed; no rank leads.
     Over,
 }
 
@@ -195,16 +197,16 @@ impl Phase {
     const ALL: &'static [(Phase, &'static str)] = &[(Phase::Gathering, "gathering"), (Phase::Over, "over")];
 }
 
-/// Where the others find the leader's session. Everything of a session lies under keys with its name.
+/// Points the other ranks to the leader's session. All keys of a session contain the session's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Notice {
     pub(super) session: String,
     pub(super) world: u32,
     pub(super) phase: Phase,
-    /// The leader's process, and the same in words.
+    /// Identity of the leader's process, and a description of it.
     pub(super) uuid: [u8; 16],
     pub(super) process: String,
-    /// Sessions before it that nobody has cleaned up after, and their worlds.
+    /// Earlier sessions whose keys have not been deleted, with their world sizes.
     pub(super) earlier: Vec<(String, u32)>,
 }
 
@@ -242,16 +244,16 @@ impl Notice {
     }
 }
 
-/// Why a session is over before its group was made.
+/// Why a session ended before its group was created.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Why {
-    /// A rank was replaced: whoever is alive meets again in another session.
+    /// A rank was replaced: the live ranks meet again in another session.
     Moved,
-    /// Another process leads: this one.
+    /// Another process leads; this is its description.
     Taken(String),
-    /// A rank could not make the group.
+    /// A rank could not create the group.
     Failed(Cause),
-    /// It is not: the group is made.
+    /// The session did not end early: the group is created.
     Complete,
 }
 
@@ -278,7 +280,7 @@ impl Why {
     }
 }
 
-/// What makes settings differ, as an error.
+/// Returns the error that lists the settings that differ.
 pub(super) fn settings_differ(mine: &RankInfo, other: &RankInfo, my_rank: u32, rank: usize) -> Error {
     let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
     let (mine, other) = (words(&mine.agreed), words(&other.agreed));
@@ -350,7 +352,7 @@ mod tests {
         }
     }
 
-    /// If this fails, `PROTOCOL_VERSION` must be raised; the snapshot of the version before goes.
+    /// If this test fails, raise `PROTOCOL_VERSION`; the snapshot of the version before is then deleted.
     #[test]
     fn what_ranks_say_to_each_other_is_that_of_its_version() {
         let agreed = Config::default().agreed_text();
