@@ -35,7 +35,7 @@ pub struct Fd {
 }
 
 impl Fd {
-    /// Makes a descriptor and registers it; no fork can happen in between. The descriptor's number is never that of a
+    /// Makes a descriptor and registers it; no fork can happen in between. The descriptor never gets the number of a
     /// standard stream. If the limit of open descriptors is reached, the limit is raised as far as possible.
     ///
     /// # Errors
@@ -116,8 +116,8 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    /// Registers a descriptor made while forks were held off. If its number is that of a standard stream, it gets
-    /// another number first.
+    /// Registers a descriptor made while forks were held off. A descriptor with the number of a standard
+    /// stream gets another number first.
     ///
     /// # Errors
     /// The descriptor has the number of a standard stream and no other number could be had.

@@ -683,7 +683,7 @@ impl Watched for PluginLink {
     }
 
     /// Every progress pass polls this link. Data of one link may be taken in by an operation on another link, or
-    /// reported on a descriptor that both share. In these cases there is no event of its own.
+    /// reported on a descriptor that both share. In these cases the link gets no event.
     fn set_news(&mut self, news: News) -> bool {
         self.news = Some(news);
         false

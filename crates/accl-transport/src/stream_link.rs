@@ -2,7 +2,7 @@
 //!
 //! Owns the buffers of both directions and the half-close. The [`ByteStream`] moves bytes to the peer.
 //! An event of the stream wakes a waiting process, so no flags are needed. Arming only ensures that no edge was missed.
-//! That holds once a read and a write have been refused.
+//! No edge can have been missed once a read and a write have been refused.
 //! A stream that was read empty is not read again before the poller has seen an event of it, unless the caller expects
 //! one.
 

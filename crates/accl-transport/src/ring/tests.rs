@@ -239,7 +239,7 @@ proptest! {
     ) {
         let bytes = min_data_bytes(700) + lines * LINE;
         let window = (window * LINE).min(bytes);
-        // What the longest payload needs can be had; the rest may be refused.
+        // The memory that the longest payload needs is granted; the rest may be refused.
         let memory = memory(1 << slots, bytes, window, most * LINE);
         let (mut writer, mut reader) = (Writer::new(memory.clone(), 700), Reader::new(memory, 700));
         let (mut sent, mut received) = (0, 0);

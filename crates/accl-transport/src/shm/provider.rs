@@ -108,7 +108,7 @@ fn create_region(
     }
 }
 
-/// What this process needs to notify the peer.
+/// Event descriptor and board with which this process notifies the peer.
 struct PeerEvents {
     event: Fd,
     board: PeerBoard,
