@@ -128,8 +128,8 @@ pub trait Watched: Link {
 
     /// Called once a poller watches the descriptors: it records events in `news`. A link that ignores `news` polls the
     /// system itself.
-    /// Returns `true` if events of the armed link are posted even while no thread sleeps, by the peer or by the thread
-    /// that asks the system. If it returns `false`, progress passes poll the link.
+    /// Returns `true` if events of the armed link are posted even while no thread sleeps. The peer posts them, or the
+    /// thread that asks the system. If it returns `false`, progress passes poll the link.
     fn set_news(&mut self, news: News) -> bool {
         let _ = news;
         false
