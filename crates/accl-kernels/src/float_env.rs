@@ -20,7 +20,7 @@ mod mxcsr {
 
     pub(super) fn get() -> u32 {
         let mut value = 0u32;
-        // SAFETY: stmxcsr writes four bytes to the given address, which is that of the local `value`.
+        // SAFETY: stmxcsr writes four bytes to the given address, where the local `value` lies.
         unsafe { asm!("stmxcsr [{}]", in(reg) &mut value, options(nostack, preserves_flags)) };
         value
     }

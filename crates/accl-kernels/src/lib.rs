@@ -16,7 +16,7 @@
 //! * Integer SUM and PRODUCT wrap.
 //! * A bool operand is true if its byte is not zero, and a bool result is 0 or 1.
 //!
-//! It follows that each operation on two operands commutes, bit for bit. The order matters from three operands on.
+//! Therefore each operation on two operands commutes, bit for bit. The order matters from three operands on.
 
 mod arch;
 pub mod codec;

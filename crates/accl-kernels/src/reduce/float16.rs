@@ -78,7 +78,8 @@ pub(crate) fn widen_f16(bits: u16) -> f32 {
     /// 2^112: the exponents' biases are 127 and 15.
     const REBIAS: f32 = f32::from_bits((112 + 127) << 23);
     let magnitude = u32::from(bits & 0x7fff);
-    // As float32 the shifted bits are the value times 2^-112, denormals of either type included: the product is exact.
+    // Read as float32, the shifted bits are the value times 2^-112, denormals of either type included: the product is
+    // exact.
     let finite = (f32::from_bits(magnitude << 13) * REBIAS).to_bits();
     let special = if magnitude >= F16_INFINITY { F32_INFINITY } else { 0 };
     f32::from_bits(finite | special | u32::from(bits & 0x8000) << 16)
