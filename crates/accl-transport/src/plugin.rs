@@ -467,7 +467,7 @@ impl PluginLink {
     }
 
     fn progress(&mut self) -> bool {
-        // SAFETY: the header allows `progress` at any time on an open link.
+        // SAFETY: the link was opened and is not destroyed yet, which is all that `progress` requires.
         match unsafe { (self.handle.table.progress)(self.handle.link) } {
             OK => true,
             AGAIN => false,
@@ -582,7 +582,7 @@ unsafe impl Link for PluginLink {
         // The reservation only tested for room. A caller that wants the place reserves it again.
         self.is_reserved = false;
         if let (Some(arm), None) = (self.handle.table.arm, &self.lost) {
-            // SAFETY: the header allows `arm` on an open link.
+            // SAFETY: the link was opened and is not destroyed yet, which is all that `arm` requires.
             let interval_us = unsafe { arm(self.handle.link) };
             self.armed_for = (interval_us > 0).then(|| Duration::from_micros(interval_us));
         }
@@ -608,7 +608,7 @@ unsafe impl Link for PluginLink {
         if !self.closed && self.guard_fork().is_ok() {
             self.closed = true;
             self.progress();
-            // SAFETY: the header allows `close` once on an open link.
+            // SAFETY: the link is not destroyed yet, and `closed` ensures that this is the only call of `close`.
             unsafe { (self.handle.table.close)(self.handle.link) };
             let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
         }

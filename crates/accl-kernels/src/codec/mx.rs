@@ -1,7 +1,7 @@
 //! Microscaling formats (OCP, version 1.0, 2023): blocks of 32 with a power of two as their scale.
 //!
-//! The format is defined in [`super::scaled`], without groups. A scale is one byte, e8m0: 2^(byte - 127), and NaN is
-//! 255.
+//! The format is defined in [`super::scaled`], without groups. A scale is one byte, e8m0: 2^(byte - 127); 255
+//! is NaN.
 //!
 //! # Arithmetic
 //! The exponent of a scale is the exponent of the greatest magnitude, rounded down, less the exponent of the largest

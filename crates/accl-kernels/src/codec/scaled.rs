@@ -10,9 +10,10 @@
 //! All numbers are in little-endian order.
 //!
 //! # Arithmetic
-//! All in float32, each operation rounded. An element decodes to its block's scale times the small number nearest to x
-//! * (1 / scale). Scales have so few significant bits that the product is exact, unless it is below the normal numbers.
-//! No scale is so large that a decoded value could overflow: a bucket of finite values is never lost.
+//! All in float32, each operation rounded. An element decodes to its block's scale times a small number: the
+//! one nearest to x * (1 / scale). Scales have so few significant bits that the product is exact, unless it is below
+//! the normal numbers. No scale is so large that a decoded value could overflow: a bucket of finite values is never
+//! lost.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;

@@ -56,7 +56,8 @@ pub(super) struct Dial {
     /// Time before which nothing is tried.
     retry_at: Option<Instant>,
     begin: Instant,
-    /// Time from which on the peer could be reached, as far as is known.
+    /// Start of the [`GIVE_UP`] time: the last moment when the peer was known to be alive, or when this process lacked the
+    /// resources to connect.
     since: Instant,
     /// When a caller last asked for this peer. `None`: the link is wanted until the peer is reached or known to be
     /// unreachable.
@@ -152,7 +153,7 @@ impl Dial {
         self.attempts.iter().map(|a| (&a.stream.socket, a.stage == Stage::Connecting))
     }
 
-    /// Whether a hello was sent to the peer and not yet answered.
+    /// Whether a hello was sent to the peer and not yet answered. The peer receives that hello in any case.
     pub(super) fn has_greeted(&self) -> bool {
         self.attempts.iter().any(|attempt| attempt.stage == Stage::Greeted)
     }
