@@ -120,7 +120,7 @@ impl Registry {
     /// stream gets another number first.
     ///
     /// # Errors
-    /// The descriptor has the number of a standard stream and no other number could be had.
+    /// The descriptor has the number of a standard stream and no other number is available.
     pub(crate) fn adopt(&mut self, fd: OwnedFd) -> Result<Fd, Errno> {
         Ok(self.register(above_standard_streams(fd)?))
     }

@@ -94,7 +94,7 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
             TransportV1::LEAST_BYTES
         )));
     }
-    // SAFETY: version and size say that the first `size` bytes are readable. The bytes behind them are zero here, and
+    // SAFETY: version and size say that the first `size` bytes are readable. The bytes after them are zero here, and
     // every field that may be missing can be null.
     let table = unsafe {
         let mut whole = MaybeUninit::<TransportV1>::zeroed();

@@ -48,7 +48,7 @@ pub trait ByteStream: Send {
         Ok(true)
     }
 
-    /// Declares that no more bytes will be sent: the peer reads an end behind the bytes sent so far. This side can
+    /// Declares that no more bytes will be sent: the peer reads an end after the bytes sent so far. This side can
     /// still read what the peer sends.
     fn shut_down(&mut self);
 
@@ -84,7 +84,7 @@ const EAGER_BYTES: usize = 64 << 10;
 /// event.
 const FLOWING_BYTES: usize = 32 << 10;
 const WORD: usize = 8;
-/// Offset of the payload in a record, behind word and head.
+/// Offset of the payload in a record, after word and head.
 const PAYLOAD_AT: usize = WORD + HEAD_BYTES;
 /// A dropped link tries this many times to send its last frames, and waits `LINGER_STEP` each time.
 const LINGER_STEPS: u32 = 10;
@@ -151,7 +151,7 @@ impl Buffer {
         may_move || self.end + bytes <= self.capacity()
     }
 
-    /// Makes `bytes` free behind `end`, and moves the content to the front if needed.
+    /// Makes `bytes` free after `end`, and moves the content to the front if needed.
     fn make_room(&mut self, bytes: usize) {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);

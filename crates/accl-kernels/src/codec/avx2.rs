@@ -72,7 +72,7 @@ fn reduce_min_epu32(numbers: __m256i) -> u32 {
     !reduce_max_epu32(xor_si(numbers, set1_epi32(-1)))
 }
 
-/// Writes 32 codes as `BITS` bits each. It may write arbitrary bytes behind them.
+/// Writes 32 codes as `BITS` bits each. It may write arbitrary bytes after them.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
@@ -103,7 +103,7 @@ fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
     let bytes = shuffle_epi8(eights, from);
     let halves = [_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes)];
     if dst.len() >= 2 * BITS + 16 {
-        // SAFETY: `dst` has at least `2 * BITS + 16` bytes, so there are 16 bytes behind either address.
+        // SAFETY: `dst` has at least `2 * BITS + 16` bytes, so there are 16 bytes after either address.
         unsafe {
             _mm_storeu_si128(dst.as_mut_ptr().cast(), halves[0]);
             _mm_storeu_si128(dst.as_mut_ptr().add(2 * BITS).cast(), halves[1]);
@@ -173,7 +173,7 @@ pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) 
         results: sums.results.map(|results| results.wrapping_add(whole)),
         ..sums
     };
-    // SAFETY: `rest` begins behind the `whole` elements, so this function's contract covers the remaining ones.
+    // SAFETY: `rest` begins after the `whole` elements, so this function's contract covers the remaining ones.
     unsafe { loops::sum_bf16(&mut dst[whole..], &src[whole..], rest) };
 }
 

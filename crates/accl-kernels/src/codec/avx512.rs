@@ -47,7 +47,7 @@ groups!(
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 );
 
-/// Writes 64 codes as `BITS` bits each. It may write arbitrary bytes behind them.
+/// Writes 64 codes as `BITS` bits each. It may write arbitrary bytes after them.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn pack<const BITS: usize>(dst: &mut [u8], codes: __m512i) {
@@ -98,7 +98,7 @@ fn pack<const BITS: usize>(dst: &mut [u8], codes: __m512i) {
 }
 
 /// Returns, for each number of bits, the positions of that many words of each quarter of a vector, one quarter after
-/// the other. The words behind them are not stored; their positions are arbitrary and refer to the first word.
+/// the other. The words after them are not stored; their positions are arbitrary and refer to the first word.
 const fn words_of_quarters() -> [[u16; 32]; 9] {
     let mut all = [[0; 32]; 9];
     let mut bits = 1;

@@ -8,7 +8,7 @@ use super::loops::Range;
 /// before levels are. Sums that are added to need the same distance.
 const AHEAD: usize = 6144;
 
-/// Prefetches `LINES` cache lines, as many as a group has, that lie [`AHEAD`] bytes behind this group. They may lie
+/// Prefetches `LINES` cache lines, as many as a group has, that lie [`AHEAD`] bytes after this group. They may lie
 /// beyond the end of the slice.
 #[inline(always)]
 pub(super) fn ask_ahead<const LINES: usize>(group: &[f32]) {

@@ -2,7 +2,7 @@
 //!
 //! A full bucket x of n elements becomes y = H D x. D has the signs below, and H is the Hadamard matrix of n rows over
 //! sqrt(n), rows in natural order. H D is a product of a rotation and reflections, so its transpose is its inverse.
-//! y is encoded like [`super::max_min`] encodes it, decoded to float32 and rotated back: x = D H y. Elements behind the
+//! y is encoded like [`super::max_min`] encodes it, decoded to float32 and rotated back: x = D H y. Elements after the
 //! last full bucket are not rotated.
 //! A slice is encoded in parts of as many buckets as have 4,096 elements, at least one bucket. The parts follow each
 //! other.

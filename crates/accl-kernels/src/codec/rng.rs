@@ -51,7 +51,7 @@ pub(crate) const FACTORS: [u32; 2] = [0x7feb_352d, 0x846c_a68b];
 const BLOCK: u64 = 1 << 14;
 /// Permutations of a block.
 pub(crate) const TABLE: usize = 16;
-/// Maximum number of ranks: random bits are calculated in 64 bits, 56 of them behind the point.
+/// Maximum number of ranks: random bits are calculated in 64 bits, 56 of them after the point.
 const MOST_RANKS: u32 = 1 << 24;
 /// Maximum number of ranks whose random bits are quotients of 16 bits, see [`Narrow`].
 const MOST_NARROW: u32 = 128;

@@ -36,7 +36,7 @@ pub struct Settings {
     pub meta: Dtype,
     /// Rounding of values.
     pub rounding: Rounding,
-    /// Whether elements behind the last full bucket are sent unencoded.
+    /// Whether elements after the last full bucket are sent unencoded.
     pub skip_incomplete: bool,
 }
 

@@ -5,7 +5,7 @@
 //! meta     for each bucket: unit, and min if the scheme has one
 //! codes    `bits` each, the first in the lowest bits      ceil(count * bits / 8)
 //! zeros    up to a multiple of 8
-//! tail     with `skip_incomplete`: the elements behind the last full bucket, unencoded
+//! tail     with `skip_incomplete`: the elements after the last full bucket, unencoded
 //! zeros    up to a multiple of 8 of the whole
 //! ```
 //! All numbers are in little-endian order. With `skip_incomplete`, `count` above is the count of elements in full
@@ -120,7 +120,7 @@ pub(super) fn bucket_of(settings: &Settings) -> usize {
 /// Offsets of the parts of an encoded slice, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Layout {
-    /// Number of elements in buckets; elements behind them are sent unencoded.
+    /// Number of elements in buckets; elements after them are sent unencoded.
     coded: usize,
     codes_at: usize,
     codes_end: usize,
@@ -436,7 +436,7 @@ impl<S: Scheme> Codec for Uniform<S> {
         }
         let (tail, zeros) = tail.split_at_mut(layout.tail_end - layout.tail_at);
         zeros.fill(0);
-        // SAFETY: the elements behind the coded ones belong to the slice, too, and `tail` has room for them.
+        // SAFETY: the elements after the coded ones belong to the slice, too, and `tail` has room for them.
         unsafe { convert(tail.as_mut_ptr(), slice.tensor, slice.part(layout.coded, count - layout.coded), self.loops) };
         non_finite
     }
@@ -457,7 +457,7 @@ impl<S: Scheme> Codec for Uniform<S> {
         });
         let tail = &src[layout.tail_at..layout.tail_end];
         let tail = Slice { src: tail.as_ptr(), dtype: tensor, tensor, count: count - layout.coded, first: 0 };
-        // SAFETY: the elements behind the coded ones lie in the result, too; `tail` has this many elements of the
+        // SAFETY: the elements after the coded ones lie in the result, too; `tail` has this many elements of the
         // tensor's type.
         unsafe { convert(dst.wrapping_add(layout.coded * into.size_bytes()), into, tail, self.loops) };
     }

@@ -14,7 +14,7 @@ use super::float16;
 /// Elements that are accumulated at a time. Accumulators and the matching parts of two sources stay in the L1 cache.
 pub(crate) const BLOCK: usize = 512;
 
-/// Accumulators of a block, and 64 more for the elements behind the last group.
+/// Accumulators of a block, and 64 more for the elements after the last group.
 pub(crate) const SLOTS: usize = BLOCK + 64;
 
 /// A group of `COUNT` elements of one type: their layout in memory and the registers that hold them.

@@ -17,7 +17,7 @@ const fn is_group<V: Lanes>() -> bool {
     V::COUNT * V::SIZE_BYTES >= 32
 }
 
-/// Calls `$step::<V, ..>` for every group and `$step::<V::Tail, ..>` for every element behind the last group. `$i` is
+/// Calls `$step::<V, ..>` for every group and `$step::<V::Tail, ..>` for every element after the last group. `$i` is
 /// the element's index. `$slot` is the index of its accumulator, if the count is at most `BLOCK`.
 macro_rules! steps {
     ($V:ident, $count:expr, $i:ident => $step:ident::$with:tt $args:tt) => {

@@ -1,4 +1,4 @@
-//! A connected socket during the handshake. It reads exactly as many bytes as requested, so that the frames behind them
+//! A connected socket during the handshake. It reads exactly as many bytes as requested, so that the frames after them
 //! stay in the socket. It passes descriptors over Unix sockets.
 //!
 //! Owns the system calls of the handshake; decides nothing.

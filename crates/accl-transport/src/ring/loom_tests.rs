@@ -63,7 +63,7 @@ unsafe impl Memory for Shared {
         self.0.words.len()
     }
     fn data(&self) -> *mut u8 {
-        // SAFETY: the data begins behind the slots, inside the same allocation.
+        // SAFETY: the data begins after the slots, inside the same allocation.
         unsafe { self.0.base.add(self.slot_count() * LINE) }
     }
     fn data_bytes(&self) -> usize {
@@ -237,7 +237,7 @@ fn loom_frames_that_wrap_are_whole_and_never_missed() {
 
 #[test]
 fn loom_a_ring_grows_while_frames_are_under_way() {
-    // From one line to four: the second frame lies behind the first, the third may have to wait, and the fourth wraps.
+    // From one line to four: the second frame lies after the first, the third may have to wait, and the fourth wraps.
     exchange_growing(4, 4, 1, &[60, 100, 60, 100], Some(2));
 }
 

@@ -9,7 +9,7 @@
 //! A waiting reader polls the very line in which the next frame will appear. For a tiny frame, one line moves from core
 //! to core.
 //!
-//! Longer payloads lie in the *data*, one behind the other, each contiguous. If the rest of the data is too short for a
+//! Longer payloads lie in the *data*, one after another, each contiguous. If the rest of the data is too short for a
 //! payload, both sides continue at the start.
 //!
 //! **A ring grows with its use.** Both sides begin with a *window* at the start of the data. The writer enlarges the
@@ -18,7 +18,7 @@
 //! * It reaches the window's end, and the window holds only few payloads of the current size.
 //!
 //! The window grows only while the bytes in flight lie in one piece before the writer's position. Then all new bytes
-//! lie behind the bytes in flight.
+//! lie after the bytes in flight.
 //! Each frame's word states how often the window has grown. The reader follows with the first frame that was written to
 //! the larger window.
 
@@ -37,7 +37,7 @@ pub(crate) const LINE: usize = 64;
 /// Slots of a direction; a power of two. This is also the maximum number of frames in flight. Few, so that they stay in
 /// nearby caches.
 pub(crate) const SLOTS: usize = 64;
-/// Offset of the head in a slot, behind the word.
+/// Offset of the head in a slot, after the word.
 const HEAD_AT: usize = 8;
 /// Offset of a tiny payload in a slot; `TINY_BYTES` is its maximum length.
 const TINY_AT: usize = HEAD_AT + HEAD_BYTES;
@@ -164,17 +164,17 @@ struct Cursor {
 impl Cursor {
     const START: Cursor = Cursor { count: 0, offset: 0 };
 
-    /// Returns the offset of a payload that occupies `need` bytes, and the position behind the payload.
+    /// Returns the offset of a payload that occupies `need` bytes, and the position after the payload.
     #[inline]
     fn fit(self, need: usize, data_bytes: usize) -> (usize, Cursor) {
         let to_end = data_bytes - self.offset;
         let (at, left_out) = if need <= to_end { (self.offset, 0) } else { (0, to_end) };
-        // At the very end the offset is not wrapped: the window may grow behind it.
+        // At the very end the offset is not wrapped: the window may grow after it.
         (at, Cursor { count: self.count + (left_out + need) as u64, offset: at + need })
     }
 }
 
-/// Position of a frame, and the position behind it.
+/// Position of a frame, and the position after it.
 #[derive(Clone, Copy, Debug)]
 struct Found {
     slot: usize,
@@ -224,7 +224,7 @@ pub(crate) struct Writer<M> {
     taken: u64,
     /// Bytes of the data that were released with those frames.
     freed: u64,
-    /// For each slot: the data's byte count behind the frame.
+    /// For each slot: the data's byte count after the frame.
     ends: [u64; SLOTS],
     reserved: Option<Found>,
 }
@@ -301,7 +301,7 @@ impl<M: Memory> Writer<M> {
         if self.window.bytes < self.least_bytes { Demand::Needed } else { Demand::Wished }
     }
 
-    /// Whether a larger window may help and, as far as is known, can be had.
+    /// Whether a larger window may help and, as far as is known, is available.
     fn may_grow(&self, demand: Demand) -> bool {
         // The bytes in flight end at the writer's position and do not wrap round the window's end.
         let in_one_piece = self.place.count - self.freed <= self.place.offset as u64;

@@ -41,7 +41,7 @@ unsafe impl Memory for Shared {
         self.0.slot_count
     }
     fn data(&self) -> *mut u8 {
-        // SAFETY: the data begins behind the `slot_count` slots, inside the same allocation.
+        // SAFETY: the data begins after the `slot_count` slots, inside the same allocation.
         unsafe { self.0.base.add(self.0.slot_count * LINE) }
     }
     fn data_bytes(&self) -> usize {
@@ -55,7 +55,7 @@ unsafe impl Memory for Shared {
     }
 }
 
-/// Memory with a window at the beginning, of which `most_bytes` can be had in addition to what is needed.
+/// Memory with a window at the beginning, which grows to `most_bytes`, and further only if needed.
 fn memory(slot_count: usize, data_bytes: usize, window_bytes: usize, most_bytes: usize) -> Shared {
     heap(slot_count, data_bytes, window_bytes, most_bytes, true)
 }
@@ -351,7 +351,7 @@ fn a_ring_that_gets_no_more_memory_goes_on_as_it_is_and_asks_again_much_later() 
 
 #[test]
 fn payloads_that_have_room_need_no_memory_that_is_scarce() {
-    // First no memory is to be had, then exactly as much as is needed.
+    // First no further memory is available, then exactly as much as is needed.
     for gives in [false, true] {
         let memory = heap(64, 256 << 10, 16 << 10, 0, gives);
         let (mut writer, mut reader) = (Writer::new(memory.clone(), 64 << 10), Reader::new(memory, 64 << 10));

@@ -143,7 +143,7 @@ impl Direction {
     }
 }
 
-// SAFETY: slots and data lie inside the mapping behind the first page, page-aligned, and their sizes are multiples of a
+// SAFETY: slots and data lie inside the mapping after the first page, page-aligned, and their sizes are multiples of a
 // page. The mapping lives as long as the `Arc`. The handshake gives each side one writer and one reader, of different
 // directions.
 unsafe impl Memory for Direction {
