@@ -1,4 +1,5 @@
-//! Finds out whether this compiler has AVX-512: the target features are stable from Rust 1.89, one release after our minimum.
+//! Checks whether this compiler supports AVX-512: the target features are stable from Rust 1.89, one release after the
+//! minimum version.
 
 use std::process::Command;
 
@@ -10,8 +11,8 @@ fn main() {
     }
 }
 
-/// The `y` of the compiler's version `1.y.z`, or `None` if it prints something else.
-#[allow(clippy::disallowed_methods)] // cargo names the compiler in the environment and nowhere else
+/// Returns the `y` of the compiler's version `1.y.z`, or `None` if the compiler prints something else.
+#[allow(clippy::disallowed_methods)] // cargo names the compiler only in the environment
 fn rustc_minor() -> Option<u32> {
     let output = Command::new(std::env::var_os("RUSTC")?).arg("--version").output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;

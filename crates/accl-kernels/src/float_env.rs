@@ -1,7 +1,9 @@
 //! The floating-point mode of the calling thread. Kernels run in whichever thread makes progress, and a user may have
-//! called `torch.set_flush_denormal` in one of them: without this guard the same sum would have other bits there.
+//! called `torch.set_flush_denormal` in one of them. Without this guard, the same sum would have other bits in that
+//! thread.
 
-/// While it lives, the thread rounds to nearest even, keeps denormals and does not trap. Dropping it restores the mode.
+/// Guard under which the thread rounds to nearest even, keeps denormals and does not trap. Dropping it restores the
+/// mode.
 pub(crate) struct DefaultFloatEnv {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     restore: Option<u32>,
@@ -18,13 +20,14 @@ mod mxcsr {
 
     pub(super) fn get() -> u32 {
         let mut value = 0u32;
-        // SAFETY: stmxcsr writes four bytes to the place it is given, which is ours.
+        // SAFETY: stmxcsr writes four bytes to the given address, where the local `value` lies.
         unsafe { asm!("stmxcsr [{}]", in(reg) &mut value, options(nostack, preserves_flags)) };
         value
     }
 
     pub(super) fn set(value: u32) {
-        // SAFETY: ldmxcsr reads four bytes of ours; `value` came from stmxcsr or is `DEFAULT`, so no reserved bit is set.
+        // SAFETY: ldmxcsr reads the four bytes of the argument `value`. It came from stmxcsr or is `DEFAULT`, so no
+        // reserved bit is set.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &value, options(nostack, preserves_flags)) };
     }
 }

@@ -1,6 +1,7 @@
-//! The names of instruction sets, and what one offers to the functions that compose kernels.
+//! The names of instruction sets, and what an instruction set offers to the functions that compose kernels.
 //!
-//! Owns no table: which there are is in `arch`, and which one a process uses in `dispatch`. Read [`Arch`] first.
+//! Owns no table: `arch` lists the instruction sets, and `dispatch` chooses the one that a process uses. Read [`Arch`]
+//! first.
 
 use std::fmt;
 
@@ -9,7 +10,7 @@ use crate::reduce::lanes::{ArithLanes, FloatLanes, Lanes, LastOn, OpOn};
 /// An instruction set that has kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Isa {
-    /// What every processor of the target has (SSE2 on x86-64).
+    /// The instructions that every processor of the target has (SSE2 on x86-64).
     Scalar,
     /// AVX2 with the float16 conversions of F16C.
     Avx2,
@@ -18,7 +19,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The name in bench ids and test messages.
+    /// Returns the name in bench ids and test messages.
     pub const fn name(self) -> &'static str {
         match self {
             Isa::Scalar => "scalar",
@@ -36,20 +37,20 @@ impl fmt::Display for Isa {
 
 /// The functions of one operation on one type. Lengths are in bytes, multiples of the element's size.
 ///
-/// To be called on a machine that has their instruction set, within the rules of `loops.rs`.
+/// Call them only on a machine that has their instruction set, and keep the contracts of `loops.rs`.
 #[derive(Clone, Copy)]
 pub(crate) struct ReduceKernels {
-    /// (dst, a and b, bytes of each, world)
+    /// Arguments: dst, a and b, bytes of each, world size.
     pub(crate) pair: unsafe fn(*mut u8, [*const u8; 2], usize, f64),
-    /// (dst, srcs, bytes of each, world)
+    /// Arguments: dst, srcs, bytes of each, world size.
     pub(crate) many: unsafe fn(*mut u8, &[*const u8], usize, f64),
 }
 
-/// The multiplication of one type by a factor: (dst, src, bytes, factor).
+/// The multiplication of one type by a factor. Arguments: dst, src, bytes, factor.
 pub(crate) type ScaleKernel = unsafe fn(*mut u8, *const u8, usize, f64);
 
-/// An instruction set, to the functions that compose kernels: how it handles the types of which the compiler does not
-/// make vectors by itself.
+/// An instruction set as the functions that compose kernels see it. Its types cover elements that the compiler cannot
+/// vectorise by itself.
 pub(crate) trait Arch {
     type F16: FloatLanes;
     type Bf16: FloatLanes;

@@ -1,4 +1,4 @@
-//! Multiplication by a factor: what PREMUL_SUM does to a contribution before it is added.
+//! Multiplication by a factor: PREMUL_SUM applies it to a contribution before adding.
 
 use accl_types::{Dtype, Error, Result};
 
@@ -6,29 +6,30 @@ use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
-/// dst\[i\] = src\[i\] * factor for `count` elements, on the best instruction set of this machine.
+/// Computes dst\[i\] = src\[i\] * factor for `count` elements, on the best instruction set of this machine.
 ///
-/// float16, bfloat16, float32 and complex64 take the factor rounded to float32, float64 and complex128 as it is.
-/// The product is rounded once.
+/// For float16, bfloat16, float32 and complex64 the factor is rounded to float32. For float64 and complex128 it is used
+/// as it is. The product is rounded once.
 ///
 /// # Errors
-/// `Unsupported` for a dtype that is neither floating-point nor complex, as in torch's other backend with PREMUL_SUM.
+/// `Unsupported` for a dtype that is neither floating-point nor complex. torch's other backend with PREMUL_SUM refuses
+/// them as well.
 ///
 /// # Safety
-/// `src` holds `count` elements that may be read, `dst` has room for as many, and nobody else writes or uses them
-/// meanwhile. No alignment is asked for. `dst` is equal to `src` or does not overlap it.
+/// `src` holds `count` readable elements, and `dst` has room for as many. No other thread writes `src` or accesses
+/// `dst` meanwhile. No alignment is required. `dst` is equal to `src` or does not overlap it.
 pub unsafe fn scale(dtype: Dtype, dst: *mut u8, src: *const u8, count: usize, factor: f64) -> Result<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the contract of `scale_with_isa` is the contract of this function.
     unsafe { scale_with_isa(Isa::best(), dtype, dst, src, count, factor) }
 }
 
-/// As [`scale`], with a chosen instruction set: for tests and measurements.
+/// Does what [`scale`] does, with a given instruction set: for tests and measurements.
 ///
 /// # Errors
-/// `Unsupported` as for [`scale`], or if this machine has not got the instruction set.
+/// `Unsupported` as for [`scale`], or if this machine lacks the instruction set.
 ///
 /// # Safety
-/// As [`scale`].
+/// The contract of [`scale`].
 pub unsafe fn scale_with_isa(
     isa: Isa,
     dtype: Dtype,
@@ -48,7 +49,8 @@ pub unsafe fn scale_with_isa(
     }
     let _env = DefaultFloatEnv::enter();
     let len_bytes = count * dtype.size_bytes();
-    // SAFETY: the caller's promise: valid for this length, and either equal or apart. The instruction set is available.
+    // SAFETY: both buffers have `len_bytes` bytes and are equal or apart, by this function's contract.
+    // `check_available` found the instruction set.
     unsafe { kernel(dst, src, len_bytes, factor) };
     Ok(())
 }

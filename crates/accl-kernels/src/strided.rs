@@ -1,34 +1,35 @@
-//! Strided tensors to dense row-major buffers and back, with conjugate and negative views resolved on the way.
+//! Packs strided tensors into dense row-major buffers and unpacks them, and applies conjugate and negative bits on the
+//! way.
 //!
-//! Owns the order of the walk: dimensions that lie behind one another are merged, and where the dense side and the
-//! view run along different dimensions both are walked in tiles. Works by element size; only the conj and neg bits
-//! look at the dtype. Read [`StridedView`] first.
+//! Owns the order of the walk. Dimensions that continue each other are merged. If the dense side and the view are
+//! contiguous along different dimensions, both are walked in tiles.
+//! Works by element size; only the conj and neg bits depend on the dtype. Read [`StridedView`] first.
 
 use std::mem::MaybeUninit;
 
 use accl_types::Dtype;
 use smallvec::SmallVec;
 
-/// Elements of a row that are copied before the next row has its turn, where neighbouring rows share cache lines.
+/// Elements of a row that are copied before the next row, if neighbouring rows share cache lines.
 const PIECE: usize = 64;
 
-/// Rows from which on a transposition goes through tiles.
+/// Number of rows from which on a transposition uses tiles.
 const MIN_TILED: usize = 6;
 
-/// A tensor in memory of the caller, as torch describes it.
+/// A tensor in the caller's memory, as torch describes it.
 ///
-/// `sizes` and `strides` are in elements and have one entry for each dimension, outermost first; none stand for a tensor
-/// of one element. Strides may be 0 (expanded) or negative. `ptr` is the element whose indices are all 0.
-/// `conj` and `neg` say that the tensor's values are the conjugate, the negative, of what lies in memory.
+/// `sizes` and `strides` are in elements and have one entry per dimension, outermost first. Without entries the tensor
+/// has one element. Strides may be 0 (expanded) or negative. `ptr` points to the element whose indices are all 0.
+/// If `conj` or `neg` is set, the tensor's values are the conjugate or the negative of the values in memory.
 #[derive(Clone, Copy, Debug)]
 pub struct StridedView<'a> {
-    /// The first element; need not be aligned.
+    /// Address of the first element; need not be aligned.
     pub ptr: *mut u8,
-    /// The element type.
+    /// Element type.
     pub dtype: Dtype,
-    /// Elements along each dimension.
+    /// Number of elements along each dimension.
     pub sizes: &'a [i64],
-    /// Elements between neighbours along each dimension.
+    /// Distance in elements between neighbours along each dimension.
     pub strides: &'a [i64],
     /// torch's conjugate bit; has no effect on real dtypes.
     pub conj: bool,
@@ -37,12 +38,12 @@ pub struct StridedView<'a> {
 }
 
 impl StridedView<'_> {
-    /// Elements in the view.
+    /// Returns the number of elements in the view.
     pub fn count(&self) -> usize {
         self.sizes.iter().map(|&size| usize::try_from(size).unwrap_or(0)).product()
     }
 
-    /// Whether the view's memory is what [`pack`] would write, so that no packing is needed.
+    /// Whether the view's memory equals what [`pack`] would write, so that no packing is needed.
     pub fn is_dense(&self) -> bool {
         let plain = matches!(Change::of(self), Change::Keep);
         let mut expected = 1;
@@ -58,35 +59,35 @@ impl StridedView<'_> {
 /// Copies the elements of `view`, in row-major order of their indices, to `dst` without gaps.
 ///
 /// # Safety
-/// Every element of the view may be read, `dst` has room for [`StridedView::count`] elements, the two do not overlap,
-/// and nobody else writes or uses them meanwhile.
+/// Every element of the view may be read, and `dst` has room for [`StridedView::count`] elements. The two do not
+/// overlap, and no other thread writes the view or accesses `dst` meanwhile.
 pub unsafe fn pack(dst: *mut u8, view: &StridedView<'_>) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the view may be read and `dst` written, without overlap, by this function's contract.
     unsafe { copy(view, Side { ptr: view.ptr, of: |dim| dim.view }, Side { ptr: dst, of: |dim| dim.dense }) };
 }
 
-/// Copies elements from `src`, where they lie in row-major order without gaps, into `view`: the inverse of [`pack`].
-/// Which value remains in an element that the view has more than once is not specified.
+/// Copies elements from `src`, where they lie in row-major order without gaps, into `view`: the inverse of [`pack`]. If
+/// several indices share an element, it is not specified which value remains.
 ///
 /// # Safety
-/// Every element of the view may be written, `src` holds [`StridedView::count`] elements, the two do not overlap, and
-/// nobody else writes or uses them meanwhile.
+/// Every element of the view may be written, and `src` holds [`StridedView::count`] elements. The two do not overlap,
+/// and no other thread writes `src` or accesses the view meanwhile.
 pub unsafe fn unpack(view: &StridedView<'_>, src: *const u8) {
-    // SAFETY: the caller's promise.
+    // SAFETY: `src` may be read and the view written, without overlap, by this function's contract.
     unsafe {
         copy(view, Side { ptr: src.cast_mut(), of: |dim| dim.dense }, Side { ptr: view.ptr, of: |dim| dim.view })
     };
 }
 
-/// What happens to an element on the way. Each is its own inverse.
+/// Change of an element's value during the copy. Each change is its own inverse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
     Keep,
-    /// Flips the sign bits given in little-endian order of the element's bytes.
+    /// Flips the given bits of the element, which is read as a little-endian integer. They are sign bits.
     Flip(u128),
     /// Two's complement negation.
     Negate,
-    /// Flips the sign bit of a one-byte float that has no negative zero: its bits stand for NaN.
+    /// Flips the sign bit of a one-byte float, except of zero: the type has no negative zero, and its bits mean NaN.
     FlipNonzero,
 }
 
@@ -127,7 +128,7 @@ impl Change {
     }
 }
 
-/// One dimension: elements along it, and bytes from one to the next in the view and in the dense buffer.
+/// One dimension: number of elements along it, and bytes between neighbours in the view and in the dense buffer.
 #[derive(Clone, Copy, Debug)]
 struct Dim {
     size: usize,
@@ -139,23 +140,23 @@ type Dims = SmallVec<[Dim; 6]>;
 
 /// The loops of a copy.
 struct Walk {
-    /// Outermost first.
+    /// Outer loops, outermost first.
     outer: Dims,
-    /// The two inner loops: `across`, in it `along`, which has no gaps in the dense buffer.
+    /// The two inner loops: `across`, and inside it `along`, which has no gaps in the dense buffer.
     across: Dim,
     along: Dim,
     inner: Inner,
 }
 
-/// How the two inner loops run.
+/// Order of the two inner loops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Inner {
     /// Row after row.
     Rows,
-    /// A piece of each row, then the next piece of each.
+    /// A piece of each row, then the next piece of each row.
     Pieces,
-    /// In square tiles by way of a buffer. Straight from one side to the other one of them would be walked with a large
-    /// step, and if that is a power of two all its cache lines compete for one set of the cache.
+    /// In square tiles by way of a buffer. Without tiles one of the two sides would be walked with a large step. If
+    /// that step is a power of two, all its cache lines compete for one set of the cache.
     Tiles,
 }
 
@@ -164,7 +165,8 @@ impl Walk {
         let mut dims = merged_dims(view);
         let single = Dim { size: 1, view: 0, dense: 0 };
         let along = dims.pop().unwrap_or(single);
-        // Steps along the view's densest dimension share cache lines: if that is not `along`, it comes next to it.
+        // Steps along the view's densest dimension share cache lines. If that dimension is not `along`, it becomes
+        // `across`.
         let densest = dims.iter().enumerate().min_by_key(|(_, dim)| dim.view.unsigned_abs());
         let (across, inner) = match densest {
             Some((at, dim)) if dim.view.unsigned_abs() < along.view.unsigned_abs() => {
@@ -177,8 +179,8 @@ impl Walk {
     }
 }
 
-/// The dimensions without those of size 1, and with neighbours merged where one continues the other in the view. The
-/// dense side never stands in the way: there each dimension continues the next.
+/// Returns the dimensions without dimensions of size 1. Neighbours are merged if one continues the other in the view.
+/// On the dense side each dimension continues the next anyway.
 fn merged_dims(view: &StridedView<'_>) -> Dims {
     let size_bytes = view.dtype.size_bytes() as isize;
     let mut dims = Dims::new();
@@ -195,7 +197,7 @@ fn merged_dims(view: &StridedView<'_>) -> Dims {
     dims
 }
 
-/// One side of a copy: where it begins, and its step along a dimension.
+/// One side of a copy: its start address, and its step in bytes along a dimension.
 #[derive(Clone, Copy)]
 struct Side {
     ptr: *mut u8,
@@ -210,7 +212,7 @@ unsafe fn copy(view: &StridedView<'_>, from: Side, to: Side) {
     }
     let walk = Walk::new(view);
     let change = Change::of(view);
-    // SAFETY: the caller's promise, for each.
+    // SAFETY: this function's contract, and each cell type has the dtype's element size.
     unsafe {
         match view.dtype.size_bytes() {
             1 => copy_cells::<u8>(&walk, from, to, change),
@@ -225,7 +227,7 @@ unsafe fn copy(view: &StridedView<'_>, from: Side, to: Side) {
 
 /// An element as an unsigned integer of its size.
 trait Cell: Copy {
-    /// Elements along each side of a tile: two cache lines, if the tile has room in its buffer.
+    /// Elements along each side of a tile: two cache lines, if the tile fits into its buffer.
     const TILE: usize = if size_of::<Self>() == 1 { 64 } else { 128 / size_of::<Self>() };
 
     fn truncate(mask: u128) -> Self;
@@ -266,9 +268,9 @@ macro_rules! cells {
 cells!(u8 u16 u32 u64 u128);
 
 /// # Safety
-/// As [`copy`], with elements of the size of `T`.
+/// The contract of [`copy`], with elements of the size of `T`.
 unsafe fn copy_cells<T: Cell>(walk: &Walk, from: Side, to: Side, change: Change) {
-    // SAFETY: the caller's promise, for each.
+    // SAFETY: the contract of `copy_planes` is the contract of this function.
     unsafe {
         match change {
             Change::Keep => copy_planes(walk, from, to, |cell: T| cell),
@@ -282,7 +284,7 @@ unsafe fn copy_cells<T: Cell>(walk: &Walk, from: Side, to: Side, change: Change)
     }
 }
 
-/// One dimension of a copy: elements along it, and bytes from one to the next on either side.
+/// One dimension of a copy: number of elements along it, and bytes between neighbours on either side.
 #[derive(Clone, Copy)]
 struct Run {
     count: usize,
@@ -293,24 +295,24 @@ struct Run {
 /// Copies the plane of the two inner loops for every combination of the outer indices.
 ///
 /// # Safety
-/// As [`copy`], with elements of the size of `T`.
+/// The contract of [`copy`], with elements of the size of `T`.
 unsafe fn copy_planes<T: Cell>(walk: &Walk, from: Side, to: Side, change: impl Fn(T) -> T) {
     let run = |dim: &Dim| Run { count: dim.size, from: (from.of)(dim), to: (to.of)(dim) };
     let (across, along) = (run(&walk.across), run(&walk.along));
     let mut index: SmallVec<[usize; 6]> = SmallVec::from_elem(0, walk.outer.len());
     let (mut src, mut dst) = (from.ptr.cast_const(), to.ptr);
     loop {
-        // SAFETY: the caller's promise; `src` and `dst` are elements of the same index.
+        // SAFETY: `src` and `dst` are elements of the same index within the buffers of this function's contract.
         unsafe {
             match walk.inner {
                 Inner::Rows => copy_rows(src, dst, across, along, along.count, &change),
                 Inner::Pieces => copy_rows(src, dst, across, along, PIECE, &change),
-                // The first of the two is the one with the smaller step in `src`.
+                // The first of the two arguments is the dimension with the smaller step in `src`.
                 Inner::Tiles if across.from.abs() < along.from.abs() => copy_tiles(src, dst, across, along, &change),
                 Inner::Tiles => copy_tiles(src, dst, along, across, &change),
             }
         }
-        // The next combination of outer indices, the last one running fastest.
+        // Advances to the next combination of outer indices; the last index runs fastest.
         let advanced = walk.outer.iter().map(run).zip(&mut index).rev().any(|(run, at)| {
             let last = *at + 1 == run.count;
             let steps = if last { -(*at as isize) } else { 1 };
@@ -325,10 +327,10 @@ unsafe fn copy_planes<T: Cell>(walk: &Walk, from: Side, to: Side, change: impl F
     }
 }
 
-/// Copies the plane in rows along `along`, `piece` elements of each at a time.
+/// Copies the plane in rows along `along`, `piece` elements of each row at a time.
 ///
 /// # Safety
-/// As [`copy`], for the plane that begins at `from` and `to`.
+/// The contract of [`copy`], for the plane that begins at `from` and `to`.
 #[inline(always)]
 unsafe fn copy_rows<T: Cell>(
     from: *const u8,
@@ -346,8 +348,8 @@ unsafe fn copy_rows<T: Cell>(
         for i in 0..across.count as isize {
             let from = from.wrapping_offset(at * along.from + i * across.from);
             let to = to.wrapping_offset(at * along.to + i * across.to);
-            // Known steps let the compiler use vectors (or memcpy), or at least simple addressing.
-            // SAFETY: the caller's promise.
+            // Steps known at compile time let the compiler use vectors (or memcpy), or at least simple addressing.
+            // SAFETY: the `count` elements of the row lie within the plane of this function's contract.
             unsafe {
                 match (along.from == unit, along.to == unit) {
                     (true, true) => copy_row(from, to, Run { count, from: unit, to: unit }, &change),
@@ -362,23 +364,24 @@ unsafe fn copy_rows<T: Cell>(
 }
 
 /// # Safety
-/// As [`copy`], for the row that begins at `from` and `to`.
+/// The contract of [`copy`], for the row that begins at `from` and `to`.
 #[inline(always)]
 unsafe fn copy_row<T: Cell>(mut from: *const u8, mut to: *mut u8, run: Run, change: impl Fn(T) -> T) {
     for _ in 0..run.count {
-        // SAFETY: the caller's promise; unaligned access is meant.
+        // SAFETY: the element lies within the row of this function's contract; the access is unaligned on purpose.
         unsafe { to.cast::<T>().write_unaligned(change(from.cast::<T>().read_unaligned())) };
         (from, to) = (from.wrapping_offset(run.from), to.wrapping_offset(run.to));
     }
 }
 
-/// Room for a tile of any cell, with its alignment.
+/// Room for a tile of any cell type, aligned for it.
 type TileBuffer = [MaybeUninit<u128>; 512];
 
-/// Copies the plane in tiles. `reading` is the dimension with the smaller step in `from`, `writing` the one in `to`.
+/// Copies the plane in tiles. `reading` is the dimension with the smaller step in `from`, `writing` the one with the
+/// smaller step in `to`.
 ///
 /// # Safety
-/// As [`copy`], for the plane that begins at `from` and `to`.
+/// The contract of [`copy`], for the plane that begins at `from` and `to`.
 #[inline(always)]
 unsafe fn copy_tiles<T: Cell>(from: *const u8, to: *mut u8, reading: Run, writing: Run, change: impl Fn(T) -> T) {
     const { assert!(T::TILE * T::TILE * size_of::<T>() <= size_of::<TileBuffer>()) };
@@ -392,10 +395,11 @@ unsafe fn copy_tiles<T: Cell>(from: *const u8, to: *mut u8, reading: Run, writin
             let read = Run { count: T::TILE.min(reading.count - r), ..reading };
             let write = Run { count: T::TILE.min(writing.count - w), ..writing };
             let gapless = read.from == unit && write.to == unit;
-            // SAFETY: the caller's promise; no side of the tile is longer than `TILE`.
+            // SAFETY: the tile lies within the plane of this function's contract, and its sides have at most `TILE`
+            // elements.
             unsafe {
                 if gapless && read.count == T::TILE && write.count == T::TILE {
-                    // The common case once more, with everything known that can be.
+                    // The common case again, with all steps and counts known at compile time.
                     let read = Run { count: T::TILE, from: unit, ..read };
                     let write = Run { count: T::TILE, to: unit, ..write };
                     copy_tile(from, to, read, write, &mut buffer, &change);
@@ -408,7 +412,7 @@ unsafe fn copy_tiles<T: Cell>(from: *const u8, to: *mut u8, reading: Run, writin
 }
 
 /// # Safety
-/// As [`copy`], for the tile that begins at `from` and `to`; its sides are at most `T::TILE` long.
+/// The contract of [`copy`], for the tile that begins at `from` and `to`. Its sides are at most `T::TILE` long.
 #[inline(always)]
 unsafe fn copy_tile<T: Cell>(
     from: *const u8,
@@ -423,14 +427,16 @@ unsafe fn copy_tile<T: Cell>(
     let buffer = buffer.as_mut_ptr().cast::<u8>();
     for j in 0..write.count as isize {
         let filled = Run { count: read.count, from: read.from, to: unit };
-        // SAFETY: the caller's promise; `copy_tiles` has checked that the buffer holds `TILE` lines.
+        // SAFETY: the row lies within the tile of this function's contract. `copy_tiles` has checked that the buffer
+        // holds `TILE` lines.
         unsafe {
             copy_row(from.wrapping_offset(j * write.from), buffer.wrapping_offset(j * line), filled, |cell: T| cell)
         };
     }
     for i in 0..read.count as isize {
         let emptied = Run { count: write.count, from: line, to: write.to };
-        // SAFETY: as above; these cells of the buffer have just been filled.
+        // SAFETY: the column lies within the tile of this function's contract, and the loop before has filled these
+        // cells of the buffer.
         unsafe { copy_row(buffer.wrapping_offset(i * unit), to.wrapping_offset(i * read.to), emptied, &change) };
     }
 }

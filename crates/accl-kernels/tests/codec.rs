@@ -17,7 +17,7 @@ fn max_min(settings: Settings, isa: Isa) -> Arc<dyn Codec> {
     codec("maxmin").unwrap().build_with_isa(&settings, isa).unwrap()
 }
 
-/// Every finite value of a 16-bit type, in order.
+/// Returns every finite value of a 16-bit type, in order.
 fn all_of(dtype: Dtype) -> &'static [f32] {
     static ALL: [OnceLock<Vec<f32>>; 2] = [OnceLock::new(), OnceLock::new()];
     ALL[usize::from(dtype == Dtype::F16)].get_or_init(|| {
@@ -28,7 +28,7 @@ fn all_of(dtype: Dtype) -> &'static [f32] {
     })
 }
 
-/// unit and min of a bucket of finite values whose range does not overflow.
+/// Returns unit and min of a bucket of finite values whose range does not overflow.
 fn grid(settings: &Settings, values: &[f32]) -> (f32, f32) {
     let top = ((1u32 << settings.bits) - 1) as f32;
     let least = values.iter().copied().fold(f32::INFINITY, f32::min);
@@ -49,7 +49,7 @@ fn grid(settings: &Settings, values: &[f32]) -> (f32, f32) {
     }
 }
 
-/// What is encoded, from the description in `max_min.rs`, for finite values.
+/// Encodes finite values as `max_min.rs` describes it.
 fn oracle(settings: &Settings, dtype: Dtype, src: &[u8]) -> Vec<u8> {
     let values = values_of(dtype, src);
     let bucket = settings.bucket as usize;
@@ -104,13 +104,14 @@ fn settings() -> impl Strategy<Value = Settings> {
         })
 }
 
-/// Counts around everything that has a size, and beyond what small buckets are handled together.
+/// Returns counts around every size that matters, and beyond the number of elements of small buckets that are handled
+/// together.
 fn count(bucket: usize, kind: usize) -> usize {
     let small = [0, 1, 7, 8, 9, 15, 16, 17, bucket - 1, bucket, bucket + 1, 3 * bucket + 5];
     small.into_iter().chain([517, 1031, 4104]).nth(kind).unwrap_or_else(|| panic!("{kind} of {KINDS}"))
 }
 
-/// Of counts.
+/// Number of counts.
 const KINDS: usize = 15;
 
 proptest! {
@@ -166,7 +167,7 @@ proptest! {
             }
             let (unit, _) = grid(&settings, before);
             let most = before.iter().fold(0f32, |most, value| most.max(value.abs()));
-            // The grid goes up to a level beyond the values.
+            // The grid reaches up to a level beyond the values.
             let half_ulp = match dtype {
                 Dtype::F16 => (most + unit) * 2f32.powi(-11) + 2f32.powi(-25),
                 Dtype::BF16 => (most + unit) * 2f32.powi(-8),
@@ -195,7 +196,7 @@ proptest! {
     }
 }
 
-/// Buckets of 16: one with each kind of trouble, between sound ones.
+/// Buckets of 16: one with each kind of trouble, between normal ones.
 #[test]
 fn a_bucket_that_is_not_finite_becomes_nan_and_leaves_the_others_alone() {
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0xff80_0001)] {
@@ -221,7 +222,7 @@ fn a_bucket_that_is_not_finite_becomes_nan_and_leaves_the_others_alone() {
     }
 }
 
-/// Vectors compare bits, as numbers with a sign and as others without one.
+/// Vectors compare bits, as signed and as unsigned numbers.
 #[test]
 fn ranges_are_those_of_all_values_whatever_their_signs() {
     let signs: [fn(f32) -> f32; 4] =
@@ -252,7 +253,8 @@ fn ranges_are_those_of_all_values_whatever_their_signs() {
     }
 }
 
-/// The range of a bucket is found while the one before is encoded: several in a row, at the sizes between those of vectors.
+/// The range of a bucket is found while the previous bucket is encoded. Several buckets in a row, at sizes between the
+/// sizes of vectors.
 #[test]
 fn several_buckets_have_a_range_each() {
     let decisive = [1e4, -1e4, 0.25, -0.25, f32::NAN, f32::NEG_INFINITY];
@@ -260,7 +262,7 @@ fn several_buckets_have_a_range_each() {
         let buckets = 5;
         let settings = Settings { bits, bucket, ..Settings::default() };
         let codecs = available_isas().into_iter().map(|isa| (isa, max_min(settings, isa))).collect::<Vec<_>>();
-        // Each bucket has a size of its own, so that a range that is a neighbour's is seen.
+        // Each bucket has values of its own size, so that using a neighbour's range is detected.
         let usual: Vec<f32> = (0..buckets * bucket)
             .map(|i| (1 + i * 37 % bucket) as f32 * [1.0, -30.0, 0.1, 7.0, -0.5][(i / bucket) as usize])
             .collect();
@@ -330,7 +332,7 @@ fn a_finite_bucket_that_the_metadata_cannot_hold_is_counted_apart() {
     assert_eq!(lost_of(Dtype::F16, 4, &[-1e5, 0.0]), too_large);
     assert_eq!(lost_of(Dtype::F16, 1, &[0.0, 1e5]), too_large);
     assert_eq!(lost_of(Dtype::F16, 4, &[0.0, 1e5]), NonFinite::default());
-    // One level more than the largest number apart: no unit for it.
+    // The ends are one level further apart than the largest number: no unit is large enough.
     assert_eq!(lost_of(Dtype::F32, 1, &[f32::MAX, f32::MIN]), too_large);
 }
 
@@ -391,7 +393,7 @@ fn a_value_that_leaves_the_range_of_float16_becomes_its_largest() {
     }
 }
 
-/// Values on the grid stay what they are, the others have the right mean and variance, and ranks differ.
+/// Values on the grid stay unchanged, the others have the right mean and variance, and ranks differ.
 #[test]
 fn stochastic_rounding_is_unbiased_and_independent() {
     const COUNT: usize = 1 << 12;
@@ -428,7 +430,7 @@ fn stochastic_rounding_is_unbiased_and_independent() {
         values.iter().map(|value| f64::from(value.fract())).map(|f| f * (1.0 - f)).sum::<f64>() / COUNT as f64;
     let measured = squares / all;
     assert!((measured / variance - 1.0).abs() < 0.05, "{measured} for {variance}");
-    // The draws have a resolution of 1/256: a bias of 1/512 besides the spread of the mean.
+    // The draws have a resolution of 1/256: a bias of 1/512 in addition to the spread of the mean.
     let worst = sums.iter().map(|sum| (sum / draws).abs()).fold(0.0, f64::max);
     assert!(worst <= 5.0 / (2.0 * draws.sqrt()) + 1.0 / 512.0, "{worst}");
     let mean = sums.iter().sum::<f64>() / all;
@@ -437,7 +439,7 @@ fn stochastic_rounding_is_unbiased_and_independent() {
     assert!(correlation.abs() < 4.0 / all.sqrt(), "{correlation}");
 }
 
-/// What the ranks' values decode to, a call after another.
+/// Encodes each rank's values and returns what they decode to.
 fn of_ranks(codec: &dyn Codec, ranks: &[Vec<f32>], step: u64) -> Vec<Vec<f32>> {
     let world = ranks.len() as u32;
     let of_rank = |(rank, values): (u32, &Vec<f32>)| {
@@ -486,14 +488,15 @@ fn correlated_rounding_is_unbiased_on_each_rank_and_errors_of_two_ranks_are_oppo
                     (measured / variance - 1.0).abs() < 0.02,
                     "{isa}, rank {rank} of {world}: {measured} for {variance}"
                 );
-                // As for stochastic rounding, which see.
+                // The same limits as in `stochastic_rounding_is_unbiased_and_independent`.
                 let worst = sums.iter().map(|sum| (sum / steps).abs()).fold(0.0, f64::max);
                 assert!(worst <= 5.0 / (2.0 * steps.sqrt()) + 1.0 / 512.0, "{isa}, rank {rank} of {world}: {worst}");
                 let mean = sums.iter().sum::<f64>() / all;
                 assert!(mean.abs() < 4.0 * (variance / all).sqrt() + 1e-4, "{isa}, rank {rank} of {world}: {mean}");
             }
-            // Two ranks of n round f n up between them, and none of both if f n is below one: the covariance of two is
-            // (r (1 - r) - n f (1 - f)) / (n (n - 1)) with r the fraction of f n, as the variance of all is r (1 - r).
+            // Let f be the fraction of a value and r the fraction of f n. Of the n ranks, either the whole part of f n
+            // rounds up, or one rank more. The variance of their sum is therefore r (1 - r), and the covariance of two
+            // ranks (r (1 - r) - n f (1 - f)) / (n (n - 1)). If f n is below one, two ranks never both round up.
             let n = world as f64;
             let of_all = fractions().map(|f| (n * f).fract()).map(|r| r * (1.0 - r)).sum::<f64>() / COUNT as f64;
             let covariance = (of_all - n * variance) / (n * (n - 1.0));
@@ -503,8 +506,9 @@ fn correlated_rounding_is_unbiased_on_each_rank_and_errors_of_two_ranks_are_oppo
     }
 }
 
-/// Relative squared error of a sum that each of 8 ranks encoded once, at 4 bits: Gaussian values whose ranks have this
-/// correlation, and the same range in every bucket. Correlated rounding as measured elsewhere.
+/// Relative squared error of a sum that each of 8 ranks encoded once, at 4 bits. The values are Gaussian with this
+/// correlation between ranks, and have the same range in every bucket. The values for correlated rounding were measured
+/// elsewhere.
 #[test]
 #[cfg(not(miri))]
 fn sums_of_correlated_rounding_have_the_error_that_they_should_have() {
@@ -574,7 +578,7 @@ fn a_thread_that_flushes_denormals_encodes_the_same() {
 }
 
 /// Relative squared error of 2^20 Gaussian and Laplace samples, as measured elsewhere (nearest rounding, float32
-/// metadata); stochastic rounding doubles it.
+/// metadata). Stochastic rounding doubles it.
 #[test]
 #[cfg(not(miri))]
 fn the_error_on_known_data_is_as_it_should_be() {
@@ -698,13 +702,14 @@ proptest! {
         let reach = ((1u32 << (bits - 1)) - 1) as f32;
         for (before, after) in values.chunks(bucket as usize).zip(decoded.chunks(bucket as usize)) {
             let most = before.iter().fold(0f32, |most, value| most.max(value.abs()));
-            // Metadata of 16 bits may round up by one in 128, or be the least that it can be.
+            // Metadata of 16 bits may round up by one part in 128, or be the least possible value.
             let least = match meta { Dtype::F16 => 6.2e-5, _ => f32::MIN_POSITIVE };
             let unit = (most / reach * (1.0 + 1.0 / 128.0)).max(least);
             let is_lost = after.iter().any(|value| value.is_nan());
             prop_assert!(!is_lost || non_finite.too_large > 0);
             for (&before, &after) in before.iter().zip(after).filter(|_| !is_lost) {
-                // Half a last place of a 16-bit result, of which the least is that of what float16 has no exponent for.
+                // Half a unit in the last place of a 16-bit result. Its least value belongs to the denormals of
+                // float16.
                 let rounded = match dtype {
                     Dtype::BF16 => most / 256.0,
                     Dtype::F16 => (most / 2048.0).max(2f32.powi(-25)),
@@ -730,7 +735,7 @@ proptest! {
                 let codec = codec(name).unwrap().build_with_isa(&Settings::default(), isa).unwrap();
                 let mut encoded = vec![0xa5; codec.encoded_bytes(tensor, count)];
                 let slice = Slice { src: src.as_ptr(), dtype, tensor, count, first: 0 };
-                // SAFETY: the slice is `src`.
+                // SAFETY: the slice refers to `src`.
                 unsafe { codec.encode(&mut encoded, slice, RngKey::keyed(&[])) };
                 prop_assert!(encoded.len().is_multiple_of(8));
                 if wire == dtype {
@@ -738,7 +743,7 @@ proptest! {
                 }
                 for into in [Dtype::F32, tensor] {
                     let mut decoded = vec![0; count * into.size_bytes()];
-                    // SAFETY: there is room for the elements.
+                    // SAFETY: `decoded` has room for the elements.
                     unsafe { codec.decode(decoded.as_mut_ptr(), into, &encoded, tensor, count) };
                     for (value, sent) in values_of(into, &decoded).into_iter().zip(&sent) {
                         let expected = to_f32(into, &from_f32(into, *sent));
@@ -765,7 +770,7 @@ proptest! {
             let encode = |values: *const f32| {
                 let mut encoded = vec![0xa5; bytes];
                 let slice = Slice { src: values.cast(), dtype: Dtype::F32, tensor: Dtype::F32, count, first: 0 };
-                // SAFETY: there are as many values.
+                // SAFETY: there are `count` values at `values`.
                 unsafe { codec.encode(&mut encoded, slice, RngKey::keyed(&[])) };
                 encoded
             };
@@ -776,11 +781,11 @@ proptest! {
             Floats::default().finish(&mut expected_sums, divisor, Dtype::F32);
             let expected = encode(expected_sums.as_ptr());
             let mut expected_results = vec![0f32; count];
-            // SAFETY: there is room for the elements.
+            // SAFETY: `expected_results` has room for the elements.
             unsafe { codec.decode(expected_results.as_mut_ptr().cast(), Dtype::F32, &expected, Dtype::F32, count) };
 
             let encoder = codec.encode_sums().unwrap();
-            // Memory that is aligned to nothing.
+            // Memory that may be unaligned.
             let mut memory = vec![0u8; 4 * count + shift];
             memory[shift..].copy_from_slice(&bytes_of(Dtype::F32, &addends));
             let mut elsewhere = vec![0u8; 4 * count + shift];
@@ -788,7 +793,7 @@ proptest! {
             let results = wanted.then_some(results.cast::<f32>());
             let mut encoded = vec![0xa5; bytes];
             let addends = memory[shift..].as_mut_ptr().cast_const().cast();
-            // SAFETY: there are as many addends, and there is room for as many results.
+            // SAFETY: there are `count` addends, and there is room for as many results.
             unsafe { encoder.encode_sums(&mut encoded, &incoming, Sums { addends, divisor, results, count }) };
             prop_assert_eq!(&encoded, &expected);
             if wanted {

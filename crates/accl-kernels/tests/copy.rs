@@ -1,8 +1,8 @@
-//! Copies of every length, on every instruction set, and which of those there are.
+//! Copies of every length on every instruction set, and the list of available instruction sets.
 
 use accl_kernels::{Isa, available_isas, copy, copy_with_isa};
 
-/// From here on vector loops of our own copy.
+/// From this many bytes on, this crate's own vector loops copy.
 const LONG_BYTES: usize = 1 << 10;
 
 #[test]
@@ -12,7 +12,7 @@ fn every_instruction_set_copies_all_bytes_and_no_others() {
     for isa in available_isas() {
         for (from, to, len) in [(0, 0, 64), (0, 1, 64), (1, 0, 1000), (63, 64, 1024), (5, 7, 4096), (0, 0, 8192)] {
             let mut dst = vec![0xee_u8; 9000];
-            // SAFETY: both ranges lie within the vectors, which are apart.
+            // SAFETY: both ranges lie within the vectors, which do not overlap.
             unsafe { copy_with_isa(isa, dst.as_mut_ptr().add(to), src.as_ptr().add(from), len) }.unwrap();
             assert!(dst[to..to + len] == src[from..from + len], "{isa} {from} {to} {len}");
             assert!(dst[..to].iter().chain(&dst[to + len..]).all(|&byte| byte == 0xee), "{isa} {from} {to} {len}");
@@ -25,7 +25,7 @@ fn every_length_around_the_limit_is_copied() {
     let src: Vec<u8> = (0..3000).map(|i| (i % 253) as u8).collect();
     for len in (0..40).chain(LONG_BYTES - 2..LONG_BYTES + 300) {
         let mut dst = vec![0_u8; len];
-        // SAFETY: both hold `len` bytes.
+        // SAFETY: both hold `len` bytes from their addresses on.
         unsafe { copy(dst.as_mut_ptr(), src.as_ptr().add(3), len) };
         assert!(dst[..] == src[3..3 + len], "{len}");
     }

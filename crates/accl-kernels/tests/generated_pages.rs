@@ -1,4 +1,4 @@
-//! What is committed says what the table of codecs says: the page, and the numbers that codecs have for ever.
+//! Committed files agree with the table of codecs: the documentation page, and the permanent numbers of codecs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,8 @@ fn the_table_of_codecs_in_the_page_is_current() {
     }
 }
 
-/// Words that ranks of one version compare have these numbers, and so have files and logs: none may name another codec.
+/// Numbers of codecs are in the words that ranks of one version compare, in files and in logs. A number must never name
+/// another codec.
 #[test]
 fn numbers_that_codecs_were_given_stay_theirs() {
     let path = at("tests/codec_numbers.txt");

@@ -1,5 +1,5 @@
-//! Codecs of small floats, signs and rotated buckets: against test vectors and oracles written from their
-//! descriptions. And what holds for every row of the table.
+//! Codecs of small floats, signs and rotated buckets against test vectors and oracles written from their descriptions.
+//! Also properties that hold for every row of the table.
 
 mod common;
 
@@ -26,17 +26,17 @@ const SMALL_FLOATS: [(&str, usize, usize); 6] = [
     ("nvfp4", 16, 2048),
 ];
 
-/// On every instruction set, float32, with nothing that is random.
+/// Encodes and decodes float32 on every instruction set, without randomness.
 fn through_f32(name: &str, values: &[f32]) -> (Vec<u8>, Vec<f32>, NonFinite) {
     through(name, &Settings::default(), Dtype::F32, &bytes_of(Dtype::F32, values), RngKey::keyed(&[]))
 }
 
-/// Counts around everything that has a size.
+/// Returns counts around every size that matters.
 fn count_of(bucket: usize, kind: usize) -> usize {
     [0, 1, 7, 8, 9, 15, 16, 17, bucket - 1, bucket, bucket + 1, 3 * bucket + 5][kind % 12]
 }
 
-/// Exponent and mantissa bits, and the greatest code of a number.
+/// Returns exponent bits, mantissa bits, and the code of the greatest number.
 fn format_of(name: &str) -> (u32, u32, u32) {
     match name {
         "e4m3" | "mxfp8" => (4, 3, 0x7e),
@@ -45,7 +45,7 @@ fn format_of(name: &str) -> (u32, u32, u32) {
     }
 }
 
-/// The value of a code without its sign, as the specifications have it.
+/// Returns the value of a code without its sign, as the specifications define it.
 fn number(exponent_bits: u32, mantissa_bits: u32, code: u32) -> f64 {
     let bias = (1 << (exponent_bits - 1)) - 1;
     let (exponent, mantissa) = ((code >> mantissa_bits) as i32, f64::from(code & ((1 << mantissa_bits) - 1)));
@@ -53,7 +53,8 @@ fn number(exponent_bits: u32, mantissa_bits: u32, code: u32) -> f64 {
     if exponent == 0 { fraction * 2f64.powi(1 - bias) } else { (1.0 + fraction) * 2f64.powi(exponent - bias) }
 }
 
-/// The code of the number that is nearest to a value: the even one of two, the greatest for what is beyond it.
+/// Returns the code of the number nearest to a value: the even code of two equally near ones, the greatest for larger
+/// values.
 fn nearest((exponent_bits, mantissa_bits, greatest): (u32, u32, u32), value: f32) -> u8 {
     let magnitude = f64::from(value.abs());
     let of = |code| number(exponent_bits, mantissa_bits, code);
@@ -69,7 +70,7 @@ fn nearest((exponent_bits, mantissa_bits, greatest): (u32, u32, u32), value: f32
     code as u8 | u8::from(value.is_sign_negative()) << (exponent_bits + mantissa_bits)
 }
 
-/// `bits` lowest ones of a float32 cleared.
+/// Clears the `bits` lowest bits of a float32.
 fn without_lowest(value: f32, bits: u32) -> f32 {
     f32::from_bits(value.to_bits() >> bits << bits)
 }
@@ -78,8 +79,8 @@ fn greatest(values: &[f32]) -> f32 {
     values.iter().fold(0f32, |most, value| most.max(value.abs()))
 }
 
-/// What finite values become, from the heads of `scaled.rs`, `fp8.rs`, `mx.rs` and `nvfp4.rs`: bytes, and decoded
-/// values.
+/// Encodes finite values as the heads of `scaled.rs`, `fp8.rs`, `mx.rs` and `nvfp4.rs` describe it. Returns the bytes
+/// and the decoded values.
 fn oracle(name: &str, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
     let (_, block, group) = SMALL_FLOATS.into_iter().find(|row| row.0 == name).unwrap();
     let format = format_of(name);
@@ -107,7 +108,8 @@ fn oracle(name: &str, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
                         "mxfp8_e5m2" => 15,
                         _ => 2,
                     };
-                    // The exponent of the greatest magnitude: no number below the normal ones has one that counts.
+                    // The exponent of the greatest magnitude. Numbers below the normal ones have no exponent that
+                    // matters.
                     let of_most = (most.to_bits() >> 23) as i32;
                     let byte = (of_most - exponent).max(0);
                     (2f64.powi(byte - 127) as f32, vec![byte as u8])
@@ -136,7 +138,7 @@ fn oracle(name: &str, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
 
 #[test]
 fn e4m3_has_the_numbers_of_its_specification() {
-    // The greatest is 448: the scale is 1. Ties go to even codes, in the subnormal numbers as well.
+    // The greatest is 448, so the scale is 1. Ties go to even codes, also in the subnormal numbers.
     let values = [
         448.0,
         240.0,
@@ -171,8 +173,7 @@ fn e5m2_has_the_numbers_of_its_specification() {
 
 #[test]
 fn mxfp4_has_the_numbers_of_its_specification_and_the_floor_rule() {
-    // Greatest magnitudes 6 and 7.9 have the exponent 2, which is that of the largest number: the scale is 2^0, byte
-    // 127.
+    // The magnitudes 6 and 7.9 have the exponent 2, like the largest number. The scale is 2^0, byte 127.
     for most in [4.0, 6.0, 7.9] {
         let values = [most, 0.5, -1.0, 1.5, 2.0, 3.0, -4.0, 0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.5];
         let (encoded, decoded, _) = through_f32("mxfp4", &values);
@@ -182,7 +183,7 @@ fn mxfp4_has_the_numbers_of_its_specification_and_the_floor_rule() {
         let expected = [most.min(6.0), 0.5, -1.0, 1.5, 2.0, 3.0, -4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -6.0];
         assert_eq!(decoded, expected);
     }
-    // Two blocks, the second of powers of two: 2^(100 - 127) is theirs.
+    // Two blocks; the second consists of powers of two and has the scale 2^(100 - 127).
     let values: Vec<f32> = (0..40).map(|at| if at < 32 { 1.0 } else { 2f32.powi(-25) }).collect();
     let (encoded, decoded, _) = through_f32("mxfp4", &values);
     assert_eq!(encoded[..4], [125, 100, 0x66, 0x66]);
@@ -194,7 +195,7 @@ fn mxfp8_has_the_floor_rule_for_both_kinds_of_numbers() {
     for (name, byte) in [("mxfp8", 127 - 8), ("mxfp8_e5m2", 127 - 15)] {
         let (encoded, decoded, _) = through_f32(name, &[1.0, -1.9375, 0.0]);
         assert_eq!(encoded[0], byte, "{name}");
-        // 1.9375 is above the largest number, 1.75 times a power of two, which it becomes.
+        // 1.9375 is above the largest number, 1.75 times a power of two, and becomes that.
         assert_eq!(decoded, [1.0, -1.75, 0.0], "{name}");
     }
     let (encoded, decoded, _) = through_f32("mxfp8", &[500.0, 1.0, -0.001953125]);
@@ -205,7 +206,8 @@ fn mxfp8_has_the_floor_rule_for_both_kinds_of_numbers() {
 #[test]
 fn nvfp4_has_a_scale_of_its_group_and_one_of_each_block() {
     let mut values = vec![0.0; 34];
-    // 6 * 448: the scale of the group is 1, that of the first block 448, of the second 1, of the last 2^-9 at least.
+    // The greatest is 6 * 448, so the scale of the group is 1. The blocks have the scales 448, 1, and 2^-9, which is
+    // the least.
     (values[0], values[1], values[16], values[17], values[32]) = (2688.0, -1344.0, 6.0, -0.5, 0.001);
     let (encoded, decoded, _) = through_f32("nvfp4", &values);
     assert_eq!(encoded[..4], 1f32.to_le_bytes());
@@ -306,7 +308,7 @@ fn a_mean_is_found_where_a_sum_would_overflow() {
     assert_eq!((decoded, non_finite), (values, NonFinite::default()));
 }
 
-/// The sign of each element of a bucket, from the head of `hadamard.rs`.
+/// Returns whether the sign of an element of a bucket is flipped, as the head of `hadamard.rs` describes it.
 fn is_flipped(index: u32) -> bool {
     let x = index.wrapping_add(0x9e37_79b9);
     let x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
@@ -314,7 +316,7 @@ fn is_flipped(index: u32) -> bool {
     (x ^ (x >> 16)) >> 31 == 1
 }
 
-/// A bucket times signs and matrix, in the order that is described.
+/// Multiplies a bucket by signs and matrix, in the described order.
 fn rotated(bucket: &[f32]) -> Vec<f32> {
     let factor = (1.0 / (bucket.len() as f64).sqrt()) as f32;
     let mut values: Vec<f32> =
@@ -345,7 +347,7 @@ fn a_rotation_is_by_signs_and_the_hadamard_matrix() {
                 })
                 .sum();
             let expected = sum / (size as f64).sqrt();
-            // A rounding for each bit of the index, and of the factor.
+            // One rounding for each bit of the index, and one for the factor.
             assert!((f64::from(*found) - expected).abs() <= norm * 16.0 * 2f64.powi(-24), "row {row} of {size}");
         }
     }
@@ -382,17 +384,17 @@ proptest! {
             let mut bytes = vec![0; inner.encoded_bytes(dtype, values.len())];
             let first = (at * part) as u64;
             let slice = Slice { src: src.as_ptr(), dtype: Dtype::F32, tensor: dtype, count: values.len(), first };
-            // SAFETY: the slice is `src`.
+            // SAFETY: the slice refers to `src`.
             unsafe { inner.encode(&mut bytes, slice, rng_key) };
             let mut back = vec![0f32; values.len()];
-            // SAFETY: there is room for the elements.
+            // SAFETY: `back` has room for the elements.
             unsafe { inner.decode(back.as_mut_ptr().cast(), Dtype::F32, &bytes, dtype, values.len()) };
             expected.extend(bytes);
             levels.extend(back);
         }
         prop_assert_eq!(encoded, expected);
 
-        // Rotating keeps distances: what a bucket loses is what max-min loses of the rotated one.
+        // Rotating keeps distances: a bucket loses what max-min loses of the rotated bucket.
         let distance =
             |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt();
         for (at, (before, after)) in values.chunks(bucket).zip(decoded.chunks(bucket)).enumerate() {
@@ -457,7 +459,7 @@ proptest! {
         let settings = Settings { bits, bucket: bucket as u32, meta, ..Settings::default() };
         let mut random = Random(seed);
         let mut values = data_values(count_of(bucket, kind), seed, &mut random);
-        // Some that are equal but for the sign.
+        // Makes some elements equal except for the sign.
         values.iter_mut().for_each(|value| *value = if random.below(3) == 0 { -0.25 } else { *value });
         let src = bytes_of(dtype, &values);
         let values = values_of(dtype, &src);
@@ -466,7 +468,7 @@ proptest! {
         let (mut kept_values, mut indices, mut expected) = (Vec::new(), Vec::new(), vec![0.0; values.len()]);
         for (start, bucket) in (0..).step_by(bucket).zip(values.chunks(bucket)) {
             let mut order: Vec<usize> = (0..bucket.len()).collect();
-            // It is stable: of equal ones the first comes first.
+            // The sort is stable: of equal elements the first comes first.
             order.sort_by(|&a, &b| bucket[b].abs().total_cmp(&bucket[a].abs()));
             order.truncate(bucket.len().div_ceil(1 << bits));
             order.sort();
@@ -495,7 +497,7 @@ fn a_value_that_the_metadata_cannot_hold_spoils_its_bucket() {
     assert_eq!(decoded[8..], [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
 }
 
-/// A row with settings that it accepts.
+/// Returns settings that the row accepts, and the codec with them.
 fn any_codec(row: &'static Row, random: &mut Random) -> (Settings, Arc<dyn Codec>) {
     let mut settings = Settings {
         bits: row.bits.start() + random.below(u64::from(row.bits.end() - row.bits.start()) + 1) as u8,
@@ -504,21 +506,22 @@ fn any_codec(row: &'static Row, random: &mut Random) -> (Settings, Arc<dyn Codec
         skip_incomplete: random.below(3) == 0,
         ..Settings::default()
     };
-    // Small ones more often than large ones, whose counts take long.
+    // Small buckets are more frequent than large ones, whose counts take long.
     let buckets: Vec<u32> =
         (8..=1040).chain([4096, MOST_BUCKET]).filter(|bucket| row.buckets.accept(*bucket)).collect();
     settings.bucket = buckets[random.below(buckets.len() as u64) as usize];
     (settings, row.build(&settings).unwrap())
 }
 
-/// Decoded in both ways on every instruction set, with the same bits, into the tensor's type and into float32.
+/// Decodes in both ways on every instruction set, into the tensor's type and into float32. All results must have the
+/// same bits.
 fn decoded_alike(row: &Row, settings: &Settings, dtype: Dtype, bytes: &[u8], count: usize) -> Vec<u8> {
     let mut first = None;
     for isa in available_isas() {
         let codec = row.build_with_isa(settings, isa).unwrap();
         let decoded = decode(&*codec, dtype, bytes, count);
         let mut wide = vec![0f32; count];
-        // SAFETY: there is room for the elements.
+        // SAFETY: `wide` has room for the elements.
         unsafe { codec.decode(wide.as_mut_ptr().cast(), Dtype::F32, bytes, dtype, count) };
         let mut sums = vec![0.5; count];
         codec.decode_add(&mut sums, bytes, dtype);
@@ -536,7 +539,7 @@ fn decoded_alike(row: &Row, settings: &Settings, dtype: Dtype, bytes: &[u8], cou
 proptest! {
     #![proptest_config(ProptestConfig { cases: CASES / 2, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever a sender makes of a tile, whoever decodes it gets numbers and nothing worse.
+    /// Whatever bytes a sender puts into a tile, decoding yields numbers and does no harm.
     #[test]
     fn any_bytes_can_be_decoded_by_every_codec(
         dtype in 0usize..3, kind in 0usize..12, changed in 0usize..3, seed: u64,
@@ -554,7 +557,7 @@ proptest! {
             };
             if !bytes.is_empty() {
                 for _ in 0..changed * 4 {
-                    // Bytes of all ones and zeros are more often special than others.
+                    // Bytes of all ones and zeros are special more often than others.
                     let at = random.below(bytes.len() as u64) as usize;
                     bytes[at] = [0xff, 0x7f, 0x80, 0x00, random.next() as u8][random.below(5) as usize];
                 }
@@ -592,8 +595,8 @@ proptest! {
             let (_, codec) = any_codec(row, &mut random);
             let bytes = codec.encoded_bytes(dtype, count);
             prop_assert!(bytes % 8 == 0 && (count > 0 || bytes == 0));
-            // A NaN in each element leaves no bit that depends on it but those of metadata; what was there before is
-            // gone.
+            // If every element is NaN, no byte depends on the random numbers, and no byte of the earlier content is
+            // left.
             let src = bytes_of(dtype, &vec![f32::NAN; count]);
             let (first, _) = encode(&*codec, dtype, &src, 0, RngKey::keyed(&[1]));
             let (second, _) = encode(&*codec, dtype, &src, 0, RngKey::keyed(&[2]));
@@ -625,7 +628,7 @@ fn what_is_not_finite_spoils_its_bucket_and_leaves_the_others_alone_with_every_c
                 let bucket = at / size * size..(at / size + 1) * size;
                 let counts = if size == 1 { 0 } else { 1 };
                 assert_eq!(non_finite, NonFinite { not_finite: counts, too_large: 0 }, "{}", row.name);
-                // The scale of a group may be another without the block's values.
+                // Without the block's values, the scale of a group may differ.
                 for index in (0..count).filter(|index| !is_grouped || bucket.contains(index)) {
                     let is_non_finite = size > 1 && bucket.contains(&index);
                     assert_eq!(
@@ -644,7 +647,8 @@ fn what_is_not_finite_spoils_its_bucket_and_leaves_the_others_alone_with_every_c
     }
 }
 
-/// Bounds of the values of a slice, in their order; those that its metadata cannot hold are for who calls.
+/// Returns the bounds of the values of a slice, in their order. The caller handles values that the metadata cannot
+/// hold.
 fn bounds(row: &Row, settings: &Settings, values: &[f32]) -> Vec<Bound> {
     let (shared, grain) = ((row.shared)(settings), row.build(settings).unwrap().grain());
     let mut bounds = Vec::new();
@@ -656,7 +660,7 @@ fn bounds(row: &Row, settings: &Settings, values: &[f32]) -> Vec<Bound> {
     bounds
 }
 
-/// The squared error of one encoding.
+/// Returns the squared error of one encoding.
 fn error_of(summary: Summary, values: &[f32]) -> f64 {
     let codec = summary.row().build(summary.settings()).unwrap();
     let (encoded, _) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, RngKey::keyed(&[1]));
@@ -664,7 +668,7 @@ fn error_of(summary: Summary, values: &[f32]) -> f64 {
     values.iter().zip(decoded).map(|(&before, after)| (f64::from(before) - f64::from(after)).powi(2)).sum()
 }
 
-/// Fails unless decoded values are within what the row says of them; where buckets were lost to their metadata, they are NaN.
+/// Fails unless decoded values are within the row's bounds. Buckets that were lost to their metadata must be NaN.
 fn check_bounds(row: &Row, settings: &Settings, dtype: Dtype, values: &[f32], decoded: &[f32], lost: NonFinite) {
     let bounds = bounds(row, settings, values);
     assert_eq!(lost.not_finite, 0, "{}", row.name);
@@ -676,7 +680,7 @@ fn check_bounds(row: &Row, settings: &Settings, dtype: Dtype, values: &[f32], de
         }
         for (at, (&before, &after)) in values.iter().zip(decoded).enumerate() {
             let bound = bounds[bucket * (row.shared)(settings) + at].of(before);
-            // What is decoded into 16 bits is rounded once more, and none beyond the largest.
+            // A value decoded into 16 bits is rounded once more, and none exceeds the largest value.
             let most = f64::from(before).abs() + bound;
             let bound = match dtype {
                 Dtype::F16 => bound + (most * 2f64.powi(-11)).max(2f64.powi(-25)),
@@ -715,18 +719,18 @@ proptest! {
         }
     }
 
-    /// What takes the place of a codec that loses too much loses less, until nothing is lost.
+    /// A codec that replaces another because of its loss loses less, until nothing is lost.
     #[test]
     fn from_every_codec_finer_ones_lead_to_one_that_loses_nothing(seed: u64) {
         let mut random = Random(seed);
-        // Sums of uniform ones are nearly Gaussian.
+        // Sums of uniform samples are nearly Gaussian.
         let unit = |random: &mut Random| (random.next() >> 40) as f32 / (1 << 24) as f32 - 0.5;
         let values: Vec<f32> = (0..1 << 14).map(|_| (0..12).map(|_| unit(&mut random)).sum()).collect();
         for row in CODECS {
             let mut summary = any_codec(row, &mut random).1.summary();
             let mut passed = vec![summary.to_string()];
             while let Some(finer) = summary.next_finer() {
-                // It is one that can be had, by its text.
+                // The finer codec can be parsed from its text.
                 prop_assert_eq!(parse(&finer.to_string()).unwrap().summary(), finer);
                 prop_assert!(finer.loss() <= summary.loss(), "{} is no finer than {}", finer, summary);
                 let (less, more) = (error_of(finer, &values), error_of(summary, &values));
@@ -804,7 +808,7 @@ fn constants_zeros_and_outliers_keep_what_they_can() {
             check_bounds(row, &settings, Dtype::F32, values, &decoded, lost);
             decoded
         };
-        // Not every codec has numbers of any size.
+        // Not every codec can represent numbers of any size.
         let is_held = |value: f32| (row.bound)(&settings, &[value], &[value]).of(value).is_finite();
         let large = if is_held(1e30) { 1e30 } else { 1e4 };
         for count in [1, 64, 300] {
@@ -814,14 +818,14 @@ fn constants_zeros_and_outliers_keep_what_they_can() {
                 assert!((value / large - 1.0).abs() <= 0.25 || loss >= Loss::Coarse, "{}: {value}", row.name);
             }
         }
-        // What is encoded together has a scale in common, which leaves the others a share of it.
+        // Elements that are encoded together share a scale, so an outlier leaves the others only a part of it.
         let outlier = if grain > 256 { 1e4 } else { large };
         let mut values = vec![1.0; 300];
         values[100] = outlier;
         let decoded = run(&values);
         assert!((decoded[100] / outlier - 1.0).abs() <= 0.25 || row.hides_magnitudes, "{}: {}", row.name, decoded[100]);
         assert!((decoded[299] - 1.0).abs() < 0.13 || loss >= Loss::Coarse, "{}: {}", row.name, decoded[299]);
-        // Numbers below the normal ones become numbers that are no larger than the smallest of these.
+        // Numbers below the normal ones become numbers that are no larger than the smallest normal number.
         let tiny: Vec<f32> = (0..300).map(|at| f32::from_bits(at * 20_011)).collect();
         for (before, after) in tiny.iter().zip(run(&tiny)) {
             let bound = f32::MIN_POSITIVE * if row.name == "hadamard" { 4.0 } else { 1.0 };
@@ -858,10 +862,10 @@ fn no_elements_at_no_address_are_nothing_to_every_codec() {
             let mut encoded = vec![0; codec.encoded_bytes(dtype, 0)];
             for given in [dtype, Dtype::F32] {
                 let slice = Slice { src: std::ptr::null(), dtype: given, tensor: dtype, count: 0, first: 0 };
-                // SAFETY: there are no elements.
+                // SAFETY: the slice has no elements.
                 let non_finite = unsafe { codec.encode(&mut encoded, slice, RngKey::keyed(&[])) };
                 assert_eq!(non_finite, NonFinite::default(), "{}", row.name);
-                // SAFETY: as above.
+                // SAFETY: no element is decoded, so nothing is written to the address 0.
                 unsafe { codec.decode(std::ptr::null_mut(), given, &encoded, dtype, 0) };
             }
             codec.decode_add(&mut [], &encoded, dtype);
@@ -871,8 +875,7 @@ fn no_elements_at_no_address_are_nothing_to_every_codec() {
 
 #[test]
 fn small_floats_beyond_the_range_of_a_16_bit_type_become_its_largest() {
-    // A scale that is rounded up may decode to more than what was encoded: only of bytes that come from elsewhere,
-    // here.
+    // A scale that is rounded up may decode to more than the encoded value. Here the bytes are constructed by hand.
     for (name, bytes) in [
         ("e4m3", [&1e9f32.to_le_bytes()[..], &[0x38, 0xb8, 0, 0]].concat()),
         ("mxfp8", vec![180, 0x38, 0xb8, 0, 0, 0, 0, 0]),
@@ -886,7 +889,7 @@ fn small_floats_beyond_the_range_of_a_16_bit_type_become_its_largest() {
     }
 }
 
-/// Relative squared error of one encoding.
+/// Returns the relative squared error of one encoding.
 #[cfg(not(miri))]
 fn relative_error(text: &str, values: &[f32]) -> f64 {
     let codec = parse(text).unwrap();
@@ -897,7 +900,7 @@ fn relative_error(text: &str, values: &[f32]) -> f64 {
     error / values.iter().map(|x| square(f64::from(*x))).sum::<f64>()
 }
 
-/// Gaussian and Laplace samples, and Gaussian ones of which each 256 have a size of their own.
+/// Gaussian samples, Laplace samples, and Gaussian samples of which each 256 have a magnitude of their own.
 #[cfg(not(miri))]
 fn samples() -> [Vec<f32>; 3] {
     const COUNT: usize = 1 << 20;
@@ -911,7 +914,7 @@ fn samples() -> [Vec<f32>; 3] {
     [gaussian, laplace, of_sizes]
 }
 
-/// As measured elsewhere on such samples, or as it follows from their distribution.
+/// The errors were measured elsewhere on such samples, or follow from their distribution.
 #[test]
 #[cfg(not(miri))]
 fn the_error_of_each_format_on_known_data_is_as_it_should_be() {
@@ -923,12 +926,13 @@ fn the_error_of_each_format_on_known_data_is_as_it_should_be() {
         ("nvfp4", [Some(9.0e-3), Some(8.6e-3), Some(8.8e-3)]),
         ("mxfp8", [Some(8.6e-4), Some(1.0e-3), Some(8.6e-4)]),
         ("e4m3", [Some(6.8e-4), Some(6.5e-4), Some(7.0e-4)]),
-        // Of values of many sizes the few largest decide, and which these are.
+        // Among values of many magnitudes the few largest decide, which depend on the samples.
         ("hadamard:4,bucket=1024", [Some(1.57e-2), Some(1.57e-2), None]),
         ("hadamard:2,bucket=1024,rounding=nearest", [Some(0.400), Some(0.399), None]),
-        // 1 - (mean magnitude)^2 / mean square, but for what the mean of a bucket adapts to.
+        // 1 - (mean magnitude)^2 / mean square. The mean of a bucket adapts to its values, which makes the error a
+        // little smaller.
         ("sign", [Some(1.0 - 2.0 / std::f64::consts::PI), Some(0.5), None]),
-        // A mantissa bit less: four times the error of e4m3.
+        // One mantissa bit less: four times the error of e4m3.
         ("e5m2", [Some(4.0 * 6.8e-4), Some(4.0 * 6.5e-4), None]),
     ];
     for (text, wanted) in known {
@@ -940,7 +944,7 @@ fn the_error_of_each_format_on_known_data_is_as_it_should_be() {
     }
 }
 
-/// Errors do not depend on the unit that values are in, where scales have the range for it.
+/// Errors do not depend on the unit of the values, as long as scales have the range for it.
 #[test]
 #[cfg(not(miri))]
 fn the_error_does_not_depend_on_powers_of_two() {

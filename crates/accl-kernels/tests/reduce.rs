@@ -67,7 +67,7 @@ fn pair_equals_the_oracle_on_every_isa() {
                                 Alias::Second => (y.ptr(), x.ptr(), y.ptr()),
                                 Alias::Both => (x.ptr(), x.ptr(), x.ptr()),
                             };
-                            // SAFETY: the buffers have `count` elements and overlap only as is allowed.
+                            // SAFETY: the buffers have `count` elements and overlap only as `pair` allows.
                             unsafe { reducer.pair(to, from, other, count, finish) };
                             let (got, want) = match alias {
                                 Alias::None => (dst.bytes(), &want),
@@ -98,7 +98,7 @@ fn many_equals_the_oracle_on_every_isa() {
                 let divisor = sources as u32;
                 let finish = if random.below(2) == 0 { Finish::Yes } else { Finish::No };
                 let want = expected(op, dtype, &views, (finish == Finish::Yes).then_some(divisor));
-                // The destination apart, or one of the sources.
+                // The destination is a buffer of its own, or one of the sources.
                 let dst_at = random.below(sources as u64 + 1) as usize;
                 for isa in available_isas() {
                     let case = format!("{op} {dtype} {isa} x{count} of {sources} into {dst_at} {finish:?}");
@@ -107,7 +107,8 @@ fn many_equals_the_oracle_on_every_isa() {
                     buffers.push(Buffer::new(&vec![0x5a; views[0].len()], 3));
                     let srcs: Vec<*const u8> = buffers.iter().map(|buffer| buffer.ptr().cast_const()).collect();
                     let reducer = Reducer::with_isa(op, dtype, divisor, isa).unwrap();
-                    // SAFETY: the buffers have `count` elements; the destination is apart or equal to a source.
+                    // SAFETY: the buffers have `count` elements; the destination does not overlap a source or is equal
+                    // to it.
                     unsafe { reducer.many(srcs[dst_at].cast_mut(), &srcs[..sources], count, finish) };
                     assert_same(buffers[dst_at].bytes(), &want, dtype, &case);
                     for (i, buffer) in buffers.iter().enumerate() {
@@ -127,7 +128,7 @@ fn many_equals_the_oracle_on_every_isa() {
 fn many_without_sources_writes_nothing() {
     let dst = Buffer::new(&[1, 2, 3, 4], 0);
     let reducer = Reducer::new(ReduceOp::Sum, Dtype::F32, 2).unwrap();
-    // SAFETY: one element.
+    // SAFETY: `dst` has room for one element, and there are no sources.
     unsafe { reducer.many(dst.ptr(), &[], 1, Finish::Yes) };
     assert_eq!(dst.bytes(), [1, 2, 3, 4]);
 }
@@ -135,7 +136,7 @@ fn many_without_sources_writes_nothing() {
 fn reduce_f32(op: ReduceOp, a: f32, b: f32, isa: Isa) -> [f32; 20] {
     let (a, b, mut dst) = ([a; 20], [b; 20], [0f32; 20]);
     let reducer = Reducer::with_isa(op, Dtype::F32, 1, isa).unwrap();
-    // SAFETY: 20 elements each, apart.
+    // SAFETY: all three hold 20 elements and do not overlap.
     unsafe { reducer.pair(dst.as_mut_ptr().cast(), a.as_ptr().cast(), b.as_ptr().cast(), 20, Finish::No) };
     dst
 }
@@ -195,7 +196,7 @@ fn sixteen_bit_floats_round_once_in_many() {
     for isa in available_isas() {
         let mut dst = [0u16; 9];
         let reducer = Reducer::with_isa(ReduceOp::Sum, Dtype::F16, 9, isa).unwrap();
-        // SAFETY: nine elements each, apart.
+        // SAFETY: all hold nine elements and do not overlap.
         unsafe { reducer.many(dst.as_mut_ptr().cast(), &pointers, 9, Finish::Yes) };
         assert_eq!(dst.map(|bits| half::f16::from_bits(bits).to_f32()), [2056.0; 9], "{isa}");
     }
@@ -217,7 +218,7 @@ fn every_sixteen_bit_pattern_gives_the_same_bits_on_every_isa() {
                         let mut dst = vec![0; all.len()];
                         let reducer = Reducer::with_isa(op, dtype, 3, isa).unwrap();
                         let (to, a, b) = (dst.as_mut_ptr().cast(), all.as_ptr().cast(), others.as_ptr().cast());
-                        // SAFETY: all have the same length, and are apart.
+                        // SAFETY: all have the same length, and do not overlap.
                         unsafe { reducer.pair(to, a, b, all.len(), Finish::Yes) };
                         dst
                     })
@@ -235,7 +236,7 @@ fn every_sixteen_bit_pattern_gives_the_same_bits_on_every_isa() {
 fn the_average_of_integers_is_the_sum_divided_towards_zero() {
     macro_rules! check {
         ($type:ty, $dtype:expr) => {
-            // Every remainder, the ends of the range, and sums that wrap: as SUM does, before the division.
+            // Every remainder, the ends of the range, and sums that wrap before the division, as SUM does.
             let ends = [<$type>::MIN, <$type>::MIN + 1, <$type>::MAX - 1, <$type>::MAX];
             let small = (0..100).map(|i| <$type>::MIN.wrapping_add(i).wrapping_mul(3)).chain(0..100);
             let a: Vec<$type> = small.chain(ends).chain(ends).collect();
@@ -245,7 +246,7 @@ fn the_average_of_integers_is_the_sum_divided_towards_zero() {
                 let mut dst: Vec<$type> = vec![0; a.len()];
                 let reducer = Reducer::with_isa(ReduceOp::Avg, $dtype, world, isa).unwrap();
                 let (to, x, y) = (dst.as_mut_ptr().cast(), a.as_ptr().cast(), b.as_ptr().cast());
-                // SAFETY: all have the same length, and are apart.
+                // SAFETY: all have the same length, and do not overlap.
                 unsafe { reducer.pair(to, x, y, a.len(), Finish::Yes) };
                 for ((&a, &b), &got) in a.iter().zip(&b).zip(&dst) {
                     let want = i128::from(a.wrapping_add(b)) / i128::from(world);
@@ -266,15 +267,15 @@ fn the_average_of_integers_is_the_sum_divided_towards_zero() {
 
 #[test]
 fn average_divides_before_it_rounds() {
-    // In float16 the sum overflows; its half does not.
+    // In float16 the sum overflows, but its half does not.
     let big = [half::f16::MAX.to_bits(); 11];
     for isa in available_isas() {
         let mut dst = [0u16; 11];
         let reducer = Reducer::with_isa(ReduceOp::Avg, Dtype::F16, 2, isa).unwrap();
-        // SAFETY: eleven elements each, apart.
+        // SAFETY: both hold eleven elements and do not overlap.
         unsafe { reducer.pair(dst.as_mut_ptr().cast(), big.as_ptr().cast(), big.as_ptr().cast(), 11, Finish::Yes) };
         assert_eq!(dst, big, "{isa}");
-        // SAFETY: as above.
+        // SAFETY: `dst` and `big` hold eleven elements and do not overlap.
         unsafe { reducer.pair(dst.as_mut_ptr().cast(), big.as_ptr().cast(), big.as_ptr().cast(), 11, Finish::No) };
         assert_eq!(dst, [half::f16::INFINITY.to_bits(); 11], "{isa}");
     }

@@ -55,7 +55,8 @@ fn scale_equals_the_oracle_on_every_isa() {
                         let src = Buffer::new(&content, misalignment);
                         let dst = Buffer::new(&vec![0x5a; content.len()], 64 - misalignment);
                         let (to, from) = (dst.ptr(), src.ptr());
-                        // SAFETY: both have `count` elements, apart, then equal.
+                        // SAFETY: both have `count` elements; they do not overlap in the first call and are equal in
+                        // the second.
                         unsafe {
                             scale_with_isa(isa, dtype, to, from, count, factor).unwrap();
                             assert_eq!(src.bytes(), content);
@@ -76,7 +77,7 @@ fn scale_equals_the_oracle_on_every_isa() {
 fn dtypes_without_fractions_are_refused() {
     for &dtype in Dtype::ALL.iter().filter(|&&dtype| !is_scaled(dtype)) {
         let mut byte = 7;
-        // SAFETY: no elements.
+        // SAFETY: no elements are read or written.
         let error = unsafe { scale(dtype, &mut byte, &7, 0, 2.0) }.unwrap_err();
         assert_eq!(error.kind, ErrorKind::Unsupported);
         assert!(error.message.contains(dtype.name()), "{}", error.message);

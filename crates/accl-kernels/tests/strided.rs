@@ -7,7 +7,7 @@ use accl_types::{Dtype, DtypeClass};
 use common::{Random, elements};
 use proptest::prelude::*;
 
-/// Of a random view.
+/// Maximum number of elements of a random view.
 const MAX_ELEMENTS: i64 = if cfg!(miri) { 40 } else { 4000 };
 
 /// A view of part of some memory.
@@ -16,11 +16,11 @@ struct Case {
     dtype: Dtype,
     sizes: Vec<i64>,
     strides: Vec<i64>,
-    /// Of the first element, in elements.
+    /// Index of the first element, in elements.
     first: usize,
-    /// Elements of memory, reachable or not.
+    /// Elements of memory, including unreachable ones.
     extent: usize,
-    /// In bytes.
+    /// Misalignment in bytes.
     misalignment: usize,
     conj: bool,
     neg: bool,
@@ -28,7 +28,7 @@ struct Case {
 }
 
 impl Case {
-    /// Offsets of the view's elements in row-major order, in elements.
+    /// Returns the offsets of the view's elements in row-major order, in elements.
     fn offsets(&self) -> Vec<usize> {
         let mut offsets = vec![self.first as i64];
         for (&size, &stride) in self.sizes.iter().zip(&self.strides) {
@@ -55,7 +55,7 @@ impl Case {
         }
     }
 
-    /// The element's value, given its bytes in memory, or the other way around.
+    /// Returns the element's value, given its bytes in memory, or the bytes, given the value.
     fn resolve(&self, bytes: &[u8]) -> Vec<u8> {
         let mut bytes = bytes.to_vec();
         let last = bytes.len() - 1;
@@ -97,7 +97,8 @@ enum Overlap {
     Never,
 }
 
-/// Views as torch makes them: a dense tensor that was permuted, sliced with a step, and (if overlap is allowed) expanded.
+/// Generates views as torch makes them: a dense tensor that was permuted, sliced with a step, and (if overlap is
+/// allowed) expanded.
 fn cases(overlap: Overlap) -> impl Strategy<Value = Case> {
     let dim = (prop_oneof![8 => 1..7i64, 1 => Just(0i64), 2 => 7..40i64], 1..4i64, 0..8u8);
     let dims = prop::collection::vec(dim, 0..6);
@@ -159,7 +160,7 @@ proptest! {
         let view = case.view(&mut memory);
         prop_assert_eq!(view.count() * case.dtype.size_bytes(), want.len());
         let mut got = vec![0x5a; want.len() + 16];
-        // SAFETY: the offsets lie within the memory, as `packed` has found, and `got` is large enough.
+        // SAFETY: the offsets lie within the memory, as `packed` has checked, and `got` is large enough.
         unsafe { pack(got.as_mut_ptr().wrapping_add(1), &view) };
         prop_assert_eq!(&got[1..=want.len()], &want[..]);
         prop_assert!(got[want.len() + 1..].iter().all(|&byte| byte == 0x5a), "written behind the end");
@@ -210,7 +211,7 @@ fn other_views_are_not_taken_for_dense() {
     assert!(!dense(Dtype::F32, &[4], &[1], false, true));
 }
 
-/// One of each size.
+/// One dtype of each size.
 const DTYPES: &[Dtype] =
     if cfg!(miri) { &[Dtype::C128] } else { &[Dtype::U8, Dtype::BF16, Dtype::F32, Dtype::C64, Dtype::C128] };
 
@@ -240,7 +241,7 @@ fn every_permutation_of_a_large_tensor_packs() {
             unsafe { pack(got.as_mut_ptr(), &case.view(&mut memory)) };
             assert!(got == want, "pack {dtype} {order:?}");
             let mut back = vec![0; memory.len()];
-            // SAFETY: as above.
+            // SAFETY: the view is a permutation of all of `back`, and `got` has an element for each of its elements.
             unsafe { unpack(&case.view(&mut back), got.as_ptr()) };
             assert!(back == memory, "unpack {dtype} {order:?}");
         }

@@ -1,9 +1,10 @@
-//! The board of a process: a page on which its peers and its poller post which links have news.
+//! The board of a process: a page on which its peers and its poller post which links have events.
 //!
-//! A bit for each link, a word that says where bits are, and in the same word whether the process sleeps: a post is two writes to memory
-//! and a look at what the second found, so that it is known who must wake the sleeper. The page lies in shared memory, and peers have
-//! it mapped; where there is none it is the process's own, and links over shared memory are not made. Owns no descriptor that
-//! wakes. Read [`Notices`] first.
+//! The page holds a bit for each link, and a state word that says which lines hold bits and whether the process sleeps.
+//! A post writes memory twice. The result of the second write shows whether the posting side must wake the sleeper.
+//! The page lies in shared memory that peers have mapped. If there is no shared memory, the page is private and links
+//! over shared memory are not created.
+//! Owns no descriptor that wakes. Read [`Notices`] first.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -14,25 +15,25 @@ use crate::fork::{Fd, fork_generation};
 use crate::mapping::{Mapping, PAGE};
 use crate::sync::{AtomicU64, Ordering};
 
-/// Whoever posts first wakes the process: it sleeps, or is about to.
+/// Flag of the state: the process sleeps, or is about to. The side that posts first wakes it.
 const LISTENS: u64 = 1 << 63;
-/// Words of one cache line, for which one bit of the state says that something is there.
+/// Words of one cache line. One bit of the state says that one of them is not 0.
 const WORDS_OF_A_LINE: usize = 8;
 const BITS: usize = u64::BITS as usize;
-/// Lines of words; the state needs a bit for each, besides [`LISTENS`].
+/// Number of lines of words; the state needs a bit for each, and one for [`LISTENS`].
 const LINES: usize = (PAGE - 128) / (WORDS_OF_A_LINE * size_of::<u64>());
-/// Links that can have a place.
+/// Number of links that can have a slot.
 pub(crate) const SLOTS: usize = LINES * WORDS_OF_A_LINE * BITS;
 
 const _: () = assert!(LINES < 63 && size_of::<Notices>() <= PAGE);
 
-/// What lies on the page. All zero is the state at the start.
+/// Content of the page. All zero is the initial state.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Notices<const N: usize = LINES> {
-    /// [`LISTENS`], and in which lines something was posted.
+    /// [`LISTENS`], and the lines in which something was posted.
     state: AtomicU64,
-    /// Off the state's line: it is looked at again and again.
+    /// Keeps the lines apart from the state's cache line, which is polled again and again.
     _apart: [u64; 15],
     lines: [[AtomicU64; WORDS_OF_A_LINE]; N],
 }
@@ -43,7 +44,7 @@ impl<const N: usize> Notices<N> {
         Notices { state: AtomicU64::new(0), _apart: [0; 15], lines: std::array::from_fn(line) }
     }
 
-    /// The words that are not 0, with where they lie.
+    /// Returns the words that are not 0, with their byte offsets.
     #[cfg(all(test, not(accl_loom)))]
     pub(crate) fn words(&self) -> Vec<(usize, u64)> {
         let words = self.lines.as_flattened();
@@ -52,15 +53,16 @@ impl<const N: usize> Notices<N> {
         all.filter(|&(_, bits)| bits != 0).collect()
     }
 
-    /// Posts news of a link. `true`: whoever does it must wake the process.
+    /// Posts an event of a link. Returns `true` if the caller must wake the process.
     pub(crate) fn post(&self, slot: Slot) -> bool {
         let (word, bit) = (slot.0 as usize / BITS, slot.0 as usize % BITS);
         let (line, word) = (word / WORDS_OF_A_LINE, word % WORDS_OF_A_LINE);
-        // A peer says which slot; one that there is not is nobody's.
+        // A peer chooses the slot; a slot that does not exist belongs to no link.
         let Some(words) = self.lines.get(line) else { return false };
-        // Release: whoever sees the bit sees what was published before. It may see it before the line's bit is there, and finds nothing then.
+        // Release: a reader of the bit also sees what was published before. The reader may take the bit before the line's
+        // bit is set; it then finds nothing when it follows the line's bit.
         words[word].fetch_or(1 << bit, Ordering::Release);
-        // The first post to a sleeper wakes it; those that follow find the bit of the first.
+        // The first post to a sleeper wakes it; later posts find the bit of the first.
         self.state.fetch_or(1 << line, Ordering::AcqRel) == LISTENS
     }
 
@@ -96,18 +98,18 @@ impl<const N: usize> Notices<N> {
 
     /// See [`NewsBoard::mute`].
     pub(crate) fn mute(&self) {
-        // Relaxed: who still sees the flag only wakes once too often.
+        // Relaxed: a peer that still sees the flag only wakes once too often.
         if self.state.load(Ordering::Relaxed) & LISTENS != 0 {
             self.state.fetch_and(!LISTENS, Ordering::Relaxed);
         }
     }
 }
 
-/// Where a page lies.
+/// Location of a board's page.
 #[derive(Debug)]
 enum Place {
     Shared(Mapping, Fd),
-    /// Why it is not shared.
+    /// A page of this process alone, and the reason why it is not shared.
     Own(Box<Notices>, String),
 }
 
@@ -115,12 +117,12 @@ enum Place {
 #[derive(Debug)]
 pub(crate) struct Board {
     place: Place,
-    /// In a forked child the page is the parent's.
+    /// Fork generation that created the board. In a forked child the page is the parent's.
     generation: u64,
 }
 
 impl Board {
-    /// An empty one.
+    /// Creates an empty board.
     pub(crate) fn new() -> Board {
         let place =
             shared().map_or_else(|why| Place::Own(Box::new(Notices::new()), why), |(page, fd)| Place::Shared(page, fd));
@@ -138,10 +140,10 @@ impl Board {
         self.generation == fork_generation()
     }
 
-    /// For peers: [`PeerBoard::open`].
+    /// Returns the descriptor that peers pass to [`PeerBoard::open`].
     ///
     /// # Errors
-    /// A clause that says why there is none.
+    /// A clause with the reason why there is no descriptor.
     pub(crate) fn descriptor(&self) -> Result<BorrowedFd<'_>, String> {
         match &self.place {
             Place::Shared(_, fd) => Ok(fd.as_fd()),
@@ -149,7 +151,7 @@ impl Board {
         }
     }
 
-    /// Posts news of a link of this process. `true`: whoever does it must wake the process.
+    /// Posts an event of a link of this process. Returns `true` if the caller must wake the process.
     pub(crate) fn post(&self, slot: Slot) -> bool {
         self.is_ours() && self.notices().post(slot)
     }
@@ -178,25 +180,25 @@ impl NewsBoard for Board {
 pub(crate) struct PeerBoard(Mapping);
 
 impl PeerBoard {
-    /// Maps it.
+    /// Maps the peer's page.
     ///
     /// # Errors
-    /// A clause that says what does not fit or what the system refused.
+    /// A clause that names what does not fit or what the system refused.
     pub(crate) fn open(fd: BorrowedFd<'_>) -> Result<PeerBoard, String> {
         let page = Mapping::open(fd, PAGE)?;
         fill(&page, fd)?;
         Ok(PeerBoard(page))
     }
 
-    /// Posts news of one of its links. `true`: it must be woken.
+    /// Posts an event of one of the peer's links. Returns `true` if the caller must wake the peer.
     pub(crate) fn post(&self, slot: Slot) -> bool {
         on(&self.0).post(slot)
     }
 }
 
 fn on(page: &Mapping) -> &Notices {
-    // SAFETY: the page is mapped, aligned, filled and large enough, valid in every bit pattern, and holds only atomics and what nobody
-    // reads or writes.
+    // SAFETY: the page is mapped, aligned, filled and large enough, and valid in every bit pattern. It holds only
+    // atomics, and bytes that no code reads or writes.
     unsafe { page.base().cast::<Notices>().as_ref() }
 }
 
@@ -270,7 +272,7 @@ mod loom_tests {
 
     use super::*;
 
-    /// Two peers post to a process that sleeps when nothing was posted: it finds both, however they meet.
+    /// Two peers post to a process that sleeps when nothing was posted. It finds both posts in every interleaving.
     #[test]
     fn loom_no_post_is_lost_to_a_sleeper() {
         let mut model = loom::model::Builder::new();

@@ -1,56 +1,62 @@
-//! Whole collectives that a transport's library does instead of this engine's schedules.
+//! Collective offload: whole collectives that a transport's library runs instead of this engine's schedules.
 //!
-//! Owns what such a library is asked for. Which calls it is given, and that all ranks have made them before, is the engine's matter; a
-//! library of another package is in `table_collectives`. Read [`Collectives`] first.
+//! Owns the interface to such a library. The engine decides which calls the library gets, and ensures that all ranks
+//! have issued them before. `table_collectives` holds the implementation for libraries of other packages. Read
+//! [`Collectives`] first.
 
 use accl_wire::table::CollectiveV1;
 
-/// Does collectives of groups of processes.
+/// Runs collectives for groups of processes.
 pub trait Collectives: Send + Sync {
-    /// What the other ranks of a group that is about to be made need to know of this process.
+    /// Returns what the other ranks of a new group need to know of this process.
     ///
     /// # Errors
-    /// A clause that says why it can be of no group.
+    /// A clause with the reason why this process can be in no group.
     fn address(&self) -> Result<Vec<u8>, String>;
 
-    /// A group of all ranks' addresses, in rank order. `key` is the same on all ranks, and mostly another one than those of other groups.
+    /// Creates a group from all ranks' addresses, in rank order. `key` is the same on all ranks, and usually differs
+    /// from the keys of other groups.
     ///
     /// # Errors
-    /// A clause that says why there is none.
+    /// A clause with the reason why there is no group.
     fn open(&self, rank: u32, addresses: &[Vec<u8>], key: u64) -> Result<Opened, String>;
 }
 
-/// What [`Collectives::open`] has come to.
+/// Result of [`Collectives::open`].
 pub enum Opened {
-    /// There is a group.
+    /// The group was created.
     Group(Box<dyn CollectiveGroup>),
-    /// The library does no collectives of such a group, for this reason, on all ranks alike.
+    /// The library runs no collectives for such a group, for this reason. The result is the same on all ranks.
     LeftToHost(String),
 }
 
 /// A group of such a library.
 pub trait CollectiveGroup: Send {
-    /// Starts a collective that all ranks have made. They start those of a group in one order.
+    /// Starts a collective that all ranks have issued. All ranks start the collectives of a group in one order.
     ///
     /// # Errors
-    /// A clause that says why it was not started: no memory is in use.
+    /// A clause with the reason why it was not started; no memory is in use.
     ///
     /// # Safety
-    /// Its memory has the room that the collective says, and is left alone until the collective is done, or for ever if it is abandoned.
+    /// The collective's memory has the sizes that `collective` states. No other code touches it until the collective is
+    /// done, or ever again if the collective is abandoned.
     unsafe fn start(&mut self, collective: &CollectiveV1) -> Result<Box<dyn CollectiveCall>, String>;
 
-    /// The group is left; what was under way was abandoned. `has_failed`: ranks may have abandoned collectives that others have not.
+    /// Leaves the group; collectives in flight were abandoned. `has_failed`: ranks may have abandoned collectives that
+    /// others have not.
     fn close(self: Box<Self>, has_failed: bool);
 }
 
-/// A collective that is under way.
+/// A collective in flight.
 pub trait CollectiveCall: Send {
-    /// Moves it on. `true`: it is done, and is not tested again.
+    /// Makes progress. Returns `true` once the collective is done; then it is not tested again.
     ///
     /// # Errors
-    /// A clause that says how it has failed. Its memory may be in use: it is abandoned, and nothing more is started in its group.
+    /// A clause with the reason why it failed. Its memory may be in use: the caller abandons it and starts nothing more
+    /// in its group.
     fn test(&mut self) -> Result<bool, String>;
 
-    /// It is not tested any more, and nothing more is started in its group. Whatever works on its memory goes on.
+    /// Gives the collective up: it is not tested any more, and nothing more is started in its group. The library may
+    /// continue to access its memory.
     fn abandon(self: Box<Self>);
 }

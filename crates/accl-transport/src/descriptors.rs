@@ -1,7 +1,7 @@
 //! Descriptors of this process: the limit on their count, and the numbers of the standard streams.
 //!
-//! Owns reading and raising the limit. It is raised only when it is in the way: a higher one can break programs that use
-//! `select`, and children inherit it.
+//! Owns reading and raising the limit. The limit is raised only if it is reached: a higher one can break programs that
+//! use `select`, and children inherit it.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -11,16 +11,17 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 /// The first number that is not a standard stream's.
 const FIRST: i32 = 3;
 
-/// Moves a descriptor away from the numbers of the standard streams. A process that was started without them gets these numbers first, and
-/// what it prints would be written to our memory and connections.
+/// Moves a descriptor away from the numbers of the standard streams. A process that was started without these streams
+/// would assign their numbers to its first descriptors. Its output would then be written to shared memory or
+/// connections.
 ///
 /// # Errors
-/// Those of `fcntl`; the descriptor is closed then.
+/// The errors of `fcntl`; the descriptor is closed then.
 pub(crate) fn above_standard_streams(made: OwnedFd) -> Result<OwnedFd, Errno> {
     if made.as_raw_fd() >= FIRST { Ok(made) } else { rustix::io::fcntl_dupfd_cloexec(&made, FIRST) }
 }
 
-/// Raises the soft limit to the hard one. `true`: more descriptors can be made now.
+/// Raises the soft limit to the hard limit. Returns `true` if more descriptors can be made now.
 pub(crate) fn raise_limit() -> bool {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let is_lower = match (current, maximum) {
@@ -31,12 +32,12 @@ pub(crate) fn raise_limit() -> bool {
     is_lower && setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).is_ok()
 }
 
-/// Sees to it that so many more descriptors can be made.
+/// Ensures that `wanted` more descriptors can be made.
 ///
 /// # Errors
-/// A sentence with the remedy when the hard limit does not allow them.
+/// A sentence with the number needed and the limit, if the hard limit does not allow them.
 pub(crate) fn make_room(wanted: usize) -> Result<(), String> {
-    // Without `/proc` the limit is found when it is reached.
+    // Without `/proc` the limit is detected when it is reached.
     let Ok(open) = std::fs::read_dir("/proc/self/fd") else { return Ok(()) };
     let needed = (open.count() + wanted) as u64;
     let suffices = || getrlimit(Resource::Nofile).current.is_none_or(|limit| needed <= limit);

@@ -1,4 +1,4 @@
-//! A link that misbehaves on purpose, the same way for the same seed. For tests of what stands on links.
+//! A link that misbehaves on purpose, the same way for the same seed. For tests of the layers above links.
 
 use std::os::fd::BorrowedFd;
 
@@ -7,30 +7,31 @@ use accl_wire::{Answers, Frame, Link, Place};
 
 use crate::{News, Watched};
 
-/// What goes wrong.
+/// The faults to inject.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Start of the random sequence; put it into the failure message.
     pub seed: u64,
-    /// Before each frame up to this many looks find nothing yet.
+    /// Before each frame, up to this many polls find nothing.
     pub most_empty_peeks: u32,
     /// This percentage of reservations finds no room.
     pub refused_percent: u8,
-    /// The link breaks after this many frames were received.
+    /// The link breaks after this many frames were received; `None`: never.
     pub lost_after: Option<u64>,
-    /// One bit is flipped in the second half of the first received payload that is at least so many bytes long.
+    /// One bit is flipped in the second half of the first received payload with at least this many bytes. `None`: no
+    /// bit is flipped.
     pub flipped_from_bytes: Option<usize>,
 }
 
-/// Wraps any link with [`Faults`].
+/// Wraps any link and injects [`Faults`].
 #[derive(Debug)]
 pub struct Faulty<L> {
-    /// `None` once it has broken; the peer sees that as our death.
+    /// `None` once the link has broken; the peer sees that as the death of this process.
     link: Option<L>,
     faults: Faults,
     random: u64,
     received: u64,
-    /// Looks that still find nothing, drawn when a frame arrived; `None` before.
+    /// Polls that will still find nothing, drawn when a frame arrived; `None` before.
     held: Option<u32>,
     shown: bool,
     told: bool,
@@ -42,7 +43,7 @@ pub struct Faulty<L> {
 }
 
 impl<L: Link> Faulty<L> {
-    /// `link` with `faults`.
+    /// Wraps `link` with `faults`.
     pub fn new(link: L, faults: Faults) -> Self {
         let (name, max_payload_bytes) = (link.transport(), link.max_payload_bytes());
         // The sequence never reaches 0, so it must not start there.
@@ -74,7 +75,7 @@ impl<L: Link> Faulty<L> {
     }
 }
 
-/// In words, since payloads are aligned.
+/// Copies a payload into words, since payloads are aligned.
 fn copy_of(payload: &[u8]) -> Vec<u64> {
     let mut word = [0; 8];
     let words = payload.chunks(8).map(|part| {
@@ -85,11 +86,11 @@ fn copy_of(payload: &[u8]) -> Vec<u64> {
 }
 
 fn bytes_of(words: &[u64]) -> &[u8] {
-    // SAFETY: the same memory; any bytes are bytes.
+    // SAFETY: pointer and length in bytes come from `words`, which stays borrowed, and a `u64` has no padding.
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
 }
 
-// SAFETY: the link inside keeps the promise.
+// SAFETY: the link inside keeps the contract of `Link`; `flipped` is unchanged while its frame is shown.
 unsafe impl<L: Link> Link for Faulty<L> {
     fn max_payload_bytes(&self) -> usize {
         self.max_payload_bytes
@@ -167,7 +168,7 @@ unsafe impl<L: Link> Link for Faulty<L> {
         let refuses = wants_room && self.faults.refused_percent > 0;
         match &mut self.link {
             None => !self.told,
-            // A refusal that was drawn is not followed by a wake-up.
+            // A refusal that was drawn is not followed by a wake-up, so the caller must poll again.
             Some(link) => link.arm(wants_room) || refuses,
         }
     }

@@ -1,7 +1,8 @@
-//! Descriptors that a forked child must not keep: a child that inherited a socket would hide our death from our peers.
+//! Descriptors that a forked child must not keep. A child that inherited a socket would hide this process's death from
+//! its peers.
 //!
-//! Owns a process-wide registry of descriptors; a `pthread_atfork` handler closes them in the child. The registry is
-//! the one piece of global state here, because `fork` is a matter of the process. Read [`Fd`] first.
+//! Owns a process-wide registry of descriptors; a `pthread_atfork` handler closes them in the child.
+//! The registry is the one piece of global state here, because `fork` concerns the whole process. Read [`Fd`] first.
 
 use std::cell::UnsafeCell;
 use std::mem::ManuallyDrop;
@@ -13,19 +14,20 @@ use rustix::io::Errno;
 
 use crate::descriptors::{above_standard_streams, raise_limit};
 
-/// How often this process is a forked child of one that used this crate; 0 in the original.
+/// Number of forks between this process and the original process that used this crate; 0 in the original.
 #[inline]
 pub fn fork_generation() -> u64 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Whether this process is a forked child of one that used this crate. Its endpoint and links are dead here.
+/// Whether this process is a forked child of a process that used this crate. Endpoint and links cannot be used in the
+/// child.
 pub fn forked() -> bool {
     fork_generation() > 0
 }
 
-/// An owned descriptor that is closed in forked children. There it stays as a husk: dropping it does nothing, since
-/// its number may belong to somebody else by then.
+/// Owned descriptor that is closed in forked children. In a child the value remains but dropping it does nothing, since
+/// another file may have the number by then.
 #[derive(Debug)]
 pub struct Fd {
     raw: ManuallyDrop<OwnedFd>,
@@ -33,38 +35,39 @@ pub struct Fd {
 }
 
 impl Fd {
-    /// Makes a descriptor and registers it; no fork can happen in between. Its number is none of a standard stream. Where the limit of
-    /// descriptors is in the way, it is raised as far as it can be.
+    /// Makes a descriptor and registers it; no fork can happen in between. The descriptor never gets the number of a
+    /// standard stream. If the limit of open descriptors is reached, the limit is raised as far as possible.
     ///
     /// # Errors
-    /// Those of `make`.
+    /// The errors of `make`.
     pub fn adopt(make: impl Fn() -> Result<OwnedFd, Errno>) -> Result<Fd, Errno> {
         with_higher_limit(|| without_forks(|registry| registry.adopt(make()?)))
     }
 
-    /// As [`Fd::adopt`], of two that are made together.
+    /// Does what [`Fd::adopt`] does, for two descriptors that are made together.
     ///
     /// # Errors
-    /// Those of `make`.
+    /// The errors of `make`.
     pub fn adopt_pair(make: impl Fn() -> Result<(OwnedFd, OwnedFd), Errno>) -> Result<(Fd, Fd), Errno> {
         with_higher_limit(|| {
             without_forks(|registry| {
                 let (one, other) = make()?;
-                // Both before one is registered: to drop a registered one takes the lock that is held here.
+                // Both are moved before one is registered: dropping a registered descriptor takes the lock that is held
+                // here.
                 let (one, other) = (above_standard_streams(one)?, above_standard_streams(other)?);
                 Ok((registry.register(one), registry.register(other)))
             })
         })
     }
 
-    /// Whether the descriptor is still ours, that is, whether this is the process that made it.
+    /// Whether this process made the descriptor, so that it is still open here.
     #[inline]
     pub fn is_ours(&self) -> bool {
         self.generation == fork_generation()
     }
 }
 
-/// Makes descriptors, with a higher limit where that is in the way.
+/// Makes descriptors, after raising the limit of open descriptors if that is reached.
 fn with_higher_limit<T>(make: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
     match make() {
         Err(Errno::MFILE) if raise_limit() => make(),
@@ -83,18 +86,18 @@ impl Drop for Fd {
         without_forks(|registry| {
             if self.is_ours() {
                 registry.forget(self.raw.as_raw_fd());
-                // SAFETY: `raw` is not used again: this is its owner's `drop`.
+                // SAFETY: `raw` is not used again, because this is its owner's `drop`.
                 unsafe { ManuallyDrop::drop(&mut self.raw) };
             }
         });
     }
 }
 
-/// Runs `body` while no thread of this process can fork. It must be short and must neither block nor fork.
+/// Runs `body` while no thread of this process can fork. `body` must be short and must neither block nor fork.
 pub(crate) fn without_forks<R>(body: impl FnOnce(&mut Registry) -> R) -> R {
     static HANDLERS: Once = Once::new();
-    // Without handlers children keep the descriptors, which costs them a late notice of our death and nothing else;
-    // the call fails only when memory is out.
+    // Without handlers children keep the descriptors, so peers notice this process's death late. There is no other
+    // harm. The call fails only if memory is exhausted.
     HANDLERS.call_once(|| {
         // SAFETY: the handlers are `extern "C"` functions that live as long as the library, which Python never unloads.
         let _ = unsafe { libc::pthread_atfork(Some(before), Some(after_in_parent), Some(after_in_child)) };
@@ -113,10 +116,11 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    /// Registers a descriptor made while forks were held off, at a number that is none of a standard stream.
+    /// Registers a descriptor made while forks were held off. A descriptor with the number of a standard
+    /// stream gets another number first.
     ///
     /// # Errors
-    /// It has such a number and no other could be had.
+    /// The descriptor has the number of a standard stream and no other number is available.
     pub(crate) fn adopt(&mut self, fd: OwnedFd) -> Result<Fd, Errno> {
         Ok(self.register(above_standard_streams(fd)?))
     }
@@ -135,12 +139,12 @@ impl Registry {
 
 struct Shared(UnsafeCell<Registry>);
 
-// SAFETY: the cell is reached only by the holder of `LOCKED`.
+// SAFETY: only the holder of `LOCKED` reaches the cell.
 unsafe impl Sync for Shared {}
 
 static REGISTRY: Shared = Shared(UnsafeCell::new(Registry { fds: Vec::new() }));
 static GENERATION: AtomicU64 = AtomicU64::new(0);
-/// A plain flag instead of a `Mutex`: it is taken before a fork and released on both sides of it.
+/// A plain flag instead of a `Mutex`: it is taken before a fork and released in both processes after it.
 static LOCKED: AtomicBool = AtomicBool::new(false);
 
 fn lock() {
@@ -150,7 +154,7 @@ fn lock() {
     }
 }
 
-/// Releases the lock also when the body panics.
+/// Releases the lock, even if the body panics.
 struct Unlock;
 
 impl Drop for Unlock {
@@ -172,7 +176,7 @@ extern "C" fn after_in_child() {
     // SAFETY: `before` took the lock in the thread that lives on in the child.
     let registry = unsafe { &mut *REGISTRY.0.get() };
     for &fd in &registry.fds {
-        // SAFETY: the number was registered by its owner, whose `drop` leaves it alone in this process from now on.
+        // SAFETY: the number was registered by its owner, whose `drop` does not close it in this process from now on.
         unsafe { libc::close(fd) };
     }
     registry.fds.clear();

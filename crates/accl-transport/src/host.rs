@@ -1,4 +1,4 @@
-//! Which host this is, as far as sharing memory is concerned.
+//! Identity of this host, as far as sharing memory is concerned, and the random identity of this process.
 
 use std::io::Read;
 
@@ -11,12 +11,14 @@ pub(crate) fn hostname() -> String {
     if name.is_empty() { "unnamed".to_owned() } else { name }
 }
 
-/// Equal for two processes only if they may share memory: same boot of the same kernel, same network namespace (in
-/// which the Unix sockets have their names), same machine name (cloned virtual machines can share the rest). Whether
-/// sharing works is left to the handshake.
+/// Identifier that is equal for two processes only if they may share memory. They need the same boot of the same kernel
+/// and the same network namespace, in which the Unix sockets have their names. They also need the same machine name,
+/// since cloned virtual machines can share the rest.
+/// The handshake then finds out whether sharing works.
 pub(crate) fn host_id() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    // Of this thread, whose sockets they will be; the path without thread is for sandboxes that lack it.
+    // Namespace of this thread, which will create the sockets. The path without thread is for sandboxes that lack the
+    // first.
     let network =
         ["/proc/thread-self/ns/net", "/proc/self/ns/net"].iter().find_map(|path| std::fs::read_link(path).ok());
     let network = network.map(|target| target.to_string_lossy().into_owned()).unwrap_or_default();
@@ -24,10 +26,10 @@ pub(crate) fn host_id() -> String {
     format!("{}/{network}/{}", boot.trim(), hostname())
 }
 
-/// This process with a random identity, and nothing by which it could be reached.
+/// Describes this process with a random identity, and without addresses at which it could be reached.
 ///
 /// # Errors
-/// `Network` when the system has no random numbers.
+/// `Network` if the system has no random numbers.
 pub fn process_info() -> Result<EndpointInfo> {
     Ok(EndpointInfo {
         version: PROTOCOL_VERSION,
@@ -43,12 +45,12 @@ pub fn process_info() -> Result<EndpointInfo> {
     })
 }
 
-/// A random identity.
+/// Returns a random identity.
 pub(crate) fn random_uuid() -> std::result::Result<[u8; 16], String> {
     let mut uuid = [0; 16];
     match getrandom::fill(&mut uuid) {
         Ok(()) => Ok(uuid),
-        // Old sandboxes refuse the system call and have the device.
+        // Old sandboxes refuse the system call but have the device.
         Err(why) => std::fs::File::open("/dev/urandom")
             .and_then(|mut device| device.read_exact(&mut uuid))
             .map(|()| uuid)

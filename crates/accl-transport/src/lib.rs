@@ -1,8 +1,9 @@
 //! Frames between processes: shared memory, TCP, and loopback for tests.
 //!
-//! Owns connecting ([`Endpoint`]), carrying ([`Link`]) and sleeping ([`Poller`]); knows nothing of calls, groups or
-//! ranks, and never blocks except in [`Endpoint::sleep`], [`Endpoint::connect`] and [`Poller::wait`]. What links carry is `accl-wire`'s; here it
-//! is opaque bytes.
+//! Owns connecting ([`Endpoint`]), moving frames ([`Link`]) and sleeping ([`Poller`]).
+//! This crate does not know calls, groups or ranks. It blocks only in [`Endpoint::sleep`], [`Endpoint::connect`] and
+//! [`Poller::wait`].
+//! The content of frames belongs to `accl-wire`; here a frame is opaque bytes.
 
 mod board;
 pub mod collectives;

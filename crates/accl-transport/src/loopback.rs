@@ -1,6 +1,6 @@
-//! Links inside one process, for tests, benches and messages to oneself.
+//! Links inside one process, for tests, benches and messages from a process to itself.
 //!
-//! Same contract and the same way to be told of news as between processes. Read [`pair`] first.
+//! They keep the same contract as links between processes, and report events in the same way. Read [`pair`] first.
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -12,7 +12,7 @@ use accl_wire::{Frame, HEAD_BYTES, Link, Place};
 
 use crate::{News, Waker, Watched};
 
-/// How much one direction holds before its sender finds no room.
+/// Number of frames that one direction holds before its sender finds no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Capacity {
     /// Any number of frames.
@@ -21,7 +21,7 @@ pub enum Capacity {
     Frames(usize),
 }
 
-/// Two connected links. Each side names the waker of the poller it parks on.
+/// Creates two connected links. `a` and `b` are the wakers of the pollers on which the two sides sleep.
 pub fn pair(
     max_payload_bytes: usize,
     capacity: Capacity,
@@ -45,7 +45,7 @@ pub fn pair(
     (link(&ab, &ba, 0), link(&ba, &ab, 1))
 }
 
-/// A link from a process to itself: what is sent is received by the same link, in order.
+/// Creates a link from a process to itself: the same link receives what was sent, in order.
 pub fn self_link(max_payload_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
     let direction = Arc::new(Direction::default());
     let side = Arc::new(Side::new(waker));
@@ -63,7 +63,7 @@ pub fn self_link(max_payload_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
     }
 }
 
-/// A frame under way; the payload in words, so that it is 8-byte aligned.
+/// A frame in flight. The payload is stored in words, so that it is 8-byte aligned.
 #[derive(Debug)]
 struct Parcel {
     head: [u8; HEAD_BYTES],
@@ -85,7 +85,8 @@ impl Parcel {
     }
 
     fn place(&mut self) -> Place<'_> {
-        // SAFETY: as in `frame`, and the borrow is exclusive.
+        // SAFETY: the words are initialised, `reshape` made room for `len_bytes`, every bit pattern is a `u64`, and the
+        // borrow is exclusive.
         let payload = unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len_bytes) };
         Place { head: &mut self.head, payload }
     }
@@ -99,9 +100,9 @@ impl Parcel {
 #[derive(Debug, Default)]
 struct Direction {
     frames: Mutex<VecDeque<Parcel>>,
-    /// The sender will send no more, or is gone.
+    /// The sender will send no more, or has been dropped.
     closed: AtomicBool,
-    /// The receiver is gone.
+    /// The receiver has been dropped.
     receiver_gone: AtomicBool,
 }
 
@@ -114,7 +115,7 @@ impl Direction {
 #[derive(Debug)]
 struct Side {
     waker: Arc<Waker>,
-    /// Where to post, if a poller watches this side.
+    /// Where to post events, if a poller watches this side.
     news: OnceLock<News>,
     is_armed: AtomicBool,
     wants_room: AtomicBool,
@@ -125,11 +126,11 @@ impl Side {
         Side { waker, news: OnceLock::new(), is_armed: AtomicBool::new(false), wants_room: AtomicBool::new(false) }
     }
 
-    /// After the change was published: tells the side if `flag` says that it is to be told.
+    /// Called after a change was published. Notifies the side if `flag` is set.
     fn notify(&self, flag: &AtomicBool) {
         fence(Ordering::SeqCst);
         if flag.load(Ordering::Relaxed) {
-            // Whatever was announced meanwhile is taken with it, and answered by what follows.
+            // Clears every flag that was announced meanwhile; the notification below answers them all.
             self.is_armed.store(false, Ordering::Relaxed);
             self.wants_room.store(false, Ordering::Relaxed);
             match self.news.get() {
@@ -151,9 +152,9 @@ pub struct LoopbackLink {
     peer: Arc<Side>,
     reserved: Option<Parcel>,
     peeked: Option<Parcel>,
-    /// Frames to be used again: a steady exchange allocates nothing.
+    /// Frames kept for reuse, so that a steady exchange allocates nothing.
     spare: Vec<Parcel>,
-    /// The end was returned to the caller: it is no longer a reason to stay awake.
+    /// Whether the end was returned to the caller; then it is no longer a reason to stay awake.
     told: bool,
 }
 
@@ -167,7 +168,7 @@ impl LoopbackLink {
         }
     }
 
-    /// Publishes what this side is to be told of. `true`: it is there already.
+    /// Announces what this side wants to be notified of. Returns `true` if it is there already.
     fn announce(&mut self, wants_room: bool) -> bool {
         self.me.is_armed.store(true, Ordering::Relaxed);
         self.me.wants_room.store(wants_room, Ordering::Relaxed);
@@ -188,7 +189,7 @@ impl LoopbackLink {
     }
 }
 
-// SAFETY: a peeked and a reserved frame are owned by the link, each in a buffer of its own.
+// SAFETY: the link owns a peeked and a reserved frame, each in a buffer of its own.
 unsafe impl Link for LoopbackLink {
     fn max_payload_bytes(&self) -> usize {
         self.max_payload_bytes
@@ -220,7 +221,7 @@ unsafe impl Link for LoopbackLink {
 
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         if self.peeked.is_none() {
-            // Read before the queue, so that a frame sent just before closing is not missed.
+            // `closed` is loaded before the queue, so that a frame sent just before closing is not missed.
             let closed = self.inbound.closed.load(Ordering::Acquire);
             self.peeked = self.inbound.lock().pop_front();
             if self.peeked.is_none() && closed {
@@ -283,7 +284,7 @@ impl Watched for LoopbackLink {
     }
 
     fn set_news(&mut self, news: News) -> bool {
-        // A side is watched once.
+        // A side is watched only once.
         self.me.news.set(news).is_ok()
     }
 }

@@ -1,7 +1,9 @@
 //! Memory that processes share: a sealed memfd, mapped.
 //!
-//! Owns creating, checking, mapping, filling and unmapping. The memory is there before it is used, so that shortage is an error and
-//! never a SIGBUS, and its size is sealed, so that no side can shrink it under the other. What lies in it is decided elsewhere.
+//! Owns creating, checking, mapping, filling and unmapping.
+//! Memory is allocated before it is used, so that shortage is an error and never a SIGBUS. Its size is sealed, so that
+//! no side can shrink it under the other.
+//! Other modules decide what lies in the memory.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -16,24 +18,24 @@ use crate::fork::Fd;
 pub(crate) const PAGE: usize = 4096;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Shared memory at a place of its own in this process.
+/// Shared memory, mapped at an address of its own in this process.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     base: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the pointer is to memory that is shared on purpose; whoever lays something out there governs all access to it.
+// SAFETY: the pointer refers to memory that is shared on purpose. The types that lie there govern all access to it.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: shared references give out only the address. The types that lie there govern all access to the memory.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Creates `len` bytes, a multiple of [`PAGE`], all zero, and returns them with their descriptor. None of them may be touched before
-    /// it was filled.
+    /// Creates `len` bytes, a multiple of [`PAGE`], all zero, and returns them with their descriptor. No byte may be
+    /// touched before it was filled.
     ///
     /// # Errors
-    /// A clause that says what the system refused.
+    /// A clause that names what the system refused.
     pub(crate) fn create(name: &str, len: usize) -> Result<(Mapping, Fd), String> {
         check_file_size_limit(len)?;
         let fd = Fd::adopt(|| memfd(name)).map_err(|why| format!("memfd_create: {why}"))?;
@@ -42,10 +44,10 @@ impl Mapping {
         Ok((Mapping::map(fd.as_fd(), len)?, fd))
     }
 
-    /// Maps what a peer created.
+    /// Maps memory that a peer created.
     ///
     /// # Errors
-    /// A clause that says what does not fit or what the system refused.
+    /// A clause that names what does not fit or what the system refused.
     pub(crate) fn open(fd: BorrowedFd<'_>, len: usize) -> Result<Mapping, String> {
         let seals = rustix::fs::fcntl_get_seals(fd).map_err(|why| format!("no memory that can be sealed: {why}"))?;
         if !seals.contains(SEALS) {
@@ -59,7 +61,8 @@ impl Mapping {
     }
 
     fn map(fd: BorrowedFd<'_>, len: usize) -> Result<Mapping, String> {
-        // SAFETY: a new mapping at a place of the kernel's choice. Its length is sealed; what is touched of it was filled.
+        // SAFETY: a new mapping at an address of the kernel's choice. Its length is sealed, and every byte is filled
+        // before it is touched.
         let base = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)
         }
@@ -68,16 +71,17 @@ impl Mapping {
         Ok(Mapping { base, len })
     }
 
-    /// Where it lies, page-aligned, as long as `self` lives.
+    /// Returns the address of the mapping, page-aligned, valid as long as `self` lives.
     #[inline]
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// Has the kernel provide memory for a part, in whole pages.
+    /// Lets the kernel allocate the bytes from offset `from` to offset `to`, in whole pages.
     ///
     /// # Errors
-    /// `INVAL` on a kernel before 5.14, which can only fill all at once ([`Mapping::fill_all`]); otherwise there is no memory.
+    /// `INVAL` on kernels before 5.14, which can only fill the whole memory ([`Mapping::fill_all`]). Any other error
+    /// means that there is no memory.
     pub(crate) fn fill(&self, from: usize, to: usize) -> Result<(), Errno> {
         let from = from / PAGE * PAGE;
         let to = to.next_multiple_of(PAGE).min(self.len);
@@ -87,10 +91,10 @@ impl Mapping {
         })
     }
 
-    /// Has the kernel provide all of the memory.
+    /// Lets the kernel allocate all of the memory.
     ///
     /// # Errors
-    /// A clause that says what the system refused.
+    /// A clause that names what the system refused.
     pub(crate) fn fill_all(&self, fd: BorrowedFd<'_>) -> Result<(), String> {
         let len = self.len;
         rustix::io::retry_on_intr(|| rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, len as u64))
@@ -100,22 +104,22 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made in `map` with this length; nobody refers to it any more, since every user holds `self`. A forked
-        // child has its own copy of the mapping and unmaps that.
+        // SAFETY: the mapping was made in `map` with this length. Nothing refers to it any more, since every user holds
+        // `self`. A forked child has its own copy of the mapping and unmaps that.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
 
 fn memfd(name: &str) -> Result<OwnedFd, Errno> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Without NOEXEC_SEAL newer kernels complain in their log; older ones (before 6.3) do not know it.
+    // Without NOEXEC_SEAL newer kernels complain in their log; older ones (before 6.3) do not know the flag.
     match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
         Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags),
         other => other,
     }
 }
 
-/// Growing a file beyond `ulimit -f` would not fail but kill the process by SIGXFSZ.
+/// Checks `ulimit -f`: growing a file beyond it would not fail but kill the process by SIGXFSZ.
 fn check_file_size_limit(len: usize) -> Result<(), String> {
     match rustix::process::getrlimit(Resource::Fsize).current {
         Some(limit) if limit < len as u64 => Err(format!("`ulimit -f` allows {limit} of {len} bytes")),

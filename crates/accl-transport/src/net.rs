@@ -1,4 +1,4 @@
-//! Addresses of this machine that may be offered to peers, and the one port of this process.
+//! Addresses of this machine that may be offered to peers, and the one listening port of this process.
 //!
 //! Owns the choice and order of addresses and the search for a free port; connects nothing.
 
@@ -14,9 +14,10 @@ use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use crate::descriptors::above_standard_streams;
 use crate::fork::Fd;
 
-/// Connections that may wait while this process is busy elsewhere; the kernel caps it.
+/// Connections that may wait while this process is busy elsewhere; the kernel caps the number.
 const BACKLOG: i32 = 4096;
-/// Interfaces of containers and virtual machines, whose addresses other hosts cannot reach: offered last.
+/// Name prefixes of interfaces of containers and virtual machines. Other hosts cannot reach their addresses, so they
+/// are offered last.
 const VIRTUAL: &[&str] = &["docker", "br-", "veth", "virbr", "cni", "flannel", "lxc", "lxd", "podman"];
 
 /// An address of an interface that is up.
@@ -26,7 +27,7 @@ pub(crate) struct Interface {
     pub(crate) address: IpAddr,
 }
 
-/// Every usable address of this machine.
+/// Returns every usable address of this machine.
 pub(crate) fn interfaces() -> Result<Vec<Interface>> {
     let mut first = std::ptr::null_mut();
     // SAFETY: `getifaddrs` stores a list into the pointer or fails.
@@ -39,7 +40,8 @@ pub(crate) fn interfaces() -> Result<Vec<Interface>> {
     while let Some(entry) = unsafe { at.as_ref() } {
         at = entry.ifa_next;
         let up = entry.ifa_flags & libc::IFF_UP as u32 != 0;
-        // SAFETY: an entry without address has a null pointer, which is checked; others point to what their family says.
+        // SAFETY: an entry without address has a null pointer; other pointers refer to an address of the length that
+        // its family implies.
         if let Some(address) = unsafe { ip_of(entry.ifa_addr) }.filter(|_| up) {
             // SAFETY: the name is a string that lives as long as the list.
             let name = unsafe { CStr::from_ptr(entry.ifa_name) }.to_string_lossy().into_owned();
@@ -51,20 +53,23 @@ pub(crate) fn interfaces() -> Result<Vec<Interface>> {
     Ok(all)
 }
 
-/// The address, unless it is of another family or needs a scope to mean something.
+/// Returns the IP address. `None` for another family, and for a link-local IPv6 address, which means nothing without a
+/// scope.
 ///
 /// # Safety
-/// `address` is null or points to a socket address as long as its family says.
+/// `address` is null or points to a socket address as long as its family implies.
 unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: by the caller.
+    // SAFETY: `address` is null or points to a socket address, by this function's contract.
     match i32::from(unsafe { address.as_ref() }?.sa_family) {
         libc::AF_INET => {
-            // SAFETY: by the caller; `getifaddrs` aligns its addresses for every family.
+            // SAFETY: the family is `AF_INET`, so a `sockaddr_in` is there by this function's contract; `getifaddrs`
+            // aligns its addresses for every family.
             let v4 = unsafe { &*address.cast::<libc::sockaddr_in>() };
             Some(IpAddr::V4(Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr))))
         }
         libc::AF_INET6 => {
-            // SAFETY: as above.
+            // SAFETY: the family is `AF_INET6`, so a `sockaddr_in6` is there by this function's contract; `getifaddrs`
+            // aligns its addresses for every family.
             let v6 = unsafe { &*address.cast::<libc::sockaddr_in6>() };
             let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
             (ip.segments()[0] & 0xffc0 != 0xfe80).then_some(IpAddr::V6(ip))
@@ -73,11 +78,12 @@ unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
     }
 }
 
-/// The addresses to offer, best first: the one with the route to the master, other machines' reach before virtual
-/// interfaces, loopback last.
+/// Returns the addresses to offer, best first. The address with the route to the master comes first, virtual interfaces
+/// come after others, and loopback comes last.
 ///
 /// # Errors
-/// `Configuration` when a filter leaves none. A machine without network has none and no error: shared memory may do.
+/// `Configuration` if a filter matches none. A machine without network has no addresses and gets no error: shared
+/// memory may suffice.
 pub(crate) fn choose(all: &[Interface], filter: &IfnameFilter, route: Option<IpAddr>) -> Result<Vec<IpAddr>> {
     let mut accepted: Vec<_> = all.iter().filter(|interface| filter.accepts(&interface.name)).collect();
     if accepted.is_empty() && !filter.names.is_empty() {
@@ -108,7 +114,7 @@ fn describe(filter: &IfnameFilter) -> String {
     format!("`{marks}{}`", filter.names.join(","))
 }
 
-/// The address from which this machine would talk to `master`. Sends nothing.
+/// Returns the address from which this machine would talk to `master`. Sends nothing.
 pub(crate) fn route_to(master: IpAddr) -> Option<IpAddr> {
     let any: IpAddr = if master.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = UdpSocket::from(above_standard_streams(UdpSocket::bind((any, 0)).ok()?.into()).ok()?);
@@ -116,18 +122,18 @@ pub(crate) fn route_to(master: IpAddr) -> Option<IpAddr> {
     Some(socket.local_addr().ok()?.ip())
 }
 
-/// Whether a listener takes IPv6 connections too.
+/// Address families that a listener accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Families {
     Both,
     V4Only,
 }
 
-/// Listens on one port for both families, or for IPv4 where IPv6 is switched off. `salt` spreads processes over the
+/// Listens on one port for both families, or only for IPv4 if IPv6 is switched off. `salt` spreads processes over the
 /// range.
 ///
 /// # Errors
-/// `Configuration` when no port of the range is free, `Network` when the system refuses otherwise.
+/// `Configuration` if no port of the range is free, `Network` if the system refuses otherwise.
 pub(crate) fn listen(range: Option<(u16, u16)>, salt: u32) -> Result<(Fd, u16, Families)> {
     let (first, last) = range.unwrap_or((0, 0));
     let count = u32::from(last - first) + 1;
@@ -141,7 +147,7 @@ pub(crate) fn listen(range: Option<(u16, u16)>, salt: u32) -> Result<(Fd, u16, F
                     let bound = local_port(&fd)?;
                     return Ok((fd, bound, families));
                 }
-                // Taken for one family is taken.
+                // A port that is taken for one family counts as taken.
                 Err(Errno::ADDRINUSE) => {
                     refused = Errno::ADDRINUSE.to_string();
                     break;
@@ -167,7 +173,7 @@ fn listener(port: u16, families: Families) -> std::io::Result<OwnedFd> {
     if families == Families::Both {
         socket.set_only_v6(false)?;
     }
-    // A port that the previous process of a restarted job has just left is free.
+    // A port that the previous process of a restarted job has just left counts as free.
     socket.set_reuse_address(true)?;
     socket.bind(&SockAddr::from(SocketAddr::new(any, port)))?;
     socket.listen(BACKLOG)?;
@@ -230,7 +236,7 @@ mod tests {
 
     #[test]
     fn a_port_of_the_range_is_taken_and_a_full_range_is_an_error() {
-        // The system names a free port; the listener there makes the range of one port full.
+        // The system picks a free port; the listener on that port makes the range of one port full.
         let taken = TcpListener::bind("0.0.0.0:0").unwrap();
         let port = taken.local_addr().unwrap().port();
         let error = listen(Some((port, port)), 0).unwrap_err();

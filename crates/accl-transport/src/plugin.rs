@@ -1,7 +1,8 @@
-//! Transports from other packages: a table of C functions that is handed in while the process runs.
+//! Transports from other packages: a table of C functions that is registered while the process runs.
 //!
-//! Owns the link over such a table, and what a peer's death means there: the carrier's socket tells of it, and what is under way besides
-//! gets some time. The table is described in `accl_transport.h`, which is installed with the Python package. Read [`TransportV1`] first.
+//! Owns the link over such a table, and the handling of a peer's death. The end of the carrier's socket reports the
+//! death. Frames in flight at that time then get some time to arrive.
+//! `accl_transport.h`, which is installed with the Python package, describes the table. Read [`TransportV1`] first.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -25,18 +26,19 @@ use crate::transport::{
 };
 use crate::{News, Waker, Watched, refusal, rows};
 
-/// What a link is taken to keep open, besides the carrier's socket a few of its own.
+/// Assumed number of descriptors that a link keeps open: the carrier's socket and a few of its own.
 const USUAL_DESCRIPTORS: usize = 3;
-/// Most descriptors of one link that are watched.
+/// Maximum number of descriptors of one link that are watched.
 const MAX_DESCRIPTORS: usize = 8;
-/// A frame may be under way for so long after the carrier has ended, and is looked for so often.
+/// After the carrier has ended, time for which a frame may still arrive. In that time the link is polled every
+/// `LAST_FRAMES_INTERVAL`.
 const LAST_FRAMES: Duration = Duration::from_secs(1);
 const LAST_FRAMES_INTERVAL: Duration = Duration::from_millis(50);
-/// How long a dropped link tries to get rid of its last frames: so many times so long.
+/// A dropped link tries this many times to send its last frames, and waits `LINGER_STEP` each time.
 const LINGER_STEPS: u32 = 10;
 const LINGER_STEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
-/// A checked table: what must be there is.
+/// A checked table: every required function is present.
 struct Table {
     name: &'static str,
     flags: u64,
@@ -65,24 +67,25 @@ struct Table {
     arm: Option<unsafe extern "C" fn(*mut c_void) -> u64>,
 }
 
-// SAFETY: functions and constants; `context` is for the table's own functions, which any thread may call.
+// SAFETY: functions and constants; `context` is only passed to the table's own functions, which any thread may call.
 unsafe impl Send for Table {}
-// SAFETY: as for `Send`.
+// SAFETY: a shared table is only read; `context` is only passed to the table's own functions, which any thread may
+// call.
 unsafe impl Sync for Table {}
 
 /// Adds the transport that a table describes; see [`rows::register`].
 ///
 /// # Errors
-/// `InvalidArgument` for another version, for a table that lacks something, and as [`rows::register`].
+/// `InvalidArgument` for another version and for a table that lacks something; also the errors of [`rows::register`].
 ///
 /// # Safety
-/// `table` points to an `accl_transport_v1` that keeps the promises of its header, or at least to its first 8 bytes with another version
-/// or size in them.
+/// `table` points to an `accl_transport_v1` that fulfils the contract of its header. If its version or size differs, at
+/// least its first 8 bytes are readable.
 pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Transport> {
     let Some(table) = NonNull::new(table.cast_mut()) else {
         return Err(Error::invalid_argument("the table of a transport is at address 0"));
     };
-    // SAFETY: these two fields are there in every version.
+    // SAFETY: every version begins with these two fields.
     let (abi, size) = unsafe { ((*table.as_ptr()).abi, (*table.as_ptr()).size as usize) };
     if abi != TRANSPORT_ABI || size < TransportV1::LEAST_BYTES {
         return Err(Error::invalid_argument(format!(
@@ -91,15 +94,15 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
             TransportV1::LEAST_BYTES
         )));
     }
-    // SAFETY: its version and size say that so many bytes of it are there; what is behind them is null here, which every field that may be
-    // missing can be.
+    // SAFETY: version and size say that the first `size` bytes are readable. The bytes after them are zero here, and
+    // every field that may be missing can be null.
     let table = unsafe {
         let mut whole = MaybeUninit::<TransportV1>::zeroed();
         let known = size.min(size_of::<TransportV1>());
         table.as_ptr().cast::<u8>().copy_to_nonoverlapping(whole.as_mut_ptr().cast(), known);
         whole.assume_init()
     };
-    // SAFETY: the header wants a string in each.
+    // SAFETY: the header requires a C string in each of the two fields.
     let (name, about) = unsafe { (text_of(table.name, "name")?, text_of(table.about, "about")?) };
     let lacks = |what: &str| Error::invalid_argument(format!("the table of transport `{name}` has no {what}"));
     let checked: &'static Table = Box::leak(Box::new(Table {
@@ -152,7 +155,7 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
     })
 }
 
-/// A copy of a string of the table, for the life of the process.
+/// Copies a string of the table for the life of the process.
 ///
 /// # Safety
 /// `text` is null or a C string.
@@ -160,7 +163,7 @@ unsafe fn text_of(text: *const c_char, what: &str) -> Result<&'static str> {
     if text.is_null() {
         return Err(Error::invalid_argument(format!("the table of a transport has no {what}")));
     }
-    // SAFETY: it is not null, so it is a C string.
+    // SAFETY: `text` is not null, so it is a C string.
     let text = unsafe { CStr::from_ptr(text) };
     Ok(Box::leak(text.to_string_lossy().into_owned().into_boxed_str()))
 }
@@ -177,7 +180,8 @@ impl Plugin {
         let mut address_bytes = address.len();
         let mut link = std::ptr::null_mut();
         let (peer, peer_bytes) = peer.map_or((std::ptr::null(), 0), |peer| (peer.as_ptr(), peer.len()));
-        // SAFETY: the header promises this of `open`; all pointers are to memory of the lengths that go with them.
+        // SAFETY: the arguments are what the header requires for `open`; each pointer refers to memory of the length
+        // passed with it.
         let opened = unsafe {
             (self.table.open)(
                 self.table.context,
@@ -216,32 +220,32 @@ impl Provider for Plugin {
 }
 
 impl Table {
-    /// Why the last function failed.
+    /// Returns the reason why the last function failed.
     fn why(&self, link: *mut c_void) -> String {
         let text = match self.error {
-            // SAFETY: the header promises a string or null.
+            // SAFETY: by the header, `error` takes a link or null, and returns a string or null.
             Some(error) => unsafe { error(link) },
             None => std::ptr::null(),
         };
         if text.is_null() {
             return format!("transport {} gives no reason", self.name);
         }
-        // SAFETY: it is not null, so it is a C string that stays until the next call.
+        // SAFETY: `text` is not null, so it is a C string that stays until the next call.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 }
 
-/// Where the head and the payload of a frame are.
+/// Addresses of a frame's head and payload.
 type Parts = (NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>);
 
-/// A link of the table, destroyed in the end.
+/// A link of the table, destroyed on drop.
 struct Handle {
     table: &'static Table,
     link: *mut c_void,
     generation: u64,
 }
 
-// SAFETY: the header allows any thread, one at a time.
+// SAFETY: the header allows calls from any thread, one at a time.
 unsafe impl Send for Handle {}
 
 impl Handle {
@@ -252,9 +256,9 @@ impl Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // What a forked child has a copy of is its parent's.
+        // In a forked child the link still belongs to the parent.
         if self.generation == crate::fork_generation() {
-            // SAFETY: `open` made it, and this is its only owner.
+            // SAFETY: `open` made the link, and this is its only owner.
             unsafe { (self.table.destroy)(self.link) };
         }
     }
@@ -272,7 +276,8 @@ impl HalfLink for Half {
 
     fn take_answer(&mut self, peer: PeerAddress, max_payload_bytes: usize) -> std::result::Result<(), String> {
         let Handle { table, link, .. } = self.handle;
-        // SAFETY: the header promises this of `connect`; the bytes are as many as it is told.
+        // SAFETY: the arguments are what the header requires for `connect`; the pointer refers to as many bytes as
+        // passed.
         let connected =
             unsafe { (table.connect)(link, peer.bytes.as_ptr().cast(), peer.bytes.len(), max_payload_bytes) };
         if connected == OK { Ok(()) } else { Err(self.handle.why()) }
@@ -285,31 +290,31 @@ impl HalfLink for Half {
 
 /// One end of a link over a table.
 struct PluginLink {
-    // Destroyed before the socket is closed, which the table may have been given.
+    // The handle is destroyed before the socket is closed, since the table may have been given the socket.
     handle: Handle,
-    /// The carrier's: nothing but the table's own bytes is sent over it, and its end tells of the peer's.
+    /// The carrier's socket. Only the table's own bytes are sent over it, and its end reports the peer's end.
     socket: Fd,
-    /// Copies of the link's: several links of a table may have one in common.
+    /// Copies of the link's descriptors: several links of a table may share a descriptor.
     fds: Vec<Fd>,
     max_payload_bytes: usize,
     peer: String,
     is_reserved: bool,
     shown: bool,
     closed: bool,
-    /// The link is over, and why.
+    /// Reason why the link has ended, if so.
     lost: Option<Error>,
-    /// The loss was returned to the caller: it is no longer a reason to stay awake.
+    /// Whether the loss was returned to the caller; then it is no longer a reason to stay awake.
     told: bool,
-    /// Since when the carrier is known to have ended.
+    /// Time at which the carrier was found to have ended.
     hung_up: Option<Instant>,
     /// Length of the shortest payload that found no room since the link was last disarmed.
     refused_bytes: Option<usize>,
     news: Option<News>,
-    /// There was no frame when it was last looked for.
+    /// Whether there was no frame at the last poll.
     is_empty: bool,
-    /// The system was asked for the carrier's end.
+    /// Whether the system was asked for the carrier's end.
     has_asked: bool,
-    /// What the table said when the link was last armed: how long it may be left alone.
+    /// Time for which the link may be left alone, as the table returned it when the link was last armed.
     armed_for: Option<Duration>,
 }
 
@@ -318,14 +323,14 @@ impl PluginLink {
         let Agreed { socket, max_payload_bytes, peer } = agreed;
         let mut theirs: Vec<RawFd> = vec![-1; MAX_DESCRIPTORS];
         let count = match handle.table.descriptors {
-            // SAFETY: there is room for as many as it is told.
+            // SAFETY: `theirs` has room for the passed number of descriptors.
             Some(descriptors) => unsafe { descriptors(handle.link, theirs.as_mut_ptr(), theirs.len()) },
             None => 0,
         };
         let name = handle.table.name;
         let mut fds = Vec::new();
         for fd in theirs.into_iter().take(count).filter(|&fd| fd >= 0) {
-            // SAFETY: the header promises that it is open now, and the borrow ends here.
+            // SAFETY: the header guarantees that the descriptor is open now, and the borrow ends in this iteration.
             let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
             let copy = Fd::adopt(|| rustix::io::fcntl_dupfd_cloexec(theirs, 3));
             fds.push(copy.map_err(|why| format!("a descriptor of transport {name} cannot be watched: {why}"))?);
@@ -334,9 +339,11 @@ impl PluginLink {
             return Err(format!("a link of transport {name} has no descriptor, and there is no poll_interval_us"));
         }
         if let Some(attach) = handle.table.attach {
-            // A doorbell is a few bytes that nobody should wait for. A Unix socket has no such delay, and says that it does not know of one.
+            // A doorbell is a few bytes that must not be delayed. A Unix socket has no such delay, and refuses the
+            // option.
             let _ = set_tcp_nodelay(&socket, true);
-            // SAFETY: the header promises this of `attach`; the socket stays open as long as the link, which is destroyed first.
+            // SAFETY: the arguments are what the header requires for `attach`. The socket stays open as long as the
+            // link, which is destroyed first.
             unsafe { attach(handle.link, socket.as_fd().as_raw_fd()) };
         }
         Ok(PluginLink {
@@ -371,7 +378,7 @@ impl PluginLink {
         }
     }
 
-    /// The first error stays.
+    /// Records an error and returns the link's first error.
     fn fail(&mut self, error: Error) -> Error {
         self.lost.get_or_insert(error).clone()
     }
@@ -382,14 +389,14 @@ impl PluginLink {
         Err(lost.clone())
     }
 
-    /// Takes notice of what the poller has seen; without one, anything may have happened.
+    /// Takes the events that the poller has seen. Without a poller, anything may have happened.
     fn hear_news(&mut self) {
         if self.news.as_ref().is_none_or(|news| news.take() || news.has_hung_up()) {
             (self.is_empty, self.has_asked) = (false, false);
         }
     }
 
-    /// Whether nothing can have come since it was last looked for.
+    /// Whether nothing can have arrived since the last poll.
     fn is_known_empty(&mut self) -> bool {
         let Table { poll_interval, flags, arm, .. } = self.handle.table;
         if poll_interval.is_some() || arm.is_some() || flags & IN_MEMORY != 0 {
@@ -399,14 +406,15 @@ impl PluginLink {
         self.is_empty && self.hung_up.is_none()
     }
 
-    /// The next frame.
+    /// Returns the next frame.
     fn look(&mut self) -> Option<Parts> {
         if self.is_known_empty() {
             return None;
         }
         let (mut head, mut payload, mut bytes) = (std::ptr::null(), std::ptr::null(), 0);
         let Handle { table, link, .. } = self.handle;
-        // SAFETY: the header promises this of `peek`.
+        // SAFETY: the arguments are what the header requires for `peek`; the pointers refer to variables of the right
+        // types.
         let found = unsafe { (table.peek)(link, &raw mut head, &raw mut payload, &raw mut bytes) };
         match found {
             OK => {
@@ -430,7 +438,7 @@ impl PluginLink {
         }
     }
 
-    /// Asks the system, without blocking, whether the carrier has ended, and decides what that means.
+    /// Asks the system, without blocking, whether the carrier has ended, and decides whether the link is lost.
     fn look_for_death(&mut self) {
         if self.lost.is_some() {
             return;
@@ -449,7 +457,7 @@ impl PluginLink {
         }
     }
 
-    /// What the table itself says over the carrier is left there.
+    /// Whether the carrier has ended. Bytes that the table itself sent over the carrier stay unread.
     fn is_carrier_at_end(&self) -> bool {
         if self.handle.table.attach.is_some() {
             refusal::is_about_to_end(&self.socket)
@@ -459,7 +467,7 @@ impl PluginLink {
     }
 
     fn progress(&mut self) -> bool {
-        // SAFETY: the header promises this of `progress`.
+        // SAFETY: the link was opened and is not destroyed yet, which is all that `progress` requires.
         match unsafe { (self.handle.table.progress)(self.handle.link) } {
             OK => true,
             AGAIN => false,
@@ -471,11 +479,12 @@ impl PluginLink {
         }
     }
 
-    /// A place for a frame: its head and its payload.
+    /// Reserves space for a frame and returns its head and its payload. `None`: there is no room now.
     fn reserve(&mut self, payload_bytes: usize) -> Result<Option<Parts>> {
         let (mut head, mut payload) = (std::ptr::null_mut(), std::ptr::null_mut());
         let Handle { table, link, .. } = self.handle;
-        // SAFETY: the header promises this of `reserve`.
+        // SAFETY: the arguments are what the header requires for `reserve`; the pointers refer to variables of the
+        // right types.
         match unsafe { (table.reserve)(link, payload_bytes, &raw mut head, &raw mut payload) } {
             OK => {
                 let Some(place) = parts(head, payload, payload_bytes) else {
@@ -494,14 +503,15 @@ impl PluginLink {
     }
 }
 
-/// Head and payload where a table says that they are, unless they cannot be there.
+/// Returns head and payload at the addresses that a table gave. `None`: the addresses cannot be valid.
 fn parts(head: *mut c_void, payload: *mut c_void, bytes: usize) -> Option<Parts> {
     let payload = if bytes == 0 { NonNull::<u64>::dangling() } else { NonNull::new(payload.cast())? };
     let payload = payload.is_aligned().then(|| NonNull::slice_from_raw_parts(payload.cast(), bytes))?;
     Some((NonNull::new(head.cast())?, payload))
 }
 
-// SAFETY: the header promises that frames and places stay; sending does not touch the one, nor receiving the other.
+// SAFETY: the header guarantees that frames and reserved places stay. Sending does not touch frames, and receiving does
+// not touch places.
 unsafe impl Link for PluginLink {
     fn max_payload_bytes(&self) -> usize {
         self.max_payload_bytes
@@ -515,7 +525,7 @@ unsafe impl Link for PluginLink {
         if self.closed || payload_bytes > self.max_payload_bytes {
             return Err(refusal::unfit_payload(payload_bytes, self.max_payload_bytes, !self.closed));
         }
-        // An earlier place is given up, also where there is none now.
+        // An earlier place is given up, even if there is no room now.
         self.is_reserved = false;
         let mut place = self.reserve(payload_bytes)?;
         if place.is_none() {
@@ -526,14 +536,14 @@ unsafe impl Link for PluginLink {
             self.refused_bytes = Some(self.refused_bytes.map_or(payload_bytes, |shorter| shorter.min(payload_bytes)));
             return Ok(None);
         };
-        // SAFETY: the header promises that both are ours, in these lengths, until the frame is committed or given up, for which the
-        // borrow of the link has to end.
+        // SAFETY: the header guarantees that both are ours, in these lengths, until the frame is committed or given up.
+        // Either needs the borrow of the link to end first.
         Ok(Some(unsafe { Place { head: head.as_mut(), payload: payload.as_mut() } }))
     }
 
     fn commit(&mut self) {
         if std::mem::take(&mut self.is_reserved) && self.guard_fork().is_ok() {
-            // SAFETY: a frame is reserved.
+            // SAFETY: a frame is reserved, as `commit` requires.
             unsafe { (self.handle.table.commit)(self.handle.link) };
         }
     }
@@ -542,13 +552,13 @@ unsafe impl Link for PluginLink {
         self.guard_fork()?;
         let Some((head, payload)) = self.look() else { return self.report_loss().map(|()| None) };
         self.shown = true;
-        // SAFETY: the header promises that both stay unchanged until the frame is released.
+        // SAFETY: the header guarantees that both stay unchanged until the frame is released.
         Ok(Some(unsafe { Frame { head: head.as_ref(), payload: payload.as_ref() } }))
     }
 
     fn release(&mut self) {
         if std::mem::take(&mut self.shown) && self.guard_fork().is_ok() {
-            // SAFETY: a frame is shown.
+            // SAFETY: a frame is shown, as `release` requires.
             unsafe { (self.handle.table.release)(self.handle.link) };
         }
     }
@@ -569,14 +579,15 @@ unsafe impl Link for PluginLink {
             self.progress();
         }
         let has_room = wants_room && is_open && matches!(self.reserve(wanted), Ok(Some(_)));
-        // It was to see whether there is room: whoever wants the place asks for it.
+        // The reservation only tested for room. A caller that wants the place reserves it again.
         self.is_reserved = false;
         if let (Some(arm), None) = (self.handle.table.arm, &self.lost) {
-            // SAFETY: the header promises this of `arm`.
+            // SAFETY: the link was opened and is not destroyed yet, which is all that `arm` requires.
             let interval_us = unsafe { arm(self.handle.link) };
             self.armed_for = (interval_us > 0).then(|| Duration::from_micros(interval_us));
         }
-        // The last look comes after everything that may take in what has come, and with it the event that would tell of it.
+        // The last poll comes after everything that may take in arrived data. Such a step also consumes the event that
+        // would report the data.
         self.is_empty = false;
         let has_frame = self.look().is_some();
         self.look_for_death();
@@ -597,13 +608,13 @@ unsafe impl Link for PluginLink {
         if !self.closed && self.guard_fork().is_ok() {
             self.closed = true;
             self.progress();
-            // SAFETY: the header promises this of `close`.
+            // SAFETY: the link is not destroyed yet, and `closed` ensures that this is the only call of `close`.
             unsafe { (self.handle.table.close)(self.handle.link) };
             let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
         }
     }
 
-    /// By the table's word, which is about all frames and not about some.
+    /// Whether everything is delivered, by the table's `progress`. It answers for all frames, not for a position.
     fn is_delivered(&mut self, _position: u64) -> bool {
         self.lost.is_some() || self.guard_fork().is_err() || self.progress()
     }
@@ -612,7 +623,8 @@ unsafe impl Link for PluginLink {
         self.handle.table.flags & IN_MEMORY != 0
     }
 
-    /// Nobody flushes what was committed quietly. A table that holds it back has not kept its promise, and its peer would wait for ever.
+    /// No later flush sends what was committed quietly. A table that holds it back violates its contract, and its peer
+    /// would wait for ever.
     fn wake_peer(&mut self) {
         if self.lost.is_none() && self.guard_fork().is_ok() && !self.progress() {
             let why = format!("{} says that frames are in shared memory, and holds some back", self.handle.table.name);
@@ -654,7 +666,7 @@ impl Drop for PluginLink {
     fn drop(&mut self) {
         self.close();
         for _ in 0..LINGER_STEPS {
-            // Whoever has gone reads nothing more.
+            // A peer that has gone reads nothing more.
             if self.guard_fork().is_err() || self.lost.is_some() || self.hung_up.is_some() || self.progress() {
                 break;
             }
@@ -670,8 +682,8 @@ impl Watched for PluginLink {
         std::iter::once(&self.socket).chain(&self.fds).map(AsFd::as_fd).collect()
     }
 
-    /// Every pass looks: what comes on one link may be taken in with what another one does, or be told on a descriptor that both have in
-    /// common, and then there is no event of its own.
+    /// Every progress pass polls this link. Data of one link may be taken in by an operation on another link, or
+    /// reported on a descriptor that both share. In these cases the link gets no event.
     fn set_news(&mut self, news: News) -> bool {
         self.news = Some(news);
         false
@@ -750,7 +762,7 @@ mod tests {
         0
     }
 
-    /// With every function that must be there.
+    /// A table with every required function.
     fn whole() -> TransportV1 {
         TransportV1 {
             open: Some(open),
@@ -767,7 +779,8 @@ mod tests {
     }
 
     fn refused(table: &TransportV1) -> String {
-        // SAFETY: what is null is refused before anything is called.
+        // SAFETY: the table lacks a required field or has a wrong one, so it is refused before any of its functions is
+        // called.
         let why = unsafe { register_table(table) }.unwrap_err();
         assert_eq!(why.kind, ErrorKind::InvalidArgument);
         why.message

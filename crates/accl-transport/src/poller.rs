@@ -1,9 +1,10 @@
-//! Parking in one place: an epoll over everything that can wake this process, and the event descriptor that peers
-//! and other threads write to.
+//! Sleeping in one place: an epoll over everything that can wake this process, and the event descriptor that peers and
+//! other threads write to.
 //!
 //! Everything is edge-triggered, so that waking costs no further system call: the counter of the event descriptor is
-//! never read. What happens to a link is posted on the process's board, as its peers do themselves where memory is shared. Owns no
-//! decision about when to park. Read [`Poller::wait`] first.
+//! never read.
+//! Events of a link are posted on the process's board. Where memory is shared, peers post there themselves.
+//! Owns no decision about when to sleep. Read [`Poller::wait`] first.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -22,34 +23,35 @@ use crate::fork::Fd;
 #[derive(Debug)]
 pub struct Waker {
     fd: Fd,
-    /// Where peers post what they wake for; a poller's has one.
+    /// Board on which peers post the events that they wake for. A poller's waker has one; others have `None`.
     board: Option<Arc<Board>>,
 }
 
 impl Waker {
-    /// One that nobody has written to.
+    /// Creates a waker that has not been written to.
     ///
     /// # Errors
-    /// `Exhausted` when there is no descriptor left.
+    /// `Exhausted` if no descriptor is left.
     pub fn new() -> Result<Waker> {
         let fd = Fd::adopt(|| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)).map_err(no_descriptor)?;
         Ok(Waker { fd, board: None })
     }
 
-    /// The board's descriptor, for peers.
+    /// Returns the board's descriptor, for peers.
     ///
     /// # Errors
-    /// A clause that says why there is none.
+    /// A clause with the reason why there is no descriptor.
     pub(crate) fn board_descriptor(&self) -> std::result::Result<BorrowedFd<'_>, String> {
         self.board.as_ref().ok_or("nobody takes what is posted")?.descriptor()
     }
 
-    /// Forgets what was written: for who sleeps until there is something, and not in a [`Poller`].
+    /// Resets the event descriptor's counter. For threads that sleep on the descriptor directly, and not in a
+    /// [`Poller`].
     pub fn clear(&self) {
         let _ = rustix::io::retry_on_intr(|| rustix::io::read(&self.fd, &mut [0; 8]));
     }
 
-    /// Ends the current [`Poller::wait`], or the next one if nobody waits.
+    /// Ends the current [`Poller::wait`], or the next one if no thread is waiting.
     pub fn wake(&self) {
         // In a forked child the number may belong to another file.
         if self.fd.is_ours() {
@@ -64,24 +66,26 @@ impl AsFd for Waker {
     }
 }
 
-/// Adds one to an event descriptor, ours or a peer's.
+/// Adds one to an event descriptor of this process or of a peer.
 pub(crate) fn wake_fd(fd: BorrowedFd<'_>) {
-    // The only expected failure is a counter at its maximum, and then the waiter has its event already.
+    // The only expected failure is a counter at its maximum; then the waiter already has its event.
     let _ = rustix::io::retry_on_intr(|| rustix::io::write(fd, &1u64.to_ne_bytes()));
 }
 
-/// The token of descriptors that are no link's.
+/// Token of descriptors that belong to no link.
 const NOBODY: u64 = u64::MAX;
 
-/// Kernels refuse to count more than a few weeks of milliseconds, and a refusal does not sleep.
+/// Maximum time of one sleep. Kernels refuse to count more than a few weeks of milliseconds, and a refused call does
+/// not sleep.
 const LONGEST_SLEEP: Duration = Duration::from_secs(24 * 3600);
 
-/// Something has happened to a link since it was last looked at.
+/// Something has happened to a link since it was last polled.
 const HAPPENED: u8 = 1;
-/// Its peer has hung up, or it is broken: that stays.
+/// The link's peer has hung up, or the link is broken. This flag stays.
 const HUNG_UP: u8 = 2;
 
-/// What a [`Poller`] has seen of one link: a link that has read all that there was need not ask the system again before.
+/// Events that a [`Poller`] has seen of one link. A link that has read everything need not ask the system again before
+/// the next event.
 #[derive(Clone, Debug)]
 pub struct News {
     seen: Arc<AtomicU8>,
@@ -90,12 +94,13 @@ pub struct News {
 }
 
 impl News {
-    /// Where news of the link are posted. `None`: there are too many links, and the link wakes who sleeps.
+    /// Slot on which the link's events are posted. `None`: there are too many links, and the link wakes the sleeping
+    /// thread.
     pub(crate) fn slot(&self) -> Option<Slot> {
         self.slot
     }
 
-    /// Posts news of the link, from inside this process.
+    /// Posts an event of the link, from inside this process.
     pub(crate) fn post(&self) {
         let board = self.waker.board.as_ref();
         if board.zip(self.slot).is_none_or(|(board, slot)| board.post(slot)) {
@@ -103,7 +108,7 @@ impl News {
         }
     }
 
-    /// Whether something has happened since this was last asked.
+    /// Whether something has happened since the last call.
     pub(crate) fn take(&self) -> bool {
         // Acquire: what is read from the system after this is at least as new as the event.
         self.seen.load(Ordering::Relaxed) & HAPPENED != 0
@@ -118,11 +123,13 @@ impl News {
 
 /// A link whose events a [`Poller`] sees.
 pub trait Watched: Link {
-    /// What the poller must watch, edge-triggered. The same for the life of the link.
+    /// Descriptors that the poller must watch, edge-triggered. They stay the same for the life of the link.
     fn fds(&self) -> Vec<BorrowedFd<'_>>;
 
-    /// From now on a poller watches these, and says here what it has seen. A link that does not listen looks for itself. `true`: news of the
-    /// armed link are posted although nobody sleeps, by the peer or by whoever asks the system; otherwise passes look at it.
+    /// Called once a poller watches the descriptors: it records events in `news`. A link that ignores `news` polls the
+    /// system itself.
+    /// Returns `true` if events of the armed link are posted even while no thread sleeps. The peer posts them, or the
+    /// thread that asks the system. If it returns `false`, progress passes poll the link.
     fn set_news(&mut self, news: News) -> bool {
         let _ = news;
         false
@@ -139,12 +146,12 @@ impl<L: Watched + ?Sized> Watched for Box<L> {
     }
 }
 
-/// Where the news of a token go.
+/// For each token, where the events of its link are recorded.
 #[derive(Debug, Default)]
 struct Places {
     by_token: Vec<Weak<AtomicU8>>,
     free: Vec<usize>,
-    /// How many there may be before those of links that have gone are looked for.
+    /// Number of entries from which on the entries of dropped links are looked for.
     sweep_at: usize,
 }
 
@@ -175,7 +182,7 @@ impl Places {
     }
 }
 
-/// Where this process sleeps. One thread waits at a time; adding and waking may be done by others meanwhile.
+/// Where this process sleeps. One thread waits at a time; other threads may add and wake meanwhile.
 #[derive(Debug)]
 pub struct Poller {
     epoll: Fd,
@@ -185,10 +192,10 @@ pub struct Poller {
 }
 
 impl Poller {
-    /// An epoll that watches a new event descriptor.
+    /// Creates an epoll that watches a new event descriptor.
     ///
     /// # Errors
-    /// `Exhausted` when there is no descriptor left.
+    /// `Exhausted` if no descriptor is left.
     pub fn new() -> Result<Poller> {
         let epoll = Fd::adopt(|| epoll::create(epoll::CreateFlags::CLOEXEC)).map_err(no_descriptor)?;
         let board = Arc::new(Board::new());
@@ -198,11 +205,12 @@ impl Poller {
         Ok(poller)
     }
 
-    /// Watches a link, tells it what it sees, and posts it on the board where this says. `None`: the link is to be looked at again and
-    /// again, since its news are not posted, or there are more links than places.
+    /// Watches a link, passes it the events that are seen, and posts them on the board in the returned slot. `None`:
+    /// the caller must poll the link again and again. Either its events are not posted, or there are more links than
+    /// slots.
     ///
     /// # Errors
-    /// As [`Poller::add`].
+    /// The errors of [`Poller::add`].
     pub fn watch(&self, link: &mut dyn Watched) -> Result<Option<Slot>> {
         let seen = Arc::default();
         let token = self.places().add(&seen);
@@ -212,7 +220,7 @@ impl Poller {
         Ok(slot.filter(|_| is_posted))
     }
 
-    /// Where news of the links are posted that this watches.
+    /// Returns the board on which events of the watched links are posted.
     pub fn board(&self) -> Arc<dyn NewsBoard> {
         self.board.clone()
     }
@@ -224,7 +232,7 @@ impl Poller {
     /// Watches `fd`, edge-triggered, for bytes, room and hang-up. It is forgotten when the descriptor is closed.
     ///
     /// # Errors
-    /// `Exhausted` when the kernel refuses; adding twice is fine.
+    /// `Exhausted` if the kernel refuses. Adding a descriptor twice is no error.
     pub fn add(&self, fd: BorrowedFd<'_>) -> Result<()> {
         self.add_as(fd, NOBODY)
     }
@@ -232,7 +240,7 @@ impl Poller {
     fn add_as(&self, fd: BorrowedFd<'_>, token: u64) -> Result<()> {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
         let data = epoll::EventData::new_u64(token);
-        // A file that is open elsewhere, too, stays watched under a number that is used again.
+        // A file that is also open elsewhere stays watched under its number, even if the number is reused.
         let added = match epoll::add(&self.epoll, fd, data, flags) {
             Err(Errno::EXIST) => epoll::modify(&self.epoll, fd, data, flags),
             added => added,
@@ -243,18 +251,19 @@ impl Poller {
         }
     }
 
-    /// Sleeps until something happens, at most for `timeout` (for ever without one). Returns early and often: on any
-    /// event, on a signal, and for events that were there before.
+    /// Sleeps until something happens, at most for `timeout` (`None`: for ever). Returns early and often: on any event,
+    /// on a signal, and for events that were there before.
     ///
     /// # Errors
-    /// `Internal` when the kernel refuses to wait.
+    /// `Internal` if the kernel refuses to wait.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
         let timeout = timeout
             .map(|t| t.min(LONGEST_SLEEP))
             .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 64];
         let mut waited = epoll::wait(&self.epoll, &mut events, timeout.as_ref());
-        // A signal may end a wait although there are events, which must not be overlooked by who looks at a deadline next.
+        // A signal may end a wait although there are events. A caller that checks a deadline next must not miss these
+        // events.
         if matches!(waited, Err(Errno::INTR)) {
             waited = epoll::wait(&self.epoll, &mut events, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         }
@@ -273,22 +282,22 @@ impl Poller {
                 let end = if flags.intersects(ends) { HUNG_UP } else { 0 };
                 let token = event.data.u64();
                 places.enter(token, HAPPENED | end);
-                // Whoever is to be woken is here.
+                // The thread to be woken is this one.
                 let _ = u32::try_from(token).is_ok_and(|token| self.board.post(Slot(token)));
             }
         }
         Ok(())
     }
 
-    /// As [`Poller::wait`], without sleeping.
+    /// Does what [`Poller::wait`] does, without sleeping.
     ///
     /// # Errors
-    /// As [`Poller::wait`].
+    /// The errors of [`Poller::wait`].
     pub fn look(&self) -> Result<()> {
         self.wait(Some(Duration::ZERO))
     }
 
-    /// The handle that ends a wait.
+    /// Returns the handle that ends a wait.
     pub fn waker(&self) -> Arc<Waker> {
         Arc::clone(&self.waker)
     }

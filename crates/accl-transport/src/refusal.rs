@@ -1,6 +1,6 @@
-//! What links of every kind ask of themselves and of the carrier's socket that they keep.
+//! Checks that links of every kind make of themselves and of the carrier's socket that they keep.
 //!
-//! Owns the words of these refusals, so that they are the same over every transport.
+//! Owns the texts of these refusals, so that they are the same over every transport.
 
 use accl_types::{Error, Result};
 use rustix::io::Errno;
@@ -8,13 +8,13 @@ use rustix::net::{RecvFlags, recv};
 
 use crate::fork::Fd;
 
-/// Refuses what belongs to the parent of this forked process.
+/// Refuses to use a link that belongs to the parent of this forked process.
 #[inline]
 pub(crate) fn guard_fork(is_ours: bool) -> Result<()> {
     if is_ours { Ok(()) } else { Err(Error::internal("the link belongs to the parent process")) }
 }
 
-/// A payload that is too long, or comes when the link is closed.
+/// Error for a payload that is too long, or that is sent on a closed link.
 #[cold]
 pub(crate) fn unfit_payload(payload_bytes: usize, max_payload_bytes: usize, is_open: bool) -> Error {
     let state = if is_open { "open" } else { "closed" };
@@ -23,7 +23,7 @@ pub(crate) fn unfit_payload(payload_bytes: usize, max_payload_bytes: usize, is_o
     ))
 }
 
-/// The end of a peer that cannot be told from the end of its link.
+/// Error for a peer that has closed its link or died; the two cannot be distinguished.
 pub(crate) fn ended(peer: &str) -> Error {
     Error::peer_lost(format!("{peer} has closed the link or died"))
 }
@@ -33,7 +33,8 @@ pub(crate) fn is_at_end(socket: &Fd) -> bool {
     receives_end(socket, RecvFlags::DONTWAIT)
 }
 
-/// The same where bytes of the carrier are somebody's: whether it is at its end once these are read.
+/// Whether the carrier will be at its end once its unread bytes are read. Unlike [`is_at_end`], this leaves the bytes
+/// for their reader.
 pub(crate) fn is_about_to_end(socket: &Fd) -> bool {
     receives_end(socket, RecvFlags::DONTWAIT | RecvFlags::PEEK)
 }
@@ -42,7 +43,7 @@ fn receives_end(socket: &Fd, flags: RecvFlags) -> bool {
     let mut byte = [0; 1];
     match recv(socket, &mut byte[..], flags) {
         Ok((0, _)) => true,
-        // Bytes that come nevertheless mean nothing.
+        // Bytes that arrive nevertheless mean nothing.
         Ok(_) => false,
         Err(why) => why != Errno::AGAIN && why != Errno::INTR,
     }

@@ -1,6 +1,7 @@
-//! The table of transports: those of this crate, those that were handed in while the process runs, and the names of those that can be.
+//! The table of transports: the transports of this crate, transports that are registered while the process runs, and
+//! names that are announced.
 //!
-//! Owns the table; what a row is stands in [`crate::transport`].
+//! Owns the table; [`crate::transport`] defines a row.
 
 use std::sync::{PoisonError, RwLock};
 
@@ -12,13 +13,13 @@ use crate::{shm, tcp};
 /// The transports of this crate, in the order of preference.
 pub const TRANSPORTS: &[Transport] = &[shm::ROW, tcp::ROW];
 
-/// Those that were handed in. They are few, and stay for the life of the process: links name them.
+/// Registered transports. They are few, and stay for the life of the process because links name them.
 static REGISTERED: RwLock<Vec<&'static Transport>> = RwLock::new(Vec::new());
 
-/// Names that settings may have before somebody hands the transport in. They are few as well.
+/// Names that settings may have before the transport is registered. They are few as well.
 static ANNOUNCED: RwLock<Vec<String>> = RwLock::new(Vec::new());
 
-/// Lets settings name a transport that is handed in later, before an endpoint opens it.
+/// Lets settings name a transport that is registered later, before an endpoint opens it.
 pub fn announce(name: &str) {
     let mut announced = ANNOUNCED.write().unwrap_or_else(PoisonError::into_inner);
     if !announced.iter().any(|known| known == name) {
@@ -33,7 +34,7 @@ fn is_announced(name: &str) -> bool {
 /// Adds a transport that `ACCL_TRANSPORTS` may then name. Every process of a job must do so before its first group.
 ///
 /// # Errors
-/// `InvalidArgument` when the name is taken or is none.
+/// `InvalidArgument` if the name is taken or is not a valid name.
 pub fn register(transport: Transport) -> Result<&'static Transport> {
     let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
     let name = transport.name;
@@ -52,22 +53,22 @@ pub fn register(transport: Transport) -> Result<&'static Transport> {
     Ok(row)
 }
 
-/// Every transport, those of this crate first.
+/// Returns every transport, the transports of this crate first.
 pub fn transports() -> Vec<&'static Transport> {
     let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
     TRANSPORTS.iter().chain(registered.iter().copied()).collect()
 }
 
-/// The transport with this name.
+/// Returns the transport with this name.
 pub fn find(name: &str) -> Option<&'static Transport> {
-    // Without the table of those that were handed in as long as there is no need.
+    // The registered transports are searched, under their lock, only if the name is not one of this crate.
     TRANSPORTS.iter().find(|row| row.name == name).or_else(|| transports().into_iter().find(|row| row.name == name))
 }
 
-/// Whether the setting `transports` may name these.
+/// Checks whether the setting `transports` may have this value.
 ///
 /// # Errors
-/// `Configuration` when there is none of a name and none was announced, or there is no name.
+/// `Configuration` if a name is neither known nor announced, or if the list is empty.
 pub fn check(names: &[String]) -> Result<()> {
     if names.is_empty() {
         return Err(refusal(names, "the list is empty"));
@@ -79,10 +80,10 @@ pub fn check(names: &[String]) -> Result<()> {
     }
 }
 
-/// The transports that the setting `transports` names, in its order.
+/// Returns the transports that the setting `transports` names, in its order.
 ///
 /// # Errors
-/// As [`check`], and `Configuration` when one was announced and not handed in.
+/// The errors of [`check`], and `Configuration` if a transport was announced and not registered.
 pub fn named(names: &[String]) -> Result<Vec<&'static Transport>> {
     check(names)?;
     let is_missing = |name: &str| refusal(names, &format!("nobody has handed in the transport `{name}`"));

@@ -1,4 +1,4 @@
-//! What an endpoint needs to know from the configuration.
+//! The part of the configuration that an endpoint needs.
 
 use std::net::IpAddr;
 
@@ -14,20 +14,20 @@ pub struct Settings {
     pub port_range: Option<(u16, u16)>,
     /// Names of [`crate::TRANSPORTS`] rows in the order in which they are tried.
     pub transports: Vec<String>,
-    /// Replaces the host's own identity.
+    /// Replaces the host's own identity; `None` keeps it.
     pub host_id: Option<String>,
-    /// Wanted size of one direction of a shared-memory link.
+    /// Wanted bytes of one direction of a shared-memory link.
     pub ring_bytes: u64,
-    /// Most shared memory that this endpoint creates.
+    /// Maximum bytes of shared memory that this endpoint creates.
     pub shm_limit: u64,
-    /// Most payload bytes of one frame.
+    /// Maximum payload bytes of one frame.
     pub segment_bytes: u64,
-    /// Address of the master, if known: the interface with the route to it is offered first.
+    /// Address of the master, if known: the address of the interface with the route to it is offered first.
     pub master: Option<IpAddr>,
 }
 
 impl Settings {
-    /// The settings that `config` holds; `master` stays unknown.
+    /// Returns the settings that `config` holds; `master` stays `None`.
     pub fn from_config(config: &Config) -> Settings {
         Settings {
             socket_ifname: config.socket_ifname.clone(),
@@ -41,7 +41,7 @@ impl Settings {
         }
     }
 
-    /// Most bytes of one payload.
+    /// Maximum bytes of one payload.
     pub fn max_payload_bytes(&self) -> usize {
         self.segment_bytes as usize + frame::OVERHEAD_BYTES
     }

@@ -1,9 +1,10 @@
-//! Frames over a byte stream: a word with the payload's length before each, padded to 8 bytes.
+//! Frames over a byte stream. Each frame is preceded by a word with the payload's length and padded to 8 bytes.
 //!
-//! Owns the buffers of both directions and the half-close; how bytes get to the peer is the [`ByteStream`]'s. Whoever waits is woken
-//! by an event of the stream, so there are no flags: arming only makes sure that no edge can have been missed, which is so once a
-//! read and a write have been refused. A stream that was read empty is not read again before the poller has seen an event of it,
-//! unless somebody expects one.
+//! Owns the buffers of both directions and the half-close. The [`ByteStream`] moves bytes to the peer.
+//! An event of the stream wakes a waiting process, so no flags are needed. Arming only ensures that no edge was missed.
+//! No edge can have been missed once a read and a write have been refused.
+//! A stream that was read empty is not read again before the poller has seen an event of it, unless the caller expects
+//! one.
 
 use std::cell::Cell;
 use std::io;
@@ -16,84 +17,91 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{News, Watched, refusal};
 
-/// A connection to one process that carries bytes both ways, in order, and never blocks: a socket, a pipe each way, or what encrypts
-/// on top of one.
+/// Connection to one process that moves bytes both ways, in order, and never blocks. It may be a socket, a pipe each
+/// way, or an encrypting layer over one of them.
 ///
-/// Neither [`ByteStream::send`] nor [`ByteStream::flush`] takes in what the peer has sent: its event would be lost.
+/// Neither [`ByteStream::send`] nor [`ByteStream::flush`] may read what the peer has sent: the event of that data would
+/// be lost.
 ///
-/// Errors are the system's; [`io::ErrorKind::WouldBlock`] means later, and an edge of one of [`ByteStream::fds`] follows as soon as it
-/// would do. `Interrupted` means again.
+/// Errors are the system's. [`io::ErrorKind::WouldBlock`] means later: an edge of one of [`ByteStream::fds`] follows as
+/// soon as the operation can go on. `Interrupted` means again.
 pub trait ByteStream: Send {
-    /// Takes some of `bytes`, at least one. What was taken reaches the peer without another call, or by [`ByteStream::flush`].
+    /// Takes some of `bytes`, at least one, and returns their number. Taken bytes reach the peer without another call,
+    /// or by [`ByteStream::flush`].
     ///
     /// # Errors
-    /// `WouldBlock` when it takes nothing now; anything else is final.
+    /// `WouldBlock` if the stream takes nothing now; any other error is final.
     fn send(&mut self, bytes: &[u8]) -> io::Result<usize>;
 
-    /// Reads into `room`; 0 is the end. Fewer bytes than there is room for mean that there are no more now.
+    /// Reads into `room` and returns the number of bytes; 0 is the end of the stream. Fewer bytes than `room` holds
+    /// mean that no more are available now.
     ///
     /// # Errors
-    /// `WouldBlock` when there is nothing now; anything else is final.
+    /// `WouldBlock` if nothing is available now; any other error is final.
     fn receive(&mut self, room: &mut [u8]) -> io::Result<usize>;
 
-    /// Pushes what the stream itself holds back. `false`: it holds something yet.
+    /// Sends bytes that the stream itself holds back. Returns `false` if it still holds some.
     ///
     /// # Errors
-    /// As [`ByteStream::send`].
+    /// The same errors as [`ByteStream::send`].
     fn flush(&mut self) -> io::Result<bool> {
         Ok(true)
     }
 
-    /// No more bytes will be sent: the peer reads an end behind those that were. What the peer sends can still be read.
+    /// Declares that no more bytes will be sent: the peer reads an end after the bytes sent so far. This side can
+    /// still read what the peer sends.
     fn shut_down(&mut self);
 
-    /// Bytes that were sent and that the peer's host is not known to have, or as many as may be.
+    /// Number of bytes sent that the peer's host is not known to have, or an upper bound of it.
     fn unacknowledged(&self) -> u64 {
         0
     }
 
-    /// How often the system has repeated in vain what is under way, and since when the peer's host has not answered.
+    /// Number of times that the system has repeated the unacknowledged data in vain, and the time since the peer's host
+    /// last answered. `None` if unknown.
     fn repeats(&self) -> Option<(u8, Duration)> {
         None
     }
 
-    /// What to watch, edge-triggered. The same for the life of the stream.
+    /// Descriptors to watch, edge-triggered. They stay the same for the life of the stream.
     fn fds(&self) -> Vec<BorrowedFd<'_>>;
 
-    /// Whether this is the process that has made the stream, and no forked child.
+    /// Whether this is the process that created the stream, and not a forked child.
     fn is_ours(&self) -> bool;
 
     /// Name of the transport's table row.
     fn transport(&self) -> &'static str;
 
-    /// Place for a person: `10.0.0.1:5000 -> 10.0.0.2:40000 (host worker-3, pid 4711)`.
+    /// Location for a person: `10.0.0.1:5000 -> 10.0.0.2:40000 (host worker-3, pid 4711)`.
     fn describe(&self) -> &str;
 }
 
-/// What is collected before it must go out, besides one frame.
+/// Bytes that are collected before they must be sent, in addition to one frame.
 const BUFFER_BYTES: usize = 256 << 10;
-/// From here on a commit sends at once instead of waiting for the flush at the end of the pass.
+/// From this many bytes on, a commit sends at once instead of waiting for the flush at the end of the progress pass.
 const EAGER_BYTES: usize = 64 << 10;
-/// When a read brings so much, more has come meanwhile as a rule: to ask costs less than to wait for an event.
+/// After a read of this many bytes, more have usually arrived meanwhile: asking again costs less than waiting for an
+/// event.
 const FLOWING_BYTES: usize = 32 << 10;
 const WORD: usize = 8;
-/// Where the payload lies in a record, behind word and head.
+/// Offset of the payload in a record, after word and head.
 const PAYLOAD_AT: usize = WORD + HEAD_BYTES;
-/// How long a dropped link tries to get rid of its last frames: so many times so long.
+/// A dropped link tries this many times to send its last frames, and waits `LINGER_STEP` each time.
 const LINGER_STEPS: u32 = 10;
 const LINGER_STEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
-/// How often the system has repeated something in vain before that counts as silence: one packet may be lost.
+/// Number of vain repeats by the system that counts as silence: a single packet may be lost.
 const REPEATS: u8 = 3;
-/// When nothing was sent for so long and all before is answered, the peer's host has not been asked for anything: its silence does not count.
+/// If nothing was sent for this long and everything before is answered, the peer's host had nothing to answer. Its
+/// silence in that time does not count.
 const QUIET: Duration = Duration::from_millis(500);
 
-/// Bytes of a frame on the wire.
+/// Returns the bytes of a frame on the wire.
 const fn record_bytes(payload_bytes: usize) -> usize {
     PAYLOAD_AT + payload_bytes.next_multiple_of(WORD)
 }
 
-/// The length, and its complement so that a stream out of step is noticed at once.
+/// Returns the length, with its complement so that a stream out of step is detected at once.
 fn word_of(payload_bytes: usize) -> u64 {
     let len = payload_bytes as u32;
     u64::from(len) | u64::from(!len) << 32
@@ -104,7 +112,7 @@ fn payload_bytes_of(word: u64) -> Option<usize> {
     (check == !len).then_some(len as usize)
 }
 
-/// Bytes between `start` and `end`, in words so that frames are aligned.
+/// Bytes between `start` and `end`, stored in words so that frames are aligned.
 #[derive(Debug)]
 struct Buffer {
     words: Box<[u64]>,
@@ -126,28 +134,29 @@ impl Buffer {
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: the words are initialised, `u64` has no padding, and the length is theirs.
+        // SAFETY: the words are initialised, `u64` has no padding, and the length is the length of `words` in bytes.
         unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.words.len() * WORD) }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`; every bit pattern is a `u64`, and the borrow is exclusive.
+        // SAFETY: the words are initialised, the length is their length in bytes, every bit pattern is a `u64`, and the
+        // borrow is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.words.len() * WORD) }
     }
 
-    /// Whether `make_room` would succeed without moving more than what was consumed, which keeps the cost below one
+    /// Whether `make_room` would succeed without moving more bytes than were consumed. This keeps the cost below one
     /// copy of every byte.
     fn has_room(&self, bytes: usize) -> bool {
         let may_move = self.len() <= self.start && self.len() + WORD + bytes <= self.capacity();
         may_move || self.end + bytes <= self.capacity()
     }
 
-    /// Makes `bytes` free behind `end`, moving what there is to the front if need be.
+    /// Makes `bytes` free after `end`, and moves the content to the front if needed.
     fn make_room(&mut self, bytes: usize) {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         } else if self.end + bytes > self.capacity() {
-            // Only whole words move, so that what is aligned stays aligned.
+            // Only whole words move, so that aligned content stays aligned.
             let from = self.start - self.start % WORD;
             let end = self.end;
             self.bytes_mut().copy_within(from..end, 0);
@@ -163,36 +172,37 @@ pub struct StreamLink<S: ByteStream> {
     stream: S,
     outbound: Buffer,
     inbound: Buffer,
-    /// Length of the reserved frame's payload.
+    /// Length of the reserved frame's payload in bytes.
     reserved: Option<usize>,
-    /// Length of the payload of the frame at `inbound.start`.
+    /// Length in bytes of the payload of the frame at `inbound.start`.
     found: Option<usize>,
-    /// The caller has seen that frame.
+    /// Whether the caller has seen that frame.
     shown: bool,
     max_payload_bytes: usize,
-    /// The stream may hold back bytes that it took.
+    /// Whether the stream may hold back bytes that it took.
     holds_back: bool,
-    /// No more can be sent, and why.
+    /// Reason why no more can be sent, if so.
     send_error: Option<Error>,
-    /// No more will come, and why.
+    /// Reason why no more will arrive, if so.
     ended: Option<Error>,
-    /// The end was returned to the caller: it is no longer a reason to stay awake.
+    /// Whether the end was returned to the caller; then it is no longer a reason to stay awake.
     told: bool,
     /// Length of the shortest payload that found no room since the link was last disarmed.
     refused_bytes: Option<usize>,
     closing: Closing,
     /// Bytes of all frames that were committed.
     committed: u64,
-    /// Something was sent since the peer's host was last seen to have everything.
+    /// Whether something was sent since the peer's host was last seen to have everything.
     awaits_answer: bool,
-    /// When bytes were sent last, and when the peer's host had everything that was sent before: see [`QUIET`].
+    /// `pushed_at`: when bytes were last sent. `asked_at`: when bytes were last sent after a quiet time in which the
+    /// peer's host had everything, see [`QUIET`].
     pushed_at: Instant,
     asked_at: Instant,
     /// See [`Link::abandon`].
     is_abandoned: bool,
-    /// What a poller has seen, if one watches.
+    /// Events that a poller has seen, if a poller watches the stream.
     news: Option<News>,
-    /// The stream had no more when it was last read.
+    /// Whether the stream had no more bytes when it was last read.
     is_empty: bool,
     system_calls: Cell<u64>,
 }
@@ -206,7 +216,7 @@ enum Closing {
 }
 
 impl<S: ByteStream> StreamLink<S> {
-    /// A link over a stream of which nothing has been read or written.
+    /// Creates a link over a stream of which nothing has been read or written.
     pub fn new(stream: S, max_payload_bytes: usize) -> Self {
         let buffer = || Buffer::new(BUFFER_BYTES + record_bytes(max_payload_bytes));
         Self {
@@ -234,7 +244,8 @@ impl<S: ByteStream> StreamLink<S> {
         }
     }
 
-    /// Whether the stream holds nothing, as far as the poller has seen: an event follows whatever comes after it was read.
+    /// Whether the stream holds nothing, as far as the poller has seen. An event follows everything that arrives after
+    /// the read.
     fn is_known_empty(&mut self) -> bool {
         let Some(news) = &self.news else { return false };
         if news.take() {
@@ -288,16 +299,16 @@ impl<S: ByteStream> StreamLink<S> {
 
     fn fail_sending(&mut self, why: &io::Error) {
         self.send_error = Some(self.lost(&format!("sending failed: {why}")));
-        // What the peer had sent before may be there and unseen, and is read first.
+        // Data that the peer sent before may be there unread; it is read first.
         self.is_empty = false;
     }
 
-    /// Nothing is left in this process.
+    /// Whether no unsent bytes are left in this process.
     fn has_sent_all(&self) -> bool {
         self.outbound.len() == 0 && !self.holds_back
     }
 
-    /// Whether there is a whole frame, reading at most once.
+    /// Whether there is a whole frame; reads at most once.
     fn poll_frame(&mut self) -> Result<bool> {
         if self.found.is_some() || self.parse()? {
             return Ok(true);
@@ -312,7 +323,7 @@ impl<S: ByteStream> StreamLink<S> {
         self.parse()
     }
 
-    /// Looks for a whole frame in what has arrived.
+    /// Looks for a whole frame in the bytes that have arrived.
     fn parse(&mut self) -> Result<bool> {
         if self.inbound.len() < WORD {
             return Ok(false);
@@ -330,7 +341,7 @@ impl<S: ByteStream> StreamLink<S> {
         Ok(true)
     }
 
-    /// One read into the free part of the buffer, which always has room for the rest of the frame that has begun.
+    /// Reads once into the free part of the buffer, which always has room for the rest of a frame that has begun.
     fn fill(&mut self) {
         // Less than one frame is buffered when more is read, so there is room for the rest of it.
         self.inbound.make_room(record_bytes(self.max_payload_bytes));
@@ -351,7 +362,7 @@ impl<S: ByteStream> StreamLink<S> {
             }
             Ok(count) => {
                 self.inbound.end += count;
-                // A hang-up that came with the last bytes has been seen by the poller, too, or will be.
+                // If a hang-up came with the last bytes, the poller has seen it too, or will see it.
                 self.is_empty = count < asked && count < FLOWING_BYTES;
             }
             Err(why) if why.kind() == io::ErrorKind::WouldBlock => self.is_empty = true,
@@ -359,13 +370,14 @@ impl<S: ByteStream> StreamLink<S> {
         }
     }
 
-    /// The limit is what is buffered and not what a frame adds: the buffer has room for one longest frame beyond it.
+    /// Limits the buffered bytes, not the bytes that a frame adds: beyond the limit the buffer has room for one longest
+    /// frame.
     fn has_room(&self, payload_bytes: usize) -> bool {
         self.outbound.len() <= BUFFER_BYTES && self.outbound.has_room(record_bytes(payload_bytes))
     }
 
     fn report_end(&mut self) -> Result<()> {
-        // A stream on which nothing can be sent is over when nothing more is there to be read.
+        // A stream that can send nothing has ended once nothing more is left to read.
         let over = self.ended.as_ref().or(self.send_error.as_ref().filter(|_| self.is_empty));
         let Some(over) = over.cloned() else { return Ok(()) };
         self.told = true;
@@ -373,7 +385,7 @@ impl<S: ByteStream> StreamLink<S> {
     }
 }
 
-// SAFETY: while a frame is shown, `poll_frame` does not fill the buffer that it lies in; sending uses another one.
+// SAFETY: while a frame is shown, `poll_frame` does not fill the buffer in which it lies; sending uses another buffer.
 unsafe impl<S: ByteStream> Link for StreamLink<S> {
     fn max_payload_bytes(&self) -> usize {
         self.max_payload_bytes
@@ -396,7 +408,7 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
             return Ok(None);
         }
         self.outbound.make_room(record_bytes(payload_bytes));
-        // Records begin at multiples of a word even when the kernel has taken part of one: only `start` is odd then.
+        // Records begin at multiples of a word even if the kernel has taken part of one: only `start` is odd then.
         let at = self.outbound.end;
         self.outbound.bytes_mut()[at..at + WORD].copy_from_slice(&word_of(payload_bytes).to_le_bytes());
         self.reserved = Some(payload_bytes);
@@ -445,8 +457,9 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
             return true;
         }
         self.push();
-        // A read that found less than the buffer has room for has emptied the stream: whatever comes next is an edge, which ends
-        // the sleep that follows if nobody has seen it yet. One that filled the buffer has brought a whole frame.
+        // A read that found less than the buffer has room for has emptied the stream. Whatever comes next is an edge,
+        // which ends the following sleep if it has not been taken yet. A read that filled the buffer has brought a
+        // whole frame.
         let is_over = |link: &Self| link.ended.is_some() || link.send_error.is_some();
         let news = self.poll_frame() != Ok(false) || (is_over(self) && !self.told);
         news || (wants_room
@@ -496,8 +509,8 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
             return Answers::Complete;
         }
         match self.stream.repeats() {
-            // A window that is closed is asked for again and again; a host that is there answers that.
-            // A host from which nothing came while there was nothing to answer has not been silent.
+            // A closed window is probed again and again, and a living host answers the probes. Silence while the host
+            // had nothing to answer does not count.
             Some((repeats, since)) if repeats >= REPEATS => Answers::Overdue(since.min(self.asked_at.elapsed())),
             Some(_) | None => Answers::Awaited,
         }
@@ -541,10 +554,11 @@ impl<S: ByteStream> Drop for StreamLink<S> {
         if self.is_abandoned {
             return;
         }
-        // Descriptors that nothing is awaited of: the end of what is received says nothing of what is sent.
+        // Indexes of descriptors that are not waited for any more. The end of the receiving direction says nothing
+        // about the sending direction.
         let mut over = Vec::new();
         for _ in 0..LINGER_STEPS {
-            // Whoever has gone reads nothing more.
+            // A peer that has gone reads nothing more.
             if self.closing != Closing::Wanted || self.send_error.is_some() || self.ended.is_some() {
                 break;
             }
@@ -560,7 +574,7 @@ impl<S: ByteStream> Drop for StreamLink<S> {
             self.push();
         }
         if self.guard_fork().is_ok() {
-            // Closing a connection with unread bytes would reset it and take our last frames with it.
+            // Closing a connection with unread bytes would reset it and discard this side's last frames.
             self.inbound.start = self.inbound.end;
             while self.ended.is_none() && self.inbound.len() == 0 {
                 self.fill();
@@ -580,7 +594,7 @@ mod tests {
 
     use super::*;
 
-    /// A stream to a host that has not answered for a minute.
+    /// Stream to a host that has not answered for a minute.
     struct Silent {
         sends: Arc<AtomicU64>,
         takes: bool,
@@ -631,7 +645,7 @@ mod tests {
     fn link(takes: bool) -> (StreamLink<Silent>, Arc<AtomicU64>) {
         let sends = Arc::new(AtomicU64::new(0));
         let mut link = StreamLink::new(Silent { sends: sends.clone(), takes, unacknowledged: 0 }, 64);
-        // As one that has been idle for long.
+        // Make the link look idle for a minute.
         let (now, ago) = (Instant::now(), Duration::from_secs(60));
         let before = now.checked_sub(ago).unwrap_or(now);
         (link.pushed_at, link.asked_at) = (before, before);
@@ -661,7 +675,7 @@ mod tests {
             let before = sends.load(Ordering::Relaxed);
             drop(link);
             let more = sends.load(Ordering::Relaxed) - before;
-            // Its end is given to the system once more in any case.
+            // The rest is offered to the system once more in any case.
             assert_eq!(more > 1, !is_abandoned, "{more}");
         }
     }

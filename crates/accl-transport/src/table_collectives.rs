@@ -1,6 +1,6 @@
-//! Collectives of a library of another package: the last functions of its table.
+//! Collective offload by a library of another package: the last functions of its table.
 //!
-//! Owns the border to these functions. Read [`TableCollectives::of`] first.
+//! Owns the calls to these functions. Read [`TableCollectives::of`] first.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
@@ -12,7 +12,7 @@ use crate::transport::MAX_ADDRESS_BYTES;
 type Open =
     unsafe extern "C" fn(*mut c_void, u32, u32, *const *const c_void, *const usize, u64, *mut *mut c_void) -> c_int;
 
-/// The checked functions: all are there.
+/// The checked functions: all are present.
 #[derive(Clone, Copy)]
 pub(crate) struct TableCollectives {
     name: &'static str,
@@ -26,16 +26,17 @@ pub(crate) struct TableCollectives {
     close: unsafe extern "C" fn(*mut c_void, c_int),
 }
 
-// SAFETY: functions and constants; `context` is for the table's own functions, which any thread may call.
+// SAFETY: functions and constants; `context` is only passed to the table's own functions, which any thread may call.
 unsafe impl Send for TableCollectives {}
-// SAFETY: as for `Send`.
+// SAFETY: a shared value is only read; `context` is only passed to the table's own functions, which any thread may
+// call.
 unsafe impl Sync for TableCollectives {}
 
 impl TableCollectives {
-    /// Those of a table; `None` if it has none of the functions.
+    /// Takes the collective functions of a table; `None` if the table has none of them.
     ///
     /// # Errors
-    /// The name of a function that it lacks.
+    /// The name of a function that the table lacks.
     pub(crate) fn of(table: &TransportV1, name: &'static str) -> Result<Option<Self>, &'static str> {
         let &TransportV1 { context, coll_address, coll_open, coll_start, .. } = table;
         let &TransportV1 { coll_test, coll_abandon, coll_error, coll_close, .. } = table;
@@ -62,14 +63,14 @@ impl TableCollectives {
         }))
     }
 
-    /// Why the function failed that this thread has called last.
+    /// Returns the reason why the last function that this thread called has failed.
     fn why(&self) -> String {
-        // SAFETY: the header promises a string or null.
+        // SAFETY: by the header, `coll_error` takes no arguments and returns a string or null.
         let text = unsafe { (self.error)() };
         if text.is_null() {
             return format!("transport {} gives no reason", self.name);
         }
-        // SAFETY: it is not null, so it is a C string that stays until this thread's next call.
+        // SAFETY: `text` is not null, so it is a C string that stays until this thread's next call.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 }
@@ -78,7 +79,7 @@ impl Collectives for TableCollectives {
     fn address(&self) -> Result<Vec<u8>, String> {
         let mut address = vec![0; MAX_ADDRESS_BYTES];
         let mut bytes = address.len();
-        // SAFETY: the header promises this of `coll_address`; there is as much room as it is told.
+        // SAFETY: the arguments are what the header requires for `coll_address`; `address` has as many bytes as passed.
         let written = unsafe { (self.address)(self.context, address.as_mut_ptr().cast(), &raw mut bytes) };
         if written != OK {
             return Err(self.why());
@@ -95,7 +96,8 @@ impl Collectives for TableCollectives {
         let places: Vec<*const c_void> = addresses.iter().map(|address| address.as_ptr().cast()).collect();
         let lengths: Vec<usize> = addresses.iter().map(Vec::len).collect();
         let mut group = std::ptr::null_mut();
-        // SAFETY: the header promises this of `coll_open`; there are as many places and lengths as ranks, and they stay during the call.
+        // SAFETY: the arguments are what the header requires for `coll_open`. There is one address and one length per
+        // rank, and they stay valid during the call.
         let opened =
             unsafe { (self.open)(self.context, rank, world, places.as_ptr(), lengths.as_ptr(), key, &raw mut group) };
         match opened {
@@ -111,19 +113,20 @@ struct TableGroup {
     group: *mut c_void,
 }
 
-// SAFETY: the header allows any thread, one at a time.
+// SAFETY: the header allows calls from any thread, one at a time.
 unsafe impl Send for TableGroup {}
 
 impl CollectiveGroup for TableGroup {
     unsafe fn start(&mut self, collective: &CollectiveV1) -> Result<Box<dyn CollectiveCall>, String> {
         let mut call = std::ptr::null_mut();
-        // SAFETY: the header promises this of `coll_start`, for memory that the caller keeps.
+        // SAFETY: the group is open, and by this function's contract the memory of `collective` stays valid as
+        // `coll_start` requires.
         let started = unsafe { (self.table.start)(self.group, collective, &raw mut call) };
         if started == OK { Ok(Box::new(TableCall { table: self.table, call })) } else { Err(self.table.why()) }
     }
 
     fn close(self: Box<Self>, has_failed: bool) {
-        // SAFETY: `coll_open` made it, and this is its only owner.
+        // SAFETY: `coll_open` made the group, and this is its only owner.
         unsafe { (self.table.close)(self.group, c_int::from(has_failed)) };
     }
 }
@@ -133,12 +136,12 @@ struct TableCall {
     call: *mut c_void,
 }
 
-// SAFETY: the header allows any thread, one at a time.
+// SAFETY: the header allows calls from any thread, one at a time.
 unsafe impl Send for TableCall {}
 
 impl CollectiveCall for TableCall {
     fn test(&mut self) -> Result<bool, String> {
-        // SAFETY: the header promises this of `coll_test` for a call that is under way.
+        // SAFETY: `call` was started, and is not done yet, as `coll_test` requires.
         match unsafe { (self.table.test)(self.call) } {
             OK => Ok(true),
             AGAIN => Ok(false),
@@ -147,7 +150,7 @@ impl CollectiveCall for TableCall {
     }
 
     fn abandon(self: Box<Self>) {
-        // SAFETY: it is under way or has failed, and nobody tests it any more.
+        // SAFETY: the call is in flight or has failed, and consuming `self` ends all tests of it.
         unsafe { (self.table.abandon)(self.call) };
     }
 }

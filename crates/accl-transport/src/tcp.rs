@@ -1,6 +1,7 @@
-//! The transport `tcp`: one connection a peer, IPv4 or IPv6. The carrier's socket is the link's.
+//! The transport `tcp`: one connection per peer, IPv4 or IPv6. The link uses the carrier's socket.
 //!
-//! Owns what TCP knows of a connection besides its bytes: what the peer's host has acknowledged, and for how long it has been silent.
+//! Owns what TCP knows of a connection in addition to its bytes: which bytes the peer's host has acknowledged, and how
+//! long it has been silent.
 
 use std::io;
 use std::net::SocketAddr;
@@ -36,7 +37,7 @@ fn link(agreed: Agreed) -> Box<dyn Watched> {
 #[derive(Debug)]
 struct Connection {
     socket: Fd,
-    /// `local -> remote` and who that is.
+    /// `local -> remote` and the peer's host and process.
     place: String,
     is_shut_down: bool,
 }
@@ -49,7 +50,7 @@ impl Connection {
     }
 }
 
-/// A listener for both families sees IPv4 as IPv6; people do not.
+/// Formats an address. A listener for both families reports IPv4 addresses as IPv6; the text shows IPv4.
 fn show(address: Option<SocketAddrAny>) -> String {
     match address.and_then(|a| SocketAddr::try_from(a).ok()) {
         Some(a) => SocketAddr::new(a.ip().to_canonical(), a.port()).to_string(),
@@ -74,20 +75,21 @@ impl ByteStream for Connection {
 
     fn unacknowledged(&self) -> u64 {
         let mut bytes: libc::c_int = 0;
-        // SAFETY: the request stores one `int` where the pointer says, and the descriptor is ours.
+        // SAFETY: the request stores one `int` in `bytes`, and the descriptor is open while `socket` is borrowed.
         let result = unsafe { libc::ioctl(self.socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
         let bytes = if result == 0 { u64::try_from(bytes).unwrap_or(0) } else { 0 };
         // The end of the stream counts as a byte.
         bytes.saturating_sub(u64::from(self.is_shut_down))
     }
 
-    /// A window that is closed is asked for again and again; that counts, too.
+    /// Probes of a closed window count as repeats, too.
     fn repeats(&self) -> Option<(u8, Duration)> {
-        // SAFETY: the struct is plain integers, of which zero is a value.
+        // SAFETY: the struct consists of plain integers, for which zero is valid.
         let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
         let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
         let fd = self.socket.as_fd().as_raw_fd();
-        // SAFETY: the kernel stores at most `len` bytes into `info`, and any bytes are valid there.
+        // SAFETY: the kernel stores at most `len` bytes into `info`, which has that size, and any bytes are valid
+        // there.
         let result =
             unsafe { libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &mut len) };
         let repeats = info.tcpi_retransmits.max(info.tcpi_probes);

@@ -1,6 +1,6 @@
-//! A link that tells of each frame that passes, for who follows the protocol step by step.
+//! Link wrapper that reports each frame, for logs that follow the protocol step by step.
 //!
-//! Owns no text: what is done with a frame's head is handed in. Links are not wrapped unless somebody follows them.
+//! Owns no text: the caller passes in what is done with a frame's head. Links are wrapped only if frames are logged.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -11,39 +11,39 @@ use accl_wire::{Answers, Frame, HEAD_BYTES, Link, Place};
 
 use crate::{News, Watched};
 
-/// Which way a frame goes.
+/// Direction of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// To the peer: it was committed.
+    /// To the peer: the frame was committed.
     Out,
-    /// From the peer: it is looked at for the first time.
+    /// From the peer: the frame was looked at for the first time.
     In,
 }
 
-/// Is told of a frame by its head, and how many bytes of payload it has.
+/// Callback for each frame. It gets the direction, the head, and the number of payload bytes.
 pub type Tell = Box<dyn FnMut(Way, &[u8; HEAD_BYTES], usize) + Send>;
 
-/// Wraps any link.
+/// Wraps any link and reports its frames.
 pub struct Traced<L> {
     link: L,
     tell: Tell,
-    /// Where the head of the reserved frame is, and the frame's payload bytes.
+    /// Address of the reserved frame's head, and the frame's payload bytes.
     reserved: Option<(NonNull<[u8; HEAD_BYTES]>, usize)>,
-    /// The frame that is looked at has been told.
+    /// Whether the frame at the front has been reported already.
     is_told: bool,
 }
 
-// SAFETY: the pointer is into memory of the link, which may be sent, and is used through `&mut self` alone.
+// SAFETY: the pointer refers to memory of the link, which may be sent, and is used only through `&mut self`.
 unsafe impl<L: Send> Send for Traced<L> {}
 
 impl<L: Link> Traced<L> {
-    /// `link`, of which `tell` is told.
+    /// Wraps `link` and passes its frames to `tell`.
     pub fn new(link: L, tell: Tell) -> Self {
         Self { link, tell, reserved: None, is_told: false }
     }
 }
 
-// SAFETY: the link inside keeps the promise.
+// SAFETY: every method forwards to the link inside, which keeps the contract of `Link`.
 unsafe impl<L: Link> Link for Traced<L> {
     fn max_payload_bytes(&self) -> usize {
         self.link.max_payload_bytes()
@@ -58,7 +58,8 @@ unsafe impl<L: Link> Link for Traced<L> {
 
     fn commit(&mut self) {
         if let Some((head, bytes)) = self.reserved.take() {
-            // SAFETY: a reserved place stays until it is committed, which comes next, and nobody else writes it meanwhile.
+            // SAFETY: a reserved head stays valid until `commit`, which comes next, and no other code writes it
+            // meanwhile.
             (self.tell)(Way::Out, unsafe { head.as_ref() }, bytes);
         }
         self.link.commit();

@@ -1,8 +1,10 @@
-//! What a transport is to an endpoint: a row of a table, and what makes links out of a handshake.
+//! Interface between an endpoint and a transport: the rows of the transport table, and the steps that turn a handshake
+//! into a link.
 //!
-//! Owns the types of that table and no transport. An endpoint opens a [`Provider`] for each transport that it uses. When two processes
-//! meet over a [`Carrier`], each makes a [`HalfLink`] and tells the other its [`Address`]; then either half becomes a link. Read
-//! [`Transport`] first; docs/adding-a-transport.md goes through one step by step.
+//! Owns the types of the transport table and no transport.
+//! An endpoint opens a [`Provider`] for each transport that it uses. When two processes meet over a [`Carrier`], each
+//! creates a [`HalfLink`] and sends the other its [`Address`]. Then each half becomes a link.
+//! Read [`Transport`] first; docs/adding-a-transport.md describes the steps one by one.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -12,11 +14,11 @@ use crate::collectives::Collectives;
 use crate::fork::Fd;
 use crate::{Settings, Waker, Watched};
 
-/// Most bytes of a transport's name.
+/// Maximum bytes of a transport's name.
 pub const MAX_NAME_BYTES: usize = 31;
-/// Most bytes of an [`Address`].
+/// Maximum bytes of an [`Address`].
 pub const MAX_ADDRESS_BYTES: usize = 1024;
-/// Most descriptors of an [`Address`].
+/// Maximum number of descriptors in an [`Address`].
 pub const MAX_ADDRESS_DESCRIPTORS: usize = 4;
 
 /// Opens a transport for one endpoint.
@@ -25,22 +27,23 @@ pub type Open = dyn Fn(&Local<'_>) -> Box<dyn Provider> + Send + Sync;
 /// A row of the table of transports.
 #[derive(Clone)]
 pub struct Transport {
-    /// Name in `ACCL_TRANSPORTS`, in the handshake and in [`accl_wire::Link::transport`]: at most [`MAX_NAME_BYTES`] small letters,
-    /// digits and `_`.
+    /// Name in `ACCL_TRANSPORTS`, in the handshake and in [`accl_wire::Link::transport`]. At most [`MAX_NAME_BYTES`]
+    /// lower-case letters, digits and `_`.
     pub name: &'static str,
     /// One sentence for the documentation.
     pub about: &'static str,
-    /// What two processes meet over before there is a link.
+    /// Kind of bootstrap connection over which two processes meet before there is a link.
     pub carrier: Carrier,
-    /// Descriptors that a link keeps open, the carrier's socket among them.
+    /// Number of descriptors that a link keeps open, including the carrier's socket.
     pub descriptors: usize,
-    /// Frames lie in memory that both processes share: no look and no send needs the system. Calls look at such links often, send encoded
-    /// data without checksums, and are planned with the costs of shared memory, those over other links with the costs of tcp.
-    /// [`accl_wire::Link::is_cheap_to_look_at`] answers the same.
+    /// Whether frames lie in memory that both processes share, so that neither polling nor sending needs a system call.
+    /// Calls poll such links often, send encoded data without checksums, and are planned with the costs of shared
+    /// memory. Calls over other links are planned with the costs of tcp.
+    /// [`accl_wire::Link::is_cheap_to_look_at`] returns the same value.
     pub is_cheap_to_look_at: bool,
     /// Called once for each endpoint that uses the transport.
     pub open: &'static Open,
-    /// Does whole collectives, if the transport's library can.
+    /// Runs whole collectives, if the transport's library can; else `None`.
     pub collectives: Option<&'static dyn Collectives>,
 }
 
@@ -50,75 +53,76 @@ impl fmt::Debug for Transport {
     }
 }
 
-/// A connection over which two processes meet. Its socket goes to the link, which may use it, or keep it as what tells of the
-/// peer's end.
+/// Bootstrap connection over which two processes meet. The link receives its socket. The link may send over the socket,
+/// or keep it to detect the end of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Carrier {
-    /// A Unix socket: between processes of one host and user. It passes descriptors.
+    /// Unix socket, between processes of one host and user. It can pass descriptors.
     Unix,
-    /// A TCP connection, also between hosts.
+    /// TCP connection, within a host or between hosts.
     Tcp,
 }
 
 /// The process that opens a transport.
 #[derive(Clone, Copy, Debug)]
 pub struct Local<'a> {
-    /// Of its endpoint.
+    /// Settings of the endpoint that opens the transport.
     pub settings: &'a Settings,
-    /// Ends its sleep. Over [`Carrier::Unix`] its descriptor may go to peers.
+    /// Ends the endpoint's sleep. Over [`Carrier::Unix`] its descriptor may be sent to peers.
     pub waker: &'a Arc<Waker>,
 }
 
 /// A transport that an endpoint has opened. Its methods must not block.
 pub trait Provider: Send {
-    /// A half of a link to a process that this one has connected to.
+    /// Creates this side's half of a link to a process that this process has connected to.
     ///
     /// # Errors
-    /// A clause that says why there is none: the next transport is tried.
+    /// A clause with the reason why there is no half link. The caller then tries the next transport.
     fn offer(&self) -> Result<Box<dyn HalfLink>, String>;
 
-    /// A half of a link to a process that has connected to this one and has sent its address. Of the links' payloads none will be
-    /// longer than `max_payload_bytes`.
+    /// Creates this side's half of a link to a process that has connected to this one and has sent its address. No
+    /// payload of the link will be longer than `max_payload_bytes`.
     ///
     /// # Errors
-    /// A clause that says why there is none: the peer is told.
+    /// A clause with the reason why there is no half link. The reason is sent to the peer.
     fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String>;
 
-    /// The same transport for another lane of the process, whose sleep `waker` ends. What is limited is limited for both together.
+    /// Returns the same transport for another lane of the process, whose sleep `waker` ends. Limits of the transport
+    /// apply to both together.
     fn beside(&self, waker: &Arc<Waker>) -> Box<dyn Provider>;
 }
 
-/// A link that is being made, as far as this process is concerned.
+/// This process's half of a link that is being created.
 pub trait HalfLink: Send {
-    /// What the peer must know of this half.
+    /// Returns the data that the peer needs to know about this half.
     fn address(&self) -> Address<'_>;
 
-    /// The address has been sent: what was kept for the peer alone may go.
+    /// Called once the address has been sent: resources that were kept only for the peer may be released.
     fn forget_address(&mut self) {}
 
-    /// What the accepting process has answered; called on a half that was offered, and on no other. Payloads will have at most
+    /// Takes the accepting process's answer. Called only on a half from [`Provider::offer`]. Payloads will have at most
     /// `max_payload_bytes`.
     ///
     /// # Errors
-    /// A clause that says what does not fit.
+    /// A clause that names the part of the answer that does not fit.
     fn take_answer(&mut self, peer: PeerAddress, max_payload_bytes: usize) -> Result<(), String>;
 
-    /// What is not as configured, as `rings of 256 KiB instead of ACCL_RING_BYTES are used`, and why. It is told once for all links of the
-    /// transport.
+    /// Returns what differs from the configuration, such as `rings of 256 KiB instead of ACCL_RING_BYTES are used`, and
+    /// the reason. The endpoint logs it once for all links of the transport.
     fn compromise(&self) -> Option<(String, String)> {
         None
     }
 
-    /// Both sides are ready.
+    /// Turns the half into a link. Both sides are ready.
     ///
     /// # Errors
-    /// A clause that says why it cannot be after all. The peer has a link by then and loses it, so what can fail belongs into
-    /// [`Provider::accept`] and [`HalfLink::take_answer`].
+    /// A clause with the reason why the link cannot be created after all. The peer already has a link and loses it.
+    /// Therefore check what can fail in [`Provider::accept`] and [`HalfLink::take_answer`].
     fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String>;
 }
 
-/// The provider of a transport whose links need the carrier's socket and nothing else, and a half of them: this makes a link of what is
-/// agreed.
+/// Provider, and half link, of a transport whose links need only the carrier's socket. The function makes a link from
+/// the agreed values.
 #[derive(Clone, Copy, Debug)]
 pub struct OverCarrier(pub fn(Agreed) -> Box<dyn Watched>);
 
@@ -150,30 +154,30 @@ impl HalfLink for OverCarrier {
     }
 }
 
-/// What one half of a link tells the other.
+/// Data that one half of a link sends to the other.
 #[derive(Debug, Default)]
 pub struct Address<'a> {
-    /// At most [`MAX_ADDRESS_BYTES`].
+    /// At most [`MAX_ADDRESS_BYTES`] bytes.
     pub bytes: Vec<u8>,
-    /// At most [`MAX_ADDRESS_DESCRIPTORS`], over [`Carrier::Unix`] alone.
+    /// At most [`MAX_ADDRESS_DESCRIPTORS`] descriptors; only over [`Carrier::Unix`].
     pub descriptors: Vec<BorrowedFd<'a>>,
 }
 
-/// As [`Address`], on the other side.
+/// [`Address`] as the other side receives it.
 #[derive(Debug, Default)]
 pub struct PeerAddress {
-    /// As in [`Address`].
+    /// The bytes of [`Address::bytes`].
     pub bytes: Vec<u8>,
-    /// As in [`Address`].
+    /// The descriptors of [`Address::descriptors`], owned by this process.
     pub descriptors: Vec<Fd>,
 }
 
-/// What both sides know when a link begins.
+/// Values that both sides know when a link begins.
 #[derive(Debug)]
 pub struct Agreed {
-    /// The carrier's: connected, non-blocking, and read up to the end of the handshake.
+    /// The carrier's socket: connected, non-blocking, and read up to the end of the handshake.
     pub socket: Fd,
-    /// Most bytes of one payload, the same on both sides.
+    /// Maximum bytes of one payload, the same on both sides.
     pub max_payload_bytes: usize,
     /// Host and process of the peer, for messages.
     pub peer: String,

@@ -1,4 +1,4 @@
-//! What an endpoint does to reach its peers, and what it bears with.
+//! How an endpoint reaches its peers, and which disturbances it tolerates.
 
 mod common;
 
@@ -20,13 +20,13 @@ use rustix::process::{Resource, Rlimit};
 const SOON: Duration = Duration::from_secs(10);
 const BOTH: &[&str] = &["shm", "tcp"];
 
-/// The side that connects, then the side that accepts.
+/// Returns the side that connects, then the side that accepts.
 fn caller_and_callee(settings: &Settings) -> (Host, Host) {
     let (a, b) = (Host::new(settings.clone()), Host::new(settings.clone()));
     if a.info().uuid < b.info().uuid { (a, b) } else { (b, a) }
 }
 
-/// Connects the caller by what `info` says and the callee in its thread.
+/// Connects the caller with the given `info`, and the callee in its thread.
 fn connect_by(mut caller: Host, mut callee: Host, info: &EndpointInfo) -> Box<dyn Watched> {
     let caller_info = caller.info();
     let thread = std::thread::spawn(move || {
@@ -93,9 +93,9 @@ fn without_memory_tcp_is_used_and_one_warning_says_so() {
                 })
             })
             .collect();
-        // The links live until everybody is connected: one that is dropped earlier counts as gone.
+        // The links live until all hosts are connected: a link that is dropped earlier counts as gone.
         let (warnings, _links): (Vec<_>, Vec<_>) = threads.into_iter().map(|t| t.join().unwrap()).unzip();
-        // The first calls two others, and says it once.
+        // The first host connects to two others, and warns once.
         assert_eq!(warnings[0].len(), 1, "{warnings:?}");
         assert!(warnings[0][0].contains("ACCL_SHM_LIMIT allows 0 bytes"), "{warnings:?}");
         assert!(warnings[2].is_empty(), "the last is only called: {warnings:?}");
@@ -169,7 +169,7 @@ fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
         let (other, done) = (Host::new(settings(&["tcp"])), Arc::new(AtomicBool::new(false)));
         let loopback = |port| SocketAddr::from(([127, 0, 0, 1], port));
         let refused = TcpListener::bind(loopback(0)).unwrap().local_addr().unwrap();
-        // Accepts by the kernel's queue and never says a word.
+        // Only the kernel's queue accepts connections; no data is ever sent.
         let silent = TcpListener::bind(loopback(0)).unwrap();
         let rude = TcpListener::bind(loopback(0)).unwrap();
         let rude_address = rude.local_addr().unwrap();
@@ -181,7 +181,7 @@ fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
         let unreachable: SocketAddr = "198.51.100.1:9".parse().unwrap();
         let other_port = other.info().addresses[0].port();
         let other_thread = {
-            // Answers everybody, and must not take this connection for one of its own.
+            // Replies to every connection, and must refuse this one because it is meant for another process.
             let (mut other, done) = (other, Arc::clone(&done));
             std::thread::spawn(move || {
                 let nobody = EndpointInfo { uuid: [0; 16], ..other.info() };
@@ -200,12 +200,12 @@ fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
     });
 }
 
-/// A caller that asks in short calls, so that others have a turn, gets past what takes longer than one of them.
+/// A caller that connects in several short calls succeeds even if one attempt takes longer than a call.
 #[test]
 fn efforts_to_reach_a_peer_go_on_from_call_to_call() {
     within_limit(|| {
         let (mut caller, mut callee) = caller_and_callee(&settings(&["tcp"]));
-        // Accepts by the kernel's queue and never says a word.
+        // Only the kernel's queue accepts connections; no data is ever sent.
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut info = callee.info();
         info.addresses.insert(0, silent.local_addr().unwrap());
@@ -274,13 +274,13 @@ fn a_flood_of_strangers_drops_no_connection_that_was_promised_a_link() {
         let (mut caller, mut callee) = caller_and_callee(&settings(&["tcp"]));
         let (info, back) = (callee.info(), caller.info());
         let soon = || Instant::now() + Duration::from_millis(100);
-        // The hello is sent, then answered; the caller does not look at the answer for now.
+        // The hello is sent, then answered; the caller does not read the answer for now.
         assert!(caller.endpoint.connect(std::slice::from_ref(&info), soon(), &mut || false).is_err());
         assert!(callee.endpoint.connect(std::slice::from_ref(&back), soon(), &mut || false).is_err());
         let address = SocketAddr::from(([127, 0, 0, 1], info.addresses[0].port()));
         let mut strangers: Vec<TcpStream> = (0..1200).map(|_| TcpStream::connect(address).unwrap()).collect();
         strangers[0].set_nonblocking(true).unwrap();
-        // More than are borne with: the first of them is dropped.
+        // More connections than the endpoint keeps: the first of them is dropped.
         let end = deadline();
         while !matches!(strangers[0].read(&mut [0; 1]), Ok(0)) {
             assert!(Instant::now() < end, "nobody was dropped");
@@ -317,7 +317,7 @@ fn another_version_is_named_before_and_during_the_handshake() {
 fn a_connection_nobody_asked_for_is_kept_for_the_call_that_does() {
     within_limit(|| {
         let mut hosts: Vec<Host> = (0..3).map(|_| Host::new(settings(BOTH))).collect();
-        // The last accepts from both.
+        // The last host accepts from both others.
         hosts.sort_by_key(|host| host.info().uuid);
         let mut last = hosts.pop().unwrap();
         let mut second = hosts.pop().unwrap();
@@ -328,7 +328,7 @@ fn a_connection_nobody_asked_for_is_kept_for_the_call_that_does() {
             let links = second.connect(&[for_second]).unwrap();
             (second, links)
         });
-        // `last` asks for `first` only, whose call comes after the unwanted link was made: by then it is kept.
+        // `last` asks only for `first`, whose call comes after the unwanted link was made: by then that link is kept.
         let thread = std::thread::spawn(move || {
             let links = last.connect(&[first_info]).unwrap();
             (last, links)
@@ -336,7 +336,7 @@ fn a_connection_nobody_asked_for_is_kept_for_the_call_that_does() {
         let (_second, _links) = early.join().unwrap();
         first.connect(&[info]).unwrap();
         let (mut last, _links) = thread.join().unwrap();
-        // Nobody is there to shake hands any more.
+        // `second` no longer takes part in a handshake.
         let links = last.connect(&[second_info]).unwrap();
         assert_eq!(links[0].transport(), "shm");
     });
@@ -369,7 +369,7 @@ fn a_peer_that_went_away_while_kept_is_connected_again() {
         let (mut caller, mut callee) = caller_and_callee(&settings(BOTH));
         let absent = Host::new(settings(BOTH));
         for round in 0..3 {
-            // Both sides keep a link that they were not given, because the call failed for another peer's sake.
+            // Both sides keep a link that they did not get, because the call failed for another peer.
             let infos = [callee.info(), absent.info()];
             let back = [caller.info(), absent.info()];
             let soon = Instant::now() + Duration::from_millis(700);
@@ -379,7 +379,7 @@ fn a_peer_that_went_away_while_kept_is_connected_again() {
             });
             assert!(caller.endpoint.connect(&infos, soon, &mut || false).is_err());
             callee = thread.join().unwrap();
-            // One of them takes its link and drops it.
+            // One of the two takes its link and drops it.
             if round % 2 == 0 {
                 drop(caller.connect(&infos[..1]).unwrap());
             } else {
@@ -506,7 +506,7 @@ proptest! {
             let _visitors: Vec<TcpStream> = visits
                 .iter()
                 .map(|(bytes, ours)| {
-                    // Some begin as a hello does, up to the right version.
+                    // Some begin like a hello, up to the right version.
                     let mut stream = TcpStream::connect(address).unwrap();
                     let _ = stream.write_all(&b"\x7faccl>\r\n\x01\0\0\0"[..*ours.min(&12)]);
                     let _ = stream.write_all(bytes);

@@ -1,4 +1,4 @@
-//! What every link promises, over every transport.
+//! The contract of every link, over every transport.
 
 mod common;
 
@@ -43,7 +43,7 @@ fn frames_arrive_whole_and_in_order_both_ways_at_once() {
 #[test]
 fn a_sleeper_is_woken_by_every_frame() {
     for_every_kind(|_, mut a, mut b| {
-        // Ping-pong in which both park each time: a lost wake-up is a failure and not a delay.
+        // Ping-pong in which both sides sleep each time: a lost wake-up is a failure and not a delay.
         let thread = std::thread::spawn(move || {
             for i in 0..2000u64 {
                 assert_eq!(b.receive().unwrap(), i.to_le_bytes());
@@ -86,7 +86,7 @@ fn a_sender_without_room_is_woken_when_there_is_some() {
 #[test]
 fn a_sleep_without_news_is_a_sleep() {
     for_every_kind(|kind, mut a, _b| {
-        // The first sleeps may end for events of the past; then it must be quiet.
+        // The first sleeps may end because of earlier events; after that no event may come.
         for attempt in 0.. {
             assert!(!a.link.arm(false), "{kind} has no news");
             let before = Instant::now();
@@ -176,7 +176,7 @@ fn reserving_again_gives_up_the_first_place_and_peeking_again_shows_the_same_fra
             b.link.disarm();
         }
         b.link.disarm();
-        // The frame was noticed but not peeked at: there is nothing to give back.
+        // The frame was noticed but not peeked at, so there is nothing to release.
         b.link.release();
         assert_eq!(b.link.peek().unwrap().unwrap().payload, [3; 8]);
     });
@@ -189,7 +189,7 @@ fn looking_for_a_while_finds_what_comes_and_ends_when_nothing_does() {
         assert!(b.link.await_frame(0).unwrap().is_none());
         a.send(&[7; 9]);
         while b.link.await_frame(1000).unwrap().is_none() {}
-        // It is the next frame, as for a peek, and stays.
+        // The next frame, as for `peek`; it stays until it is released.
         assert_eq!(b.link.await_frame(1).unwrap().unwrap().payload, [7; 9]);
         assert_eq!(b.link.peek().unwrap().unwrap().payload, [7; 9]);
         b.link.release();
@@ -216,7 +216,7 @@ fn a_quarter_of_a_gigabyte_passes_in_time() {
                     a.park(true);
                 }
             }
-            // Keeps the link until all has gone.
+            // Keep the link until the peer has everything.
             while a.link.check_peer().is_ok() {
                 let _ = a.link.flush();
                 a.park(false);
@@ -311,7 +311,7 @@ fn who_follows_a_link_is_told_of_each_frame_once() {
             let tell: Tell = Box::new(move |way, head, bytes| telling.lock().unwrap().push((way, head[0], bytes)));
             let mut a = Node { link: Box::new(Traced::new(a.link, tell)), ..a };
             a.send(&[1; 10]);
-            // What is given up is no frame.
+            // A reservation that is given up is no frame.
             assert!(a.link.try_reserve(3).unwrap().is_some());
             a.send(&[1; 5]);
             b.send(&[2; 7]);
@@ -328,7 +328,7 @@ fn one_bit_of_one_long_payload_is_flipped() {
     let mut b = Faulty::new(b.link, Faults { seed: 3, flipped_from_bytes: Some(100), ..Faults::default() });
     for (len, flipped) in [(8, 0), (100, 1), (200, 0)] {
         a.send(&vec![0x5a; len]);
-        // It stays what it was until it is released.
+        // The payload stays the same until it is released.
         for _ in 0..2 {
             let frame = b.peek().unwrap().unwrap();
             let bits: u32 = frame.payload.iter().map(|byte| (byte ^ 0x5a).count_ones()).sum();
@@ -342,7 +342,7 @@ fn one_bit_of_one_long_payload_is_flipped() {
 fn a_sleep_of_weeks_is_a_sleep() {
     within_limit(|| {
         let poller = Arc::new(Poller::new().unwrap());
-        // What was there when the descriptor was added.
+        // Takes the events that were there when the descriptor was added.
         poller.wait(Some(Duration::ZERO)).unwrap();
         let (waker, is_woken) = (poller.waker(), Arc::new(AtomicBool::new(false)));
         for weeks in [1, 10, 1000, u64::MAX / (7 * 24 * 3600)] {
@@ -353,7 +353,7 @@ fn a_sleep_of_weeks_is_a_sleep() {
                 woken.store(true, Ordering::SeqCst);
                 waker.wake();
             });
-            // A few early ends are allowed.
+            // A few early returns are allowed.
             let mut sleeps = 0;
             while !is_woken.load(Ordering::SeqCst) {
                 poller.wait(Some(Duration::from_secs(weeks * 7 * 24 * 3600))).unwrap();
@@ -365,7 +365,7 @@ fn a_sleep_of_weeks_is_a_sleep() {
     });
 }
 
-/// The slots that were posted.
+/// Takes the slots that were posted.
 fn posted(node: &Node) -> Vec<Slot> {
     let mut slots = Vec::new();
     node.board.take(&mut |slot| slots.push(slot));
@@ -378,7 +378,7 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
         within_limit(move || {
             let (mut a, mut b) = pair(kind);
             let slot = a.slot.expect("its news are posted");
-            // Nobody sleeps: what comes is there to be taken, and the system knows nothing of it.
+            // No thread sleeps: the event is on the board, and no system call was made for it.
             assert!(!a.link.arm(false), "{kind}");
             a.poller.look().unwrap();
             posted(&a);
@@ -386,14 +386,14 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
             b.send(b"meanwhile");
             assert_eq!(posted(&a), [slot], "{kind}");
             assert_eq!(a.link.system_calls() + b.link.system_calls(), before, "{kind} woke nobody");
-            // What follows is not posted: whoever was told looks.
+            // Later frames are not posted: the receiver has its event and polls.
             b.send(b"and this");
             assert_eq!(posted(&a), [], "{kind}");
             assert!(a.link.arm(false), "{kind}: there is something");
             for frame in [&b"meanwhile"[..], b"and this"] {
                 assert_eq!(a.try_receive().unwrap().unwrap(), frame, "{kind}");
             }
-            // Who listens is woken.
+            // A listening process is woken.
             a.link.disarm();
             assert!(!a.link.arm(false) && !a.board.listen(), "{kind}");
             let sender = std::thread::spawn(move || {
@@ -409,14 +409,14 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
             a.link.disarm();
             a.board.mute();
             assert_eq!(posted(&a), [slot], "{kind}");
-            // Room that is wanted is posted, too.
+            // If room is wanted, it is posted, too.
             let mut b = sender.join().unwrap();
             let frame = vec![1; a.link.max_payload_bytes()];
             while a.try_send(&frame).unwrap() {}
             assert!(!a.link.arm(true), "{kind}");
             b.receive().unwrap();
             assert_eq!(posted(&a), [slot], "{kind} says nothing of room");
-            // And not when it was not asked for.
+            // Room that is not wanted is not posted.
             while a.try_send(&frame).unwrap() {}
             a.link.disarm();
             assert!(!a.link.arm(false), "{kind}");
@@ -429,7 +429,7 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
 #[test]
 fn the_end_of_a_peer_is_posted_by_whoever_asks_the_system() {
     for_every_kind(|kind, mut a, b| {
-        // A link whose news are not posted is looked at again and again.
+        // A link whose events are not posted is polled again and again.
         let Some(slot) = a.slot.filter(|_| kind != "loopback") else { return };
         assert!(!a.link.arm(false), "{kind}");
         a.poller.look().unwrap();

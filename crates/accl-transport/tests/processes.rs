@@ -1,6 +1,6 @@
 //! Links between real processes: death, forks, and limits that only a process of its own can have.
 //!
-//! The parent runs this same program with the test `child`, which takes its part from standard input.
+//! The parent runs this same program with the test `child`, which reads its part from standard input.
 
 mod common;
 
@@ -42,11 +42,11 @@ impl Process {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
-    /// The rest of the next line that begins with `mark`.
+    /// Returns the rest of the next line that contains `mark`.
     fn hear(&mut self, mark: &str) -> String {
         loop {
             let line = self.lines.next().unwrap_or_else(|| panic!("the child ended before `{mark}`")).unwrap();
-            // The harness writes `test child ... ` without an end before our first line.
+            // The harness writes `test child ... ` without a line end before the child's first line.
             if let Some((_, rest)) = line.split_once(mark) {
                 return rest.trim().to_owned();
             }
@@ -88,7 +88,7 @@ fn with_child(part: &str, transport: &str) -> (Node, Process) {
 
 // The parts of the child.
 
-/// Next line of standard input; at its end the parent has gone.
+/// Returns the next line of standard input; `None` if the parent has gone.
 fn listen() -> Option<String> {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
@@ -133,7 +133,7 @@ fn child() {
     }
 }
 
-/// Connects to the parent as it says.
+/// Connects to the parent over the transport that the parent names.
 fn play(body: impl FnOnce(Node)) {
     every_transport();
     let transport = listen().unwrap();
@@ -144,7 +144,7 @@ fn play(body: impl FnOnce(Node)) {
     body(node(host, link));
 }
 
-/// A host of this process that connects to the parent's info, as the smaller identity of the two does.
+/// Returns a host of this process that connects to the parent's info, because it has the smaller identity.
 fn caller_of(parent: &EndpointInfo, settings: &Settings) -> Host {
     loop {
         let host = Host::new(settings.clone());
@@ -190,7 +190,7 @@ fn without_descriptors() {
         hoard.push(file);
     }
     say(&format!("INFO {}", host.info().to_text()));
-    // The parent is in the queue before this process looks.
+    // The parent is in the queue before this process polls.
     listen();
     let mut warnings = Vec::new();
     let mut error = String::new();
@@ -288,7 +288,7 @@ fn fork_and_die(mut node: Node) {
     node.send(b"before");
     let generation = accl_transport::fork_generation();
     assert!(!accl_transport::forked());
-    // SAFETY: the child goes on with this thread alone and uses nothing that another one could have locked, except
+    // SAFETY: the child continues with this thread alone. It uses nothing that another thread could have locked, except
     // the allocator, which glibc makes usable in the child.
     if unsafe { libc::fork() } == 0 {
         let kinds: Vec<_> = std::fs::read_dir("/proc/self/fd")
@@ -304,24 +304,24 @@ fn fork_and_die(mut node: Node) {
         node.link.disarm();
         node.link.close();
         let counted = accl_transport::forked() && accl_transport::fork_generation() == generation + 1;
-        // New endpoints work here, and dropping the husk must not touch their descriptors.
+        // New endpoints work here, and dropping the parent's endpoint must not touch their descriptors.
         let mut fresh = (Host::new(settings(&["tcp"])), Host::new(settings(&["tcp"])));
         drop(node);
         let infos = (fresh.0.info(), fresh.1.info());
         let thread = std::thread::spawn(move || fresh.1.connect(&[infos.0]).map_err(|e| eprintln!("{e:?}")).is_ok());
         let connects = fresh.0.connect(&[infos.1]).map_err(|e| eprintln!("{e:?}")).is_ok() && thread.join().unwrap();
         say(&format!("CHILD refused={refused} counted={counted} connects={connects} kept={kinds:?}"));
-        // Outlives its parent, like a data loader does.
+        // The child outlives its parent, like a data loader does.
         listen();
-        // SAFETY: ends the process without running what belongs to its parent.
+        // SAFETY: ends the process without running the parent's exit handlers.
         unsafe { libc::_exit(0) };
     }
-    // Goes on unharmed after the fork.
+    // The parent continues unharmed after the fork.
     let asked = node.receive().unwrap();
     node.send(&asked);
     node.receive().unwrap();
     say("DYING");
-    // SAFETY: as a crash would, without closing anything in good order.
+    // SAFETY: ends the process like a crash, without closing anything in good order.
     unsafe { libc::_exit(3) };
 }
 
@@ -333,7 +333,7 @@ fn frames_pass_between_processes_in_order() {
         within_limit(move || {
             let (mut node, process) = with_child("echo", transport);
             let sent = frames(7, 500, node.link.max_payload_bytes());
-            // Bounded by what fits on the way, so that neither waits for the other to read first.
+            // At most one frame is in flight, so that neither side waits for the other to read first.
             for frame in &sent {
                 node.send(frame);
                 assert!(&node.receive().unwrap() == frame, "{transport}");
@@ -386,14 +386,14 @@ fn a_forked_child_holds_nothing_and_hides_no_death() {
             assert_eq!(node.receive().unwrap(), b"still there?");
             node.send(b"now die");
             process.hear("DYING");
-            // The grandchild is alive and reads our pipe; its parent's death shows nevertheless.
+            // The grandchild is alive and reads our pipe; the death of its parent is detected nevertheless.
             assert_eq!(node.receive().unwrap_err().kind, ErrorKind::PeerLost, "{transport}");
             assert_eq!(process.child.wait().unwrap().code(), Some(3));
         });
     }
 }
 
-/// Connects to a child that calls us; its link and warnings as it tells them.
+/// Accepts the connection of a child; returns the child's link and warnings as the child reports them.
 fn be_called_by(part: &str) -> (String, String) {
     let mut process = Process::start(part);
     let mut host = Host::new(settings(BOTH));
@@ -410,7 +410,7 @@ fn be_called_by(part: &str) -> (String, String) {
 #[test]
 fn memory_that_the_system_refuses_leads_to_smaller_rings_and_then_to_tcp() {
     within_limit(|| {
-        // A limit on file size is what a kernel without memory looks like, without hurting the machine.
+        // A limit on file size has the effect of a kernel without memory, without disturbing the machine.
         let (link, warnings) = be_called_by("smaller file size limit");
         assert!(link.starts_with("shm, ") && !link.contains("1024 KiB"), "{link}");
         assert!(warnings.contains("ulimit -f") && warnings.contains("instead of ACCL_RING_BYTES"), "{warnings}");
@@ -516,7 +516,7 @@ fn a_namespace_without_network_is_another_host_and_shares_memory_inside() {
 fn links_cost_few_descriptors_and_leave_none() {
     within_limit(|| {
         let mut process = Process::start("leak check");
-        // Both sides live in the one process: poller with epoll, event and board, endpoints are dropped by then.
+        // Both sides live in the one process. Poller, epoll, event descriptor, board and endpoints are dropped by then.
         for name in every_transport() {
             let used: usize = process.hear("USED").parse().unwrap();
             let most = 2 * (3 + accl_transport::find(name).unwrap().descriptors);

@@ -1,4 +1,4 @@
-//! AVX2: 32-byte vectors. float16 goes through the conversions of F16C, bfloat16 through shifts of whole vectors.
+//! AVX2: 32-byte vectors. float16 is converted by F16C, bfloat16 by shifts of whole vectors.
 
 use std::arch::x86_64::{
     __m256, __m256d, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtps_ph,
@@ -35,19 +35,20 @@ arch!(
     #[target_feature(enable = "avx2,f16c,fma")]
 );
 
-/// How far ahead memory is asked for: between two loads lies so much to calculate that the processor alone sees too few.
+/// Distance of prefetches in bytes. There is so much to calculate between two loads that the processor by itself looks
+/// ahead too little.
 const AHEAD_BYTES: usize = 1 << 10;
 
 #[inline(always)]
 fn ask_ahead(src: *const u8) {
-    // SAFETY: an address is only a hint to a prefetch.
+    // SAFETY: a prefetch accepts any address, which is only a hint.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(AHEAD_BYTES).cast()) };
 }
 
-/// Sixteen elements of 16 bits in memory, as float32 in two registers. `T` is the type of one.
+/// Sixteen elements of 16 bits in memory, as float32 in two registers. `T` is the type of one element.
 pub(super) struct By16<T>(PhantomData<T>);
 
-/// An element of 16 bits of which sixteen are converted at once.
+/// An element of 16 bits, of which sixteen are converted at once.
 pub(super) trait Wide: Lanes<Acc = f32> {
     /// # Safety
     /// 32 bytes can be read at `src`.
@@ -61,8 +62,8 @@ pub(super) trait Wide: Lanes<Acc = f32> {
 
 type Both = Regs<F32x8, 2>;
 
-// Each method below is inlined into a function of this file or of `avx512.rs`, which is called only where AVX2 and F16C
-// are available. `SAFETY: as above` refers to this.
+// Instruction sets: each method below is inlined into a function of this file or of `avx512.rs`. These functions are
+// called only after `Isa::check_available`, or a check in `Isa::best`, has found AVX2 and F16C.
 
 impl<T: Wide> Lanes for By16<T> {
     const COUNT: usize = 16;
@@ -78,25 +79,25 @@ impl<T: Wide> Lanes for By16<T> {
 
     #[inline(always)]
     unsafe fn load(src: *const u8) -> Both {
-        // SAFETY: the caller vouches for 32 bytes.
+        // SAFETY: 32 bytes can be read at `src`, by the contract of `Lanes::load`.
         unsafe { T::load_16(src) }
     }
 
     #[inline(always)]
     unsafe fn store(dst: *mut u8, value: Both) {
-        // SAFETY: the caller vouches for 32 bytes.
+        // SAFETY: 32 bytes can be written at `dst`, by the contract of `Lanes::store`.
         unsafe { T::store_16(dst, canonical(value)) };
     }
 
     #[inline(always)]
     unsafe fn load_acc(slots: *const f32, slot: usize) -> Both {
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract of `Lanes::load_acc` is the same for the group.
         unsafe { Group::<F32x8, 2>::load_acc(slots, slot) }
     }
 
     #[inline(always)]
     unsafe fn store_acc(slots: *mut f32, slot: usize, value: Both) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract of `Lanes::store_acc` is the same for the group.
         unsafe { Group::<F32x8, 2>::store_acc(slots, slot, value) };
     }
 }
@@ -104,7 +105,7 @@ impl<T: Wide> Lanes for By16<T> {
 impl Wide for F16x1 {
     #[inline(always)]
     unsafe fn load_16(src: *const u8) -> Both {
-        // SAFETY: as above; the caller vouches for 32 bytes.
+        // SAFETY: 32 bytes can be read at `src`, by the contract of `Wide::load_16`; AVX2 and F16C are available.
         unsafe {
             let low = _mm256_cvtph_ps(_mm_loadu_si128(src.cast()));
             Regs([F32x8(low), F32x8(_mm256_cvtph_ps(_mm_loadu_si128(src.add(16).cast())))])
@@ -113,7 +114,7 @@ impl Wide for F16x1 {
 
     #[inline(always)]
     unsafe fn store_16(dst: *mut u8, Regs([low, high]): Both) {
-        // SAFETY: as above; the caller vouches for 32 bytes.
+        // SAFETY: 32 bytes can be written at `dst`, by the contract of `Wide::store_16`; AVX2 and F16C are available.
         unsafe {
             _mm_storeu_si128(dst.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low.0));
             _mm_storeu_si128(dst.add(16).cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high.0));
@@ -121,11 +122,12 @@ impl Wide for F16x1 {
     }
 }
 
-/// As pairs in 32-bit words: the lower ones of all words in one register, the upper ones in the other.
+/// Loads pairs of elements as 32-bit words: the lower elements of all words in one register, the upper elements in the
+/// other.
 impl Wide for Bf16 {
     #[inline(always)]
     unsafe fn load_16(src: *const u8) -> Both {
-        // SAFETY: as above; the caller vouches for 32 bytes.
+        // SAFETY: 32 bytes can be read at `src`, by the contract of `Wide::load_16`; AVX2 is available.
         unsafe {
             let words = _mm256_loadu_si256(src.cast());
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
@@ -134,16 +136,16 @@ impl Wide for Bf16 {
         }
     }
 
-    /// On the kept halves and the dropped halves of all sixteen at once.
+    /// Rounds the kept halves with the dropped halves of all sixteen elements at once.
     #[inline(always)]
     unsafe fn store_16(dst: *mut u8, Regs([low, high]): Both) {
-        // SAFETY: as above; the caller vouches for 32 bytes.
+        // SAFETY: 32 bytes can be written at `dst`, by the contract of `Wide::store_16`; AVX2 is available.
         unsafe {
             let (low, high) = (_mm256_castps_si256(low.0), _mm256_castps_si256(high.0));
             let kept = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(low), high);
             let dropped = _mm256_blend_epi16::<0b1010_1010>(low, _mm256_slli_epi32::<16>(high));
-            // Up from more than half, and from half when what is kept is odd: one less for an even one makes both one
-            // comparison, with the topmost bit.
+            // Round up if more than half is dropped, or exactly half while the kept half is odd. Subtracting one for an
+            // even kept half turns both cases into one comparison, with the topmost bit.
             let even = _mm256_andnot_si256(kept, _mm256_set1_epi16(1));
             let carry = _mm256_srli_epi16::<15>(_mm256_subs_epu16(dropped, even));
             _mm256_storeu_si256(dst.cast(), _mm256_add_epi16(kept, carry));
@@ -151,11 +153,11 @@ impl Wide for Bf16 {
     }
 }
 
-/// Canonical NaN for NaN. A look at both registers at once finds that there is none, which is the rule.
+/// Makes every NaN canonical. Usually there is none, and one comparison of both registers shows that.
 #[inline(always)]
 fn canonical(value: Both) -> Both {
     let Regs([low, high]) = value;
-    // SAFETY: as above.
+    // SAFETY: AVX2 is available; no memory is accessed.
     unsafe {
         if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(low.0, high.0)) == 0 {
             return value;
@@ -164,7 +166,7 @@ fn canonical(value: Both) -> Both {
     Regs([low.canonical(), high.canonical()])
 }
 
-/// One float16, by the same instructions.
+/// One float16, converted by the same instructions as sixteen.
 pub(super) struct F16x1;
 
 impl Lanes for F16x1 {
@@ -176,14 +178,14 @@ impl Lanes for F16x1 {
 
     #[inline(always)]
     unsafe fn load(src: *const u8) -> f32 {
-        // SAFETY: as above; the caller vouches for two bytes.
+        // SAFETY: two bytes can be read at `src`, by the contract of `Lanes::load`; F16C is available.
         unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(src.cast::<u16>().read_unaligned().into()))) }
     }
 
     #[inline(always)]
     unsafe fn store(dst: *mut u8, value: f32) {
         let canonical = if value.is_nan() { f32::NAN } else { value };
-        // SAFETY: as above; the caller vouches for two bytes.
+        // SAFETY: two bytes can be written at `dst`, by the contract of `Lanes::store`; F16C is available.
         unsafe {
             let half = _mm_cvtsi128_si32(_mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(canonical)));
             dst.cast::<u16>().write_unaligned(half as u16);
@@ -192,18 +194,18 @@ impl Lanes for F16x1 {
 
     #[inline(always)]
     unsafe fn load_acc(slots: *const f32, slot: usize) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: `slot` is one of the accumulators in `slots`, by the contract of `Lanes::load_acc`.
         unsafe { slots.add(slot).read() }
     }
 
     #[inline(always)]
     unsafe fn store_acc(slots: *mut f32, slot: usize, value: f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `slot` is one of the accumulators in `slots`, by the contract of `Lanes::store_acc`.
         unsafe { slots.add(slot).write(value) };
     }
 }
 
-/// A vector of floats: what is done with `$float` in `reduce/lanes.rs`, done with `$count` of them.
+/// A vector of `$count` floats with the operations that `reduce/lanes.rs` defines for one `$float`.
 macro_rules! floats {
     ($name:ident: $vector:ty, $count:literal of $float:ident, $load:ident $store:ident $all:ident $add:ident $mul:ident
         $div:ident $min:ident $max:ident $and:ident $or:ident $unordered:ident $blend:ident) => {
@@ -224,34 +226,36 @@ macro_rules! floats {
 
             #[inline(always)]
             unsafe fn load(src: *const u8) -> Self {
-                // SAFETY: as above; the caller vouches for 32 bytes.
+                // SAFETY: 32 bytes can be read at `src`, by the contract of `Lanes::load`; AVX2 is available.
                 $name(unsafe { $load(src.cast()) })
             }
 
             #[inline(always)]
             unsafe fn store(dst: *mut u8, value: Self) {
-                // SAFETY: as above; the caller vouches for 32 bytes.
+                // SAFETY: 32 bytes can be written at `dst`, by the contract of `Lanes::store`; AVX2 is available.
                 unsafe { $store(dst.cast(), value.canonical().0) };
             }
 
             #[inline(always)]
             unsafe fn load_acc(slots: *const $float, slot: usize) -> Self {
-                // SAFETY: as above; the caller vouches for a vector's slots.
+                // SAFETY: a vector of accumulators begins at `slot`, by the contract of `Lanes::load_acc`; AVX2 is
+                // available.
                 $name(unsafe { $load(slots.add(slot)) })
             }
 
             #[inline(always)]
             unsafe fn store_acc(slots: *mut $float, slot: usize, value: Self) {
-                // SAFETY: as above; the caller vouches for a vector's slots.
+                // SAFETY: there is room for a vector of accumulators at `slot`, by the contract of `Lanes::store_acc`;
+                // AVX2 is available.
                 unsafe { $store(slots.add(slot), value.0) };
             }
         }
 
         impl $name {
-            /// Canonical NaN for NaN.
+            /// Makes every NaN canonical.
             #[inline(always)]
             fn canonical(self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: AVX2 is available; no memory is accessed.
                 unsafe {
                     let nan = $unordered::<_CMP_UNORD_Q>(self.0, self.0);
                     $name($blend(self.0, $all($float::NAN), nan))
@@ -262,31 +266,32 @@ macro_rules! floats {
         impl ArithReg for $name {
             #[inline(always)]
             fn add(self, other: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: AVX2 is available; no memory is accessed.
                 $name(unsafe { $add(self.0, other.0) })
             }
 
             #[inline(always)]
             fn mul(self, other: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: AVX2 is available; no memory is accessed.
                 $name(unsafe { $mul(self.0, other.0) })
             }
         }
 
-        // min and max return their second operand if the operands are equal or unordered: as the selects in `lanes.rs`.
+        // The instructions min and max return their second operand if the operands are equal or unordered, like the
+        // selects in `lanes.rs`.
         impl OrderReg for $name {
             #[inline(always)]
             fn min(self, other: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: AVX2 is available; no memory is accessed.
                 $name(unsafe { $or($min(self.0, other.0), $min(other.0, self.0)) })
             }
 
             #[inline(always)]
             fn max(self, other: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: AVX2 is available; no memory is accessed.
                 unsafe {
                     let ordered = $and($max(self.0, other.0), $max(other.0, self.0));
-                    // All ones where unordered, which is a NaN.
+                    // All ones for unordered operands, which is a NaN.
                     $name($or(ordered, $unordered::<_CMP_UNORD_Q>(self.0, other.0)))
                 }
             }
@@ -295,13 +300,13 @@ macro_rules! floats {
         impl FloatReg for $name {
             #[inline(always)]
             fn div_scalar(self, divisor: f64) -> Self {
-                // SAFETY: as above.
+                // SAFETY: AVX2 is available; no memory is accessed.
                 $name(unsafe { $div(self.0, $all(divisor as $float)) })
             }
 
             #[inline(always)]
             fn mul_scalar(self, factor: f64) -> Self {
-                // SAFETY: as above.
+                // SAFETY: AVX2 is available; no memory is accessed.
                 $name(unsafe { $mul(self.0, $all(factor as $float)) })
             }
         }
@@ -313,11 +318,11 @@ floats!(F32x8: __m256, 8 of f32, _mm256_loadu_ps _mm256_storeu_ps _mm256_set1_ps
 floats!(F64x4: __m256d, 4 of f64, _mm256_loadu_pd _mm256_storeu_pd _mm256_set1_pd _mm256_add_pd _mm256_mul_pd
     _mm256_div_pd _mm256_min_pd _mm256_max_pd _mm256_and_pd _mm256_or_pd _mm256_cmp_pd _mm256_blendv_pd);
 
-/// A vector of complex numbers: the real and the imaginary part of each side by side.
+/// A vector of complex numbers: real and imaginary part of each number lie next to each other.
 #[derive(Clone, Copy)]
 pub(super) struct ByParts<V>(V);
 
-/// Floats that can be taken as complex numbers.
+/// Floats that can be used as the parts of complex numbers.
 pub(super) trait Parts: Lanes<Reg = Self> + ArithReg {
     type Complex: Lanes<Acc = Self::Complex> + Copy;
 
@@ -338,26 +343,26 @@ impl<V: Parts> Lanes for ByParts<V> {
 
     #[inline(always)]
     unsafe fn load(src: *const u8) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract of `Lanes::load` is the same for the parts, which are as many bytes.
         ByParts(unsafe { V::load(src) })
     }
 
     #[inline(always)]
     unsafe fn store(dst: *mut u8, value: Self) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract of `Lanes::store` is the same for the parts, which are as many bytes.
         unsafe { V::store(dst, value.0) };
     }
 
-    // A complex number in memory is its two parts.
+    // A complex number in memory consists of its two parts.
     #[inline(always)]
     unsafe fn load_acc(slots: *const V::Complex, slot: usize) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: the accumulators from `slot` on are a vector of parts, by the contract of `Lanes::load_acc`.
         ByParts(unsafe { V::load_acc(slots.add(slot).cast(), 0) })
     }
 
     #[inline(always)]
     unsafe fn store_acc(slots: *mut V::Complex, slot: usize, value: Self) {
-        // SAFETY: the caller's promise.
+        // SAFETY: from `slot` on there is room for a vector of parts, by the contract of `Lanes::store_acc`.
         unsafe { V::store_acc(slots.add(slot).cast(), 0, value.0) };
     }
 }
@@ -379,7 +384,7 @@ impl Parts for F32x8 {
 
     #[inline(always)]
     fn complex_mul(self, other: Self) -> Self {
-        // SAFETY: as above.
+        // SAFETY: AVX2 is available; no memory is accessed.
         unsafe {
             let by_real = _mm256_mul_ps(self.0, _mm256_moveldup_ps(other.0));
             let by_imaginary = _mm256_mul_ps(_mm256_permute_ps::<0b10_11_00_01>(self.0), _mm256_movehdup_ps(other.0));
@@ -393,7 +398,7 @@ impl Parts for F64x4 {
 
     #[inline(always)]
     fn complex_mul(self, other: Self) -> Self {
-        // SAFETY: as above.
+        // SAFETY: AVX2 is available; no memory is accessed.
         unsafe {
             let by_real = _mm256_mul_pd(self.0, _mm256_movedup_pd(other.0));
             let by_imaginary = _mm256_mul_pd(_mm256_permute_pd::<0b0101>(self.0), _mm256_permute_pd::<0b1111>(other.0));

@@ -1,4 +1,4 @@
-//! AVX-512: 64-byte vectors of integers. Floats are as with AVX2.
+//! AVX-512: 64-byte vectors of integers. Floats use the vectors of AVX2.
 
 use super::avx2::Avx2;
 use super::row::{Row, arch};

@@ -1,8 +1,8 @@
 //! The instruction sets: one file and one row each.
 //!
-//! The files hold no algorithms: they compile the loops of `reduce` with their target features, and add what the
-//! compiler cannot find by itself (conversion of float16). All of them give the same bits. Which of them a process uses is
-//! chosen in `dispatch`.
+//! The files hold no algorithms. They compile the loops of `reduce` with their target features, and add what the
+//! compiler cannot find by itself (conversion of float16). All of them return the same bits. `dispatch` chooses the one
+//! that a process uses.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -13,10 +13,10 @@ mod scalar;
 
 pub(crate) use row::{CopyFn, Row};
 
-/// The one that every machine has.
+/// The instruction set that every machine has.
 pub(crate) const PLAINEST: &Row = &scalar::ROW;
 
-/// From the plainest to the best.
+/// All instruction sets, from the plainest to the best.
 pub(crate) const ROWS: &[Row] = &[
     scalar::ROW,
     #[cfg(target_arch = "x86_64")]

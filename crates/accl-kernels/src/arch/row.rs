@@ -1,4 +1,4 @@
-//! One instruction set of the table, and what each of them compiles.
+//! One instruction set of the table, and the functions that each instruction set compiles.
 
 use accl_types::{Dtype, ReduceOp};
 
@@ -19,7 +19,8 @@ pub(crate) struct Row {
 
 pub(crate) type CopyFn = unsafe fn(*mut u8, *const u8, usize);
 
-/// Implements [`Arch`] for `$arch` by functions with the given attributes around the loops, and defines its `ROW`.
+/// Implements [`Arch`] for `$arch` by functions with the given attributes around the loops, and defines the instruction
+/// set's `ROW`.
 macro_rules! arch {
     (
         $arch:ident,
@@ -69,7 +70,8 @@ macro_rules! arch {
             len_bytes: usize,
             world: f64,
         ) {
-            // SAFETY: the caller's promise, see `ReduceKernels`.
+            // SAFETY: the caller keeps the contract of `loops::pair` for `len_bytes / V::SIZE_BYTES` elements, see
+            // `ReduceKernels`.
             unsafe { loops::pair::<V, O, F>(dst, operands, len_bytes / V::SIZE_BYTES, world) };
         }
 
@@ -80,19 +82,20 @@ macro_rules! arch {
             len_bytes: usize,
             world: f64,
         ) {
-            // SAFETY: as above.
+            // SAFETY: the caller keeps the contract of `loops::many` for `len_bytes / V::SIZE_BYTES` elements, see
+            // `ReduceKernels`.
             unsafe { loops::many::<V, O, F>(dst, srcs, len_bytes / V::SIZE_BYTES, world) };
         }
 
         $(#[$feature])*
         unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
-            // SAFETY: the caller's promise.
+            // SAFETY: callers of a `CopyFn` keep the contract of `blocks`.
             unsafe { crate::copy::blocks::blocks(dst, src, len_bytes) };
         }
 
         $(#[$feature])*
         unsafe fn scale<V: FloatLanes>(dst: *mut u8, src: *const u8, len_bytes: usize, factor: f64) {
-            // SAFETY: as above.
+            // SAFETY: the caller keeps the contract of `loops::scale` for `len_bytes / V::SIZE_BYTES` elements.
             unsafe { loops::scale::<V>(dst, src, len_bytes / V::SIZE_BYTES, factor) };
         }
     };

@@ -1,4 +1,4 @@
-//! The loops as the compiler makes them for any processor of the target. This is what Miri sees.
+//! The loops as the compiler generates them for any processor of the target. Miri runs these.
 
 use super::row::{Row, arch};
 use crate::codec::loops::codec_loops;

@@ -1,13 +1,14 @@
 //! Absmax: the levels of a bucket lie evenly on both sides of zero, up to its greatest magnitude. Zero stays zero.
 //!
-//! The format is that of [`super::uniform`], with unit alone for each bucket: half the metadata of max-min. A code is its level
-//! plus q, with q = 2^(bits - 1) - 1, so that L = 2 q, and min = -q * unit.
+//! The format is defined in [`super::uniform`], with only the unit for each bucket: half the metadata of max-min. With
+//! q = 2^(bits - 1) - 1, a code is its level plus q. Hence L = 2 q, and min = -q * unit.
 //!
 //! # Arithmetic
-//! unit = max |x| / q, rounded up to 17 significant bits (to those of 16-bit metadata, where they are fewer), so that its
-//! product with any level is exact; at least the smallest normal number of the metadata's type, or 0 if all are zero.
+//! unit = max |x| / q, rounded up to 17 significant bits, so that its product with any level is exact. 16-bit metadata
+//! has fewer significant bits and rounds up to these. unit is at least the smallest normal number of the metadata's
+//! type, or 0 if all values are zero.
 //!
-//! It is the symmetric quantization of integer inference, as in Jacob et al., 2018, by buckets.
+//! This is the symmetric quantization of integer inference, as in Jacob et al., 2018, applied to buckets.
 
 use super::cast;
 use super::loops::Range;
@@ -42,17 +43,17 @@ pub(super) const ROW: Row = Row {
 
 struct AbsMax;
 
-/// Lowest bits of a float32 that a unit has not got.
+/// Number of lowest bits of a float32 that are zero in a unit.
 const UNUSED_BITS: u32 = 7;
 
 impl AbsMax {
-    /// The greatest level above zero.
+    /// Returns the greatest level above zero.
     fn reach(bits: u8) -> f32 {
         ((1u32 << (bits - 1)) - 1) as f32
     }
 }
 
-/// A number that is not negative, rounded up to what products with levels of 7 bits are exact of.
+/// Rounds a number that is not negative up, so that its products with levels of 7 bits are exact.
 fn with_short_mantissa(value: f32) -> f32 {
     let unused = (1u32 << UNUSED_BITS) - 1;
     f32::from_bits((value.to_bits() + unused) & !unused)
@@ -75,13 +76,13 @@ impl Scheme for AbsMax {
         }
         let unit = with_short_mantissa(most / Self::reach(settings.bits));
         let unit = toward(meta, unit, Toward::Up).max(smallest_normal(meta));
-        // A range is twice the magnitude: where that overflows, halves do not.
+        // The range is twice the magnitude. If the range overflows, levels are found from halved values, which do not.
         let halves = (2.0 * most).is_infinite();
         Placed::new(unit, Self::min_of(unit, settings.bits), top, halves)
     }
 
     fn min_of(unit: f32, bits: u8) -> f32 {
-        // No -0, which would decode to another zero.
+        // Subtracts from 0.0 to avoid -0, which would decode to another zero.
         0.0 - unit * Self::reach(bits)
     }
 }

@@ -1,5 +1,5 @@
-//! The loops of `loops.rs` for which the compiler makes worse vectors than these: from floats to packed codes and back
-//! without a detour by way of memory.
+//! Replacements for those loops of `loops.rs` that the compiler vectorises less well: from floats to packed codes and
+//! back without a detour through memory.
 
 use std::arch::x86_64::{
     __m256, __m256i, _CMP_UNORD_Q, _mm_cvtsi32_si128, _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_loadu_si128,
@@ -9,7 +9,7 @@ use std::arch::x86_64::{
     _mm256_movemask_epi8, _mm256_movemask_ps, _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_setr_epi32,
     _mm256_slli_epi16, _mm256_slli_epi32, _mm256_srlv_epi32, _mm256_storeu_si256, _mm256_testz_si256,
 };
-// What differs in width only is named alike.
+// Instructions that differ only in width get the same name.
 use std::arch::x86_64::{
     _mm256_add_epi8 as add_epi8, _mm256_add_epi16 as add_epi16, _mm256_add_epi32 as add_epi32, _mm256_add_ps as add_ps,
     _mm256_and_si256 as and_si, _mm256_broadcastsi128_si256 as broadcast_128, _mm256_castps_si256 as castps_si,
@@ -37,9 +37,9 @@ use super::rng::{FACTORS, Narrow, RandomBits, SHARE, Stream};
 use super::traits::Sums;
 use crate::reduce::float16;
 
-/// Elements that make a vector of codes.
+/// Elements whose codes fill a vector.
 const GROUP: usize = 32;
-/// Those of a vector of floats.
+/// Floats in a vector.
 const LANES: usize = 8;
 
 groups!(
@@ -49,7 +49,7 @@ groups!(
     #[target_feature(enable = "avx2,fma")]
 );
 
-/// The greatest of eight numbers.
+/// Returns the greatest of eight numbers.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn reduce_max_epi32(numbers: __m256i) -> i32 {
@@ -58,25 +58,25 @@ fn reduce_max_epi32(numbers: __m256i) -> i32 {
     _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32::<1>(two)))
 }
 
-/// The same of numbers without a sign: with the highest bit over they have the order of those with one.
+/// Returns the greatest of eight unsigned numbers. With the highest bit flipped they have the order of signed numbers.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn reduce_max_epu32(numbers: __m256i) -> u32 {
     (reduce_max_epi32(xor_si(numbers, set1_epi32(i32::MIN))) ^ i32::MIN) as u32
 }
 
-/// The complement of the greatest complement.
+/// Returns the least of eight unsigned numbers: the complement of the greatest complement.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn reduce_min_epu32(numbers: __m256i) -> u32 {
     !reduce_max_epu32(xor_si(numbers, set1_epi32(-1)))
 }
 
-/// Writes 32 codes as `BITS` bits each, and perhaps anything behind them.
+/// Writes 32 codes as `BITS` bits each. It may write arbitrary bytes after them.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
-    // A greater one would spoil its neighbours.
+    // A code of more than `BITS` bits would damage its neighbours.
     debug_assert_eq!(_mm256_testz_si256(codes, set1_epi8(!(0xffu8 >> (8 - BITS)) as i8)), 1, "codes of {BITS} bits");
     if BITS == 1 {
         let bits = _mm256_movemask_epi8(_mm256_slli_epi16::<7>(codes));
@@ -84,26 +84,26 @@ fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
         return;
     }
     if BITS == 8 {
-        // SAFETY: the slice has room for 32 bytes.
+        // SAFETY: the slice has room for 32 bytes, checked by the slicing.
         unsafe { _mm256_storeu_si256(dst[..GROUP].as_mut_ptr().cast(), codes) };
         return;
     }
     let pairs = pairs::<BITS>(codes);
     if BITS == 4 {
         let bytes = _mm256_permute4x64_epi64::<0b1000>(packus_epi16(pairs, pairs));
-        // SAFETY: the slice has room for 16 bytes.
+        // SAFETY: the slice has room for 16 bytes, checked by the slicing.
         unsafe { _mm_storeu_si128(dst[..GROUP / 2].as_mut_ptr().cast(), _mm256_castsi256_si128(bytes)) };
         return;
     }
     let eights = eights::<BITS>(fours::<BITS>(pairs));
-    // Their bytes follow each other, in each half.
+    // Moves the bytes of the packed words next to each other, in each half.
     const FROM: [[i8; 16]; 9] = bytes_of_words();
     // SAFETY: a row of the table has 16 bytes.
     let from = broadcast_128(unsafe { _mm_loadu_si128(FROM[BITS].as_ptr().cast()) });
     let bytes = shuffle_epi8(eights, from);
     let halves = [_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes)];
     if dst.len() >= 2 * BITS + 16 {
-        // SAFETY: there are 16 bytes behind the one address and behind the other.
+        // SAFETY: `dst` has at least `2 * BITS + 16` bytes, so there are 16 bytes after either address.
         unsafe {
             _mm_storeu_si128(dst.as_mut_ptr().cast(), halves[0]);
             _mm_storeu_si128(dst.as_mut_ptr().add(2 * BITS).cast(), halves[1]);
@@ -111,14 +111,14 @@ fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
     } else {
         for (dst, half) in dst.chunks_exact_mut(2 * BITS).zip(halves) {
             let mut bytes = [0u8; 16];
-            // SAFETY: there are 16 bytes.
+            // SAFETY: `bytes` has 16 bytes.
             unsafe { _mm_storeu_si128(bytes.as_mut_ptr().cast(), half) };
             dst.copy_from_slice(&bytes[..2 * BITS]);
         }
     }
 }
 
-/// As [`loops::narrow_bf16`], sixteen values at a time: the compiler packs eight.
+/// Does what [`loops::narrow_bf16`] does, sixteen values at a time: the compiler packs eight.
 #[target_feature(enable = "avx2,fma")]
 pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) {
     if most.is_finite() {
@@ -127,18 +127,18 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most
     const ELEMENTS: usize = 2 * LANES;
     let whole = values.len() - values.len() % ELEMENTS;
     for (dst, values) in dst.chunks_exact_mut(ELEMENTS).zip(values.chunks_exact(ELEMENTS)) {
-        // SAFETY: there are two vectors of values.
+        // SAFETY: `values` has `ELEMENTS` values, which are two vectors.
         let values = unsafe { [loadu_ps(values.as_ptr()), loadu_ps(values[LANES..].as_ptr())] };
-        // SAFETY: there is room for sixteen elements of two bytes.
+        // SAFETY: `dst` has room for sixteen elements of two bytes.
         unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), upper_halves(rounded(values))) };
     }
     loops::narrow_bf16(&mut dst[whole..], &values[whole..], most);
 }
 
-/// As [`loops::sum_bf16`], which does what is left.
+/// Does what [`loops::sum_bf16`] does, and leaves the rest of the elements to it.
 ///
 /// # Safety
-/// As there.
+/// The contract of [`loops::sum_bf16`].
 #[target_feature(enable = "avx2,fma")]
 pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) {
     const ELEMENTS: usize = loops::SUM_GROUP;
@@ -146,7 +146,7 @@ pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) 
     let whole = dst.len() - dst.len() % ELEMENTS;
     let groups = dst.chunks_exact_mut(ELEMENTS).zip(src.chunks_exact(ELEMENTS));
     for (at, (dst, src)) in (0..).step_by(ELEMENTS).zip(groups) {
-        // SAFETY: there are sixteen elements and, by the caller's promise, as many addends.
+        // SAFETY: `src` has sixteen elements, and there are as many addends by this function's contract.
         let mut values = unsafe {
             [0, LANES].map(|lane| {
                 let halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(src[lane..].as_ptr().cast()));
@@ -161,11 +161,11 @@ pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) 
         if let Some(results) = sums.results {
             for (lane, rounded) in [0, LANES].into_iter().zip(rounded) {
                 let kept = and_si(rounded, set1_epi32(!0xffff));
-                // SAFETY: there is room for as many results, by the caller's promise.
+                // SAFETY: there is room for as many results, by this function's contract.
                 unsafe { _mm256_storeu_si256(results.add(at + lane).cast(), kept) };
             }
         }
-        // SAFETY: there is room for sixteen elements of two bytes.
+        // SAFETY: `dst` has room for sixteen elements of two bytes.
         unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), upper_halves(rounded)) };
     }
     let rest = Sums {
@@ -173,11 +173,12 @@ pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) 
         results: sums.results.map(|results| results.wrapping_add(whole)),
         ..sums
     };
-    // SAFETY: the caller's promise, of those that are left.
+    // SAFETY: `rest` begins after the `whole` elements, so this function's contract covers the remaining ones.
     unsafe { loops::sum_bf16(&mut dst[whole..], &src[whole..], rest) };
 }
 
-/// As [`round_bf16`](crate::reduce::float16::round_bf16): the nearest bfloat16, ties to even, in the upper halves.
+/// Returns the nearest bfloat16, ties to even, in the upper halves, like
+/// [`round_bf16`](crate::reduce::float16::round_bf16).
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn rounded(values: [__m256; 2]) -> [__m256i; 2] {
@@ -186,7 +187,7 @@ fn rounded(values: [__m256; 2]) -> [__m256i; 2] {
         let odd = and_si(srli_epi32::<16>(bits), set1_epi32(1));
         add_epi32(bits, add_epi32(odd, set1_epi32(0x7fff)))
     });
-    // Rounded like a number, a NaN would become one.
+    // Rounding would turn a NaN into a number.
     if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(values[0], values[1])) == 0 {
         return rounded;
     }
@@ -198,11 +199,11 @@ fn rounded(values: [__m256; 2]) -> [__m256i; 2] {
     [a, b]
 }
 
-/// The upper halves of all words, in order.
+/// Returns the upper halves of all words, in order.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn upper_halves([a, b]: [__m256i; 2]) -> __m256i {
-    // Packing works within halves of a vector.
+    // Packing works within halves of a vector, so the parts are put in order.
     _mm256_permute4x64_epi64::<0b11_01_10_00>(packus_epi32(srli_epi32::<16>(a), srli_epi32::<16>(b)))
 }
 
@@ -216,17 +217,17 @@ impl<const BITS: usize> Values<BITS> {
         Self(scale)
     }
 
-    /// Those of the first eight codes.
+    /// Returns the values of the first eight codes.
     #[inline]
     #[target_feature(enable = "avx2,fma")]
     fn of(self, src: &[u8]) -> __m256 {
         const { assert!(BITS <= 8) };
-        // SAFETY: the slice has eight bytes.
+        // SAFETY: the slice has eight bytes, checked by the slicing.
         let word = unsafe { _mm_loadl_epi64(src[..8].as_ptr().cast()) };
         let levels = if BITS == 8 {
             _mm256_cvtepu8_epi32(word)
         } else {
-            // The two bytes that a code lies in, moved down by as many bits as it begins at.
+            // Takes the two bytes that hold a code, and shifts them down by the offset of its first bit.
             const FROM: [[i8; 32]; 8] = bytes_of_codes();
             const BY: [[u32; 8]; 8] = bits_of_codes();
             // SAFETY: a row of each table has 32 bytes.
@@ -239,7 +240,7 @@ impl<const BITS: usize> Values<BITS> {
     }
 }
 
-/// Packing works within halves of a vector: what it leaves are fours, out of order.
+/// Puts the result of packing in order. Packing works within halves of a vector, so groups of four are out of order.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn ordered(packed: __m256i) -> __m256i {

@@ -1,5 +1,5 @@
-//! As `avx2.rs`, in vectors of 64 bytes: 64 elements at a time, and levels of up to 5 bits are decoded by a table in a
-//! register. Buckets that have no 64 elements, and what is left of others, are for `avx2.rs`.
+//! The loops of `avx2.rs` in vectors of 64 bytes: 64 elements at a time. A table in a register decodes levels of up to
+//! 5 bits. Buckets of less than 64 elements, and the rest of other buckets, are left to `avx2.rs`.
 
 use std::arch::x86_64::{
     __m512, __m512i, _mm_cvtsi32_si128, _mm_loadu_si128, _mm_storeu_si128, _mm256_storeu_si256, _mm512_castsi512_si256,
@@ -7,7 +7,7 @@ use std::arch::x86_64::{
     _mm512_mask_storeu_epi8, _mm512_permutex2var_ps, _mm512_permutexvar_epi16, _mm512_permutexvar_epi32,
     _mm512_permutexvar_ps, _mm512_setr_epi32, _mm512_srlv_epi32, _mm512_storeu_si512, _mm512_test_epi8_mask,
 };
-// What differs in width only is named alike.
+// Instructions that differ only in width get the same name.
 use std::arch::x86_64::{
     _mm512_add_epi8 as add_epi8, _mm512_add_epi16 as add_epi16, _mm512_add_epi32 as add_epi32, _mm512_add_ps as add_ps,
     _mm512_and_si512 as and_si, _mm512_broadcast_i32x4 as broadcast_128, _mm512_castps_si512 as castps_si,
@@ -35,9 +35,9 @@ use super::groups::{
 use super::loops::{Buckets, Grid, Loops, Range, Scale, by_bits};
 use super::rng::{FACTORS, Narrow, RandomBits, SHARE, Stream};
 
-/// Elements that make a vector of codes.
+/// Elements whose codes fill a vector.
 const GROUP: usize = 64;
-/// Those of a vector of floats.
+/// Floats in a vector.
 const LANES: usize = 16;
 
 groups!(
@@ -47,11 +47,11 @@ groups!(
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 );
 
-/// Writes 64 codes as `BITS` bits each, and perhaps anything behind them.
+/// Writes 64 codes as `BITS` bits each. It may write arbitrary bytes after them.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn pack<const BITS: usize>(dst: &mut [u8], codes: __m512i) {
-    // A greater one would spoil its neighbours.
+    // A code of more than `BITS` bits would damage its neighbours.
     debug_assert_eq!(_mm512_test_epi8_mask(codes, set1_epi8(!(0xffu8 >> (8 - BITS)) as i8)), 0, "codes of {BITS} bits");
     if BITS == 1 {
         let bits = _mm512_test_epi8_mask(codes, set1_epi8(1));
@@ -59,46 +59,46 @@ fn pack<const BITS: usize>(dst: &mut [u8], codes: __m512i) {
         return;
     }
     if BITS == 8 {
-        // SAFETY: the slice has room for 64 bytes.
+        // SAFETY: the slice has room for 64 bytes, checked by the slicing.
         unsafe { _mm512_storeu_si512(dst[..GROUP].as_mut_ptr().cast(), codes) };
         return;
     }
     let pairs = pairs::<BITS>(codes);
     if BITS == 4 {
-        // SAFETY: the slice has room for 32 bytes.
+        // SAFETY: the slice has room for 32 bytes, checked by the slicing.
         unsafe { _mm256_storeu_si256(dst[..GROUP / 2].as_mut_ptr().cast(), _mm512_cvtepi16_epi8(pairs)) };
         return;
     }
     let fours = fours::<BITS>(pairs);
     if BITS == 2 {
-        // SAFETY: the slice has room for 16 bytes.
+        // SAFETY: the slice has room for 16 bytes, checked by the slicing.
         unsafe { _mm_storeu_si128(dst[..GROUP / 4].as_mut_ptr().cast(), _mm512_cvtepi32_epi8(fours)) };
         return;
     }
     let eights = eights::<BITS>(fours);
-    // Their bytes follow each other in each quarter, then as words in all of the vector.
+    // Moves the bytes of the packed words next to each other in each quarter, then as 16-bit words in the whole vector.
     const BYTES: [[i8; 16]; 9] = bytes_of_words();
     const WORDS: [[u16; 32]; 9] = words_of_quarters();
-    // SAFETY: a row of the first table has 16 bytes, one of the second 64.
+    // SAFETY: a row of the first table has 16 bytes, a row of the second 64.
     let [from, words] =
         unsafe { [broadcast_128(_mm_loadu_si128(BYTES[BITS].as_ptr().cast())), loadu_si(WORDS[BITS].as_ptr().cast())] };
     let bytes = _mm512_permutexvar_epi16(words, shuffle_epi8(eights, from));
     let most = if BITS == 3 { 32 } else { 64 };
     if dst.len() < most {
         let dst = dst[..8 * BITS].as_mut_ptr();
-        // SAFETY: the slice has room for as many bytes as the mask has bits.
+        // SAFETY: the slice has room for `8 * BITS` bytes, as many as the mask has bits.
         unsafe { _mm512_mask_storeu_epi8(dst.cast(), !(u64::MAX << (8 * BITS)), bytes) };
     } else if BITS == 3 {
-        // SAFETY: the slice has room for 32 bytes.
+        // SAFETY: `dst` has at least 32 bytes.
         unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), _mm512_castsi512_si256(bytes)) };
     } else {
-        // SAFETY: the slice has room for 64 bytes.
+        // SAFETY: `dst` has at least 64 bytes.
         unsafe { _mm512_storeu_si512(dst.as_mut_ptr().cast(), bytes) };
     }
 }
 
-/// For each number of bits: the places of as many words of each quarter of a vector, one quarter after the other. What is behind
-/// them is not stored, and is the first word of the vector, which any other would do for.
+/// Returns, for each number of bits, the positions of that many words of each quarter of a vector, one quarter after
+/// the other. The words after them are not stored; their positions are arbitrary and refer to the first word.
 const fn words_of_quarters() -> [[u16; 32]; 9] {
     let mut all = [[0; 32]; 9];
     let mut bits = 1;
@@ -118,12 +118,12 @@ const fn words_of_quarters() -> [[u16; 32]; 9] {
 struct Values<const BITS: usize> {
     unit: __m512,
     min: __m512,
-    /// Those of the lowest 32 levels, again and again if there are fewer.
+    /// The values of the lowest 32 levels, repeated if there are fewer levels.
     table: [__m512; 2],
 }
 
 impl<const BITS: usize> Values<BITS> {
-    /// Most bits for which there are registers with all values.
+    /// Maximum bits for which registers hold all values.
     const MOST_IN_TABLE: usize = 5;
 
     #[inline]
@@ -138,24 +138,24 @@ impl<const BITS: usize> Values<BITS> {
         Self { unit, min, table }
     }
 
-    /// Those of the first sixteen codes.
+    /// Returns the values of the first sixteen codes.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     fn of(self, src: &[u8]) -> __m512 {
         const { assert!(BITS <= 8) };
-        // SAFETY: the slice has sixteen bytes.
+        // SAFETY: the slice has sixteen bytes, checked by the slicing.
         let bytes = unsafe { _mm_loadu_si128(src[..16].as_ptr().cast()) };
         let levels = if BITS == 8 {
             _mm512_cvtepu8_epi32(bytes)
         } else {
-            // The two bytes that a code lies in, moved down by as many bits as it begins at.
+            // Takes the two bytes that hold a code, and shifts them down by the offset of its first bit.
             const FROM: [[i8; 64]; 8] = bytes_of_codes();
             const BY: [[u32; 16]; 8] = bits_of_codes();
             // SAFETY: a row of each table has 64 bytes.
             let [from, by] = unsafe { [loadu_si(FROM[BITS].as_ptr().cast()), loadu_si(BY[BITS].as_ptr().cast())] };
             _mm512_srlv_epi32(shuffle_epi8(broadcast_128(bytes), from), by)
         };
-        // The tables are looked up by the lowest bits of a word.
+        // A table is indexed by the lowest bits of a word, so higher bits need not be cleared.
         if BITS < Self::MOST_IN_TABLE {
             return _mm512_permutexvar_ps(levels, self.table[0]);
         }
@@ -167,7 +167,7 @@ impl<const BITS: usize> Values<BITS> {
     }
 }
 
-/// Packing works within quarters of a vector: what it leaves are fours, out of order.
+/// Puts the result of packing in order. Packing works within quarters of a vector, so groups of four are out of order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn ordered(packed: __m512i) -> __m512i {

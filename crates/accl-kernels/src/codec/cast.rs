@@ -1,7 +1,7 @@
-//! Casts: elements as they are, or as float16 or bfloat16, rounded to nearest even.
+//! Casts: elements unchanged, or as float16 or bfloat16, rounded to nearest even.
 //!
-//! Encoded, a slice is its elements in little-endian order and zeros up to a multiple of 8. A value beyond the range of
-//! float16 becomes an infinity, and a NaN stays one (of the canonical payload where it is cast).
+//! Encoded, a slice is its elements in little-endian order and zeros up to a multiple of 8 bytes. A value beyond the
+//! range of float16 becomes an infinity. A NaN stays a NaN, of the canonical payload if it is cast.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub(super) const RAW: Row = Row {
 
 pub(super) const BF16: Row = Row {
     auto: &["bf16"],
-    // Half a step of 8 significant bits, and of the smallest step.
+    // Half a step of 8 significant bits, and half of the smallest step.
     bound: |_, values, _| bound(values, -8, -134, f64::from(BF16_OVERFLOWS)),
     ..row(1, "bf16", "bfloat16, rounded to nearest even", |_, isa| cast(&BF16, Some(Dtype::BF16), isa))
 };
@@ -38,7 +38,7 @@ pub(super) const FP16: Row = Row {
     })
 };
 
-/// What casts have in common: one with another bound and without loss says so.
+/// The common part of the rows of casts. A cast with another bound, or without loss, replaces these fields.
 const fn row(id: u8, name: &'static str, description: &'static str, build: Build) -> Row {
     Row {
         id,
@@ -59,20 +59,20 @@ const fn row(id: u8, name: &'static str, description: &'static str, build: Build
     }
 }
 
-/// Of rounding to a share of 2^`share` at most, and to 2^`floor` where numbers are smallest.
+/// Returns the bound of rounding: at most a share of 2^`share`, and at most 2^`floor` for the smallest numbers.
 fn bound(values: &[f32], share: i32, floor: i32, overflows: f64) -> Bound {
     let is_held = values.iter().all(|value| f64::from(*value).abs() < overflows);
     Bound { share: 2f64.powi(share), floor: if is_held { 2f64.powi(floor) } else { f64::INFINITY } }
 }
 
-/// Elements lie at multiples of so many bytes in any of the types.
+/// Alignment of encoded slices in bytes, enough for each of the types.
 const ALIGN_BYTES: usize = 8;
-/// Elements that are never parted: a cache line of float32.
+/// Elements that are never split between slices: a cache line of float32.
 const GRAIN: usize = 16;
 
 struct Cast {
     row: &'static Row,
-    /// What elements travel as, unless as they are.
+    /// Type in which elements are sent; `None` keeps the tensor's type.
     wire: Option<Dtype>,
     loops: &'static Loops,
 }
@@ -86,7 +86,7 @@ impl Cast {
         self.wire.unwrap_or(tensor)
     }
 
-    /// The elements among what was encoded.
+    /// Returns the bytes of the elements in an encoded slice.
     fn elements<'a>(&self, src: &'a [u8], tensor: Dtype, count: usize) -> &'a [u8] {
         assert_eq!(src.len(), self.encoded_bytes(tensor, count), "what {count} elements become");
         &src[..count * self.wire(tensor).size_bytes()]
@@ -112,7 +112,8 @@ impl Codec for Cast {
         assert_eq!(dst.len(), self.encoded_bytes(slice.tensor, slice.count), "room for {} elements", slice.count);
         let (elements, zeros) = dst.split_at_mut(slice.count * wire.size_bytes());
         zeros.fill(0);
-        // SAFETY: the caller's promise; there is room for each element.
+        // SAFETY: the slice's elements may be read by this function's contract, and `elements` has room for each of
+        // them.
         unsafe { convert(elements.as_mut_ptr(), wire, slice, self.loops) };
         NonFinite::default()
     }
@@ -121,7 +122,7 @@ impl Codec for Cast {
         let _env = DefaultFloatEnv::enter();
         let src = self.elements(src, tensor, count);
         let slice = Slice { src: src.as_ptr(), dtype: self.wire(tensor), tensor, count, first: 0 };
-        // SAFETY: the caller's promise; the slice is what was encoded.
+        // SAFETY: `dst` has room for the elements by this function's contract, and `slice` refers to `src`.
         unsafe { convert(dst, into, slice, self.loops) };
     }
 
@@ -135,7 +136,7 @@ impl Codec for Cast {
     }
 }
 
-/// Of bfloat16.
+/// Only for bfloat16.
 impl EncodeSums for Cast {
     unsafe fn encode_sums(&self, dst: &mut [u8], src: &[u8], sums: Sums) {
         let _env = DefaultFloatEnv::enter();
@@ -145,7 +146,8 @@ impl EncodeSums for Cast {
         zeros.fill(0);
         let (elements, _) = elements.as_chunks_mut();
         let (src, _) = src.as_chunks();
-        // SAFETY: the caller's promise; the instruction set was checked when the loops were chosen.
+        // SAFETY: `sums` has valid pointers by this function's contract; the instruction set was checked when the loops
+        // were chosen.
         unsafe { (self.loops.sum_bf16)(elements, src, sums) };
     }
 }

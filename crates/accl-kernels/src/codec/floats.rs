@@ -1,4 +1,4 @@
-//! Elements that are not encoded, where they meet others that are: into float32 and back.
+//! Conversion of unencoded elements into float32 and back, where they are combined with encoded elements.
 
 use accl_types::Dtype;
 
@@ -13,10 +13,10 @@ use crate::isa::Isa;
 pub(super) const F16_OVERFLOWS: f32 = 65_520.0;
 pub(super) const BF16_OVERFLOWS: f32 = f32::from_bits(0x7f7f_8000);
 
-/// Sums that are made side by side.
+/// Partial sums that are added up at the same time.
 const LANES: usize = 16;
 
-/// Reads and writes float32, float16 and bfloat16 by way of float32. No address need be aligned.
+/// Reads and writes float32, float16 and bfloat16 by way of float32. No address needs alignment.
 #[derive(Clone, Copy)]
 pub struct Floats {
     loops: &'static Loops,
@@ -29,30 +29,31 @@ impl Default for Floats {
 }
 
 impl Floats {
-    /// Makes the sums what the elements are.
+    /// Sets the sums to the elements.
     ///
     /// # Safety
-    /// There are as many elements as sums; they may be read, and are written by nobody meanwhile.
+    /// There are as many elements as sums. They may be read, and no other thread writes them meanwhile.
     pub unsafe fn read(self, sums: &mut [f32], src: *const u8, dtype: Dtype) {
         let _env = DefaultFloatEnv::enter();
         let slice = Slice { src, dtype, tensor: dtype, count: sums.len(), first: 0 };
-        // SAFETY: the caller's promise; the instruction set is there.
+        // SAFETY: the elements may be read by this function's contract; `sums` has room for them; `Isa::best` is
+        // available.
         unsafe { convert(sums.as_mut_ptr().cast(), Dtype::F32, slice, self.loops) };
     }
 
     /// Adds the elements to the sums.
     ///
     /// # Safety
-    /// As for [`Floats::read`].
+    /// The contract of [`Floats::read`].
     pub unsafe fn add(self, sums: &mut [f32], src: *const u8, dtype: Dtype) {
         let _env = DefaultFloatEnv::enter();
         let slice = Slice { src, dtype, tensor: dtype, count: sums.len(), first: 0 };
-        // SAFETY: the caller's promise; the instruction set is there.
+        // SAFETY: the elements may be read by this function's contract, one for each sum; `Isa::best` is available.
         unsafe { add_slice(sums, slice, self.loops) };
     }
 
-    /// Finishes sums of a tensor: divides them, and makes those infinite that the tensor's type cannot hold, as they would
-    /// have become if they had travelled as they were.
+    /// Finishes sums of a tensor: divides them by `divisor`, if given. Sums that the tensor's type cannot hold become
+    /// infinite, as they would if elements were sent unencoded.
     pub fn finish(self, sums: &mut [f32], divisor: Option<f32>, tensor: Dtype) {
         let _env = DefaultFloatEnv::enter();
         if let Some(divisor) = divisor {
@@ -66,7 +67,7 @@ impl Floats {
         sums.iter_mut().for_each(|sum| *sum = if sum.abs() >= limit { f32::INFINITY.copysign(*sum) } else { *sum });
     }
 
-    /// The sum of the squares.
+    /// Returns the sum of the squares.
     pub fn squares(self, values: &[f32]) -> f64 {
         let _env = DefaultFloatEnv::enter();
         let (groups, rest) = values.as_chunks::<LANES>();
@@ -77,11 +78,11 @@ impl Floats {
         lanes.iter().sum::<f64>() + rest.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>()
     }
 
-    /// What an encoding has lost: the difference between what was encoded and what that decodes to; nothing where that is not
-    /// finite. It takes the place of `decoded`, too. Returns the sum of its squares.
+    /// Computes the loss of an encoding: the sums that were encoded minus the values that they decode to, and 0 where
+    /// that is not finite. Writes the loss to `dst` and over `decoded`, and returns the sum of its squares.
     ///
     /// # Safety
-    /// There is room for as many float32 as there are sums, and nobody else uses it meanwhile.
+    /// `dst` has room for as many float32 as there are sums, and no other thread accesses it meanwhile.
     ///
     /// # Panics
     /// Panics unless both have the same length.
@@ -92,20 +93,20 @@ impl Floats {
             let loss = sum - *decoded;
             *decoded = if loss.is_finite() { loss } else { 0.0 };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: `dst` has room for as many float32 as `decoded` has, by this function's contract.
         unsafe { decoded.as_ptr().cast::<u8>().copy_to_nonoverlapping(dst, size_of_val(decoded)) };
         self.squares(decoded)
     }
 
-    /// Makes the elements what the sums are, rounded to nearest even; beyond the range of a 16-bit type they are infinite.
+    /// Writes the sums as elements, rounded to nearest even; beyond the range of a 16-bit type they become infinite.
     ///
     /// # Safety
-    /// There is room for as many elements as there are sums, and nobody else uses it meanwhile.
+    /// `dst` has room for as many elements as there are sums, and no other thread accesses it meanwhile.
     pub unsafe fn write(self, dst: *mut u8, dtype: Dtype, sums: &[f32]) {
         let _env = DefaultFloatEnv::enter();
         let src = sums.as_ptr().cast();
         let slice = Slice { src, dtype: Dtype::F32, tensor: dtype, count: sums.len(), first: 0 };
-        // SAFETY: the caller's promise; the slice is `sums`.
+        // SAFETY: `dst` has room for the elements by this function's contract, and `slice` refers to `sums`.
         unsafe { convert(dst, dtype, slice, self.loops) };
     }
 }

@@ -1,11 +1,12 @@
-//! 8-bit floating point in blocks of 256 with a float32 scale, as training in fp8 has it.
+//! 8-bit floating point in blocks of 256 with a float32 scale, as used in fp8 training.
 //!
-//! The format is that of [`super::scaled`], without groups.
+//! The format is defined in [`super::scaled`], without groups.
 //!
 //! # Arithmetic
-//! scale = max |x| / largest, without the lowest 4 of its 24 significant bits, so that its product with an element is
-//! exact and not above max |x| but for a rounding of the quotient; at least the smallest normal number of float32.
-//! The greatest element may so be above the largest number by one in 2^19, and becomes it.
+//! scale = max |x| / largest, with the lowest 4 of its 24 significant bits cleared, and at least the smallest normal
+//! number of float32. Its product with an element is then exact. Except for the rounding of the quotient, the product
+//! is not above max |x|.
+//! The greatest element may therefore exceed the largest number by one part in 2^19, and becomes the largest number.
 
 use super::scaled::{Scaled, Scaling, is_finite, row};
 use super::small_float::SmallFloat;
@@ -17,10 +18,10 @@ pub(super) const E4M3: Row =
 pub(super) const E5M2: Row =
     row(7, "e5m2", "e5m2 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<true>>::FAMILY);
 
-/// Lowest bits of a float32 that a scale has not got.
+/// Mask of the lowest bits of a float32, which are cleared in a scale.
 const UNUSED_BITS: u32 = (1 << 4) - 1;
 
-/// With five bits of exponent, or four.
+/// The scaling with five exponent bits if `FIVE`, else with four.
 struct Fp8<const FIVE: bool>;
 
 impl<const FIVE: bool> Scaling for Fp8<FIVE> {

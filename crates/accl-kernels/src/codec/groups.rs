@@ -1,35 +1,37 @@
-//! What vectors of every instruction set have in common: the way through buckets, a group of elements at a time.
+//! Common part of the vector loops of all instruction sets: the way through buckets, one group of elements at a time.
 
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
 use super::loops::Range;
 
-/// How far ahead memory is asked for, in bytes: three buckets of the usual size, since ranges are found without a pause, one
-/// bucket before levels are. Sums that are added to want it as far, too.
+/// Distance of prefetches in bytes: three buckets of the usual size. Ranges are found without a pause, one bucket
+/// before levels are. Sums that are added to need the same distance.
 const AHEAD: usize = 6144;
 
-/// Asks for `LINES` cache lines, as many as a group has: those that are [`AHEAD`] of this one, while it is calculated with. They may
-/// be behind the end of the slice.
+/// Prefetches `LINES` cache lines, as many as a group has, that lie [`AHEAD`] bytes after this group. They may lie
+/// beyond the end of the slice.
 #[inline(always)]
 pub(super) fn ask_ahead<const LINES: usize>(group: &[f32]) {
     for line in 0..LINES {
-        // SAFETY: an address is only a hint to a prefetch, which reads nothing from it and never faults.
+        // SAFETY: a prefetch takes any address as a hint, reads nothing from it and never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(group.as_ptr().wrapping_byte_add(AHEAD + 64 * line).cast()) };
     }
 }
 
-/// The greatest of the bits of a bucket's values, as signed and as unsigned numbers.
+/// The greatest bits of a bucket's values, compared as signed and as unsigned numbers.
 ///
-/// Of floats of one sign the greater bits are the greater magnitude. Signed, those that are not negative come last, so
-/// that the greatest bits are the greatest value's; unsigned, the negative ones do, and they are the least value's. Bits
-/// of NaN and infinities are beyond those of all others of their sign. So two comparisons find all of a range.
+/// Among floats of one sign, greater bits mean a greater magnitude. Compared as signed, values that are not negative
+/// come last, so the greatest bits belong to the greatest value. Compared as unsigned, negative values come last, so
+/// the greatest bits belong to the least value.
+/// Bits of NaN and infinities are beyond the bits of all other values of their sign. Therefore two comparisons find the
+/// whole range.
 pub(super) struct Greatest {
     pub(super) signed: i32,
     pub(super) unsigned: u32,
 }
 
 impl Greatest {
-    /// The range, for values of one sign by means of the `least` of their bits.
+    /// Returns the range. For values of one sign it needs the `least` of their bits.
     #[inline(always)]
     pub(super) fn range(self, least: impl FnOnce() -> u32) -> Range {
         let (max, min) = (self.signed as u32, self.unsigned);
@@ -45,27 +47,28 @@ impl Greatest {
     }
 }
 
-/// RandomBits for a group after the other.
+/// Random bits for one group after the other.
 pub(super) trait Source {
     type Vector;
 
-    /// In words of 16 bits, in the order in which packing leaves the values.
+    /// Returns random bits in words of 16 bits, in the order in which packing leaves the values.
     ///
     /// # Safety
-    /// The instruction set is there.
+    /// The machine has the instruction set of the implementation.
     unsafe fn next(&mut self) -> [Self::Vector; 2];
 }
 
-/// Defines `with_vectors` and the loops that it puts in place of others, each compiled with `$feature`. Where there is no
-/// whole group, `$narrower` does it. `$floats` and `$vector` are vectors of floats and of integers. The module has
-/// * `GROUP`, the elements of a group, and `LANES`, those of a vector;
+/// Defines `with_vectors` and the loops that it puts in place of others, each compiled with `$feature`. Elements that
+/// do not fill a group are left to `$narrower`. `$floats` and `$vector` are vectors of floats and of integers. The
+/// module provides:
+/// * `GROUP`, the elements of a group, and `LANES`, the elements of a vector;
 /// * instructions, named without their width;
-/// * `pack`, which writes the codes of a group, and `ordered`, which undoes what packing within quarters of 16 bytes does to
-///   their order;
-/// * `Values`, those of the levels of a bucket.
+/// * `pack`, which writes the codes of a group, and `ordered`, which restores the order after packing within quarters
+///   of 16 bytes;
+/// * `Values`, the values of the levels of a bucket.
 macro_rules! groups {
     ($narrower:ident, $floats:ty, $vector:ty, #[$feature:meta]) => {
-        /// The loops of this instruction set, with these in place of its own.
+        /// Returns the loops of this instruction set, with the vector loops in place of some of them.
         pub(crate) const fn with_vectors(loops: Loops) -> Loops {
             Loops { range, ranges, encode, encode_drawn, decode, decode_add, ..loops }
         }
@@ -73,7 +76,8 @@ macro_rules! groups {
         /// Cache lines of a group.
         const LINES: usize = GROUP / 16;
 
-        /// As [`loops::range`](super::loops::range), but for the sign of a zero, which nothing depends on.
+        /// Does what [`loops::range`](super::loops::range) does, except for the sign of a zero, which nothing depends
+        /// on.
         #[$feature]
         pub(super) fn range(values: &[f32]) -> Range {
             let mut groups = values.chunks_exact(GROUP);
@@ -97,7 +101,7 @@ macro_rules! groups {
             if rest.is_empty() { all } else { all.joined($narrower::range(rest)) }
         }
 
-        /// The least of the values' bits.
+        /// Returns the least of the values' bits.
         #[inline(never)]
         #[$feature]
         fn least_bits(values: &[f32]) -> u32 {
@@ -141,14 +145,14 @@ macro_rules! groups {
             }
         }
 
-        /// What is less than a group. Compiled alone, it takes no registers from the loop.
+        /// Encodes the rest of less than a group. As a function of its own it takes no registers from the loop.
         #[inline(never)]
         #[$feature]
         fn encode_left(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
             $narrower::encode(dst, values, grids);
         }
 
-        /// Codes are found in words of 16 bits, which hold 256 times a level and a draw together.
+        /// Encodes with draws. Codes are computed in 16-bit words, which hold 256 times a level plus a draw.
         #[$feature]
         pub(super) fn encode_drawn(
             dst: &mut [u8],
@@ -158,9 +162,10 @@ macro_rules! groups {
             first: u64,
         ) {
             let bits = grids.bits;
-            // Groups of one bucket follow those of another.
+            // Whether a group of one bucket directly follows a group of another.
             let follow = grids.bucket.is_multiple_of(GROUP) || grids.of.len() == 1;
-            // 256 times the inverse is as good as a multiplication of the result, except where it leaves the range of float32.
+            // Multiplying by 256 times the inverse gives the same result as multiplying the result by 256, except
+            // outside the range of float32.
             let is_plain = follow && grids.of.iter().all(|grid| (256.0 * grid.inverse).is_finite());
             let Some(own) = Counters::new(random_bits.own, first, values.len()).filter(|_| is_plain) else {
                 return $narrower::encode_drawn(dst, values, grids, random_bits, first);
@@ -191,7 +196,7 @@ macro_rules! groups {
             values: &[f32],
             grids: Buckets<Grid>,
         ) {
-            // SAFETY: this function has the instruction set.
+            // SAFETY: this function is compiled for, and called only with, the instruction set of `source`.
             let mut random_bits = unsafe { source.next() };
             for (grid, elements, bytes) in grids.each(values.len()) {
                 let (dst, values) = (&mut dst[bytes], &values[elements]);
@@ -199,9 +204,9 @@ macro_rules! groups {
                 for (values, at) in values.chunks_exact(GROUP).zip((0..).step_by(GROUP / 8 * BITS)) {
                     ask_ahead::<LINES>(values);
                     let levels = levels(values, &fine);
-                    // Those of the next group are begun: a hash takes as long as the rest, and nothing of this group waits for
-                    // it.
-                    // SAFETY: this function has the instruction set.
+                    // Begins to compute the draws of the next group now: a hash takes as long as the rest, and nothing
+                    // of this group waits for it.
+                    // SAFETY: this function is compiled for, and called only with, the instruction set of `source`.
                     let drawn = mem::replace(&mut random_bits, unsafe { source.next() });
                     pack::<BITS>(&mut dst[at..], with_draws(levels, drawn));
                 }
@@ -269,8 +274,8 @@ macro_rules! groups {
             }
         }
 
-        /// The levels of a group, to nearest even: the mode that the callers have set. None is above the top: what the three
-        /// roundings before this one add is far less than half a level.
+        /// Returns the levels of a group, rounded to nearest even, which is the mode that the callers have set. None
+        /// exceeds the top: the three roundings before this one add far less than half a level.
         #[inline]
         #[$feature]
         fn levels(values: &[f32], grid: &Grid) -> [$vector; 4] {
@@ -282,14 +287,14 @@ macro_rules! groups {
             parts
         }
 
-        /// The codes of levels.
+        /// Returns the codes of levels.
         #[inline]
         #[$feature]
         fn codes([a, b, c, d]: [$vector; 4]) -> $vector {
             ordered(packus_epi16(packus_epi32(a, b), packus_epi32(c, d)))
         }
 
-        /// The codes of 256 times levels and random bits together.
+        /// Returns the codes of 256 times levels plus random bits.
         #[inline]
         #[$feature]
         fn with_draws([a, b, c, d]: [$vector; 4], [lower, upper]: [$vector; 2]) -> $vector {
@@ -297,7 +302,7 @@ macro_rules! groups {
             ordered(packus_epi16(srli_epi16::<8>(lower), srli_epi16::<8>(upper)))
         }
 
-        /// Two codes in each word of 16 bits. A factor of 2^7 would be negative.
+        /// Packs two codes into each 16-bit word. For 7 bits a factor is not used, since 2^7 would be negative.
         #[inline]
         #[$feature]
         fn pairs<const BITS: usize>(codes: $vector) -> $vector {
@@ -308,14 +313,14 @@ macro_rules! groups {
             or_si(and_si(codes, set1_epi16(0xff)), upper)
         }
 
-        /// Four codes in each word of 32 bits.
+        /// Packs four codes into each 32-bit word.
         #[inline]
         #[$feature]
         fn fours<const BITS: usize>(pairs: $vector) -> $vector {
             madd_epi16(pairs, set1_epi32(1 | 1 << (16 + 2 * BITS)))
         }
 
-        /// Eight codes in each word of 64 bits.
+        /// Packs eight codes into each 64-bit word.
         #[inline]
         #[$feature]
         fn eights<const BITS: usize>(fours: $vector) -> $vector {
@@ -323,7 +328,7 @@ macro_rules! groups {
             srl_epi64(sllv_epi32(fours, set1_epi64(free.into())), _mm_cvtsi32_si128(free))
         }
 
-        /// Those of a stream as they are.
+        /// The random bits of a stream, unchanged.
         struct Alone(Counters);
 
         impl Source for Alone {
@@ -337,7 +342,7 @@ macro_rules! groups {
             }
         }
 
-        /// Those of a stream in the strata of a rank.
+        /// The random bits of a stream, placed into the strata of a rank.
         struct Among {
             own: Counters,
             picks: Counters,
@@ -359,17 +364,18 @@ macro_rules! groups {
                 let strata = shuffle_epi8(strata, and_si(picks, half));
                 let rotations = shuffle_epi8(rotations, and_si(srli_epi16::<4>(picks), half));
                 let strata = add_epi8(strata, rotations);
-                // What is less than the world wraps around and is the lesser.
+                // A difference below zero wraps around, so the minimum is the sum modulo `world`.
                 let strata = min_epu8(strata, sub_epi8(strata, set1_epi8(world as i8)));
                 let random_bits = self.own.next();
-                // The compiler would widen a factor that it knows to be the same each time, and multiply in 32 bits.
+                // `black_box` hides that the factor is always the same: the compiler would otherwise widen it and
+                // multiply in 32 bits.
                 let factor = black_box(set1_epi16(factor as i16));
                 [unpacklo_epi8(random_bits, strata), unpackhi_epi8(random_bits, strata)]
                     .map(|words| srl_epi16(mulhi_epu16(words, factor), _mm_cvtsi32_si128(shift.into())))
             }
         }
 
-        /// Random bytes of a stream, for a group of elements after the other.
+        /// Random bytes of a stream, for one group of elements after the other.
         struct Counters {
             counters: $vector,
             mixed_in: u32,
@@ -380,7 +386,7 @@ macro_rules! groups {
             #[$feature]
             fn new(stream: Stream, first: u64, elements: usize) -> Option<Self> {
                 let (start, mixed_in) = stream.start(first / SHARE as u64, elements / SHARE)?;
-                // In the order in which packing leaves the values.
+                // Counters in the order in which packing leaves the values.
                 const ORDER: [i32; LANES] = fours_in_quarters();
                 // SAFETY: the table is as long as a vector.
                 let order = unsafe { loadu_si(ORDER.as_ptr().cast()) };
@@ -396,7 +402,7 @@ macro_rules! groups {
             }
         }
 
-        /// As in `rng.rs`, of a vector of counters.
+        /// Hashes a vector of counters like `rng.rs` does.
         #[inline]
         #[$feature]
         fn hash(counters: $vector, mixed_in: u32) -> $vector {
@@ -409,34 +415,34 @@ macro_rules! groups {
         }
 
         impl<const BITS: usize> Values<BITS> {
-            /// Adds those of the first codes, as many as a vector has, to sums.
+            /// Adds the values of the first codes, as many as a vector has, to `sums`.
             #[inline]
             #[$feature]
             fn add_to(self, sums: &mut [f32], src: &[u8]) {
                 let sums = &mut sums[..LANES];
-                // SAFETY: there are as many sums.
+                // SAFETY: `sums` has `LANES` elements, checked by the slicing.
                 unsafe { storeu_ps(sums.as_mut_ptr(), add_ps(load(sums), self.of(src))) };
             }
 
-            /// Writes those of the first codes.
+            /// Writes the values of the first codes, as many as a vector has.
             #[inline]
             #[$feature]
             fn write_to(self, dst: &mut [MaybeUninit<f32>], src: &[u8]) {
-                // SAFETY: there is room for a vector.
+                // SAFETY: `dst` has room for a vector, checked by the slicing.
                 unsafe { storeu_ps(dst[..LANES].as_mut_ptr().cast(), self.of(src)) };
             }
         }
 
-        /// The first values.
+        /// Loads the first values.
         #[inline]
         #[$feature]
         fn load(values: &[f32]) -> $floats {
-            // SAFETY: the slice has a vector of them.
+            // SAFETY: the slice has a vector of values, checked by the slicing.
             unsafe { loadu_ps(values[..LANES].as_ptr()) }
         }
 
-        /// The codes of the group at `at`, with as many bytes as a vector's from where its last codes begin: where they are,
-        /// or in `room`.
+        /// Returns the codes of the group at `at`, followed by enough bytes that a whole vector can be read from where
+        /// the last codes begin. The bytes are in `packed`, or copied to `room`.
         #[inline(always)]
         fn readable<'a, const BITS: usize>(packed: &'a [u8], at: usize, room: &'a mut [u8; GROUP]) -> &'a [u8] {
             if let Some(bytes) = packed.get(at..at + (GROUP - LANES) / 8 * BITS + LANES) {
@@ -449,7 +455,8 @@ macro_rules! groups {
 }
 pub(super) use groups;
 
-/// For each number of bits, where the lowest bytes of two words of 64 bits are, as many of each; and zeros.
+/// Returns, for each number of bits, the positions of that many lowest bytes of two 64-bit words. -1 fills the rest and
+/// selects zeros.
 pub(super) const fn bytes_of_words() -> [[i8; 16]; 9] {
     let mut all = [[-1; 16]; 9];
     let mut bits = 1;
@@ -464,7 +471,7 @@ pub(super) const fn bytes_of_words() -> [[i8; 16]; 9] {
     all
 }
 
-/// For each number of bits, at which bit of its first byte each of so many codes begins.
+/// Returns, for each number of bits, the bit in its first byte at which each of `CODES` codes begins.
 pub(super) const fn bits_of_codes<const CODES: usize>() -> [[u32; CODES]; 8] {
     let mut all = [[0; CODES]; 8];
     let mut bits = 1;
@@ -479,7 +486,7 @@ pub(super) const fn bits_of_codes<const CODES: usize>() -> [[u32; CODES]; 8] {
     all
 }
 
-/// For each number of bits, the bytes that each of so many codes lies in, as words of 32 bits: four times as many bytes.
+/// Returns, for each number of bits, the bytes that hold each code, as 32-bit words: four bytes per code.
 pub(super) const fn bytes_of_codes<const BYTES: usize>() -> [[i8; BYTES]; 8] {
     let mut all = [[-1; BYTES]; 8];
     let mut bits = 1;
@@ -496,7 +503,7 @@ pub(super) const fn bytes_of_codes<const BYTES: usize>() -> [[i8; BYTES]; 8] {
     all
 }
 
-/// The fours of a group in the order in which packing four vectors leaves them: of each vector one in each 16 bytes.
+/// Returns the order in which packing four vectors leaves groups of four: one of each vector in each 16 bytes.
 pub(super) const fn fours_in_quarters<const LANES: usize>() -> [i32; LANES] {
     let mut order = [0; LANES];
     let mut at = 0;

@@ -1,20 +1,23 @@
-//! Max-min of what a randomized Hadamard rotation makes of each bucket: its error hardly depends on how values are
-//! distributed.
+//! Max-min after a randomized Hadamard rotation of each bucket: its error hardly depends on how values are distributed.
 //!
-//! A full bucket x of n elements becomes y = H D x, with D the signs below and H the Hadamard matrix of n rows over
-//! sqrt(n), rows in natural order: the product of a rotation and reflections, so that its transpose is its inverse. y
-//! is encoded as [`super::max_min`] does it, decoded to float32 and rotated back: x = D H y. What is behind the last
-//! full bucket is not rotated. A slice is encoded in parts of as many buckets as have 4,096 elements, at least one;
-//! the parts follow each other.
+//! A full bucket x of n elements becomes y = H D x. D has the signs below, and H is the Hadamard matrix of n rows over
+//! sqrt(n), rows in natural order. H D is a product of a rotation and reflections, so its transpose is its inverse.
+//! y is encoded like [`super::max_min`] encodes it, decoded to float32 and rotated back: x = D H y. Elements after the
+//! last full bucket are not rotated.
+//! A slice is encoded in parts of as many buckets as have 4,096 elements, at least one bucket. The parts follow each
+//! other.
 //!
 //! # Arithmetic
-//! In float32, each operation rounded: elements are multiplied by the sign over sqrt(n), rounded; then pairs whose
-//! indices differ in bit 0 alone become sum and difference, then those of bit 1, and so on. Back, the pairs come
-//! first. The sign of an element is the highest bit of the hash of its index in its bucket below: whoever decodes
-//! knows it. A bucket whose rotated values are not below 2^112 in magnitude is one that the metadata cannot hold, so
-//! that rotating back never overflows.
+//! In float32, each operation rounded:
+//! * Elements are multiplied by the sign over sqrt(n), rounded.
+//! * Pairs whose indices differ only in bit 0 become sum and difference, then pairs that differ in bit 1, and so on.
+//! * Rotating back, the pairs come first.
 //!
-//! The rotation: Suresh et al., Distributed mean estimation with limited communication, 2017.
+//! The sign of an element is the highest bit of the hash of its index in its bucket, so the decoder knows it.
+//! If the rotated values of a bucket are not all below 2^112 in magnitude, the bucket counts as one that the metadata
+//! cannot hold. Rotating back therefore never overflows.
+//!
+//! The rotation is from Suresh et al., Distributed mean estimation with limited communication, 2017.
 
 use std::sync::Arc;
 
@@ -55,28 +58,28 @@ pub(super) const ROW: Row = Row {
 
 /// Elements of a part, unless a bucket has more.
 const PART: usize = 4096;
-/// Added to indices, so that what is hashed is not 0, whose hash is 0.
+/// Added to indices, because the hash of 0 is 0.
 const AWAY_FROM_0: u32 = 0x9e37_79b9;
-/// Rotated values are below it: 2^112, which is far less than what 2^13 of them could overflow with.
+/// Limit of the magnitude of rotated values: 2^112. Sums of 2^13 such values are far from overflowing.
 const LIMIT: f32 = f32::from_bits((127 + 112) << 23);
 
 struct Hadamard {
     settings: Settings,
-    /// Of what is rotated.
+    /// Codec of the rotated values.
     max_min: Arc<dyn Codec>,
-    /// The sign of each element of a bucket, over the square root of their number.
+    /// The sign of each element of a bucket, over the square root of the number of elements.
     signs: Vec<f32>,
     loops: &'static Loops,
 }
 
-/// The error of rotated values is at most that of max-min; rotated back, each value gets the mean of all of them, times the
-/// square root of their number. The range of what has this norm is the norm times the square root of 2 at most.
+/// Returns the bound. Rotated values have at most the error of max-min. Rotating back multiplies it by at most the
+/// square root of their number. The range of values with a given norm is at most the norm times the square root of 2.
 fn bound(settings: &Settings, values: &[f32]) -> Bound {
     if values.len() < bucket_of(settings) {
         return max_min::bound_of_range(settings, range_of(values));
     }
     let norm = values.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>().sqrt();
-    // A value that float32 cannot hold when it is rotated makes the bucket NaN.
+    // If float32 cannot hold a rotated value, the bucket becomes NaN.
     let reach = norm * std::f64::consts::FRAC_1_SQRT_2;
     let rotated = max_min::bound_of_range(settings, (-reach, reach));
     Bound { share: 0.0, floor: rotated.floor * (values.len() as f64).sqrt() + norm * 2f64.powi(-18) }
@@ -100,14 +103,15 @@ impl Hadamard {
         PART.max(self.bucket())
     }
 
-    /// Writes elements to `values`, full buckets rotated; those that must become NaN for it are counted.
+    /// Writes elements to `values`, full buckets rotated. Counts the finite buckets that must become NaN because of the
+    /// rotation.
     ///
     /// # Safety
-    /// As for [`Slice::piece`].
+    /// The contract of [`Slice::piece`].
     unsafe fn rotated(&self, values: &mut [f32], slice: Slice) -> NonFinite {
         let Loops { rotate, range, .. } = *self.loops;
         let mut room = [0.0; PIECE];
-        // SAFETY: the caller's promise; there is a value for each element.
+        // SAFETY: the slice's elements may be read by this function's contract, and `values` has room for each.
         unsafe { convert(values.as_mut_ptr().cast(), Dtype::F32, slice, self.loops) };
         let mut too_large = 0;
         for (start, bucket) in (0..).step_by(self.bucket()).zip(values.chunks_exact_mut(self.bucket())) {
@@ -119,7 +123,8 @@ impl Hadamard {
             if !found.finite || found.max >= LIMIT || found.min <= -LIMIT {
                 bucket.fill(f32::NAN);
                 let mut pieces = (start..start + self.bucket()).step_by(PIECE.min(self.bucket()));
-                // SAFETY: as above; the caller's promise.
+                // SAFETY: the elements may be read by this function's contract; the instruction set was checked when
+                // `self` was made.
                 let was_finite = pieces.all(|start| unsafe {
                     let piece = slice.piece(&mut room, start, self.loops);
                     range(&piece[..piece.len().min(self.bucket())]).finite
@@ -130,7 +135,7 @@ impl Hadamard {
         NonFinite { not_finite: 0, too_large }
     }
 
-    /// Calls `each` with the first element and the values of every part, in their order.
+    /// Calls `each` with the first element's index and the values of every part, in their order.
     fn decode_parts(&self, mut src: &[u8], tensor: Dtype, count: usize, mut each: impl FnMut(usize, &[f32])) {
         assert_eq!(src.len(), self.encoded_bytes(tensor, count), "what {count} elements become");
         let mut values = vec![0.0; self.part().min(count)];
@@ -139,7 +144,7 @@ impl Hadamard {
             let (part, rest) = src.split_at(self.max_min.encoded_bytes(tensor, elements));
             src = rest;
             let values = &mut values[..elements];
-            // SAFETY: there is room for the elements.
+            // SAFETY: `values` has room for the elements.
             unsafe { self.max_min.decode(values.as_mut_ptr().cast(), Dtype::F32, part, tensor, elements) };
             for bucket in values.chunks_exact_mut(self.bucket()) {
                 // SAFETY: the instruction set was checked when `self` was made.
@@ -174,12 +179,13 @@ impl Codec for Hadamard {
             let part = slice.part(start, self.part().min(count - start));
             let (to, rest) = dst.split_at_mut(self.max_min.encoded_bytes(slice.tensor, part.count));
             dst = rest;
-            // SAFETY: the caller's promise: these are elements of the slice; then it is `values`.
+            // SAFETY: `part` lies in the slice, which may be read by this function's contract; `rotated` refers to
+            // `values`.
             unsafe {
                 let too_large = self.rotated(&mut values[..part.count], part);
                 let rotated = Slice { src: values.as_ptr().cast(), dtype: Dtype::F32, ..part };
                 non_finite += self.max_min.encode(to, rotated, rng_key);
-                // All that were made NaN count as not finite there.
+                // Max-min counts every bucket that was made NaN as not finite.
                 non_finite.not_finite -= too_large.too_large;
                 non_finite += too_large;
             }
@@ -190,14 +196,15 @@ impl Codec for Hadamard {
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], tensor: Dtype, count: usize) {
         let _env = DefaultFloatEnv::enter();
         self.decode_parts(src, tensor, count, |start, values| {
-            // What travelled as it is stays so, infinities too.
+            // Elements that were sent unencoded stay unchanged, including infinities.
             let raw = if self.settings.skip_incomplete { values.len() % self.bucket() } else { 0 };
             let (coded, raw) = values.split_at(values.len() - raw);
             for (start, values, beyond) in
                 [(start, coded, Beyond::Largest), (start + coded.len(), raw, Beyond::Infinite)]
             {
                 let dst = dst.wrapping_add(start * into.size_bytes());
-                // SAFETY: the caller's promise: these are elements of the result.
+                // SAFETY: the elements from `start` on lie in the result, for which `dst` has room by this function's
+                // contract.
                 unsafe { write_values(dst, (into, beyond), values, self.loops) };
             }
         });

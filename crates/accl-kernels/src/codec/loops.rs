@@ -1,6 +1,7 @@
-//! The loops that codecs are made of, each written once and inlined into a function per instruction set. From
-//! float32 to packed codes and back; codes of one byte each, in between, stay in the L1 cache. Where an instruction set has
-//! loops of its own (`groups.rs`), these are what they must equal, and they do what is left over.
+//! The loops that codecs consist of, each written once and inlined into a function per instruction set. They convert
+//! float32 to packed codes and back. The codes of one byte each, in between, stay in the L1 cache.
+//! If an instruction set has loops of its own (`groups.rs`), they must give the same results as these. Elements that do
+//! not fill a group are left to these.
 
 use std::mem::MaybeUninit;
 use std::ops;
@@ -12,22 +13,22 @@ pub(crate) use super::small_float::{Blocks, add_small_values, magnitudes, small_
 use super::traits::Sums;
 use crate::reduce::float16;
 
-/// Elements that are handled side by side; the order of comparisons depends on it and on nothing else.
+/// Elements that are handled at the same time. Only the order of comparisons depends on this number.
 const LANES: usize = 32;
 
-/// Codes that are made before they are packed, and random numbers for them.
+/// Number of codes that are made before they are packed, and of random numbers for them.
 const CODES: usize = 512;
 
-/// 2^23: the sum of it and a smaller number that is not negative has the number, rounded to nearest even, in its lowest
-/// bits.
+/// 2^23. The sum of 2^23 and a smaller number that is not negative has that number in its lowest bits, rounded to
+/// nearest even.
 const ROUNDS: f32 = 8_388_608.0;
 
-/// What is known of the values of a bucket.
+/// Range of the values of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Range {
     pub(crate) min: f32,
     pub(crate) max: f32,
-    /// If not, the others mean nothing.
+    /// Whether all values are finite; if not, `min` and `max` mean nothing.
     pub(crate) finite: bool,
 }
 
@@ -40,27 +41,28 @@ pub(crate) struct Grid {
     pub(crate) top: f32,
 }
 
-/// A level's value is `min + unit * level`.
+/// Values of levels: the value of a level is `min + unit * level`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scale {
     pub(crate) unit: f32,
     pub(crate) min: f32,
 }
 
-/// What is known of buckets that follow each other, all of `bucket` elements but perhaps the last.
+/// Parameters of buckets that follow each other, all of `bucket` elements but perhaps the last.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Buckets<'a, T> {
     pub(crate) of: &'a [T],
     pub(crate) bucket: usize,
-    /// Of a code.
+    /// Bits of a code.
     pub(crate) bits: u8,
 }
 
-/// One of them: its elements, and the bytes of its codes.
+/// One bucket: its parameter, the range of its elements, and the range of its codes' bytes.
 pub(crate) type Bucket<'a, T> = (&'a T, ops::Range<usize>, ops::Range<usize>);
 
 impl<'a, T> Buckets<'a, T> {
-    /// Each of the buckets of so many elements. It does not divide: a call may be for one bucket.
+    /// Iterates over the buckets of `elements` elements. It avoids divisions, because a call may be for a single
+    /// bucket.
     #[inline(always)]
     pub(crate) fn each(self, elements: usize) -> impl Iterator<Item = Bucket<'a, T>> {
         let bytes = move |elements: usize| (elements * usize::from(self.bits)).div_ceil(8);
@@ -72,10 +74,10 @@ impl<'a, T> Buckets<'a, T> {
 }
 
 impl Range {
-    /// Joined with another it is the other.
+    /// Neutral element of [`Range::joined`].
     pub(crate) const NEUTRAL: Range = Range { min: f32::INFINITY, max: f32::NEG_INFINITY, finite: true };
 
-    /// Of two parts together.
+    /// Returns the range of two parts together.
     pub(crate) fn joined(self, other: Range) -> Range {
         Range {
             min: if other.min < self.min { other.min } else { self.min },
@@ -85,7 +87,7 @@ impl Range {
     }
 }
 
-/// Least and greatest value of a bucket that is not empty.
+/// Returns the least and the greatest value of a bucket that is not empty.
 #[inline(always)]
 pub(crate) fn range(values: &[f32]) -> Range {
     let mut lanes = Lanes { min: [values[0]; LANES], max: [values[0]; LANES], bits: [0; LANES] };
@@ -106,7 +108,7 @@ pub(crate) fn range(values: &[f32]) -> Range {
     Range { min: lanes.min[0], max: lanes.max[0], finite: lanes.bits[0] < 0x7f80_0000 }
 }
 
-/// That of each bucket.
+/// Finds the range of each bucket.
 #[inline(always)]
 pub(crate) fn ranges(ranges: &mut [Range], values: &[f32], bucket: usize) {
     for (index, to) in ranges.iter_mut().enumerate() {
@@ -117,7 +119,7 @@ pub(crate) fn ranges(ranges: &mut [Range], values: &[f32], bucket: usize) {
 struct Lanes {
     min: [f32; LANES],
     max: [f32; LANES],
-    /// The greatest magnitude, as bits: NaN and infinity are above all others.
+    /// The greatest magnitude, as bits: NaN and infinity are above all other values.
     bits: [i32; LANES],
 }
 
@@ -129,7 +131,7 @@ impl Lanes {
         }
     }
 
-    /// The upper lanes of so many into the lower ones.
+    /// Joins the upper `half` lanes into the lower ones.
     #[inline(always)]
     fn fold(&mut self, half: usize) {
         for lane in 0..half {
@@ -145,7 +147,7 @@ impl Lanes {
     }
 }
 
-/// Codes of the values' levels, to nearest even.
+/// Encodes values: the codes are their levels, rounded to nearest even.
 #[inline(always)]
 pub(crate) fn encode(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
     for (grid, elements, bytes) in grids.each(values.len()) {
@@ -153,8 +155,8 @@ pub(crate) fn encode(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
     }
 }
 
-/// As [`encode`], to one of the two levels next to each value by a draw from 0 to 255; `first` is the index of the first
-/// element, a multiple of 8, to which the random bits were turned.
+/// Encodes values like [`encode`], but rounds to one of the two neighbouring levels by a draw from 0 to 255. `first` is
+/// the index of the first element, a multiple of 8, to which the random bits were turned.
 #[inline(always)]
 pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, random_bits: &RandomBits, first: u64) {
     for (grid, elements, bytes) in grids.each(values.len()) {
@@ -165,7 +167,7 @@ pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>,
     }
 }
 
-/// Packs the codes that `make` makes of values, with the index of the first of them.
+/// Packs the codes that `make` creates from values. `make` also gets the index of the first value.
 #[inline(always)]
 fn in_pieces(dst: &mut [u8], values: &[f32], bits: u8, mut make: impl FnMut(&mut [u8], &[f32], usize)) {
     let pieces = dst.chunks_mut(CODES / 8 * usize::from(bits)).zip(values.chunks(CODES));
@@ -176,7 +178,7 @@ fn in_pieces(dst: &mut [u8], values: &[f32], bits: u8, mut make: impl FnMut(&mut
     }
 }
 
-/// The values of codes.
+/// Writes the values of codes.
 #[inline(always)]
 pub(crate) fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) {
     for (scale, elements, bytes) in scales.each(dst.len()) {
@@ -191,7 +193,7 @@ pub(crate) fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<S
     }
 }
 
-/// Adds the values of codes.
+/// Adds the values of codes to `sums`.
 #[inline(always)]
 pub(crate) fn decode_add(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) {
     for (scale, elements, bytes) in scales.each(sums.len()) {
@@ -206,7 +208,7 @@ pub(crate) fn decode_add(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) {
     }
 }
 
-/// The level of each value, to nearest even.
+/// Computes the level of each value, rounded to nearest even.
 #[inline(always)]
 fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
     for (code, &value) in codes.iter_mut().zip(values) {
@@ -214,7 +216,7 @@ fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
     }
 }
 
-/// As [`levels`], see [`encode_drawn`].
+/// Computes the level of each value by a draw, see [`encode_drawn`].
 #[inline(always)]
 fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, random_bits: &RandomBits, first: u64) {
     for (part, (codes, values)) in codes.chunks_mut(CODES).zip(values.chunks(CODES)).enumerate() {
@@ -226,21 +228,22 @@ fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, random_bits: &Ran
     }
 }
 
-/// 256 times the level is at most 255 * 256: the draw carries over with the probability of the fraction.
+/// Rounds one value by a draw. 256 times the level is at most 255 * 256, so the draw carries over with the probability
+/// of the fraction.
 #[inline(always)]
 fn drawn(value: f32, grid: &Grid, draw: u8) -> u8 {
     let fine = (scaled(value, grid) * 256.0 + ROUNDS).to_bits() & 0xffff;
     ((fine + u32::from(draw)) >> 8) as u8
 }
 
-/// Not below 0, since no value is below the grid's `min`.
+/// Returns the level as a number. It is not below 0, since no value is below the grid's `min`.
 #[inline(always)]
 fn scaled(value: f32, grid: &Grid) -> f32 {
     let scaled = (value - grid.min) * grid.inverse;
     if scaled < grid.top { scaled } else { grid.top }
 }
 
-/// The lowest `bits` of each `lane` bits of a word.
+/// Returns a mask of the lowest `bits` of each `lane` bits of a word.
 const fn low_of(bits: usize, lane: usize) -> u64 {
     let (mut mask, mut at) = (0, 0);
     while at < 64 {
@@ -250,8 +253,8 @@ const fn low_of(bits: usize, lane: usize) -> u64 {
     mask
 }
 
-/// Codes of `BITS` bits, the first in the lowest, eight of them in `BITS` bytes. As many codes as whole groups need; the
-/// last bytes may be those of a group that is not wanted whole.
+/// Packs codes of `BITS` bits, the first in the lowest bits, eight codes in `BITS` bytes. `codes` has as many codes as
+/// whole groups need. The last bytes may belong to a group that is only partly needed.
 #[inline(always)]
 fn pack_by<const BITS: usize>(dst: &mut [u8], codes: &[u8]) {
     if BITS == 8 {
@@ -276,7 +279,7 @@ fn word_of(bytes: &[u8]) -> u64 {
     bytes.try_into().map_or(0, u64::from_le_bytes)
 }
 
-/// Neighbours of 8, 16 and 32 bits move together.
+/// Packs the codes of a word. Neighbours of 8, then 16, then 32 bits move together.
 #[inline(always)]
 fn pack_word<const BITS: usize>(word: u64) -> u64 {
     let word = word & low_of(BITS, 16) | (word & low_of(BITS, 16) << 8) >> (8 - BITS);
@@ -291,7 +294,7 @@ fn unpack_word<const BITS: usize>(word: u64) -> u64 {
     word & low_of(BITS, 16) | (word & low_of(BITS, 16) << BITS) << (8 - BITS)
 }
 
-/// The reverse of [`pack_by`], for as many codes as `codes` has, a multiple of 8. What `src` lacks is zero.
+/// The reverse of [`pack_by`], for as many codes as `codes` has, a multiple of 8. Bytes that `src` lacks count as zero.
 #[inline(always)]
 fn unpack_by<const BITS: usize>(codes: &mut [u8], src: &[u8]) {
     if BITS == 8 {
@@ -313,7 +316,7 @@ fn unpack_by<const BITS: usize>(codes: &mut [u8], src: &[u8]) {
     }
 }
 
-/// Calls `$function::<BITS>` with the number of bits that is only known now.
+/// Calls `$function::<BITS>` with a number of bits that is known only at run time.
 macro_rules! by_bits {
     ($function:ident($($argument:expr),*), $bits:expr) => {
         match $bits {
@@ -362,14 +365,15 @@ pub(crate) fn widen_bf16(dst: &mut [MaybeUninit<f32>], src: &[[u8; 2]]) {
     }
 }
 
-/// As `clamp`, without its panic, which keeps loops from being vectors.
+/// Clamps like `clamp`, without its panic, which prevents the compiler from vectorising loops.
 #[inline(always)]
 fn at_most(value: f32, most: f32) -> f32 {
     let value = if value > most { most } else { value };
     if value < -most { -most } else { value }
 }
 
-/// What is greater than `most` becomes it: the largest finite value, or an infinity that changes nothing.
+/// Rounds to float16. Values greater than `most` become `most`: the largest finite value, or an infinity that changes
+/// nothing.
 #[inline(always)]
 pub(crate) fn narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) {
     for (bytes, &value) in dst.iter_mut().zip(values) {
@@ -377,7 +381,7 @@ pub(crate) fn narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most:
     }
 }
 
-/// As [`narrow_f16`].
+/// Rounds to bfloat16; `most` as for [`narrow_f16`].
 #[inline(always)]
 pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) {
     for (bytes, &value) in dst.iter_mut().zip(values) {
@@ -388,18 +392,18 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most
 /// Elements of [`sum_bf16`] that are read before any of them is written.
 pub(crate) const SUM_GROUP: usize = 16;
 
-/// Adds bfloat16 to float32, divides the sums if they are to be, rounds them to bfloat16, and writes them as float32, too, where that is
-/// wanted.
+/// Adds bfloat16 to float32, divides the sums by `divisor` if given, and rounds them to bfloat16. If `results` is
+/// given, writes the rounded sums there as float32, too.
 ///
 /// # Safety
-/// There are as many addends as elements, and as much room for results, which may lie where the addends do.
+/// There are as many addends as elements, and as much room for results. The results may replace the addends.
 #[inline(always)]
 pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) {
     for (group, (dst, src)) in dst.chunks_mut(SUM_GROUP).zip(src.chunks(SUM_GROUP)).enumerate() {
         let at = group * SUM_GROUP;
         let mut values = [0.0; SUM_GROUP];
         for (index, (value, &bytes)) in values.iter_mut().zip(src).enumerate() {
-            // SAFETY: the caller's promise.
+            // SAFETY: there are as many addends as elements, by this function's contract; the read is unaligned.
             let addend = unsafe { sums.addends.add(at + index).read_unaligned() };
             *value = addend + float16::widen_bf16(u16::from_ne_bytes(bytes));
         }
@@ -410,7 +414,8 @@ pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) 
         for (index, (bytes, rounded)) in dst.iter_mut().zip(rounded).enumerate() {
             *bytes = ((rounded >> 16) as u16).to_ne_bytes();
             if let Some(results) = sums.results {
-                // SAFETY: the caller's promise.
+                // SAFETY: there is room for as many results as elements, by this function's contract; the write is
+                // unaligned.
                 unsafe { results.add(at + index).write_unaligned(f32::from_bits(rounded & 0xffff_0000)) };
             }
         }
@@ -420,16 +425,16 @@ pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) 
 /// See [`sum_bf16`].
 type SumNarrow = unsafe fn(&mut [[u8; 2]], &[[u8; 2]], Sums);
 
-/// Makes float32 of a 16-bit type.
+/// Converts a 16-bit type to float32.
 type Widen = unsafe fn(&mut [MaybeUninit<f32>], &[[u8; 2]]);
 
-/// Rounds to a 16-bit type; what is greater than the last argument becomes it.
+/// Rounds to a 16-bit type. Values greater than the last argument become the last argument.
 type Narrow = unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32);
 
-/// Writes the values of codes of blocks, from the blocks' scales.
+/// Writes the values of the codes of blocks. Arguments: destination, codes, scales of the blocks, format.
 type SmallValues = unsafe fn(&mut [MaybeUninit<f32>], &[u8], &[f32], Blocks);
 
-/// The loops as one instruction set has them.
+/// The loops compiled for one instruction set.
 #[derive(Clone, Copy)]
 pub(crate) struct Loops {
     pub(crate) range: unsafe fn(&[f32]) -> Range,
@@ -510,7 +515,7 @@ macro_rules! codec_loops {
     (@@ [$(#[$feature:meta])*] [unsafe] $name:ident($($arg:ident: $type:ty),*) -> $result:ty) => {
         $(#[$feature])*
         unsafe fn $name($($arg: $type),*) -> $result {
-            // SAFETY: the caller's promise is that of the loop.
+            // SAFETY: the contract of this function is the contract of the loop.
             unsafe { loops::$name($($arg),*) }
         }
     };

@@ -1,14 +1,14 @@
 //! Max-min uniform: the levels of a bucket lie evenly between its least and its greatest value.
 //!
-//! The format is that of [`super::uniform`], with unit and min for each bucket, and L = 2^bits - 1.
+//! The format is defined in [`super::uniform`], with unit and min for each bucket, and L = 2^bits - 1.
 //!
 //! # Arithmetic
-//! 16-bit metadata rounds min down, then unit = (max - min) / L up; float32 metadata has min as it is and rounds unit to
-//! nearest. A range of zero has unit 0; otherwise unit is at least the smallest normal number of the metadata's type. Where
-//! max - min overflows, unit is max / L - min / L, and levels are found from halves.
+//! 16-bit metadata rounds min down, and then unit = (max - min) / L up. float32 metadata keeps min and rounds unit to
+//! nearest. A range of zero has unit 0; otherwise unit is at least the smallest normal number of the metadata's type.
+//! If max - min overflows, unit is max / L - min / L, and levels are found from halves.
 //!
-//! The scheme is that of QSGD (Alistarh et al., 2017) with the grid of its implementations: two points per bucket in place of
-//! a norm.
+//! The scheme is QSGD (Alistarh et al., 2017) with the grid of its implementations: two points per bucket
+//! instead of a norm.
 
 use accl_types::Dtype;
 
@@ -41,7 +41,8 @@ pub(super) const ROW: Row = Row {
 
 struct MaxMin;
 
-/// A bit is both ends of the range: of values around its middle, that is more than they are.
+/// Returns the loss. With one bit a value becomes one of the two ends of the range. For values around the middle, that
+/// is an error greater than the values.
 pub(super) fn loss(settings: &Settings) -> Loss {
     match settings.bits {
         1 => Loss::Divergent,
@@ -50,13 +51,13 @@ pub(super) fn loss(settings: &Settings) -> Loss {
     }
 }
 
-/// Of values between these.
+/// Returns the bound of values between `least` and `greatest`.
 pub(super) fn bound_of_range(settings: &Settings, (least, greatest): (f64, f64)) -> Bound {
     let magnitude = greatest.max(-least).max(0.0);
     if greatest <= least && settings.meta == Dtype::F32 {
         return Bound { share: 0.0, floor: magnitude * 2f64.powi(-20) };
     }
-    // 16-bit metadata round the minimum down.
+    // 16-bit metadata rounds the minimum down.
     let below = if settings.meta == Dtype::F32 { 0.0 } else { magnitude * rounding_of(settings.meta) + 2f64.powi(-24) };
     let top = f64::from(MaxMin::top(settings.bits));
     uniform::bound(settings, (greatest - least + below) / top, magnitude)
@@ -73,7 +74,7 @@ impl Scheme for MaxMin {
     #[inline]
     fn place(settings: &Settings, range: Range) -> Result<Placed, NonFinite> {
         let (top, meta) = (Self::top(settings.bits), settings.meta);
-        // No -0, which would decode to another zero than the +0 of a neighbour.
+        // Adds 0.0 to avoid -0, which would decode to another zero than the +0 of a neighbour.
         let min = toward(meta, range.min, Toward::Down) + 0.0;
         let width = range.max - min;
         if width == 0.0 {

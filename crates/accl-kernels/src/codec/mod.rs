@@ -1,15 +1,16 @@
-//! Codecs: floats to fewer bits and back. One file and one row of [`CODECS`] each; start with [`Codec`].
+//! Codecs: floats to fewer bits and back. Each has one file and one row of [`CODECS`]; start with [`Codec`].
 //!
-//! Owns the bytes that a slice of a tensor becomes, the arithmetic of both directions and its random numbers. Does not
-//! know which tensors are compressed, what a tile's header or checksum is, who sends to whom, or residuals.
+//! Owns the encoded bytes of a slice of a tensor, the arithmetic of both directions and its random numbers. Does not
+//! know which tensors are compressed, a tile's header or checksum, which rank sends to which, or residuals.
 //!
 //! # Numbers
 //! * Encoding and decoding give the same bits on every instruction set, in every thread and floating-point mode.
-//! * The length of what is encoded depends on counts and settings only, never on values.
-//! * Random numbers are a function of a [`RngKey`] key and an element's index in its tensor: not of threads, slices or tiles.
-//! * A bucket with a NaN or an infinity decodes to NaN in all of its elements, and leaves its neighbours alone. So does
-//!   one whose values are finite but that the metadata cannot hold; the two are counted apart, see [`NonFinite`].
-//! * Any bytes can be decoded: wrong ones give wrong numbers and nothing worse.
+//! * The length of an encoded slice depends only on counts and settings, never on values.
+//! * Random numbers are a function of a [`RngKey`] key and an element's index in its tensor: not of threads, slices or
+//!   tiles.
+//! * A bucket with a NaN or an infinity decodes to NaN in all of its elements, and does not affect its neighbours. So
+//!   does a bucket of finite values that the metadata cannot hold. The two are counted separately, see [`NonFinite`].
+//! * Any bytes can be decoded: wrong bytes give wrong numbers and no other harm.
 
 mod abs_max;
 #[cfg(target_arch = "x86_64")]
@@ -70,7 +71,7 @@ pub const CODECS: &[Row] = &[
     top_k::ROW,
 ];
 
-// Each has a number of its own, which fits its field in the words that ranks compare.
+// Each codec has a number of its own, which fits its field in the words that ranks compare.
 const _: () = {
     assert!(CODECS.len() <= 1 << ROW_BITS, "the table has more codecs than a word can number");
     let mut index = 0;
@@ -85,10 +86,10 @@ const _: () = {
     }
 };
 
-/// The codec of this name.
+/// Returns the row of the codec with this name.
 ///
 /// # Errors
-/// `Configuration` if there is none; the message lists those that there are, with the nearest one.
+/// `Configuration` if there is none; the message lists the known names, with the nearest one.
 pub fn codec(name: &str) -> Result<&'static Row> {
     CODECS.iter().find(|row| row.name == name).ok_or_else(|| {
         let names = CODECS.iter().map(|row| row.name);
@@ -98,7 +99,7 @@ pub fn codec(name: &str) -> Result<&'static Row> {
     })
 }
 
-/// What [`parse`] accepts, in words: for the texts of settings.
+/// Describes what [`parse`] accepts, for the texts of settings.
 pub fn accepted() -> String {
     let spelled: Vec<String> = CODECS.iter().map(Row::spelled).collect();
     let listed = match spelled.split_last() {
@@ -109,10 +110,10 @@ pub fn accepted() -> String {
     format!("a codec: {listed}, with settings such as maxmin:4,bucket=128,rounding=stochastic")
 }
 
-/// The codec that a text names: its name, `:` and the bits where it has a choice of them, then
-/// settings with `,` between: `bf16`, `maxmin:4`, `maxmin:4,bucket=128,rounding=stochastic`.
+/// Parses a codec: its name, `:` and the bits if it has a choice of them, then settings with `,` between. Examples:
+/// `bf16`, `maxmin:4`, `maxmin:4,bucket=128,rounding=stochastic`.
 ///
-/// Left out, settings are those of [`Settings::default`], with stochastic rounding below four bits.
+/// Omitted settings have the values of [`Settings::default`], except that rounding is stochastic below four bits.
 ///
 /// # Errors
 /// `Configuration` for an unknown codec or setting, with the nearest known one, and for a value that is not accepted.
@@ -121,7 +122,7 @@ pub fn parse(text: &str) -> Result<Arc<dyn Codec>> {
     row.build(&text::settings(text, row)?)
 }
 
-/// What a word says that [`Summary::word`] made; `None` if this version does not know the codec.
+/// Decodes a word that [`Summary::word`] made; `None` if this version does not know the codec.
 pub fn from_word(word: u32) -> Option<Summary> {
     let row = CODECS.iter().find(|row| row.id == Summary::row_id(word))?;
     Summary::from_word(word, row)

@@ -1,12 +1,14 @@
 //! Microscaling formats (OCP, version 1.0, 2023): blocks of 32 with a power of two as their scale.
 //!
-//! The format is that of [`super::scaled`], without groups. A scale is one byte, e8m0: 2^(byte - 127), and NaN is 255.
+//! The format is defined in [`super::scaled`], without groups. A scale is one byte, e8m0: 2^(byte - 127); 255
+//! is NaN.
 //!
 //! # Arithmetic
-//! The exponent of a scale is that of the greatest magnitude, rounded down, less that of the largest number: byte =
-//! the exponent of max |x| as float32 has it - 8 (e4m3), 15 (e5m2) or 2 (e2m1), at least 0. The greatest elements may
-//! so be above the largest number, and become it. Blocks with nothing above 2^-127 lose more the smaller they are:
-//! their scale would have to be smaller.
+//! The exponent of a scale is the exponent of the greatest magnitude, rounded down, less the exponent of the largest
+//! number. Let e be the exponent of max |x| as float32 stores it. Then byte = e - 8 (e4m3), e - 15 (e5m2) or e - 2
+//! (e2m1), at least 0.
+//! The greatest elements may therefore exceed the largest number, and become it. In blocks with nothing above 2^-127,
+//! smaller values lose more: their scale would have to be smaller.
 
 use super::scaled::{Scaled, Scaling, is_finite, row};
 use super::small_float::SmallFloat;
@@ -24,7 +26,7 @@ pub(super) const MXFP4: Row =
 /// The scale that decodes to NaN.
 const NAN: u8 = 0xff;
 
-/// Declares a format: its row, the numbers, the exponent of the largest of them, and its bound.
+/// Declares a format: its row, the numbers, the exponent of the largest number, and its bound.
 macro_rules! format {
     ($type:ident, $row:ident, $float:ident, $exponent:literal, $share:literal, $least:expr) => {
         struct $type;
@@ -58,12 +60,12 @@ fn place(greatest: &[u32], scales: &mut [u8], factors: &mut [f32], exponent: u32
     for ((&greatest, scale), factor) in greatest.iter().zip(scales).zip(factors) {
         let byte = (greatest >> 23).saturating_sub(exponent);
         *scale = if is_finite(greatest) { byte as u8 } else { NAN };
-        // 2^(127 - byte); a byte is never so large that this is not normal.
+        // 2^(127 - byte); a byte is never so large that this would not be normal.
         *factor = f32::from_bits((254 - byte) << 23);
     }
 }
 
-/// The number that a scale is.
+/// Returns the number that a scale stands for.
 fn power(byte: u8) -> f32 {
     let power = f32::from_bits(u32::from(byte) << 23);
     // 2^-127 is below the normal numbers.

@@ -1,16 +1,17 @@
 //! NVFP4: e2m1 floats in blocks of 16 with an e4m3 scale, and a float32 scale for each group of blocks.
 //!
-//! The format is that of [`super::scaled`]. A group is 2,048 elements. Elsewhere the float32 scale is a tensor's;
-//! here it must be found from what is encoded together, wherever a tensor is cut into tiles and ranks' parts, and all
-//! of it must be in one tile. 2,048 divides a tile and all buckets of powers of two meet it or are met by it, so that
-//! other codecs can be the other way's of the same tensor; its scale takes a sixty-fourth of a bit of each element.
-//! Smaller groups do not lose by it: they leave the blocks' scales more of their range.
+//! The format is defined in [`super::scaled`]. A group is 2,048 elements. In other implementations the float32 scale
+//! belongs to a tensor. Here it must be found from elements that are encoded together, wherever a tensor is cut into
+//! tiles and ranks' parts. All of the group must be in one tile.
+//! 2,048 divides a tile. A bucket size that is a power of two divides 2,048 or is a multiple of it. Therefore the other
+//! direction of the same tensor can use another codec. The scale takes a sixty-fourth of a bit of each element.
+//! Groups smaller than a tensor lose nothing: they leave the blocks' scales more of their range.
 //!
 //! # Arithmetic
-//! * group = max |x| of its finite blocks / (6 * 448), without the lowest 6 of its 24 significant bits; at least
-//!   2^-117, so that no product below is smaller than what float32 has;
-//! * block = max |x| * (1 / (6 * group)), to the nearest e4m3, at least the smallest of them, 2^-9, so that no block is
-//!   without numbers; scale = block * group, which is exact;
+//! * group = max |x| of its finite blocks / (6 * 448), with the lowest 6 of its 24 significant bits cleared, and at
+//!   least 2^-117, so that no product below is smaller than float32 can represent;
+//! * block = max |x| * (1 / (6 * group)), to the nearest e4m3, at least the smallest e4m3, 2^-9, so that every block
+//!   has numbers; scale = block * group, which is exact;
 //! * a block that is not finite has the scale NaN, 0x7f.
 
 use super::scaled::{Scaled, Scaling, is_finite, row};
@@ -26,7 +27,7 @@ pub(super) const ROW: Row = row(
 
 struct Nvfp4;
 
-/// Lowest bits of a float32 that a group's scale has not got.
+/// Mask of the lowest bits of a float32, which are cleared in a group's scale.
 const UNUSED_BITS: u32 = (1 << 6) - 1;
 /// 2^-117.
 const LEAST_GROUP: f32 = f32::from_bits((127 - 117) << 23);

@@ -1,6 +1,6 @@
-//! The table of codecs in `docs/compression.md`, from their rows.
+//! The table of codecs in `docs/compression.md`, generated from their rows.
 //!
-//! Owns its columns and where it stands in the page. Read [`page_with_table`] first.
+//! Owns the table's columns and its position in the page. Read [`page_with_table`] first.
 
 use accl_types::Dtype;
 
@@ -11,10 +11,10 @@ use super::traits::Row;
 const BEGIN: &str = "<!-- the table of codecs; from here on generated: ACCL_BLESS=1 cargo test -p accl-kernels -->\n";
 const END: &str = "<!-- end of the table of codecs -->\n";
 
-/// Elements that tell the bits of each.
+/// Number of elements from which the bits per element are computed.
 const MANY: usize = 1 << 20;
 
-/// The page with the table as the rows have it; `None` if it has no place for it.
+/// Returns the page with the table as the rows define it; `None` if the page has no place for the table.
 pub fn page_with_table(page: &str) -> Option<String> {
     let (before, rest) = page.split_once(BEGIN)?;
     let (_, after) = rest.split_once(END)?;
@@ -37,7 +37,7 @@ fn line(row: &Row) -> String {
     format!("| {names} | {bits} | {} | {}{feedback} |\n", settings.join(", "), row.description)
 }
 
-/// Of elements of a large float32 tensor, metadata included.
+/// Returns the bits per element of a large float32 tensor, including metadata.
 fn bits_of(row: &Row, bits: u8) -> String {
     let codec = row.build(&Settings { bits, ..Settings::default() });
     let bytes = codec.map_or(0, |codec| codec.encoded_bytes(Dtype::F32, MANY));

@@ -1,4 +1,4 @@
-//! The elements of a slice as float32, a piece at a time, and back: whatever their type and alignment.
+//! Conversion of a slice's elements to float32, one piece at a time, and back, for any type and alignment.
 
 use std::mem::MaybeUninit;
 use std::slice;
@@ -9,30 +9,33 @@ use super::loops::Loops;
 use super::traits::Slice;
 use crate::reduce::float16;
 
-/// Elements that are worked on at a time. Their values and codes stay in the L1 cache.
+/// Elements that are processed at a time. Their values and codes stay in the L1 cache.
 pub(super) const PIECE: usize = 512;
 
 impl Slice {
-    /// The elements where they are, if they are float32 and aligned.
+    /// Returns the elements at their own address, if they are float32 and aligned.
     ///
     /// # Safety
-    /// As for [`Slice::piece`].
+    /// The contract of [`Slice::piece`].
     #[inline]
     pub(super) unsafe fn in_place<'a>(&self) -> Option<&'a [f32]> {
         let is_float32 = !matches!(self.dtype, Dtype::F16 | Dtype::BF16) && self.src.cast::<f32>().is_aligned();
-        // SAFETY: the caller's promise.
+        // SAFETY: the pointer is aligned, and the `count` elements may be read by this function's contract.
         is_float32.then(|| unsafe { slice::from_raw_parts(self.src.cast(), self.count) })
     }
 
-    /// The elements from `start` on, as many as there is room for, in float32: where they are, or in `room`.
+    /// Returns the elements from `start` on, as many as there is room for, in float32: at their own address, or in
+    /// `room`.
     ///
     /// # Safety
-    /// The elements may be read, and are written by nobody meanwhile; `loops` are of an instruction set that is there.
+    /// The elements may be read, and no other thread writes them meanwhile. `loops` belong to an instruction set of
+    /// this machine.
     #[inline]
     pub(super) unsafe fn piece<'a>(&self, room: &'a mut [f32], start: usize, loops: &Loops) -> &'a [f32] {
         let part = self.part(start, room.len().min(self.count - start));
         let room = &mut room[..part.count];
-        // SAFETY: the caller's promise; what is behind the room's address is only written to, with floats.
+        // SAFETY: the elements may be read by this function's contract. The memory of `room` is only written, with
+        // floats.
         unsafe {
             if let Some(values) = part.in_place() {
                 return values;
@@ -45,11 +48,12 @@ impl Slice {
     /// Writes the elements as float32.
     ///
     /// # Safety
-    /// As for [`Slice::piece`]; `dst` has room for exactly as many elements as there are: all of it is written, and no more are read.
+    /// The contract of [`Slice::piece`]. `dst` has room for exactly as many elements as there are: all of it is
+    /// written, and no more elements are read.
     #[inline]
     unsafe fn widen(&self, dst: &mut [MaybeUninit<f32>], loops: &Loops) {
         debug_assert_eq!(dst.len(), self.count);
-        // SAFETY: the caller's promise; pairs of bytes want no alignment.
+        // SAFETY: the `count` elements may be read by this function's contract; pairs of bytes need no alignment.
         unsafe {
             match self.dtype {
                 Dtype::F16 => (loops.widen_f16)(dst, slice::from_raw_parts(self.src.cast(), self.count)),
@@ -60,7 +64,7 @@ impl Slice {
     }
 }
 
-/// What becomes of a finite value beyond the range of the type that it is rounded to.
+/// Result for a finite value beyond the range of the type that it is rounded to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Beyond {
     /// The largest finite value.
@@ -75,11 +79,11 @@ impl Beyond {
     }
 }
 
-/// Makes elements of `dtype` at `dst` of the float32 that `make` writes.
+/// Writes elements of `dtype` to `dst` from the float32 that `make` writes.
 ///
 /// # Safety
-/// `dst` has room for `count` elements, at most as many as there is room for, and nobody else uses it meanwhile; `make` fills all of what it is
-/// given; `loops` are of an instruction set that is there.
+/// `dst` has room for `count` elements, at most as many as `room` has, and no other thread accesses it meanwhile.
+/// `make` fills all of the slice that it gets. `loops` belong to an instruction set of this machine.
 pub(super) unsafe fn place(
     dst: *mut u8,
     (dtype, beyond): (Dtype, Beyond),
@@ -88,7 +92,8 @@ pub(super) unsafe fn place(
     loops: &Loops,
     make: impl FnOnce(&mut [MaybeUninit<f32>]),
 ) {
-    // SAFETY: the caller's promise; pairs of bytes want no alignment, and float32 is made in place where it has it.
+    // SAFETY: `dst` has room for `count` elements by this function's contract, and is aligned where it is used as
+    // float32. `make` has filled `room` before it is read.
     unsafe {
         if dtype == Dtype::F32 && dst.cast::<f32>().is_aligned() {
             return make(slice::from_raw_parts_mut(dst.cast(), count));
@@ -99,20 +104,21 @@ pub(super) unsafe fn place(
     }
 }
 
-/// Writes the elements of a slice as `into`: as they are, rounded, or widened.
+/// Writes the elements of a slice as `into`: unchanged, rounded, or widened.
 ///
 /// # Safety
-/// As for [`Slice::piece`]; `dst` has room for the elements, and nobody else uses it meanwhile.
+/// The contract of [`Slice::piece`]. `dst` has room for the elements, and no other thread accesses it meanwhile.
 pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Loops) {
-    // Memory for nothing may be at the address 0, where no slice may be.
+    // An empty slice may have the address 0, which other code below does not allow.
     if slice.count == 0 {
         return;
     }
     if into == slice.dtype {
-        // SAFETY: the caller's promise.
+        // SAFETY: the elements may be read, and `dst` has room for them, by this function's contract.
         return unsafe { slice.src.copy_to_nonoverlapping(dst, slice.count * into.size_bytes()) };
     }
-    // SAFETY: the caller's promise; float32 is made in place where it is aligned.
+    // SAFETY: the elements may be read, and `dst` has room for them, by this function's contract. It is used as float32
+    // only if it is aligned.
     unsafe {
         if into == Dtype::F32 && dst.cast::<f32>().is_aligned() {
             return slice.widen(slice::from_raw_parts_mut(dst.cast(), slice.count), loops);
@@ -125,12 +131,13 @@ pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Lo
     }
 }
 
-/// Makes elements of `dtype` at `dst` of values.
+/// Writes `values` to `dst` as elements of `dtype`.
 ///
 /// # Safety
-/// `dst` has room for as many elements, and nobody else uses it meanwhile; `loops` are of an instruction set that is there.
+/// `dst` has room for as many elements, and no other thread accesses it meanwhile. `loops` belong to an instruction set
+/// of this machine.
 pub(super) unsafe fn write_values(dst: *mut u8, (dtype, beyond): (Dtype, Beyond), values: &[f32], loops: &Loops) {
-    // SAFETY: the caller's promise; pairs of bytes want no alignment.
+    // SAFETY: `dst` has room for as many elements by this function's contract; pairs of bytes need no alignment.
     unsafe {
         match dtype {
             Dtype::F16 => {
@@ -146,27 +153,29 @@ pub(super) unsafe fn write_values(dst: *mut u8, (dtype, beyond): (Dtype, Beyond)
     }
 }
 
-/// Adds elements of a type to as many sums.
+/// Adds the elements of `src` to as many sums.
 pub(super) fn add(sums: &mut [f32], src: &[u8], dtype: Dtype, loops: &Loops) {
     assert_eq!(src.len(), sums.len() * dtype.size_bytes(), "an element for each sum");
     let slice = Slice { src: src.as_ptr(), dtype, tensor: dtype, count: sums.len(), first: 0 };
-    // SAFETY: the slice is `src`; the instruction set was checked when the loops were chosen.
+    // SAFETY: the slice refers to `src`, which has an element for each sum; the instruction set was checked when the
+    // loops were chosen.
     unsafe { add_slice(sums, slice, loops) };
 }
 
-/// As [`add`].
+/// Adds the elements of a slice to as many sums.
 ///
 /// # Safety
-/// As for [`Slice::piece`]; there are as many elements as sums.
+/// The contract of [`Slice::piece`]. There are as many elements as sums.
 pub(super) unsafe fn add_slice(sums: &mut [f32], slice: Slice, loops: &Loops) {
     let mut room = [0.0; PIECE];
     for (start, sums) in (0..).step_by(PIECE).zip(sums.chunks_mut(PIECE)) {
-        // SAFETY: the caller's promise: `loops` are of an instruction set that is there, too.
+        // SAFETY: the elements may be read, and this machine has the instruction set of `loops`, by this function's
+        // contract.
         unsafe { (loops.add_values)(sums, slice.piece(&mut room, start, loops)) };
     }
 }
 
-/// An element of a slice's or the metadata's type.
+/// Reads an element of a slice's or the metadata's type.
 #[inline]
 pub(super) fn read(dtype: Dtype, bytes: &[u8]) -> f32 {
     match (dtype, bytes) {
@@ -177,7 +186,7 @@ pub(super) fn read(dtype: Dtype, bytes: &[u8]) -> f32 {
     }
 }
 
-/// The reverse, for values that the type has.
+/// The reverse of [`read`], for values that the type can represent.
 #[inline]
 pub(super) fn write(meta: Dtype, bytes: &mut [u8], value: f32) {
     match meta {

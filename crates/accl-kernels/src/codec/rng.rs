@@ -1,13 +1,15 @@
-//! Random numbers without a state: a hash of a key and a counter; and how ranks share them out among themselves.
+//! Random numbers without a state: a hash of a key and a counter; and how ranks share random numbers.
 //!
 //! # Random bits among ranks
-//! Where several ranks encode values that are added up, their random bits can be made to lie evenly over their range: those of
-//! one element fall into as many strata as there are ranks, each into another. With `p` the stratum of a rank and `u` a
-//! number from 0 to 255 of its own, its draw is floor((256 p + u) / ranks): alone it is as uniform as `u`. Which stratum
-//! is whose is the same on all ranks. Of every [`BLOCK`] elements of a tensor, each has one of [`TABLE`] permutations of the
-//! ranks, which are shuffled for the block: every two ranks have every two strata equally often. On top of that, strata
-//! are rotated by one of as many amounts for each element: a rank that has low ones in most of the permutations would
-//! otherwise round too much of a block down.
+//! Several ranks may encode values that are added up. Their random bits can then be spread evenly over their range: the
+//! draws of one element fall into as many strata as there are ranks, each into another stratum.
+//! With `p` the stratum of a rank and `u` its own number from 0 to 255, its draw is floor((256 p + u) / ranks). Each
+//! draw alone is as uniform as `u`. All ranks compute the same assignment of strata.
+//!
+//! Every [`BLOCK`] elements of a tensor have [`TABLE`] permutations of the ranks, which are shuffled for the block.
+//! Each element uses one of them, so every two ranks have every two strata equally often.
+//! In addition, the strata of each element are rotated by one of [`TABLE`] amounts. Otherwise a rank with low strata in
+//! most of the permutations would round too much of a block down.
 
 use accl_types::Rank;
 
@@ -15,18 +17,18 @@ use super::settings::Rounding;
 
 /// The key of one encoding's random numbers.
 ///
-/// Random bits of different keys are independent, and so are random bits for different elements. Whoever encodes names what makes an
-/// encoding unlike all others: a seed, the step, the tensor, the round of the algorithm and the rank.
+/// Random bits of different keys are independent, and so are random bits of different elements. The caller names what
+/// makes an encoding unique: a seed, the step, the tensor, the round of the algorithm and the rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RngKey {
     own: Stream,
     among: Option<Among>,
 }
 
-/// A rank among those whose encodings are added up.
+/// A rank among the ranks whose encodings are added up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Among {
-    /// The same on all of them.
+    /// The same on all of these ranks.
     shared: u64,
     rank: u32,
     world: u32,
@@ -35,26 +37,27 @@ struct Among {
 /// Random bytes of one key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Stream {
-    /// Added to the counter, and mixed in between the two multiplications.
+    /// The first is added to the counter, the second is mixed in between the two multiplications.
     key: [u32; 2],
 }
 
 /// Elements that share a hash, 8 bits each.
 pub(crate) const SHARE: usize = 4;
-/// Of the hash (constants: Mueller, Wellons, "Prospecting for hash functions").
+/// Factors of the hash (constants: Mueller, Wellons, "Prospecting for hash functions").
 pub(crate) const FACTORS: [u32; 2] = [0x7feb_352d, 0x846c_a68b];
 
-/// Elements that have the same permutations to choose from, counted from a tensor's first one: so many that shuffling
-/// takes little time beside encoding them.
+/// Elements that choose from the same permutations, counted from a tensor's first element. Enough that shuffling takes
+/// little time compared with encoding them.
 const BLOCK: u64 = 1 << 14;
 /// Permutations of a block.
 pub(crate) const TABLE: usize = 16;
-/// Most ranks: random bits are calculated in 64 bits, 56 of them behind the point.
+/// Maximum number of ranks: random bits are calculated in 64 bits, 56 of them after the point.
 const MOST_RANKS: u32 = 1 << 24;
-/// Most ranks whose random bits are quotients of 16 bits, see [`Narrow`].
+/// Maximum number of ranks whose random bits are quotients of 16 bits, see [`Narrow`].
 const MOST_NARROW: u32 = 128;
 
-/// The steps of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+/// Hashes `parts` by the steps of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+/// 2014).
 fn hashed(parts: &[u64]) -> u64 {
     parts.iter().fold(0, |state: u64, &part| {
         let mut z = (state ^ part).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -65,14 +68,15 @@ fn hashed(parts: &[u64]) -> u64 {
 }
 
 impl RngKey {
-    /// A key from whatever distinguishes an encoding; the order matters.
+    /// Creates a key from everything that distinguishes an encoding; the order matters.
     pub fn keyed(parts: &[u64]) -> Self {
         Self { own: Stream::new(hashed(parts)), among: None }
     }
 
-    /// The same among the `world` encodings of values that are added up: what correlated rounding needs, and without which
-    /// it is stochastic. `shared` is what distinguishes them from others, the same for all of them; `rank` tells one from the
-    /// other. The key itself must differ between ranks.
+    /// Returns the key with its place among the `world` encodings of values that are added up. Correlated rounding
+    /// needs this; without it, correlated rounding is stochastic.
+    /// `shared` distinguishes these encodings from others and is the same for all of them; `rank` distinguishes one
+    /// from another. The key itself must differ between ranks.
     ///
     /// # Panics
     /// Panics unless `rank` is below `world`, and `world` at most 2^24.
@@ -82,7 +86,7 @@ impl RngKey {
         Self { among: (world > 1).then_some(among), ..self }
     }
 
-    /// The key as a number, as good as drawn.
+    /// Returns the key as a number that looks random.
     pub fn word(self) -> u64 {
         u64::from(self.own.key[1]) << 32 | u64::from(self.own.key[0])
     }
@@ -93,11 +97,12 @@ impl Stream {
         Self { key: [key as u32, (key >> 32) as u32] }
     }
 
-    /// The random bits from 0 to 255 for the elements of a tensor from `first` on, which is a multiple of 8, as is their number.
+    /// Fills in the random bits from 0 to 255 of a tensor's elements from `first` on. `first` and the number of
+    /// elements are multiples of 8.
     #[inline(always)]
     fn fill(self, random_bits: &mut [u8], first: u64) {
         let counter = first / SHARE as u64;
-        // Tensors of more elements than the counter has values have another key for each further part.
+        // A tensor of more elements than the counter has values gets another key for each further part.
         let until_next = (1 << 32) - (counter & 0xffff_ffff);
         let here = random_bits.len().min(usize::try_from(until_next).unwrap_or(usize::MAX).saturating_mul(SHARE));
         let (here, further) = random_bits.split_at_mut(here);
@@ -107,8 +112,8 @@ impl Stream {
         }
     }
 
-    /// What is added to the index of a four of elements from `counter` on, and what is mixed in, unless so many leave the
-    /// part of the counter's values that has this key.
+    /// Returns the number that is added to the index of a group of four elements from `counter` on, and the number that
+    /// is mixed in. `None` if `fours` groups leave the part of the counter's values that has this key.
     #[inline(always)]
     pub(crate) fn start(self, counter: u64, fours: usize) -> Option<(u32, u32)> {
         let within = (counter & 0xffff_ffff) + fours as u64 <= 1 << 32;
@@ -125,7 +130,7 @@ impl Stream {
     }
 }
 
-/// The hash of a counter, with what is mixed in.
+/// Returns the hash of a counter, with `k1` mixed in.
 #[inline(always)]
 pub(super) fn mixed(counter: u32, k1: u32) -> u32 {
     let x = (counter ^ counter >> 16).wrapping_mul(FACTORS[0]);
@@ -138,7 +143,7 @@ pub(super) fn mixed(counter: u32, k1: u32) -> u32 {
 pub(crate) struct RandomBits {
     pub(crate) own: Stream,
     among: Option<Among>,
-    /// Of the block at hand.
+    /// Strata of the current block; `None` without correlated rounding.
     pub(crate) strata: Option<Strata>,
 }
 
@@ -148,7 +153,8 @@ impl RandomBits {
         Self { own: rng_key.own, among, strata: None }
     }
 
-    /// Turns to the element at `first`, and says for how many from there on random bits can be had.
+    /// Moves to the element at `first`, and returns the number of elements from there on for which random bits are
+    /// available.
     #[inline]
     pub(crate) fn turn_to(&mut self, first: u64) -> usize {
         let Some(among) = self.among else { return usize::MAX };
@@ -159,7 +165,7 @@ impl RandomBits {
         (BLOCK - first % BLOCK) as usize
     }
 
-    /// As [`Stream::fill`], for elements that were turned to.
+    /// Does what [`Stream::fill`] does, for elements that were turned to.
     #[inline(always)]
     pub(crate) fn fill(&self, random_bits: &mut [u8], first: u64) {
         self.own.fill(random_bits, first);
@@ -174,18 +180,19 @@ impl RandomBits {
 pub(crate) struct Strata {
     world: u32,
     block: u64,
-    /// Picks for each element one of the permutations with its lower half, and one of the rotations with its upper one.
+    /// Random bytes for each element: the lower half picks one of the permutations, the upper half one of the
+    /// rotations.
     pub(crate) picks: Stream,
     /// The rank's stratum in each permutation.
     of_rank: [u32; TABLE],
-    /// 2^56 / world, rounded up: so little that the highest byte of a product is the quotient.
+    /// 2^56 / world, rounded up. The excess is so small that the highest byte of a product is the quotient.
     step: u64,
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "scalar kernels take the wide way"))]
     pub(crate) narrow: Option<Narrow>,
 }
 
-/// The same for vectors, in a world of 2 to [`MOST_NARROW`] ranks: `(n * factor) >> 16 >> shift` is n / world for every n
-/// that is less than 256 world.
+/// The same strata for vectors, in a world of 2 to [`MOST_NARROW`] ranks. `(n * factor) >> 16 >> shift` is n / world
+/// for every n less than 256 world.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "as above"))]
 pub(crate) struct Narrow {
@@ -199,8 +206,8 @@ pub(crate) struct Narrow {
 impl Strata {
     fn new(Among { shared, rank, world }: Among, block: u64) -> Self {
         let Stream { key: [k0, k1] } = Stream::new(hashed(&[shared, block]));
-        // Where the rank is carried by the swaps of a shuffle, of all permutations side by side: a place that was swapped with
-        // is final, since the next are below it.
+        // Follows where the swaps of a shuffle move the rank, for all permutations at the same time. A place is final
+        // once it was swapped, since later swaps are below it.
         let mut of_rank = [rank; TABLE];
         for place in (1..world).rev() {
             for (at, stratum) in of_rank.iter_mut().enumerate() {
@@ -215,7 +222,7 @@ impl Strata {
         Self { world, block, picks: Stream::new(shared), of_rank, step, narrow }
     }
 
-    /// Puts random bits into the rank's strata.
+    /// Moves random bits into the rank's strata.
     #[inline(always)]
     fn spread(&self, random_bits: &mut [u8], first: u64) {
         const PART: usize = 64;
@@ -236,7 +243,7 @@ impl Strata {
     }
 }
 
-/// One of [`TABLE`] rotations of so many strata.
+/// Returns one of [`TABLE`] rotations of `world` strata.
 #[inline(always)]
 fn rotation(world: u32, index: usize) -> u32 {
     world * index as u32 / TABLE as u32
@@ -244,8 +251,9 @@ fn rotation(world: u32, index: usize) -> u32 {
 
 impl Narrow {
     fn new(of_rank: [u32; TABLE], world: u32) -> Self {
-        // The greatest of which the factor has 16 bits; what it is too great by is less than world / 2^(16 + shift), and n times
-        // that less than 1 / world.
+        // The greatest shift with which the factor has 16 bits. Relative to 2^(16 + shift) / world, the factor is too
+        // great by less than world / 2^(16 + shift). For n less than 256 world, the quotient is therefore too great by
+        // less than 1 / world.
         let shift = world.next_power_of_two().ilog2() - 1;
         let factor = (1u32 << (16 + shift)).div_ceil(world) as u16;
         let rotations = std::array::from_fn(|index| rotation(world, index) as u8);
@@ -263,7 +271,7 @@ mod tests {
     #[test]
     fn draws_depend_on_the_element_and_not_on_where_a_slice_begins() {
         let rng_key = Stream::new(hashed(&[1, 2, 3]));
-        // Within a part of the counter, and over its end.
+        // Within a part of the counter, and across its end.
         for first in [1 << 40, (1 << 34) - 64] {
             let mut all = [0; 256];
             rng_key.fill(&mut all, first);
@@ -290,7 +298,7 @@ mod tests {
         let mut found = [0usize; 256];
         a.iter().for_each(|&draw| found[usize::from(draw)] += 1);
         let expected = COUNT as f64 / 256.0;
-        // Chi squared of 255 degrees of freedom: mean 255, deviation 22.6; five deviations.
+        // Chi squared of 255 degrees of freedom: mean 255, deviation 22.6; five deviations are allowed.
         let chi2: f64 = found.iter().map(|&count| (count as f64 - expected).powi(2) / expected).sum();
         assert!((chi2 - 255.0).abs() < 113.0, "{chi2}");
         for shift in [0, 1, 8, 32, 4096] {
@@ -310,7 +318,7 @@ mod tests {
         RandomBits::new(RngKey::keyed(&[shared, rank.into()]).among(&[shared], Rank(rank), world), Rounding::Correlated)
     }
 
-    /// The stratum of each rank for each of `count` elements.
+    /// Returns the stratum of each rank for each of `count` elements.
     fn strata(world: u32, shared: u64, first: u64, count: usize) -> Vec<Vec<u32>> {
         let of_rank = |rank| {
             let mut random_bits = random_bits(rank, world, shared);
@@ -348,11 +356,11 @@ mod tests {
                     found[usize::from(draw)] += 1;
                 }
             }
-            // Every stratum was had with every u, since rotations only exchange them.
+            // Every stratum occurred with every u, since rotations only exchange strata.
             assert_eq!(found, [world; 256], "{world} ranks");
             assert_eq!(strata.narrow.is_some(), world <= MOST_NARROW);
         }
-        // The most there can be, where the product has its most bits.
+        // The maximum number of ranks, with which the product has its most bits.
         let among = Among { shared: 0, rank: MOST_RANKS - 1, world: MOST_RANKS };
         let step = (1u64 << 56).div_ceil(u64::from(among.world));
         for n in [0, 1, (1 << 24) - 1, 1 << 24, (1 << 32) - 1] {
@@ -377,7 +385,7 @@ mod tests {
     #[test]
     #[cfg(not(miri))]
     fn every_two_ranks_have_every_two_strata_equally_often() {
-        // Of each permutation once, since elements of one permutation do not differ.
+        // One element for each permutation, since elements of one permutation do not differ.
         const BLOCKS: u64 = 4000;
         for world in [2, 3, 5, 8, 17] {
             let tables: Vec<Vec<[u32; TABLE]>> = (0..world)
@@ -402,7 +410,7 @@ mod tests {
                     if is_one { 0.0 } else { (count - expected).powi(2) / expected }
                 };
                 let chi2: f64 = found.iter().enumerate().map(of_two).sum();
-                // Of one degree of freedom less than there are pairs; five deviations.
+                // Chi squared of one degree of freedom less than there are pairs; five deviations are allowed.
                 let limit = 5.0 * (2.0 * (pairs - 1.0)).sqrt();
                 assert!((chi2 - (pairs - 1.0)).abs() < limit, "ranks {a} and {b} of {world}: {chi2} of {pairs}");
             }
@@ -411,7 +419,7 @@ mod tests {
 
     #[test]
     fn elements_of_a_block_have_all_of_its_permutations_and_blocks_have_others() {
-        // The distances of three ranks tell permutations apart, and their strata rotations, too.
+        // The distances of three ranks distinguish permutations; their strata also distinguish rotations.
         let of_block = |block| {
             let strata = strata(300, 9, block * BLOCK, 4096);
             let pairs = |rank: usize| strata[0].iter().zip(&strata[rank]);
@@ -428,7 +436,7 @@ mod tests {
         }
     }
 
-    /// Over a block the strata of each rank have nearly the mean of all, whatever the permutations.
+    /// Over a block the strata of each rank have nearly the mean of all strata, whatever the permutations.
     #[test]
     #[cfg(not(miri))]
     fn no_rank_has_mostly_low_strata_in_a_block() {
@@ -437,8 +445,8 @@ mod tests {
                 for (rank, strata) in strata(world, 13, block * BLOCK, BLOCK as usize).iter().enumerate() {
                     let sum: u64 = strata.iter().copied().map(u64::from).sum();
                     let mean = (sum as f64 / strata.len() as f64 + 0.5) / f64::from(world);
-                    // 1/32 of a stratum's distance from where an even rotation would be, over 16 permutations, and the spread of
-                    // the elements: five deviations of 0.29 / 128, and as much again.
+                    // 1/32 of a stratum's distance from an even rotation, over 16 permutations, and the spread of the
+                    // elements. Allowed are five deviations of 0.29 / 128, and as much again.
                     assert!((mean - 0.5).abs() < 0.025, "rank {rank} of {world}, block {block}: {mean}");
                 }
             }

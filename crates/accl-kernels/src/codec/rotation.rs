@@ -1,16 +1,17 @@
-//! The loops of a randomized Hadamard rotation, to be compiled for each instruction set; `hadamard` says what they compute.
+//! The loops of a randomized Hadamard rotation, compiled for each instruction set; `hadamard` describes what they
+//! compute.
 
-/// Elements that are paired within each other first: a multiple of a vector.
+/// Elements that are first paired among themselves: a multiple of a vector.
 const ROW_OF: usize = 16;
 
-/// Rotates a bucket: a power of two, at least 64.
+/// Rotates a bucket, whose length is a power of two of at least 64.
 #[inline(always)]
 pub(crate) fn rotate(values: &mut [f32], signs: &[f32]) {
     values.iter_mut().zip(signs).for_each(|(value, sign)| *value *= sign);
     pairs(values);
 }
 
-/// Rotates it back. One NaN is like another: which operand's payload a sum has, the compiler decides.
+/// Rotates a bucket back. Every NaN becomes canonical, because the compiler decides which operand's payload a sum has.
 #[inline(always)]
 pub(crate) fn rotate_back(values: &mut [f32], signs: &[f32]) {
     pairs(values);
@@ -29,7 +30,7 @@ fn pairs(values: &mut [f32]) {
     }
     let mut apart = ROW_OF;
     while 2 * apart < values.len() {
-        // Two bits of the index at a time: half the passes over memory.
+        // Two bits of the index at a time, which halves the passes over memory.
         for four in values.chunks_exact_mut(4 * apart) {
             let (ab, cd) = four.split_at_mut(2 * apart);
             let ((a, b), (c, d)) = (ab.split_at_mut(apart), cd.split_at_mut(apart));
@@ -48,8 +49,8 @@ fn pairs(values: &mut [f32]) {
     }
 }
 
-/// Sums of neighbours, then their differences: bit 0 of an index becomes the highest, so that four times make a
-/// round. Compilers find vectors for this order.
+/// Returns the sums of neighbours, then their differences. Bit 0 of an index becomes the highest bit, so four calls
+/// restore the order. Compilers vectorise this order.
 #[inline(always)]
 fn neighbours(row: &[f32; ROW_OF]) -> [f32; ROW_OF] {
     let mut result = [0.0; ROW_OF];

@@ -1,18 +1,19 @@
-//! Codecs whose elements are small floating-point numbers, in blocks that share a scale: what they have in common.
+//! Common part of the codecs whose elements are small floating-point numbers, in blocks that share a scale.
 //!
 //! Encoded, a slice is
 //! ```text
-//! groups   for each group of blocks: its own scale, where the format has one
+//! groups   for each group of blocks: its own scale, if the format has one
 //! scales   one for each block
-//! codes    those of `small_float.rs`, the first in the lowest bits
+//! codes    as in `small_float.rs`, the first in the lowest bits
 //! zeros    up to a multiple of 8
 //! ```
-//! in little-endian order.
+//! All numbers are in little-endian order.
 //!
 //! # Arithmetic
-//! All in float32, each operation rounded: an element is its block's scale times the small number nearest to x * (1 /
-//! scale). Scales have so few significant bits that the product is exact, unless it is below the normal numbers; and
-//! none is so large that a decoded value could overflow: a bucket of finite values is never lost.
+//! All in float32, each operation rounded. An element decodes to its block's scale times a small number: the
+//! one nearest to x * (1 / scale). Scales have so few significant bits that the product is exact, unless it is below
+//! the normal numbers. No scale is so large that a decoded value could overflow: a bucket of finite values is never
+//! lost.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -33,36 +34,37 @@ use crate::isa::Isa;
 
 const ALIGN_BYTES: usize = 8;
 
-/// Most elements and blocks that are looked at together.
+/// Maximum elements and blocks that are processed together.
 const MOST_SPAN: usize = 2048;
 const MOST_BLOCKS: usize = MOST_SPAN / 16;
 
-/// How blocks get their scales: what a codec of this family decides.
+/// Choice of the blocks' scales: the part that a codec of this family defines.
 pub(super) trait Scaling: Send + Sync + 'static {
     /// The row in the table of codecs.
     const ROW: &'static Row;
-    /// What elements become.
+    /// Type that elements are converted to.
     const FLOAT: SmallFloat;
     /// Elements of a block: 16, 32 or 256.
     const BLOCK: usize;
     /// Bytes of a block's scale.
     const SCALE_BYTES: usize;
-    /// Elements that share a scale of their own, and the bytes of that; (a block, 0) without one.
+    /// Elements that share a group scale, and the bytes of that scale; (a block, 0) without group scales.
     const GROUP: (usize, usize) = (Self::BLOCK, 0);
-    /// Most that rounding takes of a value, or saturating where that takes more, as a share of it.
+    /// Maximum change of a value by rounding, or by saturating if that changes more, as a share of the value.
     const SHARE: f64;
-    /// Most that it takes of a value too small for that, as a share of the greatest of its block, and of its group.
+    /// Maximum change of a value that is too small for `SHARE`, as a share of the greatest value of its block, and of
+    /// its group.
     const LEAST: (f64, f64);
 
-    /// Writes the scales of blocks, and that of their group, and finds what to multiply values with: from the bits of
-    /// the greatest magnitudes. A block that is not finite gets scales that decode to NaN.
+    /// Writes the scales of blocks, and the scale of their group. Computes the `factors` to multiply values with, from
+    /// the bits of the greatest magnitudes. A block that is not finite gets scales that decode to NaN.
     fn place(greatest: &[u32], group: &mut [u8], scales: &mut [u8], factors: &mut [f32]);
 
-    /// The reverse: what decoded elements are multiplied with. Any bytes will do.
+    /// The reverse: computes the factors of decoded elements from scales. Any bytes are allowed.
     fn scales(group: &[u8], scales: &[u8], of_blocks: &mut [f32]);
 }
 
-/// A row of this family.
+/// Creates a row of this family.
 pub(super) const fn row(id: u8, name: &'static str, description: &'static str, of: Family) -> Row {
     Row {
         id,
@@ -83,14 +85,14 @@ pub(super) const fn row(id: u8, name: &'static str, description: &'static str, o
     }
 }
 
-/// What rows of this family differ in, besides their names.
+/// Fields in which rows of this family differ, in addition to their names.
 pub(super) struct Family {
     shared: fn(&Settings) -> usize,
     bound: fn(&Settings, &[f32], &[f32]) -> Bound,
     build: Build,
 }
 
-/// Whether the bits of the greatest magnitude are those of a finite number.
+/// Whether the bits of the greatest magnitude are the bits of a finite number.
 pub(super) fn is_finite(greatest: u32) -> bool {
     greatest < 0x7f80_0000
 }
@@ -101,7 +103,7 @@ pub(super) struct Scaled<S> {
     scaling: PhantomData<S>,
 }
 
-/// Where the parts of an encoded slice lie, in bytes.
+/// Offsets of the parts of an encoded slice, in bytes.
 struct Layout {
     scales_at: usize,
     codes_at: usize,
@@ -112,10 +114,10 @@ struct Layout {
 impl<S: Scaling> Scaled<S> {
     const BITS: usize = S::FLOAT.bits() as usize;
     const BLOCKS: Blocks = Blocks { float: S::FLOAT, elements: S::BLOCK };
-    /// Elements that are worked on together: a group, or as many blocks as make a piece.
+    /// Elements that are processed together: a group, or as many blocks as make a piece.
     const SPAN: usize = if S::GROUP.1 == 0 { PIECE } else { S::GROUP.0 };
 
-    /// For the row.
+    /// The fields for the row.
     pub(super) const FAMILY: Family = Family { shared: |_| S::BLOCK, bound: Self::bound, build: Self::build };
 
     fn build(_: &Settings, isa: Isa) -> Arc<dyn Codec> {
@@ -126,7 +128,7 @@ impl<S: Scaling> Scaled<S> {
     fn bound(_: &Settings, block: &[f32], group: &[f32]) -> Bound {
         let greatest = |values: &[f32]| values.iter().fold(0f64, |most, &value| most.max(f64::from(value).abs()));
         let (of_block, of_group) = S::LEAST;
-        // Below the normal numbers of float32, scales end.
+        // Below the normal numbers of float32 there are no scales.
         let floor = of_block * greatest(block) + of_group * greatest(group) + f64::from(f32::MIN_POSITIVE);
         Bound { share: S::SHARE, floor }
     }
@@ -138,13 +140,13 @@ impl<S: Scaling> Scaled<S> {
         Layout { scales_at, codes_at, codes_end, end: codes_end.next_multiple_of(ALIGN_BYTES) }
     }
 
-    /// Bytes of the group's scale of the span that begins with this element.
+    /// Returns the byte range of the group's scale of the span that begins with this element.
     fn group_bytes(start: usize) -> std::ops::Range<usize> {
         let at = start / S::GROUP.0 * S::GROUP.1;
         at..at + S::GROUP.1
     }
 
-    /// Calls `each` with the first element, the codes and the blocks' scales of every piece, in their order.
+    /// Calls `each` with the first element's index, the codes and the blocks' scales of every piece, in their order.
     fn decode_pieces(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, &[u8], &[f32])) {
         let layout = Self::layout(count);
         assert_eq!(src.len(), layout.end, "what {count} elements become");
@@ -173,12 +175,13 @@ impl<S: Scaling> Scaled<S> {
     /// Writes the codes of a span.
     ///
     /// # Safety
-    /// As for [`Slice::piece`].
+    /// The contract of [`Slice::piece`].
     unsafe fn encode_span(&self, packed: &mut [u8], span: Slice, values: &mut [f32; PIECE], factors: &[f32]) {
         let Loops { small_codes, pack, .. } = *self.loops;
         let pieces = packed.chunks_mut(PIECE * Self::BITS / 8).zip(factors.chunks(PIECE / S::BLOCK));
         for (start, (packed, factors)) in (0..span.count).step_by(PIECE).zip(pieces) {
-            // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+            // SAFETY: the span may be read by this function's contract; the instruction set was checked when `self` was
+            // made.
             unsafe {
                 let values = span.piece(values, start, self.loops);
                 if Self::BITS == 8 {
@@ -224,11 +227,12 @@ impl<S: Scaling> Codec for Scaled<S> {
             let greatest = &mut greatest[..span.count.div_ceil(S::BLOCK)];
             let factors = &mut factors[..greatest.len()];
             for (start, greatest) in (0..span.count).step_by(PIECE).zip(greatest.chunks_mut(PIECE / S::BLOCK)) {
-                // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+                // SAFETY: `span` lies in the slice, which may be read by this function's contract; the instruction set
+                // was checked when `self` was made.
                 unsafe { (self.loops.magnitudes)(greatest, span.piece(&mut room, start, self.loops), S::BLOCK) };
             }
             S::place(greatest, &mut groups[Self::group_bytes(start)], scales, factors);
-            // SAFETY: as above.
+            // SAFETY: `span` lies in the slice, which may be read by this function's contract.
             unsafe { self.encode_span(codes, span, &mut room, factors) };
             if greatest.iter().all(|&greatest| is_finite(greatest)) {
                 continue;
@@ -248,7 +252,8 @@ impl<S: Scaling> Codec for Scaled<S> {
         let mut room = [MaybeUninit::uninit(); PIECE];
         self.decode_pieces(src, count, |start, codes, scales| {
             let dst = dst.wrapping_add(start * into.size_bytes());
-            // SAFETY: the caller's promise: these are elements of the result.
+            // SAFETY: the elements from `start` on lie in the result, for which `dst` has room by this function's
+            // contract.
             unsafe {
                 place(dst, (into, Beyond::Largest), codes.len(), &mut room, self.loops, |values| {
                     (self.loops.small_values)(values, codes, scales, Self::BLOCKS)

@@ -1,45 +1,46 @@
-//! What is chosen about a codec.
+//! The settings of a codec.
 
 use accl_types::Dtype;
 
-/// How a value between two levels becomes one of them.
+/// Rounding of a value between two levels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rounding {
-    /// The nearer one; the even one of two that are as near.
+    /// To the nearer level; if both are as near, to the even one.
     Nearest,
-    /// One of the two at random, so that the mean of many is the value (to 1/512 of a level).
+    /// To one of the two levels at random, so that the mean of many results is the value (to 1/512 of a level).
     Stochastic,
-    /// As stochastic, but of ranks whose values are added up, one rounds up where another rounds down: see
-    /// [`super::RngKey::among`]. Stochastic where nothing is said of other ranks.
+    /// Like stochastic, but among ranks whose values are added up, one rank rounds up where another rounds down: see
+    /// [`super::RngKey::among`]. Stochastic if the key names no other ranks.
     Correlated,
 }
 
-/// Below so many bits, what is rounded to the nearest is biased too much to be left so unless it is asked for.
+/// From this number of bits on, rounding to nearest is the default. With fewer bits it is too biased to be used unless
+/// requested.
 const NEAREST_FROM_BITS: u8 = 4;
 
 impl Rounding {
-    /// What is meant where nothing is said.
+    /// Returns the rounding that is used if none is given.
     pub(super) fn default_of(bits: u8) -> Self {
         if bits < NEAREST_FROM_BITS { Rounding::Stochastic } else { Rounding::Nearest }
     }
 }
 
-/// What is chosen about a codec. What a codec has no use for is left out of account.
+/// The settings of a codec. A codec ignores the settings that it does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Settings {
-    /// Bits of a code, 1 to 8; of `topk`, that one in 2^bits is kept.
+    /// Bits of a code, 1 to 8. For `topk`, one in 2^bits elements is kept.
     pub bits: u8,
     /// Elements that share their metadata: 8 to 8,192, a multiple of 8.
     pub bucket: u32,
     /// Type of the metadata: float32, float16 or bfloat16.
     pub meta: Dtype,
-    /// How values are rounded.
+    /// Rounding of values.
     pub rounding: Rounding,
-    /// Whether elements behind the last full bucket travel as they are.
+    /// Whether elements after the last full bucket are sent unencoded.
     pub skip_incomplete: bool,
 }
 
-/// One of the [`Settings`].
+/// Name of a field of [`Settings`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Setting {
     /// [`Settings::bits`].
@@ -55,11 +56,11 @@ pub enum Setting {
 }
 
 impl Setting {
-    /// All of them.
+    /// All settings.
     pub const ALL: [Setting; 5] =
         [Setting::Bits, Setting::Bucket, Setting::Meta, Setting::Rounding, Setting::SkipIncomplete];
 
-    /// As in texts.
+    /// Returns the name used in texts.
     pub fn name(self) -> &'static str {
         match self {
             Setting::Bits => "bits",
@@ -77,12 +78,12 @@ impl Default for Settings {
     }
 }
 
-/// Most bits of a code.
+/// Maximum bits of a code.
 pub(super) const MOST_BITS: u8 = 8;
 
-/// Types of metadata, by their numbers.
+/// Types of metadata; the index is the number in a word.
 pub(super) const META: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
-/// Ways of rounding with their names, by their numbers.
+/// Kinds of rounding with their names; the index is the number in a word.
 pub(super) const ROUNDING: [(&str, Rounding); 3] =
     [("nearest", Rounding::Nearest), ("stochastic", Rounding::Stochastic), ("correlated", Rounding::Correlated)];

@@ -1,21 +1,21 @@
-//! Signs, and the mean magnitude of each bucket: one bit an element.
+//! Signs, and the mean magnitude of each bucket: one bit per element.
 //!
 //! Encoded, a slice is
 //! ```text
 //! meta     for each bucket: the mean magnitude, rounded to nearest even
-//! codes    1 for what is below zero, else 0; the first in the lowest bit
+//! codes    1 for values below zero, else 0; the first in the lowest bit
 //! zeros    up to a multiple of 8
 //! ```
-//! in little-endian order. Zeros of both signs count as positive.
+//! All numbers are in little-endian order. Zeros of both signs count as positive.
 //!
 //! # Arithmetic
-//! The mean is found in float64, each operation rounded: of 16 sums, the n-th is that of |x| of the elements n, n +
-//! 16, ... in their order; then those from 8 on are added to those below, those from 4 on, and so forth; the sum is
-//! divided by the number of elements and rounded to float32, and that to 16-bit metadata. A decoded value is the mean
-//! or its opposite.
+//! The mean is found in float64, each operation rounded, with 16 partial sums. The n-th sum adds |x| of the elements n,
+//! n + 16, ... in their order. Then the sums from 8 on are added to the sums below 8, the sums from 4 on to those below
+//! 4, and so forth. The total is divided by the number of elements, rounded to float32, and then to 16-bit metadata.
+//! A decoded value is the mean or its opposite.
 //!
-//! It loses a third of what it encodes (of Gaussian values, 1 - 2 / pi), always in the same way: it is of use only
-//! where that is added to what is encoded next, as in Seide et al., 1-Bit Stochastic Gradient Descent, 2014.
+//! The codec loses a third of the encoded signal (of Gaussian values, 1 - 2 / pi), always in the same way. It is useful
+//! only if the loss is added to the next encoding, as in Seide et al., 1-Bit Stochastic Gradient Descent, 2014.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -46,10 +46,11 @@ pub(super) const ROW: Row = Row {
     loss: |_| Loss::Coarse,
     needs_feedback: true,
     hides_magnitudes: true,
-    // Of Gaussian values, 2 bits of max-min lose more than the sign in large buckets, and 3 bits a quarter of it in the largest.
+    // For Gaussian values in large buckets, 2 bits of max-min lose more than the sign codec. 3 bits lose a quarter of
+    // its loss in the largest buckets.
     next_finer: |settings| max_min::ROW.with_bits(&Settings { rounding: Rounding::Nearest, ..*settings }, 3),
     auto: &[],
-    // A value becomes the mean, whatever it was.
+    // Every value becomes plus or minus the mean.
     bound: |settings, values, _| {
         let mean = values.iter().map(|value| f64::from(value.abs())).sum::<f64>() / values.len() as f64;
         Bound {
@@ -75,21 +76,23 @@ impl Sign {
         self.settings.bucket as usize
     }
 
-    /// Where codes begin, where they end, and where all ends, in bytes.
+    /// Returns the offsets in bytes where codes begin, where they end, and where the slice ends.
     fn layout(&self, count: usize) -> [usize; 3] {
         let codes_at = self.settings.meta.size_bytes() * count.div_ceil(self.bucket());
         let codes_end = codes_at + count.div_ceil(SHARE);
         [codes_at, codes_end, codes_end.next_multiple_of(ALIGN_BYTES)]
     }
 
-    /// The mean magnitude of a bucket, as the metadata has it, or what the bucket is counted as.
+    /// Returns the mean magnitude of a bucket as the metadata stores it, or how the bucket is counted if it becomes
+    /// NaN.
     ///
     /// # Safety
-    /// As for [`Slice::piece`].
+    /// The contract of [`Slice::piece`].
     unsafe fn mean(&self, bucket: Slice, room: &mut [f32; PIECE]) -> std::result::Result<f32, NonFinite> {
         let mut sums = [0.0; LANES];
         for start in (0..bucket.count).step_by(PIECE) {
-            // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+            // SAFETY: the bucket may be read by this function's contract; the instruction set was checked when `self`
+            // was made.
             unsafe { (self.loops.magnitude_sums)(&mut sums, bucket.piece(room, start, self.loops)) };
         }
         let mut half = LANES / 2;
@@ -108,8 +111,8 @@ impl Sign {
         if mean.is_finite() { Ok(mean) } else { Err(NonFinite { not_finite: 0, too_large: 1 }) }
     }
 
-    /// Calls `each` with the first element, the number of elements, the codes and the mean of every piece, in their
-    /// order.
+    /// Calls `each` with the first element's index, the number of elements, the codes and the mean of every piece, in
+    /// their order.
     fn decode_pieces(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, usize, &[u8], f32)) {
         let meta = self.settings.meta;
         let [codes_at, codes_end, end] = self.layout(count);
@@ -155,7 +158,7 @@ impl Codec for Sign {
         let buckets = codes.chunks_mut(self.bucket() / SHARE);
         for (begin, (codes, mean_at)) in (0..count).step_by(self.bucket()).zip(buckets.zip(means)) {
             let bucket = slice.part(begin, self.bucket().min(count - begin));
-            // SAFETY: the caller's promise: these are elements of the slice.
+            // SAFETY: `bucket` lies in the slice, which may be read by this function's contract.
             let mean = unsafe { self.mean(bucket, &mut room) };
             write(self.settings.meta, mean_at, mean.unwrap_or(f32::NAN));
             if let Err(this_one) = mean {
@@ -164,7 +167,8 @@ impl Codec for Sign {
                 continue;
             }
             for (start, codes) in (0..bucket.count).step_by(PIECE).zip(codes.chunks_mut(PIECE / SHARE)) {
-                // SAFETY: as above; the instruction set was checked when `self` was made.
+                // SAFETY: `bucket` lies in the slice, which may be read by this function's contract; the instruction
+                // set was checked when `self` was made.
                 unsafe {
                     let values = bucket.piece(&mut room, start, self.loops);
                     let whole = values.len().next_multiple_of(SHARE);
@@ -182,7 +186,8 @@ impl Codec for Sign {
         let mut room = [MaybeUninit::uninit(); PIECE];
         self.decode_pieces(src, count, |start, elements, codes, mean| {
             let dst = dst.wrapping_add(start * into.size_bytes());
-            // SAFETY: the caller's promise: these are elements of the result.
+            // SAFETY: the elements from `start` on lie in the result, for which `dst` has room by this function's
+            // contract.
             unsafe {
                 place(dst, (into, Beyond::Largest), elements, &mut room, self.loops, |values| {
                     (self.loops.signed_values)(values, codes, mean)

@@ -1,13 +1,13 @@
-//! The loops of signs and mean magnitudes, to be compiled for each instruction set; `sign` says what they compute.
+//! The loops of signs and mean magnitudes, compiled for each instruction set; `sign` describes what they compute.
 
 use std::mem::MaybeUninit;
 
 /// Elements that share a byte.
 pub(super) const SHARE: usize = 8;
-/// Sums that are added up side by side.
+/// Partial sums that are added up at the same time.
 pub(crate) const LANES: usize = 16;
 
-/// Adds magnitudes to the sums, the first to the first.
+/// Adds magnitudes to the sums, the first magnitude to the first sum.
 #[inline(always)]
 pub(crate) fn magnitude_sums(sums: &mut [f64; LANES], values: &[f32]) {
     let mut lanes = *sums;
@@ -30,13 +30,13 @@ pub(crate) fn signs(codes: &mut [u8], values: &[f32]) {
     }
 }
 
-/// The value of the element whose code is at this bit.
+/// Returns the value of the element whose code is at `bit` of `byte`.
 #[inline(always)]
 fn signed(mean: u32, byte: u8, bit: usize) -> f32 {
     f32::from_bits(mean ^ (u32::from(byte) << (31 - bit) & 0x8000_0000))
 }
 
-/// The values of codes that are not unpacked.
+/// Writes the values of packed codes.
 #[inline(always)]
 pub(crate) fn signed_values(dst: &mut [MaybeUninit<f32>], packed: &[u8], mean: f32) {
     let mean = mean.to_bits();
@@ -48,7 +48,7 @@ pub(crate) fn signed_values(dst: &mut [MaybeUninit<f32>], packed: &[u8], mean: f
     }
 }
 
-/// Adds what [`signed_values`] writes.
+/// Adds the values that [`signed_values`] would write.
 #[inline(always)]
 pub(crate) fn add_signed_values(sums: &mut [f32], packed: &[u8], mean: f32) {
     let mean = mean.to_bits();

@@ -1,8 +1,8 @@
-//! Floating-point numbers of 8 and 4 bits: their values, and the nearest of them to a float32; by blocks that share a
+//! Floating-point numbers of 8 and 4 bits: their values, and the nearest of them to a float32; in blocks that share a
 //! scale.
 //!
-//! A code has the sign in its highest bit, then exponent and mantissa, as the OCP specifications of 8-bit floating
-//! point (2023) and of microscaling formats (2023) lay them out.
+//! A code has the sign in its highest bit, then exponent and mantissa. The layout follows the OCP specifications of
+//! 8-bit floating point (2023) and of microscaling formats (2023).
 //!
 //! | format | exponent, mantissa | bias | smallest | smallest normal | largest |
 //! |---|---|---|---|---|---|
@@ -10,9 +10,9 @@
 //! | e5m2 | 5, 2 | 15 | 2^-16 | 2^-14 | 57,344, code 0x7b |
 //! | e2m1 | 2, 1 | 1 | 0.5 | 1 | 6, code 0x7 |
 //!
-//! Numbers are rounded to nearest even, those below the smallest normal one, too; what lies beyond the largest
-//! becomes it. Codes above that of the largest (NaN, and the infinities of e5m2) are never made, and all decode to
-//! NaN.
+//! Numbers are rounded to nearest even, including numbers below the smallest normal one. Values beyond the largest
+//! number become the largest. Codes above the code of the largest number (NaN, and the infinities of e5m2) are never
+//! made, and all decode to NaN.
 
 use std::mem::MaybeUninit;
 
@@ -24,14 +24,14 @@ pub(crate) enum SmallFloat {
     E2m1,
 }
 
-/// Blocks of so many elements that share a scale: 16, 32 or 256.
+/// Blocks of `elements` elements that share a scale: 16, 32 or 256.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blocks {
     pub(crate) float: SmallFloat,
     pub(crate) elements: usize,
 }
 
-/// What tells one format from another.
+/// Parameters of a format.
 trait Format {
     const EXPONENT_BITS: u32;
     const MANTISSA_BITS: u32;
@@ -40,9 +40,9 @@ trait Format {
     const LARGEST: u32;
 
     const SIGN_AT: u32 = Self::EXPONENT_BITS + Self::MANTISSA_BITS;
-    /// The exponent of the smallest normal number, as float32 has it.
+    /// The exponent of the smallest normal number, as float32 stores it.
     const LEAST_EXPONENT: u32 = 128 - Self::BIAS;
-    /// The distance of the numbers below the smallest normal one.
+    /// The distance between the numbers below the smallest normal number.
     const STEP: f32 = f32::from_bits((Self::LEAST_EXPONENT - Self::MANTISSA_BITS) << 23);
 }
 
@@ -88,7 +88,7 @@ impl SmallFloat {
     }
 }
 
-/// The nearest code of e4m3, of a number below 2^64.
+/// Returns the nearest code of e4m3 for a number below 2^64.
 pub(super) fn to_e4m3(value: f32) -> u8 {
     code::<E4m3>(value) as u8
 }
@@ -97,8 +97,9 @@ pub(super) fn from_e4m3(code: u8) -> f32 {
     value::<E4m3>(code)
 }
 
-/// What the sum of a number and 2^(its exponent + 23 - mantissa bits) has in its lowest bits is that number, in steps
-/// of the format, rounded to nearest even. Steps carry over into the exponent by themselves.
+/// Returns the code of a value. 2^(exponent of the value + 23 - mantissa bits) is added to the magnitude. The lowest
+/// bits of the sum are then the magnitude in steps of the format, rounded to nearest even. Steps carry over into the
+/// exponent by themselves.
 #[inline(always)]
 fn code<F: Format>(value: f32) -> u32 {
     let bits = value.to_bits();
@@ -120,10 +121,10 @@ fn value<F: Format>(code: u8) -> f32 {
     if magnitude > F::LARGEST { f32::NAN } else { value }
 }
 
-/// Lanes in which the greatest magnitude of a block is looked for.
+/// Lanes in which the greatest magnitude of a block is searched.
 const LANES: usize = 16;
 
-/// The greatest magnitude of each block, as the bits of a float32: those of NaN and infinity are above all others.
+/// Finds the greatest magnitude of each block, as the bits of a float32. NaN and infinity are above all others.
 #[inline(always)]
 pub(crate) fn magnitudes(greatest: &mut [u32], values: &[f32], elements: usize) {
     match elements {
@@ -147,7 +148,7 @@ fn magnitudes_by<const ELEMENTS: usize>(greatest: &mut [u32], values: &[f32]) {
     }
 }
 
-/// Of a multiple of [`LANES`].
+/// Returns the greatest magnitude of a block, whose length is a multiple of [`LANES`].
 #[inline(always)]
 fn magnitude(block: &[f32]) -> u32 {
     let mut lanes = [0i32; LANES];
@@ -166,7 +167,7 @@ fn magnitude(block: &[f32]) -> u32 {
     lanes[0] as u32
 }
 
-/// Calls a loop that is generic over format and number of elements with those of `$blocks`.
+/// Calls a loop that is generic over format and number of elements with the parameters of `$blocks`.
 macro_rules! by_blocks {
     ($loop:ident($($arg:ident),*), $blocks:ident) => {
         match ($blocks.float, $blocks.elements) {
@@ -183,7 +184,7 @@ macro_rules! by_blocks {
     };
 }
 
-/// The code of each value times what is given for its block.
+/// Writes the code of each value times the factor of its block.
 #[inline(always)]
 pub(crate) fn small_codes(codes: &mut [u8], values: &[f32], factors: &[f32], blocks: Blocks) {
     by_blocks!(codes_by(codes, values, factors), blocks);
@@ -203,7 +204,7 @@ fn codes_by<F: Format, const ELEMENTS: usize>(codes: &mut [u8], values: &[f32], 
     }
 }
 
-/// The value of each code times the scale of its block.
+/// Writes the value of each code times the scale of its block.
 #[inline(always)]
 pub(crate) fn small_values(dst: &mut [MaybeUninit<f32>], codes: &[u8], scales: &[f32], blocks: Blocks) {
     by_blocks!(values_by(dst, codes, scales), blocks);
@@ -223,7 +224,7 @@ fn values_by<F: Format, const ELEMENTS: usize>(dst: &mut [MaybeUninit<f32>], cod
     }
 }
 
-/// Adds what [`small_values`] writes.
+/// Adds the values that [`small_values`] would write.
 #[inline(always)]
 pub(crate) fn add_small_values(sums: &mut [f32], codes: &[u8], scales: &[f32], blocks: Blocks) {
     by_blocks!(add_values_by(sums, codes, scales), blocks);

@@ -5,13 +5,13 @@ use accl_types::{Error, Result, nearest};
 use super::settings::{META, ROUNDING, Rounding, Setting, Settings};
 use super::traits::Row;
 
-/// The name in a text.
+/// Returns the name in a text.
 pub(super) fn name(text: &str) -> &str {
     let head = text.split(',').next().unwrap_or_default().trim();
     head.split_once(':').map_or(head, |(name, _)| name)
 }
 
-/// The settings in a text, for a codec of this row.
+/// Parses the settings in a text, for a codec of this row.
 ///
 /// # Errors
 /// `Configuration` for an unknown setting, with the nearest known one, and for a value that is not accepted.

@@ -1,19 +1,20 @@
-//! The elements of greatest magnitude of each bucket, by index and value; all others become zero.
+//! The elements of greatest magnitude of each bucket, by index and value; all other elements become zero.
 //!
-//! Of a bucket of n elements the ceil(n / 2^bits) of greatest magnitude are kept, the first of those that are equal.
-//! Encoded, a slice is
+//! A bucket of n elements keeps the ceil(n / 2^bits) elements of greatest magnitude; of equal ones, the first. Encoded,
+//! a slice is
 //! ```text
-//! values   of what is kept, by buckets and in the order of indices, in the metadata's type, rounded to nearest even
+//! values   of the kept elements, by buckets and indices, in the metadata's type, rounded to nearest even
 //! indices  of the same elements in their buckets, 16 bits each
 //! zeros    up to a multiple of 8
 //! ```
-//! in little-endian order. Where a bucket is not finite, or has a kept value that the metadata cannot hold, all its
-//! values are NaN, its indices 0, 1 and so on; a bucket whose first value is NaN decodes to NaN in all elements.
-//! Indices that are not above the one before, or that the bucket has not got, are passed over.
+//! All numbers are in little-endian order. A bucket is encoded as NaN if it is not finite, or if the metadata cannot
+//! hold a kept value: all its values are NaN, and its indices are 0, 1 and so on. A bucket whose first value is NaN
+//! decodes to NaN in all elements. The decoder skips indices that are not above the previous one, or that are beyond
+//! the bucket.
 //!
-//! It loses most of what it encodes, and is of use only where that is added to what is encoded next: Stich et al.,
-//! Sparsified SGD with memory, 2018. (By buckets rather than over all of a tensor, so that sizes and indices depend
-//! on counts alone.)
+//! The codec loses most of the encoded signal. It is useful only if the loss is added to the next encoding: Stich et
+//! al., Sparsified SGD with memory, 2018. (Elements are selected by bucket rather than in the whole tensor, so that
+//! sizes and indices depend only on counts.)
 
 use std::sync::Arc;
 
@@ -42,7 +43,7 @@ pub(super) const ROW: Row = Row {
     loss: |_| Loss::Coarse,
     needs_feedback: true,
     hides_magnitudes: false,
-    // The fewer bits, the more is kept; but of a bucket one element at least.
+    // Fewer bits keep more elements, but at least one element of a bucket is kept anyway.
     next_finer: |settings| {
         let now = kept(bucket_of(settings), settings.bits);
         let bits = (1..settings.bits).rev().find(|&bits| kept(bucket_of(settings), bits) > now);
@@ -50,7 +51,7 @@ pub(super) const ROW: Row = Row {
         finer.or_else(|| Some(Summary::new(&cast::BF16, Settings::default())))
     },
     auto: &[],
-    // What is not kept becomes zero.
+    // Elements that are not kept become zero.
     bound: |_, _, _| Bound { share: 1.0, floor: 0.0 },
     build,
 };
@@ -59,7 +60,7 @@ const ALIGN_BYTES: usize = 8;
 const INDEX_BYTES: usize = 2;
 const INDEX_BITS: u32 = 16;
 
-/// Indices and values.
+/// Indices and values of kept elements.
 type Kept<'a> = &'a mut dyn Iterator<Item = (usize, f32)>;
 
 struct TopK {
@@ -67,7 +68,7 @@ struct TopK {
     loops: &'static Loops,
 }
 
-/// Where indices begin, where they end, and where all ends, in bytes.
+/// Offsets in bytes where indices begin, where they end, and where the slice ends.
 struct Layout {
     indices_at: usize,
     indices_end: usize,
@@ -78,7 +79,7 @@ fn build(settings: &Settings, isa: Isa) -> Arc<dyn Codec> {
     Arc::new(TopK { settings: *settings, loops: dispatch::loops(isa) })
 }
 
-/// How many of a bucket's elements are kept.
+/// Returns how many of `elements` elements are kept.
 fn kept(elements: usize, bits: u8) -> usize {
     elements.div_ceil(1 << bits)
 }
@@ -88,7 +89,7 @@ impl TopK {
         self.settings.bucket as usize
     }
 
-    /// How many of a bucket's elements are kept.
+    /// Returns how many elements of a bucket of `elements` elements are kept.
     fn kept(&self, elements: usize) -> usize {
         kept(elements, self.settings.bits)
     }
@@ -100,7 +101,8 @@ impl TopK {
         Layout { indices_at, indices_end, end: indices_end.next_multiple_of(ALIGN_BYTES) }
     }
 
-    /// Writes what is kept of a bucket, unless it is to become NaN; `keys` is room for the bucket.
+    /// Writes the kept elements of a bucket, or returns how it is counted if it must become NaN. `keys` is room for the
+    /// bucket.
     fn encode_bucket(
         &self,
         values: &mut [u8],
@@ -108,7 +110,7 @@ impl TopK {
         bucket: &[f32],
         keys: &mut Vec<u64>,
     ) -> std::result::Result<(), NonFinite> {
-        // By magnitude, and of equal ones the later the less: no two are alike.
+        // Keys sort by magnitude; of equal magnitudes, a later element has a lesser key. No two keys are equal.
         keys.clear();
         keys.extend(bucket.iter().enumerate().map(|(index, value)| {
             u64::from(value.to_bits() & 0x7fff_ffff) << INDEX_BITS | (u64::from(u16::MAX) - index as u64)
@@ -134,8 +136,8 @@ impl TopK {
         Ok(())
     }
 
-    /// Calls `each` with the first element and the number of elements of every bucket, and its kept ones: indices and
-    /// values, or `None` if it is NaN.
+    /// Calls `each` with the first element's index and the number of elements of every bucket, and its kept elements:
+    /// indices and values, or `None` if the bucket is NaN.
     fn decode_buckets(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, usize, Option<Kept<'_>>)) {
         let layout = self.layout(count);
         assert_eq!(src.len(), layout.end, "what {count} elements become");
@@ -193,7 +195,8 @@ impl Codec for TopK {
         for (start, (values, indices)) in (0..count).step_by(self.bucket()).zip(places) {
             let part = slice.part(start, self.bucket().min(count - start));
             let bucket = &mut bucket[..part.count];
-            // SAFETY: the caller's promise: these are elements of the slice; the instruction set was checked.
+            // SAFETY: `part` lies in the slice, which may be read by this function's contract; the instruction set was
+            // checked when `self` was made.
             unsafe { convert(bucket.as_mut_ptr().cast(), Dtype::F32, part, self.loops) };
             if let Err(this_one) = self.encode_bucket(values, indices, bucket, &mut keys) {
                 non_finite += this_one;
@@ -215,7 +218,8 @@ impl Codec for TopK {
                 bucket[index] = value;
             }
             let dst = dst.wrapping_add(start * into.size_bytes());
-            // SAFETY: the caller's promise: these are elements of the result.
+            // SAFETY: the elements from `start` on lie in the result, for which `dst` has room by this function's
+            // contract.
             unsafe { write_values(dst, (into, Beyond::Largest), bucket, self.loops) };
         });
     }

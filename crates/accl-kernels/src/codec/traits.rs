@@ -1,4 +1,4 @@
-//! What a codec is, and its row in the table. Read [`Codec`] first.
+//! The interface of a codec, and its row in the table. Read [`Codec`] first.
 
 use std::fmt;
 use std::ops::{AddAssign, RangeInclusive};
@@ -10,12 +10,12 @@ use super::rng::RngKey;
 use super::settings::{META, MOST_BITS, ROUNDING, Setting, Settings};
 use crate::isa::Isa;
 
-/// Buckets that decode to NaN.
+/// Numbers of buckets that decode to NaN.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NonFinite {
-    /// For a NaN or an infinity in them.
+    /// Buckets that contain a NaN or an infinity.
     pub not_finite: usize,
-    /// Because the metadata cannot hold their range.
+    /// Buckets whose range the metadata cannot hold.
     pub too_large: usize,
 }
 
@@ -30,74 +30,76 @@ impl AddAssign for NonFinite {
 ///
 /// Elements are float32, float16 or bfloat16 ([`encodes`]).
 pub trait Codec: Send + Sync {
-    /// Which codec it is, with its settings: equal ones encode alike.
+    /// Returns the codec's row and its settings. Codecs with equal summaries encode alike.
     fn summary(&self) -> Summary;
 
-    /// Elements that are encoded together: a slice that does not end with its tensor has a multiple of it.
+    /// Number of elements that are encoded together. The length of a slice is a multiple of it, unless the slice ends
+    /// with its tensor.
     fn grain(&self) -> usize;
 
-    /// Bytes that `count` elements of a tensor of this type become: a multiple of 8.
+    /// Returns the bytes that `count` elements of a tensor of this type are encoded to: a multiple of 8.
     fn encoded_bytes(&self, tensor: Dtype, count: usize) -> usize;
 
-    /// Encodes a slice.
+    /// Encodes a slice. Returns the numbers of buckets that become NaN.
     ///
     /// # Safety
-    /// The slice's elements may be read, and are written by nobody meanwhile. No alignment is asked for.
+    /// The slice's elements may be read, and no other thread writes them meanwhile. No alignment is required.
     ///
     /// # Panics
-    /// Panics if `dst` has another length than [`Codec::encoded_bytes`].
+    /// Panics if the length of `dst` is not [`Codec::encoded_bytes`].
     unsafe fn encode(&self, dst: &mut [u8], slice: Slice, rng_key: RngKey) -> NonFinite;
 
-    /// Decodes `count` elements of a tensor of type `tensor` into elements of that type or of float32. A value beyond the
-    /// range of a 16-bit type becomes the largest one.
+    /// Decodes `count` elements of a tensor of type `tensor` into elements of that type or of float32. A value beyond
+    /// the range of a 16-bit type becomes the type's largest value.
     ///
     /// # Safety
-    /// `dst` has room for the elements, and nobody else uses it meanwhile. No alignment is asked for.
+    /// `dst` has room for the elements, and no other thread accesses it meanwhile. No alignment is required.
     ///
     /// # Panics
-    /// Panics if `src` has another length than [`Codec::encoded_bytes`].
+    /// Panics if the length of `src` is not [`Codec::encoded_bytes`].
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], tensor: Dtype, count: usize);
 
     /// Adds as many decoded elements of a tensor of type `tensor` as there are sums.
     ///
     /// # Panics
-    /// Panics if `src` has another length than [`Codec::encoded_bytes`].
+    /// Panics if the length of `src` is not [`Codec::encoded_bytes`].
     fn decode_add(&self, sums: &mut [f32], src: &[u8], tensor: Dtype);
 
-    /// How it encodes sums while they are made, if it can.
+    /// Returns the interface to encode sums while they are added up, if the codec supports that.
     fn encode_sums(&self) -> Option<&dyn EncodeSums> {
         None
     }
 }
 
-/// A codec that encodes sums while they are made.
+/// A codec that encodes sums while they are added up.
 pub trait EncodeSums {
-    /// Encodes sums of a tensor of float32, of as many addends and of what the same codec has encoded, and writes what they decode
-    /// to: as [`Codec::decode_add`], [`Codec::encode`] and [`Codec::decode`] do one after the other, to the bit, in one pass.
+    /// Encodes the sums of float32 addends and of the encoded elements in `src`, and writes the values that the sums
+    /// decode to. The result has the same bits as [`Codec::decode_add`], [`Codec::encode`] and [`Codec::decode`] one
+    /// after the other, but takes one pass.
     ///
     /// # Safety
-    /// The addends of `sums` may be read; where the results go, if they are wanted, there is room for as many float32. Both may be
-    /// the same place; nobody else uses it meanwhile. No alignment is asked for.
+    /// The addends of `sums` may be read. If results are wanted, there is room for as many float32. The results may
+    /// replace the addends. No other thread accesses either meanwhile. No alignment is required.
     ///
     /// # Panics
-    /// Panics if one of the slices has another length than [`Codec::encoded_bytes`].
+    /// Panics if the length of one of the slices is not [`Codec::encoded_bytes`].
     unsafe fn encode_sums(&self, dst: &mut [u8], src: &[u8], sums: Sums);
 }
 
-/// Sums that are made while they are encoded.
+/// Sums that are encoded while they are added up.
 #[derive(Clone, Copy, Debug)]
 pub struct Sums {
-    /// Float32 that what was encoded is added to.
+    /// Float32 numbers that the decoded elements are added to.
     pub addends: *const f32,
-    /// What the sums are divided by before they are encoded.
+    /// Divisor of the sums before they are encoded; `None` does not divide.
     pub divisor: Option<f32>,
-    /// Where what the sums decode to goes, as float32.
+    /// Destination of the values that the sums decode to, as float32; `None` writes none.
     pub results: Option<*mut f32>,
-    /// How many there are.
+    /// Number of sums.
     pub count: usize,
 }
 
-/// By its settings.
+/// Prints the settings.
 impl fmt::Debug for dyn Codec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(&self.summary(), f)
@@ -107,20 +109,20 @@ impl fmt::Debug for dyn Codec {
 /// Elements that are encoded together.
 #[derive(Clone, Copy, Debug)]
 pub struct Slice {
-    /// Where they are.
+    /// Address of the elements.
     pub src: *const u8,
-    /// Their type: that of the tensor, or float32 for sums of it.
+    /// Type of the elements: the tensor's type, or float32 for sums of it.
     pub dtype: Dtype,
-    /// The tensor's type: what travels as it is has it.
+    /// The tensor's type. Elements that are sent unencoded have this type.
     pub tensor: Dtype,
-    /// How many there are.
+    /// Number of elements.
     pub count: usize,
-    /// The index of the first one in its tensor, a multiple of the bucket.
+    /// Index of the first element in its tensor, a multiple of the bucket.
     pub first: u64,
 }
 
 impl Slice {
-    /// `count` of its elements, from the one at `start` on.
+    /// Returns `count` elements of the slice, from the element at `start` on.
     #[inline]
     pub(crate) fn part(self, start: usize, count: usize) -> Self {
         let src = self.src.wrapping_add(start * self.dtype.size_bytes());
@@ -128,16 +130,16 @@ impl Slice {
     }
 }
 
-/// How much of what it encodes a codec loses, as training has to know it. In order.
+/// Loss of a codec as far as training needs to know it, in increasing order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Loss {
-    /// Nothing.
+    /// No loss.
     None,
-    /// So little that error feedback, if there is any, need not go beyond a rank's own contributions.
+    /// Little loss: error feedback, if used, needs only a rank's own contributions.
     Fine,
-    /// So much that sums lose it on their way back, too: error feedback has a residual of both.
+    /// Great loss: sums lose on their way back, too, and error feedback keeps a residual of both.
     Coarse,
-    /// More than there is: with error feedback the residual grows without end.
+    /// A loss greater than the signal: with error feedback the residual grows without end.
     Divergent,
 }
 
@@ -150,13 +152,13 @@ pub enum Buckets {
     PowersOfTwo,
 }
 
-/// The largest bucket.
+/// The largest bucket, in elements.
 pub const MOST_BUCKET: u32 = 8192;
 const LEAST_MULTIPLE: u32 = 8;
 const LEAST_POWER: u32 = 64;
 
 impl Buckets {
-    /// Whether a bucket may have so many elements.
+    /// Whether a bucket may have `bucket` elements.
     pub fn accept(self, bucket: u32) -> bool {
         match self {
             Buckets::MultiplesOf8 => bucket.is_multiple_of(8) && (LEAST_MULTIPLE..=MOST_BUCKET).contains(&bucket),
@@ -174,85 +176,86 @@ impl fmt::Display for Buckets {
     }
 }
 
-/// Most that one encoding of float32 changes a value of a bucket, in magnitude: a share of the value, or the floor where
-/// that is more.
+/// Maximum change of a value of a bucket by one encoding of float32, in magnitude: a share of the value, or the floor
+/// if that is more.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bound {
-    /// Of the value's magnitude.
+    /// Share of the value's magnitude.
     pub share: f64,
-    /// Whatever the value is; an infinity where the codec has no number for what is in the bucket.
+    /// Part that does not depend on the value; an infinity if the codec cannot represent a value of the bucket.
     pub floor: f64,
 }
 
 impl Bound {
-    /// The bound of a value.
+    /// Returns the bound of a value.
     pub fn of(self, value: f32) -> f64 {
         (self.share * f64::from(value).abs()).max(self.floor)
     }
 }
 
-/// One codec of the table: all that others ask about it, so that nobody decides by its name.
+/// One codec of the table, with everything that other modules ask about it, so that none of them decides by its name.
 #[derive(Debug)]
 pub struct Row {
-    /// Its number in words that ranks compare: its own for ever.
+    /// Number in the words that ranks compare; it never changes and is never reused.
     pub id: u8,
-    /// The name in settings.
+    /// Name in settings.
     pub name: &'static str,
-    /// What it does, in a line.
+    /// Description of the codec, in one line.
     pub description: &'static str,
-    /// What there is a choice of; other settings mean nothing to it.
+    /// Settings that the codec has; it ignores all others.
     pub settings: &'static [Setting],
-    /// The bits that it accepts, if it has [`Setting::Bits`].
+    /// Accepted bits, if the codec has [`Setting::Bits`].
     pub bits: RangeInclusive<u8>,
-    /// The buckets that it accepts, if it has [`Setting::Bucket`].
+    /// Accepted buckets, if the codec has [`Setting::Bucket`].
     pub buckets: Buckets,
-    /// How many elements share their metadata, from the first on: a NaN or an infinity among them makes all of them NaN.
-    /// 1 where each element stands for itself.
+    /// Number of elements that share their metadata, counted from the first element: a NaN or an infinity among them
+    /// makes all of them NaN. 1 if each element is encoded on its own.
     pub shared: fn(&Settings) -> usize,
-    /// Whether it converts elements one by one, without looking at others: as fast as memory is.
+    /// Whether the codec converts elements one by one, without looking at others, and is as fast as memory.
     pub is_cast: bool,
-    /// How much it loses.
+    /// How much the codec loses.
     pub loss: fn(&Settings) -> Loss,
-    /// Whether it is of use only where what it loses is added to what is encoded next.
+    /// Whether the codec is useful only if its loss is added to the next encoding.
     pub needs_feedback: bool,
-    /// Whether all elements of a bucket decode to one magnitude, so that second moments (Adam's) say nothing of them.
+    /// Whether all elements of a bucket decode to one magnitude, so that second moments (Adam's) are meaningless for
+    /// them.
     pub hides_magnitudes: bool,
-    /// The codec that loses less, to go on with where this one loses too much; `None` where nothing is lost.
+    /// Returns the next codec to use if this one loses too much; `None` if nothing is lost.
     pub next_finer: fn(&Settings) -> Option<Summary>,
-    /// What the choice of a codec by measurement (`"auto"`) tries of it, the finest first.
+    /// Settings of this codec that the choice by measurement (`"auto"`) tries, the finest first.
     pub auto: &'static [&'static str],
-    /// Most that an encoding changes a value, of finite values that share their metadata (the second argument), in a slice
-    /// that is encoded together (the third: as many as the [grain](Codec::grain)).
+    /// Returns the maximum change of a value by an encoding. The second argument is the finite values that share their
+    /// metadata. The third is the slice that is encoded together, as many values as the [grain](Codec::grain).
     pub bound: fn(&Settings, &[f32], &[f32]) -> Bound,
-    /// Makes the codec; settings and instruction set are checked.
+    /// Creates the codec. The caller has checked settings and instruction set.
     pub(super) build: Build,
 }
 
 pub(super) type Build = fn(&Settings, Isa) -> Arc<dyn Codec>;
 
 impl Row {
-    /// Whether there is a choice of this.
+    /// Whether the codec has this setting.
     pub fn has(&self, setting: Setting) -> bool {
         self.settings.contains(&setting)
     }
 
-    /// The name, with a word for the bits where there is a choice of them.
+    /// Returns the name, with a word for the bits if there is a choice of them.
     pub fn spelled(&self) -> String {
         if self.has(Setting::Bits) { format!("{}:BITS", self.name) } else { self.name.to_owned() }
     }
 
-    /// The codec with these settings.
+    /// Creates the codec with these settings.
     ///
     /// # Errors
-    /// `Configuration` if a setting has no meaning for it.
+    /// `Configuration` if the codec does not accept a setting.
     pub fn build(&self, settings: &Settings) -> Result<Arc<dyn Codec>> {
         self.build_with_isa(settings, Isa::best())
     }
 
-    /// As [`Row::build`], with a chosen instruction set: for tests and measurements.
+    /// Creates the codec like [`Row::build`], with a given instruction set: for tests and measurements.
     ///
     /// # Errors
-    /// As above, and `Unsupported` if this machine has not got the instruction set.
+    /// The errors of [`Row::build`], and `Unsupported` if this machine lacks the instruction set.
     pub fn build_with_isa(&self, settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
         isa.check_available()?;
         self.check(settings)?;
@@ -260,7 +263,7 @@ impl Row {
     }
 
     /// # Errors
-    /// `Configuration` if a setting has no meaning for it.
+    /// `Configuration` if the codec does not accept a setting.
     fn check(&self, settings: &Settings) -> Result<()> {
         let Settings { bits, bucket, meta, .. } = *settings;
         let refused = |why: String| Err(Error::configuration(format!("codec {}: {why}", self.name)));
@@ -276,20 +279,20 @@ impl Row {
         Ok(())
     }
 
-    /// The same codec with another number of bits, if it accepts that: for [`Row::next_finer`].
+    /// Returns the same codec with another number of bits, if it accepts that number: for [`Row::next_finer`].
     pub(super) fn with_bits(&'static self, settings: &Settings, bits: u8) -> Option<Summary> {
         self.bits.contains(&bits).then(|| Summary::new(self, Settings { bits, ..*settings }))
     }
 }
 
-/// Which codec with which settings.
+/// A codec and its settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Summary {
     row: &'static Row,
     settings: Settings,
 }
 
-/// Settings that a codec has no use for are alike.
+/// Settings that the codec does not have are ignored.
 impl PartialEq for Summary {
     fn eq(&self, other: &Self) -> bool {
         self.word() == other.word()
@@ -299,35 +302,35 @@ impl PartialEq for Summary {
 impl Eq for Summary {}
 
 impl Summary {
-    /// Bits of its word.
+    /// Bits of a word.
     pub const BITS: u32 = 26;
 
-    /// Of a codec with these settings.
+    /// Creates the summary of a codec with these settings.
     pub(super) fn new(row: &'static Row, settings: Settings) -> Self {
         Self { row, settings }
     }
 
-    /// The codec's row.
+    /// Returns the codec's row.
     pub fn row(self) -> &'static Row {
         self.row
     }
 
-    /// The settings; those that the codec has not got are of no meaning.
+    /// Returns the settings. Settings that the codec does not have are meaningless.
     pub fn settings(&self) -> &Settings {
         &self.settings
     }
 
-    /// How much it loses.
+    /// Returns how much the codec loses.
     pub fn loss(&self) -> Loss {
         (self.row.loss)(&self.settings)
     }
 
-    /// The codec that loses less; `None` where nothing is lost.
+    /// Returns a codec that loses less; `None` if nothing is lost.
     pub fn next_finer(&self) -> Option<Summary> {
         (self.row.next_finer)(&self.settings)
     }
 
-    /// Equal for codecs that encode alike, and for no others.
+    /// Returns a word that is equal for codecs that encode alike, and only for them.
     pub fn word(self) -> u32 {
         let Settings { bits, bucket, meta, rounding, skip_incomplete } = self.settings;
         let meta = META.iter().position(|dtype| *dtype == meta).unwrap_or(0) as u32;
@@ -343,7 +346,7 @@ impl Summary {
         fields.into_iter().rev().fold(0, add) << ROW_BITS | u32::from(self.row.id)
     }
 
-    /// Of a word, with the row of the number in it; `None` for settings that this version does not know.
+    /// Decodes a word, with the row whose number is in it; `None` for settings that this version does not know.
     pub(super) fn from_word(word: u32, row: &'static Row) -> Option<Self> {
         let mut settings = Settings::default();
         let mut word = (word & ((1 << Self::BITS) - 1)) >> ROW_BITS;
@@ -364,16 +367,16 @@ impl Summary {
         Some(Self { row, settings })
     }
 
-    /// The number of the row in a word.
+    /// Returns the number of the row in a word.
     pub(super) fn row_id(word: u32) -> u8 {
         (word & ((1 << ROW_BITS) - 1)) as u8
     }
 }
 
-/// Bits of the number of a row: all that it can be.
+/// Bits of a row's number, enough for every value of its type.
 pub(super) const ROW_BITS: u32 = u8::BITS;
 
-/// Bits of a setting: what it can be, less one for bits and for eighths of a bucket, which are never 0.
+/// Returns the bits of a setting's field. Bits, and eighths of a bucket, are never 0, so their field holds one less.
 pub(super) const fn width(setting: Setting) -> u32 {
     match setting {
         Setting::Bits => 3,
@@ -383,7 +386,7 @@ pub(super) const fn width(setting: Setting) -> u32 {
     }
 }
 
-// The fields fill the word, and hold what they are for.
+// The fields fill the word, and each is wide enough for its values.
 const _: () = {
     let (mut bits, mut index) = (ROW_BITS, 0);
     while index < Setting::ALL.len() {
@@ -397,7 +400,7 @@ const _: () = {
     assert!(ROUNDING.len() <= 1 << width(Setting::Rounding), "ways of rounding do not fit their field");
 };
 
-/// As [`super::parse`] reads it.
+/// Prints the form that [`super::parse`] reads.
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.row.name)?;

@@ -1,20 +1,22 @@
-//! Codecs whose levels lie evenly in each bucket: what they have in common.
+//! Common part of the codecs whose levels lie evenly in each bucket.
 //!
 //! Encoded, a slice is
 //! ```text
-//! meta     for each bucket: unit, and min where the scheme has one
+//! meta     for each bucket: unit, and min if the scheme has one
 //! codes    `bits` each, the first in the lowest bits      ceil(count * bits / 8)
 //! zeros    up to a multiple of 8
-//! tail     with `skip_incomplete`: what is behind the last full bucket, as it is
+//! tail     with `skip_incomplete`: the elements after the last full bucket, unencoded
 //! zeros    up to a multiple of 8 of the whole
 //! ```
-//! in little-endian order; with `skip_incomplete`, `count` in it is that of the full buckets.
+//! All numbers are in little-endian order. With `skip_incomplete`, `count` above is the count of elements in full
+//! buckets.
 //!
 //! # Arithmetic
 //! All in float32, each operation rounded, with L the highest level:
 //! * s = (x - min) * (1 / unit);
-//! * nearest: level = nearest-even(s); stochastic: level = (nearest-even(256 s) + u) >> 8 with u from 0 to 255; at most L;
-//! * correlated: as stochastic, with the random bits of [`super::rng`] among ranks in place of u;
+//! * nearest: level = nearest-even(s); stochastic: level = (nearest-even(256 s) + u) >> 8 with u from 0 to 255; at most
+//!   L;
+//! * correlated: like stochastic, with the random bits of [`super::rng`] among ranks instead of u;
 //! * a decoded value is min + unit * level, fused.
 
 use std::marker::PhantomData;
@@ -38,35 +40,36 @@ use crate::reduce::float16::{self, Toward};
 const LEAST_BUCKET: usize = 8;
 const ALIGN_BYTES: usize = 8;
 
-/// Elements of whole buckets that are encoded together, or of a part of a greater one: few, since memory rests while levels
-/// are found.
+/// Maximum elements that are encoded together: whole buckets, or a part of a larger one. Few, since memory is idle
+/// while levels are found.
 const SPAN: usize = PIECE;
-/// The same for decoding, which does not.
+/// The same limit for decoding, during which memory is not idle.
 const RUN: usize = 2048;
 
-/// Where the levels of a bucket lie: what a codec of this family decides.
+/// Position of the levels of a bucket: the part that a codec of this family defines.
 pub(super) trait Scheme: Send + Sync + 'static {
     /// The row in the table of codecs.
     const ROW: &'static Row;
     /// Values of metadata for each bucket: unit, and min if there are two.
     const META: usize;
 
-    /// The highest level.
+    /// Returns the highest level.
     fn top(bits: u8) -> f32;
 
-    /// Unit and min of a bucket whose values are finite, as their metadata has them; or what else the bucket counts as.
+    /// Returns unit and min of a bucket of finite values as their metadata stores them, or how the bucket is counted if
+    /// it becomes NaN.
     fn place(settings: &Settings, range: Range) -> std::result::Result<Placed, NonFinite>;
 
-    /// What is left out of the metadata.
+    /// Returns `min` if it is not part of the metadata.
     fn min_of(unit: f32, bits: u8) -> f32;
 }
 
-/// What is found out about a span of buckets.
+/// Intermediate results for a span of buckets.
 #[derive(Clone, Copy)]
 struct Found {
     ranges: [Range; SPAN / LEAST_BUCKET],
     grids: [Grid; SPAN / LEAST_BUCKET],
-    /// Where they are not used in place.
+    /// The values as float32, if they cannot be used in place.
     values: [f32; SPAN],
 }
 
@@ -85,15 +88,15 @@ pub(super) struct Uniform<S> {
     scheme: PhantomData<S>,
 }
 
-/// The bound of values that are between the levels of a grid with this unit, of `magnitude` at most: half a unit, or a whole
-/// one where rounding is not to the nearest, and what arithmetic and metadata round.
+/// Returns the bound of values between the levels of a grid with this unit, of `magnitude` at most. It is half a unit,
+/// or a whole unit if rounding is not to nearest, plus the rounding of arithmetic and metadata.
 pub(super) fn bound(settings: &Settings, unit: f64, magnitude: f64) -> Bound {
     let levels = if settings.rounding == Rounding::Nearest { 0.5 } else { 1.0 };
     let unit = (unit * (1.0 + rounding_of(settings.meta))).max(f64::from(smallest_normal(settings.meta)));
     Bound { share: 0.0, floor: unit * levels + magnitude * 2f64.powi(-20) }
 }
 
-/// Most that a normal number changes as metadata, as a share of it.
+/// Returns the maximum relative change of a normal number when it is rounded to metadata.
 pub(super) fn rounding_of(meta: Dtype) -> f64 {
     2f64.powi(match meta {
         Dtype::F16 => -10,
@@ -102,22 +105,22 @@ pub(super) fn rounding_of(meta: Dtype) -> f64 {
     })
 }
 
-/// The least and the greatest of finite values.
+/// Returns the least and the greatest of finite values.
 pub(super) fn range_of(values: &[f32]) -> (f64, f64) {
     let least = values.iter().copied().fold(f32::INFINITY, f32::min);
     let greatest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     (f64::from(least), f64::from(greatest))
 }
 
-/// Elements of a bucket.
+/// Returns the elements of a bucket.
 pub(super) fn bucket_of(settings: &Settings) -> usize {
     settings.bucket as usize
 }
 
-/// Where the parts of an encoded slice lie, in bytes.
+/// Offsets of the parts of an encoded slice, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Layout {
-    /// Elements in buckets; those behind them travel as they are.
+    /// Number of elements in buckets; elements after them are sent unencoded.
     coded: usize,
     codes_at: usize,
     codes_end: usize,
@@ -126,7 +129,8 @@ struct Layout {
     end: usize,
 }
 
-/// A value of the metadata's type that is not above, or not below, the given one. float32 is as it is.
+/// Returns a value of the metadata's type that is not above, or not below, the given one. float32 is returned
+/// unchanged.
 #[inline]
 pub(super) fn toward(meta: Dtype, value: f32, side: Toward) -> f32 {
     match meta {
@@ -145,24 +149,24 @@ pub(super) fn smallest_normal(meta: Dtype) -> f32 {
     }
 }
 
-/// The metadata of a bucket, and what its levels are found with.
+/// The metadata of a bucket, and the grid with which its levels are found.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Placed {
     pub(super) unit: f32,
     pub(super) min: f32,
     pub(super) grid: Grid,
-    /// The grid is for halves of the values.
+    /// Whether the grid is for halves of the values.
     pub(super) halves: bool,
 }
 
 impl Placed {
-    /// All values are `min`.
+    /// Creates the metadata of a bucket whose values are all `min`.
     #[inline]
     pub(super) fn constant(min: f32, top: f32) -> Self {
         Self { unit: 0.0, min, grid: Grid { min, inverse: 0.0, top }, halves: false }
     }
 
-    /// Levels from `min` on, `unit` apart, if what they decode to is finite.
+    /// Creates the metadata of levels from `min` on, `unit` apart, if all of them decode to finite values.
     #[inline]
     pub(super) fn new(unit: f32, min: f32, top: f32, halves: bool) -> std::result::Result<Self, NonFinite> {
         let highest = f64::from(unit) * f64::from(top) + f64::from(min);
@@ -197,17 +201,17 @@ impl<S: Scheme> Uniform<S> {
         Layout { coded, codes_at, codes_end, tail_at, tail_end, end: tail_end.next_multiple_of(ALIGN_BYTES) }
     }
 
-    /// Bytes of the codes of so many elements.
+    /// Returns the bytes of the codes of `elements` elements.
     fn code_bytes(&self, elements: usize) -> usize {
         (elements * usize::from(self.settings.bits)).div_ceil(8)
     }
 
-    /// Elements of the whole buckets among `most` of them, but of one at least.
+    /// Returns the elements of the whole buckets that fit into `most` elements, but at least of one bucket.
     fn whole(&self, most: usize) -> usize {
         self.bucket() * (most / self.bucket()).max(1)
     }
 
-    /// Or what the bucket is counted as.
+    /// Returns unit, min and grid of a bucket, or how the bucket is counted if it becomes NaN.
     #[inline]
     fn place(&self, range: Range) -> std::result::Result<Placed, NonFinite> {
         if range.finite { S::place(&self.settings, range) } else { Err(NonFinite { not_finite: 1, too_large: 0 }) }
@@ -222,7 +226,7 @@ impl<S: Scheme> Uniform<S> {
         }
     }
 
-    /// Writes codes of values, of which the first is at `first`, to which the random bits were turned.
+    /// Writes the codes of values. The first value is at `first`, to which the random bits were turned.
     #[inline]
     fn write_codes(
         &self,
@@ -243,14 +247,15 @@ impl<S: Scheme> Uniform<S> {
         }
     }
 
-    /// Reads a span.
+    /// Reads a span and finds the ranges of its buckets.
     ///
     /// # Safety
-    /// As for [`Slice::piece`].
+    /// The contract of [`Slice::piece`].
     #[inline]
     unsafe fn read(&self, span: Slice, found: &mut Found) {
         let Found { ranges, values, .. } = found;
-        // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+        // SAFETY: the span may be read by this function's contract; the instruction set was checked when `self` was
+        // made.
         unsafe {
             if span.count <= SPAN {
                 let ranges = &mut ranges[..span.count.div_ceil(self.bucket())];
@@ -262,7 +267,7 @@ impl<S: Scheme> Uniform<S> {
         }
     }
 
-    /// Writes the metadata of a span, and finds its grids; or says that its buckets must be encoded each on its own.
+    /// Writes the metadata of a span, and finds its grids. Returns `false` if its buckets must be encoded one by one.
     #[inline]
     fn place_all(&self, metas: &mut [u8], found: &mut Found) -> bool {
         let mut are_plain = true;
@@ -279,10 +284,10 @@ impl<S: Scheme> Uniform<S> {
         are_plain
     }
 
-    /// Writes metadata and codes of buckets, each on its own, with whatever is unusual about it.
+    /// Writes metadata and codes of buckets one by one, including buckets that become NaN or are encoded from halves.
     ///
     /// # Safety
-    /// As for [`Slice::piece`].
+    /// The contract of [`Slice::piece`].
     #[inline(never)]
     unsafe fn encode_each(
         &self,
@@ -299,7 +304,7 @@ impl<S: Scheme> Uniform<S> {
             match self.place(range) {
                 Ok(placed) => {
                     self.write_meta(meta, placed.unit, placed.min);
-                    // SAFETY: the caller's promise.
+                    // SAFETY: `bucket` lies in the span, which may be read by this function's contract.
                     unsafe { self.encode_bucket(codes, bucket, &placed, &mut found.values, random_bits) };
                 }
                 Err(this_one) => {
@@ -315,7 +320,7 @@ impl<S: Scheme> Uniform<S> {
     /// Writes the codes of a bucket.
     ///
     /// # Safety
-    /// As for [`Slice::piece`].
+    /// The contract of [`Slice::piece`].
     unsafe fn encode_bucket(
         &self,
         codes: &mut [u8],
@@ -330,7 +335,8 @@ impl<S: Scheme> Uniform<S> {
             let first = bucket.first + start as u64;
             let piece = bucket.part(start, random_bits.turn_to(first).min(bucket.count - start));
             let mut halved;
-            // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+            // SAFETY: the bucket may be read by this function's contract; the instruction set was checked when `self`
+            // was made.
             unsafe {
                 let mut values = piece.piece(room, 0, self.loops);
                 let codes = &mut codes[self.code_bytes(start)..self.code_bytes(start + values.len())];
@@ -358,13 +364,13 @@ impl<S: Scheme> Uniform<S> {
                 let (unit, min) = pair.split_at(meta.size_bytes());
                 let unit = read(meta, unit);
                 let min = if min.is_empty() { S::min_of(unit, bits) } else { read(meta, min) };
-                // Whatever NaN came: one is like another.
+                // Any NaN becomes the canonical NaN.
                 let is_nan = unit.is_nan() || min.is_nan();
                 room[buckets] = if is_nan { Scale { unit: f32::NAN, min: f32::NAN } } else { Scale { unit, min } };
                 buckets += 1;
             }
             let end = layout.coded.min(begin + run);
-            // More than one piece is part of one bucket.
+            // If there is more than one piece, all pieces belong to one bucket.
             for start in (begin..end).step_by(RUN) {
                 let (start, end) = (start, end.min(start + RUN));
                 let codes = &codes[self.code_bytes(start - begin)..self.code_bytes(end - begin)];
@@ -407,13 +413,14 @@ impl<S: Scheme> Codec for Uniform<S> {
         for ((metas, codes), begin) in metas.zip(codes.chunks_mut(self.code_bytes(span))).zip((0..).step_by(span)) {
             let (here, end) = (span_at(begin), begin + span);
             if begin == 0 || span > SPAN {
-                // SAFETY: the caller's promise: these are elements of the slice.
+                // SAFETY: `here` lies in the slice, which may be read by this function's contract.
                 unsafe { self.read(here, now) };
             }
             let are_plain = self.place_all(metas, now) && random_bits.turn_to(here.first) >= here.count;
-            // SAFETY: as above; the instruction set was checked when `self` was made.
+            // SAFETY: the spans lie in the slice, which may be read by this function's contract; the instruction set
+            // was checked when `self` was made.
             unsafe {
-                // A processor reads while it divides.
+                // Reads the next span now, because a processor can load while it divides.
                 if span <= SPAN && end < layout.coded {
                     self.read(span_at(end), next);
                 }
@@ -429,7 +436,7 @@ impl<S: Scheme> Codec for Uniform<S> {
         }
         let (tail, zeros) = tail.split_at_mut(layout.tail_end - layout.tail_at);
         zeros.fill(0);
-        // SAFETY: the caller's promise: what is behind the coded elements belongs to the slice, too; `tail` has room for it.
+        // SAFETY: the elements after the coded ones belong to the slice, too, and `tail` has room for them.
         unsafe { convert(tail.as_mut_ptr(), slice.tensor, slice.part(layout.coded, count - layout.coded), self.loops) };
         non_finite
     }
@@ -441,7 +448,7 @@ impl<S: Scheme> Codec for Uniform<S> {
         let mut room = [MaybeUninit::uninit(); RUN];
         self.decode_runs(src, &layout, |elements, codes, scales| {
             let dst = dst.wrapping_add(elements.start * into.size_bytes());
-            // SAFETY: the caller's promise: these are elements of the result.
+            // SAFETY: the elements of the run lie in the result, for which `dst` has room by this function's contract.
             unsafe {
                 place(dst, (into, Beyond::Largest), elements.len(), &mut room, self.loops, |values| {
                     (self.loops.decode)(values, codes, scales)
@@ -450,7 +457,8 @@ impl<S: Scheme> Codec for Uniform<S> {
         });
         let tail = &src[layout.tail_at..layout.tail_end];
         let tail = Slice { src: tail.as_ptr(), dtype: tensor, tensor, count: count - layout.coded, first: 0 };
-        // SAFETY: as above; the slice has this many elements of the tensor's type.
+        // SAFETY: the elements after the coded ones lie in the result, too; `tail` has this many elements of the
+        // tensor's type.
         unsafe { convert(dst.wrapping_add(layout.coded * into.size_bytes()), into, tail, self.loops) };
     }
 

@@ -1,4 +1,4 @@
-//! float16 and bfloat16 to float32 and back, without branches so that a loop over them vectorises.
+//! Conversion of float16 and bfloat16 to float32 and back, without branches so that a loop over them vectorises.
 //! Narrowing rounds to nearest even and makes NaN canonical; denormals are exact in both directions.
 
 /// The canonical NaN of float16.
@@ -12,30 +12,30 @@ const F32_INFINITY: u32 = 0x7f80_0000;
 
 /// The smallest normal number of float16, 2^-14.
 pub(crate) const F16_SMALLEST_NORMAL: f32 = f32::from_bits((127 - 14) << 23);
-/// The largest numbers.
+/// The largest finite numbers of the two types.
 pub(crate) const F16_MAX: f32 = 65504.0;
 pub(crate) const BF16_MAX: f32 = f32::from_bits(0x7f7f_0000);
 
-/// The side to which a value is rounded that the type has not got.
+/// Side to which a value is rounded that the type cannot represent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Toward {
     Down,
     Up,
 }
 
-/// The nearest float16 on that side, for values that are not NaN.
+/// Returns the nearest float16 on that side. `value` is not NaN.
 pub(crate) fn narrow_f16_toward(value: f32, side: Toward) -> u16 {
     let nearest = narrow_f16(value);
     stepped(nearest, widen_f16(nearest), value, side)
 }
 
-/// The nearest bfloat16 on that side, for values that are not NaN.
+/// Returns the nearest bfloat16 on that side. `value` is not NaN.
 pub(crate) fn narrow_bf16_toward(value: f32, side: Toward) -> u16 {
     let nearest = narrow_bf16(value);
     stepped(nearest, widen_bf16(nearest), value, side)
 }
 
-/// `nearest`, whose value is `wide`, or its neighbour if that is on the wrong side of `value`.
+/// Returns `nearest`, whose value is `wide`, or its neighbour if `nearest` is on the wrong side of `value`.
 fn stepped(nearest: u16, wide: f32, value: f32, side: Toward) -> u16 {
     const SIGN: u16 = 0x8000;
     match side {
@@ -63,12 +63,12 @@ pub(crate) fn narrow_bf16(value: f32) -> u16 {
     (round_bf16(value) >> 16) as u16
 }
 
-/// The bfloat16 in the upper half; the lower half has no meaning.
-// The processors' own conversion (AVX512_BF16) flushes denormals and is therefore of no use here.
+/// Returns the bfloat16 in the upper half; the lower half has no meaning.
+// The processors' own conversion (AVX512_BF16) flushes denormals, so it cannot be used.
 #[inline(always)]
 pub(crate) fn round_bf16(value: f32) -> u32 {
     let bits = value.to_bits();
-    // Half of the lowest kept bit, less one unless that bit is odd: ties go to even.
+    // Adds half of the lowest kept bit, less one unless that bit is odd: ties go to even.
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
     if value.is_nan() { BF16_NAN << 16 } else { rounded }
 }
@@ -78,7 +78,8 @@ pub(crate) fn widen_f16(bits: u16) -> f32 {
     /// 2^112: the exponents' biases are 127 and 15.
     const REBIAS: f32 = f32::from_bits((112 + 127) << 23);
     let magnitude = u32::from(bits & 0x7fff);
-    // As float32 the shifted bits are the value times 2^-112, denormals of either type included: the product is exact.
+    // Read as float32, the shifted bits are the value times 2^-112, denormals of either type included: the product is
+    // exact.
     let finite = (f32::from_bits(magnitude << 13) * REBIAS).to_bits();
     let special = if magnitude >= F16_INFINITY { F32_INFINITY } else { 0 };
     f32::from_bits(finite | special | u32::from(bits & 0x8000) << 16)
@@ -92,7 +93,7 @@ pub(crate) fn narrow_f16(value: f32) -> u16 {
     const OVERFLOW: u32 = 0x477f_f000;
     let bits = value.to_bits();
     let magnitude = bits & 0x7fff_ffff;
-    // The unit in the last place of float16's denormals is that of float32 at 0.5: the addition rounds for us.
+    // float16's denormals and float32 at 0.5 have the same unit in the last place, so the addition rounds as needed.
     let denormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + (magnitude >> 13 & 1)) >> 13;
     let mut result = if magnitude < SMALLEST_NORMAL { denormal } else { normal };

@@ -1,42 +1,43 @@
-//! What a kernel computes with: `Lanes` moves elements between memory and registers, the `*Reg` traits calculate, `Op`
+//! Building blocks of a kernel: `Lanes` moves elements between memory and registers, the `*Reg` traits calculate, `Op`
 //! and `Last` name the operation. Loops over buffers are in `loops.rs`, 16-bit conversions in `float16.rs`.
 //!
-//! Elements are handled in groups of a cache line: all operands of a group are in registers before its result is stored,
-//! so that a result may be in the place of an operand, and the compiler makes vectors of a group for the instruction set
-//! of the function that it is inlined into. A type for which it cannot (float16 wants conversion instructions) has a
-//! `Lanes` of several elements in `arch/<isa>.rs`.
+//! Elements are handled in groups of a cache line. All operands of a group are in registers before its result is
+//! stored. Therefore a result may replace an operand. The compiler vectorises a group for the instruction set of the
+//! function that the group is inlined into.
+//! If it cannot vectorise a type (float16 needs conversion instructions), `arch/<isa>.rs` has a `Lanes` of several
+//! elements.
 
 use std::marker::PhantomData;
 
 use super::float16;
 
-/// Elements that are accumulated at a time. Accumulators and their part of two sources stay in the L1 cache.
+/// Elements that are accumulated at a time. Accumulators and the matching parts of two sources stay in the L1 cache.
 pub(crate) const BLOCK: usize = 512;
 
-/// Accumulators of a block: the elements behind the last group have theirs behind the others.
+/// Accumulators of a block, and 64 more for the elements after the last group.
 pub(crate) const SLOTS: usize = BLOCK + 64;
 
-/// A group of `COUNT` elements of one type: how they lie in memory and which registers hold them.
+/// A group of `COUNT` elements of one type: their layout in memory and the registers that hold them.
 pub(crate) trait Lanes {
     /// Elements in a group; divides `BLOCK`, and is at most `SLOTS - BLOCK`.
     const COUNT: usize;
     /// Bytes of one element in a buffer.
     const SIZE_BYTES: usize;
-    /// One element as it is accumulated, in memory of ours.
+    /// One element as it is accumulated, in memory of this crate.
     type Acc: Copy;
     /// `COUNT` elements as they are accumulated.
     type Reg: Copy;
-    /// The same arithmetic one element at a time, for what is left of a buffer.
+    /// The same arithmetic one element at a time, for the rest of a buffer.
     type Tail: Lanes<Acc = Self::Acc>;
 
-    /// Asks for memory that will be loaded soon, for types whose arithmetic leaves the processor no room to look ahead
-    /// far enough by itself. Any address will do.
+    /// Prefetches memory that will be loaded soon. For types whose arithmetic leaves the processor no room to look
+    /// ahead far enough by itself. Any address is allowed.
     #[inline(always)]
     fn ask_ahead(_src: *const u8) {}
     /// # Safety
     /// `COUNT * SIZE_BYTES` bytes can be read at `src`, at any alignment.
     unsafe fn load(src: *const u8) -> Self::Reg;
-    /// Rounds and makes NaN canonical.
+    /// Rounds, makes NaN canonical, and writes the group.
     ///
     /// # Safety
     /// `COUNT * SIZE_BYTES` bytes can be written at `dst`, at any alignment.
@@ -46,7 +47,7 @@ pub(crate) trait Lanes {
     /// # Safety
     /// `slots` are `SLOTS` accumulators, and this group was written by [`Lanes::store_acc`].
     unsafe fn load_acc(slots: *const Self::Acc, slot: usize) -> Self::Reg;
-    /// Keeps a group. Which slots below `BLOCK` serve which elements is the implementation's own affair.
+    /// Stores a group of accumulators. The implementation decides which slots below `BLOCK` hold which elements.
     ///
     /// # Safety
     /// `slots` has room for `SLOTS` accumulators; `slot` is a multiple of `COUNT` below `BLOCK`, or, if `COUNT` is 1,
@@ -66,22 +67,22 @@ pub(crate) trait OrderReg: Copy {
     fn max(self, other: Self) -> Self;
 }
 
-/// BAND, BOR and BXOR. One type has them: they work on bytes whatever the element is.
+/// BAND, BOR and BXOR. Only one type has them, because they work on bytes whatever the element is.
 pub(crate) trait BitReg: Copy {
     fn and(self, other: Self) -> Self;
     fn or(self, other: Self) -> Self;
     fn xor(self, other: Self) -> Self;
 }
 
-/// What floats have besides: division by the world size, multiplication by a factor.
+/// Additional operations of floats: division by the world size, multiplication by a factor.
 pub(crate) trait FloatReg: ArithReg + OrderReg {
     fn div_scalar(self, divisor: f64) -> Self;
     fn mul_scalar(self, factor: f64) -> Self;
 }
 
-/// What integers have besides: division by the world size.
+/// Additional operation of integers: division by the world size.
 pub(crate) trait IntegerReg: ArithReg + OrderReg {
-    /// Towards zero.
+    /// Divides and rounds towards zero.
     fn div_whole(self, divisor: f64) -> Self;
 }
 
@@ -97,7 +98,7 @@ impl<V: Lanes<Reg: IntegerReg, Tail: Lanes<Reg: IntegerReg>>> IntegerLanes for V
 pub(crate) trait FloatLanes: Lanes<Reg: FloatReg, Tail: Lanes<Reg: FloatReg>> {}
 impl<V: Lanes<Reg: FloatReg, Tail: Lanes<Reg: FloatReg>>> FloatLanes for V {}
 
-/// An operation of two operands.
+/// An operation on two operands.
 pub(crate) trait Op<R> {
     fn apply(a: R, b: R) -> R;
 }
@@ -106,12 +107,12 @@ pub(crate) trait Op<R> {
 pub(crate) trait OpOn<V: Lanes>: Op<V::Reg> + Op<<V::Tail as Lanes>::Reg> {}
 impl<V: Lanes, O: Op<V::Reg> + Op<<V::Tail as Lanes>::Reg>> OpOn<V> for O {}
 
-/// What happens to an element after its last operation.
+/// The step that follows an element's last operation.
 pub(crate) trait Last<R> {
     fn finish(value: R, world: f64) -> R;
 }
 
-/// As [`OpOn`], for [`Last`].
+/// A [`Last`] step that both the groups and the tail of `V` have.
 pub(crate) trait LastOn<V: Lanes>: Last<V::Reg> + Last<<V::Tail as Lanes>::Reg> {}
 impl<V: Lanes, F: Last<V::Reg> + Last<<V::Tail as Lanes>::Reg>> LastOn<V> for F {}
 
@@ -139,7 +140,7 @@ ops! {
     Xor: BitReg, a b => a.xor(b);
 }
 
-/// The element stays as it is.
+/// Leaves the element unchanged.
 pub(crate) struct Keep;
 impl<R> Last<R> for Keep {
     #[inline(always)]
@@ -148,7 +149,7 @@ impl<R> Last<R> for Keep {
     }
 }
 
-/// AVG: the element is divided by the world size.
+/// AVG: divides the element by the world size.
 pub(crate) struct Divide;
 impl<R: FloatReg> Last<R> for Divide {
     #[inline(always)]
@@ -157,7 +158,7 @@ impl<R: FloatReg> Last<R> for Divide {
     }
 }
 
-/// AVG of integers: the sum is divided by the world size, and what is behind the point is dropped, as NCCL does.
+/// AVG of integers: divides the sum by the world size and drops the fraction, as NCCL does.
 pub(crate) struct DivideWhole;
 impl<R: IntegerReg> Last<R> for DivideWhole {
     #[inline(always)]
@@ -166,7 +167,7 @@ impl<R: IntegerReg> Last<R> for DivideWhole {
     }
 }
 
-/// `Lanes` of one element that is accumulated as `$acc` and lies in memory as `$elem`.
+/// Implements `Lanes` of one element that is accumulated as `$acc` and lies in memory as `$elem`.
 macro_rules! single {
     ($lanes:ty, $elem:ty, $acc:ty, $value:ident => $load:expr, $result:ident => $store:expr) => {
         impl Lanes for $lanes {
@@ -178,26 +179,27 @@ macro_rules! single {
 
             #[inline(always)]
             unsafe fn load(src: *const u8) -> $acc {
-                // SAFETY: the caller's promise; any bits are a value of these types.
+                // SAFETY: one element can be read at `src`, by the contract of `Lanes::load`; any bits are a value of
+                // these types.
                 let $value = unsafe { src.cast::<$elem>().read_unaligned() };
                 $load
             }
 
             #[inline(always)]
             unsafe fn store(dst: *mut u8, $result: $acc) {
-                // SAFETY: the caller's promise.
+                // SAFETY: one element can be written at `dst`, by the contract of `Lanes::store`.
                 unsafe { dst.cast::<$elem>().write_unaligned($store) };
             }
 
             #[inline(always)]
             unsafe fn load_acc(slots: *const $acc, slot: usize) -> $acc {
-                // SAFETY: the caller's promise.
+                // SAFETY: the accumulator at `slot` was written, by the contract of `Lanes::load_acc`.
                 unsafe { slots.add(slot).read() }
             }
 
             #[inline(always)]
             unsafe fn store_acc(slots: *mut $acc, slot: usize, value: $acc) {
-                // SAFETY: the caller's promise.
+                // SAFETY: `slot` is below `SLOTS`, by the contract of `Lanes::store_acc`.
                 unsafe { slots.add(slot).write(value) };
             }
         }
@@ -211,7 +213,7 @@ pub(crate) struct Group<T, const N: usize>(PhantomData<T>);
 #[derive(Clone, Copy)]
 pub(crate) struct Regs<R, const N: usize>(pub(crate) [R; N]);
 
-// Loops and no closures here: a closure is a function without the instruction set of the kernel.
+// The methods use loops and not closures: a closure is a function without the instruction set of the kernel.
 
 impl<T: Lanes, const N: usize> Lanes for Group<T, N> {
     const COUNT: usize = N * T::COUNT;
@@ -227,7 +229,7 @@ impl<T: Lanes, const N: usize> Lanes for Group<T, N> {
 
     #[inline(always)]
     unsafe fn load(src: *const u8) -> Self::Reg {
-        // SAFETY: the caller's promise, of `N` times what `T` wants.
+        // SAFETY: the bytes of `N` groups of `T` can be read at `src`, by the contract of `Lanes::load`.
         unsafe {
             let mut parts = [T::load(src); N];
             for (at, part) in parts.iter_mut().enumerate() {
@@ -240,14 +242,14 @@ impl<T: Lanes, const N: usize> Lanes for Group<T, N> {
     #[inline(always)]
     unsafe fn store(dst: *mut u8, value: Self::Reg) {
         for (at, &part) in value.0.iter().enumerate() {
-            // SAFETY: as above.
+            // SAFETY: the bytes of `N` groups of `T` can be written at `dst`, by the contract of `Lanes::store`.
             unsafe { T::store(dst.add(at * T::COUNT * T::SIZE_BYTES), part) };
         }
     }
 
     #[inline(always)]
     unsafe fn load_acc(slots: *const T::Acc, slot: usize) -> Self::Reg {
-        // SAFETY: as above.
+        // SAFETY: the `N` groups of `T` from `slot` on were written, by the contract of `Lanes::load_acc`.
         unsafe {
             let mut parts = [T::load_acc(slots, slot); N];
             for (at, part) in parts.iter_mut().enumerate() {
@@ -260,7 +262,7 @@ impl<T: Lanes, const N: usize> Lanes for Group<T, N> {
     #[inline(always)]
     unsafe fn store_acc(slots: *mut T::Acc, slot: usize, value: Self::Reg) {
         for (at, &part) in value.0.iter().enumerate() {
-            // SAFETY: as above.
+            // SAFETY: the `N` groups of `T` from `slot` on lie within the slots, by the contract of `Lanes::store_acc`.
             unsafe { T::store_acc(slots, slot + at * T::COUNT, part) };
         }
     }
@@ -366,10 +368,11 @@ macro_rules! divide_whole {
     };
 }
 
-// Vectors divide floats. A quotient that is no whole number is at least one part in the dividend away from the next one,
-// which is far more than a float64 rounds a dividend of 32 bits by: the truncated quotient is exact.
+// The quotient is computed in float64, because vectors can divide floats. A quotient that is not whole differs from the
+// next whole number by at least one part in the dividend. A float64 rounds a 32-bit dividend by far less, so the
+// truncated quotient is exact.
 divide_whole!(u8 u16 u32 i8 i16 i32, value / divisor => (f64::from(value) / divisor));
-// The world size is 32 bits wide and at least 1, so neither conversion nor division can go wrong.
+// The world size is 32 bits wide and at least 1, so the conversion is exact and the division cannot fail.
 divide_whole!(u64, value / divisor => (value / (divisor as u64)));
 divide_whole!(i64, value / divisor => (value / (divisor as i64)));
 
@@ -390,7 +393,7 @@ impl BitReg for u8 {
     }
 }
 
-/// `bool`: true is any byte but zero, and is written as 1. Its operations are the bit operations.
+/// `bool`: any byte but zero is true, and true is written as 1. Its operations are the bit operations.
 pub(crate) struct Bool;
 single!(Bool, u8, u8, value => u8::from(value != 0), result => result);
 
@@ -412,8 +415,8 @@ macro_rules! floats {
             }
 
             impl OrderReg for $float {
-                // Equal operands leave one in each of `x` and `y`, and so do unordered ones: joining their bits
-                // chooses -0 of two zeros, and a NaN of two operands of which one is NaN.
+                // If the operands are equal or unordered, `x` and `y` are one operand each. Joining their bits yields
+                // -0 from two different zeros, and NaN if one operand is NaN.
                 #[inline(always)]
                 fn min(self, other: Self) -> Self {
                     let x = if self < other { self } else { other };
@@ -451,7 +454,7 @@ floats!(f32 f64);
 pub(crate) struct Bf16;
 single!(Bf16, u16, f32, value => float16::widen_bf16(value), result => float16::narrow_bf16(result));
 
-/// Two bfloat16 at a time. As parts of one 32-bit word they are widened and narrowed in place, by shifts and masks: a
+/// Two bfloat16 at a time. As parts of one 32-bit word they are widened and narrowed in place, by shifts and masks. A
 /// vectorised loop needs no shuffles for them.
 pub(crate) struct Bf16x2;
 
@@ -464,7 +467,7 @@ impl Lanes for Bf16x2 {
 
     #[inline(always)]
     unsafe fn load(src: *const u8) -> Regs<f32, 2> {
-        // SAFETY: the caller's promise of two elements.
+        // SAFETY: two elements can be read at `src`, by the contract of `Lanes::load`.
         let word = unsafe { src.cast::<u32>().read_unaligned() };
         Regs([f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)])
     }
@@ -473,20 +476,20 @@ impl Lanes for Bf16x2 {
     unsafe fn store(dst: *mut u8, value: Regs<f32, 2>) {
         let low = u32::from(float16::narrow_bf16(value.0[0]));
         let high = float16::round_bf16(value.0[1]) & 0xffff_0000;
-        // SAFETY: the caller's promise of two elements.
+        // SAFETY: two elements can be written at `dst`, by the contract of `Lanes::store`.
         unsafe { dst.cast::<u32>().write_unaligned(high | low) };
     }
 
-    // The first elements of the words in one half of the block, the second ones in the other.
+    // The first elements of all words are in one half of the block, the second elements in the other half.
     #[inline(always)]
     unsafe fn load_acc(slots: *const f32, slot: usize) -> Regs<f32, 2> {
-        // SAFETY: the caller's promise: `slot < BLOCK`.
+        // SAFETY: `slot < BLOCK` and both accumulators were written, by the contract of `Lanes::load_acc`.
         unsafe { Regs([slots.add(slot / 2).read(), slots.add((BLOCK + slot) / 2).read()]) }
     }
 
     #[inline(always)]
     unsafe fn store_acc(slots: *mut f32, slot: usize, value: Regs<f32, 2>) {
-        // SAFETY: the caller's promise: `slot < BLOCK`.
+        // SAFETY: `slot < BLOCK`, by the contract of `Lanes::store_acc`, so both indices are below `BLOCK`.
         unsafe {
             slots.add(slot / 2).write(value.0[0]);
             slots.add((BLOCK + slot) / 2).write(value.0[1]);
@@ -498,7 +501,7 @@ impl Lanes for Bf16x2 {
 pub(crate) struct F16;
 single!(F16, u16, f32, value => float16::widen_f16(value), result => float16::narrow_f16(result));
 
-/// A complex number of two `T`, for PRODUCT. SUM and AVG treat the parts as elements of their own.
+/// A complex number with parts of type `T`, for PRODUCT. SUM and AVG treat the parts as separate elements.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Complex<T> {
@@ -520,7 +523,8 @@ macro_rules! complex {
                     Complex { re: self.re + other.re, im: self.im + other.im }
                 }
 
-                /// (a + bi)(c + di) = (ac - bd) + (ad + bc)i, each product and sum rounded; no rescue of infinities.
+                /// Computes (a + bi)(c + di) = (ac - bd) + (ad + bc)i, each product and sum rounded; infinities are not
+                /// recovered.
                 #[inline(always)]
                 fn mul(self, other: Self) -> Self {
                     Complex {

@@ -1,5 +1,5 @@
-//! Reductions of two and of many buffers. [`Reducer`] is the whole interface; `lanes.rs` has the arithmetic, `loops.rs`
-//! the loops, `select.rs` the table of what is offered, and `crate::arch` the instruction sets.
+//! Reductions of two and of many buffers. [`Reducer`] is the whole interface. `lanes.rs` has the arithmetic, `loops.rs`
+//! the loops, `select.rs` the table of supported pairs, and `crate::arch` the instruction sets.
 
 pub(crate) mod float16;
 pub(crate) mod lanes;
@@ -29,10 +29,10 @@ pub fn supports(op: ReduceOp, dtype: Dtype) -> bool {
     dispatch::select(Isa::Scalar, op, dtype).is_some()
 }
 
-/// An operator for one dtype and world size, with its kernels chosen for this processor. Cheap to copy and to keep.
+/// An operator for one dtype and world size, with kernels chosen for this processor. Cheap to copy and to keep.
 ///
-/// The numeric rules are those of the crate. PREMUL_SUM adds: the contributions have been multiplied by
-/// [`scale`](crate::scale()) before. Bool takes SUM, MAX and BOR as or, PRODUCT, MIN and BAND as and.
+/// The crate's numeric rules apply. PREMUL_SUM adds: the contributions were multiplied by [`scale`](crate::scale())
+/// before. Bool treats SUM, MAX and BOR as or, PRODUCT, MIN and BAND as and.
 #[derive(Clone, Copy)]
 pub struct Reducer {
     op: ReduceOp,
@@ -43,45 +43,45 @@ pub struct Reducer {
 }
 
 impl Reducer {
-    /// The reducer for the best instruction set of this machine. `world` is what AVG divides by.
+    /// Creates a reducer for the best instruction set of this machine. AVG divides by `world`.
     ///
     /// # Errors
-    /// `Unsupported` if the operator is not offered for the dtype; the message lists the dtypes that it takes.
+    /// `Unsupported` if the operator does not support the dtype; the message lists the supported dtypes.
     pub fn new(op: ReduceOp, dtype: Dtype, world: u32) -> Result<Reducer> {
         Self::with_isa(op, dtype, world, Isa::best())
     }
 
-    /// As [`Reducer::new`], with a chosen instruction set: for tests and measurements.
+    /// Creates a reducer like [`Reducer::new`], with a given instruction set: for tests and measurements.
     ///
     /// # Errors
-    /// `Unsupported` as above, or if this machine has not got the instruction set.
+    /// `Unsupported` as for [`Reducer::new`], or if this machine lacks the instruction set.
     pub fn with_isa(op: ReduceOp, dtype: Dtype, world: u32, isa: Isa) -> Result<Reducer> {
         isa.check_available()?;
         let kernels = dispatch::select(isa, op, dtype).ok_or_else(|| unsupported(op, dtype))?;
         Ok(Reducer { op, dtype, isa, world: f64::from(world), kernels })
     }
 
-    /// The operator.
+    /// Returns the operator.
     pub fn op(&self) -> ReduceOp {
         self.op
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// The instruction set whose kernels are used.
+    /// Returns the instruction set whose kernels are used.
     pub fn isa(&self) -> Isa {
         self.isa
     }
 
-    /// dst\[i\] = a\[i\] op b\[i\] for `count` elements; with [`Finish::Yes`], AVG divides by the world size.
+    /// Computes dst\[i\] = a\[i\] op b\[i\] for `count` elements. With [`Finish::Yes`], AVG divides by the world size.
     ///
     /// # Safety
-    /// `a` and `b` hold `count` elements that may be read and that nobody writes meanwhile; `dst` has room for as many,
-    /// and nobody else uses it meanwhile. No alignment is asked for. `dst` may be equal to `a`, to `b` or to both;
-    /// otherwise it does not overlap them.
+    /// `a` and `b` hold `count` readable elements that no other thread writes meanwhile. `dst` has room for `count`
+    /// elements, and no other thread accesses it meanwhile. No alignment is required. `dst` may be equal to `a`, to `b`
+    /// or to both; otherwise it does not overlap them.
     #[inline]
     pub unsafe fn pair(&self, dst: *mut u8, a: *const u8, b: *const u8, count: usize, finish: Finish) {
         if count == 0 {
@@ -90,24 +90,28 @@ impl Reducer {
         let _env = self.float_env();
         let kernels = self.kernels(finish);
         let len_bytes = count * self.dtype.size_bytes();
-        // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+        // SAFETY: the buffers hold `len_bytes` bytes by this function's contract; `with_isa` checked the instruction
+        // set.
         unsafe { (kernels.pair)(dst, [a, b], len_bytes, self.world) };
     }
 
-    /// dst\[i\] = srcs\[0\]\[i\] op srcs\[1\]\[i\] op ..., in this order, for `count` elements. 16-bit floats are
-    /// accumulated in float32 and rounded once. With one source the element is only finished; with none nothing happens.
+    /// Computes dst\[i\] = srcs\[0\]\[i\] op srcs\[1\]\[i\] op ..., in this order, for `count` elements. 16-bit floats
+    /// are accumulated in float32 and rounded once. With one source the elements are only finished; with none nothing
+    /// happens.
     ///
     /// # Safety
-    /// As [`Reducer::pair`], for each source; `dst` may be equal to any of them, and overlaps the others not.
+    /// The contract of [`Reducer::pair`], for each source. `dst` may be equal to any sources, and does not overlap the
+    /// others.
     #[inline]
     pub unsafe fn many(&self, dst: *mut u8, srcs: &[*const u8], count: usize, finish: Finish) {
         if let [a, b] = *srcs {
-            // SAFETY: the caller's promise.
+            // SAFETY: the two sources and `dst` fulfil the contract of `pair`, by this function's contract.
             return unsafe { self.pair(dst, a, b, count, finish) };
         }
         let _env = self.float_env();
         let len_bytes = count * self.dtype.size_bytes();
-        // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+        // SAFETY: the buffers hold `len_bytes` bytes by this function's contract; `with_isa` checked the instruction
+        // set.
         unsafe { (self.kernels(finish).many)(dst, srcs, len_bytes, self.world) };
     }
 

@@ -1,4 +1,4 @@
-//! Which kernel serves an operator and a dtype: the one table of what can be reduced and scaled.
+//! The kernel of an operator and a dtype: the one table of what can be reduced and scaled.
 
 use accl_types::{Dtype, ReduceOp};
 
@@ -10,9 +10,9 @@ use crate::isa::{Arch, ReduceKernels, ScaleKernel};
 /// The kernels of one operator and dtype.
 #[derive(Clone, Copy)]
 pub(crate) struct Selected {
-    /// For all but the last operation on an element.
+    /// For all operations on an element but the last.
     pub(crate) keep: ReduceKernels,
-    /// For the last one.
+    /// For the last operation on an element.
     pub(crate) last: ReduceKernels,
 }
 
@@ -22,7 +22,7 @@ type Line2<T> = Group<T, 32>;
 type Line4<T> = Group<T, 16>;
 type Line8<T> = Group<T, 8>;
 
-/// The kernels of `A` for `op` on `dtype`; `None` if the pair is not offered.
+/// Returns the kernels of `A` for `op` on `dtype`; `None` if the pair is not supported.
 pub(crate) fn select<A: Arch>(op: ReduceOp, dtype: Dtype) -> Option<Selected> {
     match dtype {
         Dtype::Bool => boolean::<A>(op),
@@ -53,7 +53,8 @@ pub(crate) fn select<A: Arch>(op: ReduceOp, dtype: Dtype) -> Option<Selected> {
     }
 }
 
-/// The kernels of `A` that multiply `dtype` by a factor; `None` if the dtype has no fractions or only travels.
+/// Returns the kernels of `A` that multiply `dtype` by a factor. `None` if the dtype has no fractions, or is only
+/// copied and never computed with.
 pub(crate) fn select_scale<A: Arch>(dtype: Dtype) -> Option<ScaleKernel> {
     match dtype {
         Dtype::F16 => Some(A::scale_kernel::<A::F16>()),
@@ -91,7 +92,8 @@ fn boolean<A: Arch>(op: ReduceOp) -> Option<Selected> {
     }
 }
 
-/// `U` is the unsigned type of the same width, for what does not depend on the sign.
+/// Selects the kernels of an integer type. `U` is the unsigned type of the same width, for operations that ignore the
+/// sign.
 fn integer<A: Arch, T: IntegerLanes, U: ArithLanes>(op: ReduceOp) -> Option<Selected> {
     match op {
         ReduceOp::Sum => Some(same(A::reduce_kernels::<U, Sum, Keep>())),
@@ -102,7 +104,7 @@ fn integer<A: Arch, T: IntegerLanes, U: ArithLanes>(op: ReduceOp) -> Option<Sele
         ReduceOp::Product => Some(same(A::reduce_kernels::<U, Product, Keep>())),
         ReduceOp::Min => Some(same(A::reduce_kernels::<T, Min, Keep>())),
         ReduceOp::Max => Some(same(A::reduce_kernels::<T, Max, Keep>())),
-        // Kernels get lengths in bytes: those of one byte serve every width.
+        // Kernels get lengths in bytes, so the kernels for bytes serve every width.
         ReduceOp::Band => Some(same(A::reduce_kernels::<Line1<u8>, And, Keep>())),
         ReduceOp::Bor => Some(same(A::reduce_kernels::<Line1<u8>, Or, Keep>())),
         ReduceOp::Bxor => Some(same(A::reduce_kernels::<Line1<u8>, Xor, Keep>())),
@@ -121,7 +123,7 @@ fn float<A: Arch, V: FloatLanes>(op: ReduceOp) -> Option<Selected> {
     }
 }
 
-/// `T` is the type of the parts. What acts on them one by one has its kernels.
+/// Selects the kernels of a complex type. `T` is the type of the parts; operations on single parts use its kernels.
 fn complex<A: Arch, T: FloatLanes, C: ArithLanes>(op: ReduceOp) -> Option<Selected> {
     match op {
         ReduceOp::Sum | ReduceOp::PremulSum => Some(same(A::reduce_kernels::<T, Sum, Keep>())),

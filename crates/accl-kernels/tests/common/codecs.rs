@@ -1,4 +1,4 @@
-//! Ways through a codec, on buffers that are not aligned and on every instruction set.
+//! Helpers that encode and decode with a codec, on unaligned buffers and on every instruction set.
 
 use accl_kernels::available_isas;
 use accl_kernels::codec::{Codec, NonFinite, RngKey, Settings, Slice, codec};
@@ -34,11 +34,11 @@ pub fn values_of(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
 
 pub fn encode(codec: &dyn Codec, dtype: Dtype, src: &[u8], first: u64, rng_key: RngKey) -> (Vec<u8>, NonFinite) {
     let count = src.len() / dtype.size_bytes();
-    // Neither the one nor the other is aligned, and what was there before is seen if it stays.
+    // Both buffers are unaligned, and `dst` has a known content, so that bytes that are not written are detected.
     let src = Buffer::new(src, 3);
     let room = codec.encoded_bytes(dtype, count);
     let mut dst = vec![0xa5; room + 5];
-    // SAFETY: the buffer has the elements.
+    // SAFETY: `src` holds `count` elements.
     let non_finite =
         unsafe { codec.encode(&mut dst[5..], Slice { src: src.ptr(), dtype, tensor: dtype, count, first }, rng_key) };
     (dst.split_off(5), non_finite)
@@ -47,13 +47,13 @@ pub fn encode(codec: &dyn Codec, dtype: Dtype, src: &[u8], first: u64, rng_key: 
 pub fn decode(codec: &dyn Codec, dtype: Dtype, encoded: &[u8], count: usize) -> Vec<u8> {
     let src = Buffer::new(encoded, 1);
     let dst = Buffer::new(&vec![0xa5; count * dtype.size_bytes()], 2);
-    // SAFETY: the buffer has room for the elements.
+    // SAFETY: `dst` has room for `count` elements.
     unsafe { codec.decode(dst.ptr(), dtype, src.bytes(), dtype, count) };
     dst.check_guards();
     dst.bytes().to_vec()
 }
 
-/// Values of one size, of many, of one sign, and all alike.
+/// Creates values of one magnitude, of many, of one sign, or all equal, depending on `kind`.
 pub fn data(dtype: Dtype, count: usize, kind: u64, random: &mut Random) -> Vec<u8> {
     bytes_of(dtype, &data_values(count, kind, random))
 }
@@ -74,7 +74,7 @@ pub fn data_values(count: usize, kind: u64, random: &mut Random) -> Vec<f32> {
         .collect()
 }
 
-/// Encoded and decoded values of a codec on every instruction set, which must be the same.
+/// Encodes and decodes with a codec on every instruction set. The results must be the same and are returned.
 pub fn through(
     name: &str,
     settings: &Settings,
@@ -102,7 +102,7 @@ pub fn through(
     (encoded, decoded, non_finite)
 }
 
-/// The same bits, or both NaN.
+/// Whether both have the same bits, or both are NaN.
 pub fn alike(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
 }

@@ -22,7 +22,7 @@ impl Random {
     }
 }
 
-/// Elements of `dtype`: random bits, small numbers, and every special value of floats.
+/// Creates elements of `dtype`: random bits, small numbers, and every special value of floats.
 pub fn elements(dtype: Dtype, count: usize, random: &mut Random) -> Vec<u8> {
     (0..count).flat_map(|_| element(dtype, random)).collect()
 }
@@ -33,7 +33,8 @@ fn element(dtype: Dtype, random: &mut Random) -> Vec<u8> {
     let special = specials[random.below(specials.len() as u64) as usize];
     let small = (random.below(2001) as f64 - 1000.0) / 8.0;
     let bits = random.next();
-    // A third raw bits (NaN with payloads among them), a third numbers that can be added, a third special.
+    // A third are raw bits (including NaN with payloads), a third are numbers that can be added, a third are special
+    // values.
     let kind = random.below(3);
     let value = if kind == 1 { small } else { special };
     match dtype {
@@ -41,7 +42,7 @@ fn element(dtype: Dtype, random: &mut Random) -> Vec<u8> {
         Dtype::BF16 if kind > 0 => half::bf16::from_f64(value).to_le_bytes().to_vec(),
         Dtype::F32 if kind > 0 => (value as f32).to_le_bytes().to_vec(),
         Dtype::F64 if kind > 0 => value.to_le_bytes().to_vec(),
-        // A NaN is rare among random bits of wide types: make one.
+        // A NaN is rare among random bits of wide types, so some are made on purpose.
         Dtype::F16 if bits & 7 == 0 => ((bits >> 8) as u16 | 0x7c00).to_le_bytes().to_vec(),
         Dtype::BF16 if bits & 7 == 0 => ((bits >> 8) as u16 | 0x7f80).to_le_bytes().to_vec(),
         Dtype::F32 if bits & 3 == 0 => ((bits >> 8) as u32 | 0x7f80_0000).to_le_bytes().to_vec(),
@@ -53,7 +54,8 @@ fn element(dtype: Dtype, random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// Calls it in the mode of a thread that called `torch.set_flush_denormal(True)`, which it must leave as it was.
+/// Calls `call` in the mode of a thread that called `torch.set_flush_denormal(True)`. `call` must leave the mode
+/// unchanged.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 pub fn with_flushed_denormals<T>(call: impl FnOnce() -> T) -> T {
     use std::arch::asm;
@@ -62,20 +64,20 @@ pub fn with_flushed_denormals<T>(call: impl FnOnce() -> T) -> T {
     // SAFETY: stores the mode, and sets one with valid bits; it is restored below.
     unsafe { asm!("stmxcsr [{}]", "ldmxcsr [{}]", in(reg) &mut before, in(reg) &flush) };
     let result = call();
-    // SAFETY: as above.
+    // SAFETY: stores the mode, and restores the one that was stored before.
     unsafe { asm!("stmxcsr [{}]", "ldmxcsr [{}]", in(reg) &mut after, in(reg) &before) };
     assert_eq!(after & 0xffc0, flush, "the thread's mode was not restored");
     result
 }
 
-/// There is no such mode.
+/// Calls `call`: this target has no such mode.
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 pub fn with_flushed_denormals<T>(call: impl FnOnce() -> T) -> T {
     call()
 }
 
-/// Bytes at a chosen distance from a 64-byte boundary, with guard bytes on both sides. All access is through one
-/// pointer, so that the pointers handed out stay valid.
+/// Bytes at a chosen distance from a 64-byte boundary, with guard bytes on both sides. All access goes through one
+/// pointer, so that the pointers returned to tests stay valid.
 pub struct Buffer {
     memory: *mut [u8],
     start: usize,
@@ -104,7 +106,7 @@ impl Buffer {
     /// Panics if a byte outside of the content was written.
     pub fn check_guards(&self) {
         if cfg!(miri) {
-            return; // slow there, and Miri sees what it looks for
+            return; // slow there, and Miri detects such writes itself
         }
         let (before, rest) = self.all().split_at(self.start);
         let after = &rest[self.len_bytes..];
@@ -112,14 +114,14 @@ impl Buffer {
     }
 
     fn all(&self) -> &[u8] {
-        // SAFETY: from `Box::into_raw`; the tests write through `ptr` only between uses of this slice.
+        // SAFETY: the pointer is from `Box::into_raw`; the tests write through `ptr` only between uses of this slice.
         unsafe { &*self.memory }
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: from `Box::into_raw`, and not used any more.
+        // SAFETY: the pointer is from `Box::into_raw`, and is not used any more.
         drop(unsafe { Box::from_raw(self.memory) });
     }
 }

@@ -1,8 +1,9 @@
-//! The reductions written down naively, one element at a time in plain Rust, from the rules in the crate's docs.
+//! The reductions written naively, one element at a time in plain Rust, from the rules in the crate's documentation.
 
 use accl_types::{Dtype, ReduceOp};
 
-/// The reduction of one element of each source, in order; `divisor` is the world size where AVG ends.
+/// Reduces one element of each source, in order. `divisor` is the world size if this is the last step of AVG, else
+/// `None`.
 pub fn reduce(op: ReduceOp, dtype: Dtype, operands: &[&[u8]], divisor: Option<u32>) -> Vec<u8> {
     macro_rules! read {
         ($type:ty) => {
@@ -13,7 +14,7 @@ pub fn reduce(op: ReduceOp, dtype: Dtype, operands: &[&[u8]], divisor: Option<u3
         ($type:ty) => {{
             let value = read!($type).reduce(|a, b| integer(op, a.into(), b.into()) as $type).unwrap();
             match divisor {
-                // Towards zero, of a sum that has wrapped as SUM does.
+                // Rounds towards zero. The sum has wrapped as SUM does.
                 Some(world) if op == ReduceOp::Avg => (i128::from(value) / i128::from(world)) as $type,
                 _ => value,
             }
@@ -65,7 +66,7 @@ fn boolean(op: ReduceOp, a: bool, b: bool) -> bool {
     }
 }
 
-/// In 128 bits; the caller's cast wraps. Only a product of two 64-bit numbers could overflow.
+/// Computes in 128 bits; the caller's cast wraps. Only a product of two 64-bit numbers could overflow.
 fn integer(op: ReduceOp, a: i128, b: i128) -> i128 {
     match op {
         ReduceOp::Sum | ReduceOp::Avg => a + b,

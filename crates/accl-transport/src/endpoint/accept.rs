@@ -1,7 +1,7 @@
-//! Connections that others make to us, from accept to confirmation.
+//! Connections that peers make to this process, from accept to confirmation.
 //!
 //! Owns the accepting half of the handshake. A stranger (port scanner, browser) is dropped at its first wrong byte or
-//! after a while, and disturbs nobody.
+//! after a while, and disturbs no peer.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -19,21 +19,24 @@ use crate::fork::Fd;
 use crate::transport::{Agreed, Carrier, HalfLink, PeerAddress};
 use accl_wire::{PROTOCOL_VERSION, Stance};
 
-/// A silent connection is dropped after this long.
+/// A connection that sends nothing is dropped after this long.
 const HELLO_TIME: Duration = Duration::from_secs(10);
-/// A peer that has our reply confirms at once, unless it is stopped.
+/// A connection whose confirmation is missing is dropped after this long. A peer that has the reply confirms at once,
+/// unless it is stopped.
 const CONFIRM_TIME: Duration = Duration::from_secs(60);
 
-/// What answers those that connect.
+/// Answers peers that connect.
 pub trait Host {
-    /// What is thought of a peer that greets a lane of this process, as far as links count that were taken.
+    /// Returns this process's stance towards a peer that greets one of its lanes. Counts only links that were taken
+    /// from the endpoint.
     fn stance_to(&mut self, lane: u32, peer: &[u8; 16]) -> Stance;
 
-    /// The answer to a note for a lane, in at most [`super::MAX_ANSWER_BYTES`]; see [`super::Endpoint::send_note`].
+    /// Returns the answer to a note for a lane, in at most [`super::MAX_ANSWER_BYTES`]; see
+    /// [`super::Endpoint::send_note`].
     fn on_note(&mut self, lane: u32, from: &[u8; 16], note: &[u8]) -> String;
 }
 
-/// A link made by a peer, and the peer's identity.
+/// A link that a peer made, and the peer's identity.
 pub(super) struct Accepted {
     /// The lane that the peer has greeted.
     pub(super) lane: u32,
@@ -41,17 +44,18 @@ pub(super) struct Accepted {
     pub(super) link: Box<dyn Watched>,
 }
 
-/// A connection whose handshake is under way.
+/// A connection whose handshake is in progress.
 pub(super) struct Incoming {
     stream: Stream,
     carrier: Carrier,
     since: Instant,
-    /// It may be read from: over a Unix socket that can bring descriptors, so it needs the right user.
+    /// Whether the socket may be read. Reading from a Unix socket can bring descriptors, so the peer's user is checked
+    /// first.
     is_known: bool,
     promised: Option<Promised>,
 }
 
-/// What is ready and waits for the confirmation.
+/// A half link that is ready and waits for the confirmation.
 struct Promised {
     lane: u32,
     from: [u8; 16],
@@ -61,14 +65,14 @@ struct Promised {
     half: Box<dyn HalfLink>,
 }
 
-/// What a look at a connection has brought.
+/// Result of polling a connection.
 pub(super) enum Step {
     Wait(Box<Incoming>),
     Drop,
     Done(Accepted),
 }
 
-/// One connection from a listener's queue.
+/// Accepts one connection from a listener's queue. `None`: the queue is empty, or the queued connection has failed.
 pub(super) fn accept(listener: &Fd, carrier: Carrier, now: Instant) -> Result<Option<Incoming>, Errno> {
     let make = || -> Result<OwnedFd, Errno> {
         rustix::net::accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC)
@@ -82,7 +86,7 @@ pub(super) fn accept(listener: &Fd, carrier: Carrier, now: Instant) -> Result<Op
             Ok(Some(Incoming { stream, carrier, since: now, is_known: false, promised: None }))
         }
         Err(Errno::AGAIN) => Ok(None),
-        // Errors of the connection that was queued, not of the listener.
+        // Errors of the queued connection, not of the listener.
         Err(Errno::CONNABORTED | Errno::INTR | Errno::PROTO | Errno::PERM | Errno::NETDOWN | Errno::HOSTUNREACH) => {
             Ok(None)
         }
@@ -95,18 +99,18 @@ impl Incoming {
         &self.stream.socket
     }
 
-    /// One look at what has come.
+    /// Processes what has arrived.
     pub(super) fn poll(self, me: &Identity, now: Instant, host: &mut dyn Host) -> Step {
         let step = if self.promised.is_some() { self.conclude() } else { self.greet(me, host) };
         match step {
             Ok(Step::Wait(this)) if now.saturating_duration_since(this.since) > this.limit() => Step::Drop,
             Ok(step) => step,
-            // Whoever it was has gone or is no peer: there is nobody to report to.
+            // The other side has gone or is no peer, so there is no process to report to.
             Err(_) => Step::Drop,
         }
     }
 
-    /// The peer that was promised a link: it has shown who it is.
+    /// Returns the peer that was promised a link. Its greeting has proved its identity.
     pub(super) fn promised_to(&self) -> Option<[u8; 16]> {
         self.promised.as_ref().map(|promised| promised.from)
     }
@@ -147,7 +151,7 @@ impl Incoming {
         }
     }
 
-    /// Answers a note, and is done.
+    /// Answers a note, and drops the connection.
     fn answer_note(self, bytes: &[u8; GREETING_BYTES], me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
         let note = Note::parse(bytes).map_err(|_| "a stranger".to_owned())?;
         let Some(lane) = me.lane_of(&note.to) else {
@@ -157,7 +161,8 @@ impl Incoming {
         self.refuse(Verdict::Accepted, 0, me, answer)
     }
 
-    /// Why nothing of this connection is read, if so: the kernel hands over descriptors with the first bytes.
+    /// Returns the reason why nothing of this connection may be read, if so. The check comes first because the kernel
+    /// passes descriptors with the first bytes.
     fn is_refused(&self, me: &Identity) -> Result<Option<String>, String> {
         if self.carrier != Carrier::Unix {
             return Ok(None);
@@ -206,7 +211,7 @@ impl Incoming {
         self.conclude()
     }
 
-    /// The only answer to this connection.
+    /// Sends the only reply to this connection.
     fn refuse(self, verdict: Verdict, nonce: u64, me: &Identity, why: String) -> Result<Step, String> {
         let max_payload_bytes = me.max_payload_bytes as u32;
         let reply = Reply { verdict, nonce, own_nonce: 0, max_payload_bytes, body: why.clone().into_bytes() };

@@ -1,8 +1,9 @@
-//! Connections that we make: for one peer, all ways to reach it, until one of them leads to a link.
+//! Connections that this process makes: for one peer, all ways to reach it, until one of them leads to a link.
 //!
-//! Owns the connecting half of the handshake and the order of attempts: transports as configured; a Unix socket is
-//! waited for as long as the peer is silent; the addresses of tcp are tried one after the other, and a slow one does
-//! not hold up the next. Knows when a peer cannot be reached. Time comes as `now`.
+//! Owns the connecting half of the handshake and the order of attempts. Transports are tried as configured. A Unix
+//! socket is waited for as long as the peer is silent. The addresses of tcp are tried one after the other, and a slow
+//! address does not delay the next.
+//! Decides when a peer cannot be reached. Time comes as `now`.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -17,26 +18,27 @@ use crate::transport::{Agreed, HalfLink, PeerAddress};
 use crate::{Settings, Watched};
 use accl_wire::{EndpointInfo, PROTOCOL_VERSION};
 
-/// An address that has not answered on the level of TCP for so long gets company by the next one.
+/// If an address has not answered on the TCP level for this long, the next one is tried at the same time.
 const SLOW_CONNECT: Duration = Duration::from_millis(300);
-/// The same for a connection whose other side is silent: as a rule the peer is only late.
+/// The same limit for a connection whose other side is silent: usually the peer is only late.
 const SLOW_REPLY: Duration = Duration::from_secs(2);
-/// An effort that has taken so long is worth a word.
+/// An effort that has taken this long is reported.
 const SLOW: Duration = Duration::from_millis(500);
 /// Pause before all ways are tried again.
 const RETRY: Duration = Duration::from_millis(200);
-/// A peer whose host refuses all ways, this many times in a row, has ended.
+/// A peer whose host refuses all ways this many times in a row has ended.
 const ROUNDS_REFUSED: u32 = 2;
-/// A peer of which nobody knows anything for so long cannot be reached: as long as a link on which nothing is under way
-/// lives after its host has vanished.
+/// A silent peer is given up as unreachable after this long. An idle link lives equally long after its host has
+/// vanished.
 const GIVE_UP: Duration = Duration::from_secs(30);
 
-/// What a look at the efforts to reach a peer has brought.
+/// Result of polling the efforts to reach a peer.
 pub(super) enum Progress {
     Waits,
-    /// A link, and what was not as wanted.
+    /// A link, and what differs from the configuration.
     Done(Box<dyn Watched>, Vec<Trouble>),
-    /// There is no use in going on, for this reason; nobody listens there any more, or somebody may.
+    /// Going on is useless, for the reason `why`. `has_ended`: the peer's process no longer listens; otherwise it may
+    /// still listen.
     Unreachable {
         why: String,
         has_ended: bool,
@@ -51,24 +53,26 @@ pub(super) struct Dial {
     ways: Vec<Way>,
     left: VecDeque<Way>,
     attempts: Vec<Attempt>,
-    /// Nothing is tried before.
+    /// Time before which nothing is tried.
     retry_at: Option<Instant>,
     begin: Instant,
-    /// Since when it is clear that the peer could be reached.
+    /// Start of the [`GIVE_UP`] time: the last moment when the peer was known to be alive, or when this process lacked the
+    /// resources to connect.
     since: Instant,
-    /// When somebody last asked for this peer; `None`: it is wanted until it is reached or known not to be.
+    /// When a caller last asked for this peer. `None`: the link is wanted until the peer is reached or known to be
+    /// unreachable.
     pub(super) asked: Option<Instant>,
-    /// It is not given up because nothing comes from there.
+    /// Whether the peer is waited for although it does not answer.
     pub(super) is_patient: bool,
-    /// In this round some way was refused.
+    /// Whether some way was refused in this round.
     is_refused: bool,
-    /// And some failed in a way that may pass.
+    /// Whether some way failed in this round for a reason that may pass.
     may_pass: bool,
-    /// Rounds in a row of which that is so.
+    /// Consecutive rounds in which some way was refused and no failure may pass.
     rounds_refused: u32,
-    /// The last refusal, for the list of the missing.
+    /// The last failure, for the list of missing peers.
     why: String,
-    /// The first transport that was given up, and why, if one was.
+    /// The first transport that was given up, and the reason.
     given_up: Option<(&'static str, String)>,
 }
 
@@ -78,7 +82,7 @@ struct Attempt {
     stage: Stage,
     since: Instant,
     nonce: u64,
-    /// From the greeting on.
+    /// This side's half of the link; `None` until the hello is sent.
     half: Option<Box<dyn HalfLink>>,
 }
 
@@ -94,7 +98,7 @@ enum Outcome {
 }
 
 impl Dial {
-    /// Efforts that begin after `head_start`: the peer may connect itself before.
+    /// Creates efforts that begin after `head_start`, because the peer may connect itself before.
     pub(super) fn new(
         (lane, from): (u32, &EndpointInfo),
         peer: &EndpointInfo,
@@ -125,7 +129,7 @@ impl Dial {
         &self.peer
     }
 
-    /// Why there is no link yet, for the list of the missing.
+    /// Returns the reason why there is no link yet, for the list of missing peers.
     pub(super) fn state(&self) -> String {
         let waiting = self.attempts.iter().map(|attempt| match (attempt.way.to, attempt.stage) {
             (Destination::Tcp(address), Stage::Connecting) => format!("no answer from {address} yet"),
@@ -139,39 +143,39 @@ impl Dial {
         if all.is_empty() { "no connection from it yet".to_owned() } else { all.join(", ") }
     }
 
-    /// Why there is no link although there has been time for one; see [`Dial::state`].
+    /// Returns the reason why there is no link although there has been time for one; see [`Dial::state`].
     pub(super) fn trouble(&self, now: Instant) -> Option<String> {
         (now.saturating_duration_since(self.begin) >= SLOW).then(|| self.state())
     }
 
-    /// The sockets to watch, and whether for becoming writable.
+    /// Returns the sockets to watch, and for each whether to watch it for becoming writable.
     pub(super) fn sockets(&self) -> impl Iterator<Item = (&Fd, bool)> {
         self.attempts.iter().map(|a| (&a.stream.socket, a.stage == Stage::Connecting))
     }
 
-    /// Whether the peer has a greeting of ours, or will have one, whatever happens.
+    /// Whether a hello was sent to the peer and not yet answered. The peer receives that hello in any case.
     pub(super) fn has_greeted(&self) -> bool {
         self.attempts.iter().any(|attempt| attempt.stage == Stage::Greeted)
     }
 
-    /// The peer connects itself: nothing is tried for a while.
+    /// Pauses this side's efforts, because the peer connects itself.
     pub(super) fn stand_back(&mut self, now: Instant) {
         self.attempts.clear();
         self.left = self.ways.iter().copied().collect();
         self.retry_at = Some(now + RETRY);
-        // It lives.
+        // The peer is alive.
         self.since = now;
         (self.is_refused, self.may_pass, self.rounds_refused) = (false, false, 0);
     }
 
-    /// One look at everything that is under way; starts what is due.
+    /// Processes everything in progress, and starts what is due.
     pub(super) fn poll(&mut self, me: &Identity, settings: &Settings, now: Instant) -> Progress {
         for attempt in std::mem::take(&mut self.attempts) {
             let way = attempt.way;
             match attempt.poll((self.lane, &self.peer), me, settings) {
                 Ok(Outcome::Wait(attempt)) => self.attempts.push(attempt),
                 Ok(Outcome::Done(link, compromise)) => {
-                    // What was given up for a moment and works after all is not worth a word.
+                    // A transport that failed for a moment and works after all is not reported.
                     let fallback = self.given_up.take().filter(|(name, _)| *name != way.row.name);
                     let fallback = fallback.map(|(name, why)| Trouble::Fallback(name, why, way.row.name));
                     return Progress::Done(link, compromise.into_iter().chain(fallback).collect());
@@ -180,7 +184,7 @@ impl Dial {
                     self.stand_back(now);
                     return Progress::Waits;
                 }
-                // In a group that is being made it takes this process for new before long.
+                // In a group that is being created, the peer will soon accept this process again.
                 Err(Failed::GivenUp(why)) if !self.is_patient => {
                     return Progress::Unreachable { why, has_ended: false };
                 }
@@ -210,7 +214,7 @@ impl Dial {
                 why
             }
             Failed::Exhausted(why) => {
-                // That says nothing of the peer, which has its time when there is room.
+                // A shortage here says nothing about the peer. The peer's time starts again when there is room.
                 (self.may_pass, self.since) = (true, now);
                 why
             }
@@ -220,7 +224,7 @@ impl Dial {
             Destination::Unix => format!("{}: {text}", way.row.name),
             Destination::Tcp(address) => format!("{}: {text} ({address})", way.row.name),
         };
-        // The next transport is tried, if there is one.
+        // Remember the first transport for which no way is left, if another transport is still to be tried.
         if !self.left.is_empty() && self.left.iter().all(|left| left.row.name != way.row.name) {
             self.given_up.get_or_insert((way.row.name, text));
         }
@@ -245,7 +249,7 @@ impl Dial {
         }
     }
 
-    /// All ways have failed: they are tried again after a pause.
+    /// Ends a round in which all ways have failed. They are tried again after a pause.
     fn end_round(&mut self, now: Instant) {
         let (is_refused, may_pass) = (std::mem::take(&mut self.is_refused), std::mem::take(&mut self.may_pass));
         self.rounds_refused = if is_refused && !may_pass { self.rounds_refused + 1 } else { 0 };
@@ -253,7 +257,7 @@ impl Dial {
         self.left.extend(&self.ways);
     }
 
-    /// Begins to connect, and greets at once where that does not take time.
+    /// Begins to connect, and says hello at once if connecting takes no time.
     fn start(&self, way: Way, me: &Identity, now: Instant) -> Result<Attempt, Failed> {
         let stream = Stream::new(way.to.connect(&self.peer)?);
         let mut attempt = Attempt { way, stream, stage: Stage::Connecting, since: now, nonce: me.nonce(), half: None };
@@ -267,7 +271,7 @@ impl Dial {
 impl Attempt {
     fn is_slow(&self, now: Instant) -> bool {
         let limit = match (self.way.to, self.stage) {
-            // The name of the Unix socket is unique and cannot lead to anybody else.
+            // The name of the Unix socket is unique and cannot lead to another process.
             (Destination::Unix, _) => return false,
             (Destination::Tcp(_), Stage::Connecting) => SLOW_CONNECT,
             (Destination::Tcp(_), Stage::Greeted) => SLOW_REPLY,
@@ -275,7 +279,7 @@ impl Attempt {
         now.saturating_duration_since(self.since) >= limit
     }
 
-    /// Says hello, with this side's half of the link.
+    /// Sends the hello, with this side's half of the link.
     fn greet(&mut self, (lane, peer): (u32, &EndpointInfo), me: &Identity) -> Result<(), Failed> {
         self.way.to.check_peer(&self.stream.socket, me.uid)?;
         let name = self.way.row.name;
@@ -303,7 +307,7 @@ impl Attempt {
             self.greet((lane, info), me)?;
         }
         let read = self.stream.read::<REPLY_BYTES>();
-        // A refusal of another version may be shorter.
+        // A refusal of another version may be shorter than a reply of this version.
         Reply::check_prefix(self.stream.prefix()).map_err(|refusal| explain(&refusal))?;
         let Some(bytes) = read? else { return Ok(Outcome::Wait(self)) };
         let reply = Reply::parse(&bytes).map_err(|refusal| explain(&refusal))?;
@@ -329,7 +333,7 @@ impl Attempt {
     }
 }
 
-/// Why what came is no reply.
+/// Explains why the received bytes are no reply.
 fn explain(refusal: &Refusal) -> String {
     match refusal {
         Refusal::Stranger => "something else answers there".to_owned(),
@@ -338,7 +342,7 @@ fn explain(refusal: &Refusal) -> String {
 }
 
 impl Identity {
-    /// The hello of this process.
+    /// Returns the hello of this process.
     fn hello(&self, transport: &str, (from, to): ([u8; 16], [u8; 16]), nonce: u64, address: Vec<u8>) -> Hello {
         Hello {
             transport: transport.to_owned(),

@@ -1,4 +1,4 @@
-//! What both halves of the handshake need to know of this process.
+//! Facts about this process that both halves of the handshake need.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,7 +12,7 @@ pub(super) struct Opened {
     pub(super) provider: Box<dyn Provider>,
 }
 
-/// What both halves of the handshake need to know of this process.
+/// Facts about this process that both halves of the handshake need.
 pub(super) struct Identity {
     pub(super) uuid: [u8; 16],
     pub(super) uid: u32,
@@ -25,27 +25,27 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    /// A number that this process has not used in a handshake before.
+    /// Returns a number that this process has not used in a handshake before.
     pub(super) fn nonce(&self) -> u64 {
         self.nonces.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The identity of a lane.
+    /// Returns the identity of a lane.
     pub(super) fn uuid_of(&self, lane: u32) -> [u8; 16] {
         lane_uuid(&self.uuid, lane)
     }
 
-    /// The lane with this identity, if it is one of this process.
+    /// Returns the lane with this identity, if it is a lane of this process.
     pub(super) fn lane_of(&self, uuid: &[u8; 16]) -> Option<u32> {
         (0..self.lanes.len() as u32).find(|&lane| self.uuid_of(lane) == *uuid)
     }
 
-    /// The provider of a transport for a lane, if this process uses it.
+    /// Returns the provider of a transport for a lane, if this process uses the transport.
     pub(super) fn provider(&self, lane: u32, name: &str) -> Option<&Opened> {
         self.lanes.get(lane as usize)?.iter().find(|opened| opened.row.name == name)
     }
 
-    /// Names of the transports in use that begin over this carrier.
+    /// Returns the names of the transports in use whose bootstrap connection is of this kind.
     pub(super) fn names_over(&self, carrier: Carrier) -> Vec<&'static str> {
         self.lanes
             .iter()

@@ -1,11 +1,14 @@
 //! Connecting to peers: listeners, the handshake, and the choice of transport for each pair.
 //!
-//! Owns the identity of this process and everything until a link exists; links carry on alone. [`accept`] and [`dial`]
-//! have the two halves of the handshake, [`wire`] its bytes. Read [`Endpoint::want`] and [`Endpoint::turn`] first.
+//! Owns the identity of this process and everything until a link exists; links then work on their own. [`accept`] and
+//! [`dial`] have the two halves of the handshake, [`wire`] has its bytes. Read [`Endpoint::want`] and
+//! [`Endpoint::turn`] first.
 //!
-//! **One link a pair.** Either of two peers may connect, also both at once. Then the effort of the smaller identity counts:
-//! it refuses the other's greeting once its own is out, and the larger gives its effort up when it is greeted. Who has promised
-//! a link to a peer, or has one, starts nothing.
+//! **One link per pair.** Either of two peers may connect, or both at once. If both do, the effort of the process with
+//! the smaller identity counts:
+//! * The smaller identity refuses the other's hello once it has sent its own.
+//! * The larger identity gives its effort up when it receives a hello.
+//! * A process that has promised a link to a peer, or has one, starts nothing.
 
 mod accept;
 mod dial;
@@ -44,27 +47,28 @@ use warnings::Warnings;
 use way::ways;
 pub use wire::{MAX_ANSWER_BYTES, MAX_NOTE_BYTES};
 
-/// How often `interrupted` is asked, and the longest sleep while anything is under way.
+/// Interval at which `interrupted` is called, and the longest sleep while anything is in progress.
 const TURN: Duration = Duration::from_millis(50);
-/// What the smaller identity has in advance when both sides want the link.
+/// Head start of the process with the smaller identity if both sides want the link.
 const HEAD_START: Duration = Duration::from_millis(500);
-/// An effort to reach a peer that nobody has asked for this long is given up.
+/// An effort to reach a peer is given up if no caller has asked for the peer for this long.
 const FORGOTTEN: Duration = Duration::from_secs(10);
-/// Descriptors that are needed besides those of links: connections under way, and what else the process does meanwhile.
+/// Descriptors needed in addition to the descriptors of links: for connections in progress, and for whatever else the
+/// process opens meanwhile.
 const SPARE_FDS: usize = 16;
-/// Connections that have not introduced themselves; the oldest goes when there are more.
+/// Maximum number of connections whose peer is not yet known. If there are more, the oldest is dropped.
 const MAX_STRANGERS: usize = 1024;
-/// Connections taken from a listener in one turn, so that a flood does not hold up the rest.
+/// Maximum number of connections taken from a listener in one turn, so that a flood does not delay other work.
 const MAX_ACCEPTS: usize = 256;
-/// Missing peers that are spelled out in a message.
+/// Maximum number of missing peers that a message names.
 const MAX_LISTED: usize = 8;
 
 /// A peer that was not reached.
 #[derive(Clone, Debug)]
 pub struct Missing {
-    /// Its index in the list of peers.
+    /// The peer's index in the list of peers.
     pub index: usize,
-    /// Why, as a clause: `no connection from it yet`, `connection refused (10.0.0.2:4000)`.
+    /// Reason, as a clause: `no connection from it yet`, `connection refused (10.0.0.2:4000)`.
     pub why: String,
 }
 
@@ -73,30 +77,30 @@ pub struct Missing {
 pub struct Unreachable {
     /// The lane of this process that wants the link.
     pub lane: u32,
-    /// Who it is.
+    /// The peer.
     pub peer: EndpointInfo,
-    /// Why not.
+    /// Reason why there will be no link.
     pub error: Error,
-    /// Nobody listens there any more: its process is ending, or has ended.
+    /// Whether the peer no longer listens: its process is ending, or has ended.
     pub has_ended: bool,
 }
 
-/// Who wants a link.
+/// Which side wants a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
-    /// This process does, and the peer may not know.
+    /// This process wants the link, and the peer may not know.
     Here,
-    /// Both sides do: the larger identity lets the smaller one connect, unless that does not come. A peer of which nothing is
-    /// known may be late, and is not given up.
+    /// Both sides want the link. The larger identity lets the smaller connect first, and connects itself if that does
+    /// not happen. A silent peer may only be late, and is not given up.
     OnBothSides,
 }
 
-/// Why [`Endpoint::connect`] gave up.
+/// Reason why [`Endpoint::connect`] gave up.
 #[derive(Clone, Debug)]
 pub struct ConnectError {
-    /// `Timeout` when the deadline passed, `Aborted` when interrupted, else what cannot be helped by waiting.
+    /// `Timeout` if the deadline passed, `Aborted` if interrupted; else an error that waiting cannot help.
     pub error: Error,
-    /// Every peer without a link. Links that were made are kept for the next attempt.
+    /// Every peer without a link. Links that exist are kept for the next attempt.
     pub missing: Vec<Missing>,
 }
 
@@ -108,25 +112,25 @@ pub struct Endpoint {
     settings: Settings,
     listeners: Vec<(Carrier, Fd)>,
     incoming: Vec<Incoming>,
-    /// Efforts to reach peers, by their identity.
+    /// Efforts to reach peers, by the peer's identity.
     dials: HashMap<[u8; 16], Dial>,
-    /// Notes under way, and what came of others: by the number that their sender gave.
+    /// Notes in flight. `replies` has the results of earlier notes, with the number that the sender chose.
     letters: Vec<Letter>,
     replies: Vec<(u64, std::result::Result<String, String>)>,
-    /// Peers that were given up, and why, until somebody asks.
+    /// Peers that were given up, with the reason, until a caller takes them.
     unreachable: Vec<Unreachable>,
-    /// Descriptors of links that are wanted since there was last looked whether so many are allowed.
+    /// Descriptors of links that were wanted since the limit of descriptors was last checked.
     unchecked_fds: usize,
-    /// Links that are not asked for yet, by the peer's identity.
+    /// Links that no caller has taken yet, by the peer's identity.
     kept: HashMap<[u8; 16], Kept>,
-    /// Why kept links were dropped.
+    /// Reasons why kept links were dropped, by the peer's identity.
     departed: HashMap<[u8; 16], String>,
-    /// The last accept found no descriptor: the queue is left alone for a turn.
+    /// Whether the last accept found no descriptor; then the queue is left alone for a turn.
     starved: bool,
     warnings: Warnings,
 }
 
-/// A link that nobody has taken, and the lane that it is for.
+/// A link that no caller has taken, and the lane that it is for.
 struct Kept {
     lane: u32,
     link: Box<dyn Watched>,
@@ -139,10 +143,10 @@ impl fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// Opens the listeners. Peers on this host will write to `waker` when it sleeps.
+    /// Opens the listeners. Peers on this host will write to `waker` when this process sleeps.
     ///
     /// # Errors
-    /// `Configuration` when no interface or port fits the settings; `Network` or `Exhausted` when the system refuses.
+    /// `Configuration` if no interface or port fits the settings; `Network` or `Exhausted` if the system refuses.
     pub fn new(settings: Settings, waker: Arc<Waker>) -> Result<Endpoint> {
         let rows = rows::named(&settings.transports)?;
         let info = host::process_info()?;
@@ -162,7 +166,7 @@ impl Endpoint {
         let mut warnings = Warnings::default();
         let mut unix_name = String::new();
         if !over_unix.is_empty() {
-            // A name of its own: the identity proper is the secret that admits connections.
+            // A name of its own, because the identity proper is the secret that admits connections.
             let name = format!("accl-{}", hex(&host::random_uuid().map_err(Error::network)?));
             match listen_unix(&name) {
                 Ok(fd) => {
@@ -206,8 +210,8 @@ impl Endpoint {
         })
     }
 
-    /// One lane more: links to it and from it are made at the same listeners, and its peers on this host write to `waker` when it sleeps. Returns
-    /// its number.
+    /// Adds a lane and returns its number. Its links are made at the same listeners. Its peers on this host write to
+    /// `waker` when it sleeps.
     pub fn add_lane(&mut self, waker: &Arc<Waker>) -> u32 {
         let first = self.me.lanes.first().into_iter().flatten();
         let opened = first.map(|Opened { row, provider }| Opened { row, provider: provider.beside(waker) }).collect();
@@ -216,13 +220,14 @@ impl Endpoint {
         self.info.lanes - 1
     }
 
-    /// What to publish in the store.
+    /// Returns the endpoint address to publish in the store.
     pub fn info(&self) -> &EndpointInfo {
         &self.info
     }
 
-    /// Begins to make a link to a peer; [`Endpoint::turn`] goes on with it until [`Endpoint::take_link`] or
-    /// [`Endpoint::take_unreachable`] has it. A peer that is wanted already, or has connected, is left as it is.
+    /// Begins to create a link to a peer. [`Endpoint::turn`] makes progress until [`Endpoint::take_link`] or
+    /// [`Endpoint::take_unreachable`] returns the result. Does nothing for a peer that is wanted already, or has
+    /// connected.
     pub fn want(&mut self, lane: u32, peer: &EndpointInfo, wanted: Wanted, now: Instant) {
         let is_patient = wanted == Wanted::OnBothSides;
         if let Some(dial) = self.dials.get_mut(&peer.uuid) {
@@ -244,15 +249,15 @@ impl Endpoint {
         self.dials.insert(peer.uuid, dial);
     }
 
-    /// Who wanted a link on both sides waits for it no more: an effort that leads nowhere is given up after a while, as one that
-    /// is wanted here alone.
+    /// Ends the patience for a peer that was [`Wanted::OnBothSides`]: an effort that leads nowhere is given up after a
+    /// while, as if only this process wanted the link.
     pub fn lose_patience(&mut self, peer: &[u8; 16]) {
         if let Some(dial) = self.dials.get_mut(peer) {
             dial.is_patient = false;
         }
     }
 
-    /// One look at everything that is under way; never blocks. `host` answers those that connect.
+    /// Processes everything in progress; never blocks. `host` answers peers that connect.
     pub fn turn(&mut self, now: Instant, host: &mut dyn Host) {
         self.take_incoming(now, host);
         self.go_on_dialling(now);
@@ -266,53 +271,56 @@ impl Endpoint {
         });
     }
 
-    /// The peers to which there are links that nobody has taken, and the lane of this process that each is for.
+    /// Returns the peers of links that no caller has taken, and for each the lane of this process that it is for.
     pub fn reached(&self) -> impl Iterator<Item = (u32, [u8; 16])> {
         self.kept.iter().map(|(uuid, kept)| (kept.lane, *uuid))
     }
 
-    /// A link that was made, by either side.
+    /// Takes the link to a peer that either side has made.
     pub fn take_link(&mut self, peer: &[u8; 16]) -> Option<Box<dyn Watched>> {
         let link = self.kept.remove(peer)?.link;
-        // Whoever wanted one has it.
+        // The link ends this side's effort as well.
         self.dials.remove(peer);
         Some(link)
     }
 
-    /// Begins to send a note to a process that may look at no link: it is answered by whoever makes links there. What comes of it is
-    /// in [`Endpoint::take_replies`] under this number. A note has at most [`MAX_NOTE_BYTES`].
+    /// Begins to send an out-of-band message to a process that may poll no link. The thread that makes links there
+    /// answers it. [`Endpoint::take_replies`] returns the result under this number. A note has at most
+    /// [`MAX_NOTE_BYTES`].
     pub fn send_note(&mut self, lane: u32, peer: &EndpointInfo, note: &[u8], number: u64, now: Instant) {
         self.letters.push(Letter::new(&self.info.of_lane(lane), peer, note, number, now));
     }
 
-    /// The answers to notes that have come, or why there will be none.
+    /// Takes the results of notes: for each number the answer, or the reason why there will be none.
     pub fn take_replies(&mut self) -> Vec<(u64, std::result::Result<String, String>)> {
         std::mem::take(&mut self.replies)
     }
 
-    /// Ends a link that nobody is going to take, and its peer learns of it.
+    /// Drops a link that no caller is going to take. The peer detects the drop.
     pub fn drop_link(&mut self, peer: &[u8; 16]) {
         self.kept.remove(peer);
     }
 
-    /// Wanted peers to which there will be no link, and why: their process has ended, or none of their ways leads there.
+    /// Takes the wanted peers to which there will be no link, with the reason: the process has ended, or no way leads
+    /// to it.
     pub fn take_unreachable(&mut self) -> Vec<Unreachable> {
         std::mem::take(&mut self.unreachable)
     }
 
-    /// Why a wanted peer has no link yet, as a clause: `no answer from 10.0.0.2:4000 yet`.
+    /// Returns the reason why a wanted peer has no link yet, as a clause: `no answer from 10.0.0.2:4000 yet`.
     pub fn why_not(&self, peer: &EndpointInfo) -> String {
         self.dials.get(&peer.uuid).map_or_else(|| self.silence(peer).to_owned(), Dial::state)
     }
 
-    /// Peers that are wanted by a lane and have no link although there has been time for one, and why.
+    /// Returns the peers that a lane wants and that have no link although there has been time for one, each with the
+    /// reason.
     pub fn troubles(&self, lane: u32, now: Instant) -> impl Iterator<Item = ([u8; 16], String)> {
         let dials = self.dials.iter().filter(move |(_, dial)| dial.lane == lane);
         dials.filter_map(move |(uuid, dial)| Some((*uuid, dial.trouble(now)?)))
     }
 
-    /// Sleeps until something has come for [`Endpoint::turn`], `wake` is written to, or the time is up (`None`: for ever, but
-    /// never long while a link is being made).
+    /// Sleeps until [`Endpoint::turn`] has something to do, `wake` is written to, or the time is up. `None` as time
+    /// means for ever, but never long while a link is being made.
     pub fn sleep(&self, wake: &Waker, at_most: Option<Duration>) {
         let is_under_way = !self.dials.is_empty() || !self.incoming.is_empty() || !self.letters.is_empty();
         let is_busy = self.starved || is_under_way;
@@ -320,12 +328,13 @@ impl Endpoint {
         self.sleep_on(Some(wake.as_fd()), at_most);
     }
 
-    /// Links to all `peers`, in their order, made by connecting and accepting at once; the smaller identity of a pair
-    /// connects. For our own info it is a [`loopback::self_link`]. A connection from somebody who was not asked for is
-    /// kept and returned by a later call. Calls `interrupted` about every 50 ms.
+    /// Creates links to all `peers`, in their order, by connecting and accepting at once. The smaller identity of a
+    /// pair connects.
+    /// For this process's own info the link is a [`loopback::self_link`]. A connection from a peer that is not in
+    /// `peers` is kept and returned by a later call. Calls `interrupted` about every 50 ms.
     ///
     /// # Errors
-    /// A [`ConnectError`] that lists the missing peers. The links that were made are kept.
+    /// A [`ConnectError`] that lists the missing peers. Links that exist are kept.
     pub fn connect(
         &mut self,
         peers: &[EndpointInfo],
@@ -375,12 +384,12 @@ impl Endpoint {
         }
     }
 
-    /// Fallbacks since the last call, one sentence each with its remedy.
+    /// Takes the fallbacks since the last call, one sentence each with its remedy.
     pub fn take_warnings(&mut self) -> Vec<String> {
         self.warnings.take()
     }
 
-    /// Sees to it that there are descriptors for links to all peers, or warns.
+    /// Ensures that there are descriptors for links to all peers, or warns.
     fn make_room(&mut self, peers: &[EndpointInfo]) {
         let missing = peers.iter().filter(|peer| peer.uuid != self.me.uuid && !self.kept.contains_key(&peer.uuid));
         let fds = missing.map(|peer| self.fds_for(peer)).sum::<usize>();
@@ -393,12 +402,12 @@ impl Endpoint {
         }
     }
 
-    /// Descriptors of a link to a peer.
+    /// Returns the maximum number of descriptors that a link to a peer keeps open.
     fn fds_for(&self, peer: &EndpointInfo) -> usize {
         ways(&self.info, peer).iter().map(|way| way.row.descriptors).max().unwrap_or(1)
     }
 
-    /// Accepts what is queued and moves every handshake on.
+    /// Accepts queued connections and continues every handshake.
     fn take_incoming(&mut self, now: Instant, host: &mut dyn Host) {
         self.starved = false;
         for (carrier, listener) in &self.listeners {
@@ -407,7 +416,7 @@ impl Endpoint {
                     Ok(Some(incoming)) => self.incoming.push(incoming),
                     Ok(None) => break,
                     Err(why) => {
-                        // Out of descriptors as a rule. Whoever waits in the queue stays there.
+                        // Usually out of descriptors. Peers that wait in the queue stay there.
                         self.starved = true;
                         match why {
                             Errno::MFILE => self.warnings.no_descriptors("all that are allowed are open"),
@@ -420,7 +429,7 @@ impl Endpoint {
             }
         }
         let Self { me, dials, kept, departed, incoming, .. } = self;
-        // Those that were promised a link come first: whether they have it matters to those that greet.
+        // Connections that were promised a link come first: their outcome matters for the answers to the others.
         let (promised, greeting): (Vec<_>, Vec<_>) =
             std::mem::take(incoming).into_iter().partition(Incoming::is_promised);
         for handshake in promised.into_iter().chain(greeting) {
@@ -436,8 +445,8 @@ impl Endpoint {
         self.drop_strangers();
     }
 
-    /// Makes room when there are too many connections, or no descriptor for the next. Only those go that have had a look
-    /// at what they sent and have not introduced themselves, the oldest first: a peer that was promised a link relies on
+    /// Drops connections if there are too many, or if no descriptor is left for the next one. Drops only connections
+    /// that were polled and whose peer is not yet known, the oldest first. A peer that was promised a link relies on
     /// it.
     fn drop_strangers(&mut self) {
         let strangers = self.incoming.iter().filter(|incoming| !incoming.is_promised()).count();
@@ -449,8 +458,8 @@ impl Endpoint {
         });
     }
 
-    /// Drops kept links whose peer has gone since an earlier call: it will make another or be reported as missing. A
-    /// link that breaks during this call is handed out, so that its loss is noticed at once.
+    /// Drops kept links whose peer has gone since an earlier call. The peer will make another link or be reported as
+    /// missing. A link that breaks during this call is returned to the caller, so that its loss is noticed at once.
     fn drop_departed(&mut self) {
         let departed = &mut self.departed;
         self.kept.retain(|uuid, kept| match kept.link.check_peer() {
@@ -462,7 +471,7 @@ impl Endpoint {
         });
     }
 
-    /// Moves the efforts to reach peers on.
+    /// Continues the efforts to reach peers.
     fn go_on_dialling(&mut self, now: Instant) {
         if self.dials.is_empty() {
             return;
@@ -483,7 +492,7 @@ impl Endpoint {
                     troubles.iter().for_each(|trouble| warnings.add(trouble, dial.peer()));
                     false
                 }
-                // Who asks again and again has a deadline.
+                // A caller that asks again and again has a deadline of its own.
                 Progress::Unreachable { .. } if dial.asked.is_some() => true,
                 Progress::Unreachable { why, has_ended } => {
                     unreachable.push(Unreachable {
@@ -529,7 +538,7 @@ impl Endpoint {
         ConnectError { error, missing }
     }
 
-    /// Why nobody has connected.
+    /// Returns the reason why the peer has not connected.
     fn silence(&self, peer: &EndpointInfo) -> &str {
         if let Some(why) = self.departed.get(&peer.uuid) {
             why
@@ -540,7 +549,7 @@ impl Endpoint {
         }
     }
 
-    /// Until something moves.
+    /// Sleeps until a socket is ready.
     fn sleep_on(&self, wake: Option<BorrowedFd<'_>>, at_most: Option<Duration>) {
         let queues = if self.starved { &[][..] } else { &self.listeners };
         let listening = queues.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN));
@@ -554,12 +563,12 @@ impl Endpoint {
         let wake = wake.map(|wake| PollFd::from_borrowed_fd(wake, PollFlags::IN));
         let mut fds: Vec<_> = listening.chain(greeting).chain(calling).chain(wake).collect();
         let timeout = at_most.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
-        // A signal ends the sleep early, which is as well.
+        // A signal ends the sleep early, which does no harm.
         let _ = poll(&mut fds, timeout.as_ref());
     }
 }
 
-/// What answers those that connect, with what an endpoint knows besides.
+/// Answers peers that connect, with the endpoint's own knowledge and the caller's [`Host`].
 struct Doorkeeper<'a> {
     me: &'a Identity,
     now: Instant,
@@ -570,7 +579,7 @@ struct Doorkeeper<'a> {
 
 impl Host for Doorkeeper<'_> {
     fn stance_to(&mut self, lane: u32, from: &[u8; 16]) -> Stance {
-        // One that its peer has given up makes room for the next.
+        // A link that its peer has given up makes room for the next.
         if self.kept.get_mut(from).is_some_and(|kept| kept.link.check_peer().is_ok()) {
             return Stance::Linked;
         }
@@ -591,7 +600,7 @@ impl Host for Doorkeeper<'_> {
     }
 }
 
-/// What answers in [`Endpoint::connect`]: links were not taken, and nobody has anything to say.
+/// Answers peers in [`Endpoint::connect`]: no link was taken before, and notes get an empty answer.
 struct Alone;
 
 impl Host for Alone {
@@ -604,16 +613,16 @@ impl Host for Alone {
     }
 }
 
-/// The transport of a link between two processes, unless that is refused when it is made.
+/// Returns the transport of a link between two processes, unless it is refused when the link is made.
 pub fn likely_transport(one: &EndpointInfo, other: &EndpointInfo) -> Option<&'static Transport> {
     ways(one, other).first().map(|way| way.row)
 }
 
-/// Whether a process can have links to all `peers`, as far as their infos say.
+/// Checks whether a process can have links to all `peers`, as far as their infos show.
 ///
 /// # Errors
-/// What no waiting can help: `Mismatch` for another protocol version, `InvalidArgument` for a peer that stands twice in the list,
-/// `Configuration` for peers to which no transport leads, whoever of the two connects.
+/// Errors that waiting cannot help: `Mismatch` for another protocol version, `InvalidArgument` for a peer that is twice
+/// in the list. `Configuration` if no transport leads to a peer, whichever of the two connects.
 pub fn check_peers(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Result<(), ConnectError> {
     let mut missing = Vec::new();
     let mut seen = HashSet::new();
@@ -635,7 +644,7 @@ pub fn check_peers(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Re
     Err(ConnectError { error, missing })
 }
 
-/// Whether some transport leads to every peer, whoever of the two connects.
+/// Checks whether some transport leads to every peer, whichever of the two connects.
 fn check_ways(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Result<(), ConnectError> {
     let is_apart = |peer: &EndpointInfo| peer.uuid != me.uuid && ways(me, peer).is_empty() && ways(peer, me).is_empty();
     let missing: Vec<Missing> = peers

@@ -1,7 +1,7 @@
-//! Notes: short messages that reach a process whose threads look at no link, over a connection of their own.
+//! Notes: short out-of-band messages to a process whose threads poll no link, over a connection of their own.
 //!
-//! Owns the sending half; what a note says is the matter of who sends and who answers it. Whoever makes links answers notes, too, so they
-//! arrive while a process does nothing else. Read [`Letter`] first.
+//! Owns the sending half; the sender and the answering process define the content of a note. The thread that makes
+//! links also answers notes, so notes arrive while a process does nothing else. Read [`Letter`] first.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use super::wire::{Note, REPLY_BYTES, Reply, Verdict};
 use crate::fork::Fd;
 use accl_wire::EndpointInfo;
 
-/// A note that has not been answered by then is given up.
+/// A note that has not been answered within this time is given up.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A note under way.
+/// A note in flight.
 pub(super) struct Letter {
     pub(super) token: u64,
     note: Note,
@@ -29,13 +29,13 @@ pub(super) struct Letter {
 
 struct Attempt {
     stream: Stream,
-    /// It has been written.
+    /// Whether the note has been written.
     is_sent: bool,
 }
 
 impl Letter {
     pub(super) fn new(from: &EndpointInfo, to: &EndpointInfo, text: &[u8], token: u64, now: Instant) -> Self {
-        // Several transports may begin over one carrier.
+        // Several transports may use the same destination, which is tried once.
         let mut left = VecDeque::new();
         for way in ways(from, to) {
             if !left.contains(&way.to) {
@@ -53,7 +53,7 @@ impl Letter {
         }
     }
 
-    /// One look: the answer, or why there will be none.
+    /// Makes progress. Returns the answer, or the reason why there will be none; `None` while neither is known.
     pub(super) fn poll(&mut self, me: &Identity, now: Instant) -> Option<Result<String, String>> {
         loop {
             let Some(attempt) = &mut self.attempt else {
@@ -76,7 +76,7 @@ impl Letter {
         }
     }
 
-    /// What to watch, and whether for becoming writable.
+    /// Returns the socket to watch, and whether to watch it for becoming writable.
     pub(super) fn socket(&self) -> Option<(&Fd, bool)> {
         self.attempt.as_ref().map(|attempt| (&attempt.stream.socket, !attempt.is_sent))
     }

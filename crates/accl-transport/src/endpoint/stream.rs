@@ -1,5 +1,5 @@
-//! A connected socket during the handshake: reads exactly as many bytes as asked for, so that the frames behind them
-//! stay in the socket, and passes descriptors over Unix sockets.
+//! A connected socket during the handshake. It reads exactly as many bytes as requested, so that the frames after them
+//! stay in the socket. It passes descriptors over Unix sockets.
 //!
 //! Owns the system calls of the handshake; decides nothing.
 
@@ -15,10 +15,10 @@ use rustix::net::{
 use crate::fork::{Fd, without_forks};
 use crate::transport::MAX_ADDRESS_DESCRIPTORS;
 
-/// Most descriptors that come with a message; more are closed by the kernel.
+/// Maximum number of descriptors that come with a message; the kernel closes more.
 const MAX_FDS: usize = MAX_ADDRESS_DESCRIPTORS;
 
-/// A socket with what has arrived of the next message.
+/// A socket with the received part of the next message.
 #[derive(Debug)]
 pub(super) struct Stream {
     pub(super) socket: Fd,
@@ -31,12 +31,12 @@ impl Stream {
         Stream { socket, received: Vec::new(), fds: Vec::new() }
     }
 
-    /// What has arrived so far of the message that is being read.
+    /// Returns the received bytes of the message that is being read.
     pub(super) fn prefix(&self) -> &[u8] {
         &self.received
     }
 
-    /// The next `N` bytes once they are all there.
+    /// Returns the next `N` bytes once all of them have arrived.
     pub(super) fn read<const N: usize>(&mut self) -> Result<Option<[u8; N]>, String> {
         while self.received.len() < N {
             let mut bytes = [0; N];
@@ -77,13 +77,13 @@ impl Stream {
 fn receive(socket: &Fd, room: &mut [u8], fds: &mut Vec<Fd>) -> Result<usize, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    // New descriptors appear here, and a fork must not carry them off before they are registered.
+    // New descriptors appear here. A fork must not copy them to a child before they are registered.
     without_forks(|registry| {
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let count = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(room)], &mut control, flags)?.bytes;
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(rights) = message {
-                // Those that are too many are closed at once.
+                // Surplus descriptors are closed at once.
                 let room = MAX_FDS.saturating_sub(fds.len());
                 for fd in rights.take(room) {
                     fds.push(registry.adopt(fd)?);

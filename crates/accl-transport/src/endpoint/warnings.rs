@@ -1,4 +1,4 @@
-//! Fallbacks that cost speed, told once each: what holds for one peer of this host holds for all.
+//! Fallbacks that cost speed, each reported once: a fallback with one peer of this host usually holds for all.
 
 use std::collections::HashSet;
 
@@ -7,13 +7,13 @@ use accl_wire::EndpointInfo;
 /// A fallback that costs speed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Trouble {
-    /// A link that is not as configured: which transport, what about it, and why.
+    /// A link that is not as configured: name of the transport, the difference, and the reason.
     Compromise(&'static str, String, String),
-    /// No link over the first transport, for this reason, but over the second.
+    /// A link over the second transport, because the first one failed for this reason.
     Fallback(&'static str, String, &'static str),
 }
 
-/// What has been told and what is still to be told.
+/// Warnings that no caller has taken yet, and what was warned about before.
 #[derive(Debug, Default)]
 pub(super) struct Warnings {
     untold: Vec<String>,
@@ -27,7 +27,7 @@ impl Warnings {
         std::mem::take(&mut self.untold)
     }
 
-    /// The transports in `lost` cannot be used, and those in `left` are.
+    /// Warns that the transports in `lost` cannot be used, and that the transports in `left` are used instead.
     pub(super) fn no_unix_socket(&mut self, lost: &[&'static str], left: &[&'static str], why: &str) {
         self.fallbacks.extend(lost);
         let (lost, left) = (lost.join(","), left.join(","));

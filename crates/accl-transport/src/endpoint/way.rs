@@ -1,7 +1,8 @@
-//! The ways from one process to another: a transport, and where its carrier leads; and connecting there.
+//! The ways from one process to another: a transport and the destination of its carrier. Also connects to a
+//! destination.
 //!
-//! Owns which ways there are and the system calls of a connection that is being made. In which order they are tried is for who
-//! tries.
+//! Owns the list of ways and the system calls of a connection that is being made. The caller decides when each way is
+//! tried.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -16,32 +17,32 @@ use crate::rows;
 use crate::transport::{Carrier, Transport};
 use accl_wire::EndpointInfo;
 
-/// A transport, and where its carrier leads.
+/// A transport, and the destination of its carrier.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Way {
     pub(super) row: &'static Transport,
     pub(super) to: Destination,
 }
 
-/// Where a connection leads.
+/// Destination of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Destination {
-    /// To the Unix socket of the peer, whose name is in its info.
+    /// The Unix socket of the peer, whose name is in the peer's info.
     Unix,
     Tcp(SocketAddr),
 }
 
-/// Why an attempt has failed.
+/// Reason why an attempt has failed.
 pub(super) enum Failed {
-    /// The peer has a link to us, or makes one.
+    /// The peer has a link to this process, or is making one.
     Crossing,
-    /// The peer takes this process for gone.
+    /// The peer considers this process gone.
     GivenUp(String),
-    /// Nobody, or somebody else, listens there.
+    /// No process, or another process, listens there.
     Refused(String),
-    /// This process has no descriptor or memory for it.
+    /// This process has no descriptor or memory for the attempt.
     Exhausted(String),
-    /// What may pass.
+    /// A failure that may pass.
     Other(String),
 }
 
@@ -52,7 +53,7 @@ impl From<String> for Failed {
 }
 
 impl Failed {
-    /// As a clause.
+    /// Returns the reason as a clause.
     pub(super) fn text(self) -> String {
         match self {
             Self::Crossing => "it connects itself".to_owned(),
@@ -60,14 +61,14 @@ impl Failed {
         }
     }
 
-    /// Of a system call that connects.
+    /// Classifies an error of a system call that connects.
     fn of_connecting(why: Errno) -> Self {
         let text = format!("no connection: {why}");
         if why == Errno::CONNREFUSED { Self::Refused(text) } else { Self::Other(text) }
     }
 }
 
-/// The ways from one process to another, in the order in which the first is to try them.
+/// Returns the ways from one process to another, in the order in which `from` tries them.
 pub(super) fn ways(from: &EndpointInfo, to: &EndpointInfo) -> Vec<Way> {
     let same_host = to.host_id == from.host_id;
     let mut ways = Vec::new();
@@ -78,7 +79,8 @@ pub(super) fn ways(from: &EndpointInfo, to: &EndpointInfo) -> Vec<Way> {
             }
             Carrier::Unix => {}
             Carrier::Tcp => {
-                // On one host loopback is always up; for another host it would be somebody else.
+                // On the same host loopback is always up. From another host a loopback address would lead to another
+                // process.
                 let loopback = to.addresses.iter().filter(|a| same_host && a.ip().is_loopback());
                 let outside = to.addresses.iter().filter(|a| !a.ip().is_loopback());
                 ways.extend(loopback.chain(outside).map(|&address| Way { row, to: Destination::Tcp(address) }));
@@ -97,7 +99,7 @@ impl Destination {
         }
     }
 
-    /// Makes sure that the peer is who may be there, before anything is sent or read: over a Unix socket reading can bring descriptors.
+    /// Checks the peer's user before anything is sent or read: reading from a Unix socket can bring descriptors.
     pub(super) fn check_peer(self, socket: &Fd, uid: u32) -> Result<(), Failed> {
         match self {
             Destination::Unix => {
@@ -132,7 +134,7 @@ fn connect_tcp(address: SocketAddr) -> Result<Fd, Failed> {
     Ok(socket)
 }
 
-/// Whether a socket that connects has done so.
+/// Whether a connecting socket is connected.
 pub(super) fn is_connected(socket: &Fd) -> Result<bool, Failed> {
     match sockopt::socket_error(socket) {
         Ok(Ok(())) => Ok(rustix::net::getpeername(socket).is_ok()),
@@ -140,8 +142,10 @@ pub(super) fn is_connected(socket: &Fd) -> Result<bool, Failed> {
     }
 }
 
-/// Keep-alive finds within half a minute that a host vanished while nothing was under way to it, also during the handshake.
-/// Otherwise the system repeats what is under way for a quarter of an hour and sends no probes of keep-alive: see `Link::answers`.
+/// Switches keep-alive on. It detects within half a minute that the host of an idle connection has vanished, also
+/// during the handshake.
+/// While data is in flight, the system instead repeats the data for a quarter of an hour and sends no keep-alive
+/// probes: see `Link::answers`.
 pub(super) fn keep_alive(socket: &Fd) {
     // These options make the link better but are not needed for it to work.
     let _ = sockopt::set_socket_keepalive(socket, true);

@@ -1,19 +1,21 @@
 //! The messages of the handshake: hello or note, reply, confirm, each of fixed length.
 //!
-//! A pure codec. The connecting side says hello, the accepting one replies, and only with the confirmation does the
-//! link exist for the latter: a side that gave up in between has left nothing behind. The first twelve bytes (mark and
-//! version) stay the same in all versions. What a stranger sends is refused at its first wrong byte.
+//! A pure codec. The connecting side sends a hello, and the accepting side replies. For the accepting side the link
+//! exists only with the confirmation, so a side that gave up in between has left nothing behind.
+//! The first twelve bytes (mark and version) stay the same in all versions. A stranger's message is refused at its
+//! first wrong byte.
 
 use crate::transport::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES};
 use accl_wire::PROTOCOL_VERSION;
 
-/// Of a hello and of a note: who accepts does not know which of them comes. It fits into one packet of most networks.
+/// Bytes of a hello and of a note: the accepting side does not know which of the two will arrive. They fit into one
+/// packet of most networks.
 pub(super) const GREETING_BYTES: usize = 1280;
 pub(super) const REPLY_BYTES: usize = 1280;
 pub(super) const CONFIRM_BYTES: usize = 24;
-/// Most bytes that a note says.
+/// Maximum bytes of a note's text.
 pub const MAX_NOTE_BYTES: usize = GREETING_BYTES - NOTE_TEXT_AT;
-/// Most bytes that a reply says.
+/// Maximum bytes of a reply's body.
 pub const MAX_ANSWER_BYTES: usize = REPLY_BYTES - REPLY_BODY_AT;
 
 const HELLO_MARK: &[u8; 8] = b"\x7faccl>\r\n";
@@ -21,7 +23,7 @@ const REPLY_MARK: &[u8; 8] = b"\x7faccl<\r\n";
 const CONFIRM_MARK: &[u8; 8] = b"\x7faccl!\r\n";
 const NOTE_MARK: &[u8; 8] = b"\x7faccl?\r\n";
 const VERSIONED_BYTES: usize = 12;
-/// Of what has any number of bytes at the end of a message.
+/// Offset of the length of the body at the end of a message.
 const LEN_AT: usize = 12;
 const HELLO_TRANSPORT_AT: usize = 64;
 const HELLO_NAME_AT: usize = HELLO_TRANSPORT_AT + 1 + MAX_NAME_BYTES;
@@ -32,28 +34,28 @@ const NOTE_TEXT_AT: usize = 48;
 const _: () = assert!(HELLO_ADDRESS_AT + MAX_ADDRESS_BYTES <= GREETING_BYTES);
 const _: () = assert!(MAX_ADDRESS_BYTES <= MAX_ANSWER_BYTES);
 
-/// What can be wrong with received bytes.
+/// Reasons to refuse received bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// Not one of us: no answer.
+    /// The message is not of this protocol; it gets no answer.
     Stranger,
-    /// One of us with another version.
+    /// The message has another protocol version.
     Version(u32),
 }
 
 /// The first message of the connecting side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
-    /// Name of the row.
+    /// Name of the transport's table row.
     pub(super) transport: String,
     pub(super) from: [u8; 16],
-    /// The identity that was read in the store; nobody else knows it.
+    /// The peer's identity as read in the store; no other process knows it.
     pub(super) to: [u8; 16],
     pub(super) nonce: u64,
     pub(super) pid: u32,
     pub(super) max_payload_bytes: u32,
     pub(super) hostname: String,
-    /// At most [`MAX_ADDRESS_BYTES`], and the rest is cut.
+    /// At most [`MAX_ADDRESS_BYTES`] bytes; the rest is cut.
     pub(super) address: Vec<u8>,
 }
 
@@ -86,19 +88,19 @@ impl Hello {
         })
     }
 
-    /// Looks at the first bytes of a hello that has not arrived whole.
+    /// Checks the first bytes of a hello that has not arrived whole.
     pub(super) fn check_prefix(bytes: &[u8]) -> Result<(), Refusal> {
         check_start(bytes, HELLO_MARK)
     }
 }
 
-/// A message to a process that may look at no link, answered by a [`Reply`] whose text is the answer.
+/// An out-of-band message to a process that may poll no link. The text of a [`Reply`] answers it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Note {
     pub(super) from: [u8; 16],
-    /// As in [`Hello`].
+    /// The peer's identity as read in the store.
     pub(super) to: [u8; 16],
-    /// What it says: at most [`MAX_NOTE_BYTES`], and the rest is cut.
+    /// Text of the note, at most [`MAX_NOTE_BYTES`]; the rest is cut.
     pub(super) text: Vec<u8>,
 }
 
@@ -117,23 +119,23 @@ impl Note {
         Ok(Note { from: array(bytes, 16), to: array(bytes, 32), text: body(bytes, NOTE_TEXT_AT) })
     }
 
-    /// As [`Hello::check_prefix`].
+    /// Checks the first bytes of a note that has not arrived whole.
     pub(super) fn check_prefix(bytes: &[u8]) -> Result<(), Refusal> {
         check_start(bytes, NOTE_MARK)
     }
 }
 
-/// What the accepting side says to a hello.
+/// The accepting side's decision about a hello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Accepted,
-    /// For the reason that the text gives.
+    /// Refused for the reason in the text.
     Refused,
     /// There is a link already, or one is being made in the other direction.
     Crossing,
     /// Another process listens there.
     NotHere,
-    /// It takes the process that greets for gone, and goes on without it.
+    /// The accepting side considers the greeting process gone, and continues without it.
     GivenUp,
 }
 
@@ -142,22 +144,23 @@ impl Verdict {
     const ALL: [Verdict; 5] =
         [Verdict::Accepted, Verdict::Refused, Verdict::Crossing, Verdict::NotHere, Verdict::GivenUp];
 
-    /// Whatever a later version has is a refusal.
+    /// Returns the verdict of a code. Codes that a later version adds count as refusals.
     fn from_code(code: u8) -> Verdict {
         Self::ALL.get(usize::from(code)).copied().unwrap_or(Verdict::Refused)
     }
 }
 
-/// The answer of the accepting side.
+/// The reply of the accepting side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reply {
     pub(super) verdict: Verdict,
-    /// Of the hello.
+    /// Nonce of the hello.
     pub(super) nonce: u64,
-    /// To be confirmed.
+    /// Nonce that the connecting side must confirm.
     pub(super) own_nonce: u64,
     pub(super) max_payload_bytes: u32,
-    /// The address of the half that accepts, the answer to a note, or why not: at most [`MAX_ANSWER_BYTES`], and the rest is cut.
+    /// Address of the accepting half, answer to a note, or reason for a refusal. At most [`MAX_ANSWER_BYTES`]; the rest
+    /// is cut.
     pub(super) body: Vec<u8>,
 }
 
@@ -184,18 +187,18 @@ impl Reply {
         })
     }
 
-    /// Looks at the first bytes of a reply that has not arrived whole.
+    /// Checks the first bytes of a reply that has not arrived whole.
     pub(super) fn check_prefix(bytes: &[u8]) -> Result<(), Refusal> {
         check_start(bytes, REPLY_MARK)
     }
 
-    /// The answer, or why not.
+    /// Returns the answer, or the reason for the refusal.
     pub(super) fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 }
 
-/// The last message of the handshake; frames follow.
+/// Returns the last message of the handshake; frames follow.
 pub(super) fn confirm_bytes(own_nonce: u64) -> [u8; CONFIRM_BYTES] {
     let mut out = [0; CONFIRM_BYTES];
     start(&mut out, CONFIRM_MARK);
@@ -223,7 +226,7 @@ fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     std::array::from_fn(|i| bytes[at + i])
 }
 
-/// What has any number of bytes, cut to what fits.
+/// Writes a body of any length, cut to the space in `out`, and its length.
 fn put_body(out: &mut [u8], at: usize, body: &[u8]) {
     let len = body.len().min(out.len() - at);
     out[LEN_AT..LEN_AT + 2].copy_from_slice(&(len as u16).to_le_bytes());
@@ -235,7 +238,7 @@ fn body(bytes: &[u8], at: usize) -> Vec<u8> {
     bytes[at..at + len].to_vec()
 }
 
-/// A text with its length in the first byte, cut at a character boundary to what fits.
+/// Writes a text with its length in the first byte, cut at a character boundary to the space in `out`.
 fn put_text(out: &mut [u8], text: &str) {
     let room = (out.len() - 1).min(usize::from(u8::MAX)).min(text.len());
     let len = (0..=room).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
@@ -283,7 +286,7 @@ mod tests {
         }
     }
 
-    /// If this fails, [`PROTOCOL_VERSION`] must be raised; the snapshot of the version before goes.
+    /// If this fails, raise [`PROTOCOL_VERSION`] and delete the previous version's snapshot.
     #[test]
     fn the_handshake_and_the_frames_are_those_of_their_version() {
         let hello = Hello {

@@ -1,64 +1,69 @@
-//! The flags by which a side of a link says that nobody looks at its end, and the fences that make it reliable that it is told.
+//! Flags with which one side of a link asks to be notified because it has stopped polling, and the fences that make
+//! this reliable.
 //!
-//! Writer: publish the change, full fence, read the other side's flags. The other side: set the flags, full fence, look once
-//! more, look no longer. In every order of events at least one of the two sees the other. Owns no telling itself: whoever gets
-//! something from [`SideState::take_call`] must post it on the other side's board.
+//! The writer publishes its change, executes a full fence, and reads the other side's flags. The other side sets its
+//! flags, executes a full fence, polls once more, and then stops polling. In every order of events at least one of the
+//! two sees the other.
+//! This module notifies no one itself: a caller that gets something from [`SideState::take_call`] must post it on the
+//! other side's board.
 
 use accl_wire::Slot;
 
 use crate::sync::{AtomicU32, Ordering, fence};
 
-/// To be told of frames (as ever).
+/// Flag: notify about frames. It is always set by an armed side.
 pub(crate) const DATA: u32 = 1;
-/// To be told of room, too.
+/// Flag: notify about room, too.
 pub(crate) const ROOM: u32 = 2;
-/// Bits of the flags; above them is the slot's number, counted from 1.
+/// Number of flag bits. Above them is the slot's number, counted from 1.
 const FLAG_BITS: u32 = 2;
 
-/// What one side of a link shows the other, beyond its counters.
+/// State that one side of a link shows the other, in addition to its counters.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct SideState {
-    /// What it is to be told of, and where; 0 while it looks itself.
+    /// Flags of the events that the side wants to be notified of, and the slot to post on; 0 while the side polls.
     armed: AtomicU32,
 }
 
-/// What has become of the flags that a side had set.
+/// Request that a side has made with its flags, as the other side has taken it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Call {
-    /// Where to post; without one the side's process must be woken.
+    /// Slot to post on. If `None`, the side's process must be woken.
     pub(crate) slot: Option<Slot>,
 }
 
 impl SideState {
-    /// A side that looks, as in fresh shared memory.
+    /// Creates the state of a side that polls, as in fresh shared memory.
     #[cfg(test)]
     pub(crate) fn new() -> SideState {
         SideState { armed: AtomicU32::new(0) }
     }
 
-    /// As the other side sees it.
+    /// Returns the state as the other side sees it.
     #[cfg(all(test, not(accl_loom)))]
     pub(crate) fn bits(&self) -> u32 {
         self.armed.load(Ordering::Relaxed)
     }
 
-    /// Says that nobody will look. What it is to be told of must be looked at once more after this call.
+    /// Announces that this side will stop polling. After this call the side must poll once more for everything that it
+    /// wants to be notified of.
     pub(crate) fn announce(&self, flags: u32, slot: Option<Slot>) {
         let place = slot.map_or(0, |slot| (slot.0 + 1) << FLAG_BITS);
-        // A swap puts an order between this and the swap of `take_call` by itself; a store has one only by way of the
-        // values read, which loom does not follow.
+        // A swap is by itself ordered with the swap of `take_call`. A store is ordered only through the values read,
+        // which loom does not follow.
         self.armed.swap(place | flags, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
     /// Takes the announcement back.
     pub(crate) fn retract(&self) {
-        // Relaxed: who still sees the flag only tells once too often.
+        // Relaxed: a peer that still sees the flag only notifies once too often.
         self.armed.store(0, Ordering::Relaxed);
     }
 
-    /// Called by the other side after it published a change of kind `what`: what is to be done about it.
+    /// Called by the other side after it has published a change of kind `what`. Returns the request to serve, if there
+    /// is one.
     #[inline]
     pub(crate) fn take_call(&self, what: u32) -> Option<Call> {
         fence(Ordering::SeqCst);
@@ -66,7 +71,8 @@ impl SideState {
         if self.armed.load(Ordering::Relaxed) & what == 0 { None } else { self.take() }
     }
 
-    /// The swap makes one post out of many commits. Whatever was announced meanwhile was taken with it, so it must be answered too.
+    /// The swap turns many commits into one post. It also takes every flag that was announced meanwhile, so that flag
+    /// must be answered too.
     #[cold]
     fn take(&self) -> Option<Call> {
         let taken = self.armed.swap(0, Ordering::Relaxed);

@@ -1,4 +1,5 @@
-//! Every interleaving of a ring, of the flags that say that nobody looks, and of the board on which news are posted, at small sizes.
+//! Checks every interleaving of a ring, of the flags of a side that stops polling, and of the board that collects
+//! events, at small sizes.
 //! `RUSTFLAGS="--cfg accl_loom" cargo test -p accl-transport --release --lib loom_`
 
 use loom::cell::UnsafeCell;
@@ -13,8 +14,8 @@ use accl_wire::Slot;
 #[derive(Clone, Copy)]
 struct Line64([u8; LINE]);
 
-/// Memory whose every line is also a loom cell, so that a read that is not ordered after its write is found. Slots
-/// come first.
+/// Memory whose every line is also a loom cell, so that loom finds a read that is not ordered after its write. The
+/// slots come first.
 struct Checked {
     counters: Counters,
     base: *mut u8,
@@ -26,15 +27,15 @@ struct Checked {
     boards: [Notices<1>; 2],
 }
 
-// SAFETY: what this says is what loom checks.
+// SAFETY: loom checks that all accesses to the lines are ordered.
 unsafe impl Send for Checked {}
-// SAFETY: as above.
+// SAFETY: loom checks that accesses through shared references are ordered as well.
 unsafe impl Sync for Checked {}
 
 impl Drop for Checked {
     fn drop(&mut self) {
         let lines = std::ptr::slice_from_raw_parts_mut(self.base.cast::<Line64>(), self.lines.len());
-        // SAFETY: made by `Box::into_raw` in `checked`, freed once.
+        // SAFETY: the pointer was made by `Box::into_raw` in `checked`, has its length, and is freed once.
         drop(unsafe { Box::from_raw(lines) });
     }
 }
@@ -43,14 +44,14 @@ impl Drop for Checked {
 struct Shared(Arc<Checked>);
 
 impl Shared {
-    /// The lines of a frame: its slot and those of its payload.
+    /// Returns the lines of a frame: its slot and the lines of its payload.
     fn lines(&self, slot: usize, at: usize, len: usize) -> impl Iterator<Item = &UnsafeCell<()>> {
         let first = self.slot_count() + at / LINE;
         std::iter::once(slot).chain(first..first + data_bytes(len) / LINE).map(|line| &self.0.lines[line])
     }
 }
 
-// SAFETY: a box of lines, at one place until the last `Arc` is dropped.
+// SAFETY: a box of lines, at one address until the last `Arc` is dropped.
 unsafe impl Memory for Shared {
     fn counters(&self) -> &Counters {
         &self.0.counters
@@ -62,7 +63,7 @@ unsafe impl Memory for Shared {
         self.0.words.len()
     }
     fn data(&self) -> *mut u8 {
-        // SAFETY: behind the slots.
+        // SAFETY: the data begins after the slots, inside the same allocation.
         unsafe { self.0.base.add(self.slot_count() * LINE) }
     }
     fn data_bytes(&self) -> usize {
@@ -89,7 +90,7 @@ fn checked(slot_count: usize, data_lines: usize, window_lines: usize) -> Shared 
         lines: (0..lines.len()).map(|_| UnsafeCell::new(())).collect(),
         base: Box::into_raw(lines).cast(),
         window_lines,
-        // Apart from the bytes: loom's atomics cannot lie among them.
+        // The words are stored apart from the bytes: loom's atomics cannot lie among the bytes.
         words: (0..slot_count).map(|_| AtomicU64::new(0)).collect(),
         sides: [SideState::new(), SideState::new()],
         events: [Event::new(), Event::new()],
@@ -100,7 +101,7 @@ fn checked(slot_count: usize, data_lines: usize, window_lines: usize) -> Shared 
 const WRITER: usize = 0;
 const READER: usize = 1;
 
-/// As a link tells the other side.
+/// Notifies the other side like a link does.
 fn tell(shared: &Shared, side: usize, what: u32) {
     if let Some(call) = shared.0.sides[side].take_call(what)
         && call.slot.is_none_or(|slot| shared.0.boards[side].post(slot))
@@ -117,7 +118,7 @@ fn send(shared: &Shared, writer: &mut Writer<Shared>, value: u8, len: usize) {
             place.payload.fill(value);
             break;
         }
-        // As a link whose process has no board: announce, look again, sleep, retract.
+        // Like a link whose process has no board: announce, poll again, sleep, retract.
         shared.0.sides[WRITER].announce(DATA | ROOM, None);
         if !writer.would_fit(len).unwrap() {
             shared.0.events[WRITER].wait();
@@ -154,7 +155,7 @@ fn exchange(slot_count: usize, data_lines: usize, lens: &'static [usize], preemp
     exchange_growing(slot_count, data_lines, data_lines, lens, preemptions);
 }
 
-/// With a ring that begins with a part of its data.
+/// `exchange` over a ring whose window begins with a part of its data.
 fn exchange_growing(
     slot_count: usize,
     data_lines: usize,
@@ -181,7 +182,8 @@ fn exchange_growing(
     });
 }
 
-/// As `receive`, by a process that arms the link at once, takes news from its board, and sleeps when there are none.
+/// Receives like `receive`, in a process that arms the link at once, takes events from its board, and sleeps when there
+/// are none.
 fn receive_armed(shared: &Shared, reader: &mut Reader<Shared>, is_polled: &mut bool, value: u8) {
     let (side, board) = (&shared.0.sides[READER], &shared.0.boards[READER]);
     loop {
@@ -235,7 +237,7 @@ fn loom_frames_that_wrap_are_whole_and_never_missed() {
 
 #[test]
 fn loom_a_ring_grows_while_frames_are_under_way() {
-    // From one line to four: the second frame lies behind the first, the third may have to wait, and the fourth wraps.
+    // From one line to four: the second frame lies after the first, the third may have to wait, and the fourth wraps.
     exchange_growing(4, 4, 1, &[60, 100, 60, 100], Some(2));
 }
 

@@ -1,16 +1,26 @@
 //! A ring for frames between one writer and one reader, over memory that both have mapped.
 //!
-//! Owns the placing of frames and the counter; knows neither descriptors nor waking ([`arming`] has the flags). A *slot*,
-//! one cache line, announces each frame: a word with its number and length, the head, and the payload if that is tiny.
-//! The slots are few and used in turn, so they stay in the caches of both sides: a reader that waits looks at the very line
-//! in which the next frame will be, and for a tiny frame one line moves from core to core. Longer payloads lie in the
-//! *data*, one behind the other, each contiguous: where the rest of the data is too short for one, both sides go on at
-//! the start. Nothing here calls the system or allocates, but for [`Memory::grow`]. Read [`Writer`] and [`Reader`] first.
+//! Owns the placement of frames and the counter. Knows neither descriptors nor waking ([`arming`] has the flags).
+//! Nothing here calls the system or allocates, except [`Memory::grow`]. Read [`Writer`] and [`Reader`] first.
 //!
-//! **A ring grows with its use.** Both sides begin with a *window* at the start of the data. A writer that finds no room makes it
-//! larger, and one that comes to its end with payloads of which it holds few, while the bytes that are under way lie in one piece before its
-//! place: then all that is new lies behind them. Each frame's
-//! word says how often the window has grown, so the reader follows with the very frame from which on it counts.
+//! A *slot* is one cache line and announces one frame. It holds a word with the frame's number and length, the head,
+//! and the payload if that is tiny.
+//! There are few slots and they are used in turn, so they stay in the caches of both sides.
+//! A waiting reader polls the very line in which the next frame will appear. For a tiny frame, one line moves from core
+//! to core.
+//!
+//! Longer payloads lie in the *data*, one after another, each contiguous. If the rest of the data is too short for a
+//! payload, both sides continue at the start.
+//!
+//! **A ring grows with its use.** Both sides begin with a *window* at the start of the data. The writer enlarges the
+//! window in two cases:
+//! * It finds no room.
+//! * It reaches the window's end, and the window holds only few payloads of the current size.
+//!
+//! The window grows only while the bytes in flight lie in one piece before the writer's position. Then all new bytes
+//! lie after the bytes in flight.
+//! Each frame's word states how often the window has grown. The reader follows with the first frame that was written to
+//! the larger window.
 
 pub(crate) mod arming;
 #[cfg(all(test, accl_loom))]
@@ -21,44 +31,46 @@ mod tests;
 use crate::sync::{AtomicU64, Ordering};
 use accl_wire::{Frame, HEAD_BYTES, Place, look_until};
 
-/// Grain of the ring. Two payloads never share a cache line, so that writing one does not disturb reading another.
+/// Alignment of payloads in the ring. Two payloads never share a cache line, so that writing one does not disturb
+/// reading another.
 pub(crate) const LINE: usize = 64;
-/// Slots of a direction; a power of two. Few, so that they stay near; as many frames may be under way.
+/// Slots of a direction; a power of two. This is also the maximum number of frames in flight. Few, so that they stay in
+/// nearby caches.
 pub(crate) const SLOTS: usize = 64;
-/// Where the head lies in a slot, behind the word.
+/// Offset of the head in a slot, after the word.
 const HEAD_AT: usize = 8;
-/// Where a tiny payload lies in a slot, and how long it may be.
+/// Offset of a tiny payload in a slot; `TINY_BYTES` is its maximum length.
 const TINY_AT: usize = HEAD_AT + HEAD_BYTES;
 pub(crate) const TINY_BYTES: usize = LINE - TINY_AT;
-/// Bits of a word that are a payload's length; four more say how often the window has grown.
+/// Bits of a word that hold the payload's length. The next four bits count how often the window has grown.
 const LEN_BITS: u32 = 28;
-/// The longest payload.
+/// Maximum bytes of a payload.
 pub(crate) const MAX_PAYLOAD_BYTES: usize = (1 << LEN_BITS) - 1;
-/// How much larger a window grows at once, as a shift.
+/// Growth of a window in one step, as a shift.
 const GROWTH: u32 = 2;
-/// So many payloads are to fit before the writer comes back to the same place: lines that the reader has yet in its own cache take longer
-/// to write than those that have left it.
+/// Number of payloads that should fit before the writer returns to the same position. Lines still in the reader's cache
+/// take longer to write than lines that have left it.
 const PAYLOADS_OF_A_LAP: usize = 64;
-/// A larger window that was refused is asked for again after so many frames.
+/// After a refused larger window, frames to send before the writer asks for it again.
 const FRAMES_TO_ASK_AGAIN: u64 = 1024;
 
 /// The counter of one direction, alone on two cache lines (prefetchers fetch pairs).
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Counters {
-    /// Frames that the reader has given back, since the beginning.
+    /// Number of frames that the reader has released since the beginning.
     taken: Apart<AtomicU64>,
 }
 
 impl Counters {
-    /// The counter of an empty ring. (Fresh shared memory is all zero, which is the same.)
+    /// Creates the counter of an empty ring. (Fresh shared memory is all zero, which is the same.)
     #[cfg(test)]
     pub(crate) fn new() -> Counters {
         Counters { taken: Apart(AtomicU64::new(0)) }
     }
 }
 
-/// Keeps its content off the cache lines of others.
+/// Keeps its content on cache lines of its own.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Apart<T>(pub(crate) T);
@@ -66,38 +78,41 @@ pub(crate) struct Apart<T>(pub(crate) T);
 /// The memory of one direction.
 ///
 /// # Safety
-/// `slots` points to `slot_count` lines, a power of two and at most [`SLOTS`], of which the first words are 0 at the
-/// beginning; `data` points to `data_bytes` bytes, a positive multiple of [`LINE`], of which the writer may touch the first
-/// `window_bytes`, and those that `grow` has agreed to. Both are aligned to [`LINE`], valid
-/// as long as `self` lives and always at the same place. Besides one [`Writer`] and one [`Reader`] over the same counter
-/// nobody touches them.
+/// `slots` points to `slot_count` lines. `slot_count` is a power of two and at most [`SLOTS`]. The first word of each
+/// line is 0 at the beginning.
+/// `data` points to `data_bytes` bytes, a positive multiple of [`LINE`]. The writer may touch the first `window_bytes`,
+/// and the bytes that `grow` has agreed to.
+/// Both pointers are aligned to [`LINE`], valid as long as `self` lives, and always the same.
+/// Only one [`Writer`] and one [`Reader`] over the same counter access the memory.
 pub(crate) unsafe trait Memory {
-    /// Where the reader counts.
+    /// Returns the counter that the reader advances.
     fn counters(&self) -> &Counters;
-    /// The lines that announce frames.
+    /// Start of the lines that announce frames.
     fn slots(&self) -> *mut u8;
-    /// Their number.
+    /// Number of slots.
     #[inline(always)]
     fn slot_count(&self) -> usize {
         SLOTS
     }
-    /// Start of the payloads' bytes.
+    /// Start of the bytes for payloads.
     fn data(&self) -> *mut u8;
-    /// Their number.
+    /// Number of bytes for payloads.
     fn data_bytes(&self) -> usize;
-    /// As many of them are the window at the beginning: a positive multiple of [`LINE`].
+    /// Bytes of the window at the beginning: a positive multiple of [`LINE`].
     fn window_bytes(&self) -> usize {
         self.data_bytes()
     }
-    /// Sees to it that the data from one offset to another can be written. `false`: it stays as it is.
+    /// Ensures that the data from offset `_from` to offset `_to` can be written. Returns `false` if the window must
+    /// stay as it is.
     fn grow(&self, _from: usize, _to: usize, _demand: Demand) -> bool {
         true
     }
-    /// The word at the start of a slot.
+    /// Returns the word at the start of a slot.
     #[inline(always)]
     fn word(&self, slot: usize) -> &AtomicU64 {
         debug_assert!(slot < self.slot_count());
-        // SAFETY: inside the slots and aligned; words are only ever used as atomics, by both sides.
+        // SAFETY: `slot` is below `slot_count`, so the word lies inside the slots, and it is aligned. Both sides use
+        // words only as atomics.
         unsafe { &*self.slots().add(slot * LINE).cast::<AtomicU64>() }
     }
     /// Called before the writer touches a frame; for the model checker.
@@ -108,38 +123,38 @@ pub(crate) unsafe trait Memory {
     fn note_read(&self, _slot: usize, _at: usize, _len: usize) {}
 }
 
-/// Why a ring can be used no more.
+/// Reason why a ring cannot be used any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Broken {
     /// The other side left the counter or a word in a state that the protocol excludes.
     Corrupt,
-    /// The system has no memory for as much of it as the longest payload needs.
+    /// The system has not enough memory for the longest payload.
     Exhausted,
 }
 
-/// How much depends on a larger window.
+/// Importance of a larger window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Demand {
-    /// The longest payload would not always find room without.
+    /// Without it the longest payload would not always find room.
     Needed,
-    /// More would be under way at a time.
+    /// With it more bytes could be in flight at a time.
     Wished,
 }
 
-/// Bytes of the data that a payload takes up.
+/// Returns the bytes of the data that a payload occupies.
 #[inline]
 const fn data_bytes(payload_bytes: usize) -> usize {
     if payload_bytes <= TINY_BYTES { 0 } else { payload_bytes.next_multiple_of(LINE) }
 }
 
-/// The smallest data in which a payload of `max_payload_bytes` always fits once the reader has caught up: the rest at
-/// the end that may have to be left out is shorter than a payload.
+/// Returns the smallest data size in which a payload of `max_payload_bytes` always fits once the reader has caught up.
+/// The part at the end that may have to be skipped is shorter than a payload.
 pub(crate) const fn min_data_bytes(max_payload_bytes: usize) -> usize {
     let longest = data_bytes(max_payload_bytes);
     if longest == 0 { LINE } else { 2 * longest }
 }
 
-/// A place in the data: the count of bytes so far, with those left out, and the offset that belongs to it.
+/// Position in the data: the count of bytes so far, including skipped bytes, and the matching offset.
 #[derive(Clone, Copy, Debug)]
 struct Cursor {
     count: u64,
@@ -149,17 +164,17 @@ struct Cursor {
 impl Cursor {
     const START: Cursor = Cursor { count: 0, offset: 0 };
 
-    /// Where a payload that takes up `need` bytes begins, and the place behind it.
+    /// Returns the offset of a payload that occupies `need` bytes, and the position after the payload.
     #[inline]
     fn fit(self, need: usize, data_bytes: usize) -> (usize, Cursor) {
         let to_end = data_bytes - self.offset;
         let (at, left_out) = if need <= to_end { (self.offset, 0) } else { (0, to_end) };
-        // At the very end it stays there: the window may grow behind it.
+        // At the very end the offset is not wrapped: the window may grow after it.
         (at, Cursor { count: self.count + (left_out + need) as u64, offset: at + need })
     }
 }
 
-/// A frame's place, and the place behind it.
+/// Position of a frame, and the position after it.
 #[derive(Clone, Copy, Debug)]
 struct Found {
     slot: usize,
@@ -168,11 +183,11 @@ struct Found {
     next: Cursor,
 }
 
-/// How much of the data is used.
+/// The part of the data that is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Window {
     bytes: usize,
-    /// How often it has grown.
+    /// Number of times that the window has grown.
     level: u32,
 }
 
@@ -184,8 +199,9 @@ impl Window {
     }
 }
 
-/// The word that announces frame number `count` (from 0). Numbers return only after 2^32 frames, and then in another
-/// frame's slot long overwritten, so a word that is not the expected one is the previous frame's.
+/// Returns the word that announces frame number `count` (from 0). Numbers repeat only after 2^32 frames, when the
+/// slot's old word is long overwritten. A word that is not the expected one therefore belongs to the previous frame of
+/// the slot.
 #[inline]
 pub(crate) fn word_of(count: u64, payload_bytes: usize, level: u32) -> u64 {
     (count + 1) << 32 | u64::from(level) << LEN_BITS | payload_bytes as u64
@@ -195,25 +211,26 @@ pub(crate) fn word_of(count: u64, payload_bytes: usize, level: u32) -> u64 {
 #[derive(Debug)]
 pub(crate) struct Writer<M> {
     memory: M,
-    /// Frames so far.
+    /// Number of frames committed so far.
     count: u64,
     place: Cursor,
     window: Window,
-    /// As large a window is always had, or the ring is of no use.
+    /// Bytes of the smallest window that the ring must be able to have. A ring without it is unusable.
     least_bytes: usize,
-    /// Frames so far when there was no memory to spare for a larger window.
+    /// Value of `count` when a larger window was last refused; `None` if none was refused.
     refused_at: Option<u64>,
-    /// The reader's counter when it was last looked at. Looking again costs a cache miss, so only when room is short.
+    /// The reader's counter when it was last read. Reading it costs a cache miss, so the writer reads it only when room
+    /// is short.
     taken: u64,
-    /// Bytes of the data that went with those frames.
+    /// Bytes of the data that were released with those frames.
     freed: u64,
-    /// By slot: the data's count behind the frame.
+    /// For each slot: the data's byte count after the frame.
     ends: [u64; SLOTS],
     reserved: Option<Found>,
 }
 
 impl<M: Memory> Writer<M> {
-    /// A writer over a fresh ring, of payloads up to `max_payload_bytes`.
+    /// Creates a writer over a fresh ring, for payloads up to `max_payload_bytes`.
     pub(crate) fn new(memory: M, max_payload_bytes: usize) -> Self {
         assert!(memory.slot_count().is_power_of_two() && memory.slot_count() <= SLOTS, "see Memory");
         let window = Window::new(&memory, 0);
@@ -236,8 +253,8 @@ impl<M: Memory> Writer<M> {
         count as usize & (self.memory.slot_count() - 1)
     }
 
-    /// Finds a place for a frame with a payload of `len` bytes; the caller has checked that `len` is at most the ring's
-    /// longest.
+    /// Finds a position for a frame with a payload of `len` bytes. The caller has checked that `len` is at most the
+    /// ring's longest payload.
     #[inline]
     pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Broken> {
         if data_bytes(len) > self.window.bytes - self.place.offset {
@@ -251,7 +268,8 @@ impl<M: Memory> Writer<M> {
         Ok(true)
     }
 
-    /// The payload does not fit before the window's end, which moves when the window is small for payloads like it.
+    /// Called if the payload does not fit before the window's end. Grows the window if it is small for payloads of this
+    /// size.
     #[cold]
     fn grow_at_the_end(&mut self, len: usize) -> Result<(), Broken> {
         if self.window.bytes < PAYLOADS_OF_A_LAP * data_bytes(len) && self.window.bytes < self.memory.data_bytes() {
@@ -261,7 +279,7 @@ impl<M: Memory> Writer<M> {
         Ok(())
     }
 
-    /// Reserves a place in the window as it is.
+    /// Reserves a position in the window at its present size.
     #[inline]
     fn find_room(&mut self, len: usize) -> Result<bool, Broken> {
         let need = data_bytes(len);
@@ -273,19 +291,19 @@ impl<M: Memory> Writer<M> {
         Ok(has_room)
     }
 
-    /// Bytes of the data that are used by now, of all that there are.
+    /// Returns the bytes of the data that are in use by now, and the bytes of all data.
     pub(crate) fn window_bytes(&self) -> (usize, usize) {
         (self.window.bytes, self.memory.data_bytes())
     }
 
-    /// How much depends on a larger window when there is no room.
+    /// Returns how important a larger window is when there is no room.
     fn demand(&self) -> Demand {
         if self.window.bytes < self.least_bytes { Demand::Needed } else { Demand::Wished }
     }
 
-    /// Whether a larger window may help, and can be had as far as is known.
+    /// Whether a larger window may help and, as far as is known, is available.
     fn may_grow(&self, demand: Demand) -> bool {
-        // What is under way ends at this side's place, and does not go round the window's end.
+        // The bytes in flight end at the writer's position and do not wrap round the window's end.
         let in_one_piece = self.place.count - self.freed <= self.place.offset as u64;
         let has_slot = self.count - self.taken < self.memory.slot_count() as u64;
         let may_ask = demand == Demand::Needed
@@ -312,13 +330,13 @@ impl<M: Memory> Writer<M> {
         }
     }
 
-    /// The reserved place.
+    /// Returns the reserved position.
     #[inline]
     pub(crate) fn reserved(&mut self) -> Option<Place<'_>> {
         let Found { slot, at, len, .. } = self.reserved?;
         self.memory.note_write(slot, at, len);
-        // SAFETY: `reserve` saw (Acquire) that the reader has given slot and bytes back, so nobody else touches them
-        // before `commit`; both lie inside the memory. Head and payload do not overlap.
+        // SAFETY: `reserve` saw (Acquire) that the reader has released slot and bytes, so no other thread touches them
+        // before `commit`. Both lie inside the memory. Head and payload do not overlap.
         unsafe {
             let line = self.memory.slots().add(slot * LINE);
             let payload = if len <= TINY_BYTES { line.add(TINY_AT) } else { self.memory.data().add(at) };
@@ -326,11 +344,11 @@ impl<M: Memory> Writer<M> {
         }
     }
 
-    /// Publishes the reserved frame; `false` without one.
+    /// Publishes the reserved frame. Returns `false` if none is reserved.
     #[inline]
     pub(crate) fn commit(&mut self) -> bool {
         let Some(Found { slot, len, next, .. }) = self.reserved.take() else { return false };
-        // Release: whoever sees the word sees the frame.
+        // Release: a reader that sees the word also sees the frame.
         self.memory.word(slot).store(word_of(self.count, len, self.window.level), Ordering::Release);
         self.ends[slot] = next.count;
         self.place = next;
@@ -345,7 +363,7 @@ impl<M: Memory> Writer<M> {
         Ok(self.has_room(need, next)? || self.may_grow(self.demand()))
     }
 
-    /// Whether a slot is free and all data before `next`.
+    /// Whether a slot and all data before `next` are free.
     #[inline]
     fn has_room(&mut self, need: usize, next: Cursor) -> Result<bool, Broken> {
         if self.fits(need, next) {
@@ -356,7 +374,7 @@ impl<M: Memory> Writer<M> {
     }
 
     fn look_what_was_taken(&mut self) -> Result<(), Broken> {
-        // Acquire: the reader has finished with all these frames before we write there.
+        // Acquire: the reader has finished with all these frames before the writer writes there.
         let taken = self.memory.counters().taken.0.load(Ordering::Acquire);
         if taken < self.taken || taken > self.count {
             return Err(Broken::Corrupt);
@@ -381,7 +399,7 @@ impl<M: Memory> Writer<M> {
 pub(crate) struct Reader<M> {
     memory: M,
     max_payload_bytes: usize,
-    /// Frames given back so far.
+    /// Number of frames released so far.
     count: u64,
     place: Cursor,
     window: Window,
@@ -389,13 +407,13 @@ pub(crate) struct Reader<M> {
 }
 
 impl<M: Memory> Reader<M> {
-    /// A reader over a fresh ring. Longer payloads than `max_payload_bytes` count as corruption.
+    /// Creates a reader over a fresh ring. A payload longer than `max_payload_bytes` counts as corruption.
     pub(crate) fn new(memory: M, max_payload_bytes: usize) -> Self {
         let window = Window::new(&memory, 0);
         Self { memory, max_payload_bytes, count: 0, place: Cursor::START, window, peeked: None }
     }
 
-    /// Looks for a frame.
+    /// Checks whether a frame has arrived.
     #[inline(always)]
     pub(crate) fn poll(&mut self) -> Result<bool, Broken> {
         if self.peeked.is_none() {
@@ -404,22 +422,22 @@ impl<M: Memory> Reader<M> {
         Ok(self.peeked.is_some())
     }
 
-    /// Looks up to `looks` times whether the next frame's slot has changed.
+    /// Polls up to `looks` times until the next frame's slot has changed.
     #[inline]
     pub(crate) fn await_word(&self, looks: u32) {
         let word = self.memory.word(self.count as usize & (self.memory.slot_count() - 1));
         let unchanged = self.previous();
-        // Relaxed: `find` looks again.
+        // Relaxed: `find` loads the word again.
         look_until(looks, || word.load(Ordering::Relaxed) >> 32 != unchanged);
     }
 
-    /// The frame that was found; the same one until it is released.
+    /// Returns the frame that was found; the same one until it is released.
     #[inline]
     pub(crate) fn frame(&self) -> Option<Frame<'_>> {
         let Found { slot, at, len, .. } = self.peeked?;
         self.memory.note_read(slot, at, len);
-        // SAFETY: `find` checked that the payload lies inside the memory and that the frame was published (Acquire); the
-        // writer touches neither slot nor payload before `release`.
+        // SAFETY: `find` checked that the payload lies inside the memory and that the frame was published (Acquire).
+        // The writer touches neither slot nor payload before `release`.
         unsafe {
             let line = self.memory.slots().add(slot * LINE);
             let payload = if len <= TINY_BYTES { line.add(TINY_AT) } else { self.memory.data().add(at) };
@@ -427,25 +445,26 @@ impl<M: Memory> Reader<M> {
         }
     }
 
-    /// Gives the peeked frame's place back; `false` without one.
+    /// Releases the peeked frame's slot and bytes. Returns `false` if no frame was peeked.
     #[inline]
     pub(crate) fn release(&mut self) -> bool {
         let Some(Found { slot, at, len, next }) = self.peeked.take() else { return false };
         self.memory.note_read(slot, at, len);
         self.place = next;
         self.count += 1;
-        // Release: our reads of the frame are done before the writer, which acquires this count, writes there.
+        // Release: the reader's loads of the frame come before the writer's stores there, since the writer acquires
+        // this count.
         self.memory.counters().taken.0.store(self.count, Ordering::Release);
         true
     }
 
-    /// Everything is checked here, because the other process may be broken: a wrong length must not lead us out of
-    /// the data.
+    /// Finds the next frame and checks every value. The other process may be broken, and a wrong length must not lead
+    /// outside the data.
     #[inline(always)]
     fn find(&mut self) -> Result<Option<Found>, Broken> {
         let slot_count = self.memory.slot_count();
         let slot = self.count as usize & (slot_count - 1);
-        // Acquire: pairs with `commit`.
+        // Acquire: pairs with the Release in `commit`.
         let word = self.memory.word(slot).load(Ordering::Acquire);
         if word >> 32 != word_of(self.count, 0, 0) >> 32 {
             return self.check_previous(word).map(|()| None);
@@ -462,20 +481,20 @@ impl<M: Memory> Reader<M> {
         Ok(Some(Found { slot, at, len, next }))
     }
 
-    /// The window of a frame that was written after it had grown.
+    /// Returns the window of a frame that was written after the window had grown.
     #[cold]
     fn follow(&self, level: u32) -> Result<Window, Broken> {
         let window = Window::new(&self.memory, level);
         if level > self.window.level && window.bytes > self.window.bytes { Ok(window) } else { Err(Broken::Corrupt) }
     }
 
-    /// A slot without news holds the word of the frame that was in it before.
+    /// A slot without a new frame holds the word of its previous frame.
     #[inline]
     fn check_previous(&self, word: u64) -> Result<(), Broken> {
         if word >> 32 == self.previous() { Ok(()) } else { Err(Broken::Corrupt) }
     }
 
-    /// The number in the word of the frame that was in the next frame's slot before; 0 without one.
+    /// Number in the word of the frame that was in the next frame's slot before; 0 if there was none.
     #[inline]
     fn previous(&self) -> u64 {
         let previous = self.count.checked_sub(self.memory.slot_count() as u64);

@@ -14,15 +14,16 @@ struct Heap {
     slot_count: usize,
     data_bytes: usize,
     window_bytes: usize,
-    /// It grows no further than that.
+    /// The memory grows no further than this offset.
     most_bytes: usize,
-    /// And what the longest payload needs.
+    /// Whether it also gives what the longest payload needs.
     gives_what_is_needed: bool,
 }
 
 // SAFETY: the ring protocol keeps the writer's and the reader's bytes apart.
 unsafe impl Send for Heap {}
-// SAFETY: as above.
+// SAFETY: shared references reach the bytes only through the ring protocol, which keeps the writer's and the reader's
+// bytes apart.
 unsafe impl Sync for Heap {}
 
 #[derive(Clone)]
@@ -40,7 +41,7 @@ unsafe impl Memory for Shared {
         self.0.slot_count
     }
     fn data(&self) -> *mut u8 {
-        // SAFETY: behind the slots.
+        // SAFETY: the data begins after the `slot_count` slots, inside the same allocation.
         unsafe { self.0.base.add(self.0.slot_count * LINE) }
     }
     fn data_bytes(&self) -> usize {
@@ -54,7 +55,7 @@ unsafe impl Memory for Shared {
     }
 }
 
-/// With a window at the beginning, and so many bytes that can be had besides what is needed.
+/// Memory with a window at the beginning, which grows to `most_bytes`, and further only if needed.
 fn memory(slot_count: usize, data_bytes: usize, window_bytes: usize, most_bytes: usize) -> Shared {
     heap(slot_count, data_bytes, window_bytes, most_bytes, true)
 }
@@ -88,7 +89,7 @@ fn ring(slots: usize, bytes: usize, longest: usize) -> (Writer<Shared>, Reader<S
     growing(slots, bytes, bytes, longest)
 }
 
-/// A ring that begins with a part of its data.
+/// A ring whose window begins with a part of its data.
 fn growing(slots: usize, bytes: usize, window: usize, longest: usize) -> (Writer<Shared>, Reader<Shared>, Shared) {
     let memory = memory(slots, bytes, window, bytes);
     (Writer::new(memory.clone(), longest), Reader::new(memory.clone(), longest), memory)
@@ -111,7 +112,7 @@ fn put(writer: &mut Writer<Shared>, seed: usize, payload: &[u8]) -> Option<usize
     Some(at)
 }
 
-/// Takes a frame out if there is one, and looks whether its head belongs to it.
+/// Takes a frame out if there is one, and checks that its head matches.
 fn take(reader: &mut Reader<Shared>, seed: usize) -> Option<Vec<u8>> {
     if !reader.poll().unwrap() {
         return None;
@@ -129,7 +130,7 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
 
 #[test]
 fn twice_the_longest_payload_is_enough_for_every_sequence_of_lengths() {
-    // With any free rest at the end, a frame fits as soon as the reader has caught up.
+    // Whatever the free rest at the end, a frame fits as soon as the reader has caught up.
     for longest in [1, 16, 17, 64, 65, 1000, 4096 + 256] {
         let (mut writer, mut reader, _) = ring(2, min_data_bytes(longest), longest);
         for (i, len) in (0..500).map(|i| (i * 37) % (longest + 1)).enumerate() {
@@ -180,7 +181,7 @@ fn reserving_again_gives_up_the_first_place() {
 
 #[test]
 fn wrong_counters_and_words_are_corruption_and_not_a_crash() {
-    // In the first round and in a later one.
+    // In the first round over the slots, and in a later one.
     for frames in [0, 5u64] {
         let found = |word: u64| {
             let (mut writer, mut reader, memory) = ring(4, 1024, 100);
@@ -231,14 +232,14 @@ proptest! {
         lens in proptest::collection::vec(prop_oneof![0usize..20, 0usize..700], 1..60),
         slots in 0u32..5,
         lines in 0usize..30,
-        // How much of it is there at the beginning, and how much there can be.
+        // Lines of the window at the beginning, and lines that the window can grow to.
         window in 1usize..60,
         most in 0usize..60,
         writes in proptest::collection::vec(any::<bool>(), 200),
     ) {
         let bytes = min_data_bytes(700) + lines * LINE;
         let window = (window * LINE).min(bytes);
-        // What the longest payload needs can be had; of the rest it may be refused.
+        // The memory that the longest payload needs is granted; the rest may be refused.
         let memory = memory(1 << slots, bytes, window, most * LINE);
         let (mut writer, mut reader) = (Writer::new(memory.clone(), 700), Reader::new(memory, 700));
         let (mut sent, mut received) = (0, 0);
@@ -248,7 +249,7 @@ proptest! {
             if write && sent < lens.len() {
                 let fits = writer.would_fit(lens[sent]).unwrap();
                 let put = put(&mut writer, sent, &pattern(sent, lens[sent]));
-                // Who is told of no room sleeps until the reader has moved.
+                // A sender that is refused sleeps until the reader has moved.
                 prop_assert!(fits || put.is_none());
                 if put.is_some() {
                     sent += 1;
@@ -272,7 +273,7 @@ fn a_ring_grows_when_there_is_no_room_and_the_reader_follows() {
     assert_eq!(writer.window_bytes(), (256, 16 * 1024));
     put(&mut writer, 0, &pattern(0, 200)).unwrap();
     assert_eq!(writer.window_bytes().0, 256);
-    // Behind what is under way, in the part that is new.
+    // Behind the bytes in flight, in the new part.
     put(&mut writer, 1, &pattern(1, 700)).unwrap();
     assert_eq!(writer.window_bytes().0, 1024);
     put(&mut writer, 2, &pattern(2, 4096)).unwrap();
@@ -280,7 +281,7 @@ fn a_ring_grows_when_there_is_no_room_and_the_reader_follows() {
     for (seed, len) in [(0, 200), (1, 700), (2, 4096)] {
         assert_eq!(take(&mut reader, seed), Some(pattern(seed, len)));
     }
-    // And goes round it.
+    // The next payloads wrap round the larger window.
     for i in 3..40 {
         put(&mut writer, i, &pattern(i, 3000)).unwrap();
         assert_eq!(take(&mut reader, i), Some(pattern(i, 3000)));
@@ -289,7 +290,7 @@ fn a_ring_grows_when_there_is_no_room_and_the_reader_follows() {
 
 #[test]
 fn a_ring_does_not_grow_while_what_is_under_way_goes_round_its_end() {
-    // Payloads of one line, of which the window holds as many as it should.
+    // Payloads of one line. The window holds `PAYLOADS_OF_A_LAP` of them.
     let (mut writer, mut reader, _) = growing(SLOTS, 64 * 1024, PAYLOADS_OF_A_LAP * LINE, 4096);
     (0..64).for_each(|i| assert!(put(&mut writer, i, &pattern(i, 50)).is_some()));
     (0..32).for_each(|i| assert_eq!(take(&mut reader, i), Some(pattern(i, 50))));
@@ -318,7 +319,7 @@ fn a_ring_that_holds_few_of_its_payloads_grows_although_there_is_room() {
         }
         writer.window_bytes().0
     };
-    // Never is more than one under way.
+    // At most one payload is in flight at any time.
     assert_eq!(pass(1000, 64), PAYLOADS_OF_A_LAP * 64);
     assert_eq!(pass(1000, TINY_BYTES), PAYLOADS_OF_A_LAP * 64, "tiny ones take none of it");
     assert_eq!(pass(1000, 256), PAYLOADS_OF_A_LAP * 256);
@@ -333,7 +334,7 @@ fn a_ring_that_gets_no_more_memory_goes_on_as_it_is_and_asks_again_much_later() 
         put(&mut writer, i, &pattern(i, 100)).unwrap();
         put(&mut writer, i, &pattern(i, 100)).unwrap();
         assert!(put(&mut writer, i, &pattern(i, 100)).is_none());
-        // Or whoever waits for room would not sleep.
+        // Otherwise a sender that waits for room would not sleep.
         assert!(!writer.would_fit(100).unwrap());
         take(&mut reader, i).unwrap();
         take(&mut reader, i).unwrap();
@@ -350,7 +351,7 @@ fn a_ring_that_gets_no_more_memory_goes_on_as_it_is_and_asks_again_much_later() 
 
 #[test]
 fn payloads_that_have_room_need_no_memory_that_is_scarce() {
-    // None is to be had, and then just as much as is needed.
+    // First no further memory is available, then exactly as much as is needed.
     for gives in [false, true] {
         let memory = heap(64, 256 << 10, 16 << 10, 0, gives);
         let (mut writer, mut reader) = (Writer::new(memory.clone(), 64 << 10), Reader::new(memory, 64 << 10));
@@ -360,7 +361,7 @@ fn payloads_that_have_room_need_no_memory_that_is_scarce() {
         }
         assert_eq!(writer.window_bytes().0, 16 << 10, "it is a wish, and was refused");
         if gives {
-            // What was refused as a wish is given when the longest payload needs it.
+            // A size that was refused as a wish is given when the longest payload needs it.
             put(&mut writer, 0, &pattern(0, 64 << 10)).unwrap();
             assert_eq!(take(&mut reader, 0), Some(pattern(0, 64 << 10)));
         }
@@ -369,7 +370,7 @@ fn payloads_that_have_room_need_no_memory_that_is_scarce() {
 
 #[test]
 fn the_longest_payload_goes_through_a_ring_that_gets_no_more_memory_than_it_needs() {
-    // Twice the longest: else a place in the second half would leave no room for it.
+    // Twice the longest, because otherwise a position in the second half would leave no room for it.
     let (bytes, longest) = (16 * 4096, 4096);
     let memory = memory(4, bytes, 1024, 0);
     let (mut writer, mut reader) = (Writer::new(memory.clone(), longest), Reader::new(memory, longest));
@@ -410,11 +411,11 @@ fn two_threads_exchange_frames_through_a_small_ring() {
         assert_eq!(received, payload(i), "frame {i}");
     }
     sender.join().unwrap();
-    // The lines are owned here to the end.
+    // The memory's owner is alive here, so its lines are still allocated.
     assert_eq!(line_count(&memory), 8 + 4 * min_data_bytes(500) / LINE);
 }
 
 fn line_count(memory: &Shared) -> usize {
-    // SAFETY: both users are done.
+    // SAFETY: the sender has been joined and the reader is done, so no other reference to the lines is in use.
     unsafe { (*memory.0.lines.get()).len() }
 }

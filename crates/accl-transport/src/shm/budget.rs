@@ -1,16 +1,17 @@
 //! How much shared memory a process may create: its own limit, and what its control groups and the machine have left.
 //!
-//! The kernel does not refuse memory near a control group's limit; it kills. So the room is looked up before. Owns
-//! reading those figures; reads only below the root directory it is given.
+//! Near a control group's limit the kernel does not refuse memory but kills a process. Therefore the room is checked
+//! first.
+//! Owns the reading of these figures. Reads only below the root directory that it is given.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Part of a limit that stays free for everything else.
+/// One part in this many of a limit stays free for everything else.
 const SPARE_SHARE: u64 = 16;
 
-/// Shared memory created by one endpoint and still alive.
+/// Shared memory that one endpoint may create, and the amount that it created and still holds.
 #[derive(Clone, Debug)]
 pub(crate) struct Budget {
     used: Arc<AtomicU64>,
@@ -18,7 +19,7 @@ pub(crate) struct Budget {
     root: PathBuf,
 }
 
-/// A share of the budget, given back when dropped.
+/// A share of the budget in bytes, returned when dropped.
 #[derive(Debug)]
 pub(crate) struct Reserved {
     used: Arc<AtomicU64>,
@@ -26,7 +27,7 @@ pub(crate) struct Reserved {
 }
 
 impl Budget {
-    /// A budget of `limit` bytes on this machine.
+    /// Creates a budget of `limit` bytes on this machine.
     pub(crate) fn new(limit: u64) -> Budget {
         Budget { used: Arc::default(), limit, root: PathBuf::from("/") }
     }
@@ -34,7 +35,7 @@ impl Budget {
     /// Takes `bytes` out of the budget.
     ///
     /// # Errors
-    /// A clause with the limit that is in the way.
+    /// A clause with the limit that would be exceeded.
     pub(crate) fn reserve(&self, bytes: u64) -> Result<Reserved, String> {
         let used = self.used.load(Ordering::Relaxed);
         if used.saturating_add(bytes) > self.limit {
@@ -46,14 +47,15 @@ impl Budget {
         if let Some((what, room)) = tightest(&self.root).filter(|&(_, room)| room < bytes) {
             return Err(format!("{what} leaves {room} bytes, {bytes} are wanted"));
         }
-        // Only the endpoint's owner reserves, so nobody came in between; others only give back.
+        // Only the endpoint's owner reserves, so no other reservation came in between. Other threads only return
+        // memory.
         self.used.fetch_add(bytes, Ordering::Relaxed);
         Ok(Reserved { used: Arc::clone(&self.used), bytes })
     }
 }
 
 impl Budget {
-    /// Whether the machine and the control groups have room for `bytes` of what was reserved.
+    /// Whether the machine and the control groups have room for `bytes` that were reserved before.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
         tightest(&self.root).is_none_or(|(_, room)| room >= bytes)
     }
@@ -65,7 +67,7 @@ impl Drop for Reserved {
     }
 }
 
-/// The limit with the least room. What cannot be read is no limit.
+/// Returns the limit with the least room, as its name and the bytes left. A file that cannot be read sets no limit.
 fn tightest(root: &Path) -> Option<(&'static str, u64)> {
     let number = |path: PathBuf| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let text = |path: &str| std::fs::read_to_string(root.join(path)).unwrap_or_default();
@@ -76,7 +78,7 @@ fn tightest(root: &Path) -> Option<(&'static str, u64)> {
         let directory = root.join(directory);
         let limit = number(directory.join(names.limit))?;
         let used = number(directory.join(names.used))?;
-        // Clean file pages count as used and are dropped when memory is asked for.
+        // Clean file pages count as used, but the kernel drops them when memory is needed.
         let stat = std::fs::read_to_string(directory.join("memory.stat")).unwrap_or_default();
         let reclaimable = field(&stat, names.reclaimable).unwrap_or(0);
         let used = used.saturating_sub(reclaimable);
@@ -95,8 +97,9 @@ const UNIFIED: &Names = &Names { limit: "memory.max", used: "memory.current", re
 const LEGACY: &Names =
     &Names { limit: "memory.limit_in_bytes", used: "memory.usage_in_bytes", reclaimable: "total_inactive_file" };
 
-/// The directories whose limits bind this process: its control group and all above it. Inside a container the path
-/// may be that of the host while the files are at the mount's top, which is in the list as well.
+/// Returns the directories whose limits bind this process: its control group and all groups above it.
+/// Inside a container the path may be the host's path while the files are at the mount's top. The mount's top is in the
+/// list as well.
 fn group_directories(cgroup: &str) -> Vec<(PathBuf, &'static Names)> {
     let mut all = Vec::new();
     for line in cgroup.lines() {

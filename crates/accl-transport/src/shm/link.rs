@@ -1,5 +1,5 @@
-//! The link over a [`Region`]: rings for the frames, event descriptors for waking, a socket and a process descriptor
-//! for the notice of death.
+//! Link over a [`Region`]: rings for the frames, event descriptors for waking, a socket and a process descriptor that
+//! report the peer's death.
 //!
 //! While both sides are busy, sending and receiving neither call the system nor lock nor allocate.
 
@@ -20,18 +20,18 @@ use crate::ring::arming::{DATA, ROOM};
 use crate::ring::{Broken, Reader, Writer};
 use crate::{News, Watched, refusal};
 
-/// What the handshake has gathered.
+/// The results of the handshake.
 pub(crate) struct Parts {
     pub(crate) region: Region,
-    /// 0 on the side that created the region.
+    /// 0 on the side that created the region, 1 on the other.
     pub(crate) side: usize,
-    /// Carries nothing; its hang-up says that the peer has closed or died.
+    /// Carries no data; its hang-up means that the peer has closed the link or died.
     pub(crate) socket: Fd,
-    /// Writing it wakes the peer.
+    /// Event descriptor of the peer; a write wakes the peer.
     pub(crate) peer_event: Fd,
-    /// Where to post what the peer is to be told of.
+    /// Board on which to post the peer's events.
     pub(crate) peer_board: PeerBoard,
-    /// Readable when the peer has died; absent where the kernel or the container refuses it.
+    /// Readable once the peer has died. `None` if the kernel or the container refuses the descriptor.
     pub(crate) peer_process: Option<Fd>,
     pub(crate) max_payload_bytes: usize,
     /// Host and process of the peer, for messages.
@@ -53,15 +53,15 @@ pub(crate) struct ShmLink {
     peer: String,
     /// Length of the shortest payload that found no room since the link was last disarmed.
     refused_bytes: Option<usize>,
-    /// The caller has seen the frame that the reader stands at.
+    /// Whether the caller has seen the frame at which the reader stands.
     shown: bool,
     closed: bool,
     lost: Option<Error>,
-    /// The loss was returned to the caller: it is no longer a reason to stay awake.
+    /// Whether the loss was returned to the caller; then it is no longer a reason to stay awake.
     told: bool,
-    /// What a poller has seen, if one watches.
+    /// Events that a poller has seen, if a poller watches the link.
     news: Option<News>,
-    /// The kernel was asked for the peer's end.
+    /// Whether the kernel was asked for the peer's end.
     has_asked: bool,
     system_calls: Cell<u64>,
 }
@@ -107,7 +107,7 @@ impl ShmLink {
         }
     }
 
-    /// The first error stays.
+    /// Records an error and returns the link's first error.
     fn fail(&mut self, error: Error) -> Error {
         self.lost.get_or_insert(error).clone()
     }
@@ -145,7 +145,7 @@ impl ShmLink {
         if self.lost.is_some() {
             return;
         }
-        // Once nothing was found, an event comes before anything is.
+        // After a question that found nothing, an event precedes any change.
         if let Some(news) = &self.news
             && self.has_asked
             && !news.take()
@@ -173,7 +173,7 @@ impl ShmLink {
         }
     }
 
-    /// Publishes what this side is to be told of. `true`: there is some already.
+    /// Announces what this side wants to be notified of. Returns `true` if something is there already.
     fn announce(&mut self, what: u32) -> bool {
         self.region.side(self.side).announce(what, self.news.as_ref().and_then(News::slot));
         let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
@@ -181,7 +181,7 @@ impl ShmLink {
     }
 }
 
-// SAFETY: the ring gives a record's bytes back at `release` only; the region lives as long as the link.
+// SAFETY: the ring releases a record's bytes only in `release`, and the region lives as long as the link.
 unsafe impl Link for ShmLink {
     fn max_payload_bytes(&self) -> usize {
         self.max_payload_bytes
@@ -217,7 +217,7 @@ unsafe impl Link for ShmLink {
     #[inline]
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         self.guard_fork()?;
-        // `lost` was set before this look at the ring, so what the peer left behind is found first.
+        // `lost` was set before this poll of the ring, so frames that the peer left behind are found first.
         match self.reader.poll() {
             Ok(true) => {
                 self.shown = true;
@@ -277,7 +277,7 @@ unsafe impl Link for ShmLink {
     fn close(&mut self) {
         if !self.closed && self.socket.is_ours() {
             self.closed = true;
-            // The peer's poller sees the hang-up; what was committed before is in the ring. Fails only when the peer
+            // The peer's poller sees the hang-up, and earlier frames are in the ring. The call fails only if the peer
             // has hung up itself.
             let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
         }

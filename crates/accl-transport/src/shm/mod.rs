@@ -1,7 +1,7 @@
 //! Shared memory between two processes of one host and user: a ring in each direction.
 //!
-//! Owns the memory ([`region`]), how much of it may be used ([`budget`]), the link itself ([`link`]) and how two processes make one
-//! ([`provider`]). Nothing here has a name in a file system.
+//! Owns the memory ([`region`]), the limit on it ([`budget`]), the link itself ([`link`]) and the steps with which two
+//! processes create a link ([`provider`]). Nothing here has a name in a file system.
 
 pub(crate) mod budget;
 mod link;
@@ -18,7 +18,7 @@ mod tests {
     use crate::ring::arming::{DATA, ROOM, SideState};
     use crate::ring::{LINE, SLOTS as RING_SLOTS, TINY_BYTES, word_of};
 
-    /// If this fails, [`PROTOCOL_VERSION`] must be raised; the snapshot of the version before goes.
+    /// If this fails, raise [`PROTOCOL_VERSION`] and delete the previous version's snapshot.
     #[test]
     fn what_lies_in_shared_memory_is_of_its_version() {
         let notices: Notices = Notices::new();

@@ -1,7 +1,7 @@
-//! The transport `shm`: who connects creates the memory and sends its descriptor, who accepts maps it, and each has the other's event
-//! descriptor and board.
+//! The transport `shm`. The connecting process creates the memory and sends its descriptor; the accepting process maps
+//! it. Each gets the other's event descriptor and board.
 //!
-//! Owns the making of links, and the budget of one endpoint.
+//! Owns the creation of links, and the budget of one endpoint.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -20,14 +20,14 @@ pub(crate) const ROW: Transport = Transport {
     name: "shm",
     about: "rings in shared memory between processes of one host and user",
     carrier: Carrier::Unix,
-    // Its socket, the peer's event and the peer's process.
+    // The socket, the peer's event descriptor and the peer's process descriptor.
     descriptors: 3,
     is_cheap_to_look_at: true,
     open: &|local: &Local<'_>| Box::new(Shm::new(local)),
     collectives: None,
 };
 
-/// Of the process that created the memory, and of the one that mapped it.
+/// Sides of a region: `CREATOR` is the process that created the memory, `GUEST` the process that mapped it.
 const CREATOR: usize = 0;
 const GUEST: usize = 1;
 
@@ -54,7 +54,7 @@ impl Shm {
 impl Provider for Shm {
     fn offer(&self) -> Result<Box<dyn HalfLink>, String> {
         let wanted = ring_bytes_for(self.ring_bytes, self.max_payload_bytes);
-        // Where there is no board for it there is no link over shared memory.
+        // Without a board for its events, no link over shared memory is created.
         self.waker.board_descriptor()?;
         let (region, memory, refused) = create_region(wanted, self.max_payload_bytes, &self.budget)?;
         let waker = Arc::clone(&self.waker);
@@ -86,7 +86,8 @@ impl Provider for Shm {
     }
 }
 
-/// The largest region that is granted, halving from `wanted` to what the longest frame needs, and why it is not larger.
+/// Creates the largest region that is granted, halving from `wanted` down to what the longest frame needs. Also returns
+/// the reason if it is smaller than `wanted`.
 fn create_region(
     wanted: usize,
     max_payload_bytes: usize,
@@ -107,7 +108,7 @@ fn create_region(
     }
 }
 
-/// What it takes to tell the peer.
+/// Event descriptor and board with which this process notifies the peer.
 struct PeerEvents {
     event: Fd,
     board: PeerBoard,
@@ -125,12 +126,12 @@ impl PeerEvents {
 struct Half {
     region: Region,
     side: usize,
-    /// For the guest.
+    /// The memory's descriptor, kept for the guest until it has been sent; `None` on the guest's side.
     memory: Option<Fd>,
     waker: Arc<Waker>,
-    /// The guest has it from the beginning, the creator with the answer.
+    /// The guest has it from the beginning; the creator gets it with the answer.
     events: Option<PeerEvents>,
-    /// Why the rings are smaller than configured, if they are.
+    /// Reason why the rings are smaller than configured, if they are.
     refused: Option<String>,
 }
 

@@ -1,7 +1,8 @@
 //! The memory of one link: a page of counters and flags, then slots and data of a ring for each direction.
 //!
-//! Owns the layout, and how much of it is there. Shortage is an error here, or a ring that does not grow. At the beginning
-//! there is as much as small messages need: see [`Direction::grow`](crate::ring::Memory::grow).
+//! Owns the layout, and how much of the memory is allocated. If memory is short, creating the region is an error, or a
+//! ring does not grow.
+//! At the beginning there is as much as small messages need: see [`Direction::grow`](crate::ring::Memory::grow).
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use crate::mapping::{Mapping, PAGE};
 use crate::ring::arming::SideState;
 use crate::ring::{Apart, Counters, Demand, LINE, Memory, SLOTS, min_data_bytes};
 
-/// The first page. All zero is the state at the start.
+/// The first page of a region. All zero is its initial state.
 #[repr(C)]
 #[derive(Debug)]
 struct Control {
@@ -28,20 +29,20 @@ const _: () = assert!(size_of::<Control>() <= PAGE);
 const SLOT_BYTES: usize = SLOTS * LINE;
 const _: () = assert!(SLOT_BYTES.is_multiple_of(PAGE));
 
-/// Bytes of a direction's data that are there from the beginning; more come with use.
+/// Bytes of a direction's data that are allocated from the beginning; more are added with use.
 const WINDOW_BYTES: usize = 16 << 10;
 
-/// Bytes of a direction's data, rounded so that it fills pages and the longest payload always fits.
+/// Returns the bytes of a direction's data, rounded so that it fills pages and the longest payload always fits.
 pub(crate) fn ring_bytes_for(wanted: u64, max_payload_bytes: usize) -> usize {
     usize::try_from(wanted).unwrap_or(usize::MAX / 4).max(min_data_bytes(max_payload_bytes)).next_multiple_of(PAGE)
 }
 
-/// Bytes of the whole region.
+/// Returns the bytes of the whole region.
 pub(crate) fn region_bytes(ring_bytes: usize) -> usize {
     PAGE + 2 * (SLOT_BYTES + ring_bytes)
 }
 
-/// Where counters, flags, slots and data of the two directions lie, for a snapshot.
+/// Returns the offsets of counters, flags, slots and data of the two directions, for a snapshot.
 #[cfg(all(test, not(accl_loom)))]
 pub(super) fn places(ring_bytes: usize) -> [[usize; 4]; 2] {
     let (counters, sides) = (std::mem::offset_of!(Control, directions), std::mem::offset_of!(Control, sides));
@@ -57,9 +58,9 @@ pub(super) fn places(ring_bytes: usize) -> [[usize; 4]; 2] {
 pub(crate) struct Region {
     memory: Mapping,
     ring_bytes: usize,
-    /// What the machine has left.
+    /// Answers how much memory the machine has left.
     budget: Budget,
-    /// Counts towards the limit of the process that created the region.
+    /// Counts towards the limit of the process that created the region; `None` in the other process.
     _reserved: Option<Reserved>,
 }
 
@@ -67,7 +68,7 @@ impl Region {
     /// Creates the memory and returns it with its descriptor.
     ///
     /// # Errors
-    /// A clause that says what the system refused.
+    /// A clause that names what the system refused.
     pub(crate) fn create(ring_bytes: usize, budget: &Budget) -> Result<(Region, Fd), String> {
         let reserved = budget.reserve(region_bytes(ring_bytes) as u64)?;
         let (memory, fd) = Mapping::create("accl-ring", region_bytes(ring_bytes))?;
@@ -76,10 +77,10 @@ impl Region {
         Ok((region, fd))
     }
 
-    /// Maps what a peer created.
+    /// Maps memory that a peer created.
     ///
     /// # Errors
-    /// A clause that says what does not fit or what the system refused.
+    /// A clause that names what does not fit or what the system refused.
     pub(crate) fn open(fd: BorrowedFd<'_>, ring_bytes: usize, budget: &Budget) -> Result<Region, String> {
         let memory = Mapping::open(fd, region_bytes(ring_bytes))?;
         let region = Region { memory, ring_bytes, budget: budget.clone(), _reserved: None };
@@ -87,7 +88,7 @@ impl Region {
         Ok(region)
     }
 
-    /// Sees to it that there is what is used from the beginning.
+    /// Allocates the memory that is used from the beginning.
     fn fill_windows(&self, fd: BorrowedFd<'_>) -> Result<(), String> {
         let first = self.data_at(0) + self.window_bytes();
         let filled = self
@@ -96,18 +97,18 @@ impl Region {
             .and_then(|()| self.memory.fill(self.data_at(1), self.data_at(1) + self.window_bytes()));
         match filled {
             Ok(()) => Ok(()),
-            // A kernel before 5.14: all that there will ever be.
+            // Kernels before 5.14 cannot do this, so the whole region is allocated now.
             Err(Errno::INVAL) => self.memory.fill_all(fd),
             Err(why) => Err(format!("{} bytes of shared memory: {why}", region_bytes(self.ring_bytes))),
         }
     }
 
-    /// Where a direction's data begin.
+    /// Offset in the region at which a direction's data begins.
     fn data_at(&self, direction: usize) -> usize {
         PAGE + 2 * SLOT_BYTES + direction * self.ring_bytes
     }
 
-    /// Bytes of a direction's data that are there from the beginning.
+    /// Bytes of a direction's data that are allocated from the beginning.
     fn window_bytes(&self) -> usize {
         WINDOW_BYTES.min(self.ring_bytes)
     }
@@ -117,7 +118,7 @@ impl Region {
         self.ring_bytes
     }
 
-    /// The flags of side 0 (who created the region) or 1.
+    /// Returns the flags of side 0 (the creator of the region) or side 1.
     pub(crate) fn side(&self, side: usize) -> &SideState {
         &self.control().sides[side].0
     }
@@ -128,7 +129,7 @@ impl Region {
     }
 }
 
-/// One direction of a region: the one that side `direction` writes.
+/// One direction of a region; side `direction` writes it.
 #[derive(Clone, Debug)]
 pub(crate) struct Direction {
     region: Arc<Region>,
@@ -142,8 +143,8 @@ impl Direction {
     }
 }
 
-// SAFETY: slots and data lie inside the mapping behind the first page, page-aligned, their sizes multiples of a page;
-// the mapping lives as long as the `Arc`. The handshake gives each side one writer and one reader, of different
+// SAFETY: slots and data lie inside the mapping after the first page, page-aligned, and their sizes are multiples of a
+// page. The mapping lives as long as the `Arc`. The handshake gives each side one writer and one reader, of different
 // directions.
 unsafe impl Memory for Direction {
     #[inline]
@@ -152,12 +153,12 @@ unsafe impl Memory for Direction {
     }
     #[inline]
     fn slots(&self) -> *mut u8 {
-        // SAFETY: inside the mapping: see `region_bytes`.
+        // SAFETY: the slots of both directions lie inside the mapping: see `region_bytes`.
         unsafe { self.region.memory.base().as_ptr().add(PAGE + self.direction * SLOT_BYTES) }
     }
     #[inline]
     fn data(&self) -> *mut u8 {
-        // SAFETY: as above.
+        // SAFETY: the data of both directions lies inside the mapping: see `region_bytes`.
         unsafe { self.region.memory.base().as_ptr().add(self.region.data_at(self.direction)) }
     }
     #[inline]
@@ -169,11 +170,11 @@ unsafe impl Memory for Direction {
     }
     fn grow(&self, from: usize, to: usize, demand: Demand) -> bool {
         let at = self.region.data_at(self.direction);
-        // What can be done without leaves some memory to others.
+        // Growth that is only wished for leaves some memory to others.
         let may = demand == Demand::Needed || self.region.budget.has_room((to - from) as u64);
         may && match self.region.memory.fill(at + from, at + to) {
             Ok(()) => true,
-            // A kernel that cannot: all was there when the memory was mapped.
+            // A kernel that cannot allocate later: all memory was allocated when it was mapped.
             Err(why) => why == Errno::INVAL,
         }
     }

@@ -1,4 +1,4 @@
-//! Endpoints, parking and time limits for the tests of links.
+//! Endpoints, sleeping and time limits for the tests of links.
 #![allow(dead_code)]
 
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use accl_transport::{ConnectError, Endpoint, Poller, Settings, Watched};
 use accl_types::Error;
 use accl_wire::{EndpointInfo, HEAD_BYTES, Link, NewsBoard, Slot};
 
-/// No test takes longer; a lost wake-up shows as this.
+/// Maximum time of a test; a lost wake-up exceeds it.
 pub const LIMIT: Duration = Duration::from_secs(30);
 
-/// Runs `body` on a thread and fails when it does not end in time.
+/// Runs `body` on a thread and fails if it does not end in time.
 pub fn within_limit<R: Send + 'static>(body: impl FnOnce() -> R + Send + 'static) -> R {
     let (done, wait) = channel();
     let thread = std::thread::spawn(move || {
@@ -36,7 +36,7 @@ pub fn settings(transports: &[&str]) -> Settings {
     Settings { transports: transports.iter().map(|&t| t.to_owned()).collect(), ..Settings::default() }
 }
 
-/// A process in small: somewhere to sleep and somebody to connect to.
+/// Minimal process: a poller to sleep on and an endpoint to connect to.
 pub struct Host {
     pub poller: Poller,
     pub endpoint: Endpoint,
@@ -58,12 +58,12 @@ impl Host {
     }
 }
 
-/// One end of a link and the poller it parks on.
+/// One end of a link and the poller on which it sleeps.
 pub struct Node {
     pub poller: Arc<Poller>,
     pub link: Box<dyn Watched>,
     pub board: Arc<dyn NewsBoard>,
-    /// Where its news are posted.
+    /// Slot on which the link's events are posted, if they are.
     pub slot: Option<Slot>,
     pub warnings: Vec<String>,
 }
@@ -85,7 +85,7 @@ pub fn connected(a: Settings, b: Settings) -> (Node, Node) {
     (node(a, links_a), node(b, links_b))
 }
 
-/// The kinds of links, all with the same longest frame: those of every transport, and some more.
+/// The kinds of links, all with the same longest frame: one per transport, and some more.
 pub fn kinds() -> Vec<&'static str> {
     every_transport().into_iter().chain(["shm in small rings", "loopback"]).collect()
 }
@@ -109,13 +109,13 @@ pub fn pair(kind: &str) -> (Node, Node) {
 }
 
 impl Node {
-    /// A link that a poller watches from now on.
+    /// Creates a node whose link a poller watches from now on.
     pub fn new(poller: Arc<Poller>, mut link: Box<dyn Watched>, warnings: Vec<String>) -> Self {
         let slot = poller.watch(&mut link).unwrap();
         Self { board: poller.board(), poller, link, slot, warnings }
     }
 
-    /// Sleeps until the link has news. There is no tick: only a wake-up ends it.
+    /// Sleeps until the link has an event. There is no timer: only a wake-up ends the sleep.
     pub fn park(&mut self, wants_room: bool) {
         if !self.link.arm(wants_room) {
             let before = Instant::now();
@@ -125,7 +125,7 @@ impl Node {
         self.link.disarm();
     }
 
-    /// Sleeps until something is posted or happens, at most so long. The link is armed.
+    /// Sleeps until an event is posted or seen, at most for `at_most`. The link is armed.
     pub fn sleep(&self, at_most: Duration) {
         if !self.board.listen() {
             self.poller.wait(Some(at_most)).unwrap();
@@ -150,7 +150,7 @@ impl Node {
         self.link.flush().unwrap();
     }
 
-    /// Returns when the link has given all bytes away: the kernel may have taken a part of them only.
+    /// Flushes until the link holds no bytes: the kernel may have taken only a part of them.
     pub fn send_the_rest(&mut self) {
         while !self.link.flush().unwrap() {
             self.poller.wait(Some(Duration::from_millis(10))).unwrap();
@@ -196,7 +196,7 @@ impl Node {
                 self.park(sent < frames.len());
             }
         }
-        // What is not taken now goes when it can; who has everything may be gone by then.
+        // Bytes that are not taken now are sent when possible. A peer that has everything may be gone by then.
         while !self.link.flush().unwrap_or(true) {
             std::thread::yield_now();
         }
@@ -204,14 +204,14 @@ impl Node {
     }
 }
 
-/// A head that belongs to the payload.
+/// Returns a head that matches the payload.
 fn head_of(payload: &[u8]) -> [u8; HEAD_BYTES] {
     let mut head = [payload.last().copied().unwrap_or(0xa5); HEAD_BYTES];
     head[..8].copy_from_slice(&payload.len().to_le_bytes());
     head
 }
 
-/// Repeatable frames of random lengths: many short ones, some of the longest.
+/// Creates repeatable frames of random lengths: many short ones, some of the longest.
 pub fn frames(seed: u64, count: usize, longest: usize) -> Vec<Vec<u8>> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = move || {
