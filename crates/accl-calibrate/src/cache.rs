@@ -102,7 +102,7 @@ pub(super) fn write(path: &Path, fitted: &Fitted) -> Result<(), String> {
     let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     let draft = path.with_extension(format!("{}-{number}.part", std::process::id()));
     let write = || {
-        // The file descriptor must not be that of a standard stream, or the process's output would go into the file.
+        // Descriptors 0 to 2 are for the standard streams: if the file had one, the output of the process would go into it.
         let mut file = File::from(rustix::io::fcntl_dupfd_cloexec(File::create(&draft)?, 3)?);
         file.write_all(text(fitted).as_bytes())?;
         std::fs::rename(&draft, path)

@@ -13,8 +13,8 @@ const LEAST_SWITCH_PS: u64 = 300_000;
 /// Shortest plausible time of a step, in picoseconds. It is large enough that its smallest fractions are still above 0.
 const LEAST_STEP_PS: u64 = 2_000;
 
-/// A call's own cost is at least this fraction (1/32) of a call of one step, and a frame's latency at least this
-/// fraction of a step. Both are less than on any machine where the times determined them.
+/// A call's own cost is at least 1/32 of a call of one step. A frame's latency is at least 1/32 of a step. Both bounds
+/// are below the values of every machine whose times determined them.
 const LEAST_PART: u64 = 32;
 
 /// Times in picoseconds of calls between two ranks. Each rank has its own core unless stated otherwise.
@@ -378,7 +378,7 @@ mod tests {
         let (found, left) = settled(3, &[Ok(quiet()), Ok(quiet()), Ok(quiet()), Ok(measured().1)]);
         assert_eq!((found, left), (Ok(fit(&quiet())), 1));
         assert_eq!(settled(1, &[Ok(quiet())]), (Ok(fit(&quiet())), 0));
-        // Of several measurements, the shortest of each time counts.
+        // With several measurements, the shortest of each time counts.
         let mut slower = quiet();
         slower.shm.one_step_ps *= 2;
         slower.tcp.moving_ps = slower.tcp.moving_ps.map(|ps| 3 * ps);
