@@ -41,7 +41,7 @@ struct Outputs {
 class Results {
  public:
   Results() = default;
-  Results(const at::Tensor& tensor) : list_(tensor) {}                    // NOLINT: implicit, so that calls pass a tensor as it is
+  Results(const at::Tensor& tensor) : list_(tensor) {}                    // NOLINT: implicit on purpose
   Results(const Tensors& list) : list_(list) {}                           // NOLINT
   Results(const std::vector<Tensors>& lists) : lists_(&lists) {}          // NOLINT
   Outputs outputs() const {
