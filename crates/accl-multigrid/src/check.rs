@@ -1,6 +1,6 @@
 //! The checker of plans: proves that the lists of all ranks fit together.
 //!
-//! It proves, without looking at the values:
+//! The checker does not look at the values. It proves that:
 //! * Sends match receives in order for each pair of ranks and pass, without tags.
 //! * No deadlock occurs when one thread executes each list, even if a send completes only with its receive and no
 //!   receive is posted early.
