@@ -102,7 +102,7 @@ pub(super) fn write(path: &Path, fitted: &Fitted) -> Result<(), String> {
     let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     let draft = path.with_extension(format!("{}-{number}.part", std::process::id()));
     let write = || {
-        // Descriptors 0 to 2 are for the standard streams: if the file had one, the output of the process would go into it.
+        // Descriptors 0 to 2 are for the standard streams. If the file had one, the process's output would go into it.
         let mut file = File::from(rustix::io::fcntl_dupfd_cloexec(File::create(&draft)?, 3)?);
         file.write_all(text(fitted).as_bytes())?;
         std::fs::rename(&draft, path)

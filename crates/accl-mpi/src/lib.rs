@@ -1,8 +1,8 @@
 //! The transport `mpi`: frames as messages of the MPI library that a job was launched with.
 //!
 //! A Python module of its own, built against the site's `mpicc`. torch-accl uses only its table of C functions
-//! ([`table`]). [`world`] owns MPI in this process, [`link`] the frames of one link, [`bell`] the wake-up of sleeping
-//! peers, and [`collectives`] the collectives that MPI runs as a whole.
+//! ([`table`]). [`world`] owns MPI in this process, and [`link`] the frames of one link. [`bell`] wakes sleeping peers.
+//! [`collectives`] owns the collectives that MPI runs as a whole.
 
 use std::time::Duration;
 

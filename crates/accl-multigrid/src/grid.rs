@@ -70,7 +70,7 @@ pub struct Grid {
 
 impl Grid {
     /// Builds the finest level and one coarser level per factor. A step of a level covers `factor` steps of the next
-    /// finer level, or fewer at the end of a run of layers that are not apart.
+    /// finer level. At the end of a run of layers that are not apart it may cover fewer.
     ///
     /// # Errors
     /// `InvalidArgument` without layers, for a factor below 2, and for too many levels; the message has the maximum.

@@ -1,9 +1,9 @@
 //! Layer-parallel training as data: a list of operations for each rank. Together the lists solve a net of layers by
 //! multigrid in time, or run it as a pipeline.
 //!
-//! Owns the points of each level ([`Grid`]), the owner of each layer ([`Placement`]), the cycle ([`Cycle`]), the
-//! builders of plans ([`mgrit`], [`pipeline`]), the checker ([`check`]), the memory that values need ([`memory`]) and
-//! the time that a plan takes ([`cost`]).
+//! Owns the points of each level ([`Grid`]), the owner of each layer ([`Placement`]), the cycle ([`Cycle`]) and the
+//! builders of plans ([`mgrit`], [`pipeline`]). Also owns the checker ([`check`]), the memory that values need
+//! ([`memory`]) and the time that a plan takes ([`cost`]).
 //! Knows no tensor, thread, clock, socket or environment: the caller that executes the lists computes the layers and
 //! sends the states. Read [`Op`] first.
 //!

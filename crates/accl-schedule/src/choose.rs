@@ -74,9 +74,9 @@ impl Chooser {
     /// There one rank may give splits that happen to be equal and another rank none, and the ranks must agree.
     ///
     /// # Errors
-    /// `Configuration` for a rule of this collective that names an unknown algorithm (with the nearest name), and for
-    /// one that fits the size but names an algorithm that cannot run here. `Unsupported` for point-to-point calls,
-    /// which have no schedules.
+    /// `Configuration` for a rule of this collective that names an unknown algorithm; the message has the nearest name.
+    /// `Configuration` for a rule that fits the size but names an algorithm that cannot run here.
+    /// `Unsupported` for point-to-point calls, which have no schedules.
     pub fn choose(&self, collective: Collective, bytes: Bytes, equal_blocks: bool) -> Result<&'static Algorithm> {
         self.choose_among(collective, bytes, equal_blocks, |_| true)
     }

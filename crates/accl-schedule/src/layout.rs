@@ -1,7 +1,7 @@
 //! The mapping from chunks to bytes: the locations of a program's chunks in the tensors of one call.
 //!
-//! Owns remainders, uneven blocks, coalesced pieces, the placement of scratch and encoded chunks, the division of
-//! encoded chunks into tiles, and the division of all chunks into parts. Knows pieces by index, not by address, and
+//! Owns remainders, uneven blocks, coalesced pieces, and the placement of scratch and encoded chunks. Also owns the
+//! division of encoded chunks into tiles, and of all chunks into parts. Knows pieces by index, not by address, and
 //! codecs by the sizes they state. Read [`Layout`] first.
 
 use std::fmt;
@@ -289,7 +289,7 @@ impl Tensors {
                 let (first, last) = part.range((end - start).div_ceil(PART_GRAIN));
                 return ((start + first * PART_GRAIN).min(end), (start + last * PART_GRAIN).min(end));
             };
-            // The tiles are those of the whole call, with the same bits.
+            // The whole call has the same tiles, with the same bits.
             let tiles = self.tiles((buf, chunk), coding);
             let (first, last) = part.range(tiles.len() as u64);
             let before = |tile: u64| start + tiles[..tile as usize].iter().map(|tile| tile.elems).sum::<u64>();

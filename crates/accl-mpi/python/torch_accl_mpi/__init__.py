@@ -70,12 +70,12 @@ def job() -> Job:
 
 
 def transport(communicator: int | None = None) -> tuple[int, Callable[[], None]]:
-    """Starts MPI, unless it was started before. Returns the arguments of `torch_accl.register_transport`: the address of
-    the transport's table of C functions, and the function to call when the process exits.
+    """Starts MPI, unless it was started before. Returns the arguments of `torch_accl.register_transport`: the address
+    of the transport's table of C functions, and the function to call when the process exits.
 
     Args:
-        communicator: the Fortran handle (`comm.py2f()`) of a communicator, if the script has started MPI. Frames are sent
-            between its processes, and all of them must call this function. Default: all processes of the job.
+        communicator: the Fortran handle (`comm.py2f()`) of a communicator, if the script has started MPI. Frames are
+            sent between its processes, and all of them must call this function. Default: all processes of the job.
 
     Raises:
         RuntimeError: MPI cannot be used; the text has the reason and the remedy.
@@ -97,7 +97,10 @@ def transport(communicator: int | None = None) -> tuple[int, Callable[[], None]]
 
 
 def _claim_place() -> None:
-    """Refuses a process that inherited its place in the job from the rank that started it: MPI allows one process per place."""
+    """Refuses a process that inherited its place in the job from the rank that started it.
+
+    MPI allows only one process per place.
+    """
     found = place(os.environ)
     name = f"{job_name(found.launcher, os.environ)}/{found.rank}" if found is not None else "none"
     holder, _, held = os.environ.get(_PLACE, "").partition(" ")
@@ -110,7 +113,7 @@ def _claim_place() -> None:
 
 
 class JobCommunicator:
-    """The processes of the job, with the part of mpi4py's interface that rendezvous needs. Starts MPI, unless it runs."""
+    """The processes of the job, with the part of mpi4py's interface that rendezvous needs. Starts MPI if needed."""
 
     def __init__(self) -> None:
         transport()
@@ -135,11 +138,11 @@ class JobCommunicator:
 
 
 def finish() -> None:
-    """Ends MPI if this package has started it: a fence for all processes of the job. torch_accl calls it when the process
-    exits.
+    """Ends MPI if this package has started it: a fence for all processes of the job. torch_accl calls this when the
+    process exits.
 
-    If the other processes do not reach their ends, this process cannot end MPI. It prints a message and exits with status
-    1, after `ACCL_MPI_EXIT_TIMEOUT` seconds, or `ACCL_MPI_TIMEOUT` if it exits with an error.
+    If the other processes do not reach their ends, this process cannot end MPI. It prints a message and exits with
+    status 1, after `ACCL_MPI_EXIT_TIMEOUT` seconds, or `ACCL_MPI_TIMEOUT` if it exits with an error.
     """
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     ends_well = error is None or isinstance(error, SystemExit)

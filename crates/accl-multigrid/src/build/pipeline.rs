@@ -23,7 +23,7 @@ pub enum Schedule {
     Adjoint,
     /// All forward tasks, then all backward tasks: GPipe.
     FillDrain,
-    /// As many forward tasks as keep all ranks busy, then one backward task for each forward one: 1F1B. Holds fewer
+    /// Just enough forward tasks to keep all ranks busy, then one backward task for each forward one: 1F1B. Holds fewer
     /// graphs at a time.
     OneForwardOneBackward,
 }

@@ -1,6 +1,6 @@
 //! The symbolic checker: proves that the schedules of a whole world satisfy their collective's contract.
 //!
-//! It runs all ranks' programs over symbolic values, with `In` and `Out` apart and with everything aliased that the
+//! The checker runs all ranks' programs over symbolic values, with `In` and `Out` apart and with everything aliased that the
 //! engine may alias. It proves that:
 //! * the post-condition holds;
 //! * every message has a receiver that expects the same sizes;

@@ -1,8 +1,12 @@
 //! Time from counts: the time that a machine needs for a schedule, predicted without running it.
 //!
-//! A phase takes as long as the slowest of its limits: the work of its busiest rank, the chain of its messages, the
-//! connection of its busiest host, and the cores of a host with fewer cores than ranks. Phases follow one another. Read
-//! [`Prices::time_ps`] first.
+//! A phase takes as long as the slowest of its limits:
+//! * the work of its busiest rank;
+//! * the chain of its messages;
+//! * the connection of its busiest host;
+//! * the cores of a host with fewer cores than ranks.
+//!
+//! Phases follow one another. Read [`Prices::time_ps`] first.
 
 use accl_types::{Bytes, Collective};
 

@@ -1,6 +1,6 @@
-//! Two-level all_gather: the owners with one number on all hosts double their blocks, or pass them around a ring if the
-//! number of hosts is not a power of two. Then each owner sends them to all ranks of its host. Guests send their block
-//! to an owner first.
+//! Two-level all_gather: guests send their block to an owner. The owners with one number on all hosts double their
+//! blocks, or pass them around a ring if the number of hosts is not a power of two. Then each owner sends them to all
+//! ranks of its host.
 //! Steps log2(h) or h-1 across and 1 inside. Wins if several hosts have several ranks each: each byte enters a host
 //! once.
 
