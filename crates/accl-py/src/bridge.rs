@@ -240,7 +240,7 @@ pub mod ffi {
 
         fn new_group() -> Box<Group>;
         fn new_ticket() -> Box<Ticket>;
-        /// Number of forks since an engine was created, along the line from that process to this one.
+        /// Number of forks between the first process that used the engine and this process; 0 in the first one.
         fn fork_generation() -> u64;
 
         fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &StoreRef) -> Status;
