@@ -15,8 +15,8 @@ pub(super) fn log_level(text: &str) -> Result<LogLevel, String> {
     LOG_LEVELS.iter().find(|(name, _)| *name == text).map(|&(_, level)| level).ok_or_else(String::new)
 }
 
-/// Only refuses white space, because [`super::Config::agreed_text`] separates settings by spaces. A parser in a higher
-/// layer checks that the text names a device.
+/// Only refuses white space: the ranks of a group compare the device in a text that separates settings by spaces. A
+/// parser in a higher layer checks that the text names a device.
 pub(super) fn device(text: &str) -> Result<String, String> {
     match text {
         "" => Ok("none".to_owned()),
