@@ -49,7 +49,7 @@ bool same_counts(const Tensors& tensors) {
 // --- the path of every call ---
 
 c10::intrusive_ptr<AcclWork> AcclBackend::make_work(const Event& event, const Results& results) const {
-  // The shapes are only for the profiler, and copying a list of tensors is not free.
+  // Only the profiler needs the shapes, and copying a list of tensors is not free.
   std::optional<Tensors> profiled;
   int64_t elements = 0;
   if (at::hasCallbacks()) {
@@ -64,7 +64,7 @@ c10::intrusive_ptr<AcclWork> AcclBackend::make_work(const Event& event, const Re
 }
 
 bool AcclBackend::wants_work(bool async_op) const {
-  // While torch compiles a graph it keeps the works of all calls.
+  // While torch compiles a graph, it tracks the works of all calls.
   return async_op || in_flight_->in_batch() || c10d::allow_inflight_collective_as_graph_input();
 }
 
@@ -117,7 +117,7 @@ bridge::Waited AcclBackend::make_call(Call& call, const Event& event, const Resu
     return waited;
   }
   auto ended = profiled_call_without_gil(*group_->group, call.finish());
-  // First: what follows may throw.
+  // Memory is kept first, because the statements below may throw.
   keep(ended.waited.status);
   record_phases(event.title, ended.phases);
   return std::move(ended.waited);
@@ -325,7 +325,7 @@ AcclBackend::WorkPtr AcclBackend::gather_single(at::Tensor& output, at::Tensor& 
   }
   call.args.root = static_cast<uint32_t>(opts.rootRank);
   call.timeout(opts.timeout);
-  // Elsewhere the output is an empty placeholder that nobody writes.
+  // On other ranks the output is an empty placeholder that the call does not write.
   return run(call, {OpType::GATHER, "accl:gather", input, input}, is_root ? Results(output) : Results(), opts.asyncOp);
 }
 
@@ -431,7 +431,7 @@ AcclBackend::WorkPtr AcclBackend::alltoall(Tensors& outputs, Tensors& inputs, co
   Call call(Collective::AllToAll, "all_to_all");
   for (const auto& input : inputs) call.inputs.block(input);
   for (const auto& output : outputs) call.outputs.block(output);
-  // Sizes may differ from pair to pair, and no rank knows those of the others.
+  // Sizes may differ from pair to pair, and no rank knows the sizes of other ranks' blocks.
   call.args.equal_blocks = false;
   call.timeout(opts.timeout);
   return run(call, {OpType::ALLTOALL, "accl:all_to_all", inputs, inputs}, outputs, opts.asyncOp);
@@ -495,13 +495,14 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
     refuse(bridge::Kind::Unsupported, "all_reduce", "sparse tensors are only reduced with SUM");
   }
   const Tensors tensors{tensor};
-  // What the result replaces lives on: it may be the last reference to what Python knows.
+  // Keeps the replaced tensors alive: these may be the last references to tensors that Python knows.
   const Tensors replaced{tensor._indices(), tensor._values()};
   const Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, replaced};
   CallRecord record;
   if (at::hasCallbacks()) record_facts(event, tensors, opts.asyncOp, record);
   int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
-  // A number is taken last of all that may throw: the other ranks wait for calls with these numbers.
+  // The sequence numbers are taken last, after everything that may throw, because the other ranks wait for calls with
+  // these numbers.
   if (!wants_work(opts.asyncOp)) {
     return complete(event, timeout_ms, [&] {
       auto task = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
@@ -523,7 +524,8 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
 
 void AcclBackend::startCoalescing() { in_flight_->begin_batch(); }
 
-// Without a beginning there is nothing to wait for: torch's own code ends what an abort has already ended.
+// Without a matching `startCoalescing` the returned work is empty: torch's own code also ends a batch that an abort has
+// already ended.
 AcclBackend::WorkPtr AcclBackend::endCoalescing() {
   return c10::make_intrusive<CoalescedWork>(rank_, in_flight_->end_batch());
 }
@@ -563,7 +565,8 @@ AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* besi
 }
 
 AcclBackend::~AcclBackend() {
-  // Calls in flight fail here: nothing may write to a tensor that the list lets go. Who asks learns it from the work.
+  // Calls in flight fail here, so that nothing writes to a tensor that the list releases. Callers learn of the failure
+  // from the work.
   bridge::group_shutdown(*group_->group, false);
   in_flight_->drop_batches();
   in_flight_->drain(std::numeric_limits<size_t>::max());
@@ -590,7 +593,7 @@ c10::intrusive_ptr<c10d::Backend> AcclBackend::merge(const c10::intrusive_ptr<c1
 }
 
 c10::intrusive_ptr<AcclOptions> AcclBackend::options_for(const c10::intrusive_ptr<Options>& opts) const {
-  // Given options of another class say what c10d's have in common; the rest is as in this group.
+  // Options of another class only contain c10d's common fields; all other settings are copied from this group.
   auto options = c10::make_intrusive<AcclOptions>(*options_);
   if (!opts) return options;
   if (const auto* ours = dynamic_cast<const AcclOptions*>(opts.get())) options->settings = ours->settings;
@@ -691,7 +694,7 @@ at::Tensor AcclBackend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 std::shared_ptr<c10::Allocator> AcclBackend::getMemAllocator() {
-  // torch's own, which is not ours to delete.
+  // torch's own allocator. The pointer does not own it, because it must not be deleted here.
   return {std::shared_ptr<c10::Allocator>(), c10::GetAllocator(c10::kCPU)};
 }
 

@@ -35,10 +35,10 @@ class AcclBackend : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using TensorLists = std::vector<Tensors>;
 
-  // Of the group in the process: only the default process group has the device.
+  // Role of the group in the process: only the default process group has the device.
   enum class Role { Default, Other };
 
-  // Collective: returns when all ranks are connected. `beside` is a backend of the same process, or null.
+  // Collective: returns when all ranks are connected. `beside` is another backend of this process, or null.
   AcclBackend(const bridge::Runtime* runtime, const AcclBackend* beside, Role role, c10::intrusive_ptr<c10d::Store> store,
               int rank, int world, c10::intrusive_ptr<AcclOptions> options);
   ~AcclBackend() override;
@@ -70,15 +70,16 @@ class AcclBackend : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
-  // Links are made when calls need them; who wants them now has them now.
+  // Links are created on first use; this creates them now.
   void eagerConnectSingleDevice(at::Device device) override;
 
-  // Numbers start at 0 on every rank; there is nothing to agree on.
+  // Sequence numbers start at 0 on every rank, so the ranks need not agree on one.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
 
-  // No: torch forgets to end what an operation that raises has left begun, and then drops later calls. Without it a batch
-  // of torch's is one work for each operation, which is how they run here anyway. Who calls start and end gets one work.
+  // False: if an operation raises, torch does not end the batch that it began, and then drops later calls. With false,
+  // torch's batches make one work per operation, which is how operations run here anyway. Callers of start and end
+  // still get one work.
   bool supportsCoalescing() const override { return false; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
@@ -110,55 +111,57 @@ class AcclBackend : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
-  // Facts about the group, one a line.
+  // Facts about the group, one per line.
   std::string describe() const;
-  // What the group is doing and has done, as JSON.
+  // Current and past activity of the group, as JSON.
   std::string snapshot() const;
-  // The sentence of the cause that poisoned the group, or empty.
+  // Message of the error that aborted the group, or empty.
   std::string first_error() const;
 
-  // For benches, which describe a call by its blocks, a tensor each: the algorithm that it takes,
+  // For benchmarks, which describe a call by its blocks, one tensor per block. Returns the algorithm that the call
+  // uses.
   std::string algorithm_of(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
                            const c10d::ReduceOp& op, uint32_t root) const;
-  // and the nanoseconds of `samples` times `calls` blocking calls, without torch. Fenced: a barrier before each sample.
+  // Issues `samples` times `calls` blocking calls, without torch's dispatch. Returns the nanoseconds of each sample. If
+  // `fenced`, an untimed barrier precedes each sample.
   std::vector<int64_t> time_calls(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
                                   const c10d::ReduceOp& op, uint32_t root, uint32_t samples, uint32_t calls,
                                   bool fenced) const;
 
  private:
-  // What an override hands over besides the call. Borrowed from the caller.
+  // Facts about a call for the profiler, and the tensors to keep alive. Borrowed from the caller of the override.
   struct Event {
     c10d::OpType type;
     const char* title;
     at::TensorList shapes;  // shown by the profiler
-    at::TensorList kept;    // must live until the end, besides the outputs
+    at::TensorList kept;    // must live until the call completes, in addition to the outputs
   };
 
-  // A blocking call is made here and now and has no work, as in torch's own backends: what torch does with one takes longer
-  // than a small call.
+  // Runs a call. A blocking call runs to its end here and has no work, as in torch's own backends: torch's handling of
+  // a work takes longer than a small call.
   WorkPtr run(Call& call, const Event& event, const Results& results, bool async_op);
-  // Makes a call and waits for it; keeps its memory if that must stay.
+  // Issues a call and waits for it. Keeps the memory of its tensors if the status demands it.
   bridge::Waited make_call(Call& call, const Event& event, const Results& results) const;
   bool wants_work(bool async_op) const;
-  // The synchronous event of making a call, which ends with `span`; in some styles of names there is none.
+  // Begins the synchronous event of issuing a call, which ends with `span`. Some styles of names have no such event.
   void record_call(const Event& event, Span& span) const;
-  // What execution traces are told of it, until `record` ends.
+  // Records the facts of the call for execution traces, until `record` ends.
   void record_facts(const Event& event, const Results& results, bool async_op, CallRecord& record) const;
   c10::intrusive_ptr<AcclWork> make_work(const Event& event, const Results& results) const;
-  // Its own timeout and what it gets on top, for a call with this key.
+  // Returns the milliseconds of the call's own timeout plus its ephemeral extensions, for the call with this key.
   int64_t extended_ms(int64_t timeout_ms, uint64_t key) const;
-  // Makes a call that has no work.
+  // Runs a call that has no work.
   template <class Blocking>
   WorkPtr complete(const Event& event, int64_t& timeout_ms, Blocking blocking);
-  // Runs the abort hooks if the group has failed by a timeout. Not for other errors: torch's entry recorder, which is on
-  // them, takes seconds where a lost peer is known at once, and the process must not end meanwhile.
+  // Runs the abort hooks if the group has failed with a timeout. Other errors do not run them: torch's flight recorder,
+  // one of the hooks, takes seconds. A lost peer is known at once, and the process must not exit while the hook runs.
   void tell_of_failure() const noexcept;
-  // What follows a submission, which may have failed.
+  // Handles the result of a submission, which may have failed.
   void begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::Status& status, bool async_op);
   WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   WorkPtr receive(Tensors& tensors, int src, int tag, const Event& event);
 
-  // What `opts` says about a new group, and for the rest what this one has.
+  // Options of a new group: `opts`, completed by this group's options.
   c10::intrusive_ptr<AcclOptions> options_for(const c10::intrusive_ptr<Options>& opts) const;
 
   c10::intrusive_ptr<AcclOptions> options_;

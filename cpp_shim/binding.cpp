@@ -12,7 +12,7 @@ namespace accl {
 
 namespace {
 
-// Drops the last reference without the GIL, as c10d's own holder: what a backend waits for may need it.
+// Drops the last reference without the GIL, like c10d's own holder: threads that a backend waits for may need the GIL.
 template <class T>
 class NoGilPtr {
  public:
@@ -100,7 +100,8 @@ std::size_t bridge::create_backend(const Runtime& runtime, std::size_t store_add
   install_view_kernels();
   c10::intrusive_ptr<c10d::Backend> backend;
   {
-    // torch does not release it around the creator, and other threads may be needed for the others to come.
+    // torch holds the GIL around the creator. Other threads of this process may need it before the other ranks can
+    // join.
     py::gil_scoped_release no_gil;
     const auto role = is_default ? AcclBackend::Role::Default : AcclBackend::Role::Other;
     backend = c10::make_intrusive<AcclBackend>(&runtime, nullptr, role, std::move(store), rank, world,
@@ -110,7 +111,7 @@ std::size_t bridge::create_backend(const Runtime& runtime, std::size_t store_add
   END_HANDLE_TH_ERRORS_RET(0)
 }
 
-// --- the store; what it throws crosses as text and becomes a rendezvous error ---
+// --- the store: an exception of c10d crosses the bridge as text and becomes a rendezvous error ---
 
 static std::vector<std::uint8_t> bytes_of(bridge::Bytes value) { return {value.begin(), value.end()}; }
 

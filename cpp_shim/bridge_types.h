@@ -1,4 +1,5 @@
-// What the bridge's generated code must know of the shim. No torch header here: the generated unit stays cheap.
+// Declarations of the shim that the bridge's generated code needs. No torch header here, so that the generated unit
+// compiles fast.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,7 @@ namespace accl::bridge {
 struct Status;
 struct Runtime;
 
-// A c10d store, used while a group is made.
+// A c10d store, used while a group is created.
 class StoreRef;
 using Bytes = rust::Slice<const std::uint8_t>;
 void store_set(const StoreRef& store, rust::Str key, Bytes value);
@@ -23,8 +24,8 @@ bool store_check(const StoreRef& store, rust::Str key);
 bool store_delete(const StoreRef& store, rust::Str key);
 std::uint64_t store_identity(const StoreRef& store) noexcept;
 
-// A task that makes several calls and waits for them. Run once, by one thread, and destroyed by that thread: it must not
-// hold the last reference to a tensor that Python may know.
+// A task that issues several calls and waits for them. One thread runs it once and destroys it. So it must not hold the
+// last reference to a tensor that Python may know.
 class Task {
  public:
   virtual ~Task() = default;
@@ -32,11 +33,11 @@ class Task {
 };
 Status run_task(std::unique_ptr<Task> task) noexcept;
 
-// Completes a call that has ended when nobody waits for it. Runs on a completion thread, with no lock held.
+// Completes a call that has ended while no caller waits for it. Runs on a completion thread, with no lock held.
 class CompletionTask {
  public:
   virtual ~CompletionTask() = default;
-  // False: something is left to do that cannot be done now; to be called again soon.
+  // Returns false if something is left to do that cannot be done now; it is called again soon.
   virtual bool run() noexcept = 0;
 };
 bool run_completion(CompletionTask& task) noexcept;

@@ -1,6 +1,6 @@
-// Checks of arguments, made before a call is submitted, so that the call raises and not `wait`.
+// Checks of arguments before a call is submitted, so that the call raises, not `wait`.
 //
-// Sentences come from c10d/Utils.hpp where it has the check; the classes are ours (see `throw_status`).
+// Messages come from c10d/Utils.hpp where it has the check; the exception classes are ours (see `throw_status`).
 #pragma once
 
 #include <functional>
@@ -17,7 +17,7 @@ class Check {
  public:
   explicit Check(const char* call) : call_(call) {}
 
-  // For c10d's assert functions.
+  // The failure function that c10d's assert functions expect.
   std::function<void(const std::string&)> fail() const {
     return [call = call_](const std::string& message) { refuse(bridge::Kind::InvalidArgument, call, message); };
   }
@@ -26,7 +26,7 @@ class Check {
     if (!holds) refuse(bridge::Kind::InvalidArgument, call_, message);
   }
 
-  // Every tensor is a dense one in this machine's memory.
+  // Checks that every tensor is dense and in this machine's memory.
   void memory(at::TensorList tensors) const {
     for (size_t i = 0; i < tensors.size(); ++i) one(tensors[i], i);
   }
@@ -54,7 +54,7 @@ class Check {
     return tensors[0];
   }
 
-  // Tensors of a coalesced call.
+  // Checks the tensors of a coalesced call.
   void list(at::TensorList tensors) const {
     c10d::assertNonEmpty(fail(), tensors);
     memory(tensors);
@@ -64,7 +64,7 @@ class Check {
     for (size_t i = 0; i < tensors.size(); ++i) c10d::assertTypeMatch(fail(), expected.options(), tensors, i);
   }
 
-  // The tensors of a call that makes one of them, in gloo's words.
+  // Checks the tensors that a call joins into one; messages as in gloo.
   void one_type(at::TensorList tensors) const {
     for (const auto& tensor : tensors) {
       if (tensor.scalar_type() == tensors[0].scalar_type()) continue;
@@ -78,18 +78,18 @@ class Check {
     c10d::assertTypeAndSizesMatch(fail(), tensors, expected.options(), expected.sizes());
   }
 
-  // `tensors[index]` has as many elements as `expected`.
+  // Checks that `tensors[index]` has as many elements as `expected`.
   void same_count(const at::Tensor& expected, at::TensorList tensors, size_t index) const {
     if (tensors[index].numel() != expected.numel()) c10d::assertSizesMatch(fail(), expected.sizes(), tensors, index);
   }
 
-  // A flat tensor holds one block for each of `world` ranks.
+  // Checks that a flat tensor holds one block for each of `world` ranks.
   void flat(const at::Tensor& many, const at::Tensor& one, int world, const char* type_text, const char* size_text) const {
     that(many.scalar_type() == one.scalar_type(), type_text);
     that(many.numel() == one.numel() * world, size_text);
   }
 
-  // Output `index` of a coalesced all_gather, in gloo's words.
+  // Checks output `index` of a coalesced all_gather; messages as in gloo.
   void same_output(const at::Tensor& input, const at::Tensor& output, size_t index) const {
     if (output.scalar_type() != input.scalar_type()) {
       refuse(bridge::Kind::InvalidArgument, call_,
@@ -103,7 +103,7 @@ class Check {
     }
   }
 
-  // Outputs and inputs of several calls on flat tensors.
+  // Checks the outputs and inputs of several calls on flat tensors.
   void pairs(at::TensorList outputs, at::TensorList inputs) const {
     c10d::assertNonEmptyInputTensorList(fail(), inputs.size());
     c10d::assertInputOutputTensorListsSameSize(fail(), outputs.size(), inputs.size());
@@ -111,7 +111,7 @@ class Check {
     memory(outputs);
   }
 
-  // What a rank sends to itself is as long as what it receives from itself.
+  // Checks that a rank's block for itself is as long in the input as in the output.
   void own_block(const Blocks& inputs, const Blocks& outputs, int rank) const {
     if (inputs.count_elems(rank) != outputs.count_elems(rank)) {
       refuse(bridge::Kind::InvalidArgument, call_,
@@ -127,7 +127,7 @@ class Check {
     c10d::assertRootTensor(fail(), tensor, static_cast<int64_t>(tensors.size()));
   }
 
-  // The outputs of an all_gather, in gloo's words.
+  // Checks the outputs of an all_gather; messages as in gloo.
   void output_list(at::TensorList outputs, int world) const {
     if (outputs.size() == static_cast<size_t>(world)) return;
     refuse(bridge::Kind::InvalidArgument, call_,

@@ -1,4 +1,4 @@
-// Tensors and operators as the plain data that crosses the bridge. Describes memory; never reads or copies it.
+// Describes tensors and operators as the plain data that crosses the bridge. Never reads or copies tensor memory.
 #pragma once
 
 #include <list>
@@ -12,7 +12,7 @@
 
 namespace accl {
 
-// Every case is named and none is taken for another.
+// Names every scalar type explicitly, so that none is mapped to another by default.
 inline bridge::Dtype to_dtype(at::ScalarType type, const char* call) {
   using bridge::Dtype;
   using at::ScalarType;
@@ -40,14 +40,14 @@ inline bridge::Dtype to_dtype(at::ScalarType type, const char* call) {
     case ScalarType::Float8_e8m0fnu: return Dtype::F8E8M0Fnu;
     case ScalarType::Float4_e2m1fn_x2: return Dtype::F4E2M1FnX2;
     ACCL_CASES_OF_NEWER_SCALAR_TYPES
-    // A byte each, whatever is in it.
+    // One byte per element, whatever its bits mean.
     case ScalarType::Bits1x8: case ScalarType::Bits2x4: case ScalarType::Bits4x2: case ScalarType::Bits8:
     case ScalarType::UInt1: case ScalarType::UInt2: case ScalarType::UInt3: case ScalarType::UInt4:
     case ScalarType::UInt5: case ScalarType::UInt6: case ScalarType::UInt7:
     case ScalarType::Int1: case ScalarType::Int2: case ScalarType::Int3: case ScalarType::Int4:
     case ScalarType::Int5: case ScalarType::Int6: case ScalarType::Int7: return Dtype::Bits8;
     case ScalarType::Bits16: return Dtype::Bits16;
-    // Their scale would not go with them.
+    // Quantized types: the scale would not be sent with the values.
     case ScalarType::QInt8: case ScalarType::QUInt8: case ScalarType::QInt32: case ScalarType::QUInt4x2:
     case ScalarType::QUInt2x4: case ScalarType::Undefined: case ScalarType::NumOptions: break;
   }
@@ -80,17 +80,17 @@ inline double factor_of(const c10d::ReduceOp& op, const char* call) {
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }
 
-// Who may write the described memory.
+// Whether the call writes the described memory.
 enum class Access { kRead, kWrite };
 
-// The tensors of one side of a call: blocks of pieces. Borrows the tensors' shapes, so they must outlive it.
+// The tensors of one side of a call, as blocks of pieces. Borrows the tensors' shapes, so the tensors must outlive it.
 class Blocks {
  public:
   Blocks(Access access, const char* call) : access_(access), call_(call) {}
 
   void open_block() { counts_.push_back(0); }
 
-  // A whole tensor as the next piece of the open block.
+  // Adds a whole tensor as the next piece of the open block.
   void piece(const at::Tensor& tensor) {
     if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
       push(dense(tensor, 0, tensor.numel()));
@@ -104,7 +104,7 @@ class Blocks {
     piece(tensor);
   }
 
-  // Rows [first, first + count) along dimension 0.
+  // Adds rows [first, first + count) along dimension 0.
   void rows(const at::Tensor& tensor, int64_t first, int64_t count) {
     const int64_t row = tensor.size(0) == 0 ? 0 : tensor.numel() / tensor.size(0);
     if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
@@ -116,7 +116,7 @@ class Blocks {
     push(strided(tensor, sizes.data(), first * tensor.stride(0)));
   }
 
-  // Part `index` of `parts` equal ones, in row-major order.
+  // Adds part `index` of `parts` equal parts, in row-major order.
   void part(const at::Tensor& tensor, int64_t index, int64_t parts) {
     const int64_t count = tensor.numel() / parts;
     if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
@@ -129,7 +129,7 @@ class Blocks {
     }
   }
 
-  // One block for each rank along dimension 0: `sizes` rows each, or equal ones where it is empty.
+  // Adds one block per rank along dimension 0: `sizes` rows each, or equal blocks if `sizes` is empty.
   void split(const at::Tensor& tensor, const std::vector<int64_t>& sizes, int world) {
     int64_t first = 0;
     for (int rank = 0; rank < world; ++rank) {
@@ -140,7 +140,7 @@ class Blocks {
     }
   }
 
-  // Of a block of one piece.
+  // Number of elements in a block of one piece.
   int64_t count_elems(size_t block) const {
     const auto& view = views_[block];
     if (view.sizes == 0) return view.count;
@@ -180,7 +180,7 @@ class Blocks {
     const int64_t* strides = tensor.strides().data();
     view.dim = static_cast<size_t>(tensor.dim());
     if (view.dim == 0) {
-      // Nothing to point to: one element along one dimension.
+      // A zero-dimensional tensor has no sizes to point to; it is described as one element along one dimension.
       sizes = strides = narrowed_.emplace_back(1, 1).data();
       view.dim = 1;
     }
@@ -195,10 +195,10 @@ class Blocks {
   const char* call_;
   c10::SmallVector<bridge::TensorView, 2> views_;
   c10::SmallVector<uint32_t, 4> counts_;
-  std::list<std::vector<int64_t>> narrowed_;  // stay where they are; no memory while there are none
+  std::list<std::vector<int64_t>> narrowed_;  // a list: pointers into it stay valid, and an empty one allocates nothing
 };
 
-// One call while it is described.
+// A call while it is being described.
 struct Call {
   Call(bridge::Collective collective, const char* name)
       : name(name), inputs(Access::kRead, name), outputs(Access::kWrite, name) {
@@ -220,7 +220,7 @@ struct Call {
     if (timeout != c10d::kUnsetTimeout) args.timeout_ms = timeout.count();
   }
 
-  // Valid while the call and its tensors live.
+  // The result is valid as long as this call and its tensors live.
   const bridge::CallArgs& finish() {
     args.inputs = inputs.views();
     args.input_blocks = inputs.counts();

@@ -36,7 +36,8 @@ namespace {
 
 }  // namespace
 
-// What is refused is a RuntimeError, too, as with gloo, and no class of C++ is both.
+// A refused argument raises a Python class that is also a RuntimeError, as with gloo. No C++ exception class maps to
+// both.
 void throw_status(const bridge::Status& status) {
   if (status.kind == Kind::InvalidArgument) throw_python("InvalidArgumentError", std::string(status.message));
   if (status.kind == Kind::InvalidType) throw_python("InvalidTypeError", std::string(status.message));
@@ -70,7 +71,7 @@ bridge::Status current_exception_status() noexcept {
   } catch (const std::exception& error) {
     status.message = rust::String::lossy(error.what());
   } catch (...) {
-    // Not an exception of ours or of torch: the message above stands.
+    // Neither our exception nor torch's: the message above stays.
   }
   return status;
 }

@@ -1,6 +1,7 @@
 // Errors as data, and as torch's exception classes.
 //
-// Owns which class a kind of error becomes, and what an exception of somebody else says. Knows no calls.
+// Owns the mapping from error kinds to classes, and the translation of foreign exceptions to data. Knows nothing of
+// calls.
 #pragma once
 
 #include <exception>
@@ -12,7 +13,7 @@
 
 namespace accl {
 
-// A MemoryError that keeps its sentence.
+// A MemoryError that keeps its message.
 class OutOfResources final : public std::bad_alloc {
  public:
   explicit OutOfResources(std::string message) : message_(std::make_shared<std::string>(std::move(message))) {}
@@ -24,23 +25,24 @@ class OutOfResources final : public std::bad_alloc {
 
 inline bool is_ok(const bridge::Status& status) { return status.kind == bridge::Kind::Ok; }
 
-// Throws the class that belongs to the status's kind.
+// Throws the exception class of the status's kind.
 [[noreturn]] void throw_status(const bridge::Status& status);
 
 inline void throw_unless_ok(const bridge::Status& status) {
   if (!is_ok(status)) throw_status(status);
 }
 
-// The same as a value; null for success. Takes no GIL, so that a refused argument is torch's ValueError or TypeError here.
+// Returns the status as an exception, or null for success. Takes no GIL, so a refused argument becomes torch's plain
+// ValueError or TypeError.
 std::exception_ptr to_exception(const bridge::Status& status);
 
-// What the exception being handled says, as data.
+// Converts the exception being handled to a status.
 bridge::Status current_exception_status() noexcept;
 
-// "accl: broadcast: message" as an error of `kind`.
+// Throws "accl: broadcast: message" as an error of `kind`.
 [[noreturn]] void refuse(bridge::Kind kind, const char* call, const std::string& message);
 
-// Also the exception that a signal handler has left.
+// Throws unless the call succeeded; after an interrupt, the exception that the signal handler raised.
 void throw_unless_done(const bridge::Waited& waited);
 
 }  // namespace accl

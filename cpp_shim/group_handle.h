@@ -1,4 +1,4 @@
-// The group of a backend, as bodies on completion threads hold it, too.
+// The group of a backend, shared with tasks on completion threads.
 #pragma once
 
 #include "accl-py/src/bridge.rs.h"

@@ -1,6 +1,7 @@
-// Memory of failed calls that somebody who cannot be stopped may still write to, such as an MPI library.
+// Memory of failed calls to which a library that cannot be stopped, such as MPI, may still write.
 //
-// Owns that it is never freed: nobody can tell when it would be safe. Who resizes the storage of such a tensor frees it all the same.
+// Owns that this memory is never freed: no code can know when freeing would be safe. Resizing the storage of such a
+// tensor still frees it.
 #pragma once
 
 #include <vector>
@@ -11,7 +12,7 @@
 
 namespace accl {
 
-// Keeps what a call works on for as long as the process lives, if its status says so.
+// Keeps a call's memory for the life of the process, if the call's status demands it.
 inline void hold_memory(const bridge::Status& status, std::vector<c10::Storage> memory) {
   if (status.holds_memory) new std::vector<c10::Storage>(std::move(memory));
 }

@@ -1,7 +1,7 @@
-// Functions that torch registers to be told of ends, by id.
+// Functions that torch registers, by id, to be called when calls complete or a group aborts.
 //
-// Called without the lock: a hook may wait for the thread that is just removing it. Functions are held by pointer, since
-// copying or dropping one may take the GIL.
+// Hooks are called without the lock: a hook may wait for the thread that is removing it. Functions are held by pointer,
+// because copying or dropping one may take the GIL.
 #pragma once
 
 #include <atomic>

@@ -35,7 +35,7 @@ bool WorkEntry::ended() const {
 WorkEntry::~WorkEntry() {
   if (memory.empty()) return;
   auto held = bridge::ticket_held(*ticket);
-  // Who cannot say keeps it: here nobody hears of what went wrong.
+  // If the status is unknown, keep the memory: no error can be reported here.
   held.holds_memory = held.holds_memory || !is_ok(held);
   hold_memory(held, std::move(memory));
 }
@@ -48,7 +48,7 @@ void WorkEntry::keep_memory() {
 }
 
 void WorkEntry::record_phases(const char* title) {
-  // Whoever closes it holds this entry.
+  // The thread that closes the event holds this entry.
   event.before_close([this, title] { accl::record_phases(title, bridge::ticket_phases(*ticket)); });
 }
 
@@ -68,7 +68,7 @@ void complete_future(c10::ivalue::Future& future, const WorkEntry& entry) {
 
 }  // namespace
 
-// Sent to a completion thread. Holds the list, and a plain pointer to the entry: the list keeps a watched entry until
+// Runs on a completion thread. Holds the list, and a plain pointer to the entry: the list keeps a watched entry until
 // `task_has_run`, so that this thread never drops the last reference to it.
 struct EntryCompletion final : bridge::CompletionTask {
   EntryCompletion(std::shared_ptr<InFlight> home, WorkEntry* entry) : home(std::move(home)), entry(entry) {}
@@ -76,7 +76,7 @@ struct EntryCompletion final : bridge::CompletionTask {
   bool run() noexcept override {
     if (entry != nullptr) {
       if (entry->claim()) home->complete(*entry);
-      // The list may let it go from here on.
+      // From here on the list may release the entry.
       std::exchange(entry, nullptr)->task_has_run.store(true, std::memory_order_release);
     }
     return home->schedule_drain();
@@ -94,7 +94,7 @@ void InFlight::add(std::shared_ptr<WorkEntry> entry) {
 }
 
 void InFlight::drain(size_t budget) {
-  // Dropped after the lock: the last reference to a tensor may take the GIL.
+  // Destroyed after the lock is released: dropping the last reference to a tensor may take the GIL.
   std::vector<std::shared_ptr<WorkEntry>> leaving;
   std::vector<WorkEntry*> claimed;
   {
@@ -112,7 +112,8 @@ void InFlight::drain(size_t budget) {
       }
       if (mine) {
         claimed.push_back(entry.get());
-        // Here, since it leaves the list: nobody may hand it to a completion thread any more, which has only its address.
+        // Closed here because the entry leaves the list: a completion thread would only have its address, so it must
+        // not get the entry any more.
         entry->closed = true;
       }
       leaving.push_back(std::move(entry));
@@ -124,7 +125,7 @@ void InFlight::drain(size_t budget) {
 }
 
 void InFlight::complete(WorkEntry& entry) noexcept {
-  // First, since who waits for the call may end the profile next.
+  // Closed first, because a thread that waits for the call may end the profile next.
   entry.event.close();
   if (!lock_.is_ours()) return entry.state.store(WorkEntry::kCompleted, std::memory_order_seq_cst);
   const bool has_hooks = completion_hooks_.any() || abort_hooks_.any();
@@ -133,11 +134,12 @@ void InFlight::complete(WorkEntry& entry) noexcept {
     const auto lock = lock_.hold();
     entry.closed = true;
     calls_out = calls_out || entry.future;
-    // For hooks and callbacks of this call it is over.
+    // Inside hooks and callbacks of this call, the call counts as complete.
     if (calls_out) completers_.push_back(::pthread_self());
   }
   if (has_hooks) tell_hooks(entry);
-  // Once closed, nobody changes the future; it is used where it lies, so that this thread holds no reference of its own.
+  // Once the entry is closed, no thread changes the future. It is used in place, so that this thread holds no reference
+  // of its own.
   if (entry.future) {
     try {
       at::ThreadLocalStateGuard as_caller(*entry.caller);
@@ -151,11 +153,11 @@ void InFlight::complete(WorkEntry& entry) noexcept {
     completers_.erase(std::find(completers_.rbegin(), completers_.rend(), ::pthread_self()).base() - 1);
   }
   if (is_extended()) expire(entry.key);
-  // The last touch: from here on another thread may free the entry. In one order with the count of waiters: either they
-  // see the state, or they are seen here.
+  // The last access: from here on another thread may free the entry. Both this store and the count of waiters are
+  // sequentially consistent: either a waiter sees the state, or this thread sees the waiter.
   entry.state.store(WorkEntry::kCompleted, std::memory_order_seq_cst);
   if (waiters_.load(std::memory_order_seq_cst) == 0) return;
-  // Under the lock, or it could fall between a waiter's look and its sleep.
+  // Taken under the lock: otherwise the notification could come between a waiter's check and its sleep.
   const auto lock = lock_.hold();
   completed_.notify_all();
 }
@@ -167,9 +169,9 @@ bool InFlight::is_completer() const {
 bool InFlight::try_complete(WorkEntry& entry) {
   {
     const auto lock = lock_.hold();
-    // For its own callbacks a call is over: they would wait for themselves.
+    // Inside a callback, calls count as complete: otherwise the callback would wait for itself.
     if (lock && is_completer()) return true;
-    // The completion thread runs callbacks, unless there was none.
+    // A completion thread that watches the entry runs the callbacks. Without one, this thread claims the entry.
     if ((lock && entry.future && entry.watched) || !entry.claim()) return entry.completed();
     entry.closed = true;
   }
@@ -183,9 +185,10 @@ void InFlight::await_completed(const WorkEntry& entry, std::chrono::steady_clock
   const auto begun = Clock::now();
   const auto how = without_gil([&] {
     auto lock = lock_.hold();
-    // The thread that has claimed the call is not in this process.
+    // In a forked child, the thread that claimed the call does not exist.
     if (!lock) return Outcome::Done;
-    // Callbacks of several calls may wait for these calls in turn; for them the outputs are enough.
+    // Callbacks of several calls may wait for each other's calls. For a callback it is enough that the outputs are
+    // written.
     if (is_completer()) return Outcome::Done;
     waiters_.fetch_add(1, std::memory_order_seq_cst);
     auto how = Outcome::Done;
@@ -223,7 +226,7 @@ void InFlight::tell_hooks(const WorkEntry& entry) noexcept {
     if (report.status.kind == Kind::Timeout) run_abort_hooks();
     return;
   }
-  if (report.value < -1) return;  // it failed alone
+  if (report.value < -1) return;  // only this call failed, not the group
   CompletionHookArgs ended;
   ended.completionKey = entry.key;
   if (report.value >= 0) ended.duration_ms = static_cast<float>(report.value) / 1e6F;
@@ -302,11 +305,11 @@ c10::intrusive_ptr<c10::ivalue::Future> InFlight::future_of(const std::shared_pt
 void InFlight::watch(const std::shared_ptr<WorkEntry>& entry) {
   {
     const auto lock = lock_.hold();
-    // In a forked child the ticket refuses it.
+    // In a forked child the ticket refuses the request below.
     if (lock && (entry->closed || entry->watched)) return;
     if (lock) entry->watched = true;
   }
-  // Without a completion thread the drains complete it, as if nobody had asked.
+  // If there is no completion thread, the drains complete the entry as if no one had asked for this.
   const auto status =
       bridge::ticket_when_done(*entry->ticket, std::make_unique<EntryCompletion>(shared_from_this(), entry.get()));
   if (is_ok(status)) return;
@@ -352,7 +355,7 @@ std::vector<c10::intrusive_ptr<c10d::Work>> InFlight::end_batch() {
 }
 
 void InFlight::drop_batches() {
-  // Dropped after the lock: a work takes it when it goes.
+  // Destroyed after the lock is released: the destructor of a work takes the lock.
   decltype(batches_) dropped;
   const auto lock = lock_.hold();
   if (!lock) return;
@@ -361,13 +364,13 @@ void InFlight::drop_batches() {
 }
 
 bool InFlight::schedule_drain() noexcept {
-  // While Python ends nothing would run it any more.
+  // While Python finalizes, it runs no pending calls.
   if (!python_is_up()) return true;
-  // One at a time: Python's queue of pending calls is short.
+  // At most one at a time: Python's queue of pending calls is short.
   if (scheduled_.exchange(true)) return true;
   auto* list = new (std::nothrow) std::shared_ptr<InFlight>(shared_from_this());
   if (list != nullptr && Py_AddPendingCall(&InFlight::drain_now, list) == 0) return true;
-  // Not the last reference: the caller has one.
+  // Not the last reference: the caller holds one.
   delete list;
   scheduled_.store(false);
   return false;

@@ -1,8 +1,9 @@
-// Calls from their submission to their completion, and the list that owns those in flight.
+// Calls from submission to completion, and the list that owns the calls in flight.
 //
-// A `WorkEntry` is one call: its ticket, its tensors, its future. The `InFlight` list of a backend owns every asynchronous entry until it is
-// completed, so that no native thread drops a tensor's last reference. Exactly one thread claims an entry's completion, by
-// compare-and-swap. Owns completion, hooks, ephemeral timeouts and batches; the handles that callers hold are in work.h.
+// A `WorkEntry` is one call: its ticket, tensors and future. The `InFlight` list of a backend owns every asynchronous
+// entry until it is completed, so that no native thread drops a tensor's last reference. Exactly one thread claims an
+// entry's completion, by compare-and-swap. Owns completion, hooks, ephemeral timeouts and batches; the handles that
+// callers hold are in work.h.
 #pragma once
 
 #include <pthread.h>
@@ -28,7 +29,7 @@ namespace accl {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Result of a call as futures carry it: the tensors of the only output list, or a list of lists.
+// Result of a call as futures contain it: the tensors of the only output list, or a list of lists.
 struct Outputs {
   std::vector<Tensors> lists;
 
@@ -36,11 +37,11 @@ struct Outputs {
   c10::IValue value() const;
 };
 
-// The same, borrowed from the caller until a work needs it: one tensor, one list or a list of lists.
+// Result of a call, borrowed from the caller until a work needs it: one tensor, one list or a list of lists.
 class Results {
  public:
   Results() = default;
-  Results(const at::Tensor& tensor) : list_(tensor) {}                    // NOLINT: as a call writes it
+  Results(const at::Tensor& tensor) : list_(tensor) {}                    // NOLINT: implicit on purpose
   Results(const Tensors& list) : list_(list) {}                           // NOLINT
   Results(const std::vector<Tensors>& lists) : lists_(&lists) {}          // NOLINT
   Outputs outputs() const {
@@ -59,40 +60,40 @@ struct WorkEntry {
   WorkEntry() : ticket(bridge::new_ticket()) {}
   ~WorkEntry();
 
-  // True for the one thread that completes the call.
+  // Returns true to exactly one thread, which then completes the call.
   bool claim() {
     uint8_t expected = kRunning;
     return state.compare_exchange_strong(expected, kClaimed, std::memory_order_acq_rel);
   }
   bool completed() const { return state.load(std::memory_order_acquire) == kCompleted; }
-  // Outputs are written, or the call failed.
+  // Whether the outputs are written or the call has failed.
   bool ended() const;
-  // Of an ended call: why it failed, or null.
+  // Returns why an ended call failed, or null.
   std::exception_ptr error() const;
-  // Holds the memory of all tensors by itself.
+  // Keeps the memory of all tensors alive independently of the tensors.
   void keep_memory();
-  // Lets the profiler be told where the call's time went when its event is closed.
+  // Makes the profiler record the call's phases when its event is closed.
   void record_phases(const char* title);
 
   rust::Box<bridge::Ticket> ticket;
-  uint64_t key = 0;        // names the call to completion hooks
-  int64_t seq = -1;        // where the ticket knows none
+  uint64_t key = 0;        // identifies the call to completion hooks
+  int64_t seq = -1;        // sequence number, if the ticket has none
   Outputs outputs;
-  Tensors kept;  // what else must live until the end
-  std::vector<c10::Storage> memory;  // stays although a tensor may be given another
+  Tensors kept;  // other tensors that must live until the call completes
+  std::vector<c10::Storage> memory;  // stays even if a tensor gets other storage
   AsyncEvent event;
   std::chrono::milliseconds timeout{0};
   std::atomic<uint8_t> state{kRunning};
-  std::atomic<bool> task_has_run{false};  // the completion thread is through with it
+  std::atomic<bool> task_has_run{false};  // the completion thread has finished with the entry
 
   // Guarded by the list's lock.
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  std::optional<at::ThreadLocalState> caller;  // of who asked for the future
-  bool closed = false;   // the claimer has looked for a future
-  bool watched = false;  // a completion thread will come
+  std::optional<at::ThreadLocalState> caller;  // state of the thread that requested the future
+  bool closed = false;   // the claiming thread has read `future`, which no longer changes
+  bool watched = false;  // a completion thread will complete the entry
 };
 
-// In a forked child it is the parent's: nothing is added, looked at or completed there, and it is never freed.
+// In a forked child the list belongs to the parent: nothing is added, checked or completed, and it is never freed.
 class InFlight : public std::enable_shared_from_this<InFlight> {
  public:
   static std::shared_ptr<InFlight> make() {
@@ -102,30 +103,31 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   }
 
   void add(std::shared_ptr<WorkEntry> entry);
-  // Never used twice in a group.
+  // Returns a key that is never used twice in a group.
   uint64_t next_key() { return keys_.fetch_add(1, std::memory_order_relaxed); }
-  // Completes what has ended and drops what is completed, looking at no more than `budget` entries.
+  // Completes ended entries and drops completed ones, checking at most `budget` entries.
   void drain(size_t budget);
   // Completes an entry that this thread has claimed.
   void complete(WorkEntry& entry) noexcept;
-  // Completes an entry that has ended, unless that could run callbacks of others; says whether it is completed. Never waits.
+  // Completes an ended entry, unless that could run other threads' callbacks. Returns whether it is completed. Never
+  // waits.
   bool try_complete(WorkEntry& entry);
-  // Waits for another thread to complete the entry, without the GIL.
+  // Waits, without the GIL, for another thread to complete the entry.
   void await_completed(const WorkEntry& entry, std::chrono::steady_clock::time_point deadline);
   c10::intrusive_ptr<c10::ivalue::Future> future_of(const std::shared_ptr<WorkEntry>& entry);
-  // Lets a completion thread complete the entry, unless one will already.
+  // Makes a completion thread complete the entry, unless one will already.
   void watch(const std::shared_ptr<WorkEntry>& entry);
 
-  // Whether this thread is between start and end of coalescing,
+  // Whether this thread is between the start and the end of coalescing.
   bool in_batch();
-  // and if so, keeps the work for the end.
+  // If this thread is coalescing, keeps the work for the end and returns true.
   bool collect(const c10::intrusive_ptr<c10d::Work>& work);
   void begin_batch();
   std::vector<c10::intrusive_ptr<c10d::Work>> end_batch();
-  // What was begun and never ended, when nobody can end it any more: its works hold this list.
+  // Drops batches that were begun and never ended, once no caller can end them: their works hold this list.
   void drop_batches();
 
-  // Ephemeral timeouts: what a call gets on top of its timeout, until the first call made after `extend` has ended.
+  // Ephemeral timeouts: extra time for calls, until the first call issued after `extend` has ended.
   void extend(std::chrono::milliseconds added);
   bool is_extended() const { return extended_.load(std::memory_order_relaxed); }
   std::chrono::milliseconds extension(uint64_t key);
@@ -134,19 +136,19 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   Hooks<CompletionHook>& completion_hooks() { return completion_hooks_; }
   Hooks<AbortHook>& abort_hooks() { return abort_hooks_; }
   void run_abort_hooks() noexcept;
-  // Drains on Python's main thread, soon; false when Python has no room for that now.
+  // Schedules a drain on Python's main thread. Returns false if Python's queue has no room now.
   bool schedule_drain() noexcept;
 
  private:
   friend struct EntryCompletion;
   static int drain_now(void* list) noexcept;
-  // Whether this thread is inside a callback of an entry of this list. Under the lock.
+  // Whether this thread is inside a callback of an entry of this list. Requires the lock.
   bool is_completer() const;
   void tell_hooks(const WorkEntry& entry) noexcept;
 
   struct Extension {
     std::chrono::milliseconds added;
-    std::optional<uint64_t> first;  // the call that it ends with
+    std::optional<uint64_t> first;  // the call with which the extension ends
   };
 
   ProcessLock lock_;
@@ -161,7 +163,7 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   std::vector<std::shared_ptr<WorkEntry>> entries_;
   size_t cursor_ = 0;
   std::atomic<bool> scheduled_{false};
-  // By thread.
+  // Open batches by thread.
   std::map<pthread_t, std::vector<c10::intrusive_ptr<c10d::Work>>> batches_;
   std::atomic<size_t> batch_count_{0};
 };

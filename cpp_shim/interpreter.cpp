@@ -10,7 +10,8 @@ namespace accl {
 
 bool python_is_up() { return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0; }
 
-// A class of the Python package: what is refused is a RuntimeError, too, as with gloo, and no class of C++ is both.
+// Throws a class of the Python package. A refused argument is also a RuntimeError, as with gloo, and no C++ exception
+// class maps to both.
 void throw_python(const char* name, const std::string& message) {
   if (!python_is_up()) return;
   py::gil_scoped_acquire gil;
@@ -43,14 +44,14 @@ void note_on_python_error(const std::string& sentence) {
   try {
     raised.value().attr("add_note")(sentence);
   } catch (const py::error_already_set&) {
-    // A class of the user's may refuse a note; the exception is raised as it is.
+    // A user's exception class may refuse notes; then the exception is raised unchanged.
   }
   raised.restore();
 }
 
 namespace {
 
-// Python runs signal handlers on its main thread only; no other thread needs to take the GIL for them.
+// Python runs signal handlers on its main thread only, so no other thread needs the GIL for them.
 bool raises_on_main_thread(int (*run)()) noexcept {
   if (::syscall(SYS_gettid) != ::getpid() || !python_is_up()) return false;
   const PyGILState_STATE gil = PyGILState_Ensure();
@@ -63,7 +64,8 @@ bool raises_on_main_thread(int (*run)()) noexcept {
 
 bool bridge::python_interrupted() noexcept { return raises_on_main_thread(PyErr_CheckSignals); }
 
-// Python's queue of pending calls is short: without this, completions of many groups would wait for room in it until the deadline.
+// Also runs pending calls. Python's queue of pending calls is short: without this, completions of many groups would
+// wait for room until the deadline.
 bool bridge::python_interrupted_at_end() noexcept { return raises_on_main_thread(Py_MakePendingCalls); }
 
 }  // namespace accl

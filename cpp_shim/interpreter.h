@@ -1,6 +1,7 @@
-// Python as this process has it: whether it is there, its lock, its exceptions and signals.
+// Python in this process: whether it runs, its lock, its exceptions and its signals.
 //
-// Owns every use of the GIL but those of the bindings. It is never needed for progress: whoever works or waits here lets Python run.
+// Owns every use of the GIL outside the bindings. Progress never needs the GIL: a thread that works or waits here
+// releases it.
 #pragma once
 
 #include <optional>
@@ -12,7 +13,7 @@ namespace accl {
 
 bool python_is_up();
 
-// Lets Python run while this thread works or waits; most callers have released the GIL already.
+// Releases the GIL while this thread works or waits. Most callers have released it already.
 template <class Work>
 auto without_gil(Work work) {
   std::optional<py::gil_scoped_release> released;
@@ -20,14 +21,14 @@ auto without_gil(Work work) {
   return work();
 }
 
-// Throws the Python exception that is set on this thread, if there is one.
+// Throws the Python exception that is set on this thread, if any.
 void throw_python_error_if_set();
 // Adds the sentence as a note to the Python exception that is set on this thread.
 void note_on_python_error(const std::string& sentence);
-// Throws an exception of the package's own class of this name, unless Python is not there.
+// Throws the package's own exception class of this name, unless Python is not running.
 void throw_python(const char* name, const std::string& message);
 
-// Before `shutdown` throws: lets torch forget the groups that it is just destroying.
+// Called before `shutdown` throws: makes torch forget the groups that it is destroying.
 void finish_destroy() noexcept;
 
 }  // namespace accl

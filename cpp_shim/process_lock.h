@@ -1,7 +1,8 @@
-// A lock of this process, which its forked children leave alone.
+// A mutex that forked children do not use.
 //
-// A fork may happen while another thread holds it: the child has no such thread, and what the lock guards is half changed. So a child neither
-// takes the lock nor looks at what it guards. The shim's only mutex; to be held for a few steps, and never while anything is called out.
+// A fork may happen while another thread holds the mutex. The child does not have that thread, and the guarded data may
+// be half changed. So a child neither takes the mutex nor reads the data. This is the shim's only mutex. Hold it for a
+// few steps, and never while calling out.
 #pragma once
 
 #include <mutex>
@@ -12,7 +13,7 @@ namespace accl {
 
 class ProcessLock {
  public:
-  // Owns nothing in a forked child.
+  // Returns an empty lock in a forked child.
   std::unique_lock<std::mutex> hold() const {
     return is_ours() ? std::unique_lock<std::mutex>(mutex_) : std::unique_lock<std::mutex>();
   }

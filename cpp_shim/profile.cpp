@@ -15,20 +15,20 @@ namespace accl {
 
 namespace {
 
-// `all_reduce` of `accl:all_reduce`.
+// Returns `all_reduce` for `accl:all_reduce`.
 std::string_view collective(const char* title) {
   const std::string_view whole(title);
   return whole.substr(whole.find(':') + 1);
 }
 
-// As c10d's functions are called: `allreduce`, `alltoall`, but `reduce_scatter`.
+// Returns the name of c10d's function: `allreduce`, `alltoall`, but `reduce_scatter`.
 std::string c10ds(const char* title) {
   std::string name(collective(title));
   if (name.rfind("all_", 0) == 0) name.erase(std::remove(name.begin(), name.end(), '_'), name.end());
   return name;
 }
 
-// Releases of torch before there were numbers do without.
+// Sets the sequence number. Older torch releases have no such field; there it does nothing.
 template <class Info>
 auto note_seq(Info& info, int64_t seq, int) -> decltype(info.setSequenceInfo(seq, false)) {
   info.setSequenceInfo(seq, false);
@@ -38,12 +38,12 @@ void note_seq(Info&, int64_t, long) {}
 
 using ProfilerState = torch::profiler::impl::ProfilerStateBase;
 
-// Of this thread, or null.
+// The profiler of this thread, or null.
 ProfilerState* local_profiler() {
   return static_cast<ProfilerState*>(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE));
 }
 
-// Of all threads, or null. Older releases of torch hand out a plain pointer.
+// The profiler of all threads, or null. Older torch releases return a plain pointer.
 template <class State>
 auto global_profiler(int) -> decltype(std::shared_ptr<ProfilerState>(State::getGlobal())) {
   return State::getGlobal();
@@ -53,7 +53,7 @@ auto global_profiler(long) -> decltype(State::get(true), std::shared_ptr<Profile
   return {std::shared_ptr<ProfilerState>(), State::get(true)};
 }
 
-// A profile that ends gives up its callback before anything else.
+// Gives access to the callback handle. A profile that ends removes its callback before anything else.
 struct OpenState : ProfilerState {
   static bool is_on(const ProfilerState& state) { return state.*(&OpenState::handle_) != 0; }
 };
@@ -125,13 +125,14 @@ void AsyncEvent::close() noexcept {
   if (!close_) return;
   auto close = std::exchange(close_, nullptr);
   try {
-    // The thread that has begun a profile ends it, and not now.
+    // The thread that began a profile also ends it. Here it is busy, so the profile cannot end now.
     if (is_of_this_thread()) return close();
     if (python_is_up()) {
       py::gil_scoped_acquire gil;
       if (is_on()) return close();
     }
-    // An event that goes is closed by torch, unless it finds no profiler.
+    // torch closes an event when its closure is destroyed, unless it finds no profiler. With a global profiler the
+    // closure is leaked; otherwise it is destroyed while this thread shows no profiler.
     if (global_ != nullptr) {
       new std::function<void()>(std::move(close));
       return;

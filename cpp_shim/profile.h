@@ -1,7 +1,8 @@
-// What torch's profiler sees of calls and of who waits for them.
+// Events that torch's profiler records for calls and for waits.
 //
-// Owns the names of events, those events that begin and end in one thread, and what execution traces are told of a call. The asynchronous
-// event of a call is made by torch of its work's title. Nothing here takes longer than a look where nobody profiles.
+// Owns the names of events, the events that begin and end in one thread, and the facts about a call in execution
+// traces. torch creates a call's asynchronous event from the title of its work. Without a profiler, everything here
+// costs only a check.
 #pragma once
 
 #include <functional>
@@ -19,42 +20,43 @@
 
 namespace accl {
 
-// Elements of all tensors together.
+// Sum of the elements of all tensors.
 int64_t elements_of(at::TensorList tensors);
 
-// How events are called, by the setting `profile_names`: `accl:all_reduce`, or as others called theirs. Theirs are all synchronous.
+// The names of events, by the setting `profile_names`: `accl:all_reduce`, or the names that other backends use. The
+// latter are all synchronous.
 class ProfileNames {
  public:
   using Style = bridge::ProfileNames;
 
   explicit ProfileNames(Style style = Style::Accl) : style_(style) {}
 
-  // The title of a call's asynchronous event; null if it has none.
+  // The title of a call's asynchronous event, or null if the style has none.
   const char* asynchronous(const char* title) const { return style_ == Style::Accl ? title : nullptr; }
 
-  // The name of the synchronous event of making a call; titles are `accl:` and a collective.
+  // The name of the synchronous event of issuing a call. Titles are `accl:` and a collective.
   std::string call(const char* title) const;
 
-  // The name of the event of waiting for a call of so many elements.
+  // The name of the event of waiting for a call of `elements` elements.
   std::string wait(const char* title, int64_t elements) const;
 
   bool has_synchronous_calls() const { return style_ != Style::Accl; }
 
-  // Whether torch's profiler is on in this thread, and is told where the time of calls goes: with `record_shapes` it is.
+  // Whether torch's profiler is on in this thread and records the phases of calls, which needs `record_shapes`.
   bool wants_phases() const;
 
  private:
   Style style_;
 };
 
-// A synchronous event of this thread, from here to the end of the scope.
+// A synchronous event of this thread, from `begin` to the end of the scope.
 class Span {
  public:
   Span() = default;
   Span(const Span&) = delete;
   Span& operator=(const Span&) = delete;
 
-  // `name` is only asked while somebody profiles.
+  // Calls `name` only if a profiler is on.
   template <class Name>
   void begin(Name name, at::TensorList shapes = {}) {
     auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
@@ -68,24 +70,26 @@ class Span {
   std::optional<at::RecordFunction> event_;
 };
 
-// An event of no length within that of a call, `accl:phases:all_reduce`: where its time went, in microseconds, as keyword arguments.
+// Records an event of zero length within the call's event, `accl:phases:all_reduce`: the times of the call's phases in
+// microseconds, as keyword arguments.
 void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept;
 
-// The asynchronous event of a call, which whoever completes the call closes, in whatever thread. Torch frees what the end of an event is
-// written to when its profile ends, and does not look whether that has happened: so an event that outlives its profile is never closed.
-// A profile ends under Python's lock, which is what keeps it from ending meanwhile.
+// The asynchronous event of a call. The thread that completes the call closes it, whichever thread that is. When a
+// profile ends, torch frees the memory to which the ends of events are written, without checking for open events. So an
+// event that outlives its profile is never closed. A profile ends under the GIL; holding the GIL keeps it from ending
+// during `close`.
 class AsyncEvent {
  public:
   AsyncEvent() = default;
-  // Of this thread's profile; `close` closes it, in this thread's name. It may be empty.
+  // An event of this thread's profile. `close` closes it on behalf of this thread, and may be empty.
   explicit AsyncEvent(std::function<void()> close);
   ~AsyncEvent() { close(); }
   AsyncEvent(AsyncEvent&&) = delete;
   AsyncEvent& operator=(AsyncEvent&& other) noexcept;
 
-  // Has this done, in this thread's name, before the event is closed.
+  // Runs `what` on behalf of this thread before the event is closed.
   void before_close(std::function<void()> what);
-  // Once; not while a lock is held.
+  // Closes the event, once. Must not be called while a lock is held.
   void close() noexcept;
 
  private:
@@ -93,12 +97,12 @@ class AsyncEvent {
   bool is_on() const;
 
   std::function<void()> close_;
-  std::shared_ptr<c10::ThreadLocalDebugInfo> infos_;  // has the state below as long as this event has it
+  std::shared_ptr<c10::ThreadLocalDebugInfo> infos_;  // keeps the state below alive as long as this event
   torch::profiler::impl::ProfilerStateBase* local_ = nullptr;
   std::shared_ptr<torch::profiler::impl::ProfilerStateBase> global_;
 };
 
-// What execution traces are told of a call, from which it can be made again.
+// Facts about a call in execution traces, from which the call can be repeated.
 struct CallFacts {
   int64_t seq;
   std::string group_name;
@@ -111,7 +115,8 @@ struct CallFacts {
   bool is_async;
 };
 
-// The record of a call for execution traces, as ProcessGroupNCCL makes it (`record_param_comms`): from here to the end of the scope.
+// The record of a call for execution traces, as ProcessGroupNCCL makes it (`record_param_comms`): from `begin` to the
+// end of the scope.
 class CallRecord {
  public:
   CallRecord() = default;

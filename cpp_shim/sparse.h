@@ -1,8 +1,8 @@
 // Sum of sparse tensors over all ranks: indices and values are gathered, joined and coalesced.
 //
-// Runs on a completion thread, or in the thread of a blocking call. Its calls have numbers reserved at submission, so that
-// they keep their place among the group's other calls; a later barrier waits for the end. When this rank cannot make them
-// all, the group learns of it, since the other ranks wait for them.
+// Runs on a completion thread, or in the thread of a blocking call. The sequence numbers of its calls are reserved at
+// submission, so that the calls keep their order among the group's other calls. A later barrier waits for their end. If
+// this rank cannot issue all calls, it reports that to the group, because the other ranks wait for them.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +21,13 @@ namespace accl {
 
 class SparseSum final : public bridge::Task {
  public:
-  // Number of calls it makes.
+  // Number of calls that the sum issues.
   static constexpr uint64_t kCalls = 3;
 
   SparseSum(std::shared_ptr<GroupHandle> group, at::Tensor tensor, int rank, int world, int64_t timeout_ms)
       : group_(std::move(group)), tensor_(std::move(tensor)), rank_(rank), world_(world), timeout_ms_(timeout_ms) {}
 
-  // Takes the numbers of its calls; the first of them.
+  // Reserves the sequence numbers of its calls and returns the first.
   int64_t reserve() {
     const auto first = bridge::group_reserve(*group_->group, kCalls);
     throw_unless_ok(first.status);
@@ -45,7 +45,7 @@ class SparseSum final : public bridge::Task {
     bridge::Status status;
   };
 
-  // Count of entries, number of sparse dimensions, number of dimensions, then the sizes.
+  // Number of entries, of sparse dimensions and of all dimensions, then the sizes.
   static constexpr int64_t kFacts = 3 + 64;
 
   bridge::Status sum_or_status() noexcept {
@@ -79,11 +79,11 @@ class SparseSum final : public bridge::Task {
     const auto joined = at::_sparse_coo_tensor_unsafe(at::cat(all_indices, 1), at::cat(all_values, 0), mine.sizes(),
                                                       mine.options());
     const auto total = joined.coalesce();
-    // Not through an operator: that would change the history of the tensor's gradient.
+    // Set directly: an operator would change the autograd history of the tensor.
     auto* impl = static_cast<at::SparseTensorImpl*>(tensor_.unsafeGetTensorImpl());
     impl->set_indices_and_values_unsafe(total.indices(), total.values());
     impl->set_coalesced(true);
-    // Other indices and values than autograd may have saved. An inference tensor has no version.
+    // autograd may have saved the old indices and values, so the version changes. An inference tensor has no version.
     if (!tensor_.is_inference()) impl->bump_version();
   }
 
@@ -111,7 +111,7 @@ class SparseSum final : public bridge::Task {
     return all;
   }
 
-  // Waits: this is not the thread that moves bytes.
+  // Blocks until the call completes; allowed, because another thread moves the bytes.
   void all_gather(const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
     Call call(bridge::Collective::AllGather, "all_reduce");
     call.inputs.block(input);

@@ -1,6 +1,7 @@
 // Sums of timeouts, which saturate.
 //
-// torch has milliseconds in 64 bits and clocks have nanoseconds in as many: 292 years. Owns every step from one to the other.
+// torch counts milliseconds in 64 bits; clocks count nanoseconds in 64 bits, which is 292 years. Owns every conversion
+// between the two.
 #pragma once
 
 #include <chrono>
@@ -8,7 +9,7 @@
 
 namespace accl {
 
-// `begun` and so much later, or the last moment of the clock; `begun` itself for a negative timeout.
+// Returns `begun` plus the timeout, at most the last moment of the clock; `begun` itself for a negative timeout.
 inline std::chrono::steady_clock::time_point deadline_after(
     std::chrono::milliseconds timeout, std::chrono::steady_clock::time_point begun = std::chrono::steady_clock::now()) {
   using Moment = std::chrono::steady_clock::time_point;
@@ -17,7 +18,7 @@ inline std::chrono::steady_clock::time_point deadline_after(
   return timeout < left ? begun + timeout : Moment::max();
 }
 
-// What two timeouts come to; never more than there can be.
+// Returns the sum of two timeouts, limited to the representable range.
 inline std::chrono::milliseconds sum_of(std::chrono::milliseconds one, std::chrono::milliseconds other) {
   using Count = std::chrono::milliseconds::rep;
   Count sum = 0;

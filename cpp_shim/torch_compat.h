@@ -18,14 +18,14 @@
 #error "torch_accl needs torch 2.13 or newer"
 #endif
 
-// What the headers say of the torch and the pybind11 that a module is compiled for, a line each.
+// Versions of torch and of pybind11's internals that a module is compiled for, one per line, from the headers.
 #define ACCL_BUILT_WITH TORCH_VERSION "\n" PYBIND11_INTERNALS_ID
 
 #if ACCL_TORCH_AT_LEAST(2, 14)
 // `Backend::Options::clone`, `Work::getTimeout`, and `get_error` and timing bound on the base class.
 #define ACCL_OVERRIDE_2_14 override
 #define ACCL_BASE_BINDS_ERROR_AND_TIMING 1
-// Scalar types that only newer versions have.
+// Scalar types that only newer torch versions have.
 #define ACCL_CASES_OF_NEWER_SCALAR_TYPES \
   case at::ScalarType::BComplex32: return Dtype::BC32;
 #else
@@ -36,14 +36,14 @@
 
 namespace accl {
 
-// What torch is told of ends; before 2.15 nobody registers the second.
+// Hook types for failed groups and completed calls. Before 2.15, torch registers no completion hook.
 using AbortHook = std::function<void()>;
 #if ACCL_TORCH_AT_LEAST(2, 15)
 #define ACCL_OVERRIDE_2_15 override
 using c10d::CompletionHook;
 using c10d::CompletionHookArgs;
 #else
-// Some of these methods came with 2.14: there they override without the word.
+// Some of these methods exist since 2.14: there they override without the keyword.
 #define ACCL_OVERRIDE_2_15
 struct CompletionHookArgs {
   uint64_t completionKey = 0;

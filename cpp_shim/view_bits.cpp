@@ -1,8 +1,9 @@
 // Conjugate and negative views on their way to our backend.
 //
 // torch's dispatcher replaces such views by resolved copies before an operation sees them. c10d's operations write into
-// lists of tensors, so results of calls in place would be lost with the copies. These kernels stand before that: for our
-// groups the views go through as they are, and the engine resolves them while packing; for others torch's own rule holds.
+// lists of tensors, so results of in-place calls would be lost with the copies. The kernels here run before that
+// replacement. For our groups they pass the views unchanged, and the engine resolves them while packing. For other
+// groups they follow torch's own rule.
 #include <algorithm>
 #include <optional>
 
@@ -17,7 +18,7 @@ namespace accl {
 
 namespace {
 
-// The device that picks the backend: that of the first tensor.
+// The device that selects the backend: the first tensor's device.
 std::optional<c10::DeviceType> device_of(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().device().type();
   if (!value.isList()) return std::nullopt;
@@ -50,7 +51,7 @@ void resolve(c10::IValue& value, at::Tensor (*resolved)(const at::Tensor&)) {
     for (auto& tensor : list) tensor = resolved(tensor);
     value = std::move(list);
   }
-  // Lists of lists stay as they are, as torch leaves them.
+  // Lists of lists stay unchanged, as in torch.
 }
 
 template <c10::DispatchKey key>
@@ -68,7 +69,7 @@ void pass_view(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
 
 template <c10::DispatchKey key>
 void install() {
-  // Never taken back: operations may still run while the process ends.
+  // Never unregistered: operations may still run while the process exits.
   auto* library = new torch::Library(torch::Library::IMPL, "c10d", key, __FILE__, __LINE__);
   for (const char* name :
        {"send", "recv_", "recv_any_source_", "reduce_", "broadcast_", "allreduce_", "allreduce_coalesced_", "allgather_",

@@ -3,7 +3,8 @@
 
 namespace accl {
 
-// Installs the kernels that let them through, if they are not there: a process without a group of ours is as torch made it.
+// Installs the kernels that pass such views unchanged, unless they are installed. A process without our groups keeps
+// torch's behaviour.
 void install_view_kernels();
 
 }  // namespace accl

@@ -1,6 +1,6 @@
 // Calls and waits in the caller's thread.
 //
-// Owns what Python does meanwhile, which is to run, and how an interrupt ends them. Nothing is completed here.
+// Owns that Python keeps running meanwhile, and how an interrupt ends a call or wait. Completes no call.
 #pragma once
 
 #include <chrono>
@@ -11,7 +11,7 @@
 
 namespace accl {
 
-// Working and waiting in the caller's thread, without the GIL. What returns nothing throws when the call did not end well.
+// Call and wait in the caller's thread, without the GIL. Functions that return void throw if the call fails.
 bridge::Waited call_without_gil(const bridge::Group& group, const bridge::CallArgs& args);
 bridge::Profiled profiled_call_without_gil(const bridge::Group& group, const bridge::CallArgs& args);
 bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout);

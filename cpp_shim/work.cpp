@@ -22,20 +22,20 @@ AcclWork::AcclWork(int rank, c10d::OpType type, const char* title, const std::op
       elements_(elements) {
   entry_->outputs = std::move(outputs);
   entry_->key = home_->next_key();
-  // The entry outlives a handle that was dropped, and its event must be closed all the same.
+  // The entry outlives a dropped handle, and its event must still be closed.
   entry_->event = AsyncEvent(std::exchange(recordFunctionEndCallback_, nullptr));
 }
 
 AcclWork::~AcclWork() {
-  // Nobody can wait any more: somebody must come, so that the tensors are let go.
+  // No caller can wait any more, so a completion thread must complete the call and release its tensors.
   if (entry_->state.load(std::memory_order_acquire) != WorkEntry::kRunning) return;
   try {
     home_->watch(entry_);
   } catch (const OutOfResources& thrown) {
-    // The next drain completes it.
+    // The next drain completes the entry.
     TORCH_WARN_ONCE("accl: a call cannot be watched: ", thrown.what());
   } catch (const std::exception&) {
-    // The engine has ended, and the call with it.
+    // The engine has shut down and has ended the call.
   }
 }
 
@@ -65,7 +65,7 @@ Tensors AcclWork::result() {
   return entry_->outputs.lists.empty() ? Tensors() : entry_->outputs.lists[0];
 }
 
-// Who waits itself is nobody that torch keeps the work for, while a graph is compiled.
+// While a graph is compiled, torch keeps works for a later wait. A caller that waits itself no longer needs that.
 static void forget(c10d::Work& work) {
   if (!c10d::allow_inflight_collective_as_graph_input()) return;
   c10d::unregister_work(c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work));
@@ -79,7 +79,8 @@ bool AcclWork::wait(std::chrono::milliseconds timeout) {
     const bool is_own = timeout <= kNoTimeout;
     const auto begun = is_own ? Clock::time_point() : Clock::now();
     const auto waited = wait_without_gil(*entry_->ticket, timeout);
-    // The call may run on: the wait's own time has passed, a signal handler raised, or the wait itself broke.
+    // The call may still be running: the time of this wait has passed, a signal handler raised, or the wait itself
+    // failed.
     if (waited.how == Outcome::Interrupted || !entry_->ended()) throw_unless_done(waited);
     if (entry_->claim()) {
       home_->complete(*entry_);

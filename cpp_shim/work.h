@@ -1,6 +1,7 @@
 // c10d::Work over calls of the engine: the handles that callers hold.
 //
-// Owns what a handle answers and how long it waits. A handle may go at any time: the list of calls in flight (in_flight.h) keeps the call.
+// Owns a handle's answers and how long it waits. A handle may be dropped at any time: the list of calls in flight
+// (in_flight.h) keeps the call.
 #pragma once
 
 #include <memory>
@@ -15,7 +16,7 @@ namespace accl {
 
 class AcclWork : public c10d::Work {
  public:
-  // `names` and `elements` are for the events of its waits.
+  // `names` and `elements` are used for the events of waits.
   AcclWork(int rank, c10d::OpType type, const char* title, const std::optional<Tensors>& profiled,
            std::shared_ptr<InFlight> home, Outputs outputs, ProfileNames names, int64_t elements);
   ~AcclWork() override;
@@ -35,7 +36,7 @@ class AcclWork : public c10d::Work {
   uint64_t getCompletionKey() const ACCL_OVERRIDE_2_15 { return entry_->key; }
 
   const std::shared_ptr<WorkEntry>& entry() const { return entry_; }
-  // Ends a call that was never started.
+  // Completes a call that was never started.
   void complete_here();
 
  private:
@@ -46,7 +47,7 @@ class AcclWork : public c10d::Work {
   int64_t elements_;
 };
 
-// Several works as one: what `endCoalescing` returns.
+// Several works as one: the result of `endCoalescing`.
 class CoalescedWork : public c10d::Work {
  public:
   CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts);
@@ -65,7 +66,7 @@ class CoalescedWork : public c10d::Work {
   std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
 };
 
-// The profiler's event of a call that has no work of its own: begins with this object, ends with it.
+// The profiler's event of a call without a work: begins and ends with this object.
 class Recorded final : public c10d::Work {
  public:
   using Work::Work;

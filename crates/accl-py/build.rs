@@ -1,8 +1,8 @@
-//! Compiles the C++ shim against the torch of the interpreter that the module is built for.
+//! Compiles the C++ shim against the torch of the interpreter for which the module is built.
 //!
-//! Asks that interpreter for torch's version, headers and libraries, and refuses a torch minor other than the one asked for.
-//! The module states what it was built for (`src/built.rs`); nothing is written outside of the build's own folder, so that
-//! builds for several torches can share a source tree.
+//! Asks that interpreter for torch's version, headers and libraries, and refuses a torch minor other than the requested
+//! one. The module states what it was built for (`src/built.rs`). Nothing is written outside the build's own directory,
+//! so builds for several torches can share a source tree.
 
 #![allow(clippy::disallowed_methods, reason = "what cargo and the build say is no setting of the product")]
 
@@ -11,10 +11,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The torch minor that is built for unless `TORCH` names another.
+/// The torch minor to build for if `TORCH` is not set.
 const DEFAULT_TORCH: &str = "2.15";
 
-/// Prints, one a line: version, the file that states it, C++ ABI, CPython's include directory, torch's include directories, torch's library directory.
+/// Prints one fact per line: torch's version, the file that states it, the C++ ABI, CPython's include directory,
+/// torch's include directories, torch's library directory.
 const PROBE: &str = "
 import sysconfig
 try:
@@ -42,7 +43,7 @@ const SOURCES: &[&str] = &[
     "work.cpp",
 ];
 
-/// Set for lints: the module is looked at and not linked.
+/// Environment variable set for lints, which check the module without linking it.
 const WITHOUT_SHIM: &str = "ACCL_WITHOUT_SHIM";
 
 fn main() {
@@ -58,25 +59,25 @@ fn main() {
     let torch = Torch::probe();
     let minor = torch.minor();
     torch.refuse_unless_wanted(&minor);
-    // Another torch installed in its place is another set of headers.
+    // Installing another torch in the same place changes the headers, so it must rebuild the shim.
     println!("cargo::rerun-if-changed={}", torch.version_file);
     println!("cargo::rustc-env=ACCL_BUILT_FOR_TORCH={minor}");
     println!("cargo::rustc-env=ACCL_BUILT_WITH_CXX11_ABI={}", torch.cxx11_abi);
-    // Lints look at Rust alone, and the shim takes longer than they do.
+    // Lints only check Rust, and compiling the shim would take longer than they do.
     if env::var_os(WITHOUT_SHIM).is_some() {
         return;
     }
     compile(&shim, &torch);
     println!("cargo::rustc-link-search=native={}", torch.libraries.display());
-    // Named one by one: the module must list what it needs, since torch's libraries are loaded privately. No rpath:
-    // torch is imported first.
+    // Each library is named, because the module must list its dependencies: torch's libraries are loaded privately.
+    // There is no rpath, because torch is imported first.
     for library in ["c10", "torch_cpu", "torch_python"] {
         println!("cargo::rustc-link-lib=dylib={library}");
     }
 }
 
 fn compile(shim: &Path, torch: &Torch) {
-    // As one: nine tenths of a file's time go into torch's headers.
+    // One translation unit: nine tenths of each file's compile time are spent in torch's headers.
     let whole = Path::new(&variable("OUT_DIR")).join("shim.cpp");
     let includes = SOURCES.iter().map(|source| format!("#include \"{source}\"\n")).collect::<String>();
     fs::write(&whole, includes).unwrap_or_else(|why| panic!("{} cannot be written: {why}", whole.display()));
@@ -89,11 +90,11 @@ fn compile(shim: &Path, torch: &Torch) {
         .define("_GLIBCXX_USE_CXX11_ABI", torch.cxx11_abi.as_str())
         .define("TORCH_EXTENSION_NAME", "_native")
         .include(shim)
-        // torch's headers are not ours to warn about.
+        // System includes suppress warnings in torch's headers.
         .flag("-isystem")
         .flag(&torch.python_include)
         .flag("-fvisibility=hidden")
-        // Messages name source files as they stand in the repository.
+        // Messages name source files by their paths in the repository.
         .flag(format!("-ffile-prefix-map={}=cpp_shim", shim.display()))
         .warnings(true)
         .flag("-Werror=switch");
@@ -103,7 +104,7 @@ fn compile(shim: &Path, torch: &Torch) {
     build.compile("accl_shim");
 }
 
-/// What the interpreter says about its torch.
+/// The interpreter's facts about its torch.
 struct Torch {
     version: String,
     version_file: String,
@@ -137,7 +138,7 @@ impl Torch {
         }
     }
 
-    /// `2.15` of `2.15.0+cpu`.
+    /// Returns `2.15` for `2.15.0+cpu`.
     fn minor(&self) -> String {
         minor_of(&self.version)
     }
@@ -152,7 +153,7 @@ impl Torch {
     }
 }
 
-/// The torch minor asked for.
+/// The requested torch minor.
 fn wanted() -> String {
     minor_of(&env::var("TORCH").ok().filter(|text| !text.is_empty()).unwrap_or_else(|| DEFAULT_TORCH.to_owned()))
 }

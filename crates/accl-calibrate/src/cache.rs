@@ -1,6 +1,6 @@
-//! The file in which a machine's constants are kept.
+//! The file in which a machine's constants are stored.
 //!
-//! Owns its place, text and atomic writing. Read [`read`] and [`write`] first.
+//! Owns the file's location, text and atomic writing. Read [`read`] and [`write`] first.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -13,27 +13,27 @@ use accl_types::hash::hash_words;
 
 use crate::fit::Fitted;
 
-/// Version of the file's format. A file without a number is older and is still read: each line names its constant, and a constant
-/// without a line is built in. Format 2 adds the line `at_bounds`.
+/// Version of the file's format. A file without a number is older and can still be read: each line names its constant,
+/// and a constant without a line keeps its built-in value. Format 2 adds the line `at_bounds`.
 const FORMAT: u64 = 2;
 
-/// No file of ours is longer; what is longer is something else.
+/// Maximum size of a file in bytes. A larger file cannot be one of ours.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// The file for this machine, kernel and version of ours below the user's directory for caches.
+/// The file for this machine, kernel and torch-accl version in the user's cache directory.
 pub(super) fn path_in(cache_home: &Path) -> PathBuf {
     let hash = hash_words(identity().bytes().map(u64::from));
     cache_home.join("torch-accl").join(format!("machine-{hash:016x}.txt"))
 }
 
-/// What constants depend on and what is cheap to know.
+/// The facts that constants depend on and that are cheap to read.
 fn identity() -> String {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let of = |name: &str| {
         let line = cpuinfo.lines().find(|line| line.starts_with(name));
         line.and_then(|line| line.split_once(':')).map(|(_, value)| value.trim().to_owned())
     };
-    // Not every architecture names its model; what there is must do.
+    // Not every architecture names its model, so all parts that exist are used.
     let parts = ["vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU part"];
     let model: Vec<String> = parts.into_iter().filter_map(of).collect();
     let cores = cpuinfo.lines().filter(|line| line.starts_with("processor")).count();
@@ -41,10 +41,10 @@ fn identity() -> String {
     format!("{}, {cores} cores, Linux {kernel}, torch-accl {}", model.join(" "), env!("CARGO_PKG_VERSION"))
 }
 
-/// The constants in a file, and which of them are at their bounds. `None`: there is no such file.
+/// Reads the constants in a file and the list of those at their bounds. Returns `None` if there is no such file.
 ///
 /// # Errors
-/// A clause that names the file, when it cannot be read or is something else.
+/// A clause that names the file, if it cannot be read or is not a file of constants.
 pub(super) fn read(path: &Path) -> Result<Option<Fitted>, String> {
     let wrong = |why: &str| format!("{}: {why}", path.display());
     match std::fs::metadata(path) {
@@ -60,7 +60,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Fitted>, String> {
 pub(super) fn parse(text: &str) -> Result<Fitted, String> {
     let lines = text.lines().map(|line| line.split_once('#').map_or(line, |(before, _)| before).trim());
     let mut words: Vec<String> = lines.filter(|line| !line.is_empty()).map(|line| line.replace(' ', "")).collect();
-    // An empty file is one that was being written when the machine went down.
+    // A file is empty if the machine went down while it was being written.
     if words.is_empty() {
         return Err("it is empty".to_owned());
     }
@@ -80,7 +80,7 @@ pub(super) fn parse(text: &str) -> Result<Fitted, String> {
     Ok(Fitted { machine: words.join(" ").parse()?, at_bounds: at_bounds.unwrap_or_default() })
 }
 
-/// The constants of a list of names.
+/// The constants named in a comma-separated list.
 fn named(list: &str) -> Result<Vec<&'static str>, String> {
     let constant = |name: &str| {
         let found = CONSTANTS.iter().find(|constant| constant.name == name).map(|constant| constant.name);
@@ -89,7 +89,7 @@ fn named(list: &str) -> Result<Vec<&'static str>, String> {
     list.split(',').map(constant).collect()
 }
 
-/// Writes a file that others see either whole or not at all.
+/// Writes a file that readers see either whole or not at all.
 ///
 /// # Errors
 /// A clause that names the file.
@@ -102,7 +102,7 @@ pub(super) fn write(path: &Path, fitted: &Fitted) -> Result<(), String> {
     let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     let draft = path.with_extension(format!("{}-{number}.part", std::process::id()));
     let write = || {
-        // A number that is none of a standard stream: what the process prints must not go there.
+        // Descriptors 0 to 2 are for the standard streams. If the file had one, the process's output would go into it.
         let mut file = File::from(rustix::io::fcntl_dupfd_cloexec(File::create(&draft)?, 3)?);
         file.write_all(text(fitted).as_bytes())?;
         std::fs::rename(&draft, path)
@@ -114,7 +114,7 @@ pub(super) fn write(path: &Path, fitted: &Fitted) -> Result<(), String> {
     })
 }
 
-/// One constant a line, with what it says.
+/// The file's text: one constant per line, with its effect as a comment.
 fn text(fitted: &Fitted) -> String {
     let Fitted { machine, at_bounds } = fitted;
     let sizes: Vec<String> = SIZES.iter().map(|size| format!("{} KiB", size >> 10)).collect();
@@ -125,7 +125,7 @@ fn text(fitted: &Fitted) -> String {
     );
     for constant in CONSTANTS {
         let values: Vec<String> = machine.values(constant).iter().map(u64::to_string).collect();
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "{} = {}  # {}", constant.name, values.join(", "), constant.effect);
     }
     if !at_bounds.is_empty() {
@@ -144,7 +144,7 @@ mod tests {
 
     use super::*;
 
-    /// A directory of this test's own, which goes with it.
+    /// A directory for one test, removed when this value is dropped.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -224,7 +224,7 @@ mod tests {
         let folder = Folder::new("unwritable");
         let file = folder.0.join("file");
         std::fs::write(&file, "").unwrap();
-        // Below a file there is no directory, not even for root.
+        // A regular file cannot contain a directory, not even for root.
         let why = write(&file.join("torch-accl/machine.txt"), &machine(1)).unwrap_err();
         assert!(why.contains("could not be kept"), "{why}");
         assert_eq!(read(&file.join("torch-accl/machine.txt")), Ok(None));

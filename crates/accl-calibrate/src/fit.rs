@@ -1,51 +1,52 @@
-//! Constants from what calls took.
+//! Computes constants from measured call times.
 //!
-//! Owns the formulas, which undo those of `accl_schedule::cost` for the calls that are measured, and how often is measured
-//! until they hold. Pure. Read [`fit`] first.
+//! Owns the formulas, which invert the formulas of `accl_schedule::cost` for the measured calls, and the rule for how
+//! often to repeat a measurement. Does no input or output. Read [`fit`] first.
 
 use accl_schedule::cost::{Link, Machine, Rates, SIZES};
 use accl_types::Result;
 
-/// No kernel switches faster; less means that the two ranks were not on one core after all.
+/// Shortest plausible time of a context switch, in picoseconds. No kernel switches faster: a shorter time means that
+/// the two ranks did not share a core.
 const LEAST_SWITCH_PS: u64 = 300_000;
 
-/// No step is faster: the least parts of its least parts are still something.
+/// Shortest plausible time of a step, in picoseconds. It is large enough that its smallest fractions are still above 0.
 const LEAST_STEP_PS: u64 = 2_000;
 
-/// A call by itself takes at least so small a part of a call of one step, and the way of a frame of a step: less than on any
-/// machine where the times told.
+/// A call's own cost is at least 1/32 of a call of one step. A frame's latency is at least 1/32 of a step. Both bounds
+/// are below the values of every machine whose times determined them.
 const LEAST_PART: u64 = 32;
 
-/// Picoseconds that calls between two ranks took, each with a core of its own unless said otherwise.
+/// Times in picoseconds of calls between two ranks. Each rank has its own core unless stated otherwise.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Times {
     pub(super) shm: LinkTimes,
     pub(super) tcp: LinkTimes,
-    /// The smallest all_reduce over shared memory when both share a core.
+    /// The smallest all_reduce over shared memory while both ranks share a core.
     pub(super) on_one_core_ps: u64,
-    /// Of a host's connection to the others, if known.
+    /// Time per KiB on the host's connection to other hosts, or `None` if unknown.
     pub(super) network_ps_per_kib: Option<u64>,
 }
 
-/// Of one link.
+/// Times of one kind of link.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct LinkTimes {
     /// An all_reduce of few bytes in one step.
     pub(super) one_step_ps: u64,
-    /// The same in two steps.
+    /// An all_reduce of few bytes in two steps.
     pub(super) two_steps_ps: u64,
-    /// A reduce_scatter of few bytes in one step: of as many tensors as there are ranks.
+    /// A reduce_scatter of few bytes in one step, whose input is a list of one tensor per rank.
     pub(super) in_blocks_ps: u64,
-    /// A call of the root of many broadcasts of few bytes.
+    /// One call on the root of many consecutive broadcasts of few bytes.
     pub(super) sending_ps: u64,
-    /// An all_gather in place, one that copies, and a reduce_scatter of each of [`SIZES`].
+    /// For each size in [`SIZES`]: an all_gather in place, an all_gather that copies, and a reduce_scatter.
     pub(super) moving_ps: Rates,
     pub(super) copying_ps: Rates,
     pub(super) reducing_ps: Rates,
 }
 
 impl Times {
-    /// The shorter of each: what disturbs a measurement makes it longer.
+    /// The shorter of each pair of times, because disturbances only make a measurement longer.
     fn least(&self, other: &Times) -> Times {
         Times {
             shm: self.shm.least(&other.shm),
@@ -71,24 +72,25 @@ impl LinkTimes {
     }
 }
 
-/// Bytes of the frames that were measured.
+/// Maximum bytes of a measured frame.
 pub(super) const SEGMENT: u64 = 64 << 10;
 
-/// The constants that follow from times.
+/// The constants computed from times.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Fitted {
-    /// None of its constants is [impossible](Machine::impossible).
+    /// The constants; none of them is [impossible](Machine::impossible).
     pub(super) machine: Machine,
-    /// The names of constants that the times do not determine. They leave less than any machine has, or more than the rest of the
-    /// call allows; the nearest value that can be is kept, and so a call of one step still takes as long as was measured.
+    /// The names of constants that the times do not determine: they come out below what any machine has, or above what
+    /// the rest of the call allows. Each takes the nearest possible value, so a call of one step still takes its
+    /// measured time.
     pub(super) at_bounds: Vec<&'static str>,
 }
 
-/// Measures until the times contradict no constant, at most so often. Where they always do, those count that were the least
-/// of all measurements.
+/// Measures until the times contradict no constant, at most `attempts` times. If all measurements contradict some
+/// constant, the shortest of each time over all measurements is used.
 ///
 /// # Errors
-/// That of the first measurement. One that fails later is the last.
+/// The error of the first measurement. A later measurement that fails only ends the repetition.
 pub(super) fn settle(attempts: u32, mut measure: impl FnMut() -> Result<Times>) -> Result<Fitted> {
     let mut least = measure()?;
     let mut fitted = fit(&least);
@@ -104,7 +106,8 @@ pub(super) fn settle(attempts: u32, mut measure: impl FnMut() -> Result<Times>) 
     Ok(fitted)
 }
 
-/// The constants with which the cost model predicts these times. What the times contradict is cut to what can be.
+/// The constants with which the cost model predicts these times. A constant that the times contradict is limited to
+/// possible values.
 pub(super) fn fit(times: &Times) -> Fitted {
     let defaults = Machine::default();
     let mut machine = defaults;
@@ -116,19 +119,20 @@ pub(super) fn fit(times: &Times) -> Fitted {
     machine.copied_ps_per_kib = shm.copied;
     machine.tcp = Rated::of(&times.tcp, &defaults, &TCP, &mut at_bounds).link;
     if times.on_one_core_ps > 0 {
-        // Both calls and all four ends of frames, one after the other, and a switch for each of the two ranks.
+        // Both calls and all four frame ends run one after the other, and each of the two ranks needs one context
+        // switch.
         let busy = 2 * machine.shm.call_ps + 4 * machine.shm.frame_ps + machine.shm.latency_ps;
         let switch_ps = times.on_one_core_ps.saturating_sub(busy) / 2;
         machine.switch_ps = within(switch_ps, (LEAST_SWITCH_PS, u64::MAX), &["switch_ps"], &[], &mut at_bounds);
     }
     if let Some(sent) = times.network_ps_per_kib {
-        // Beyond eight terabits a KiB takes less than a picosecond.
+        // Above eight terabits per second, a KiB takes less than a picosecond.
         machine.network.sent_ps_per_kib = sent.max(1);
     }
     Fitted { machine: machine.smoothed(), at_bounds }
 }
 
-/// A value within bounds; what it says of which constants if it was below or above.
+/// Limits a value to bounds. Adds the names `below` or `above` to `at_bounds` if the value was too small or too large.
 fn within(
     value: u64,
     (least, most): (u64, u64),
@@ -147,13 +151,13 @@ fn within(
     value.max(least).min(most.max(least))
 }
 
-/// Each name once.
+/// Adds each name that is not yet in the list.
 fn note(at_bounds: &mut Vec<&'static str>, names: &[&'static str]) {
     let new: Vec<_> = names.iter().filter(|name| !at_bounds.contains(name)).collect();
     at_bounds.extend(new);
 }
 
-/// What the constants of a link are called, and which it has by default.
+/// The names of a link's constants, and access to the link in a machine.
 struct Named {
     call: &'static str,
     frame: &'static str,
@@ -181,7 +185,7 @@ const TCP: Named = Named {
     of: |machine| &machine.tcp,
 };
 
-/// A link with what depends on bytes.
+/// A link together with the constants that depend on bytes.
 struct Rated {
     link: Link,
     block_ps: u64,
@@ -195,8 +199,8 @@ impl Rated {
         let block_ps = times.in_blocks_ps.saturating_sub(times.one_step_ps) / 2;
         let mut rated = Self { link: *defaults, block_ps, reduced: [0; SIZES.len()], copied: [0; SIZES.len()] };
         let link = &mut rated.link;
-        // Two steps are one more than one: two ends of a frame and the way between. A call by itself takes some time, and so
-        // do a step and each of its parts, however little of it was seen.
+        // Two steps take one step more than one step: two frame ends and the latency between them. The call itself, the
+        // step and each part of the step take some time, however little of it was measured.
         let one_step = times.one_step_ps.max(LEAST_STEP_PS);
         let step = times.two_steps_ps.saturating_sub(one_step);
         let of_step = [named.frame, named.latency];
@@ -208,12 +212,12 @@ impl Rated {
         link.latency_ps = step - 2 * link.frame_ps;
 
         for (index, &size) in SIZES.iter().enumerate() {
-            // A half goes each way, in so many frames, to and from a list of tensors.
+            // Half of the bytes go in each direction, in several frames, to and from a list of tensors.
             let half = size / 2;
             let fixed =
                 link.call_ps + 2 * half.div_ceil(SEGMENT) * link.frame_ps + link.latency_ps + 2 * rated.block_ps;
             let per_kib = |ps: u64| ps.saturating_sub(fixed).saturating_mul(1024) / half;
-            // Both ends alike: they take turns on the same memory.
+            // The cost is split equally between both ends, because they take turns on the same memory.
             let moved = match per_kib(times.moving_ps[index]) / 2 {
                 0 => {
                     note(at_bounds, &[named.sent, named.received]);
@@ -223,7 +227,7 @@ impl Rated {
             };
             link.sent_ps_per_kib[index] = moved;
             link.received_ps_per_kib[index] = moved;
-            // Differences of measurements err most: within what memory and cores can do.
+            // Differences of measurements have the largest errors, so they are limited to what memory and cores can do.
             let reduced = per_kib(times.reducing_ps[index]).saturating_sub(2 * moved);
             rated.reduced[index] = reduced.clamp(moved / 8, moved);
             let copied = per_kib(times.copying_ps[index]).saturating_sub(2 * moved);
@@ -240,7 +244,7 @@ mod tests {
     use accl_schedule::{ALGORITHMS, Fraction, Topology};
     use accl_types::{Bytes, Collective, Error};
 
-    /// What the model says that the measured calls take.
+    /// The times that the model predicts for the measured calls.
     fn predicted(machine: &Machine, intra_node: IntraNode) -> LinkTimes {
         let flat = Topology::flat(2);
         let prices = Prices::new(*machine, Placement { intra_node, cores: 2, segment_bytes: SEGMENT }, &flat);
@@ -262,7 +266,7 @@ mod tests {
         }
     }
 
-    /// A machine whose link is as fast in both directions, as the fit takes it, and what is measured on it.
+    /// A machine whose links are equally fast in both directions, as the fit assumes, and the times measured on it.
     fn measured() -> (Machine, Times) {
         let mut machine = Machine { switch_ps: 4_000_000, block_ps: 90_000, ..Machine::default() };
         for link in [&mut machine.shm, &mut machine.tcp] {
@@ -279,8 +283,8 @@ mod tests {
         (machine, times)
     }
 
-    /// As met on a quiet Zen 4: the second step took longer than the call with the first, and sending over sockets as long as
-    /// half a step.
+    /// Times seen on a quiet Zen 4: the second step took longer than a whole call of one step, and sending over sockets
+    /// took half a step.
     fn quiet() -> Times {
         let (_, mut times) = measured();
         times.shm.one_step_ps = 746_600;
@@ -299,7 +303,7 @@ mod tests {
         assert_eq!(at_bounds, Vec::<&str>::new());
         for constant in CONSTANTS {
             for (found, wanted) in found.values(constant).into_iter().zip(machine.values(constant)) {
-                // Divisions round.
+                // Divisions round, hence the tolerance.
                 assert!(found.abs_diff(wanted) <= 2 + wanted / 1000, "{}: {found}, {wanted}", constant.name);
             }
         }
@@ -313,7 +317,7 @@ mod tests {
         times.shm.moving_ps = [u64::MAX; SIZES.len()];
         times.shm.reducing_ps = [u64::MAX / 2; SIZES.len()];
         assert_eq!(fit(&times).machine.impossible(), Vec::<&str>::new());
-        // Every order of lengths, and some that are equal.
+        // All orders of the four times, including equal ones.
         for seed in 0..4_u64.pow(4) {
             let ps = |place: u32| 1_000_000 * (seed / 4_u64.pow(place) % 4);
             let (one_step_ps, two_steps_ps, sending_ps, in_blocks_ps) = (ps(0), ps(1), ps(2), ps(3));
@@ -331,7 +335,7 @@ mod tests {
         let Fitted { machine, at_bounds } = fit(&quiet());
         assert_eq!(at_bounds, ["shm_call_ps", "tcp_call_ps", "tcp_latency_ps"]);
         assert_eq!(machine.impossible(), Vec::<&str>::new());
-        // A call of one step takes as long as was measured, whatever its parts.
+        // A call of one step takes its measured time, whatever its parts are.
         for (link, times) in [(machine.shm, quiet().shm), (machine.tcp, quiet().tcp)] {
             assert_eq!(link.call_ps + 2 * link.frame_ps + link.latency_ps, times.one_step_ps);
         }
@@ -345,7 +349,7 @@ mod tests {
             fit(&times).at_bounds
         };
         assert_eq!(named(|times| times.shm.two_steps_ps = 0), ["shm_frame_ps", "shm_latency_ps"]);
-        // Of what was measured as sending, nothing is left for the call, and so all is the frame's.
+        // The call takes nearly nothing of the measured sending time, so the whole sending time goes to the frame.
         assert_eq!(named(|times| times.shm.two_steps_ps *= 3), ["shm_call_ps", "shm_latency_ps"]);
         assert_eq!(named(|times| times.tcp.sending_ps = 0), ["tcp_frame_ps"]);
         assert_eq!(named(|times| times.tcp.sending_ps *= 4), ["tcp_latency_ps"]);
@@ -354,7 +358,7 @@ mod tests {
         assert_eq!(named(|times| times.shm.moving_ps = [0; SIZES.len()]), rates);
     }
 
-    /// Measures these one after the other; what was found, and how many were left.
+    /// Runs `settle` on these measurements in turn. Returns the result and the number of unused measurements.
     fn settled(attempts: u32, times: &[Result<Times>]) -> (Result<Fitted>, usize) {
         let mut left = times.iter().cloned();
         let found = settle(attempts, || left.next().expect("measured too often"));
@@ -374,7 +378,7 @@ mod tests {
         let (found, left) = settled(3, &[Ok(quiet()), Ok(quiet()), Ok(quiet()), Ok(measured().1)]);
         assert_eq!((found, left), (Ok(fit(&quiet())), 1));
         assert_eq!(settled(1, &[Ok(quiet())]), (Ok(fit(&quiet())), 0));
-        // Of several, the least of each time counts.
+        // With several measurements, the shortest of each time counts.
         let mut slower = quiet();
         slower.shm.one_step_ps *= 2;
         slower.tcp.moving_ps = slower.tcp.moving_ps.map(|ps| 3 * ps);

@@ -1,8 +1,8 @@
-//! The constants of this machine for the cost model: where they come from.
+//! The source of this machine's constants for the cost model.
 //!
-//! They are measured once, with the engine's own calls between two threads (`measure`, `fit`), and kept in a file
-//! (`cache`). Only the first rank of a group needs them: the others use its own. Owns no part of the engine: it is called as anybody
-//! calls it, and is handed the constants as data. Read [`find`] first.
+//! The constants are measured once, with the engine's own calls between two threads (`measure`, `fit`), and stored in a
+//! file (`cache`). Only the first rank of a group needs them: the other ranks use the first rank's. Owns no part of the
+//! engine: it uses the engine's public interface and passes the constants to it as data. Read [`find`] first.
 #![forbid(unsafe_code)]
 
 mod cache;
@@ -21,24 +21,25 @@ use accl_types::{Error, Result};
 
 use self::fit::Fitted;
 
-/// How long may be measured, and how often while times contradict the model.
+/// Time limit of a measurement, and how often it is repeated while its times contradict the model.
 struct Patience {
     time: Duration,
     attempts: u32,
 }
 
-/// A machine on which this is not enough is too busy for a measurement that somebody waits for without having asked.
+/// Limits for a measurement that the user did not request. A machine that needs more is too busy, because the program
+/// waits meanwhile.
 const UNASKED: Patience = Patience { time: Duration::from_millis(600), attempts: 3 };
 const ASKED: Patience = Patience { time: Duration::from_secs(10), attempts: 8 };
 
-/// Where constants came from.
+/// The source of constants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// They are those of the default machine.
+    /// The constants of the default machine.
     BuiltIn,
-    /// They were measured just now.
+    /// Constants that were just measured.
     Measured,
-    /// They lay in this file.
+    /// Constants read from or stored in this file.
     File(PathBuf),
 }
 
@@ -52,17 +53,16 @@ impl fmt::Display for Source {
     }
 }
 
-/// Constants and where they came from.
+/// Constants and their source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Calibrated {
     /// The constants.
     pub machine: Machine,
-    /// Where they came from.
+    /// The source of the constants.
     pub source: Source,
-    /// The names of constants that the measurement does not determine: it leaves them less than any machine has, and the least
-    /// that can be is kept.
+    /// The names of constants that the measurement does not determine. Each takes the nearest possible value.
     pub at_bounds: Vec<&'static str>,
-    /// How long ago the file was written.
+    /// Time since the file was written; `None` without a file or if unknown.
     pub age: Option<Duration>,
 }
 
@@ -79,13 +79,14 @@ impl Calibrated {
     }
 }
 
-/// An engine that chooses algorithms by the constants of this machine, see [`find`].
+/// Creates an engine that chooses algorithms by the constants of this machine, see [`find`].
 pub fn engine(config: Config) -> Arc<Engine> {
     Engine::new(config, |config| find(config).machine)
 }
 
-/// The constants that the settings ask for: those that lie in the cache, else measured now and kept there. What cannot
-/// be read, measured or kept is a warning, and so are constants that no machine has; there is always an answer.
+/// Returns the constants that the settings ask for: from the file if they are there, otherwise measured now and stored
+/// in it. A failure to read, measure or store is logged as a warning. Impossible constants are logged too; in a cache
+/// file they are replaced. There is always a result.
 pub fn find(config: &Config) -> Calibrated {
     let (path, of_user) = match &config.calibration {
         Calibration::Off => return Calibrated::built_in(),
@@ -105,7 +106,8 @@ fn find_at(path: Option<PathBuf>, of_user: bool, measure: &dyn Fn() -> Result<Fi
                     return Calibrated::in_file(path.clone(), kept);
                 }
                 if of_user {
-                    // A file that the user named is taken as it is, and not overwritten: it may be meant so.
+                    // A file that the user named is used as it is and not overwritten, because its values may be
+                    // intended.
                     tracing::warn!(
                         "{}: no machine has {} of 0, so the algorithms that are chosen may be slow ones; \
                          `accl info --calibrate` measures anew",
@@ -143,10 +145,10 @@ fn find_at(path: Option<PathBuf>, of_user: bool, measure: &dyn Fn() -> Result<Fi
     }
 }
 
-/// Measures anew, whatever the cache holds, and keeps the result where [`find`] looks for it.
+/// Measures, whatever the cache holds, and stores the result where [`find`] looks for it.
 ///
 /// # Errors
-/// When a world of two threads cannot be made, or the machine is too busy to be measured.
+/// If a group of two threads cannot be created, if the machine is too busy to be measured, or if calibration is off.
 pub fn calibrate(config: &Config) -> Result<Calibrated> {
     let path = match &config.calibration {
         Calibration::Auto => cache_home().map(|home| cache::path_in(&home)),
@@ -158,10 +160,10 @@ pub fn calibrate(config: &Config) -> Result<Calibrated> {
     measured(&ASKED).map(|fitted| keep(path, fitted))
 }
 
-/// Measures and keeps nothing.
+/// Measures without storing the result.
 ///
 /// # Errors
-/// As [`calibrate`].
+/// If a group of two threads cannot be created, or the machine is too busy to be measured.
 pub fn measure() -> Result<Machine> {
     measured(&ASKED).map(|fitted| fitted.machine)
 }
@@ -171,10 +173,10 @@ fn measured(patience: &Patience) -> Result<Fitted> {
     fit::settle(patience.attempts, || measure::measure(until))
 }
 
-/// The constants in a file, as a user named it.
+/// Reads the constants in a file that the user named.
 ///
 /// # Errors
-/// `Configuration` when there is none, or something else.
+/// `Configuration` if the file does not exist or does not hold constants.
 pub fn read_machine(path: &str) -> Result<Machine> {
     match cache::read(path.as_ref()) {
         Ok(Some(kept)) => Ok(kept.machine),
@@ -183,16 +185,16 @@ pub fn read_machine(path: &str) -> Result<Machine> {
     }
 }
 
-/// The constants in a text such as that of the cache.
+/// Parses the constants in a text of the cache file's format.
 ///
 /// # Errors
-/// `Configuration` for anything else.
+/// `Configuration` for any other text.
 pub fn read_text(text: &str) -> Result<Machine> {
     cache::parse(text).map(|kept| kept.machine).map_err(Error::configuration)
 }
 
-/// Keeps what was measured. Constants at their bounds are no warning: with them the model still predicts the calls that were
-/// measured, and `accl info` names them.
+/// Stores measured constants. Constants at their bounds are not worth a warning: with them, the model still predicts
+/// the measured calls, and `accl info` names them.
 fn keep(path: Option<PathBuf>, fitted: Fitted) -> Calibrated {
     tracing::info!(machine = %fitted.machine, "calibrated");
     if !fitted.at_bounds.is_empty() {
@@ -214,7 +216,7 @@ fn keep(path: Option<PathBuf>, fitted: Fitted) -> Calibrated {
     }
 }
 
-/// Names in a sentence.
+/// Joins names as in a sentence.
 fn listed(names: &[&str]) -> String {
     match names {
         [] => String::new(),
@@ -231,7 +233,7 @@ mod tests {
 
     const DEGENERATE: &str = "shm_call_ps = 0\ntcp_latency_ps = 0\nswitch_ps = 77\n";
 
-    /// A path of this test's own with this text, whose folder goes with it.
+    /// A file for one test with the given text; its directory is removed when this value is dropped.
     struct Kept(PathBuf);
 
     impl Kept {
@@ -283,7 +285,7 @@ mod tests {
         let kept = Kept::new("busy", DEGENERATE);
         let found = find_at(Some(kept.path()), false, &|| Err(Error::timeout("it is too busy")));
         assert_eq!(found.machine, Machine { switch_ps: 77, ..Machine::default() });
-        // The next start measures.
+        // The file is unchanged, so the next start measures.
         assert_eq!(kept.text(), DEGENERATE);
     }
 

@@ -1,7 +1,7 @@
-//! Measuring: calls of two engines in this process, each on a thread and a core of its own.
+//! Measures calls of two engines in this process, each on its own thread and core.
 //!
-//! Everything is the engine's own: transports, executor, kernels. Owns which calls are made and how often; takes
-//! about a tenth of a second on a quiet machine and gives up on one that is too busy. Read [`measure`] first.
+//! Uses the engine's own transports, executor and kernels. Owns which calls are measured and how often. A measurement
+//! takes about a tenth of a second on a quiet machine and is given up on a busy one. Read [`measure`] first.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -16,25 +16,25 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::fit::{LinkTimes, SEGMENT, Times};
 
-/// Deadline of a call that hangs for another reason.
+/// Timeout of a call, in case it hangs for a reason other than a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Bytes of a call of which only the fixed costs count, in one step and in two.
+/// Bytes of calls that have only fixed costs: for one step and for two steps.
 const FEW_BYTES: (u64, u64) = (4, 64);
-/// How many of [`SIZES`] are measured over shared memory, and over loopback sockets, which take as long for each byte of
-/// more; and so many bytes at once.
+/// For shared memory and for loopback sockets: the number of measured [`SIZES`], and the bytes of one batch of calls.
+/// Over sockets the largest sizes are not measured, because their time per byte is constant.
 const SHM: (usize, u64) = (SIZES.len(), 1 << 20);
 const TCP: (usize, u64) = (3, 128 << 10);
 
-/// The cores of the two; none where the system does not say.
+/// The cores of the two ranks; `None` if the system does not report them.
 type Cores = (Option<usize>, Option<usize>);
 
-/// What the calls of [`fit`](super::fit::fit) take on this machine.
+/// Measures on this machine the calls that [`fit`](super::fit::fit) needs.
 ///
 /// # Errors
-/// When a world of two threads cannot be made, or the machine is too busy.
+/// If a group of two threads cannot be created, or the machine is too busy.
 pub(super) fn measure(until: Instant) -> Result<Times> {
-    // On a thread of its own: pinning must not stay with the caller, and a caller that is pinned to one core has
-    // others beside it.
+    // A separate thread keeps the caller's thread unpinned. Also, a caller that is pinned to one core may still use the
+    // other cores here.
     let measuring = || {
         let cores = cores();
         let apart = (cores.first().copied(), cores.get(1).or(cores.first()).copied());
@@ -53,34 +53,34 @@ pub(super) fn measure(until: Instant) -> Result<Times> {
     })
 }
 
-/// The cores that a thread of this process may be given; those it was pinned away from too.
+/// The cores that a thread of this process may run on, including those it is currently pinned away from.
 fn cores() -> Vec<usize> {
     let mut all = CpuSet::new();
     (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
-    // A kernel that refuses leaves what there is.
+    // If the kernel refuses the full set, the current set remains.
     let own = sched_getaffinity(None);
     let _ = sched_setaffinity(None, &all);
     let allowed = sched_getaffinity(None);
     let Ok(allowed) = allowed else { return Vec::new() };
     let mut cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect();
-    // Its own first: those of others may be at work.
+    // The process's current cores come first, because other processes may be busy on the rest.
     if let Ok(own) = own {
         cores.sort_by_key(|&cpu| (!own.is_set(cpu), cpu));
     }
     cores
 }
 
-/// The fastest connection of this host that says how fast it is.
+/// The time per KiB on the host's fastest network interface that reports its speed.
 fn network_ps_per_kib() -> Option<u64> {
     let interfaces = std::fs::read_dir("/sys/class/net").ok()?;
     let speed = |path: std::path::PathBuf| std::fs::read_to_string(path.join("speed")).ok()?.trim().parse::<u64>().ok();
     let fastest =
         interfaces.flatten().filter_map(|entry| speed(entry.path())).filter(|&megabits| megabits > 0).max()?;
-    // 8192 bits.
+    // A KiB has 8192 bits, and 1 megabit per second is 1 bit per 1,000,000 picoseconds.
     Some(8_192_000_000 / fastest)
 }
 
-/// What is called.
+/// The measured kind of call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum What {
     AllReduce,
@@ -90,8 +90,8 @@ enum What {
     Broadcast,
 }
 
-/// Calls that are made one after the other and timed together. Of several batches one counts that few were better than:
-/// most others were disturbed.
+/// Calls that are issued one after the other and timed together. Of several batches, the time at the lower quartile is
+/// used, because most slower batches were disturbed.
 #[derive(Clone, Copy)]
 struct Step {
     what: What,
@@ -105,7 +105,7 @@ impl Step {
         Self { what, bytes, calls, batches: 7 }
     }
 
-    /// Of not too different length for every size: calls of this many bytes together.
+    /// Chooses the number of calls so that batches of all sizes take similar time: about `together` bytes per batch.
     fn of(what: What, bytes: u64, together: u64) -> Self {
         let calls = (together / bytes).clamp(1, 32) as u32;
         let batches = (16 * together / bytes).clamp(1, 7) as usize;
@@ -130,7 +130,7 @@ fn link_times(transport: &str, cores: Cores, (sizes, together): (usize, u64), un
     let (fixed, rates) = took.split_at(4);
     let of = |kind: usize| {
         let time = |index: usize| {
-            // Those larger than measured take as much longer.
+            // Sizes above the largest measured one are extrapolated in proportion to their bytes.
             let last = index.min(sizes - 1);
             rates[3 * last + kind].saturating_mul(SIZES[index] / SIZES[last])
         };
@@ -147,7 +147,7 @@ fn link_times(transport: &str, cores: Cores, (sizes, together): (usize, u64), un
     })
 }
 
-/// Makes the calls of all steps between two ranks on these cores; what one call of each took, in picoseconds.
+/// Runs the calls of all steps between two ranks on these cores. Returns the picoseconds of one call for each step.
 fn run(transport: &str, cores: Cores, steps: &[Step], until: Instant) -> Result<Vec<u64>> {
     let store = MemoryStore::default();
     let too_long = AtomicBool::new(false);
@@ -162,7 +162,7 @@ fn run(transport: &str, cores: Cores, steps: &[Step], until: Instant) -> Result<
     })
 }
 
-/// One of the two.
+/// One of the two ranks.
 struct Member {
     engine: std::sync::Arc<Engine>,
     group: std::sync::Arc<Group>,
@@ -172,7 +172,7 @@ struct Member {
 }
 
 impl Member {
-    /// On a thread of ours.
+    /// Joins the group. Must run on a thread of this module, which it pins and shields from signals.
     fn join(rank: u32, core: Option<usize>, transport: &str, store: &MemoryStore) -> Result<Self> {
         block_signals();
         if let Some(core) = core {
@@ -213,7 +213,7 @@ impl Member {
                     too_long.store(true, Ordering::Relaxed);
                 }
                 self.barrier()?;
-                // Written before the barrier by the one that decides, read behind it by both.
+                // The deciding rank writes the flag before the barrier; both ranks read it after the barrier.
                 if too_long.load(Ordering::Relaxed) {
                     return Err(Error::timeout("it is too busy"));
                 }
@@ -233,7 +233,7 @@ impl Member {
         let words = step.bytes.div_ceil(8) as usize + 1;
         for buffer in [&mut self.input, &mut self.output] {
             if buffer.len() < words {
-                // Written, so that the pages are there before anything is timed.
+                // Writing the buffer maps its pages before anything is timed.
                 *buffer = (0..words as u64).collect();
             }
         }

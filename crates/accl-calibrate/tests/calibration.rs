@@ -1,4 +1,4 @@
-//! Ranks that would choose differently choose alike, because the first one's constants count.
+//! Ranks with different constants choose the same algorithms, because the first rank's constants count.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,11 +13,12 @@ use accl_types::{Bytes, Collective, ErrorKind, Rank, ReduceOp, Result};
 
 const WORLD: u32 = 4;
 const SIZES: [usize; 5] = [1, 300, 5_000, 70_000, 1_000_000];
-/// Only waiting costs anything, so that one step is best; and only frames do, so that few messages are.
+/// Constants where only waiting costs time, so that one step is best, and constants where only frames do, so that few
+/// messages are best.
 const WAITING: &str = "shm_latency_ps = 1000000000 # dear\nshm_frame_ps=0\n";
 const FRAMES: &str = "shm_latency_ps = 0\nshm_frame_ps = 1000000000\n";
 
-/// Files of this test, which go with it.
+/// A directory for one test, removed when this value is dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -27,7 +28,7 @@ impl Folder {
         Self(path)
     }
 
-    /// Settings with a file that holds this text.
+    /// Settings with a calibration file that holds this text.
     fn config(&self, name: &str, text: &str) -> Config {
         let path = self.0.join(name);
         std::fs::write(&path, text).unwrap();
@@ -41,7 +42,7 @@ impl Drop for Folder {
     }
 }
 
-/// Runs `body` on a rank for each of the settings.
+/// Runs `body` on one rank per entry of `configs`.
 fn with_ranks<R: Send>(configs: &[Config], body: impl Fn(Result<Arc<Group>>) -> R + Sync) -> Vec<R> {
     let store = MemoryStore::default();
     let world = configs.len() as u32;
@@ -87,7 +88,7 @@ fn ranks_with_conflicting_constants_take_those_of_the_first() {
         .enumerate()
         .map(|(rank, text)| folder.config(&rank.to_string(), text))
         .collect();
-    // A rank that took another algorithm would send another signature, and the call would fail on all.
+    // If a rank chose another algorithm, its collective fingerprint would differ and the call would fail on all ranks.
     with_ranks(&configs, |group| {
         let group = group.unwrap();
         let member = Member { rank: group.rank().index(), world: WORLD as usize, group: group.clone() };
@@ -117,7 +118,7 @@ fn a_file_that_is_missing_is_measured_once_and_then_found() {
     let path = folder.0.join("below/machine.txt");
     let config = Config { calibration: Calibration::File(path.to_str().unwrap().to_owned()), ..Config::default() };
     let first = accl_calibrate::find(&config);
-    // A machine too busy to be measured takes the built-in constants and keeps nothing.
+    // If the machine is too busy to be measured, the built-in constants are used and nothing is stored.
     if first.source == accl_calibrate::Source::BuiltIn {
         assert!(!path.exists());
         return;

@@ -1,13 +1,13 @@
-//! What one end of a link tells the other before there is one.
+//! The information that one end of a link sends to the other end before the link exists.
 //!
-//! Owns the layout of these bytes, which has a version of its own.
+//! Owns the layout of these bytes, which has its own version.
 
 use std::ffi::c_int;
 
 const VERSION: u32 = 1;
-/// Version, job, rank, tag.
+/// Bytes of version, job, rank and tag.
 const FIXED_BYTES: usize = 4 + 16 + 4 + 4;
-/// Bytes of the library's name that are told.
+/// Maximum bytes of the library's name that are sent.
 const MAX_LIBRARY_BYTES: usize = 512;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,8 +29,10 @@ impl Address {
         bytes
     }
 
+    /// Parses an address.
+    ///
     /// # Errors
-    /// A clause that says what does not fit.
+    /// A clause that states what is wrong.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Address, String> {
         let (version, rest) = bytes.split_first_chunk().ok_or("the peer's address has no version")?;
         let version = u32::from_le_bytes(*version);
@@ -52,7 +54,7 @@ impl Address {
     }
 }
 
-/// The library's words as they are told and compared.
+/// The library's name, cut to the length that is sent and compared.
 pub(crate) fn told(library: &str) -> &str {
     let mut end = library.len().min(MAX_LIBRARY_BYTES);
     while !library.is_char_boundary(end) {

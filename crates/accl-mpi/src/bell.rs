@@ -1,7 +1,9 @@
-//! The doorbell of a link: what its two ends say over the carrier's socket, so that a process may sleep without asking MPI.
+//! The doorbell of a link: words between its two ends over the socket of the bootstrap connection (`carrier`). With it
+//! a process can sleep without polling MPI.
 //!
-//! Owns the socket's bytes and the counts of frames that they carry. Who sleeps leaves word how many frames it has; who sends to it rings,
-//! with the number that it has sent. Both may say it late or twice: the numbers tell whether something is under way. Knows nothing of MPI.
+//! Owns the socket's bytes and the frame counts in them. A process that goes to sleep reports how many frames it has
+//! received. A process that sends to a sleeping peer rings, with the number of frames that it has sent. Either word may
+//! arrive late or twice; the counts show whether frames are in flight. Knows nothing of MPI.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -10,38 +12,38 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-/// What is said: a word and a number of frames, 8 bytes.
+/// Bytes of a word: its kind and a number of frames.
 const WORD_BYTES: usize = 8;
-/// More words than wait to be heard.
+/// Room for more words than can be waiting.
 const PEEKED_BYTES: usize = 64 * WORD_BYTES;
-/// The peer sleeps and has taken in so many frames.
+/// The sender of this word sleeps and has received this number of frames.
 const ASLEEP: u8 = 1;
-/// So many frames were sent to the peer, which had said that it sleeps.
+/// This number of frames was sent to the peer, which had reported that it sleeps.
 const RING: u8 = 2;
-/// So many frames were sent, and there will be no more.
+/// This number of frames was sent, and no more will follow.
 const END: u8 = 3;
-/// What a peer that has died had sent may arrive for so long.
+/// Time for which frames of a dead peer may still arrive.
 const LAST_FRAMES: Duration = Duration::from_millis(20);
 
-/// One end.
+/// One end of the doorbell.
 #[derive(Debug)]
 pub(crate) struct Bell {
     socket: c_int,
-    /// The first bytes of a word.
+    /// The first bytes of an incomplete word.
     begun: Vec<u8>,
-    /// Bytes that the socket has not taken.
+    /// Bytes that the socket has not accepted yet.
     unsaid: Vec<u8>,
-    /// The peer sleeps, and had so many frames then.
+    /// Number of frames that the peer had received when it went to sleep; `None` if it is awake.
     peer_asleep: Option<u32>,
-    /// Of which sleep it was woken last.
+    /// The frame count of the sleep for which the peer was last rung.
     rung_for: Option<u32>,
-    /// The peer knows that this side sleeps.
+    /// Whether the peer knows that this side sleeps.
     has_told: bool,
-    /// How many frames the peer has sent, as far as it has said.
+    /// Number of sent frames that the peer has announced.
     announced: u32,
-    /// The peer has said that there will be no more.
+    /// Whether the peer has announced that no more frames will follow.
     has_said_end: bool,
-    /// Since when the socket has been at its end.
+    /// Time at which the end of the socket was found; `None` while it is open.
     gone: Option<Instant>,
 }
 
@@ -60,17 +62,17 @@ impl Bell {
         }
     }
 
-    /// Rings if the peer sleeps and has fewer frames than were sent.
+    /// Rings if the peer sleeps and has received fewer frames than `sent`.
     pub(crate) fn ring(&mut self, sent: u32) {
         if let Some(had) = self.peer_asleep.filter(|&had| had != sent) {
             self.peer_asleep = None;
-            // It sleeps with so many frames no second time: it gets more.
+            // The peer cannot go to sleep again with this count, because it will receive more frames.
             self.rung_for = Some(had);
             self.say(RING, sent);
         }
     }
 
-    /// Leaves word that this side sleeps, unless the peer knows.
+    /// Reports that this side sleeps, unless the peer knows it.
     pub(crate) fn tell_asleep(&mut self, received: u32) {
         if !std::mem::replace(&mut self.has_told, true) {
             self.say(ASLEEP, received);
@@ -81,34 +83,34 @@ impl Bell {
         self.say(END, sent);
     }
 
-    /// Whether frames are under way that the peer has spoken of.
+    /// Whether frames that the peer has announced are still in flight.
     pub(crate) fn announces_more_than(&self, received: u32) -> bool {
-        // Both count around.
+        // Both counters wrap around.
         (self.announced.wrapping_sub(received) as i32) > 0
     }
 
-    /// Whether the peer has sent so many frames and will send no more.
+    /// Whether the peer has announced `received` frames as its last.
     pub(crate) fn ends_with(&self, received: u32) -> bool {
         self.has_said_end && self.announced == received
     }
 
-    /// Whether the peer's process has ended without a word.
+    /// Whether the peer's process has ended without disconnecting.
     pub(crate) fn has_died(&self) -> bool {
         self.gone.is_some() && !self.has_said_end
     }
 
-    /// Whether it has, so long ago that nothing of it is under way.
+    /// Whether the peer died more than `LAST_FRAMES` ago, so that none of its frames are in flight.
     pub(crate) fn is_silent(&self) -> bool {
         self.has_died() && self.gone.is_some_and(|since| since.elapsed() >= LAST_FRAMES)
     }
 
-    /// Looks whether the peer sleeps, and leaves what it has said to who listens: a thread that sleeps until the socket has an edge would not be
-    /// woken by words that somebody else has taken in.
+    /// Checks whether the peer sleeps, but leaves its words in the socket for the thread that waits on it. That wait is
+    /// edge-triggered: words that another thread has already read would not wake it.
     pub(crate) fn listen_for_sleep(&mut self) {
         let mut bytes = [0; PEEKED_BYTES];
-        // SAFETY: the socket stays open until the link is destroyed, and this with it.
+        // SAFETY: the socket stays open until the link is destroyed, and the link owns this `Bell`.
         let socket = unsafe { BorrowedFd::borrow_raw(self.socket) };
-        // An end, or an error, is found out by who takes in what was said.
+        // The thread that reads the words finds an end or an error.
         let Ok((count, _)) = recv(socket, &mut bytes[..], RecvFlags::DONTWAIT | RecvFlags::PEEK) else { return };
         let said: Vec<u8> = self.begun.iter().chain(&bytes[..count.min(bytes.len())]).copied().collect();
         let asleep = said.chunks_exact(WORD_BYTES).filter(|word| word[0] == ASLEEP).map(count_of).next_back();
@@ -117,12 +119,12 @@ impl Bell {
         }
     }
 
-    /// Takes in what the peer has said.
+    /// Reads the peer's words.
     pub(crate) fn hear(&mut self) {
         self.push();
         let mut bytes = [0; 16 * WORD_BYTES];
         while self.gone.is_none() {
-            // SAFETY: the socket stays open until the link is destroyed, and this with it.
+            // SAFETY: the socket stays open until the link is destroyed, and the link owns this `Bell`.
             let socket = unsafe { BorrowedFd::borrow_raw(self.socket) };
             match recv(socket, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((0, _)) => self.gone = Some(Instant::now()),
@@ -146,12 +148,12 @@ impl Bell {
         for word in words.chunks_exact(WORD_BYTES) {
             let count = count_of(word);
             match word[0] {
-                // It was rung for that already, unheard.
+                // This side has already rung for this sleep, before it read the word.
                 ASLEEP if self.rung_for == Some(count) => {}
                 ASLEEP => self.peer_asleep = Some(count),
                 RING => (self.announced, self.has_told) = (count, false),
                 END => (self.announced, self.has_said_end) = (count, true),
-                // A newer version's, which this one can do without.
+                // A word of a newer version, which this version may ignore.
                 _ => {}
             }
         }
@@ -164,10 +166,10 @@ impl Bell {
         self.push();
     }
 
-    /// Says what was not said; what finds no room is said the next time.
+    /// Sends pending words. The rest is sent at the next call if the socket does not accept them all.
     pub(crate) fn push(&mut self) {
         while !self.unsaid.is_empty() {
-            // SAFETY: the socket stays open until the link is destroyed, and this with it.
+            // SAFETY: the socket stays open until the link is destroyed, and the link owns this `Bell`.
             let socket = unsafe { BorrowedFd::borrow_raw(self.socket) };
             match send(socket, &self.unsaid, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(count) => {
@@ -175,13 +177,13 @@ impl Bell {
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => break,
-                // Whoever is gone hears nothing; that it is gone is heard, not said.
+                // A peer that is gone receives nothing. Reading, not sending, finds out that it is gone.
                 Err(_) => self.unsaid.clear(),
             }
         }
     }
 
-    /// Whether something is left to be said.
+    /// Whether words are still pending.
     pub(crate) fn is_stuck(&self) -> bool {
         !self.unsaid.is_empty()
     }
@@ -232,7 +234,7 @@ mod tests {
     fn who_sends_wakes_a_sleeper_once_and_leaves_what_was_said_to_who_listens() {
         let (_one, _other, mut sleeper, mut sender) = pair();
         sleeper.tell_asleep(3);
-        // What the sender's own listener is to be woken by.
+        // This word must wake the sender's own waiting thread.
         sleeper.peer_asleep = Some(0);
         sleeper.ring(9);
         for sent in 4..7 {

@@ -1,13 +1,13 @@
-//! Memory of frames: buffers of a few sizes that are used again.
+//! Memory of frames: buffers of a few sizes that are reused.
 //!
-//! Owns the buffers that nobody uses. Knows neither MPI nor links.
+//! Owns the unused buffers. Knows neither MPI nor links.
 
-/// Buffers of one size that are kept.
+/// Maximum number of unused buffers of one size that are kept.
 const KEPT: usize = 32;
-/// The smallest buffer, as a power of two.
+/// Size of the smallest buffer, as a power of two.
 const LEAST_SHIFT: u32 = 8;
 
-/// Memory for one frame. It stays where it is, whoever holds it.
+/// Memory for one frame. Its address stays the same when the buffer is moved.
 #[derive(Debug)]
 pub(crate) struct Buffer(Box<[u64]>);
 
@@ -25,12 +25,12 @@ impl Buffer {
     }
 }
 
-/// Buffers for the next frames, by size.
+/// Unused buffers, by size.
 #[derive(Debug, Default)]
 pub(crate) struct Spare(Vec<Vec<Buffer>>);
 
 impl Spare {
-    /// One of at least so many bytes.
+    /// Returns a buffer of at least `bytes` bytes.
     pub(crate) fn take(&mut self, bytes: usize) -> Buffer {
         let shift = bytes.next_power_of_two().trailing_zeros().max(LEAST_SHIFT);
         self.of(shift).pop().unwrap_or_else(|| Buffer(vec![0; (1_usize << shift) / size_of::<u64>()].into()))

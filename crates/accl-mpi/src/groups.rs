@@ -1,6 +1,7 @@
-//! Which processes are a group whose collectives MPI does, and by which communicator.
+//! The groups whose collectives MPI runs, and their communicators.
 //!
-//! Owns what processes tell one another for that, and the rule by which all of them find the same. Read [`open`] first.
+//! Owns the information that processes exchange for this, and the rule by which all of them reach the same result. Read
+//! [`open`] first.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -10,22 +11,22 @@ use crate::calls::{self, Checked, Level};
 use crate::collectives::Group;
 use crate::world::{self, ELSEWHERE, Job};
 
-/// What an address says in place of a tag: the process may call MPI from any thread,
+/// Flag in the tag field of such an address: the process may call MPI from any thread.
 const IS_MULTIPLE: c_int = 1;
-/// and the communicator that was made with MPI's start is free for the group that this address is for.
+/// Flag in the tag field: the communicator from MPI's start is free for the group of this address.
 const HAS_FIRST: c_int = 2;
 
-/// What [`open`] has come to.
+/// The result of [`open`].
 pub(crate) enum Opened {
     Group(Arc<Group>),
-    /// MPI does nothing for such a group, for this reason, in all of its processes alike.
+    /// MPI runs nothing for such a group, for this reason. All of the group's processes get this result.
     LeftToHost(String),
 }
 
-/// What the others of a group that is about to be made need to know.
+/// Returns the information that the other processes of a new group need.
 ///
 /// # Errors
-/// MPI has ended.
+/// If MPI has ended.
 pub(crate) fn address() -> Checked<Address> {
     world::with(|world| {
         let has_first = world.has_first_communicator()?;
@@ -35,10 +36,10 @@ pub(crate) fn address() -> Checked<Address> {
     })?
 }
 
-/// The group of these processes, by what each has said of itself. `key` is the same in all of them.
+/// Opens the group of these processes, each given by its address. `key` is the same in all of them.
 ///
 /// # Errors
-/// Not all are of this job.
+/// If a process is not in this job or uses another library, or if two groups of all processes are created at once.
 pub(crate) fn open(rank: u32, addresses: &[Address], key: u64) -> Checked<Opened> {
     world::with(|world| {
         let job = &world.job;
@@ -72,7 +73,7 @@ pub(crate) fn open(rank: u32, addresses: &[Address], key: u64) -> Checked<Opened
                 job.level.name()
             )));
         }
-        // Another group that is made at the same time was offered it, too.
+        // Another group that is created at the same time was offered the communicator too.
         if made && !world.take_first_communicator() {
             return Err("two groups of all processes are made at once; make one after the other".to_owned());
         }

@@ -1,8 +1,8 @@
 //! The transport `mpi`: frames as messages of the MPI library that a job was launched with.
 //!
-//! A Python module of its own, built against the site's `mpicc`; torch-accl takes its table of C functions ([`table`]) and knows nothing else
-//! of it. [`world`] owns MPI in this process, [`link`] the frames of one link, [`bell`] what wakes who sleeps, [`collectives`] what MPI does as
-//! a whole.
+//! A Python module of its own, built against the site's `mpicc`. torch-accl uses only its table of C functions
+//! ([`table`]). [`world`] owns MPI in this process, and [`link`] the frames of one link. [`bell`] wakes sleeping peers.
+//! [`collectives`] owns the collectives that MPI runs as a whole.
 
 use std::time::Duration;
 
@@ -25,10 +25,11 @@ mod world;
 
 use calls::Level;
 
-/// Starts MPI, or joins whoever has started it, and returns the address of the transport's table.
+/// Starts MPI, or joins an MPI that other code has started. Returns the address of the transport's table.
 ///
-/// `size` is how many processes the launcher has started, if it says so; `level` the level of thread support to ask for; `exclusive` that
-/// nobody else calls MPI while a call is under way; `communicator` one of somebody who has started MPI, by its number in Fortran.
+/// `size` is the number of processes that the launcher has started, if known. `level` is the requested level of thread
+/// support. `exclusive` promises that no other code calls MPI from the first group on. `communicator` is the Fortran
+/// handle of a communicator, if other code has started MPI.
 #[pyfunction]
 #[pyo3(signature = (*, size=None, level="multiple", exclusive=false, communicator=None, timeout=60.0))]
 fn start(
@@ -49,7 +50,7 @@ fn start(
     Ok(table::accl_transport_v1().expose_provenance())
 }
 
-/// What rank 0 of the job gives, at all of its processes, which all have to call this.
+/// Returns the bytes that rank 0 of the job passes. All processes of the job must call this.
 #[pyfunction]
 fn broadcast<'py>(py: Python<'py>, given: Vec<u8>, timeout: f64) -> PyResult<Bound<'py, PyBytes>> {
     let timeout = seconds(timeout)?;
@@ -57,21 +58,21 @@ fn broadcast<'py>(py: Python<'py>, given: Vec<u8>, timeout: f64) -> PyResult<Bou
     Ok(PyBytes::new(py, &told))
 }
 
-/// Ends MPI where `start` has started it; all processes of the job have to do so.
+/// Ends MPI if `start` has started it. All processes of the job must call this.
 #[pyfunction]
 fn finish(py: Python<'_>, timeout: f64) -> PyResult<()> {
     let timeout = seconds(timeout)?;
     py.detach(|| world::finish(timeout)).map_err(PyRuntimeError::new_err)
 }
 
-/// The job as this process sees it: library, rank, size, thread level, and whether somebody else has started MPI.
+/// Returns the job as this process sees it: library, rank, size, thread level, and whether other code has started MPI.
 #[pyfunction]
 fn job(py: Python<'_>) -> PyResult<(String, i32, i32, &'static str, bool)> {
     let job = py.detach(|| world::with(|world| world.job.clone())).map_err(PyRuntimeError::new_err)?;
     Ok((calls::short_name(&job.library), job.rank, job.size, job.level.name(), job.is_shared))
 }
 
-/// Which library this module was linked with.
+/// Returns the name of the MPI library that this module is linked with.
 #[pyfunction]
 fn library() -> PyResult<String> {
     calls::library().map(|library| calls::short_name(&library)).map_err(PyRuntimeError::new_err)

@@ -1,6 +1,6 @@
-//! One link as far as MPI is not asked: what was sent, what has arrived, and who says so.
+//! One link, except for its MPI calls: its sent and received frames, and its end.
 //!
-//! Owns the order of a link's frames and its counts. [`crate::world`] asks MPI for them.
+//! Owns the order of a link's frames and their counts. [`crate::world`] calls MPI for them.
 
 use std::collections::VecDeque;
 use std::ffi::{CString, c_int};
@@ -12,62 +12,62 @@ use crate::bell::Bell;
 use crate::calls::{Checked, Request};
 use crate::frames::{Buffer, Spare};
 
-/// Most frames of a link that are under way, and most bytes of them.
+/// Limits of a link's frames in flight: their number, and their bytes.
 const MAX_FRAMES: usize = 64;
 const MAX_BYTES: usize = 4 << 20;
-/// How long an armed link may be left alone while something is under way: at first, and at most. In between an eighth of the time for which
-/// nothing has moved.
+/// Shortest and longest time for which an armed link may stay unpolled while something is in flight. In between it is
+/// an eighth of the time since the last progress.
 const FIRST_INTERVAL: Duration = Duration::from_micros(20);
 const LAST_INTERVAL: Duration = Duration::from_millis(1);
 
-/// A process of the job, and its name for a link: the tag of the messages that it receives on it.
+/// A process of the job, and the tag of the messages that it receives on a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Peer {
     pub(crate) rank: c_int,
     pub(crate) tag: c_int,
 }
 
-/// A frame that goes out.
+/// A frame to send.
 pub(crate) struct Outgoing {
     pub(crate) buffer: Buffer,
     pub(crate) bytes: usize,
-    /// Of the call that sends it, once it was made.
+    /// The request of the send, once it has started.
     pub(crate) request: Option<Request>,
 }
 
-/// A frame that comes in.
+/// A frame to receive.
 pub(crate) struct Incoming {
     pub(crate) buffer: Buffer,
     pub(crate) bytes: usize,
-    /// Until it is whole.
+    /// The request of the receive, until the frame is complete.
     pub(crate) request: Option<Request>,
 }
 
-/// What is left of a link whose owner has gone.
+/// The frames of a destroyed link that MPI still uses.
 pub(crate) type Remains = (VecDeque<Outgoing>, VecDeque<Incoming>);
 
-/// One end.
+/// One end of a link.
 pub(crate) struct Link {
-    /// The peer sends with it.
+    /// The tag with which the peer sends.
     pub(crate) tag: c_int,
     pub(crate) peer: Option<Peer>,
     pub(crate) max_payload_bytes: usize,
     pub(crate) bell: Option<Bell>,
-    /// Why it is broken.
+    /// The reason why the link is broken.
     pub(crate) broken: Option<CString>,
     reserved: Option<(Buffer, usize)>,
     pub(crate) outgoing: VecDeque<Outgoing>,
     bytes_under_way: usize,
     pub(crate) incoming: VecDeque<Incoming>,
-    /// How many frames. They count around.
+    /// Numbers of frames sent and received. They wrap around.
     sent: u32,
     received: u32,
     is_closed: bool,
-    /// When something has moved last, as far as an armed link has looked.
+    /// Start of the current period without progress, as far as [`Link::arm`] has seen it.
     moved: Option<Instant>,
 }
 
-/// What a look at a link finds.
+/// The result of polling a link.
 pub(crate) enum Look<'a> {
     Frame(&'a Incoming),
     Nothing,
@@ -104,7 +104,7 @@ impl Link {
         self.outgoing.len() < MAX_FRAMES && self.bytes_under_way < MAX_BYTES
     }
 
-    /// A place for a frame, whose head is at its beginning and whose payload follows.
+    /// Returns memory for a frame: its head first, then its payload.
     pub(crate) fn reserve(&mut self, payload_bytes: usize, spare: &mut Spare) -> *mut u8 {
         if let Some((buffer, _)) = self.reserved.take() {
             spare.give_back(buffer);
@@ -114,7 +114,7 @@ impl Link {
         buffer.as_mut_ptr()
     }
 
-    /// The reserved frame goes out: it is the last of `outgoing`.
+    /// Queues the reserved frame as the last of `outgoing`. Returns false if no frame is reserved.
     pub(crate) fn commit(&mut self) -> bool {
         let Some((buffer, bytes)) = self.reserved.take() else { return false };
         self.bytes_under_way += bytes;
@@ -123,7 +123,8 @@ impl Link {
         true
     }
 
-    /// There will be no more frames. How many there were is said over the carrier, so that the peer reads the end behind the last of them.
+    /// Ends this direction of the link. The number of sent frames goes over the bootstrap connection, so that the peer
+    /// reads the end after the last frame.
     pub(crate) fn close(&mut self) {
         if !std::mem::replace(&mut self.is_closed, true)
             && let Some(bell) = &mut self.bell
@@ -132,7 +133,7 @@ impl Link {
         }
     }
 
-    /// The first message has left.
+    /// Handles the completion of the oldest send.
     fn has_left(&mut self, spare: &mut Spare) {
         if let Some(message) = self.outgoing.pop_front() {
             self.bytes_under_way -= message.bytes;
@@ -141,7 +142,8 @@ impl Link {
         }
     }
 
-    /// Rings for what was sent, if the peer has said that it sleeps. Whoever sends may make no other call for long.
+    /// Rings for sent frames if the peer has reported that it sleeps. The caller may not make another call for a long
+    /// time.
     pub(crate) fn ring(&mut self) {
         let sent = self.sent;
         if let Some(bell) = &mut self.bell {
@@ -151,7 +153,7 @@ impl Link {
         }
     }
 
-    /// Takes in what the peer has said, and rings as [`Link::ring`] does.
+    /// Reads the peer's words, and rings like [`Link::ring`].
     fn heed(&mut self) {
         let sent = self.sent;
         if let Some(bell) = &mut self.bell {
@@ -160,7 +162,7 @@ impl Link {
         }
     }
 
-    /// A message has been matched.
+    /// Adds a matched message.
     pub(crate) fn arrives(&mut self, message: Incoming) {
         self.received = self.received.wrapping_add(1);
         self.moved = None;
@@ -174,13 +176,13 @@ impl Link {
         match self.incoming.front() {
             Some(message @ Incoming { request: None, .. }) => Look::Frame(message),
             None if self.bell.as_ref().is_some_and(|bell| bell.ends_with(self.received)) => Look::Ended,
-            // What has begun to come from a process that is no more never ends.
+            // A frame that has only partly arrived from a dead process never completes.
             _ if self.bell.as_ref().is_some_and(Bell::is_silent) => Look::Ended,
             _ => Look::Nothing,
         }
     }
 
-    /// Takes note of what has left and of what has become whole.
+    /// Handles completed sends and receives.
     pub(crate) fn settle(&mut self, spare: &mut Spare) -> Checked<()> {
         while let Some(Outgoing { request: Some(request), .. }) = self.outgoing.front_mut() {
             if !request.is_complete()? {
@@ -199,12 +201,12 @@ impl Link {
         Ok(())
     }
 
-    /// MPI neither reads from nor writes to anything of it.
+    /// Whether MPI uses none of the link's memory.
     pub(crate) fn is_at_rest(&self) -> bool {
         self.outgoing.is_empty() && self.incoming.iter().all(|message| message.request.is_none())
     }
 
-    /// Gives the frame's place back.
+    /// Gives back the memory of the oldest received frame.
     pub(crate) fn release(&mut self, spare: &mut Spare) {
         if self.incoming.front().is_some_and(|message| message.request.is_none())
             && let Some(message) = self.incoming.pop_front()
@@ -213,14 +215,15 @@ impl Link {
         }
     }
 
-    /// Nobody looks any more. How long it may be left alone; `None`: until the carrier has an edge.
+    /// Called when no thread polls the link any more. Returns how long it may stay unpolled; `None` means until the
+    /// bootstrap connection has an event.
     pub(crate) fn arm(&mut self) -> Option<Duration> {
-        // Here and nowhere else: a look that follows this one would take in the bell that is to end the sleep.
+        // Words are read only here: a poll after this one would take the word that must end the sleep.
         self.heed();
         let is_at_rest = self.is_at_rest();
         let Some(bell) = &mut self.bell else { return Some(LAST_INTERVAL) };
         let waits_for_death = bell.has_died() && !bell.is_silent();
-        // A side that is closed cannot say that it sleeps.
+        // A closed side cannot report that it sleeps.
         if !self.is_closed
             && is_at_rest
             && !bell.is_stuck()
@@ -235,7 +238,7 @@ impl Link {
         Some((moved.elapsed() / 8).clamp(FIRST_INTERVAL, LAST_INTERVAL))
     }
 
-    /// What MPI still reads from and writes to.
+    /// Returns the frames that MPI still uses.
     pub(crate) fn into_remains(mut self, spare: &mut Spare) -> Remains {
         if let Some((buffer, _)) = self.reserved.take() {
             spare.give_back(buffer);

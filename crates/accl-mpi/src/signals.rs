@@ -1,10 +1,11 @@
-//! Signals of the process are for its other threads.
+//! Keeps the process's signals away from this crate's threads.
 //!
-//! Owns the mask of the thread that starts MPI.
+//! Owns the signal mask of the threads that it is called on.
 
-/// Blocks all signals in this thread and those that it starts: Python's handlers run in the main thread, which a signal has to wake.
+/// Blocks all signals in this thread and in the threads that it starts. Python's handlers run in the main thread, so
+/// signals must wake that thread.
 pub(crate) fn block() {
-    // SAFETY: a set that is filled before it is used, and the mask of this thread alone.
+    // SAFETY: the set is filled before it is used, and only this thread's mask is changed.
     unsafe {
         let mut all = std::mem::zeroed();
         libc::sigfillset(&raw mut all);

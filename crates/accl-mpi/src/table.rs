@@ -1,6 +1,7 @@
-//! The table of C functions that torch-accl takes: `accl_transport_v1` of `accl_transport.h`.
+//! The table of C functions for torch-accl: `accl_transport_v1` of `accl_transport.h`.
 //!
-//! Owns the border to the engine: pointers become places in [`crate::world`], and no panic crosses. Knows no MPI.
+//! Owns the border to the engine: pointers become indices of links in [`crate::world`], and no panic crosses. Knows no
+//! MPI.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -47,16 +48,16 @@ static TABLE: Holder = Holder(TransportV1 {
 
 struct Holder(TransportV1);
 
-// SAFETY: constants and functions that any thread may call.
+// SAFETY: the table consists of constants and of functions that any thread may call.
 unsafe impl Sync for Holder {}
 
-/// The table, for the life of the process.
+/// Returns the table, which is valid for the life of the process.
 #[unsafe(no_mangle)]
 pub extern "C" fn accl_transport_v1() -> *const TransportV1 {
     &raw const TABLE.0
 }
 
-/// A link's name is its place among those of the process, one more, since null is none.
+/// The engine's handle of a link: the link's index plus one, because null means no link.
 fn name_of(index: usize) -> *mut c_void {
     std::ptr::without_provenance_mut(index + 1)
 }
@@ -65,7 +66,7 @@ fn index_of(link: *mut c_void) -> usize {
     link.addr() - 1
 }
 
-/// What `work` makes of the world; `otherwise` when there is none, or a panic.
+/// Returns the result of `work` on the world, or `otherwise` without a world or after a panic.
 fn with<T: Copy>(otherwise: T, work: impl FnOnce(&mut World) -> T) -> T {
     catch_unwind(AssertUnwindSafe(|| world::with(work).unwrap_or(otherwise))).unwrap_or(otherwise)
 }
@@ -83,14 +84,14 @@ unsafe extern "C" fn open(
     address: *mut c_void,
     address_bytes: *mut usize,
 ) -> c_int {
-    // Of a forked child that makes links of its own. No other function is called there.
+    // A forked child may create links of its own. The engine calls no other function there.
     if let Err(why) = world::guard_fork() {
         return refuse(why);
     }
     let peer = if peer.is_null() {
         None
     } else {
-        // SAFETY: the header has as many bytes there.
+        // SAFETY: by `accl_transport.h`, `peer` points to `peer_bytes` bytes.
         match Address::from_bytes(unsafe { std::slice::from_raw_parts(peer.cast(), peer_bytes) }) {
             Ok(peer) => Some(peer),
             Err(why) => return refuse(why),
@@ -110,7 +111,8 @@ unsafe extern "C" fn open(
         .and_then(|opened| opened)
     }));
     match opened.unwrap_or_else(|_| Err("an internal error".to_owned())) {
-        // SAFETY: the header promises this much room, and places for both answers.
+        // SAFETY: by `accl_transport.h`, `address` has room for `*address_bytes` bytes, and `address_bytes` and `link`
+        // are valid.
         Ok((index, ours)) => unsafe {
             why::write_address(&ours, address, address_bytes);
             *link = name_of(index);
@@ -121,7 +123,7 @@ unsafe extern "C" fn open(
 }
 
 unsafe extern "C" fn connect(link: *mut c_void, peer: *const c_void, bytes: usize, max_payload_bytes: usize) -> c_int {
-    // SAFETY: the header has as many bytes there.
+    // SAFETY: by `accl_transport.h`, `peer` points to `bytes` bytes.
     let peer = Address::from_bytes(unsafe { std::slice::from_raw_parts(peer.cast(), bytes) });
     with(FAILED, |world| {
         let index = index_of(link);
@@ -152,7 +154,8 @@ unsafe extern "C" fn reserve(
             return AGAIN;
         }
         let place = link.reserve(payload_bytes, spare);
-        // SAFETY: the header promises places for both answers; the buffer has room for the head and the payload behind it.
+        // SAFETY: by `accl_transport.h`, `head` and `payload` are valid; the buffer has room for the head and the
+        // payload after it.
         unsafe {
             *head = place.cast();
             *payload = place.add(HEAD_BYTES).cast();
@@ -183,7 +186,8 @@ unsafe extern "C" fn peek(
             match link.look() {
                 Look::Frame(message) => {
                     let place = message.buffer.as_ptr();
-                    // SAFETY: the header promises places for the answers, and the message is at least as long as a head.
+                    // SAFETY: by `accl_transport.h`, the result pointers are valid; the message is at least as long as
+                    // a head.
                     unsafe {
                         *head = place.cast();
                         *payload = place.add(HEAD_BYTES).cast();
@@ -243,12 +247,12 @@ unsafe extern "C" fn attach(link: *mut c_void, carrier: c_int) {
 
 unsafe extern "C" fn arm(link: *mut c_void) -> u64 {
     let index = index_of(link);
-    // Where something is wrong, the next look says so.
+    // If something is wrong, the next poll reports it.
     const SOON_US: u64 = 1000;
     with(SOON_US, |world| {
         world.turn(index);
         let Ok(link) = world.link(index) else { return SOON_US };
-        // Zero is for ever.
+        // Zero means no time limit.
         link.arm().map_or(0, |interval| u64::try_from(interval.as_micros()).map_or(SOON_US, |us| us.max(1)))
     })
 }
@@ -258,7 +262,7 @@ unsafe extern "C" fn error(link: *mut c_void) -> *const c_char {
         return why::last();
     }
     with(std::ptr::null(), |world| match world.link(index_of(link)) {
-        // It stays as long as the link, and is never replaced.
+        // The text lives as long as the link and is never replaced.
         Ok(link) => link.broken.as_ref().map_or(std::ptr::null(), |why| why.as_ptr()),
         Err(_) => std::ptr::null(),
     })

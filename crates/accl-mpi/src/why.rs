@@ -1,32 +1,32 @@
-//! What both halves of the table tell the engine beside a number: why, and an address.
+//! Results of the table's functions in addition to their return codes: error texts and addresses.
 //!
-//! Owns the text of a thread's last refusal.
+//! Owns the text of a thread's last error.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int, c_void};
 
 thread_local! {
-    /// Why a function has returned what it has, of those that this thread has called and that name no link.
+    /// The reason for the last return code of this thread's calls that name no link.
     static WHY: RefCell<CString> = RefCell::default();
 }
 
-/// Keeps why a function returns this.
+/// Stores the reason and returns `returned`.
 pub(crate) fn explain(returned: c_int, why: String) -> c_int {
     WHY.with_borrow_mut(|kept| *kept = CString::new(why).unwrap_or_default());
     returned
 }
 
-/// What was kept last, until this thread keeps something else.
+/// Returns the last stored reason, valid until this thread stores another.
 pub(crate) fn last() -> *const c_char {
     WHY.with_borrow(|why| why.as_ptr())
 }
 
-/// Writes an address where there is room, and its length.
+/// Copies an address as far as there is room, and stores its length.
 ///
 /// # Safety
-/// There is as much room as `bytes` points to.
+/// `bytes` is valid, and `address` has room for the number of bytes that it points to.
 pub(crate) unsafe fn write_address(ours: &[u8], address: *mut c_void, bytes: *mut usize) {
-    // SAFETY: the caller has this much room.
+    // SAFETY: `address` has room for `*bytes` bytes by this function's contract.
     unsafe {
         ours.as_ptr().copy_to_nonoverlapping(address.cast(), ours.len().min(*bytes));
         *bytes = ours.len();

@@ -1,9 +1,12 @@
-//! The process as a part of its MPI job: one communicator, all links over it, and which thread calls MPI.
+//! The process as a member of its MPI job: one communicator, all links over it, and the choice of the thread that calls
+//! MPI.
 //!
-//! Owns the start and the end of MPI, the communicator, the tags, and every call that is made for links. One lock guards all of it: MPI is
-//! called by whoever holds it, if the level of thread support allows that, and otherwise by a thread of its own, which starts and ends MPI
-//! in both cases. With `MPI_THREAD_MULTIPLE` collectives ([`crate::collectives`]) are moved on without the lock, by whoever waits for them. Nothing
-//! here blocks but [`start`] and [`finish`], which have deadlines; communicators of groups are made and given back by threads that nobody waits for.
+//! Owns the start and the end of MPI, the communicator, the tags, and all MPI calls for links. One lock guards all of
+//! these. If the level of thread support allows it, the thread that holds the lock calls MPI. Otherwise only the
+//! servant thread does. In both cases the servant starts and ends MPI. With `MPI_THREAD_MULTIPLE`, waiting threads
+//! advance collectives ([`crate::collectives`]) without the lock.
+//! Only [`start`], [`broadcast`] and [`finish`] block, and all have deadlines. Separate threads create and free
+//! communicators of groups, and no thread waits for them.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
@@ -20,33 +23,33 @@ use crate::collectives::{Call, are_at_work, are_under_way, end_all, lock as lock
 use crate::frames::{Buffer, Spare};
 use crate::link::{Incoming, Link, Look, Outgoing, Peer};
 
-/// Messages that one look takes in at most.
+/// Maximum number of messages that one poll receives.
 const MESSAGES: usize = 8;
-/// Most bytes that rank 0 tells all, with a length of two bytes before them.
+/// Maximum bytes of a broadcast from rank 0, including two bytes for the length.
 const BROADCAST_BYTES: usize = 4096;
-/// Who has a deadline of its own is given so much longer.
+/// Extra wait for a thread that enforces its own deadline.
 const GRACE: Duration = Duration::from_secs(1);
-/// Whoever waits longer for the end says so.
+/// Wait for the end of MPI after which a message is printed.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Who does not know whether all processes come to their end waits so long for them.
+/// Maximum wait for the end of MPI if some processes may not reach it.
 const DOUBTFUL: Duration = Duration::from_secs(10);
-/// Whoever else ends MPI waits at most so long for the processes that still send something.
+/// Maximum wait for processes that still send something, when other code ends MPI.
 const OTHERS_END: Duration = Duration::from_secs(2);
-/// For so long after the last look the thread that calls MPI goes on without a sleep.
+/// Time after the last poll during which the thread that calls MPI continues without sleeping.
 const ATTENTION: Duration = Duration::from_millis(1);
-/// And then sleeps at most so long while something is under way.
+/// Maximum sleep of that thread afterwards, while something is in flight.
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
-/// How MPI is to be started.
+/// The parameters of MPI's start.
 #[derive(Clone, Debug)]
 pub(crate) struct Wanted {
-    /// How many processes the launcher has started, if it says so.
+    /// Number of processes that the launcher has started, if known.
     pub(crate) size: Option<c_int>,
-    /// The level of thread support to ask for.
+    /// The requested level of thread support.
     pub(crate) level: Level,
-    /// Nobody else calls MPI from the first group on.
+    /// Whether no other code calls MPI from the first group on.
     pub(crate) is_exclusive: bool,
-    /// A communicator of somebody who has started MPI, by its number in Fortran.
+    /// The Fortran handle of a communicator, if other code has started MPI.
     pub(crate) communicator: Option<c_int>,
     pub(crate) timeout: Duration,
 }
@@ -54,84 +57,87 @@ pub(crate) struct Wanted {
 /// The job as this process sees it.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
-    /// What all processes of the job have in common, and no other job has.
+    /// Identifier of the job: equal in all of its processes, and different in every other job.
     pub(crate) id: u128,
     pub(crate) library: String,
     pub(crate) rank: c_int,
     pub(crate) size: c_int,
     pub(crate) level: Level,
-    /// Somebody else has started MPI, and ends it.
+    /// Whether other code has started MPI, and ends it.
     pub(crate) is_shared: bool,
 }
 
-/// Everything under the lock.
+/// The state under the lock.
 pub(crate) struct World {
     pub(crate) job: Job,
     communicator: Communicator,
-    /// Of the same processes, for the first group of all of them whose collectives MPI does, and to make others from.
+    /// A communicator of the same processes, for the collectives of the first group of all processes. Other
+    /// communicators are created from it.
     first: Communicator,
     is_first_taken: bool,
-    /// Collectives under way, where one thread calls MPI.
+    /// Collectives in flight, if one thread makes all MPI calls.
     calls: Vec<Arc<Mutex<Call>>>,
-    /// MPI is called by the thread that has started it, and by no other.
+    /// Whether only the thread that started MPI calls it.
     is_served: bool,
     links: Vec<Option<Link>>,
     by_tag: HashMap<c_int, usize>,
     next_tag: c_int,
     largest_tag: c_int,
     pub(crate) spare: Spare,
-    /// Messages of links that are no more, which MPI still reads from and writes to.
+    /// Messages of destroyed links that MPI still uses.
     leaving: Vec<(Peer, Outgoing)>,
     unwanted: Vec<Incoming>,
-    /// Why MPI is not called any more.
+    /// The reason why MPI is not called any more.
     over: Option<String>,
-    /// The process is about to end: the thread that has started MPI is asked to end it.
+    /// Whether the process is about to end. Then the thread that started MPI is asked to end it.
     is_leaving: bool,
     broadcast: Option<Broadcast>,
-    /// Why a fence of all processes could last for ever: a peer has died, or has left something unfinished.
+    /// The reason why a fence of all processes could last forever: a peer has died, or a collective was abandoned here.
     cannot_fence: Option<&'static str>,
-    /// Processes may not come to the fence.
+    /// Whether some processes may not reach the fence.
     is_doubtful: bool,
     last_look: Instant,
     is_parked: bool,
 }
 
-/// What rank 0 tells all, at one time.
+/// A broadcast from rank 0. There is at most one at a time.
 struct Broadcast {
-    /// The same room in all processes. What was given up is never freed: the library may still write to it.
+    /// A buffer of the same size in all processes. After a broadcast was given up it is never freed, because the
+    /// library may still write to it.
     bytes: Box<[u8; BROADCAST_BYTES]>,
     request: Option<Request>,
-    /// How it has ended.
+    /// The result, once the broadcast has ended.
     ended: Option<Checked<()>>,
 }
 
-/// Of a process with another identity of its job: it belongs to another one, or to another communicator, of which it was told.
+/// Error text for a peer with another job identifier: it is in another job, or uses another communicator.
 pub(crate) const ELSEWHERE: &str = "of another MPI job, or not among the ranks of the communicator that this transport was opened over: of several, call init_from_mpi with the largest first";
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
-/// The process that has begun to start MPI. What a forked child has of all this is its parent's, the lock's state as well.
+/// The process that began to start MPI. In a forked child all of this state belongs to the parent, including the lock's
+/// state.
 static STARTED_IN: AtomicU32 = AtomicU32::new(0);
-/// How starting has failed: it cannot be tried again, and may go on beside us.
+/// The error of a failed start. It cannot be retried, and the failed start may still be running.
 static FAILED: Mutex<Option<String>> = Mutex::new(None);
-/// Who calls MPI for a collective, since MPI was started.
+/// The threads that may call MPI for a collective; set when MPI was started.
 static CALLER: OnceLock<Caller> = OnceLock::new();
-/// Somebody waits for the thread that calls MPI.
+/// Wakes the thread that calls MPI, because another thread waits for it.
 static WANTED: Condvar = Condvar::new();
-/// To the thread that has started MPI: what to do next.
+/// The channel to the thread that started MPI, for its next order.
 static SERVANT: Mutex<Option<mpsc::Sender<Order>>> = Mutex::new(None);
 
-/// Who may call MPI.
+/// The threads that may call MPI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Caller {
     /// Any thread at any time.
     Anybody,
-    /// Whoever has the world's lock.
+    /// The thread that holds the world's lock.
     OneAtATime,
-    /// The thread that has started it.
+    /// The thread that started MPI.
     Servant,
 }
 
-/// To end MPI until then, and to say how that went.
+/// An order to end MPI by `until`, and the channel for the result.
 struct Order {
     until: Instant,
     answer: mpsc::Sender<Checked<()>>,
@@ -144,7 +150,7 @@ fn lock() -> MutexGuard<'static, Option<World>> {
 /// Calls `work` with the world.
 ///
 /// # Errors
-/// MPI was not started by this library.
+/// If this library has not started or joined MPI.
 pub(crate) fn with<T>(work: impl FnOnce(&mut World) -> T) -> Result<T, String> {
     debug_assert!(guard_fork().is_ok(), "the engine calls nothing in a forked child");
     let mut world = lock();
@@ -152,7 +158,7 @@ pub(crate) fn with<T>(work: impl FnOnce(&mut World) -> T) -> Result<T, String> {
     Ok(work(world))
 }
 
-/// Refuses a forked child, without a look at anything that its parent may have held when it forked.
+/// Refuses a forked child, without accessing anything that its parent may have held during the fork.
 pub(crate) fn guard_fork() -> Checked<()> {
     match STARTED_IN.load(Ordering::Relaxed) {
         0 => Ok(()),
@@ -163,17 +169,17 @@ pub(crate) fn guard_fork() -> Checked<()> {
     }
 }
 
-/// Starts MPI, or joins whoever has started it. The same job when it has been done.
+/// Starts MPI, or joins an MPI that other code has started. If that was done before, returns the same job.
 ///
 /// # Errors
-/// One sentence that says what is wrong and what to do.
+/// One sentence with the problem and the remedy.
 pub(crate) fn start(wanted: &Wanted) -> Checked<Job> {
     guard_fork()?;
     if let Some(why) = FAILED.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
         return Err(format!("MPI could not be started before, and that cannot be tried again in a process: {why}"));
     }
     let started = start_or_join(wanted);
-    // A wrong value is another matter, and so is what somebody else has started.
+    // An invalid setting may be corrected and retried, and so may joining an MPI that other code has started.
     let has_begun = SERVANT.lock().unwrap_or_else(PoisonError::into_inner).is_some();
     if let (Err(why), true) = (&started, has_begun) {
         FAILED.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| why.clone());
@@ -213,7 +219,7 @@ fn start_or_join(wanted: &Wanted) -> Checked<Job> {
     start_servant(wanted.clone(), until)
 }
 
-/// Whether MPI may be called beside those who have started it.
+/// Checks whether MPI may be called in addition to the code that started it.
 fn permit_sharing(level: Level, is_exclusive: bool) -> Checked<()> {
     match level {
         Level::Multiple => Ok(()),
@@ -243,7 +249,7 @@ fn install(world: World) -> Job {
     job
 }
 
-/// Starts the thread that starts MPI, calls it if no other may, and ends it.
+/// Starts the servant thread. It starts MPI, makes all MPI calls if no other thread may, and ends MPI.
 fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
     let timeout = wanted.timeout;
     let (tell, told) = mpsc::channel();
@@ -260,9 +266,9 @@ fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
         if is_served {
             serve_until_over();
         }
-        // As long as the process lives somebody may want the end.
+        // The order to end MPI may come at any time while the process lives.
         if let Ok(Order { until, answer }) = to_do.recv() {
-            // Without a world nothing was ever sent.
+            // Without a world, nothing was ever sent.
             let is_idle = lock().is_none();
             let left = if is_idle { Ok(()) } else { leave(until, "the process is about to end") };
             let left = left.and_then(|()| calls::finalize());
@@ -274,7 +280,7 @@ fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
         .spawn(serve)
         .map_err(|why| format!("the thread that starts MPI cannot start: {why}"))?;
     *SERVANT.lock().unwrap_or_else(PoisonError::into_inner) = Some(orders);
-    // MPI_Init_thread itself has no deadline: what comes too late is left to it.
+    // MPI_Init_thread itself has no deadline; if it is late, it is left running.
     match told.recv_timeout(until.saturating_duration_since(Instant::now()) + GRACE) {
         Ok(job) => job,
         Err(_) => Err(format!(
@@ -285,7 +291,7 @@ fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
     }
 }
 
-/// Makes the communicator of the links. All processes of `from` do so.
+/// Creates the communicator of the links. All processes of `from` must call this.
 fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, until: Instant) -> Checked<World> {
     let library = address::told(&calls::library()?).to_owned();
     let (rank, size) = (from.rank()?, from.size()?);
@@ -304,9 +310,9 @@ fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, unti
     })?;
     let first =
         communicator.duplicate(until).map_err(|why| format!("the communicator of collectives was not made: {why}"))?;
-    // Never freed: who gives up does not know whether the library still writes to it.
+    // Leaked: if this gives up, the library may still write to it.
     let id = Box::leak(Box::new(some_number().to_le_bytes()));
-    // SAFETY: the bytes stay.
+    // SAFETY: the bytes are leaked, so they stay valid, and they are read only after the request has completed.
     unsafe { communicator.broadcast(id.as_mut_ptr(), id.len()) }
         .and_then(|mut request| request.complete(until))
         .map_err(|why| format!("the job's identity was not agreed on: {why}"))?;
@@ -336,16 +342,16 @@ fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, unti
     })
 }
 
-/// A number that no other job has.
+/// A random number, different in every job.
 fn some_number() -> u128 {
     let half = || u128::from(RandomState::new().hash_one(std::process::id()));
     (half() << 64) | half()
 }
 
-/// What rank 0 of the job gives, at all of its processes, which all have to call this.
+/// Returns the bytes that rank 0 of the job passes. All processes of the job must call this.
 ///
 /// # Errors
-/// Not all have come in time.
+/// If not all processes have called in time, if there are too many bytes, or if MPI has failed or ended.
 pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
     let until = Instant::now() + timeout;
     let length = u16::try_from(given.len()).ok().filter(|&length| usize::from(length) + 2 <= BROADCAST_BYTES);
@@ -391,10 +397,10 @@ pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
     }
 }
 
-/// Ends MPI, which is a fence: all processes of the job have to do so.
+/// Ends MPI, which is a fence: all processes of the job must call this.
 ///
 /// # Errors
-/// Not all have come in time, or MPI says that something is wrong. The process cannot end as usual then.
+/// If not all processes have called in time, or if MPI reports an error. Then the process cannot exit normally.
 pub(crate) fn finish(timeout: Duration) -> Checked<()> {
     if guard_fork().is_err() {
         return Ok(());
@@ -403,7 +409,7 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
     let timeout = if is_doubtful { timeout.min(DOUBTFUL) } else { timeout };
     let until = Instant::now() + timeout;
     let Some(servant) = SERVANT.lock().unwrap_or_else(PoisonError::into_inner).take() else {
-        // Somebody else's, or never started.
+        // Other code has started MPI, or it was never started.
         let _ = with(|world| world.end("the process is about to end"));
         return Ok(());
     };
@@ -413,7 +419,7 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
         world.cannot_fence
     });
     if let Ok(Some(why)) = cannot_fence {
-        // The launcher ends a job that has lost a process, or one that ends so.
+        // The launcher ends a job that has lost a process, or in which a process exits without ending MPI.
         let _ = with(|world| world.end(why));
         return Ok(());
     }
@@ -428,14 +434,14 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
         answered.recv_timeout(left())
     });
     match answer.unwrap_or_else(|_| Err(format!("MPI_Finalize has not returned for {} s", timeout.as_secs()))) {
-        // As where it is known.
+        // Handled like a known reason in `cannot_fence`: MPI is not ended.
         Err(_) if is_doubtful => Ok(()),
         answer => answer,
     }
 }
 
-/// What was sent leaves and what comes is taken in, until all processes of the job have come so far; then no link calls MPI any more. Whoever
-/// ended before would leave others with messages that nobody receives.
+/// Sends and receives until all processes of the job have reached this point. Then no link calls MPI any more. A
+/// process that ended earlier would leave other processes with messages that are never received.
 fn leave(until: Instant, why: &str) -> Checked<()> {
     let mut fence = None;
     loop {
@@ -464,7 +470,7 @@ fn leave(until: Instant, why: &str) -> Checked<()> {
     }
 }
 
-/// What the thread does that alone may call MPI.
+/// The loop of the servant thread, if only this thread may call MPI.
 fn serve_until_over() {
     let mut guard = lock();
     loop {
@@ -476,7 +482,7 @@ fn serve_until_over() {
         let unwatched = world.last_look.elapsed();
         if unwatched >= ATTENTION {
             world.is_parked = true;
-            // As an armed link is looked at by others; without anything under way somebody says when there is.
+            // The pause grows like an armed link's. If nothing is in flight, another thread wakes this one when needed.
             let pause = (unwatched / 8).min(LONGEST_PAUSE);
             guard = if world.is_at_rest() {
                 WANTED.wait(guard).unwrap_or_else(PoisonError::into_inner)
@@ -494,7 +500,7 @@ fn serve_until_over() {
     }
 }
 
-/// A collective is begun soon, and moved on whenever it is tested.
+/// Queues a collective. It starts soon, and advances whenever it is tested.
 pub(crate) fn start_collective(call: &Arc<Mutex<Call>>) -> Checked<()> {
     with(|world| {
         if let Some(why) = &world.over {
@@ -508,7 +514,7 @@ pub(crate) fn start_collective(call: &Arc<Mutex<Call>>) -> Checked<()> {
     })?
 }
 
-/// Moves a collective on, if this thread may. Returns how it has ended, once it has.
+/// Advances a collective, if this thread may call MPI. Returns its result once it has ended.
 pub(crate) fn test_collective(call: &Mutex<Call>) -> Option<Checked<()>> {
     let lock_call = || lock_of(call);
     match CALLER.get() {
@@ -526,7 +532,7 @@ pub(crate) fn test_collective(call: &Mutex<Call>) -> Option<Checked<()>> {
     }
 }
 
-/// A collective is not moved on any more. What a process leaves unfinished keeps MPI from ending as it should.
+/// Gives a collective up. A collective that a process leaves unfinished keeps MPI from ending properly.
 pub(crate) fn abandon_collective(call: &Arc<Mutex<Call>>) {
     let _ = with(|world| {
         world.note_abandonment();
@@ -536,20 +542,20 @@ pub(crate) fn abandon_collective(call: &Arc<Mutex<Call>>) {
 }
 
 impl World {
-    /// Whether nobody has the communicator that was made with MPI's start.
+    /// Whether the communicator from MPI's start is free.
     ///
     /// # Errors
-    /// MPI has ended.
+    /// If MPI has ended.
     pub(crate) fn has_first_communicator(&self) -> Checked<bool> {
         self.over.clone().map_or(Ok(!self.is_first_taken), Err)
     }
 
-    /// A group has it from now on; `false`: another one has.
+    /// Gives that communicator to a group. Returns false if another group has it.
     pub(crate) fn take_first_communicator(&mut self) -> bool {
         !std::mem::replace(&mut self.is_first_taken, true)
     }
 
-    /// Whoever has taken it never used it.
+    /// Makes that communicator free again, because its group never used it.
     pub(crate) fn give_back_first_communicator(&mut self) {
         self.is_first_taken = false;
     }
@@ -558,16 +564,16 @@ impl World {
         self.first
     }
 
-    /// A tag for making a communicator, by a number that all of its processes have.
+    /// A tag for creating a communicator, from a number that all of its processes have.
     pub(crate) fn tag_of(&self, key: u64) -> c_int {
         let tags = u64::from(self.largest_tag.unsigned_abs()) + 1;
         c_int::try_from(key % tags).unwrap_or(0)
     }
 
-    /// Makes one end of a link; its name is where it stands.
+    /// Creates one end of a link. Returns its index and its address.
     ///
     /// # Errors
-    /// MPI has ended.
+    /// If MPI has ended.
     pub(crate) fn open(&mut self, max_payload_bytes: usize) -> Checked<(usize, Address)> {
         if let Some(why) = &self.over {
             return Err(why.clone());
@@ -596,10 +602,10 @@ impl World {
         if tag >= self.largest_tag { 0 } else { tag + 1 }
     }
 
-    /// Gives a link its peer.
+    /// Sets the peer of a link.
     ///
     /// # Errors
-    /// The peer is not of this job.
+    /// If the peer is not in this job or uses another library.
     pub(crate) fn connect(&mut self, index: usize, peer: &Address, max_payload_bytes: usize) -> Checked<()> {
         if peer.library != self.job.library {
             return Err(format!(
@@ -621,7 +627,7 @@ impl World {
         self.links.get_mut(index).and_then(Option::as_mut).ok_or_else(|| "the link is no more".to_owned())
     }
 
-    /// Links and what their frames are made of.
+    /// A link, and the unused buffers for its frames.
     pub(crate) fn link_and_spare(&mut self, index: usize) -> Option<(&mut Link, &mut Spare)> {
         Some((self.links.get_mut(index)?.as_mut()?, &mut self.spare))
     }
@@ -638,7 +644,7 @@ impl World {
         self.kick();
     }
 
-    /// A frame was committed: it leaves now, if this thread may call MPI.
+    /// Handles a committed frame. Sends it now if this thread may call MPI.
     pub(crate) fn send(&mut self, index: usize) {
         self.kick();
         if !self.is_served && self.over.is_none() {
@@ -655,7 +661,8 @@ impl World {
         let Some(peer) = link.peer else { return };
         let first = link.outgoing.iter().position(|message| message.request.is_none()).unwrap_or(link.outgoing.len());
         for message in link.outgoing.range_mut(first..) {
-            // SAFETY: the buffer stays in `outgoing` or `leaving` until its request has completed, and nobody writes to it there.
+            // SAFETY: the buffer stays in `outgoing` or `leaving` until its request has completed, and is not written
+            // to there.
             let sent = unsafe { communicator.send(message.buffer.as_ptr(), message.bytes, peer.rank, peer.tag) };
             match sent {
                 Ok(request) => message.request = Some(request),
@@ -667,7 +674,7 @@ impl World {
         }
     }
 
-    /// Looks for what has come and what has left, if this thread may.
+    /// Handles received messages and completed sends, if this thread may call MPI.
     pub(crate) fn turn(&mut self, index: usize) {
         self.kick();
         if self.is_served || self.over.is_some() {
@@ -675,14 +682,14 @@ impl World {
         }
         self.settle(index);
         self.settle_remains();
-        // What came for this link is looked at before more is taken in.
+        // Messages for this link are handled before more are received.
         self.take_in_several(|world| {
             let link = world.links.get(index).and_then(Option::as_ref);
             link.is_some_and(|link| !matches!(link.look(), Look::Nothing))
         });
     }
 
-    /// Somebody looks: the thread that calls MPI goes on.
+    /// Records a poll, and wakes the thread that calls MPI.
     fn kick(&mut self) {
         if self.is_served {
             self.last_look = Instant::now();
@@ -692,7 +699,7 @@ impl World {
         }
     }
 
-    /// Takes note of what has left and of what has become whole.
+    /// Handles the completed sends and receives of a link.
     fn settle(&mut self, index: usize) {
         if let Some((link, spare)) = self.link_and_spare(index)
             && let Err(why) = link.settle(spare)
@@ -701,12 +708,12 @@ impl World {
         }
     }
 
-    /// The same of links that are no more.
+    /// Handles the completed sends and receives of destroyed links.
     fn settle_remains(&mut self) {
         let World { leaving, unwanted, spare, communicator, .. } = self;
         for (peer, mut message) in std::mem::take(leaving) {
             if message.request.is_none() {
-                // SAFETY: as in `send_all`.
+                // SAFETY: the buffer stays in `leaving` until its request has completed, and is not written to there.
                 let sent = unsafe { communicator.send(message.buffer.as_ptr(), message.bytes, peer.rank, peer.tag) };
                 message.request = sent.ok();
             }
@@ -722,18 +729,19 @@ impl World {
         }
     }
 
-    /// Receives the next message, whosoever it is. `false`: there is none.
+    /// Receives the next message of any link. Returns false if there is no message.
     fn take_in(&mut self) -> Checked<bool> {
         let Some(message) = self.communicator.probe()? else { return Ok(false) };
         let Message { source, tag, bytes, .. } = message;
         let mut buffer = self.spare.take(bytes.max(1));
-        // SAFETY: there is room for it, which stays in `incoming` or `unwanted` until the request has completed.
+        // SAFETY: the buffer has room for the message, and stays in `incoming` or `unwanted` until the request has
+        // completed.
         let mut request = unsafe { message.receive(buffer.as_mut_ptr()) }?;
         let request = match request.is_complete() {
             Ok(true) => None,
             Ok(false) => Some(request),
             Err(why) => {
-                // Nobody knows whether the library still writes to it.
+                // Leaked, because the library may still write to it.
                 std::mem::forget(buffer);
                 return Err(why);
             }
@@ -747,7 +755,7 @@ impl World {
                 }
                 link.arrives(incoming);
             }
-            // Its link was destroyed.
+            // The message's link was destroyed.
             None => self.unwanted.push(incoming),
         }
         Ok(true)
@@ -759,22 +767,22 @@ impl World {
         }
     }
 
-    /// A peer has ended without a word.
+    /// Records that a peer has ended without disconnecting.
     pub(crate) fn note_death(&mut self) {
         self.cannot_fence.get_or_insert("a process of the job has died");
     }
 
-    /// A collective was abandoned here.
+    /// Records that a collective was abandoned in this process.
     pub(crate) fn note_abandonment(&mut self) {
         self.cannot_fence.get_or_insert("a collective of MPI was abandoned");
     }
 
-    /// A group has failed whose collectives MPI does: in its other processes one may have been abandoned.
+    /// Records that a group has failed whose collectives MPI runs. Its other processes may have abandoned a collective.
     pub(crate) fn note_doubt(&mut self) {
         self.is_doubtful = true;
     }
 
-    /// Begins what rank 0 is to tell, or looks whether it has been told.
+    /// Starts the broadcast from rank 0, or checks whether it has completed.
     fn move_broadcast(&mut self) {
         let World { broadcast: Some(broadcast), communicator, .. } = self else { return };
         if broadcast.ended.is_some() {
@@ -782,7 +790,7 @@ impl World {
         }
         let begun = match broadcast.request.take() {
             Some(request) => Ok(request),
-            // SAFETY: the bytes stay until the request has completed or for ever, and nobody looks at them before.
+            // SAFETY: the bytes stay valid until the request has completed, or forever, and are not accessed before.
             None => unsafe { communicator.broadcast(broadcast.bytes.as_mut_ptr(), BROADCAST_BYTES) },
         };
         match begun.and_then(|mut request| request.is_complete().map(|is_complete| (request, is_complete))) {
@@ -792,7 +800,7 @@ impl World {
         }
     }
 
-    /// One round for all links and collectives.
+    /// One progress pass over all links and collectives.
     fn serve(&mut self) {
         self.move_broadcast();
         self.calls.retain(|call| lock_of(call).step().is_none());
@@ -804,7 +812,8 @@ impl World {
         self.take_in_several(|_| false);
     }
 
-    /// Receives what has come until it is enough, or there is nothing; at most so many that others have their turn.
+    /// Receives messages until `is_enough` or until there are none. The number is limited, so that other work gets its
+    /// turn.
     fn take_in_several(&mut self, is_enough: impl Fn(&World) -> bool) {
         for _ in 0..MESSAGES {
             match self.take_in() {
@@ -828,7 +837,7 @@ impl World {
             && self.links.iter().flatten().all(Link::is_at_rest)
     }
 
-    /// MPI is not called from now on.
+    /// Stops all MPI calls from now on.
     fn end(&mut self, why: &str) {
         self.over.get_or_insert_with(|| why.to_owned());
         end_all();
@@ -837,7 +846,7 @@ impl World {
             lock_of(&call).end(why);
             std::mem::forget(call);
         }
-        // What MPI may still read from and write to is never freed.
+        // Memory that MPI may still use is never freed.
         std::mem::forget((std::mem::take(&mut self.leaving), std::mem::take(&mut self.unwanted)));
         for link in self.links.iter_mut().flatten() {
             std::mem::forget((std::mem::take(&mut link.outgoing), std::mem::take(&mut link.incoming)));
@@ -846,7 +855,7 @@ impl World {
     }
 }
 
-/// What MPI still reads from or writes to; else the buffer is given back.
+/// Returns the buffer and its request if MPI still uses the buffer. Otherwise gives the buffer back.
 fn still_under_way(buffer: Buffer, request: Option<Request>, spare: &mut Spare) -> Option<(Buffer, Request)> {
     let mut request = match request {
         Some(request) => request,
@@ -858,7 +867,7 @@ fn still_under_way(buffer: Buffer, request: Option<Request>, spare: &mut Spare) 
     match request.is_complete() {
         Ok(false) => return Some((buffer, request)),
         Ok(true) => spare.give_back(buffer),
-        // Nobody knows whether the library still uses it.
+        // Leaked, because the library may still use it.
         Err(_) => std::mem::forget(buffer),
     }
     None

@@ -1,9 +1,14 @@
 //! The checker of plans: proves that the lists of all ranks fit together.
 //!
-//! It proves that sends match receives in order for each pair of ranks and pass, without tags; that nothing waits in a circle when one thread
-//! walks each list, even if a send ends only where it is received and nothing is received ahead; that every value is made once, is read only while
-//! it is there, and is given up once; that each layer is evaluated for good once for each micro-batch, always by the same rank; and that all ranks
-//! take part in every norm. What the values are is not its matter. Read [`check`] first.
+//! The checker does not look at the values. It proves that:
+//! * Sends match receives in order for each pair of ranks and pass, without tags.
+//! * No deadlock occurs when one thread executes each list, even if a send completes only with its receive and no
+//!   receive is posted early.
+//! * Every value is made once, is read only while it exists, and is freed once.
+//! * Each layer has one final evaluation per micro-batch and pass, always on the same rank.
+//! * All ranks take part in every norm.
+//!
+//! Read [`check`] first.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -12,7 +17,7 @@ use accl_types::Rank;
 
 use crate::plan::{Op, Pass, Plan, Value};
 
-/// What is wrong with a plan.
+/// A defect of a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation(String);
 
@@ -24,19 +29,19 @@ impl fmt::Display for Violation {
 
 impl std::error::Error for Violation {}
 
-/// What was counted on the way.
+/// Counts of a checked plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Messages of all ranks.
+    /// Messages of all ranks together.
     pub messages: u64,
-    /// Evaluations of layers, of all ranks.
+    /// Evaluations of layers on all ranks together.
     pub evaluations: u64,
 }
 
 /// Checks the lists of all ranks.
 ///
 /// # Errors
-/// The first thing found wrong.
+/// The first violation that is found.
 pub fn check(plan: &Plan) -> Result<Report, Violation> {
     check_names(plan)?;
     check_values(plan)?;
@@ -104,7 +109,7 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
     Ok(())
 }
 
-/// What is computed of one another is on one mesh, and what counts is on the finest.
+/// Checks that operands and result are on one mesh, and that final evaluations are on the finest mesh.
 fn check_meshes(plan: &Plan, rank: Rank, op: &Op) -> Result<(), Violation> {
     let mesh = |value: Value| plan.meshes[value as usize];
     let is_right = match *op {
@@ -123,7 +128,7 @@ fn check_meshes(plan: &Plan, rank: Rank, op: &Op) -> Result<(), Violation> {
     }
 }
 
-/// Everything that is named exists: ranks, layers, points, micro-batches, passes.
+/// Checks that everything that is named exists: ranks, layers, points, micro-batches, passes.
 fn check_names(plan: &Plan) -> Result<(), Violation> {
     let ranks = plan.ranks.len();
     let sides = [&plan.inputs, &plan.guesses, &plan.outputs, &plan.states];
@@ -163,8 +168,9 @@ fn check_names(plan: &Plan) -> Result<(), Violation> {
     Ok(())
 }
 
-/// Each layer is evaluated for good once for each micro-batch and pass, all by its owner; its adjoint comes after that, and then it is forgotten, unless another plan goes on.
-/// What is computed of a micro-batch is of that one alone.
+/// Checks that each layer has one final evaluation per micro-batch and pass, all on its owner. The adjoint comes after
+/// the evaluation. Then the layer is forgotten, unless another plan continues. Also checks that a computation uses
+/// values of one micro-batch only.
 fn check_finals(plan: &Plan) -> Result<(), Violation> {
     let mut owners: HashMap<u32, Rank> = HashMap::new();
     let mut counts: HashMap<(Pass, u32, u32), u32> = HashMap::new();
@@ -210,7 +216,7 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
             }
         }
         let evaluated = list.iter().filter_map(|op| match *op {
-            // Where there is no final sweep another plan goes on.
+            // If there is no final sweep, another plan continues and forgets the layers.
             Op::Eval { pass: Pass::Adjoint, layer, micro_batch, .. } if plan.is_final => Some((layer, micro_batch)),
             _ => None,
         });
@@ -247,7 +253,7 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
     check_micro_batches(plan)
 }
 
-/// Values of different micro-batches never meet.
+/// Checks that values of different micro-batches are never combined.
 fn check_micro_batches(plan: &Plan) -> Result<(), Violation> {
     if plan.micro_batches == 1 {
         return Ok(());
@@ -287,7 +293,8 @@ fn check_micro_batches(plan: &Plan) -> Result<(), Violation> {
     }
 }
 
-/// All ranks post the same norms in the same order and await each, and each interval is in each once.
+/// Checks that all ranks post the same norms in the same order and await each one, and that each norm has each interval
+/// once.
 fn check_norms(plan: &Plan) -> Result<(), Violation> {
     let mut intervals: HashMap<u32, Vec<u32>> = HashMap::new();
     for (rank, list) in lists(plan) {
@@ -347,7 +354,7 @@ fn check_messages(plan: &Plan) -> Result<(), Violation> {
     }
 }
 
-/// Walks all lists at once, where a send and its receive happen together or not at all.
+/// Executes all lists at once; a send and its receive only happen together.
 fn check_rendezvous(plan: &Plan) -> Result<(), Violation> {
     let mut at = vec![0; plan.ranks.len()];
     let mut posted: HashMap<u32, usize> = HashMap::new();
@@ -363,7 +370,7 @@ fn check_rendezvous(plan: &Plan) -> Result<(), Violation> {
                         }
                         at[to.index()] += 1;
                     }
-                    // Its sender brings it on.
+                    // The matching send advances this list.
                     Op::Recv { .. } => break,
                     Op::PostNorm { iteration } => *posted.entry(iteration).or_default() += 1,
                     Op::AwaitNorm { iteration } if posted.get(&iteration) != Some(&plan.ranks.len()) => break,

@@ -1,8 +1,9 @@
-//! How long a plan takes.
+//! The time that a plan takes.
 //!
-//! Owns the walk through all lists with a clock for each rank, in whole picoseconds, so that equal constants give equal times on every processor.
-//! Where the constants come from is the matter of whoever asks: layers are to be timed while all ranks compute, or they are too fast. Read
-//! [`simulate`] first.
+//! Owns the execution of all lists with one clock per rank, in whole picoseconds, so that equal constants give equal
+//! times on every processor.
+//! The caller supplies the constants. Layers should be timed while all ranks compute, or their times come out too
+//! short. Read [`simulate`] first.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,73 +11,73 @@ use accl_types::{Bytes, Rank};
 
 use crate::plan::{Op, Pass, Plan, Value};
 
-/// How long one layer takes, in picoseconds.
+/// Times of one layer, in picoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LayerTimes {
-    /// Forward, of which nothing is recorded.
+    /// The forward evaluation, not recorded.
     pub plain: u64,
-    /// Forward, recorded.
+    /// The forward evaluation, recorded.
     pub recorded: u64,
     /// The vector-Jacobian product for the input alone.
     pub input_vjp: u64,
-    /// The same for input and parameters.
+    /// The vector-Jacobian product for the input and the parameters.
     pub full_vjp: u64,
 }
 
-/// What operations take besides, in picoseconds.
+/// Times of everything that is not a layer, in picoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rates {
-    /// Adding up two states, a KiB of the result.
+    /// Adding two states, per KiB of the result.
     pub add_per_kib: u64,
-    /// Beginning to send or to receive a message, of the rank's own time.
+    /// Starting to send or receive a message: the rank's own time.
     pub message: u64,
-    /// From the sending of a message to its arrival, if it is empty.
+    /// Time from the sending of an empty message to its arrival.
     pub latency: u64,
-    /// A KiB of a message.
+    /// Additional time per KiB of a message.
     pub wire_per_kib: u64,
-    /// From the last rank's posting of a norm until it is known.
+    /// Time from the last rank's posting of a norm until the norm is known.
     pub norm: u64,
 }
 
-/// What a net costs.
+/// The costs of a net.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Costs {
-    /// Of each layer.
+    /// Times of each layer.
     pub layers: Vec<LayerTimes>,
-    /// Bytes of a state, at each point.
+    /// Bytes of a state at each point.
     pub state: Vec<Bytes>,
-    /// What there is of them on each coarser mesh of states; on those beyond as much as on the finest.
+    /// The share of these costs on each coarser mesh of states. Meshes beyond the list cost as much as the finest.
     pub shares: Vec<Share>,
-    /// Of everything else.
+    /// Times of everything else.
     pub rates: Rates,
 }
 
-/// What a coarser mesh of states has of the finest one's costs, in thousandths.
+/// A coarser mesh's share of the finest mesh's costs, in thousandths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// Of the bytes of a state.
+    /// Share of the bytes of a state.
     pub bytes: u64,
-    /// Of the time of a layer.
+    /// Share of the time of a layer.
     pub time: u64,
 }
 
-/// What a rank did from when to when, in picoseconds from the start.
+/// An operation that takes time, with its begin and end in picoseconds from the start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Activity {
     /// The operation, by its position in the list.
     pub op: usize,
-    /// When it began; before that the rank waited for what it needs.
+    /// When the operation began. Before, the rank waited for operands.
     pub begin: u64,
-    /// When it was over.
+    /// When the operation ended.
     pub end: u64,
 }
 
-/// When what happens.
+/// The times of all operations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timing {
-    /// Until the last rank is through, in picoseconds.
+    /// Time until the last rank has finished, in picoseconds.
     pub total: u64,
-    /// What takes time, of each rank.
+    /// The activities of each rank.
     pub ranks: Vec<Vec<Activity>>,
 }
 
@@ -90,7 +91,7 @@ impl Costs {
                 let time = match (pass, is_final) {
                     (Pass::Forward, false) => times.plain,
                     (Pass::Forward, true) => times.recorded,
-                    // A coarse step of its own, or of coarser states, is recorded first.
+                    // A coarse step, or a step on coarser states, is recorded first.
                     (Pass::Adjoint, false) if span > 1 || mesh > 0 => times.recorded + times.input_vjp,
                     (Pass::Adjoint, false) => times.input_vjp,
                     (Pass::Adjoint, true) => times.full_vjp,
@@ -127,19 +128,19 @@ impl Costs {
     }
 }
 
-/// When each operation of a checked plan begins and ends. A message takes its way at once, as if its receive had been posted by then; what a rank does with
-/// it waits for that.
+/// Computes when each operation of a checked plan begins and ends. A message is sent at once, as if its receive was
+/// already posted. Operations that read the message wait for its arrival.
 ///
 /// # Panics
-/// For a plan that the checker refuses, and for costs of fewer layers or points than it has.
+/// If the checker refuses the plan, or if `costs` has fewer layers or points than the plan.
 pub fn simulate(plan: &Plan, costs: &Costs) -> Timing {
     let ranks = plan.ranks.len();
     let mut at = vec![0; ranks];
     let mut clocks = vec![0_u64; ranks];
     let mut activities: Vec<Vec<Activity>> = vec![Vec::new(); ranks];
-    // When what a rank is to receive is there, once it has been sent.
+    // When each sent value arrives at its receiver.
     let mut arrivals: HashMap<(Value, Rank), u64> = HashMap::new();
-    // Values that a rank has begun to receive.
+    // Values whose receive a rank has begun.
     let mut pending: Vec<HashSet<Value>> = vec![HashSet::new(); ranks];
     let mut norms: HashMap<u32, (usize, u64)> = HashMap::new();
     loop {

@@ -1,4 +1,4 @@
-//! How a solve goes: where it starts, how it relaxes, in what order it visits levels, and who waits for its norms.
+//! Settings of a solve: its start, its relaxations, the order of levels, and when norms are awaited.
 //!
 //! Owns these settings and their check. Read [`Cycle`] first.
 
@@ -10,69 +10,71 @@ pub enum Shape {
     /// Down to the coarsest level and up again.
     #[default]
     V,
-    /// On the way up, a V-cycle from every level.
+    /// Like `V`, and on the way up a V-cycle from every level.
     F,
 }
 
-/// What the points have before the first cycle.
+/// The values of the points before the first cycle.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Start {
-    /// The solution of the coarsest level, interpolated: the first iteration is that, and has no norm.
+    /// The coarsest level's solution, interpolated. This counts as the first iteration and has no norm.
     #[default]
     Coarsest,
-    /// The solution of every level from the coarsest on, each improved by a V-cycle on its own: the first iteration is that, and has no norm.
+    /// The solution of every level from the coarsest on, each improved by a V-cycle. This counts as the first iteration
+    /// and has no norm.
     FullMultigrid,
-    /// What who walks the lists has for each C-point of the finest level.
+    /// A value for each C-point of the finest level, from the caller that executes the lists.
     Guess,
 }
 
-/// When a norm is waited for.
+/// When a norm is awaited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Norms {
-    /// Never: there are none.
+    /// Never: there are no norms.
     None,
-    /// Before the cycle that it belongs to goes on.
+    /// Before the norm's own cycle continues.
     Blocking,
     /// One cycle later, or at the end.
     #[default]
     Lagged,
 }
 
-/// What is not computed again where it is known. It is the same for all ranks and changes no bit.
+/// Which known results are not computed again. The same for all ranks; the results do not change by a bit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Reuse {
-    /// Nothing: every step is computed anew.
+    /// None: every step is computed again.
     Nothing,
-    /// What was computed before; but each evaluation for good is one of its own, in the last sweep, which all ranks do at once.
+    /// All values. The final evaluations are separate, in the last sweep, which all ranks run at the same time.
     Values,
-    /// That as well: what was evaluated before is evaluated for good there, also by the march, in which one rank waits for the other. With P ranks it pays
-    /// where that takes less than P / (P - 1) times as long as evaluating for now.
+    /// All values, and a known evaluation is made final where it stands, also in the march, in which ranks wait for
+    /// each other. With P ranks this pays if a final evaluation takes less than P / (P - 1) times as long as a
+    /// non-final one.
     #[default]
     All,
 }
 
-/// How a net is solved.
+/// The settings of a solve.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Cycle {
-    /// Start and cycles together.
+    /// Number of iterations: the start, if it counts as one, and the cycles.
     pub iterations: u32,
     /// The order of levels.
     pub shape: Shape,
-    /// Of each level but the coarsest, how often its C-points are relaxed before the last F-relaxation of a visit: 0 is F-relaxation, 1 FCF. The last
-    /// number holds for all levels after it; none is 0.
+    /// For each level except the coarsest: how often its C-points are relaxed before the last F-relaxation of a visit.
+    /// 0 is F-relaxation, 1 is FCF-relaxation. The last number also holds for all later levels; an empty list means 0.
     pub relaxations: Vec<u32>,
-    /// Where it starts.
+    /// The start.
     pub start: Start,
-    /// Who waits for norms.
+    /// When norms are awaited.
     pub norms: Norms,
-    /// Whether the last sweep is made, in which every layer is evaluated for good.
+    /// Whether the last sweep is done, in which every layer has its final evaluation.
     pub has_final_sweep: bool,
-    /// What is not computed again.
+    /// Which results are reused.
     pub reuse: Reuse,
 }
 
 impl Cycle {
-    /// So many iterations of V-cycles with F-relaxation.
+    /// V-cycles with F-relaxation, `iterations` iterations in total.
     pub fn new(iterations: u32) -> Self {
         Self {
             iterations,
@@ -90,7 +92,7 @@ impl Cycle {
         self.relaxations.get(level).or(self.relaxations.last()).copied().unwrap_or(0)
     }
 
-    /// Cycles after the start.
+    /// Number of cycles after the start.
     pub fn cycles(&self) -> u32 {
         match self.start {
             Start::Coarsest | Start::FullMultigrid => self.iterations.saturating_sub(1),
@@ -98,8 +100,10 @@ impl Cycle {
         }
     }
 
+    /// Checks the settings.
+    ///
     /// # Errors
-    /// `InvalidArgument` for no iterations where the start is one.
+    /// `InvalidArgument` for 0 iterations if the start counts as one.
     pub(crate) fn check(&self) -> Result<()> {
         match (self.iterations, self.start) {
             (0, Start::Coarsest | Start::FullMultigrid) => {

@@ -1,36 +1,38 @@
 //! The points of a net's levels.
 //!
-//! Owns which points of a level the next coarser one has, and what a step between two points is made of. Point i lies before layer i, and the
-//! last one after all layers. Read [`Grid`] first.
+//! Owns which points of a level the next coarser level also has, and what a step between two points consists of. Point
+//! i lies before layer i, and the last point lies after all layers. Read [`Grid`] first.
 
 use accl_types::{Error, Result};
 
-/// What a layer is to the solver.
+/// The role of a layer in the solver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// A step `x + dt * f(x)` of a differential equation: the layer is f.
+    /// A step `x + dt * f(x)` of a differential equation; the layer computes f.
     Increment,
-    /// A step `f(x, dt)` of one.
+    /// A step `f(x, dt)` of a differential equation.
     Timed,
-    /// A step `f(x)` of one, as a block with its own skip connection is: a coarse step goes as many times as far as it spans.
+    /// A step `f(x)` of a differential equation, such as a block with its own skip connection. A coarse step goes as
+    /// many times as far as it spans.
     Residual,
-    /// A step of one that has a coarse step of its own, as an implicit one is. What that does to a cotangent is asked of it as well.
+    /// A step of a differential equation with its own coarse step, such as an implicit step. The layer also computes
+    /// the coarse step's effect on a cotangent.
     Custom,
-    /// `f(x)`: no step of any equation; it may change the shape of the state.
+    /// `f(x)`, not a step of an equation; it may change the shape of the state.
     Plain,
 }
 
 /// A layer of the net.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layer {
-    /// What it is.
+    /// The layer's role.
     pub kind: Kind,
-    /// It is an interval of its own on every level, as plain layers always are.
+    /// Whether the layer is an interval of its own on every level. Plain layers always are.
     pub is_apart: bool,
 }
 
 impl Layer {
-    /// One that may be part of coarse steps, unless it is plain.
+    /// A layer that may be part of coarse steps, unless it is plain.
     pub const fn of(kind: Kind) -> Self {
         Self { kind, is_apart: matches!(kind, Kind::Plain) }
     }
@@ -39,24 +41,24 @@ impl Layer {
 /// A step of a level, from one of its points to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// The layer that it evaluates: the first of those that it spans.
+    /// The layer that the step evaluates: the first of the layers it spans.
     pub layer: u32,
-    /// How many fine steps it spans.
+    /// Number of fine steps that it spans.
     pub span: u32,
-    /// What the layer is.
+    /// The layer's role.
     pub kind: Kind,
 }
 
 /// One level: its points, and the steps between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Level {
-    /// The points, as points of the finest level; the first and the last one of the net are among them.
+    /// The points, as points of the finest level. They include the net's first and last points.
     pub points: Vec<u32>,
     /// The step from each point to the next.
     pub steps: Vec<Step>,
-    /// The same points by their position in the next finer level; of the finest one, in itself.
+    /// The same points as positions in the next finer level; for the finest level, in itself.
     pub in_finer: Vec<u32>,
-    /// How often its states have been made coarser themselves.
+    /// How often the level's states have been made coarser.
     pub mesh: u32,
 }
 
@@ -67,10 +69,11 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// A level for each factor besides the finest: so many steps of a level are one of the next, or fewer at the end of a run of layers that are not apart.
+    /// Builds the finest level and one coarser level per factor. A step of a level covers `factor` steps of the next
+    /// finer level. At the end of a run of layers that are not apart it may cover fewer.
     ///
     /// # Errors
-    /// `InvalidArgument` without layers, for a factor below 2, and for more levels than there are, with the greatest number.
+    /// `InvalidArgument` without layers, for a factor below 2, and for too many levels; the message has the maximum.
     pub fn new(layers: &[Layer], factors: &[u32]) -> Result<Self> {
         if layers.is_empty() {
             return Err(Error::invalid_argument("a net without layers; give at least one"));
@@ -110,10 +113,11 @@ impl Grid {
         Ok(Self { levels })
     }
 
-    /// The same, with states that become coarser themselves between a level and the next one where that is said.
+    /// Returns the grid with states that become coarser between a level and the next coarser one where `is_coarser`
+    /// says so.
     ///
     /// # Errors
-    /// `InvalidArgument` unless there is one answer for each level but the finest.
+    /// `InvalidArgument` unless `is_coarser` has one entry for each level except the finest.
     pub fn with_coarser_states(mut self, is_coarser: &[bool]) -> Result<Self> {
         if is_coarser.len() + 1 != self.levels.len() {
             let text = format!(

@@ -1,10 +1,11 @@
-//! Layer-parallel training as data: a list of operations for each rank, that together solve a net of layers by multigrid in time, or
-//! run it as a pipeline.
+//! Layer-parallel training as data: a list of operations for each rank. Together the lists solve a net of layers by
+//! multigrid in time, or run it as a pipeline.
 //!
-//! Owns the points of each level ([`Grid`]), who has which layer ([`Placement`]), the cycle ([`Cycle`]), the builders of plans ([`mgrit`],
-//! [`pipeline`]), the checker ([`check`]), the memory that values need ([`memory`]) and the time that a plan takes ([`cost`]).
-//! Knows no tensor, thread, clock, socket or environment: what a layer computes, and how a state travels, is the matter of who walks the
-//! lists. Read [`Op`] first.
+//! Owns the points of each level ([`Grid`]), the owner of each layer ([`Placement`]), the cycle ([`Cycle`]) and the
+//! builders of plans ([`mgrit`], [`pipeline`]). Also owns the checker ([`check`]), the memory that values need
+//! ([`memory`]) and the time that a plan takes ([`cost`]).
+//! Knows no tensor, thread, clock, socket or environment: the caller that executes the lists computes the layers and
+//! sends the states. Read [`Op`] first.
 //!
 //! The algorithm is the full approximation scheme of Brandt (1977) in time, as in Falgout et al., "Parallel time integration with
 //! multigrid" (2014); over layers as in Günther et al., "Layer-parallel training of deep residual neural networks" (2020).

@@ -1,6 +1,7 @@
-//! The points of all levels in the order in which a pass goes through them, and where they are.
+//! The points of all levels in the order of a pass, and the ranks that hold them.
 //!
-//! Owns the one difference between the passes: the adjoint goes through the same points from the end. Read [`Line`] first.
+//! Owns the one difference between the passes: the adjoint pass goes through the same points from the end. Read
+//! [`Line`] first.
 
 use accl_types::Rank;
 
@@ -14,7 +15,7 @@ pub(crate) struct LineStep {
     pub(crate) layer: u32,
     pub(crate) span: u32,
     pub(crate) kind: Kind,
-    /// Who has the layer.
+    /// The rank that has the layer.
     pub(crate) evaluator: Rank,
 }
 
@@ -22,13 +23,13 @@ pub(crate) struct LineStep {
 #[derive(Clone, Debug)]
 pub(crate) struct LineLevel {
     pub(crate) steps: Vec<LineStep>,
-    /// Where the value of each position belongs.
+    /// The rank that holds the value of each position.
     pub(crate) homes: Vec<Rank>,
     /// The point of each position.
     pub(crate) points: Vec<u32>,
-    /// The positions in the next finer level.
+    /// The positions of these points in the next finer level.
     pub(crate) in_finer: Vec<usize>,
-    /// How often its states have been made coarser.
+    /// How often the level's states have been made coarser.
     pub(crate) mesh: u32,
 }
 
@@ -39,7 +40,7 @@ impl LineLevel {
     }
 }
 
-/// A net as one pass sees it. Values only ever go one way along the ranks.
+/// A net as one pass sees it. Values are sent in one direction along the ranks only.
 #[derive(Clone, Debug)]
 pub(crate) struct Line {
     pub(crate) pass: Pass,
@@ -62,7 +63,7 @@ impl Line {
                 steps.reverse();
                 points.reverse();
                 in_finer.reverse();
-                // Counted from the other end.
+                // Positions are counted from the other end.
                 let end = in_finer[0];
                 in_finer.iter_mut().for_each(|position| *position = end - *position);
             }
@@ -77,7 +78,8 @@ impl Line {
     }
 }
 
-/// Where the value of a point belongs: with the layer that makes it; what no layer makes is at the end of the ranks where it comes from.
+/// The rank that holds the value of a point: the owner of the layer that makes it. A pass's input is on the rank at the
+/// end where the pass starts.
 fn home(placement: &Placement, pass: Pass, point: u32) -> Rank {
     match pass {
         Pass::Forward if point == 0 => Rank(0),
@@ -87,7 +89,7 @@ fn home(placement: &Placement, pass: Pass, point: u32) -> Rank {
     }
 }
 
-/// Where what comes out of a pass belongs: at the other end of the ranks.
+/// The rank that gets the output of a pass: the other end of the ranks.
 pub(crate) fn exit(placement: &Placement, pass: Pass) -> Rank {
     match pass {
         Pass::Forward => Rank(placement.ranks() - 1),

@@ -1,6 +1,6 @@
 //! The memory that a rank's values need.
 //!
-//! Owns which values may lie in the same place one after the other, and sums of bytes. Read [`Memory::of`] first.
+//! Owns which values may use the same place one after the other, and sums of bytes. Read [`Memory::of`] first.
 
 use std::collections::HashMap;
 
@@ -8,22 +8,24 @@ use accl_types::{Bytes, Rank};
 
 use crate::plan::{Op, Pass, Plan, Value};
 
-/// Where the values of one rank lie.
+/// The places of one rank's values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// The places, with their sizes.
+    /// Size of each place in bytes.
     pub places: Vec<Bytes>,
-    /// The place of each value of the rank.
+    /// The place of each value of the rank, as an index into `places`.
     pub place_of: HashMap<Value, usize>,
-    /// Most bytes of values at a time. Where states differ in size the places together may have more.
+    /// Maximum bytes of values that exist at a time. If states differ in size, the places together may be larger.
     pub peak: Bytes,
-    /// Most bytes at a time of the graphs that evaluations for good leave until their adjoint, or the end of the plan.
+    /// Maximum bytes at a time of the graphs that final evaluations leave until their adjoint, or until the end of the
+    /// plan.
     pub graphs: Bytes,
 }
 
 impl Memory {
-    /// Of a rank; `state` has the bytes of a value at each point of the finest level, `graph` those of what evaluating each layer for good leaves; `shares` the
-    /// thousandths of a state's bytes on each coarser mesh.
+    /// Computes the memory of a rank. `state` is the bytes of a value at each point of the finest level. `graph` is the
+    /// bytes that each layer's final evaluation leaves. `shares` is the thousandths of a state's bytes on each coarser
+    /// mesh.
     pub fn of(plan: &Plan, rank: Rank, state: &[Bytes], graph: &[Bytes], shares: &[u64]) -> Self {
         let mut memory = Self::default();
         let mut vacant: HashMap<Bytes, Vec<usize>> = HashMap::new();
@@ -32,7 +34,7 @@ impl Memory {
             Op::Forget { layer, .. } => graph[layer as usize].0,
             _ => 0,
         };
-        // What a forward plan has left is there from the start.
+        // The graphs of a preceding forward plan exist from the start.
         let left: u64 = plan.ranks[rank.index()].iter().map(forgets).sum();
         let (mut live, mut held) = (0, if has_forward { 0 } else { left });
         let given = plan.inputs.iter().chain(&plan.guesses).filter(|&&(on, _)| on == rank);

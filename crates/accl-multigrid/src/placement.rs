@@ -1,13 +1,14 @@
-//! Who has which layer.
+//! The owner of each layer.
 //!
-//! Owns that ranks have layers in their order, each a run of its own, perhaps an empty one; and the usual ways to divide them. Read
-//! [`Placement`] first.
+//! Owns the rule that ranks have consecutive layers, in rank order and perhaps none, and the usual ways to divide
+//! layers. Read [`Placement`] first.
 
 use accl_types::{Error, Rank, Result};
 
 use crate::grid::Grid;
 
-/// The owner of each layer. A layer is with the rank that evaluates it, and so is the point after it; only states travel.
+/// The owner of each layer. The rank that evaluates a layer holds the layer and the point after it; only states are
+/// sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     owners: Vec<Rank>,
@@ -15,10 +16,10 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// So many layers for each rank, in the order of ranks.
+    /// Places `counts[r]` layers on each rank r, in rank order.
     ///
     /// # Errors
-    /// `InvalidArgument` without ranks, or without layers.
+    /// `InvalidArgument` without ranks or without layers.
     pub fn of_counts(counts: &[u32]) -> Result<Self> {
         let owners: Vec<_> =
             (0..).map(Rank).zip(counts).flat_map(|(rank, &count)| (0..count).map(move |_| rank)).collect();
@@ -31,21 +32,21 @@ impl Placement {
         Ok(Self { owners, ranks: counts.len() as u32 })
     }
 
-    /// As equal as they can be, the first ranks having one more.
+    /// Divides layers as equally as possible; the first ranks have one more.
     ///
     /// # Errors
-    /// As [`Placement::of_counts`].
+    /// `InvalidArgument` without ranks or without layers.
     pub fn even(layers: u32, ranks: u32) -> Result<Self> {
         let first = |rank: u32| rank * (layers / ranks.max(1)) + rank.min(layers % ranks.max(1));
         let counts: Vec<_> = (0..ranks).map(|rank| first(rank + 1) - first(rank)).collect();
         Self::of_counts(&counts)
     }
 
-    /// Nearly as equal, each rank beginning at a point of the coarsest level that allows it: then fewer states travel. No rank has more than an
-    /// eighth above an equal share.
+    /// Divides layers nearly equally. Each rank begins at a point of the coarsest level that allows it, so that fewer
+    /// states are sent. No rank has more than an eighth above an equal share.
     ///
     /// # Errors
-    /// As [`Placement::of_counts`].
+    /// `InvalidArgument` without ranks or without layers.
     pub fn aligned(grid: &Grid, ranks: u32) -> Result<Self> {
         let layers = grid.layers();
         if ranks == 0 {

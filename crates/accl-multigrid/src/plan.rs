@@ -1,78 +1,82 @@
-//! What ranks do, as lists of operations.
+//! The operations of ranks, as lists.
 //!
-//! Owns the instruction set and what goes with a plan. A value is made once, by one rank, and has the same number where it was sent to;
-//! nothing is ever changed. Read [`Op`] first.
+//! Owns the instruction set and the data of a plan. A value is made once, by one rank, and keeps its number on ranks to
+//! which it is sent. Values never change. Read [`Op`] first.
 
 use accl_types::Rank;
 
-/// A state, or the increment of one, by its number in the plan.
+/// Number of a value in its plan: a state or the increment of a state.
 pub type Value = u32;
 
-/// What a pass through the layers computes.
+/// The direction of a pass through the layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Pass {
-    /// The layers from the first to the last.
+    /// Evaluates the layers from the first to the last.
     Forward,
-    /// Their vector-Jacobian products from the last to the first.
+    /// Computes the layers' vector-Jacobian products from the last to the first.
     Adjoint,
 }
 
-/// What part of a solve an operation belongs to.
+/// The part of a solve that operations belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PhaseKind {
-    /// From every C-point to the next, without changing that.
+    /// F-relaxation: from every C-point up to the next one, which does not change.
     FRelax,
-    /// The same, and the C-points, too.
+    /// C-relaxation: from every C-point to the next one, which changes too.
     CRelax,
-    /// The residual at C-points, and what the coarser level is to solve.
+    /// The residual at C-points, and the problem of the coarser level.
     Restrict,
-    /// The coarsest level, one step after the other.
+    /// The sequential solve of the coarsest level.
     March,
-    /// Every layer for good.
+    /// The final sweep, which evaluates every layer finally.
     Final,
     /// The layers of a rank, one after the other, in a pipeline.
     Chunk,
-    /// The loss of what came out.
+    /// The loss of an output.
     Loss,
 }
 
-/// Where in a solve an operation is, for who is told of it.
+/// The position in a solve, for progress reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Phase {
     /// The part.
     pub kind: PhaseKind,
-    /// Of a pipeline 0.
+    /// The level; 0 in a pipeline.
     pub level: u32,
-    /// From 0; in a pipeline the micro-batch.
+    /// The iteration from 0; in a pipeline, the micro-batch.
     pub iteration: u32,
 }
 
-/// One thing that a rank does. A rank does its list in order. What it does with values that are to be received waits for them. A receive stands where
-/// all lists could meet even if a message left only when it is received; it may be posted earlier, as long as the order for each pair of ranks and pass is kept.
+/// One operation of a rank. A rank executes its list in order. An operation that reads a value waits for its receive. A
+/// receive is placed where all lists could meet even if a send completes only with its receive. It may be posted
+/// earlier, if the order for each pair of ranks and pass stays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the sentence of an operation names its fields")]
 pub enum Op {
-    /// What follows belongs there.
+    /// The following operations belong to this phase.
     Phase(Phase),
-    /// Evaluates a layer at `src`. Forward: an increment f(src) of [`Kind::Increment`](crate::Kind::Increment), and the next state of others, over
-    /// so many fine steps at once of [`Kind::Timed`](crate::Kind::Timed) and [`Kind::Custom`](crate::Kind::Custom). Adjoint: the vector-Jacobian product of the
-    /// layer, at the state at which it was evaluated for good: of an increment's function f, and of the whole step of others, over so many fine steps
-    /// at once of [`Kind::Custom`](crate::Kind::Custom).
+    /// Evaluates a layer at `src`. Forward: the increment f(src) for [`Kind::Increment`](crate::Kind::Increment),
+    /// otherwise the next state. For [`Kind::Timed`](crate::Kind::Timed) and [`Kind::Custom`](crate::Kind::Custom) the
+    /// step covers `span` fine steps.
+    ///
+    /// Adjoint: the vector-Jacobian product at the state of the layer's final evaluation: of f for an increment,
+    /// otherwise of the whole step. For [`Kind::Custom`](crate::Kind::Custom) the step covers `span` fine steps.
     Eval {
         pass: Pass,
         layer: u32,
-        /// How many fine steps it goes, where the layer takes the length of a step; 1 otherwise.
+        /// Number of fine steps, if the layer takes the length of a step; otherwise 1.
         span: u32,
-        /// Of a pipeline; 0 otherwise.
+        /// The micro-batch of a pipeline; otherwise 0.
         micro_batch: u32,
         src: Value,
         dst: Value,
-        /// This is the evaluation that counts: it is recorded; in the adjoint pass it has the gradients of parameters, too.
+        /// Whether this is the final evaluation. It is recorded; in the adjoint pass it also computes the gradients of
+        /// parameters.
         is_final: bool,
     },
     /// `dst = src + span * dt * increment`.
     Advance { span: u32, src: Value, increment: Value, dst: Value },
-    /// `dst = src + span * (stepped - src)`: a coarse step by a fine one.
+    /// `dst = src + span * (stepped - src)`: a coarse step made from a fine one.
     Stretch { span: u32, src: Value, stepped: Value, dst: Value },
     /// `dst` is `src` on the next coarser mesh of states.
     Coarsen { src: Value, dst: Value },
@@ -82,26 +86,27 @@ pub enum Op {
     Add { a: Value, b: Value, dst: Value },
     /// `dst = a - b`.
     Subtract { a: Value, b: Value, dst: Value },
-    /// The square of the norm of `a - b`, for an interval of the finest level, in double precision.
+    /// Computes the squared norm of `a - b` for an interval of the finest level, in double precision.
     SquareNorm { interval: u32, a: Value, b: Value },
-    /// The squares of an iteration go to all ranks, which add them up in the order of intervals.
+    /// Sends the squares of an iteration to all ranks, which add them in the order of intervals.
     PostNorm { iteration: u32 },
-    /// The norm of an iteration is known after this.
+    /// Waits until the norm of an iteration is known.
     AwaitNorm { iteration: u32 },
-    /// Of an output: its loss, and `dst`, the gradient of that.
+    /// Computes the loss of an output; `dst` is the gradient of the loss.
     Loss { micro_batch: u32, src: Value, dst: Value },
-    /// The value leaves for a rank. It does not wait for that.
+    /// Sends the value to a rank, without waiting for completion.
     Send { pass: Pass, to: Rank, value: Value },
-    /// The value will come from a rank.
+    /// Receives the value from a rank, without waiting for it.
     Recv { pass: Pass, from: Rank, value: Value },
-    /// The value is not needed any more; whoever walks the list keeps it until what was sent of it has left.
+    /// Releases the value. The caller that executes the list keeps its memory until its sends have completed.
     Free { value: Value },
-    /// What evaluating a layer for good has left for its adjoint is not needed any more. No plan without a final sweep has it.
+    /// Releases what a layer's final evaluation has stored for its adjoint. Plans without a final sweep do not contain
+    /// it.
     Forget { layer: u32, micro_batch: u32 },
 }
 
 impl Op {
-    /// The values that it reads.
+    /// The values that the operation reads.
     pub fn reads(&self) -> impl Iterator<Item = Value> {
         let read = match *self {
             Self::Eval { src, .. } | Self::Coarsen { src, .. } | Self::Refine { src, .. } | Self::Loss { src, .. } => {
@@ -121,7 +126,7 @@ impl Op {
         read.into_iter().flatten()
     }
 
-    /// The value that it makes on its rank, or will have received.
+    /// The value that the operation makes or receives on its rank, or `None`.
     pub fn makes(&self) -> Option<Value> {
         match *self {
             Self::Eval { dst, .. }
@@ -147,31 +152,31 @@ impl Op {
 /// The lists of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Of each rank.
+    /// The list of each rank.
     pub ranks: Vec<Vec<Op>>,
-    /// Where each value has its shape from: the point of the finest level that it is a state of.
+    /// The point of the finest level that each value is a state of; it determines the value's shape.
     pub points: Vec<u32>,
-    /// On which mesh of states each value is: how often it has been made coarser. On coarser ones layers are evaluated for now alone, and their adjoints at
-    /// the state at which they were evaluated for good, made coarser.
+    /// The mesh of each value: how often its state has been made coarser. On coarser meshes there are no final
+    /// evaluations. Adjoints there use the state of the final evaluation, made coarser.
     pub meshes: Vec<u32>,
-    /// What comes from outside, with the rank that has it: the input, one for each micro-batch, or the gradient of the output.
+    /// The values from outside, with the ranks that get them: one input per micro-batch, or the gradient of the output.
     pub inputs: Vec<(Rank, Value)>,
-    /// What a guess gives, by the C-points of the finest level after the first point of the pass, each where it belongs.
+    /// The values of a guess, with their ranks: for the C-points of the finest level after the first point of the pass.
     pub guesses: Vec<(Rank, Value)>,
-    /// What is there at the end, and is not freed: the output, one for each micro-batch, or the gradient of the input.
+    /// The values that remain at the end: one output per micro-batch, or the gradient of the input.
     pub outputs: Vec<(Rank, Value)>,
-    /// What C-points have at the end where there is no final sweep, as [`Plan::guesses`].
+    /// The final values of the C-points if there is no final sweep, in the order of [`Plan::guesses`].
     pub states: Vec<(Rank, Value)>,
     /// The iterations that have a norm.
     pub norms: Vec<u32>,
-    /// Number of intervals, whose squares make it.
+    /// Number of intervals, whose squares add up to a norm.
     pub intervals: u32,
-    /// Number of layers, and of micro-batches in which each is evaluated.
+    /// Number of layers.
     pub layers: u32,
     /// Number of micro-batches.
     pub micro_batches: u32,
-    /// The passes that the plan makes.
+    /// The passes that the plan contains.
     pub passes: Vec<Pass>,
-    /// Whether each layer is evaluated for good in them.
+    /// Whether each layer has its final evaluation in these passes.
     pub is_final: bool,
 }

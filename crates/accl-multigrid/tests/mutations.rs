@@ -22,7 +22,7 @@ fn plans() -> Vec<Plan> {
     plans
 }
 
-/// Checks that every plan which `mutate` makes of an operation is refused.
+/// Checks that every plan that `mutate` changes is refused.
 fn refuses(what: &str, mutate: impl Fn(&mut Plan, usize, usize) -> bool) {
     let mut refused = 0;
     for plan in plans() {
@@ -126,7 +126,7 @@ fn an_adjoint_of_another_micro_batch_is_seen() {
             _ => false,
         }
     });
-    // All of one rank's, consistently.
+    // Changes all operations of one rank consistently.
     refuses("the change", |plan, rank, at| {
         let micro_batches = plan.micro_batches;
         if at > 0 || micro_batches == 1 || plan.ranks[rank].is_empty() {

@@ -1,4 +1,4 @@
-//! Plans compute what the algorithm says, whoever has which layer, and the checker takes all of them.
+//! Plans compute what the algorithm defines, for every placement, and the checker accepts all of them.
 
 mod walk;
 
@@ -59,7 +59,7 @@ fn cycles() -> impl Strategy<Value = Cycle> {
     })
 }
 
-/// Levels as far as there are some.
+/// A grid with as many of the levels as the layers allow.
 fn grid_of(layers: &[Layer], factors: &[u32]) -> Grid {
     (0..=factors.len()).rev().find_map(|count| Grid::new(layers, &factors[..count]).ok()).unwrap()
 }
@@ -79,7 +79,7 @@ proptest! {
         let levels = grid.levels().len();
         let grid = grid.with_coarser_states(&is_coarser[..levels - 1]).unwrap();
         let mut counts = counts;
-        // Cut or stretched to the net: ranks without layers remain.
+        // The counts are cut or extended to the net's length; ranks without layers remain.
         let mut left = layers.len() as u32;
         for count in &mut counts {
             *count = (*count).min(left);
@@ -95,7 +95,7 @@ proptest! {
             let found = walk(&plan, &net, &[0.7], &guesses);
             let wanted = Reference::new(&grid, &net, pass, &cycle).solve(0.7, &guesses);
             assert_near(&found, &wanted, &format!("{pass:?} {counts:?} {factors:?} {cycle:?}"));
-            // Neither what is used again nor who has what changes a bit.
+            // Neither reuse nor placement changes a bit of the result.
             let alone = Placement::even(net.layers.len() as u32, 1).unwrap();
             let anew = |reuse| mgrit(&grid, &placement, pass, &Cycle { reuse, ..cycle.clone() });
             for plan in [anew(Reuse::Nothing), anew(Reuse::Values), mgrit(&grid, &alone, pass, &cycle)] {
@@ -178,12 +178,12 @@ fn evaluations_are_as_many_as_the_formulas_say_and_fewer_where_values_are_used_a
         let plan = mgrit(&grid, &placement, Pass::Forward, &Cycle { reuse, ..Cycle::new(2) }).unwrap();
         check(&plan).unwrap().evaluations
     };
-    // Fine: two sweeps. Coarse: the start, the right-hand side and the march of one cycle.
+    // Fine: two sweeps. Coarse: the start, then the right-hand side and the march of one cycle.
     assert_eq!(evaluations(Reuse::Nothing), 128 + 48);
-    // The start; a sweep without the first steps, which the march has done; the march but for its first step; the last sweep without the first
-    // steps, and without the first interval, which is exact.
+    // The start; one sweep without the first steps, which the march has done; the march without its first step. Then
+    // the last sweep without the first steps, and without the first interval, which is exact.
     assert_eq!(evaluations(Reuse::All), 16 + 48 + 15 + 45);
-    // The last sweep is its own.
+    // The last sweep evaluates every layer again.
     assert_eq!(evaluations(Reuse::Values), 16 + 48 + 15 + 64);
 }
 
@@ -194,7 +194,7 @@ fn a_boundary_sees_as_many_messages_as_there_are_sweeps_and_marches() {
         let grid = Grid::new(&ode(64), factors).unwrap();
         check(&mgrit(&grid, &placement, Pass::Forward, &cycle).unwrap()).unwrap().messages
     };
-    // Less than the 5 and 52 of torchbraid: a value that was sent is there.
+    // Fewer than torchbraid's 5 and 52 messages, because a sent value stays on the receiver.
     assert_eq!(messages(&[4], Cycle::new(2)), 2);
     assert!(messages(&[4, 4], Cycle { relaxations: vec![0, 1], ..Cycle::new(8) }) < 52);
 }

@@ -19,7 +19,7 @@ fn plan(layers: u32, ranks: u32, factors: &[u32], pass: Pass, cycle: &Cycle) -> 
     mgrit(&grid, &Placement::even(layers, ranks).unwrap(), pass, cycle).unwrap()
 }
 
-/// Evaluations on the critical path: of the start, of each cycle, and of the last sweep.
+/// Number of evaluations on the critical path: for the start, each cycle, and the last sweep.
 fn formula(layers: u64, ranks: u64, factor: u64, levels: u32, relaxations: &[u64], iterations: u64) -> u64 {
     let n = |level: u32| layers / factor.pow(level);
     let inner: u64 = (1..levels - 1).map(|level| n(level) * (factor - 1) / factor / ranks).sum();
@@ -58,7 +58,7 @@ fn with_norms_that_block_a_plan_takes_what_the_formula_says() {
                     );
                     assert!(total(&lagged) <= total(&blocking));
                     assert!(total(&reusing) <= total(&lagged));
-                    // Also where evaluating for good takes longer.
+                    // The same holds if final evaluations take longer.
                     let each = LayerTimes { plain: 10, recorded: 15, input_vjp: 20, full_vjp: 35 };
                     let dear = Costs { layers: vec![each; layers as usize], ..costs(layers) };
                     let total = |cycle| simulate(&plan(layers, ranks as u32, &factors, pass, cycle), &dear).total;
@@ -79,10 +79,11 @@ fn on_a_coarser_mesh_layers_and_messages_take_their_share() {
     let each = LayerTimes { plain: 1000, recorded: 1000, input_vjp: 0, full_vjp: 0 };
     let shares = vec![Share { bytes: 500, time: 250 }];
     let costs = Costs { layers: vec![each; 64], shares, ..costs(64) };
-    // The start, and in each of two cycles F-relaxation, the right-hand side and the march; then the last sweep.
+    // The start; F-relaxation, right-hand side and march in each of two cycles; the last sweep.
     assert_eq!(simulate(&plain, &costs).total, 1000 * (16 + 2 * (16 + 4 + 16) + 16));
     assert_eq!(simulate(&coarse, &costs).total, 1000 * (2 * 16 + 16) + 250 * (16 + 2 * (4 + 16)));
-    // Without any time of layers the ways are left: of three marches, of three messages in a row each, which on the coarser mesh are half as long.
+    // If layers take no time, only the messages remain: three marches of three consecutive messages each. On the
+    // coarser mesh a message takes half the time.
     let rates = Rates { wire_per_kib: 1000, ..Rates::default() };
     let idle = LayerTimes { plain: 0, recorded: 0, input_vjp: 0, full_vjp: 0 };
     let costs = Costs { layers: vec![idle; 64], state: vec![Bytes(1024); 65], rates, ..costs };
@@ -97,7 +98,7 @@ fn a_pipeline_takes_its_micro_batches_and_the_filling() {
     let placement = Placement::even(8, 4).unwrap();
     for schedule in [Schedule::FillDrain, Schedule::OneForwardOneBackward] {
         let plan = pipeline(&grid, &placement, schedule, 8).unwrap();
-        // Two layers a rank, three units each.
+        // Two layers per rank, three time units each.
         assert_eq!(simulate(&plan, &costs(8)).total, (8 + 3) * 2 * 3, "{schedule:?}");
     }
 }
@@ -107,7 +108,7 @@ fn messages_take_their_way_and_what_needs_them_waits() {
     let rates = Rates { message: 1, latency: 100, wire_per_kib: 10, ..Rates::default() };
     let costs = Costs { state: vec![Bytes(2048); 5], rates, ..costs(4) };
     let timing = simulate(&plan(4, 2, &[], Pass::Forward, &Cycle::new(1)), &costs);
-    // Two layers, the sending, the way, two layers; the receive is posted meanwhile.
+    // Two layers, the sending, the transfer, two layers. The receive is posted meanwhile.
     assert_eq!(timing.total, 2 + 1 + 120 + 2);
     let last = timing.ranks[1].last().unwrap();
     assert_eq!((last.begin, last.end), (124, 125));

@@ -1,8 +1,8 @@
 //! The bridge to the C++ shim: plain data and functions, in both directions.
 //!
-//! Owns the declarations; what the Rust functions do is in `group.rs` and `ticket.rs`. Every one of them returns its
-//! errors as data and is guarded against panics by the macro in `guard.rs`. The enums repeat those of `accl-types`, since
-//! C++ sees only what is declared here; `codes.rs` refuses to compile when they differ.
+//! Owns the declarations; the Rust functions are defined in `group.rs`, `ticket.rs` and `repeat.rs`. Each function
+//! returns its errors as data, and the macro in `guard.rs` guards it against panics. The enums repeat those in
+//! `accl-types`, because C++ only sees what is declared here. `codes.rs` does not compile if they differ.
 
 pub(crate) use crate::group::{Group, Runtime, new_group};
 pub(crate) use crate::ticket::{Ticket, new_ticket};
@@ -11,7 +11,7 @@ pub(crate) use crate::ticket::{Ticket, new_ticket};
 #[cxx::bridge(namespace = "accl::bridge")]
 #[allow(missing_docs, reason = "cxx generates items that cannot carry comments")]
 pub mod ffi {
-    /// `ErrorKind`, and success.
+    /// `ErrorKind`, with `Ok` for success.
     #[repr(u8)]
     enum Kind {
         InvalidArgument = 0,
@@ -99,29 +99,30 @@ pub mod ffi {
         Pg = 2,
     }
 
-    /// How a wait ended.
+    /// The result of a wait.
     #[repr(u8)]
     enum Outcome {
-        /// The call still runs; when a wait says so, its own timeout passed and the status is that error.
+        /// The call still runs. If a wait returns this, the wait's own timeout has passed and the status is that error.
         Running = 0,
         /// The outputs are written.
         Done = 1,
-        /// The call failed; the status says why.
+        /// The call failed; the status has the cause.
         Failed = 2,
         /// A Python signal handler raised; the exception is set on this thread.
         Interrupted = 3,
     }
 
-    /// How a bridged function ended. Kinds cross as data: a cxx `Result` would carry only a string.
+    /// The result of a bridged function. Kinds cross as data: a cxx `Result` would only carry a string.
     struct Status {
         kind: Kind,
-        /// The whole sentence, with its place.
+        /// The whole message, with its location.
         message: String,
         /// The rank that reports, or -1.
         rank: i64,
         /// The rank to blame, or -1.
         peer: i64,
-        /// The memory of the call's tensors is never freed: somebody who cannot be stopped may still write to it.
+        /// Whether the memory of the call's tensors must never be freed, because something that cannot be stopped may
+        /// still write to it.
         holds_memory: bool,
     }
 
@@ -139,13 +140,13 @@ pub mod ffi {
         /// Number of elements of a dense tensor.
         count: i64,
         dtype: Dtype,
-        /// The memory holds the conjugate.
+        /// Whether the memory holds the conjugate.
         conj: bool,
-        /// The memory holds the negative.
+        /// Whether the memory holds the negative.
         neg: bool,
     }
 
-    /// One call. Blocks are given by the number of tensors in each.
+    /// One call. Blocks are given as the number of tensors in each.
     struct CallArgs<'a> {
         collective: Collective,
         op: ReduceOp,
@@ -157,44 +158,44 @@ pub mod ffi {
         peer: i64,
         /// Tag of a send or receive.
         tag: u32,
-        /// Own deadline in milliseconds, -1 for the group's.
+        /// The timeout in milliseconds, or -1 for the group's timeout.
         timeout_ms: i64,
-        /// Dtype of the call: that of its first tensor.
+        /// The dtype of the call's first tensor.
         dtype: Dtype,
         inputs: &'a [TensorView],
         input_blocks: &'a [u32],
         outputs: &'a [TensorView],
         output_blocks: &'a [u32],
-        /// All ranks' blocks have equal sizes by construction.
+        /// Whether all ranks' blocks have equal sizes by construction.
         equal_blocks: bool,
-        /// A reserved number, or -1 for the next.
+        /// A reserved sequence number, or -1 for the next one.
         seq: i64,
-        /// Whether it is noted where the time of a collective goes.
+        /// Whether the times of the call's phases are recorded.
         is_profiled: bool,
     }
 
-    /// Where the time of a call went, in nanoseconds that are its duration together.
+    /// The times of a call's phases in nanoseconds; they add up to its duration.
     struct PhaseNanos {
-        /// Whether that was noted; if not, all are zero.
+        /// Whether the times were recorded; if not, all are zero.
         is_known: bool,
-        /// Until this rank began with it.
+        /// Time until this rank began the call.
         queue: i64,
-        /// From then until the first message of a peer came.
+        /// Time from then until the first message of a peer arrived.
         peers: i64,
-        /// Moving bytes, and waiting for more of them.
+        /// Time for moving bytes and waiting for more of them.
         transfer: i64,
-        /// Arithmetic.
+        /// Time for arithmetic.
         reduce: i64,
     }
 
-    /// What a group is made of.
+    /// The arguments of a group's creation.
     struct GroupArgs<'a> {
         name: &'a str,
         rank: u32,
         world: u32,
         timeout_ms: i64,
         global_ranks: &'a [u64],
-        /// It is the default process group.
+        /// Whether it is the default process group.
         is_default: bool,
         /// Host name of the store's master, or empty.
         master: &'a str,
@@ -202,31 +203,31 @@ pub mod ffi {
         settings: &'a [String],
     }
 
-    /// How a wait ended.
+    /// The result of a wait.
     struct Waited {
         how: Outcome,
         status: Status,
     }
 
-    /// How a call ended, and where its time went.
+    /// The result of a call, and the times of its phases.
     struct Profiled {
         waited: Waited,
         phases: PhaseNanos,
     }
 
-    /// A number or why there is none.
+    /// A number, or the error instead of it.
     struct Numbered {
         value: i64,
         status: Status,
     }
 
-    /// Text or why there is none.
+    /// A text, or the error instead of it.
     struct Described {
         text: String,
         status: Status,
     }
 
-    /// The nanoseconds of each sample, or why there are none.
+    /// The nanoseconds of each sample, or the error instead of them.
     struct Repeated {
         nanos: Vec<i64>,
         status: Status,
@@ -239,7 +240,7 @@ pub mod ffi {
 
         fn new_group() -> Box<Group>;
         fn new_ticket() -> Box<Ticket>;
-        /// How often this process is a forked child of one that had an engine.
+        /// Number of forks between the first process that used the engine and this process; 0 in the first one.
         fn fork_generation() -> u64;
 
         fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &StoreRef) -> Status;
@@ -282,7 +283,7 @@ pub mod ffi {
     unsafe extern "C++" {
         include!("bridge_types.h");
 
-        /// A c10d store, used while a group is made.
+        /// A c10d store, used while a group is created.
         type StoreRef;
         fn store_set(store: &StoreRef, key: &str, value: &[u8]) -> Result<()>;
         fn store_get(store: &StoreRef, key: &str) -> Result<Vec<u8>>;
@@ -291,26 +292,27 @@ pub mod ffi {
         fn store_check(store: &StoreRef, key: &str) -> Result<bool>;
         fn store_delete(store: &StoreRef, key: &str) -> Result<bool>;
 
-        /// A task that makes several calls and waits for them, run on a completion thread.
+        /// A task that issues several calls and waits for them, run on a completion thread.
         type Task;
         fn run_task(task: UniquePtr<Task>) -> Status;
 
-        /// Completes a finished call when nobody waits for it; false when it must be called again soon.
+        /// Completes a call that has ended while no caller waits for it. `run_completion` returns false if it must be
+        /// called again soon.
         type CompletionTask;
         fn run_completion(task: Pin<&mut CompletionTask>) -> bool;
 
-        /// Runs Python's signal handlers on Python's main thread; true when one raised.
+        /// Runs Python's signal handlers if this is Python's main thread. Returns true if one raised.
         fn python_interrupted() -> bool;
-        /// The same at the end of the process, where that thread runs nothing else: what waits for it runs, too.
+        /// The same at process exit, where the main thread runs nothing else: also runs Python's pending calls.
         fn python_interrupted_at_end() -> bool;
 
-        /// The torch and the pybind11 that the shim was compiled for, a line each. Needs nothing of torch.
+        /// The versions of torch and pybind11 that the shim was compiled for, one per line. Uses nothing of torch.
         fn built_with() -> &'static str;
-        /// Address of the store beneath all prefixes, as `Store::identity`.
+        /// Address of the store below all prefixes, for `Store::identity`.
         fn store_identity(store: &StoreRef) -> u64;
         /// Adds the shim's classes to the module at this address.
         fn define_classes(module: usize) -> bool;
-        /// A backend as a new Python reference; 0 with a Python error set.
+        /// Returns a backend as a new Python reference, or 0 with a Python error set.
         fn create_backend(
             runtime: &Runtime,
             store: usize,
@@ -335,8 +337,8 @@ use crate::ticket::{
     ticket_seq, ticket_source, ticket_wait, ticket_when_done,
 };
 
-// SAFETY: a task is handed over whole and run by one thread; it holds tensors and a raw group reference that the shim
+// SAFETY: a task is moved as a whole and run by one thread. It holds tensors and a raw group reference that the shim
 // keeps alive until the task has run.
 unsafe impl Send for ffi::Task {}
-// SAFETY: a completion task is handed over whole and used by one thread.
+// SAFETY: a completion task is moved as a whole and used by one thread.
 unsafe impl Send for ffi::CompletionTask {}

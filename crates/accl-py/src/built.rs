@@ -1,16 +1,16 @@
-//! What this module was built for, which the version gate compares before anything of torch is touched.
+//! The torch that this module was built for. The version gate compares it before it touches anything of torch.
 //!
-//! Owns the facts; what they are compared with, and what is said when they differ, is in `python/torch_accl/_gate.py`.
+//! Owns the facts. The comparison and its messages are in `python/torch_accl/_gate.py`.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::bridge::ffi;
 
-/// The facts by which a module fits an interpreter and its torch.
+/// Returns the facts that decide whether this module fits an interpreter and its torch.
 #[pyfunction]
 fn built_for(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    // The shim's own words: what it was compiled for counts, whatever the build was told.
+    // Taken from the shim itself: only the versions that it was compiled for count, whatever the build's settings were.
     let (torch, pybind11) = ffi::built_with().split_once('\n').unwrap_or_default();
     let facts = PyDict::new(py);
     facts.set_item("version", env!("CARGO_PKG_VERSION"))?;
@@ -20,12 +20,13 @@ fn built_for(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     Ok(facts)
 }
 
-/// Whether the pybind11 that this module was compiled with is in use in this interpreter. Where torch is imported and it
-/// is not, torch's classes are unknown to this module.
+/// Whether this interpreter uses the pybind11 that this module was compiled with. If torch is imported and this is
+/// false, torch's classes are unknown to this module.
 #[pyfunction]
 fn _finds_pybind11(py: Python<'_>) -> PyResult<bool> {
     let (_, pybind11) = ffi::built_with().split_once('\n').unwrap_or_default();
-    // SAFETY: the GIL is held, so that there is a current interpreter; its dictionary is borrowed and lives as long.
+    // SAFETY: the GIL is held, so there is a current interpreter. The dictionary is borrowed and lives as long as the
+    // interpreter.
     let state = unsafe {
         let dict = pyo3::ffi::PyInterpreterState_GetDict(pyo3::ffi::PyInterpreterState_Get());
         Bound::from_borrowed_ptr_or_opt(py, dict)

@@ -1,8 +1,8 @@
-//! The bridge's enums must have the codes of `accl-types`; nothing else is here.
+//! Checks at compile time that the bridge's enums have the codes of `accl-types`; contains nothing else.
 
 use crate::bridge::ffi;
 
-/// Where ours are.
+/// The enums of `accl-types`.
 mod types {
     pub(super) use accl_types::config::ProfileNames;
     pub(super) use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
@@ -13,7 +13,7 @@ macro_rules! same_codes {
         $(
             const _: () = {
                 $(assert!(ffi::$bridged::$variant.repr == types::$ours::$variant as u8);)*
-                // Exhaustive: a variant that is missing in the list above does not compile.
+                // Exhaustive: if a variant is missing in the list below, this does not compile.
                 #[allow(dead_code, reason = "only checked by the compiler")]
                 const fn all_are_listed(value: types::$ours) {
                     match value { $(types::$ours::$variant => {})* }

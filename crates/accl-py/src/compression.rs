@@ -1,7 +1,7 @@
-//! What Python says about how its calls are encoded.
+//! The encoding of calls, as set from Python.
 //!
-//! Owns the setting of the calling thread that the next calls are made with: torch's signatures have no place for it, and
-//! a call is described on the thread that makes it. Which tensors to compress is decided in Python.
+//! Owns the calling thread's setting for its next calls. torch's signatures have no argument for it, and a call is
+//! described on the thread that issues it. Python decides which tensors to compress.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -20,12 +20,12 @@ thread_local! {
     static ENCODING: RefCell<Option<Encoded>> = const { RefCell::new(None) };
 }
 
-/// How calls that this thread makes now are encoded.
+/// The encoding of calls that this thread issues now.
 pub(crate) fn current() -> Encoded {
     ENCODING.with_borrow(Clone::clone).unwrap_or_default()
 }
 
-/// How calls are encoded, as Python holds it.
+/// An encoding of calls, as a Python object.
 #[pyclass(frozen, name = "Encoding", module = "torch_accl._native")]
 struct PyEncoding {
     inner: Encoded,
@@ -33,8 +33,8 @@ struct PyEncoding {
 
 #[pymethods]
 impl PyEncoding {
-    /// `residuals` are addresses of float32, see `accl_engine::Residuals`. With statistics the call is measured, and one
-    /// element in `one_in` compared with the exact sum.
+    /// `residuals` are addresses of float32 arrays, see `accl_engine::Residuals`. If `stats` is given, the call is
+    /// measured, and one element in `one_in` is compared with the exact sum.
     #[new]
     #[pyo3(signature = (codecs, seed=0, step=0, residuals=None, stats=None, one_in=0))]
     fn new(
@@ -50,14 +50,14 @@ impl PyEncoding {
         Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals, probe }) }
     }
 
-    /// Calls travel as they are, also in a group that encodes all.
+    /// Messages are not encoded, even in a group that encodes all calls.
     #[staticmethod]
     fn none() -> Self {
         Self { inner: Encoded::Never }
     }
 }
 
-/// What was measured of the tensors of one kind of call, added up over calls that are done.
+/// Measurements of the tensors of one kind of call, summed over completed calls.
 #[pyclass(frozen, module = "torch_accl._native")]
 struct ErrorStats {
     inner: Arc<EngineStats>,
@@ -70,13 +70,13 @@ impl ErrorStats {
         Self { inner: EngineStats::new(tensors) }
     }
 
-    /// What was measured of each tensor.
+    /// The measurements of each tensor.
     fn read(&self) -> Vec<Measured> {
         self.inner.read().into_iter().map(Measured::from).collect()
     }
 }
 
-/// What was measured of a tensor, see `accl_engine::Measured`.
+/// The measurements of a tensor, see `accl_engine::Measured`.
 #[pyclass(frozen, get_all, module = "torch_accl._native")]
 struct Measured {
     calls: u64,
@@ -107,8 +107,8 @@ struct Codecs {
 
 #[pymethods]
 impl Codecs {
-    /// Of each tensor: the codecs inside hosts, of parts of sums and of results, and a number that tells its random numbers
-    /// from those of others.
+    /// For each tensor: the codecs inside hosts, of partial sums and of results, and an id that makes its random
+    /// numbers differ from other tensors'.
     #[new]
     fn new(tensors: Vec<(String, String, String, u64)>) -> PyResult<Self> {
         let mut known: HashMap<String, Arc<dyn Codec>> = HashMap::new();
@@ -127,13 +127,13 @@ impl Codecs {
         Ok(Self { inner: EngineCodecs::new(tensors).map_err(refused)? })
     }
 
-    /// The settings in words.
+    /// The codecs as text.
     #[getter]
     fn text(&self) -> &str {
         self.inner.text()
     }
 
-    /// Bytes that a tensor at this position becomes on its way to be added up, and on its way back.
+    /// Encoded bytes of the tensor at this position: as a contribution to a sum, and as a result.
     fn encoded_bytes(&self, position: usize, dtype: &str, elements: u64) -> PyResult<(u64, u64)> {
         let dtype =
             Dtype::ALL.iter().copied().find(|known| known.name() == dtype).filter(|dtype| codec::encodes(*dtype));
@@ -155,20 +155,20 @@ impl Codecs {
     }
 }
 
-/// Says how calls that this thread makes from now on are encoded; `None`: as their group does by default. Returns what was said
-/// before.
+/// Sets the encoding of calls that this thread issues from now on; `None` means the group's default. Returns the
+/// previous setting.
 #[pyfunction]
 fn encode_calls(encoding: Option<PyRef<'_, PyEncoding>>) -> Option<PyEncoding> {
     ENCODING.replace(encoding.map(|encoding| encoding.inner.clone())).map(|inner| PyEncoding { inner })
 }
 
-/// A codec's settings with all that was left out.
+/// Returns a codec's text with all omitted settings filled in.
 #[pyfunction]
 fn check_codec(text: &str) -> PyResult<String> {
     codec::parse(text).map(|codec| codec.summary().to_string()).map_err(refused)
 }
 
-/// The rows of the table of codecs.
+/// Returns the rows of the table of codecs.
 #[pyfunction]
 fn codecs(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let row = |row: &codec::Row| {
@@ -186,7 +186,7 @@ fn codecs(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     CODECS.iter().map(row).collect()
 }
 
-/// What there is to know of a codec with its settings.
+/// Returns the facts about a codec with its settings.
 #[pyfunction]
 fn codec_facts<'py>(py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyDict>> {
     let codec = codec::parse(text).map_err(refused)?;

@@ -1,7 +1,7 @@
-//! How groups of this process reach their devices, and what a person may ask about one.
+//! The way groups of this process reach their devices, and the functions with which users inspect a device.
 //!
-//! Owns the choice between an engine in software in this process and what is reached by a bus, and the functions behind `accl device` and
-//! `accl emulator`; the text of a device is read elsewhere. Read [`Opener`] first.
+//! Owns the choice between a software engine in this process and a device on a bus, and the functions behind `accl
+//! device` and `accl emulator`. The text of a device is parsed elsewhere. Read [`Opener`] first.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// How long a person waits for an answer about a device.
+/// Maximum wait for a device's answer to a user's command.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Opens any device.
@@ -49,19 +49,20 @@ fn failed(error: Error) -> PyErr {
     PyRuntimeError::new_err(error.message)
 }
 
-/// A device that there is, by its text.
+/// Parses the text of a device; `none` is refused.
 fn device(text: &str) -> PyResult<DeviceUrl> {
     let url = DeviceUrl::parse(text).map_err(refused)?;
     url.ok_or_else(|| PyValueError::new_err("`none` is no device; give one such as sim or emulator://localhost:5500"))
 }
 
-/// The keys of a device's text: name, what each accepts, and what it is for.
+/// Returns the keys of a device's text: name, accepted values, and purpose.
 #[pyfunction]
 fn device_keys() -> Vec<(&'static str, &'static str, &'static str)> {
     KEYS.iter().map(|key| (key.name, key.accepted, key.about)).collect()
 }
 
-/// What a text means for a world of so many ranks: what ranks must agree on, the driver's settings, and who does which collective.
+/// Returns the meaning of a device's text for a world of `world` ranks: what ranks must agree on, the driver's
+/// settings, and where each collective runs.
 #[pyfunction]
 fn device_facts<'py>(py: Python<'py>, text: &str, world: u32) -> PyResult<Bound<'py, PyDict>> {
     let url = device(text)?;
@@ -97,7 +98,7 @@ fn device_facts<'py>(py: Python<'py>, text: &str, world: u32) -> PyResult<Bound<
     Ok(facts)
 }
 
-/// The device of a rank and its settings, for a person: no engine of a rank's own process.
+/// Opens the device of a rank for a user's command. Refuses `sim`, whose engines exist only in the ranks' processes.
 fn reach(text: &str, rank: u32, world: u32) -> PyResult<(Box<dyn Bus>, Settings)> {
     let url = device(text)?;
     if matches!(url.place, Place::Sim) {
@@ -109,7 +110,7 @@ fn reach(text: &str, rank: u32, world: u32) -> PyResult<(Box<dyn Bus>, Settings)
     Ok((buses::open(&url, rank).map_err(failed)?, settings))
 }
 
-/// What can be read of a rank's device.
+/// Returns the readable state of a rank's device.
 #[pyfunction]
 fn device_dump<'py>(py: Python<'py>, text: &str, rank: u32, world: u32) -> PyResult<Bound<'py, PyDict>> {
     let (name, picture) = py.detach(|| {
@@ -128,7 +129,7 @@ fn device_dump<'py>(py: Python<'py>, text: &str, rank: u32, world: u32) -> PyRes
     Ok(dump)
 }
 
-/// Resets a rank's device, and returns what it is called.
+/// Resets a rank's device and returns the device's name.
 #[pyfunction]
 fn device_reset(py: Python<'_>, text: &str, rank: u32, world: u32) -> PyResult<String> {
     py.detach(|| {
@@ -139,7 +140,8 @@ fn device_reset(py: Python<'_>, text: &str, rank: u32, world: u32) -> PyResult<S
     })
 }
 
-/// Runs the emulator's command until it is ended by a signal; returns the exit status. The caller leaves the signals to the system.
+/// Runs the emulator's command until a signal ends it; returns the exit status. The caller must leave signal handling
+/// to the system.
 #[pyfunction]
 fn run_emulator(py: Python<'_>, arguments: Vec<std::ffi::OsString>) -> u8 {
     py.detach(|| command::run("accl emulator", arguments))

@@ -25,14 +25,15 @@ use crate::status::INTERRUPTED;
 use crate::store::TorchStore;
 use crate::ticket::Ticket;
 
-/// Name in place of an option's: why Python cannot make the group on this rank, so that the others learn it.
+/// An option name that carries the reason why Python cannot create the group on this rank, so that the other ranks
+/// learn it.
 const REFUSAL: &str = "refusal";
-/// The option of the log's level.
+/// The option of the log level.
 const LOG: &str = "log";
-/// How long a call that was aborted may take to end.
+/// Maximum time for an aborted call to end.
 const STOPPING: Duration = Duration::from_secs(1);
 
-/// The process's engine, made by its first group: that group's settings of process scope hold.
+/// The process's engine, created by its first group. That group's settings of process scope are used.
 #[derive(Default)]
 pub struct Runtime(Mutex<Slot>);
 
@@ -40,9 +41,9 @@ pub struct Runtime(Mutex<Slot>);
 struct Slot {
     engine: Option<Arc<Engine>>,
     has_made_groups: bool,
-    /// It is settled whether this process reports the variables that have no effect.
+    /// Whether it is decided if this process reports variables that have no effect.
     has_warned: bool,
-    /// The process that the engine belongs to: a forked child makes its own.
+    /// The process that the engine belongs to: a forked child creates its own.
     pid: u32,
 }
 
@@ -50,13 +51,13 @@ impl Slot {
     fn engine_of_this_process(&mut self, config: &Config, rank: u32) -> Arc<Engine> {
         let pid = std::process::id();
         if self.pid != pid {
-            // The parent's engine stays as it is: its threads and connections are not here.
+            // The parent's engine is leaked, because its threads and connections do not exist in this process.
             std::mem::forget(self.engine.take());
             *self = Self { pid, ..Self::default() };
         }
         let engine = self.engine.get_or_insert_with(|| open(config.clone())).clone();
-        // Launchers give all ranks the same variables, and one of them reports it. A process's first group decides: of sub-groups, many
-        // processes are the first rank.
+        // Launchers give all ranks the same variables, and one rank reports them. The process's first group decides
+        // which, because in sub-groups many processes are the first rank.
         if !std::mem::replace(&mut self.has_warned, true) && rank == 0 {
             log::warn_of_unused_variables();
         }
@@ -65,17 +66,18 @@ impl Slot {
 }
 
 impl Runtime {
-    /// The engine, if a group was made or is being made.
+    /// The engine, or `None` if no group was created or is being created.
     pub(crate) fn engine(&self) -> Option<Arc<Engine>> {
         self.slot().engine.clone()
     }
 
     fn slot(&self) -> MutexGuard<'_, Slot> {
-        // Nothing can panic while the slot is locked but its own assignments.
+        // While the slot is locked, only its own assignments run, and they cannot panic.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a group in the process's engine. An engine that has made none binds nobody to its settings.
+    /// Creates a group in the process's engine. If the engine has created no group yet, a failure also drops the
+    /// engine, so that its settings do not bind later groups.
     fn create(&self, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
         let names = config.profile_names;
         let spec = spec_of(config, args)?;
@@ -85,7 +87,7 @@ impl Runtime {
         let mut slot = self.slot();
         if let Ok(made) = &made {
             slot.has_made_groups = true;
-            // Another thread whose group failed meanwhile may have given the engine up.
+            // Another thread whose group failed meanwhile may have dropped the engine.
             slot.engine = Some(made.engine.clone());
         } else if !slot.has_made_groups {
             slot.engine = None;
@@ -94,7 +96,7 @@ impl Runtime {
     }
 }
 
-/// A new engine, and its log.
+/// Creates a new engine and installs its log.
 fn open(config: Config) -> Arc<Engine> {
     log::follow(config.log);
     let engine = accl_calibrate::engine(config);
@@ -102,7 +104,7 @@ fn open(config: Config) -> Arc<Engine> {
     engine
 }
 
-/// A group, empty until [`group_create`] filled it.
+/// A group, empty until [`group_create`] fills it.
 #[derive(Default)]
 pub struct Group(Option<Inner>);
 
@@ -122,28 +124,28 @@ impl Group {
     }
 }
 
-/// An empty group.
+/// Returns an empty group.
 pub(crate) fn new_group() -> Box<Group> {
     Box::default()
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // C++ drops groups outside any guard; a panic must not reach it.
+        // C++ destroys groups outside any guard, and a panic must not reach C++.
         let inner = self.0.take();
         let _ = catch_unwind(AssertUnwindSafe(move || drop(inner)));
     }
 }
 
 bridged! {
-    /// Makes the group: collective over its ranks. Blocks; Python's signal handlers run meanwhile.
+    /// Creates the group: collective over its ranks. Blocks; Python's signal handlers run meanwhile.
     fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
         let config = config(args).inspect_err(|error| refuse(args, store, error))?;
         group.0 = Some(runtime.create(config, args, store)?);
         Ok(Status::ok())
     }
 
-    /// As [`group_create`], out of another group, in whose engine it is.
+    /// Like [`group_create`], in the engine of another group.
     fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
         let engine = other.inner()?.engine.clone();
         let config = config(args).inspect_err(|error| refuse(args, store, error))?;
@@ -154,20 +156,20 @@ bridged! {
         Ok(Status::ok())
     }
 
-    /// Makes a call and waits for it; Python's signal handlers run meanwhile. However it ends, nothing touches the call's
-    /// tensors any more, unless its status says that their memory has to stay.
+    /// Issues a call and waits for it; Python's signal handlers run meanwhile. When it returns, nothing accesses the
+    /// call's tensors any more, unless the status says that their memory must be kept.
     fn group_call(group: &Group, args: &CallArgs) -> Waited {
         complete(group.group()?, &call_desc(args, Mode::Blocking)?)
     }
 
-    /// As [`group_call`], with where its time went if the arguments ask for it.
+    /// Like [`group_call`], and returns the times of the phases if the arguments request them.
     fn group_call_profiled(group: &Group, args: &CallArgs) -> Profiled {
         let desc = call_desc(args, Mode::Blocking)?;
         let waited = complete(group.group()?, &desc).unwrap_or_else(Waited::from_error);
         Ok(Profiled { waited, phases: PhaseNanos::of(desc.phases.as_deref()) })
     }
 
-    /// Starts a call that the caller does not wait for at once.
+    /// Starts a call without waiting for it.
     fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status {
         let group = group.group()?;
         let desc = call_desc(args, Mode::Async)?;
@@ -183,43 +185,44 @@ bridged! {
         Ok(Status::ok())
     }
 
-    /// Reserves consecutive call numbers; the first of them.
+    /// Reserves consecutive sequence numbers; returns the first.
     fn group_reserve(group: &Group, count: u64) -> Numbered {
         Ok(Numbered::of(group.group()?.reserve_seqs(count)? as i64))
     }
 
-    /// Ends what numbers were reserved for, well or with an error.
+    /// Completes the calls for which numbers were reserved, with success or an error.
     fn group_conclude(group: &Group, first: i64, count: u64, outcome: &Status) -> Status {
         let first = u64::try_from(first).map_err(|_| Error::internal("a number that was not reserved was given up"))?;
         group.group()?.conclude_seqs(first..first + count, outcome.to_error().as_ref());
         Ok(Status::ok())
     }
 
-    /// The number that the next call will have.
+    /// The sequence number of the next call.
     fn group_next_seq(group: &Group) -> Numbered {
         Ok(Numbered::of(group.group()?.next_seq() as i64))
     }
 
-    /// A barrier that names the ranks that did not come. Blocks; Python's signal handlers run meanwhile.
+    /// A barrier that names the missing ranks. Blocks; Python's signal handlers run meanwhile.
     fn group_monitored_barrier(group: &Group, timeout_ms: i64, wait_all: bool) -> Waited {
         let (group, timeout) = (group.group()?, millis(timeout_ms).unwrap_or_default());
         unless_interrupted(|interrupt| group.monitored_barrier(timeout, wait_all, interrupt))
     }
 
-    /// Makes links to all ranks. Blocks; Python's signal handlers run meanwhile.
+    /// Creates links to all ranks. Blocks; Python's signal handlers run meanwhile.
     fn group_connect_all(group: &Group) -> Waited {
         let group = group.group()?;
         unless_interrupted(|interrupt| group.connect_all(interrupt))
     }
 
-    /// Fails all calls of the group, now and later.
+    /// Fails all current and later calls of the group.
     fn group_abort(group: &Group, reason: &str) -> Status {
         group.group()?.abort(reason);
         Ok(Status::ok())
     }
 
-    /// Leaves the group, and waits if asked until the other ranks have what calls that are done have sent. Python's signal
-    /// handlers run meanwhile. Fails only to tell of a disagreement that no call could tell: who leaves needs no group.
+    /// Leaves the group. If `wait` is set, waits until the other ranks have received what completed calls have sent;
+    /// Python's signal handlers run meanwhile. Only a mismatch between ranks that no call has reported is returned as
+    /// an error: a rank that leaves does not need the group any more.
     fn group_shutdown(group: &Group, wait: bool) -> Status {
         let group = group.group()?;
         let left = if wait { group.shutdown_unless(&mut ffi::python_interrupted) } else { group.leave() };
@@ -229,41 +232,41 @@ bridged! {
         }
     }
 
-    /// Sets the deadline of calls made from now on.
+    /// Sets the timeout of calls issued from now on.
     fn group_set_timeout(group: &Group, timeout_ms: i64) -> Status {
         group.group()?.set_timeout(timeout_of(timeout_ms)?);
         Ok(Status::ok())
     }
 
-    /// Lets calls made from now on record their duration.
+    /// Makes calls issued from now on record their duration.
     fn group_enable_timing(group: &Group) -> Status {
         group.group()?.enable_timing();
         Ok(Status::ok())
     }
 
-    /// The cause that poisoned the group.
+    /// The error that aborted the group.
     fn group_first_error(group: &Group) -> Status {
         Ok(group.group()?.error().map_or_else(Status::ok, Status::from_error))
     }
 
-    /// How its calls are called by the profiler, a code of `ProfileNames`.
+    /// The style of names of its calls in the profiler, as a code of `ProfileNames`.
     fn group_profile_names(group: &Group) -> Numbered {
         Ok(Numbered::of(group.inner()?.names as i64))
     }
 
-    /// Name, rank, world and links of the group, one a line.
+    /// Name, rank, world and links of the group, one per line.
     fn group_describe(group: &Group) -> Described {
         Ok(Described { text: group.group()?.describe(), status: Status::ok() })
     }
 
-    /// What the group is doing and has done, as JSON.
+    /// Current and past activity of the group, as JSON.
     fn group_snapshot(group: &Group) -> Described {
         Ok(Described { text: snapshot::to_json(&group.group()?.snapshot()), status: Status::ok() })
     }
 }
 
-/// Blocks in `wait`, which asks now and then whether a signal handler of Python has raised; what that raised counts, and not the
-/// error that the wait then ends with.
+/// Blocks in `wait`, which regularly checks whether a Python signal handler has raised. In this case that exception is
+/// reported, not the error with which the wait ends.
 fn unless_interrupted(wait: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<()>) -> Result<Waited> {
     let mut is_interrupted = false;
     let result = wait(&mut || {
@@ -276,7 +279,7 @@ fn unless_interrupted(wait: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<()>)
     result.map(|()| Waited::plain(Outcome::Done))
 }
 
-/// Makes a call and waits for it, as [`group_call`].
+/// Issues a call and waits for it, for [`group_call`].
 pub(crate) fn complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<Waited> {
     let call = match group.run(desc)? {
         Ran::Done(_) => return Ok(Waited::plain(Outcome::Done)),
@@ -293,7 +296,7 @@ pub(crate) fn complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<Wa
     }
 }
 
-/// Stops a call that is left while it runs, also by a panic: an interrupt, or a wait that broke.
+/// Stops a call that is still running when its wait ends: after an interrupt, a failed wait or a panic.
 struct Leaving<'a> {
     group: &'a accl_engine::Group,
     call: &'a Call,
@@ -308,7 +311,7 @@ impl Drop for Leaving<'_> {
     }
 }
 
-/// The environment's settings, then the options', which win.
+/// The settings of the environment, overridden by the options.
 fn config(args: &GroupArgs) -> Result<Config> {
     let mut config = accl_engine::config_from_environment()?;
     for pair in args.settings.chunks_exact(2) {
@@ -321,22 +324,22 @@ fn config(args: &GroupArgs) -> Result<Config> {
     Ok(config)
 }
 
-/// Lets the other ranks know why this one cannot make the group.
+/// Reports to the other ranks why this rank cannot create the group.
 fn refuse(args: &GroupArgs, store: &ffi::StoreRef, error: &Error) {
     if let Ok(spec) = spec_of(Config::default(), args) {
-        // There may be no engine yet that prints what is said.
+        // There may be no engine yet, so the log is installed for this block only.
         log::during(log_level(args), || {
             accl_engine::refuse_group(&spec, &TorchStore::new(store), error, &mut ffi::python_interrupted);
         });
     }
 }
 
-/// What is to be printed of a group whose settings are refused.
+/// The log level for a group whose settings are refused.
 fn log_level(args: &GroupArgs) -> LogLevel {
     let mut config = accl_engine::config_from_environment().unwrap_or_default();
     let options = args.settings.chunks_exact(2).filter(|pair| pair[0] == LOG).map(|pair| pair[1].clone());
     for level in options {
-        // A wrong one leaves the default.
+        // An invalid level is ignored and leaves the default.
         let _ = config.set_option(LOG, &level);
     }
     config.log
@@ -355,7 +358,7 @@ fn spec_of(config: Config, args: &GroupArgs) -> Result<GroupSpec> {
     })
 }
 
-/// The first address of a host name; `None` when there is none, or it cannot be resolved.
+/// The first address of a host name; `None` if the name is empty or cannot be resolved.
 fn address_of(host: &str) -> Option<IpAddr> {
     if host.is_empty() {
         return None;
@@ -366,7 +369,7 @@ fn address_of(host: &str) -> Option<IpAddr> {
 /// The timeout of a group.
 ///
 /// # Errors
-/// `InvalidArgument` for a negative one.
+/// `InvalidArgument` for a negative number.
 fn timeout_of(timeout_ms: i64) -> Result<Duration> {
     let refused = || {
         Error::invalid_argument(format!(
@@ -376,7 +379,7 @@ fn timeout_of(timeout_ms: i64) -> Result<Duration> {
     millis(timeout_ms).ok_or_else(refused)
 }
 
-/// `None` for a negative number of milliseconds.
+/// Converts milliseconds; returns `None` for a negative number.
 pub(crate) fn millis(timeout_ms: i64) -> Option<Duration> {
     u64::try_from(timeout_ms).ok().map(Duration::from_millis)
 }
@@ -426,7 +429,8 @@ fn tensor_desc(view: &TensorView) -> Result<TensorDesc> {
         TensorDesc::dense(ptr, dtype, Elems(view.count as u64))
     } else {
         let shape = |address: usize| {
-            // SAFETY: the shim gives the address of `dim` numbers of a tensor that it holds during this call.
+            // SAFETY: the shim passes the address of `dim` numbers of a tensor, and it holds that tensor during this
+            // call.
             unsafe { slice::from_raw_parts(address as *const i64, view.dim) }
         };
         TensorDesc::strided(ptr, dtype, shape(view.sizes), shape(view.strides))?

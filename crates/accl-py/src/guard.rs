@@ -1,4 +1,4 @@
-//! The one macro that guards bridged functions: a panic becomes an internal error instead of ending the process.
+//! The macro that guards bridged functions: a panic becomes an internal error instead of ending the process.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,18 +6,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use accl_types::Error;
 
 thread_local! {
-    /// The bridged function whose next call from this thread panics. Set by a test only.
+    /// The bridged function whose next call from this thread panics. Only set by tests.
     static PANIC_NEXT: Cell<Option<&'static str>> = const { Cell::new(None) };
 }
 
-/// Lets the next call of the bridged function `name` from this thread panic. False when there is no such function.
+/// Makes the next call of the bridged function `name` from this thread panic. Returns false if there is no such
+/// function.
 pub(crate) fn panic_next(name: &str) -> bool {
     let found = BRIDGED.iter().copied().find(|known| *known == name);
     PANIC_NEXT.set(found);
     found.is_some()
 }
 
-/// Every bridged function that C++ calls.
+/// All bridged functions that C++ calls.
 pub(crate) const BRIDGED: &[&str] = &[
     "group_create",
     "group_create_beside",
@@ -57,11 +58,11 @@ pub(crate) const BRIDGED: &[&str] = &[
 
 /// A result of a bridged function that can carry an error.
 pub(crate) trait FromError {
-    /// The value that reports `error`.
+    /// Returns the value that reports `error`.
     fn from_error(error: Error) -> Self;
 }
 
-/// Runs `body`; a panic in it, or one that a test asked for, is reported as an internal error.
+/// Runs `body`. A panic, or one that a test requested, is reported as an internal error.
 pub(crate) fn guarded<T: FromError>(name: &'static str, body: impl FnOnce() -> Result<T, Error>) -> T {
     let run = AssertUnwindSafe(|| {
         if PANIC_NEXT.get() == Some(name) {
@@ -97,7 +98,7 @@ macro_rules! bridged {
 }
 pub(crate) use bridged;
 
-/// Whether `name` stands in [`BRIDGED`]; evaluated while compiling.
+/// Whether `name` is listed in [`BRIDGED`]; evaluated at compile time.
 pub(crate) const fn is_listed(name: &str) -> bool {
     let mut index = 0;
     while index < BRIDGED.len() {

@@ -1,4 +1,4 @@
-//! What `accl config`, `accl algorithms` and `accl info` print, and what `accl bench` may be asked for, as Python values.
+//! The output of `accl config`, `accl algorithms` and `accl info`, and the choices of `accl bench`, as Python values.
 
 use accl_types::config::{Config, ROWS, Scope};
 use accl_types::{Dtype, Error, ReduceOp};
@@ -7,7 +7,7 @@ use pyo3::types::PyDict;
 
 use crate::log;
 
-/// The rows of the configuration table, with the value that the environment gives.
+/// Returns the rows of the configuration table, with the values from the environment.
 #[pyfunction]
 fn config_rows(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;
@@ -33,7 +33,7 @@ fn config_rows(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
         .collect()
 }
 
-/// The rows of the table of algorithms.
+/// Returns the rows of the table of algorithms.
 #[pyfunction]
 fn algorithms(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     accl_engine::ALGORITHMS
@@ -52,7 +52,7 @@ fn algorithms(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
         .collect()
 }
 
-/// The types of elements that can be sent: name, bytes of one, and the operators that reduce them.
+/// Returns the element types that can be sent: name, bytes per element, and the operators that reduce them.
 #[pyfunction]
 fn dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     Dtype::ALL
@@ -68,8 +68,8 @@ fn dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
         .collect()
 }
 
-/// What this process would offer its peers. Opens the port that it would listen on, for a moment. Transports that were announced and not
-/// handed in are named and stay as they are.
+/// Returns what this process would offer its peers. Briefly opens the port that it would listen on. Transports that
+/// were announced but not registered are named and not used.
 #[pyfunction]
 fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let mut config = accl_engine::config_from_environment().map_err(refused)?;
@@ -77,7 +77,7 @@ fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let known = accl_engine::transports();
     config.transports.retain(|name| known.iter().any(|row| row.name == name));
     if config.transports.is_empty() {
-        // Those of packages meet over its connections.
+        // Transports of other packages are set up over connections of `tcp`.
         config.transports.push("tcp".to_owned());
     }
     let info = accl_calibrate::engine(config).info().map_err(refused)?;
@@ -90,7 +90,7 @@ fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     Ok(dict)
 }
 
-/// Refuses an option that the table does not have, or a value that it does not accept.
+/// Refuses an option that is not in the table, or a value that the option does not accept.
 #[pyfunction]
 fn check_option(option: &str, value: &str) -> PyResult<()> {
     let mut config = Config::default();

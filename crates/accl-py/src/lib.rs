@@ -1,7 +1,7 @@
 //! The native module of torch_accl: PyO3 bindings and the bridge to the C++ shim.
 //!
-//! Owns the process's engine, which it hands to groups, and what Python may ask about it. Calls do not pass here: they
-//! come from torch through the shim and the functions of `bridge`. Read `bridge.rs` first.
+//! Owns the process's engine, which it passes to groups, and the functions with which Python queries it. Calls do not
+//! pass through here: they come from torch through the shim and the functions of `bridge`. Read `bridge.rs` first.
 
 mod bridge;
 mod built;
@@ -25,7 +25,7 @@ use pyo3::prelude::*;
 
 use crate::bridge::ffi;
 
-/// The process's engine. One per process, owned by the Python package.
+/// The process's engine. There is one per process, owned by the Python package.
 #[pyclass(frozen, module = "torch_accl._native")]
 #[derive(Default)]
 struct Runtime {
@@ -39,8 +39,8 @@ impl Runtime {
         Self::default()
     }
 
-    /// A backend over `store`: collective over all ranks. Blocks until they are connected or the timeout passed. All ranks say alike whether it is
-    /// that of the default process group.
+    /// Creates a backend over `store`: collective over all ranks. Blocks until they are connected or the timeout has
+    /// passed. All ranks must pass the same `is_default`: whether this is the default process group.
     fn create_backend<'py>(
         &self,
         store: &Bound<'py, PyAny>,
@@ -51,29 +51,29 @@ impl Runtime {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (store_address, options) = (store.as_ptr() as usize, options.as_ptr() as usize);
         let address = ffi::create_backend(&self.inner, store_address, rank, size, options, is_default);
-        // SAFETY: the shim returns a new reference, or null with a Python exception set; the GIL is held.
+        // SAFETY: the shim returns a new reference, or null with a Python exception set. The GIL is held.
         unsafe { Bound::from_owned_ptr_or_err(store.py(), address as *mut pyo3::ffi::PyObject) }
     }
 
-    /// Says goodbye to all peers, waits until they have what was sent to them, and stops the threads. Bounded; any number of
-    /// times. Before that, with `await_calls`, waits for asynchronous collectives.
+    /// Disconnects from all peers, waits until they have received everything sent to them, and stops the threads.
+    /// Bounded in time; may be called repeatedly. With `await_calls`, first waits for asynchronous collectives.
     #[pyo3(signature = (await_calls = false))]
     fn shutdown(&self, py: Python<'_>, await_calls: bool) -> PyResult<()> {
         if let Some(engine) = self.inner.engine() {
             py.detach(|| engine.shutdown_unless(await_calls, &mut ffi::python_interrupted_at_end));
         }
-        // A signal handler that raised ends the wait and not the shutdown.
+        // A signal handler that raised ends the wait, but not the shutdown.
         PyErr::take(py).map_or(Ok(()), Err)
     }
 }
 
-/// The names of all functions that C++ calls across the bridge.
+/// Returns the names of all functions that C++ calls across the bridge.
 #[pyfunction]
 fn _bridged_functions() -> Vec<&'static str> {
     guard::BRIDGED.to_vec()
 }
 
-/// Lets the next call of a bridged function from this thread panic. For tests.
+/// Makes the next call of a bridged function from this thread panic. For tests.
 #[pyfunction]
 fn _panic_for_test(name: &str) -> PyResult<()> {
     if guard::panic_next(name) {
@@ -82,8 +82,8 @@ fn _panic_for_test(name: &str) -> PyResult<()> {
     Err(pyo3::exceptions::PyValueError::new_err(format!("no bridged function is called {name}")))
 }
 
-/// Fills the module. Not done when it is loaded: the first class derives from one of torch's, and by then the version gate
-/// must have compared what `built_for` says with the running torch. To be called once.
+/// Fills the module; must be called once. This is not done at load time, because the first class derives from one of
+/// torch's classes. Before that, the version gate must compare `built_for` with the running torch.
 #[pyfunction]
 #[pyo3(pass_module)]
 fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -102,7 +102,7 @@ fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
     multigrid::add_functions(module)
 }
 
-// The build backend looks for this sentence in the file, to know which torch a module is for without loading it.
+// The build backend searches the file for this sentence, to know a module's torch without loading it.
 #[pymodule]
 #[doc = concat!("The native module of torch_accl, built for torch ", env!("ACCL_BUILT_FOR_TORCH"), ".")]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {

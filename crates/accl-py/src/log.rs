@@ -1,12 +1,13 @@
-//! What `ACCL_LOG` prints: the engine's events, on standard error.
+//! Printing of the engine's events on standard error, by `ACCL_LOG`.
 //!
-//! A line that cannot be written, to a full disk or a pipe that nobody reads any more, is lost, and nothing else is. A process that began
-//! without standard error prints nothing: its descriptor has since become another file's.
+//! If a line cannot be written, because the disk is full or the reader of a pipe is gone, only the line is lost. A
+//! process that began without standard error prints nothing, because the descriptor may since belong to another file.
 //!
-//! Who makes the progress tells of errors before it goes on itself: such a line is lost, too, where nobody takes it in time.
+//! The thread that makes progress reports errors before it continues. Such a line is also lost if the reader does not
+//! take it in time.
 //!
-//! Installed with the process's first engine, never at import; for what the command asks without an engine, while it asks. The
-//! engine itself prints nothing.
+//! Installed with the process's first engine, never at import. For commands that work without an engine it is installed
+//! while they run. The engine itself prints nothing.
 
 use std::io::{self, Write};
 use std::os::fd::AsFd;
@@ -22,30 +23,30 @@ use tracing_subscriber::fmt::MakeWriter;
 
 static LACKS_STDERR: AtomicBool = AtomicBool::new(false);
 
-/// How long a line about an error waits for room.
+/// Maximum wait for room for a line about an error.
 const PATIENCE: Duration = Duration::from_millis(50);
 
-/// Notes whether Python began without standard error.
+/// Records whether Python began without standard error.
 ///
 /// # Errors
-/// Those of an interpreter without a module `sys`.
+/// If the interpreter has no module `sys`.
 pub(crate) fn look_for_stderr(py: Python<'_>) -> PyResult<()> {
     LACKS_STDERR.store(py.import("sys")?.getattr("__stderr__")?.is_none(), Ordering::Relaxed);
     Ok(())
 }
 
-/// Prints events of `level` and above from now on. The first engine of the process decides.
+/// Prints events of `level` and above from now on. Only the process's first call has an effect.
 pub(crate) fn follow(level: LogLevel) {
-    // The tracing of this module is its own: nobody else can have set it, only an earlier engine.
+    // This module has its own copy of `tracing`, so only an earlier engine can have set the subscriber.
     let _ = tracing::subscriber::set_global_default(printer(level));
 }
 
-/// Prints what happens on this thread inside `work`, and leaves the process as it is.
+/// Prints the events of this thread inside `work`, and changes nothing else in the process.
 pub(crate) fn during<T>(level: LogLevel, work: impl FnOnce() -> T) -> T {
     tracing::subscriber::with_default(printer(level), work)
 }
 
-/// Warns of each variable under our prefix that has no effect.
+/// Logs a warning for each variable under our prefix that has no effect.
 pub(crate) fn warn_of_unused_variables() {
     for (name, why) in accl_engine::unused_variables() {
         tracing::warn!("{name} is not a setting of torch-accl and has no effect on it: {why}");
@@ -62,18 +63,18 @@ fn printer(level: LogLevel) -> impl Subscriber + Send + Sync {
         LogLevel::Trace => LevelFilter::TRACE,
     };
     let printer = tracing_subscriber::fmt().with_max_level(level).with_writer(Stderr).with_ansi(false);
-    // It would tell of a line that it could not print by printing, which panics.
+    // Reporting an internal error, such as a line that could not be printed, would print to standard error and panic.
     printer.log_internal_errors(false).compact().finish()
 }
 
-/// Makes writers to standard error.
+/// Creates writers to standard error.
 struct Stderr;
 
-/// For one event.
+/// A writer for one event.
 enum Line {
-    /// As long as it takes.
+    /// Blocks until the line is written.
     Patient(io::Stderr),
-    /// At once, without the lock that another line may have which waits.
+    /// Writes at once, without the lock, which another line may hold while it waits.
     Prompt(io::Stderr),
 }
 
@@ -96,7 +97,7 @@ impl Write for Line {
             Line::Prompt(stderr) => {
                 let patience = Timespec::try_from(PATIENCE).ok();
                 let mut has_room = [PollFd::new(&*stderr, PollFlags::OUT)];
-                // A pipe that says so takes a whole line.
+                // A pipe that reports room takes a whole line.
                 if poll(&mut has_room, patience.as_ref())? == 0 {
                     return Ok(bytes.len());
                 }

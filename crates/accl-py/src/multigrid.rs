@@ -1,7 +1,7 @@
 //! Plans of layer-parallel training as Python values.
 //!
-//! Owns the translation, both ways. What a plan is, and how it is made and checked, is `accl-multigrid`'s; who walks one is Python. Read
-//! [`LayerPlan`] first.
+//! Owns the translation in both directions. `accl-multigrid` defines, builds and checks plans; Python executes them.
+//! Read [`LayerPlan`] first.
 
 use accl_multigrid::cost::{Costs, LayerTimes, Rates, Share, simulate};
 use accl_multigrid::memory::Memory;
@@ -13,19 +13,19 @@ use accl_types::{Bytes, Error, Rank};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-/// What a layer is, by its name, and whether it is apart.
+/// The kind of a layer, by name, and whether the layer is apart.
 type LayerSpec = (String, bool);
 
-/// iterations, shape, relaxations, start, norms, `has_final_sweep`, reuse.
+/// Fields of a cycle: iterations, shape, relaxations, start, norms, `has_final_sweep`, reuse.
 type CycleSpec = (u32, String, Vec<u32>, String, String, bool, String);
 
-/// Picoseconds of a layer: plain, recorded, VJP of its input, VJP of everything.
+/// Picoseconds of a layer: plain, recorded, VJP of its input, VJP of its input and parameters.
 type LayerPs = (u64, u64, u64, u64);
 
-/// Picoseconds: adding up a KiB, a message, its latency, a KiB on its way, a norm.
+/// Picoseconds: adding a KiB, a message, its latency, a KiB of a message, a norm.
 type RatesPs = (u64, u64, u64, u64, u64);
 
-/// What all ranks do in a solve, or in a pipeline: see the documentation of the crate `accl-multigrid`.
+/// The operations of all ranks in a solve or in a pipeline; see the documentation of the crate `accl-multigrid`.
 #[pyclass(frozen, module = "torch_accl._native")]
 struct LayerPlan {
     plan: Plan,
@@ -33,8 +33,8 @@ struct LayerPlan {
 
 #[pymethods]
 impl LayerPlan {
-    /// A solve by multigrid; of one level a wave. `counts` has the number of layers of each rank; `is_coarser` says between which levels, the finest
-    /// first, states become coarser themselves.
+    /// A solve by multigrid; with one level, a sequential pass. `counts` is the number of layers on each rank.
+    /// `is_coarser` states between which levels, the finest first, states become coarser.
     #[staticmethod]
     #[pyo3(signature = (layers, factors, counts, pass_, cycle, is_coarser=Vec::new()))]
     fn mgrit(
@@ -55,7 +55,7 @@ impl LayerPlan {
         .map_err(refused)
     }
 
-    /// A pipeline on the same placement.
+    /// A pipeline over the same kind of placement.
     #[staticmethod]
     fn pipeline(
         py: Python<'_>,
@@ -72,12 +72,12 @@ impl LayerPlan {
         .map_err(refused)
     }
 
-    /// The list of a rank, each operation a tuple that begins with its name.
+    /// The operations of a rank, each a tuple that begins with its name.
     fn ops<'py>(&self, py: Python<'py>, rank: usize) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         self.list(rank)?.iter().map(|op| tuple_of(py, op)).collect()
     }
 
-    /// Number of operations of a rank, by their names.
+    /// Number of a rank's operations, by name.
     fn counts<'py>(&self, py: Python<'py>, rank: usize) -> PyResult<Bound<'py, PyDict>> {
         let counts = PyDict::new(py);
         for op in self.list(rank)? {
@@ -94,31 +94,31 @@ impl LayerPlan {
         self.plan.points.clone()
     }
 
-    /// On which mesh of states each value is: how often it has been made coarser.
+    /// The mesh of each value: how often its state has been made coarser.
     #[getter]
     fn meshes(&self) -> Vec<u32> {
         self.plan.meshes.clone()
     }
 
-    /// The values that come from outside, with the ranks that have them.
+    /// The values from outside, with the ranks that get them.
     #[getter]
     fn inputs(&self) -> Vec<(u32, Value)> {
         plain(&self.plan.inputs)
     }
 
-    /// Those that a guess gives, by C-points.
+    /// The values of a guess, for the C-points, with their ranks.
     #[getter]
     fn guesses(&self) -> Vec<(u32, Value)> {
         plain(&self.plan.guesses)
     }
 
-    /// What comes out.
+    /// The output values, with their ranks.
     #[getter]
     fn outputs(&self) -> Vec<(u32, Value)> {
         plain(&self.plan.outputs)
     }
 
-    /// What C-points have at the end where there is no final sweep.
+    /// The final values of the C-points, if there is no final sweep.
     #[getter]
     fn states(&self) -> Vec<(u32, Value)> {
         plain(&self.plan.states)
@@ -130,14 +130,15 @@ impl LayerPlan {
         self.plan.norms.clone()
     }
 
-    /// Number of intervals, whose squares make a norm.
+    /// Number of intervals, whose squares add up to a norm.
     #[getter]
     fn intervals(&self) -> u32 {
         self.plan.intervals
     }
 
-    /// Bytes at a time: most of values, and most of what evaluations for good leave. `state` has the bytes of a value at each point, `graph` those
-    /// that each layer leaves, `shares` the thousandths of a state on each coarser mesh.
+    /// Maximum bytes at a time: of values, and of the graphs that final evaluations leave. `state` is the bytes of a
+    /// value at each point, `graph` the bytes of each layer's graph. `shares` is the thousandths of a state's bytes on
+    /// each coarser mesh.
     #[pyo3(signature = (rank, state, graph, shares=Vec::new()))]
     fn memory(&self, rank: usize, state: Vec<u64>, graph: Vec<u64>, shares: Vec<u64>) -> PyResult<(u64, u64)> {
         self.list(rank)?;
@@ -148,8 +149,8 @@ impl LayerPlan {
         Ok((memory.peak.0, memory.graphs.0))
     }
 
-    /// When each rank does what, by (operation, begin, end), and the time of all, in picoseconds. `shares`: thousandths of a state's bytes and of a layer's time
-    /// on each coarser mesh.
+    /// Returns the total time and each rank's activities as (operation, begin, end), in picoseconds. `shares` is the
+    /// thousandths of a state's bytes and of a layer's time on each coarser mesh.
     #[pyo3(signature = (layers, state, rates, shares=Vec::new()))]
     #[allow(clippy::type_complexity, reason = "it is what Python is given")]
     fn simulate(
@@ -197,7 +198,7 @@ impl LayerPlan {
     }
 }
 
-/// Number of layers of each rank: `even`, or `aligned` to the points of coarse levels.
+/// Number of layers on each rank: `even`, or `aligned` to the points of coarse levels.
 #[pyfunction]
 fn layer_placement(layers: Vec<LayerSpec>, factors: Vec<u32>, ranks: u32, how: &str) -> PyResult<Vec<u32>> {
     let layers = layers_of(&layers)?;
@@ -219,7 +220,7 @@ fn layer_levels(layers: Vec<LayerSpec>, factors: Vec<u32>) -> PyResult<Vec<Vec<u
     Ok(grid.levels().iter().map(|level| level.points.clone()).collect())
 }
 
-// ---- what names mean
+// ---- meanings of names
 
 const KINDS: [(&str, Kind); 5] = [
     ("ode", Kind::Increment),
@@ -278,7 +279,7 @@ fn cycle_of((iterations, shape, relaxations, start, norms, has_final_sweep, reus
     })
 }
 
-/// A plan that the checker takes. It takes all that builders make; if ever not, nobody walks it.
+/// Checks a plan. The checker accepts every plan of the builders; if it ever does not, the plan must not be executed.
 fn checked(plan: Plan) -> accl_types::Result<LayerPlan> {
     check::check(&plan).map_err(|wrong| Error::internal(format!("a plan that its checker refuses: {wrong}")))?;
     Ok(LayerPlan { plan })

@@ -1,6 +1,6 @@
-//! What benches ask of a group: the algorithm of a call, and the same blocking call many times over, timed below torch.
+//! Functions for benchmarks: the algorithm of a call, and repeated blocking calls, timed below torch.
 //!
-//! A call goes the road of every blocking call, [`complete`]; what is left out is torch's dispatch.
+//! A call takes the same route as every blocking call, [`complete`], except for torch's dispatch.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::bridge::ffi::{CallArgs, Described, Numbered, Repeated, Status};
 use crate::group::{Group, call_desc, complete};
 use crate::guard::{FromError, bridged};
 
-/// Samples for which room is made before the clock starts; more are fine.
+/// Number of samples for which memory is reserved before the clock starts; more are allowed.
 const ROOM: usize = 1 << 16;
 
 bridged! {
@@ -23,14 +23,14 @@ bridged! {
         code.ok_or_else(|| Error::invalid_argument(format!("there is no collective {name}")))
     }
 
-    /// The name of the algorithm that such a call takes. Makes no call.
+    /// The name of the algorithm that such a call uses. Issues no call.
     fn group_algorithm(group: &Group, args: &CallArgs) -> Described {
         let name = group.group()?.algorithm_of(&call_desc(args, Mode::Blocking)?)?;
         Ok(Described { text: name.to_owned(), status: Status::ok() })
     }
 
-    /// Makes `samples` times `calls` blocking calls; the nanoseconds of each sample. Fenced: a barrier, which is not
-    /// counted, comes before each sample.
+    /// Issues `samples` times `calls` blocking calls; returns the nanoseconds of each sample. If `fenced`, an untimed
+    /// barrier precedes each sample.
     fn group_repeat(group: &Group, args: &CallArgs, samples: u32, calls: u32, fenced: bool) -> Repeated {
         let group = group.group()?;
         let desc = call_desc(args, Mode::Blocking)?;
@@ -50,7 +50,7 @@ bridged! {
     }
 }
 
-/// Makes one call and waits for it; an interrupt is an error.
+/// Issues one call and waits for it; an interrupt is an error.
 fn must_complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<()> {
     let status = complete(group, desc)?.status;
     let held = |error: Error| if status.holds_memory { error.holding_memory() } else { error };

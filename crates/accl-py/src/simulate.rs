@@ -1,4 +1,4 @@
-//! What `accl simulate` prints, as Python values.
+//! The output of `accl simulate`, as Python values.
 
 use accl_engine::Machine;
 use accl_engine::simulate::{Scenario, simulate as predict};
@@ -8,10 +8,10 @@ use pyo3::types::PyDict;
 
 use crate::log;
 
-/// A network between hosts: picoseconds for a KiB of a host's connection, and for the way.
+/// The network between hosts: picoseconds per KiB of a host's connection, and picoseconds of latency.
 type Link = (u64, u64);
 
-/// Predicted times of calls: for each size the choice and every algorithm's time in microseconds.
+/// Predicts times of calls: for each size, the chosen algorithm and every algorithm's time in microseconds.
 #[pyfunction]
 fn simulate<'py>(
     py: Python<'py>,
@@ -55,8 +55,8 @@ fn simulate<'py>(
         .collect()
 }
 
-/// The constants of this machine, those that the measurement does not determine, their source and its age in seconds; measured
-/// again on request.
+/// Returns this machine's constants, the names of those that the measurement does not determine, their source, and its
+/// age in seconds. If `anew` is set, measures again.
 #[pyfunction]
 fn calibration(py: Python<'_>, anew: bool) -> PyResult<Bound<'_, PyDict>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;

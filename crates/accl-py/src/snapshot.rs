@@ -1,11 +1,11 @@
-//! A snapshot of a group as JSON, which the shim hands to Python's reader.
+//! A snapshot of a group as JSON, which the shim passes to Python's parser.
 //!
 //! Owns the names of its fields. Times are in seconds, sizes in bytes.
 
 use accl_engine::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot, Traffic};
 use serde_json::{Value, json};
 
-/// Of one group: what has become of its calls, and a list of its ranks.
+/// The snapshot of one group: the state of its calls, a list of its ranks, and the process's counters.
 pub(crate) fn to_json(snapshot: &Snapshot) -> String {
     let group = snapshot.groups.first().map_or(Value::Null, group);
     let peers: Vec<Value> = snapshot.peers.iter().map(peer).collect();

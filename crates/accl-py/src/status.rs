@@ -1,4 +1,4 @@
-//! Errors as data: what crosses the bridge instead of a string.
+//! Errors as data, which cross the bridge instead of a string.
 
 use std::time::Duration;
 
@@ -8,7 +8,8 @@ use accl_types::{Error, ErrorKind};
 use crate::bridge::ffi::{Described, Kind, Numbered, Outcome, PhaseNanos, Profiled, Status, Waited};
 use crate::guard::FromError;
 
-/// Why a call is left that nothing is wrong with. A note of the exception that the handler raised, and what peers are told.
+/// The reason for leaving a call that has not failed. Added as a note to the exception that the handler raised, and
+/// sent to peers.
 pub(crate) const INTERRUPTED: &str = "interrupted by a signal handler of Python (such as that of Ctrl-C) inside a blocking call, \
     which ends its group on all ranks; make a new group, or wait for a call made with async_op=True, which may be interrupted";
 
@@ -23,7 +24,7 @@ impl Status {
         self.kind == Kind::Ok
     }
 
-    /// The error that this stands for, or `None` for success.
+    /// The error that this status represents, or `None` for success.
     pub(crate) fn to_error(&self) -> Option<Error> {
         if self.is_ok() {
             return None;
@@ -52,12 +53,12 @@ impl Waited {
         Self { how, status: Status::ok() }
     }
 
-    /// A signal handler of Python raised, in a wait.
+    /// A Python signal handler raised during a wait.
     pub(crate) fn interrupted() -> Self {
         Self::interrupted_with(false)
     }
 
-    /// A signal handler of Python raised, in a call whose memory may have to stay.
+    /// A Python signal handler raised during a call whose memory may have to be kept.
     pub(crate) fn interrupted_with(holds_memory: bool) -> Self {
         let status = Status { holds_memory, ..Status::from_error(Error::aborted(INTERRUPTED)) };
         Self { how: Outcome::Interrupted, status }
@@ -84,7 +85,7 @@ impl FromError for Numbered {
 }
 
 impl PhaseNanos {
-    /// Of a call that has ended, if they were noted.
+    /// The times of a call that has ended, if they were recorded.
     pub(crate) fn of(phases: Option<&Phases>) -> Self {
         let nanos = |time: Duration| i64::try_from(time.as_nanos()).unwrap_or(i64::MAX);
         let times = phases.and_then(Phases::times);

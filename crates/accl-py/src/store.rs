@@ -7,13 +7,13 @@ use accl_types::{Error, Result};
 
 use crate::bridge::ffi;
 
-/// What no key holds: compared with whatever is there, it reads that or says that nothing is.
+/// A value that no key has. Comparing any key with it returns the key's value, or shows that the key does not exist.
 const NOTHING: &[u8] = b"accl: nothing";
 
-/// A c10d store that the shim holds; used on the thread that makes the group and only until the group is made.
+/// A c10d store that the shim holds. Used on the thread that creates the group, and only until the group is created.
 pub(crate) struct TorchStore<'a> {
     store: &'a ffi::StoreRef,
-    /// Stores that users write in Python may lack it.
+    /// Whether the store has no `compare_set`, as stores that users write in Python may.
     lacks_compare_set: Cell<bool>,
 }
 
@@ -28,8 +28,9 @@ impl Store for TorchStore<'_> {
         ffi::store_set(self.store, key, value).map_err(rendezvous)
     }
 
-    /// c10d's own `get` waits for a key that is not there, with the store's only connection. A comparison with what is
-    /// certainly not there changes nothing, returns at once, and cannot come between a question and a deletion.
+    /// c10d's own `get` waits for a missing key and blocks the store's only connection meanwhile. Comparing with a
+    /// value that no key has changes nothing and returns at once. It is also a single operation, so no deletion can
+    /// come between a check and a read.
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         if !self.lacks_compare_set.get() {
             match ffi::store_compare_set(self.store, key, NOTHING, NOTHING) {
@@ -48,12 +49,12 @@ impl Store for TorchStore<'_> {
         ffi::store_add(self.store, key, delta).map_err(rendezvous)
     }
 
-    /// Some stores cannot.
+    /// Returns false also for stores that cannot delete.
     fn delete(&self, key: &str) -> Result<bool> {
         Ok(ffi::store_delete(self.store, key).unwrap_or(false))
     }
 
-    /// torch keeps the store while it has a group over it, and gives sub-groups the same one.
+    /// torch keeps the store while a group uses it, and gives sub-groups the same store.
     fn identity(&self) -> u64 {
         ffi::store_identity(self.store)
     }
@@ -63,8 +64,8 @@ fn rendezvous(error: cxx::Exception) -> Error {
     accl_engine::store_failed(error.what())
 }
 
-/// Whether a store lacks an operation. The classes of such errors do not cross the bridge, their texts do: torch's own stores, and those that
-/// Python code derives or wraps.
+/// Whether a store lacks an operation. Only the texts of such errors cross the bridge, not their classes. The texts are
+/// those in torch's own stores and in stores that Python code derives or wraps.
 fn is_not_implemented(what: &str) -> bool {
     let what = what.to_lowercase();
     ["not implemented", "notimplementederror", "not supported", "attributeerror", "pure virtual"]

@@ -1,4 +1,4 @@
-//! A call in flight as the shim holds it: an engine call, or a task that makes several.
+//! A call in flight as the shim holds it: an engine call, or a task that issues several calls.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,21 +12,21 @@ use crate::bridge::ffi::{self, Numbered, Outcome, PhaseNanos, Status, Waited};
 use crate::group::millis;
 use crate::guard::{FromError, bridged};
 
-/// How often a waiter looks for Python signals.
+/// Interval at which a waiting thread checks for Python signals.
 const SIGNAL_CHECK: Duration = Duration::from_millis(50);
 
-/// Instead of nanoseconds: the call failed and its group did not.
+/// Returned instead of nanoseconds if the call failed but its group did not.
 const FAILED_ALONE: i64 = -2;
 
 /// Pause before a completion task tries again.
 const AGAIN: Duration = Duration::from_millis(2);
 
-/// A call, empty until it was submitted.
+/// A call, empty until it is submitted.
 #[derive(Default)]
 pub struct Ticket {
     group: Option<Arc<accl_engine::Group>>,
     entry: Entry,
-    /// Where the call's time goes, if somebody asked.
+    /// The times of the call's phases, if requested.
     phases: Option<Arc<Phases>>,
 }
 
@@ -38,7 +38,7 @@ enum Entry {
     Task(Arc<RunningTask>),
 }
 
-/// An empty ticket.
+/// Returns an empty ticket.
 pub(crate) fn new_ticket() -> Box<Ticket> {
     Box::default()
 }
@@ -51,7 +51,7 @@ impl Ticket {
         self.phases = phases;
     }
 
-    /// Fills the ticket with a task and runs that on a completion thread.
+    /// Fills the ticket with a task and runs the task on a completion thread.
     pub(crate) fn spawn(
         &mut self,
         engine: &Arc<Engine>,
@@ -62,7 +62,7 @@ impl Ticket {
             Arc::new(RunningTask { state: Mutex::default(), changed: Condvar::new(), engine: engine.clone() });
         let finisher = Finisher { task: running.clone(), status: None };
         engine.spawn_blocking(Box::new(move || {
-            // The shim's task is gone before this one ends: then no native thread holds its tensors.
+            // The shim's task is destroyed before this one ends, so that no native thread holds its tensors then.
             finisher.end(ffi::run_task(task));
         }))?;
         self.group = Some(group);
@@ -73,14 +73,14 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        // C++ drops tickets outside any guard; a panic must not reach it.
+        // C++ destroys tickets outside any guard, and a panic must not reach C++.
         let entry = std::mem::take(&mut self.entry);
         let group = self.group.take();
         let _ = catch_unwind(AssertUnwindSafe(move || drop((entry, group))));
     }
 }
 
-/// Lets a completion task do its part, on a completion thread.
+/// Runs a completion task, on a completion thread, until it is finished.
 fn run_completion(mut task: UniquePtr<ffi::CompletionTask>) {
     while !ffi::run_completion(task.pin_mut()) {
         std::thread::sleep(AGAIN);
@@ -102,7 +102,7 @@ struct TaskState {
 
 impl RunningTask {
     fn lock(&self) -> MutexGuard<'_, TaskState> {
-        // The state is plain data, whole at every step.
+        // The state is plain data and consistent at every step, so a panic of an earlier holder does not matter.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -136,7 +136,7 @@ impl RunningTask {
     }
 }
 
-/// Ends a task on every path: also when it panicked or the engine dropped it unrun.
+/// Ends a task on every path, including a panic or an engine that drops it without running it.
 struct Finisher {
     task: Arc<RunningTask>,
     status: Option<Status>,
@@ -160,7 +160,7 @@ impl Drop for Finisher {
         drop(state);
         self.task.changed.notify_all();
         if let Some(task) = callback {
-            // This is a completion thread, so there is one; an engine that has ended runs nothing more.
+            // This is a completion thread, so one exists; an engine that has shut down runs nothing more.
             let _ = self.task.engine.spawn_blocking(Box::new(move || run_completion(task)));
         }
     }
@@ -173,12 +173,12 @@ fn ended_as_waited(ended: Result<()>) -> Waited {
     }
 }
 
-/// Whether it has ended, without the error.
+/// The outcome of a call that has ended or still runs, without its error.
 fn done(is_done: bool) -> Waited {
     Waited::plain(if is_done { Outcome::Done } else { Outcome::Running })
 }
 
-/// From submission to the last byte, or -1 when that was not recorded.
+/// Nanoseconds from submission to the last byte, or -1 if they were not recorded.
 fn nanos(entry: &Entry) -> i64 {
     let duration = match entry {
         Entry::Call(call) => call.duration(),
@@ -192,7 +192,7 @@ fn empty() -> Error {
 }
 
 bridged! {
-    /// Whether the call has ended, well or not. Does not block and makes no progress.
+    /// Whether the call has ended, with or without an error. Does not block and makes no progress.
     fn ticket_done(ticket: &Ticket) -> Waited {
         match &ticket.entry {
             Entry::None => Err(empty()),
@@ -201,7 +201,7 @@ bridged! {
         }
     }
 
-    /// Makes one pass of progress, then says whether the call has ended.
+    /// Makes one progress pass, then returns whether the call has ended.
     fn ticket_poll(ticket: &Ticket) -> Waited {
         match &ticket.entry {
             Entry::None => Err(empty()),
@@ -210,7 +210,7 @@ bridged! {
         }
     }
 
-    /// Waits; a negative timeout waits for the call's own deadline. Python's signal handlers run meanwhile.
+    /// Waits; a negative timeout means the call's own timeout. Python's signal handlers run meanwhile.
     fn ticket_wait(ticket: &Ticket, timeout_ms: i64) -> Waited {
         match &ticket.entry {
             Entry::None => Err(empty()),
@@ -234,8 +234,8 @@ bridged! {
         Ok(error.map_or_else(Status::ok, Status::from_error))
     }
 
-    /// Whether the memory of the call's tensors has to stay when nobody keeps the call any more, which is all that this status says: it
-    /// has not ended, or with an error that says so.
+    /// Whether the memory of the call's tensors must be kept after the call is dropped: if the call has not ended, or
+    /// if its error says so. This status reports nothing else.
     fn ticket_held(ticket: &Ticket) -> Status {
         let holds_memory = match &ticket.entry {
             Entry::None | Entry::Task(_) => false,
@@ -244,8 +244,8 @@ bridged! {
         Ok(Status { holds_memory, ..Status::ok() })
     }
 
-    /// What hooks are told of a call that has ended: its nanoseconds, or -1 when they were not recorded; -2 when it failed
-    /// and its group works on; else the cause that its group failed with.
+    /// The report about an ended call for hooks: its nanoseconds, or -1 if they were not recorded; -2 if it failed but
+    /// its group did not. If its group failed, returns the group's error.
     fn ticket_report(ticket: &Ticket) -> Numbered {
         let failed = match &ticket.entry {
             Entry::None => return Ok(Numbered::of(FAILED_ALONE)),
@@ -264,7 +264,7 @@ bridged! {
         Ok(Status::ok())
     }
 
-    /// The call's number in its group.
+    /// The call's sequence number in its group.
     fn ticket_seq(ticket: &Ticket) -> Numbered {
         match &ticket.entry {
             Entry::None => Err(empty()),
@@ -273,7 +273,7 @@ bridged! {
         }
     }
 
-    /// Where a receive's data came from, or -1.
+    /// The rank that a receive's data came from, or -1.
     fn ticket_source(ticket: &Ticket) -> Numbered {
         match &ticket.entry {
             Entry::None => Err(empty()),
@@ -282,7 +282,7 @@ bridged! {
         }
     }
 
-    /// From submission to the last byte in nanoseconds, or -1 when that was not recorded.
+    /// Nanoseconds from submission to the last byte, or -1 if they were not recorded.
     fn ticket_nanos(ticket: &Ticket) -> Numbered {
         match &ticket.entry {
             Entry::None => Err(empty()),
@@ -290,12 +290,12 @@ bridged! {
         }
     }
 
-    /// Where the time of a call went that has ended, if its arguments asked for it.
+    /// The times of the phases of an ended call, if its arguments requested them.
     fn ticket_phases(ticket: &Ticket) -> PhaseNanos {
         Ok(PhaseNanos::of(ticket.phases.as_deref()))
     }
 
-    /// Lets a completion thread complete the call once it has ended.
+    /// Makes a completion thread complete the call once it has ended.
     fn ticket_when_done(ticket: &Ticket, task: UniquePtr<ffi::CompletionTask>) -> Status {
         match &ticket.entry {
             Entry::None => return Err(empty()),

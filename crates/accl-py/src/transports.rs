@@ -1,4 +1,4 @@
-//! Transports that Python hands in: a table of C functions, by its address or in a capsule.
+//! Transports that Python registers: a table of C functions, by address or in a capsule.
 
 use std::ffi::CStr;
 
@@ -7,7 +7,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
-/// Name of a capsule that holds such a table.
+/// Name of a capsule that contains such a table.
 const CAPSULE: &CStr = c"accl_transport_v1";
 
 /// Adds a transport that `ACCL_TRANSPORTS` may then name; returns its name.
@@ -22,12 +22,13 @@ fn register_transport(table: &Bound<'_, PyAny>) -> PyResult<&'static str> {
         })?;
         std::ptr::with_exposed_provenance(address)
     };
-    // SAFETY: whoever calls this answers for the table, as the documentation of `torch_accl.register_transport` says.
+    // SAFETY: the caller ensures that the table is valid, as the documentation of `torch_accl.register_transport`
+    // requires.
     let row = unsafe { accl_engine::register_table(table) };
     row.map(|row| row.name).map_err(|why| PyValueError::new_err(why.to_string()))
 }
 
-/// Lets settings name a transport that is handed in later.
+/// Lets settings name a transport that is registered later.
 #[pyfunction]
 fn announce_transport(name: &str) {
     accl_engine::announce_transport(name);

@@ -1,8 +1,8 @@
-//! Which algorithm a call takes.
+//! The choice of a call's algorithm.
 //!
-//! Owns the rule of choice and the check of a user's overrides. Pure: all ranks of a group get the same answer from the
-//! same arguments, so the constants of the [`Machine`] must be the same on all of them; how they come to be is the
-//! engine's affair. What a row costs is in its file. Read [`Chooser::choose`] first.
+//! Owns the rule of choice and the check of a user's overrides. Pure: all ranks of a group get the same result from the
+//! same arguments. So all ranks must have the same constants of the [`Machine`]; the engine ensures that. The costs of
+//! a row are in its file. Read [`Chooser::choose`] first.
 
 use std::sync::OnceLock;
 
@@ -13,40 +13,40 @@ use crate::algorithms::{ALGORITHMS, Algorithm, Encodes, Sums, find};
 use crate::cost::{Cost, IntraNode, Machine, Placement, Prices};
 use crate::topology::Topology;
 
-/// In worlds up to this one an all_to_all talks to all others at once. Its sizes differ from rank to rank and must not
-/// enter the choice.
+/// Largest world in which an all_to_all exchanges with all ranks at once. The sizes of an all_to_all differ from rank
+/// to rank, so they must not affect the choice.
 const DIRECT_WORLD: u32 = 16;
 
-/// Sums of types that are narrower than their arithmetic are rounded once in worlds and for buffers up to these,
+/// Sums of types narrower than their arithmetic are rounded once up to this world and buffer size (bytes),
 const TOGETHER_WORLD: u32 = 8;
 const TOGETHER_BYTES: u64 = 64 << 10;
-/// where that is predicted to take at most so many parts in ten of the least time.
+/// if that is predicted to take at most this many tenths of the shortest time.
 const TOGETHER_TENTHS: u64 = 12;
 
-/// What the choice of one group goes by, besides the call.
+/// The facts on which a group's choices depend, apart from the call.
 #[derive(Clone, Copy, Debug)]
 pub struct Basis {
     /// The constants, equal on all ranks.
     pub machine: Machine,
-    /// Where the ranks run, as all of them know it.
+    /// The placement of the ranks, as all ranks know it.
     pub placement: Placement,
-    /// Hosts, constants and placement are left out of the choice: the defaults and one host take their place.
+    /// Whether the choice ignores hosts, constants and placement. Then the defaults and a single host are used.
     pub deterministic: bool,
 }
 
-/// The choice in one group. What rows cost is counted once per collective, when it is first called.
+/// The choice in one group. The costs of rows are counted once per collective, at its first call.
 #[derive(Debug)]
 pub struct Chooser {
     rules: Vec<AlgorithmRule>,
     topology: Topology,
-    /// By which costs are counted.
+    /// The topology by which costs are counted.
     seen: Topology,
     prices: Prices,
     costs: [OnceLock<Vec<(&'static Algorithm, Cost)>>; Collective::ALL.len()],
 }
 
 impl Chooser {
-    /// Of a group with these hosts and overrides.
+    /// A chooser for a group with these hosts and overrides.
     pub fn new(topology: Topology, rules: Vec<AlgorithmRule>, basis: &Basis) -> Chooser {
         let (seen, machine, placement) = match basis.deterministic {
             true => {
@@ -66,26 +66,27 @@ impl Chooser {
         &self.topology
     }
 
-    /// The algorithm of a call: the last rule that fits, so that later entries refine earlier ones; else the row whose
-    /// predicted time is the least, the earlier one of two with the same.
+    /// Returns the algorithm of a call: the last rule that fits, so that later entries refine earlier ones. Without a
+    /// rule, it is the row with the shortest predicted time, or the first one of equals.
     ///
-    /// `bytes` is the size of the largest buffer of the call (`Out` of all_gather and gather, `In` of reduce_scatter,
-    /// scatter), which all ranks know. It is ignored for an all_to_all (only rules that begin at 0 apply): one rank may
-    /// give splits that happen to be equal and another none, and they must agree.
+    /// `bytes` is the size of the call's largest buffer (`Out` of all_gather and gather, `In` of reduce_scatter and
+    /// scatter), which all ranks know. It is ignored for an all_to_all, to which only rules that begin at 0 apply.
+    /// There one rank may give splits that happen to be equal and another rank none, and the ranks must agree.
     ///
     /// # Errors
-    /// `Configuration` for a rule of this collective that names an unknown algorithm (with the nearest name), and for
-    /// one that fits the size but names an algorithm that cannot run here; `Unsupported` for point-to-point calls, which
-    /// have no schedules.
+    /// `Configuration` for a rule of this collective that names an unknown algorithm; the message has the nearest name.
+    /// `Configuration` for a rule that fits the size but names an algorithm that cannot run here.
+    /// `Unsupported` for point-to-point calls, which have no schedules.
     pub fn choose(&self, collective: Collective, bytes: Bytes, equal_blocks: bool) -> Result<&'static Algorithm> {
         self.choose_among(collective, bytes, equal_blocks, |_| true)
     }
 
-    /// As [`Chooser::choose`], for a sum or product of a type that is narrower than its arithmetic, as 16-bit floats are: for small
-    /// buffers in small worlds a row that adds up [`Sums::Together`] is taken, if it takes little more time than the fastest.
+    /// Like [`Chooser::choose`], for a sum or product of a type narrower than its arithmetic, such as 16-bit floats.
+    /// For small buffers in small worlds, returns a row that adds [`Sums::Together`] if it takes little more time than
+    /// the fastest row.
     ///
     /// # Errors
-    /// As above.
+    /// The same as [`Chooser::choose`].
     pub fn choose_narrow(
         &self,
         collective: Collective,
@@ -93,22 +94,23 @@ impl Chooser {
         equal_blocks: bool,
     ) -> Result<&'static Algorithm> {
         let fastest = self.choose(collective, bytes, equal_blocks)?;
-        // Two contributions are rounded once whatever is taken.
+        // Two contributions are rounded once with every row.
         if !(3..=TOGETHER_WORLD).contains(&self.topology.world()) || bytes.0 > TOGETHER_BYTES {
             return Ok(fastest);
         }
-        // A rule names the same row here.
+        // If a rule applies, this is the same row.
         let together = self.choose_among(collective, bytes, equal_blocks, |row| row.sums == Sums::Together)?;
         let time_ps = |row| u128::from(self.time_ps(row, collective, bytes, equal_blocks));
         let is_affordable = time_ps(together) * 10 <= time_ps(fastest) * u128::from(TOGETHER_TENTHS);
         Ok(if is_affordable { together } else { fastest })
     }
 
-    /// As [`Chooser::choose`], for a call whose messages are encoded; `bytes` is the size of what that makes of the buffer. Rows
-    /// that encode [`Encodes::Often`] are taken by rules only: how near a result is must not depend on what is faster today.
+    /// Like [`Chooser::choose`], for a call whose messages are encoded; `bytes` is the encoded size of the buffer. Rows
+    /// that encode [`Encodes::Often`] are only used by rules, because the accuracy of a result must not depend on which
+    /// row is faster.
     ///
     /// # Errors
-    /// As above, and `Configuration` for a rule that names an algorithm which cannot be encoded.
+    /// The same as [`Chooser::choose`], and `Configuration` for a rule that names an algorithm that cannot be encoded.
     pub fn choose_encoded(
         &self,
         collective: Collective,
@@ -119,7 +121,7 @@ impl Chooser {
         if row.encodes == Encodes::No { Err(cannot_encode(row)) } else { Ok(row) }
     }
 
-    /// Of the rows that are wanted, unless a rule names another.
+    /// Chooses among the rows that `is_wanted` accepts, unless a rule names another row.
     fn choose_among(
         &self,
         collective: Collective,
@@ -143,7 +145,7 @@ impl Chooser {
         Ok(row)
     }
 
-    /// The rows that can run and the time that each is predicted to take, in picoseconds.
+    /// Returns the rows that can run, each with its predicted time in picoseconds.
     pub fn predict(
         &self,
         collective: Collective,
@@ -152,7 +154,7 @@ impl Chooser {
     ) -> impl Iterator<Item = (&'static Algorithm, u64)> {
         let costs = self.costs[collective as usize].get_or_init(|| {
             let world = self.topology.world();
-            // What sees hosts runs only where they are seen.
+            // Rows that compose over hosts only run if the choice may see hosts.
             let fits = |row: &&Algorithm| row.collective == collective && (row.applies)(world, &self.seen);
             ALGORITHMS.iter().filter(fits).map(|row| (row, (row.cost)(world, &self.seen))).collect()
         });
@@ -161,8 +163,8 @@ impl Chooser {
         costs.map(move |(row, cost)| (*row, self.prices.time_ps(collective, cost, bytes)))
     }
 
-    /// The time that the algorithm which [`Chooser::choose`] takes is predicted to need, in picoseconds. 0: it is not known on all ranks, as that of an
-    /// all_to_all, or there is no such algorithm.
+    /// Predicted time in picoseconds of the algorithm that [`Chooser::choose`] returns. Returns 0 if there is no such
+    /// algorithm, or if not all ranks can know the time, as for an all_to_all.
     pub fn predicted_ps(&self, collective: Collective, bytes: Bytes, equal_blocks: bool) -> u64 {
         if collective == Collective::AllToAll {
             return 0;
@@ -171,7 +173,7 @@ impl Chooser {
         chosen.map_or(0, |row| self.time_ps(row, collective, bytes, equal_blocks))
     }
 
-    /// What a row is predicted to take; 0 where it cannot run.
+    /// Predicted time of a row in picoseconds; 0 if it cannot run.
     fn time_ps(&self, wanted: &Algorithm, collective: Collective, bytes: Bytes, equal_blocks: bool) -> u64 {
         let found = self.predict(collective, bytes, equal_blocks).find(|(row, _)| row.id == wanted.id);
         found.map_or(0, |(_, time_ps)| time_ps)
@@ -204,7 +206,7 @@ fn cannot_encode(row: &Algorithm) -> Error {
 ///
 /// # Errors
 /// `Configuration` for a rule that names an unknown algorithm (with the nearest name) or one that cannot run in this
-/// world. Whether blocks are equal is known only at a call.
+/// world. Whether blocks are equal is only known at a call.
 pub fn check_rules(topology: &Topology, rules: &[AlgorithmRule]) -> Result<()> {
     for rule in rules {
         if rule.collective.is_point_to_point() {
@@ -225,7 +227,7 @@ fn check_applies(row: &'static Algorithm, equal_blocks: bool, topology: &Topolog
     )))
 }
 
-/// The rule in words, for the page of algorithms.
+/// The rule of choice in words, for the page of algorithms.
 pub(crate) fn choice_text() -> String {
     let (together_kib, over, tenths) = (TOGETHER_BYTES >> 10, TOGETHER_TENTHS / 10, TOGETHER_TENTHS % 10);
     format!(
@@ -248,7 +250,7 @@ rounds once, if its predicted time is at most {over}.{tenths} times the least.
     )
 }
 
-/// Why a row cannot run here.
+/// The reason why a row cannot run here, or `None`.
 fn obstacle(row: &Algorithm, equal_blocks: bool, topology: &Topology) -> Option<String> {
     let world = topology.world();
     if !(row.applies)(world, topology) {
@@ -372,12 +374,12 @@ mod tests {
             let basis = Basis { machine: text.parse().unwrap(), ..basis(false) };
             Chooser::new(flat.clone(), Vec::new(), &basis).choose(Collective::AllReduce, Bytes(bytes), true).unwrap()
         };
-        // Where only waiting costs anything, one step is best; where only frames do, the fewest messages.
+        // If only waiting costs time, one step is best. If only frames cost time, the fewest messages are best.
         let waiting = pick("shm_latency_ps=1000000000 shm_frame_ps=0", 1024);
         assert_eq!((waiting.steps)(8, &flat), 1);
         let frames = pick("shm_latency_ps=0 shm_frame_ps=1000000000", 1024);
         assert_eq!(frames.name, "recursive_doubling");
-        // Where only bytes do, the fewest bytes.
+        // If only bytes cost time, the fewest bytes are best.
         let bytes = pick("", 1 << 28);
         assert!((bytes.bytes)(8, &flat) == crate::Fraction::new(14, 8), "{}", bytes.name);
     }
@@ -415,7 +417,7 @@ mod tests {
                 assert!(narrow.sums == Sums::Together || !affordable, "{collective} {world} {bytes}");
             }
         }
-        // An override is an order.
+        // An override takes precedence.
         let rules = [rule(Collective::AllReduce, "recursive_doubling", 0, u64::MAX)];
         let ordered = chooser(&Topology::flat(4), &rules);
         assert_eq!(ordered.choose_narrow(Collective::AllReduce, Bytes(64), true).unwrap().name, "recursive_doubling");

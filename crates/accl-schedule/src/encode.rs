@@ -1,12 +1,13 @@
-//! Encoded programs: what a schedule becomes when its messages are encoded.
+//! Encoded programs: the result of encoding a schedule's messages.
 //!
-//! Owns the rule by which any plain program becomes an encoded one: *encoding is a property of a version of a chunk*. What
-//! a rank makes and sends, it encodes once, keeps the bytes and sends them to whomever it has to; who receives them keeps
-//! them, sends them on unchanged, and adds up what they decode to. From then on the version is what its bytes decode to,
-//! for the rank that made it, too. Sums that nobody is sent never are encoded: they are made where they are used, in one go,
-//! straight from the bytes of their operands. Chunks travel one by one, so that each can follow what it is made of.
+//! Owns the rule that turns any plain program into an encoded one: *encoding is a property of a version of a chunk*. A
+//! rank encodes each version that it makes and sends once, keeps the bytes and sends them to all receivers. A receiver
+//! keeps the bytes, forwards them unchanged, and adds their decoded values. From then on the version is the decoded
+//! value of its bytes, also on the rank that made it. Sums that are never sent are not encoded: they are computed where
+//! they are used, in one go, directly from the bytes of their operands. Chunks are sent one by one, so that each can be
+//! processed as soon as its operands are there.
 //!
-//! Knows no codec and no bytes. That all ranks decode the same version is what [`crate::check`] proves.
+//! Knows no codec and no bytes. [`crate::check`] proves that all ranks decode the same version.
 //! Read [`Program::encoded`] first.
 
 use accl_types::{Collective, Rank};
@@ -17,10 +18,10 @@ use crate::ir::{Buf, Code, Finish, Order, Request, Role, Span};
 use crate::program::{Lowering, OpKind, Places, Program};
 
 impl Program {
-    /// This program of one rank with its messages encoded. `row` is the algorithm that it was lowered from.
+    /// Returns this program of one rank with its messages encoded. `row` is the algorithm that it was lowered from.
     ///
     /// # Panics
-    /// Panics for a collective that [`encodes`] denies.
+    /// Panics for a collective for which [`encodes`] is false.
     pub fn encoded(&self, row: &Algorithm, request: &Request) -> Program {
         assert!(encodes(request.collective), "{} is not encoded", request.collective);
         let mut trace = Trace::new(self, row, request);
@@ -60,17 +61,17 @@ pub fn encodes(collective: Collective) -> bool {
 
 type VersionId = u32;
 
-/// Contents of a chunk.
+/// The contents of a chunk at one time.
 struct Version {
     like: (Buf, u32),
     made: Made,
-    /// What it is when it is sent or received.
+    /// The role in which it is sent or received.
     role: Option<Role>,
-    /// This rank sends it.
+    /// Whether this rank sends it.
     sent: bool,
-    /// Where in `Out` it is at the end.
+    /// The chunks of `Out` that hold it at the end.
     ends_in: SmallVec<[u32; 1]>,
-    /// Its bytes, once an operation makes them.
+    /// The chunk of its encoded bytes, once an operation makes them.
     code: Option<u32>,
 }
 
@@ -78,14 +79,14 @@ enum Made {
     /// This rank's contribution, in a chunk of `In`.
     Original(u32),
     Received(Rank),
-    /// Of `local` and what was received after it.
+    /// The sum of `local` and what was received after it.
     Reduced {
         local: VersionId,
         incoming: VersionId,
         order: Order,
         finish: Finish,
     },
-    /// Of several, in this order.
+    /// The sum of several operands, in this order.
     Summed {
         operands: Vec<VersionId>,
         finish: Finish,
@@ -99,7 +100,7 @@ enum Event {
     Make(VersionId),
 }
 
-/// Follows the versions through a plain program.
+/// Tracks the versions through a plain program.
 struct Trace<'a> {
     program: &'a Program,
     request: &'a Request<'a>,
@@ -123,7 +124,7 @@ impl<'a> Trace<'a> {
                     let role = self.role(*to, self.is_finished(version));
                     let state = &mut self.versions[version as usize];
                     state.sent = true;
-                    // A part of a sum goes to one rank; what all end with has one role.
+                    // A partial sum is sent to one rank only; a version that all ranks end with has one role.
                     state.role.get_or_insert(role);
                     self.events.push(Event::Send(version, *to));
                 }
@@ -161,7 +162,7 @@ impl<'a> Trace<'a> {
         }
     }
 
-    /// Says where versions end, and with that what those received were.
+    /// Records where versions end, and from that the roles of received versions.
     fn finish(&mut self) -> Vec<Version> {
         let ends =
             self.at[Buf::Out as usize].iter().zip(0u32..).filter_map(|(&version, chunk)| Some((version?, chunk)));
@@ -177,7 +178,7 @@ impl<'a> Trace<'a> {
         std::mem::take(&mut self.versions)
     }
 
-    /// What goes to or comes from `peer` is; `finished` is asked of sums.
+    /// The role of what is sent to or received from `peer`. `finished` is only used for sums.
     fn role(&self, peer: Rank, finished: bool) -> Role {
         let collective = self.request.collective;
         let hosts = self.request.topology;
@@ -189,7 +190,7 @@ impl<'a> Trace<'a> {
         }
     }
 
-    /// Whether what a rank sends is what all end with. What it has received is sent on as what it was.
+    /// Whether a sent version is what all ranks end with. A received version is forwarded unchanged.
     fn is_finished(&self, version: VersionId) -> bool {
         match &self.versions[version as usize].made {
             Made::Original(_) => false,
@@ -215,7 +216,7 @@ impl<'a> Trace<'a> {
         if let Some(version) = *self.slot(buf, chunk) {
             return version;
         }
-        // Only `In` has contents from the start; the checker refuses programs that read what nobody wrote.
+        // Only `In` has contents from the start; the checker refuses programs that read unwritten chunks.
         let version = self.new_version((buf, chunk), Made::Original(chunk));
         *self.slot(buf, chunk) = Some(version);
         version
@@ -249,7 +250,7 @@ struct Emission {
     rank: Rank,
     versions: Vec<Version>,
     codes: Vec<Code>,
-    /// How many sums of each chunk have been encoded.
+    /// The number of encoded sums of each chunk.
     sums: Vec<((Buf, u32), u32)>,
 }
 
@@ -281,7 +282,7 @@ impl Emission {
         }
     }
 
-    /// Contributions of this rank that stay with it and that nobody is sent.
+    /// Copies contributions that this rank keeps and never sends.
     fn keep_unsent(&mut self) {
         for version in 0..self.versions.len() as u32 {
             let state = &self.versions[version as usize];
@@ -293,7 +294,7 @@ impl Emission {
         }
     }
 
-    /// The bytes of a version, made now unless they are there.
+    /// The encoded bytes of a version, made now unless they exist.
     fn code(&mut self, version: VersionId) -> Span {
         if let Some(code) = self.versions[version as usize].code {
             return Span::chunk(Buf::Code, code);
@@ -318,7 +319,7 @@ impl Emission {
         Span::chunk(Buf::Code, code)
     }
 
-    /// Makes a version that was not received.
+    /// Computes a version that was not received.
     fn make(&mut self, version: VersionId, dsts: SmallVec<[Span; 2]>) {
         let state = &self.versions[version as usize];
         let is_encoded = state.sent;
@@ -348,8 +349,8 @@ impl Emission {
         self.sums[index].1
     }
 
-    /// What a version is added up from, each with the rank that it came from. Sums that are not encoded are taken apart;
-    /// `open`: this one is being made, so that it is taken apart in any case.
+    /// Collects the operands of a version, each with the rank that it came from. Sums that are not encoded are split
+    /// into their operands. If `open`, this version is being computed, so it is split in any case.
     fn operands(&self, version: VersionId, open: bool, found: &mut Vec<(Span, Rank)>) {
         let state = &self.versions[version as usize];
         if let Some(code) = state.code.filter(|_| !open) {
@@ -377,8 +378,8 @@ impl Emission {
     }
 }
 
-/// Where among operands one that came from this rank is added. Contributions that come straight from their ranks are put
-/// in the order of these, whatever the order in which they are waited for; others are added when they come.
+/// Position among `operands` of one that came from rank `from`. Contributions that come directly from their ranks are
+/// put in rank order, whatever the order in which they are awaited. Others are appended.
 fn position_of(operands: &[(Span, Rank)], from: Rank, order: Order) -> usize {
     let is_sorted = operands.windows(2).all(|pair| pair[0].1 < pair[1].1);
     let position = operands.partition_point(|(_, other)| *other < from);

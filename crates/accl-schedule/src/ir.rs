@@ -1,4 +1,4 @@
-//! The closed instruction set: what an algorithm may say.
+//! The closed instruction set of algorithms.
 //!
 //! Owns the vocabulary of schedules over symbolic chunks. It knows no byte counts ([`crate::Layout`]), no dependencies
 //! and no message numbers ([`crate::Program`]). Read [`Action`] first, then [`Schedule`].
@@ -11,38 +11,39 @@ use crate::Topology;
 /// A buffer of the call, as one rank sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Buf {
-    /// What the caller gave. Never written, unless it is the same memory as `Out`.
+    /// The caller's input. Never written, unless it is the same memory as `Out`.
     In,
-    /// What the caller gets. Undefined before the first write, except on the root of a broadcast.
+    /// The caller's output. Undefined before the first write, except on the root of a broadcast.
     Out,
     /// Temporary memory of the call, undefined at its start.
     Scratch,
-    /// Encoded chunks of an encoded program, each written once. No algorithm names it: see [`crate::Program::encoded`].
+    /// Encoded chunks of an encoded program, each written once. Algorithms do not use it: see
+    /// [`crate::Program::encoded`].
     Code,
 }
 
 impl Buf {
-    /// How many there are, for tables by buffer.
+    /// Number of buffers, for tables by buffer.
     pub(crate) const COUNT: usize = 4;
 }
 
-/// What an encoded chunk is to the call: settings may give each role a codec of its own.
+/// The role of an encoded chunk in the call. Settings may give each role its own codec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// A part of the sum, between ranks of one host, in an algorithm that composes over hosts.
+    /// A partial sum between ranks of one host, in an algorithm that composes over hosts.
     IntraNode,
-    /// A part of the sum on its way to who finishes it.
+    /// A partial sum that is sent to the rank that continues or finishes it.
     Reduce,
-    /// What ranks end with.
+    /// A value that ranks end with.
     Result,
 }
 
 /// An encoded chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Code {
-    /// It has the elements of this chunk of `In` or `Out`.
+    /// The chunk of `In` or `Out` that has the same elements.
     pub like: (Buf, u32),
-    /// What it is to the call.
+    /// The role in the call.
     pub role: Role,
 }
 
@@ -57,13 +58,13 @@ pub struct ChunkRange {
     pub len: u32,
 }
 
-/// The payload of one message or operand: ranges of chunks, concatenated in order. Ranges are never empty, and two that
-/// follow each other in one buffer are kept as one, so that equal payloads compare equal.
+/// The payload of one message or operand: ranges of chunks, concatenated in order. Ranges are never empty. Two ranges
+/// that follow each other in one buffer are merged, so that equal payloads compare equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Span(SmallVec<[ChunkRange; 2]>);
 
 impl Span {
-    /// No chunks: the payload of a message that only says "I am here".
+    /// No chunks: the payload of a message that only signals.
     pub fn empty() -> Span {
         Span::default()
     }
@@ -128,7 +129,7 @@ impl FromIterator<(Buf, u32)> for Span {
     }
 }
 
-/// Which operand of a receive-and-reduce comes first. The rule of the house: the one that holds the lowest rank's
+/// The first operand of a receive-and-reduce. By convention, it is the one that contains the lowest rank's
 /// contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Order {
@@ -138,17 +139,17 @@ pub enum Order {
     LocalFirst,
 }
 
-/// Whether a reduction is the last one of its chunks: AVG divides there.
+/// Whether a reduction is the last one of its chunks. AVG divides in the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Finish {
     /// More contributions follow.
     No,
-    /// All contributions are in.
+    /// All contributions are included.
     Yes,
 }
 
-/// One instruction of one rank. An algorithm emits them as if they ran one after the other; what may overlap is found by
-/// [`Schedule::lower`]. The spans of one action have the same chunk sizes in the same order.
+/// One instruction of one rank. An algorithm emits instructions as if they ran one after the other; [`Schedule::lower`]
+/// finds which may overlap. The spans of one action have the same chunk sizes in the same order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Send `src` to a peer.
@@ -178,7 +179,7 @@ pub enum Action {
         /// Whether this is the last reduction of these chunks.
         finish: Finish,
     },
-    /// Receive, keep, and pass on to others.
+    /// Receive, keep, and forward to other ranks.
     RecvCopySend {
         /// Where the payload is kept.
         dst: Span,
@@ -187,7 +188,7 @@ pub enum Action {
         /// The peers it goes to.
         to: SmallVec<[Rank; 1]>,
     },
-    /// Receive, reduce, and pass the result on.
+    /// Receive, reduce, and forward the result.
     RecvReduceSend {
         /// The result.
         dst: Span,
@@ -202,14 +203,14 @@ pub enum Action {
         /// Whether this is the last reduction of these chunks.
         finish: Finish,
     },
-    /// Copy within this rank. Skipped by the engine where both sides are the same memory.
+    /// Copy within this rank. The engine skips it if both sides are the same memory.
     Copy {
         /// The result.
         dst: Span,
         /// The source.
         src: Span,
     },
-    /// Reduce several operands of this rank in the order given.
+    /// Reduce several operands of this rank in the given order.
     Reduce {
         /// The result; may be one of the operands.
         dst: Span,
@@ -218,17 +219,17 @@ pub enum Action {
         /// Whether this is the last reduction of these chunks.
         finish: Finish,
     },
-    /// What follows begins after everything since the last fence is complete on this rank. For messages without payload,
-    /// whose order no chunk shows, and where fewer messages in flight are wanted. Lowered to dependencies.
+    /// Later actions begin after everything since the last fence is complete on this rank. Used for messages without
+    /// payload, whose order no chunk determines, and to limit the messages in flight. Lowered to dependencies.
     Fence,
 }
 
 /// How a buffer is cut into chunks. Chunk boundaries lie on elements; chunks follow each other without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Division {
-    /// Chunk 0 is everything.
+    /// Chunk 0 is the whole buffer.
     Whole,
-    /// All elements of the buffer split evenly; the first chunks are one element larger where it does not divide.
+    /// All elements of the buffer are split evenly. If they do not divide, the first chunks have one element more.
     Even {
         /// Number of chunks.
         chunks: u32,
@@ -242,21 +243,21 @@ pub enum Division {
     },
 }
 
-/// What one rank does in one collective: the result of an algorithm.
+/// The part of one rank in one collective: the result of an algorithm.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// The instructions in program order.
     pub actions: Vec<Action>,
-    /// How `In` is cut.
+    /// The division of `In` into chunks.
     pub in_division: Division,
-    /// How `Out` is cut.
+    /// The division of `Out` into chunks.
     pub out_division: Division,
     /// Scratch chunk k has the size of this chunk of `In` or `Out`.
     pub scratch: Vec<(Buf, u32)>,
 }
 
 impl Division {
-    /// Chunks per block where a buffer of one block is cut this way.
+    /// Number of chunks per block if a buffer of one block is divided this way.
     pub fn pieces(self) -> u32 {
         match self {
             Division::Whole | Division::Blocks => 1,
@@ -265,7 +266,7 @@ impl Division {
         }
     }
 
-    /// Number of chunks of a buffer of so many blocks.
+    /// Number of chunks of a buffer of `blocks` blocks.
     pub fn chunks(self, blocks: u32) -> u32 {
         match self {
             Division::Whole => u32::from(blocks > 0),
@@ -276,14 +277,14 @@ impl Division {
     }
 }
 
-/// Building: one method an action, so that an algorithm reads as what it does.
+/// Builders: one method per action, so that an algorithm reads like its steps.
 impl Schedule {
-    /// No actions yet.
+    /// An empty schedule.
     pub fn new(in_division: Division, out_division: Division) -> Schedule {
         Schedule { actions: Vec::new(), in_division, out_division, scratch: Vec::new() }
     }
 
-    /// Adds a scratch chunk of the size of this chunk and returns its index.
+    /// Adds a scratch chunk of the given chunk's size and returns its index.
     pub fn scratch_like(&mut self, buf: Buf, chunk: u32) -> u32 {
         self.scratch.push((buf, chunk));
         self.scratch.len() as u32 - 1
@@ -309,7 +310,7 @@ impl Schedule {
         self.actions.push(Action::RecvReduceSend { dst, local, from, to, order, finish });
     }
 
-    /// [`Action::RecvCopySend`]; a plain [`Action::Recv`] when there is nobody to pass it on to.
+    /// [`Action::RecvCopySend`], or a plain [`Action::Recv`] if `to` is empty.
     pub fn recv_copy_send(&mut self, from: Rank, to: impl IntoIterator<Item = Rank>, dst: Span) {
         let to: SmallVec<[Rank; 1]> = to.into_iter().collect();
         self.actions.push(if to.is_empty() {
@@ -335,17 +336,17 @@ impl Schedule {
     }
 }
 
-/// What an algorithm is asked to build: one rank's part in one collective.
+/// The input of an algorithm: one rank's part in one collective.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     /// The collective.
     pub collective: Collective,
     /// Ranks in the group.
     pub world: u32,
-    /// The rank that asks.
+    /// The rank whose schedule is built.
     pub rank: Rank,
     /// The root of a rooted collective; rank 0 otherwise.
     pub root: Rank,
-    /// Who shares a host.
+    /// The ranks of each host.
     pub topology: &'a Topology,
 }

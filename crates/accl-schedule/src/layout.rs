@@ -1,8 +1,8 @@
-//! Chunks to bytes: where the chunks of a program lie in the tensors of one call.
+//! The mapping from chunks to bytes: the locations of a program's chunks in the tensors of one call.
 //!
-//! Owns remainders, uneven blocks, coalesced pieces, the placement of scratch and of encoded chunks, the cut of the
-//! latter into tiles, and that of all chunks into parts. Knows pieces by index, not by address, and codecs by the sizes they
-//! state. Read [`Layout`] first.
+//! Owns remainders, uneven blocks, coalesced pieces, and the placement of scratch and encoded chunks. Also owns the
+//! division of encoded chunks into tiles, and of all chunks into parts. Knows pieces by index, not by address, and
+//! codecs by the sizes they state. Read [`Layout`] first.
 
 use std::fmt;
 
@@ -12,37 +12,37 @@ use smallvec::SmallVec;
 use crate::ir::{Buf, ChunkRange, Code, Division, Role, Span};
 use crate::program::Program;
 
-/// The sizes of one call on one rank. A buffer is a list of blocks, a block a list of pieces (the tensors of a coalesced
-/// call).
+/// The sizes of one call on one rank. A buffer is a list of blocks, and a block is a list of pieces (the tensors of a
+/// coalesced call).
 #[derive(Clone, Copy, Debug)]
 pub struct CallShape<'a> {
-    /// Bytes per element; 1 where the dtype does not matter.
+    /// Bytes per element; 1 if the dtype does not matter.
     pub elem_bytes: u64,
     /// The pieces of each block of `In`.
     pub in_blocks: &'a [Vec<Elems>],
     /// The pieces of each block of `Out`.
     pub out_blocks: &'a [Vec<Elems>],
-    /// How an encoded program encodes them; `None` for any other.
+    /// The encoding of an encoded program; `None` for any other program.
     pub coding: Option<&'a dyn Coding>,
-    /// Which part of it.
+    /// The part of the call.
     pub part: Part,
 }
 
-/// A share of a call: each chunk is cut into so many parts, of which this is one. Parts of one call touch different elements, and each of them
-/// does with its elements what the whole call would have done.
+/// A share of a call: each chunk is divided into `of` parts, and this is one of them. The parts of one call touch
+/// different elements. Each part treats its elements exactly as the whole call would.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Part {
-    /// Which one.
+    /// Index of the part, from 0.
     pub index: u32,
-    /// How many there are.
+    /// Number of parts.
     pub of: u32,
 }
 
 impl Part {
-    /// All of each chunk.
+    /// The whole of each chunk.
     pub const WHOLE: Part = Part { index: 0, of: 1 };
 
-    /// Of a row of so many things: from which one on, and before which one it ends.
+    /// The range of this part among `things` things: its first, and the first after it.
     fn range(self, things: u64) -> (u64, u64) {
         (even_start(things, self.of, self.index), even_start(things, self.of, self.index + 1))
     }
@@ -54,32 +54,33 @@ impl Default for Part {
     }
 }
 
-/// Parts of chunks begin at multiples of so many elements of the chunk: cache lines, of whatever type.
+/// Parts of chunks begin at multiples of this many elements of the chunk: whole cache lines for every dtype.
 const PART_GRAIN: u64 = 64;
 
-/// What the layout must know of the codecs of a call. Settings go by a piece's position in its block, and are the same in
-/// all blocks.
+/// The facts that the layout needs about a call's codecs. They depend on a piece's position in its block and are the
+/// same in all blocks.
 pub trait Coding: fmt::Debug {
-    /// Elements that are encoded together: chunks are cut at multiples of it, counted from the piece's first element.
+    /// Number of elements that are encoded together. Chunks are cut at multiples of it, counted from the piece's first
+    /// element.
     fn grain(&self, piece: u32) -> u64;
-    /// Most elements of a tile, a multiple of the grain.
+    /// Maximum number of elements in a tile, a multiple of the grain.
     fn tile(&self, piece: u32) -> u64;
-    /// Bytes of a tile of so many elements; none of none.
+    /// Bytes of a tile of `elems` elements; 0 for 0 elements.
     fn tile_bytes(&self, role: Role, piece: u32, elems: u64) -> u64;
 
-    /// Bytes of so many elements, cut into tiles from the first one on.
+    /// Bytes of `elems` elements, divided into tiles from the first element on.
     fn piece_bytes(&self, role: Role, piece: u32, elems: u64) -> u64 {
         let tile = self.tile(piece);
         elems / tile * self.tile_bytes(role, piece, tile) + self.tile_bytes(role, piece, elems % tile)
     }
 }
 
-/// What is encoded and sent in one: consecutive elements of one piece.
+/// The unit of encoding and sending: consecutive elements of one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
-    /// The block that it is of.
+    /// The block that the tile belongs to.
     pub block: u32,
-    /// Index of the piece in its block: by it settings go.
+    /// Index of the piece in its block, which determines the codec's settings.
     pub piece: u32,
     /// First element in its piece, a multiple of the grain.
     pub first: u64,
@@ -100,13 +101,13 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// The byte ranges of a payload: one as a rule.
+/// The byte ranges of a payload, usually one.
 pub type Extents = SmallVec<[Extent; 1]>;
 
 /// Alignment of scratch chunks in bytes: a cache line.
 pub const SCRATCH_ALIGN: u64 = 64;
 
-/// Where the chunks of one program lie in one call.
+/// The locations of one program's chunks in one call.
 #[derive(Clone, Debug)]
 pub struct Layout {
     input: Tensors,
@@ -119,7 +120,7 @@ impl Layout {
     /// Places the chunks of `program` for a call of this shape.
     ///
     /// # Panics
-    /// Panics when a buffer has 2^64 bytes or more: such a call has been refused before.
+    /// Panics if a buffer has 2^64 bytes or more; such calls are refused earlier.
     pub fn new(program: &Program, shape: &CallShape) -> Layout {
         let mut input = Tensors::new(program.in_division, shape.in_blocks, shape);
         let mut output = Tensors::new(program.out_division, shape.out_blocks, shape);
@@ -143,7 +144,7 @@ impl Layout {
     /// The tiles of a chunk of `In` or `Out`, in order.
     ///
     /// # Panics
-    /// As [`Layout::extents`].
+    /// Same as [`Layout::extents`].
     pub fn tiles(&self, (buf, chunk): (Buf, u32), coding: &dyn Coding) -> impl Iterator<Item = Tile> {
         let tensors = if buf == Buf::In { &self.input } else { &self.output };
         tensors.tiles((buf, chunk), coding).into_iter()
@@ -152,16 +153,17 @@ impl Layout {
     /// The bytes of each tile of an encoded chunk.
     ///
     /// # Panics
-    /// As [`Layout::extents`].
+    /// Same as [`Layout::extents`].
     pub fn tile_bytes(&self, code: &Code, coding: &dyn Coding) -> impl Iterator<Item = u64> {
         let role = code.role;
         self.tiles(code.like, coding).map(move |tile| coding.tile_bytes(role, tile.piece, tile.elems))
     }
 
-    /// The bytes of a payload in order; extents are not empty, neighbours in one piece are joined.
+    /// The byte ranges of a payload in order. Extents are not empty; neighbours in one piece are merged.
     ///
     /// # Panics
-    /// Panics when the span names a chunk that the program's buffers do not have; the checker proves that schedules do not.
+    /// Panics if the span names a chunk that the program's buffers do not have. The checker proves that schedules do
+    /// not.
     pub fn extents(&self, span: &Span) -> Extents {
         let mut extents = Extents::new();
         for range in span.ranges() {
@@ -178,7 +180,7 @@ impl Layout {
     /// Length of a payload in bytes.
     ///
     /// # Panics
-    /// As [`Layout::extents`].
+    /// Same as [`Layout::extents`].
     pub fn bytes(&self, span: &Span) -> u64 {
         let of_range = |range: &ChunkRange| match range.buf {
             Buf::In => self.input.range_bytes(range),
@@ -194,33 +196,33 @@ impl Layout {
         self.scratch.total
     }
 
-    /// Size of the buffer of encoded chunks in bytes, as [`Layout::scratch_bytes`].
+    /// Size of the buffer of encoded chunks in bytes, with the same alignment as [`Layout::scratch_bytes`].
     pub fn code_bytes(&self) -> u64 {
         self.codes.total
     }
 }
 
-/// One buffer of the call: its pieces, one behind the other, counted in elements.
+/// One buffer of the call: its pieces, one after the other, counted in elements.
 #[derive(Clone, Debug)]
 struct Tensors {
     division: Division,
     elem_bytes: u64,
-    /// Where each piece starts, and the end.
+    /// First element of each piece, and the end.
     piece_starts: Vec<u64>,
-    /// Where each block starts, and the end.
+    /// First element of each block, and the end.
     block_starts: Vec<u64>,
-    /// The first piece of each block, and the end.
+    /// First piece of each block, and the end.
     block_pieces: Vec<u32>,
-    /// Of an encoded call.
+    /// The possible cuts of an encoded call; `None` for other calls.
     grid: Option<Grid>,
-    /// Of a part of a call: the elements of each chunk that are its own.
+    /// For a part of a call: the range of elements in each chunk that the part has. `None` for a whole call.
     kept: Option<Vec<(u64, u64)>>,
 }
 
-/// Where a buffer of an encoded call may be cut.
+/// The positions at which a buffer of an encoded call may be cut.
 #[derive(Clone, Debug)]
 struct Grid {
-    /// Elements between places where a piece may be cut.
+    /// Elements between possible cuts, for each piece.
     grains: Vec<u64>,
     /// Bytes on the wire before each piece, and the end.
     bytes_before: Vec<u64>,
@@ -238,8 +240,8 @@ impl Grid {
         grid
     }
 
-    /// The element at which part `part` of `parts` of the pieces `first..end` starts: so that the parts have about as many
-    /// bytes on the wire each.
+    /// The element at which part `part` of `parts` of the pieces `first..end` starts. The cuts give all parts about the
+    /// same number of bytes on the wire.
     fn start(&self, piece_starts: &[u64], (first, end): (u32, u32), parts: u32, part: u32) -> u64 {
         let (from, to) = (self.bytes_before[first as usize], self.bytes_before[end as usize]);
         let wanted = u128::from(to - from) * u128::from(part) / u128::from(parts) + u128::from(from);
@@ -278,7 +280,7 @@ impl Tensors {
         Tensors { division, elem_bytes, piece_starts, block_starts, block_pieces, grid, kept: None }
     }
 
-    /// From now on chunks are a part of what they were.
+    /// Restricts every chunk to its part `part`.
     fn keep(&mut self, part: Part, buf: Buf, coding: Option<&dyn Coding>) {
         let chunks = self.division.chunks(self.block_starts.len() as u32 - 1);
         let kept = (0..chunks).map(|chunk| {
@@ -287,7 +289,7 @@ impl Tensors {
                 let (first, last) = part.range((end - start).div_ceil(PART_GRAIN));
                 return ((start + first * PART_GRAIN).min(end), (start + last * PART_GRAIN).min(end));
             };
-            // Tiles are what they are in the whole call, with the same bits.
+            // The whole call has the same tiles, with the same bits.
             let tiles = self.tiles((buf, chunk), coding);
             let (first, last) = part.range(tiles.len() as u64);
             let before = |tile: u64| start + tiles[..tile as usize].iter().map(|tile| tile.elems).sum::<u64>();
@@ -296,7 +298,7 @@ impl Tensors {
         self.kept = Some(kept.collect());
     }
 
-    /// Where the elements of a chunk begin and end.
+    /// First element of a chunk, and the end.
     fn bounds(&self, chunk: u32) -> (u64, u64) {
         match &self.kept {
             Some(kept) => kept[chunk as usize],
@@ -320,13 +322,13 @@ impl Tensors {
         tiles
     }
 
-    /// The block of a piece, and its position there.
+    /// The block of a piece, and its position in the block.
     fn locate(&self, piece: u32) -> (u32, u32) {
         let block = self.block_pieces.partition_point(|&first| first <= piece) - 1;
         (block as u32, piece - self.block_pieces[block])
     }
 
-    /// Where part `part` of the blocks `first..end` starts.
+    /// The element at which part `part` of the blocks `first..end` starts.
     fn part_start(&self, (first, end): (usize, usize), parts: u32, part: u32) -> u64 {
         match &self.grid {
             Some(grid) => {
@@ -344,7 +346,7 @@ impl Tensors {
         self.piece_starts[self.piece_starts.len() - 1]
     }
 
-    /// The element at which a chunk starts; that of the chunk behind the last is the end.
+    /// The element at which a chunk starts; for the chunk after the last one, the end.
     fn start(&self, chunk: u32) -> u64 {
         match self.division {
             Division::Whole => {
@@ -389,7 +391,7 @@ impl Tensors {
     }
 
     fn extents_between(&self, buf: Buf, (mut at, end): (u64, u64), extents: &mut Extents) {
-        // The last piece that starts at or before `at`; empty pieces before it are passed over.
+        // The last piece that starts at or before `at`; this skips empty pieces before it.
         let mut piece = self.piece_starts.partition_point(|&start| start <= at).saturating_sub(1);
         while at < end {
             let stop = self.piece_starts[piece + 1].min(end);
@@ -403,7 +405,7 @@ impl Tensors {
     }
 }
 
-/// A temporary buffer: chunks one behind the other, each aligned.
+/// A temporary buffer: chunks one after the other, each aligned.
 #[derive(Clone, Debug, Default)]
 struct Scratch {
     /// Offset and length of each chunk in bytes.
@@ -439,7 +441,7 @@ impl Scratch {
     }
 }
 
-/// Joins an extent to the last one where it continues it.
+/// Adds an extent, merged with the last one if it continues it.
 fn append(extents: &mut Extents, next: Extent) {
     match extents.last_mut() {
         Some(last) if last.buf == next.buf && last.piece == next.piece && last.offset + last.len == next.offset => {
@@ -449,7 +451,7 @@ fn append(extents: &mut Extents, next: Extent) {
     }
 }
 
-/// Where part `part` of `elems` elements in `parts` starts: the first parts are one element larger.
+/// Start of part `part` if `elems` elements are divided into `parts` parts; the first parts have one element more.
 fn even_start(elems: u64, parts: u32, part: u32) -> u64 {
     let (parts, part) = (u64::from(parts), u64::from(part));
     elems / parts * part + part.min(elems % parts)
@@ -541,7 +543,7 @@ mod tests {
                 let (least, most) = (sizes.iter().min().unwrap(), sizes.iter().max().unwrap());
                 prop_assert!(most - least < 2 * 64 * elem, "{:?}", sizes);
             }
-            // Of several chunks in one message each has its part.
+            // If a message has several chunks, each chunk has its part.
             let all = Span::range(Buf::In, 0, chunks);
             for part in &parts {
                 let one_by_one: Vec<_> =
@@ -580,7 +582,7 @@ mod tests {
         }
     }
 
-    /// A codec with so many elements to a grain and grains to a tile, for each position in a block.
+    /// A codec with the given elements per grain and grains per tile, for each position in a block.
     #[derive(Debug)]
     struct Grains(Vec<(u64, u64)>);
 
@@ -665,7 +667,7 @@ mod tests {
             large in 1000u64..100_000,
             chunks in 1u32..9,
         ) {
-            // One tensor with four times as many bits as the other.
+            // One tensor has four times as many bits per element as the other.
             let coding = Grains(vec![(8, 16), (8, 16), (8, 16), (8, 16)]);
             let blocks = [vec![Elems(large), Elems(0), Elems(0), Elems(small)]];
             let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: Some(&coding), part: Part::WHOLE };
@@ -678,7 +680,7 @@ mod tests {
             };
             let sizes: Vec<u64> = (0..chunks).map(bytes_of).collect();
             let mean = sizes.iter().sum::<u64>() / u64::from(chunks);
-            // A grain at either end, and the header of a tile more.
+            // A grain at either end, and one more tile header.
             let slack = 2 * (8 * (5 + 6)) + 2 * 32;
             prop_assert!(sizes.iter().all(|&size| size.abs_diff(mean) <= slack), "{:?}", sizes);
         }

@@ -1,8 +1,9 @@
 //! Collective algorithms as data: pure functions from a rank to a schedule, and their symbolic checker.
 //!
 //! Owns the instruction set ([`ir`]), the lowering to operations with dependencies ([`program`]), the mapping of chunks
-//! to bytes ([`layout`]), the algorithms and their table ([`algorithms`]), what they cost ([`cost`]), the choice between them
-//! ([`Chooser`]) and the checker ([`check`]). Knows no threads, clocks, sockets or environment. Read [`ir::Action`] first.
+//! to bytes ([`layout`]) and the checker ([`check`]). Also owns the algorithms and their table ([`algorithms`]), their
+//! costs ([`cost`]) and the choice between them ([`Chooser`]). Knows no threads, clocks, sockets or environment. Read
+//! [`ir::Action`] first.
 #![forbid(unsafe_code)]
 
 pub mod algorithms;

@@ -1,4 +1,4 @@
-//! The page `docs/algorithms.md`, written from the table so that it cannot say anything else.
+//! The page `docs/algorithms.md`, written from the table so that the two cannot differ.
 
 use accl_types::{Collective, Rank};
 

@@ -1,7 +1,7 @@
-//! Base operations with their dependencies: what the executor runs.
+//! Base operations with their dependencies: the input of the executor.
 //!
-//! Owns the lowering of a [`Schedule`]: fused actions are split, hazards on chunks become dependencies, messages are
-//! numbered per pair of ranks. Knows no bytes and no time. Read [`Program`] and [`Dep`] first.
+//! Owns the lowering of a [`Schedule`]: fused actions are split, hazards on chunks become dependencies, and messages
+//! are numbered per pair of ranks. Knows no bytes and no time. Read [`Program`] and [`Dep`] first.
 
 use accl_types::{Collective, Rank};
 use smallvec::SmallVec;
@@ -13,25 +13,26 @@ use crate::ir::{Action, Buf, Code, Division, Finish, Order, Request, Schedule, S
 pub struct Program {
     /// The operations.
     pub ops: Vec<Op>,
-    /// How `In` is cut.
+    /// The division of `In` into chunks.
     pub in_division: Division,
-    /// How `Out` is cut.
+    /// The division of `Out` into chunks.
     pub out_division: Division,
     /// Scratch chunk k has the size of this chunk of `In` or `Out`.
     pub scratch: Vec<(Buf, u32)>,
-    /// Chunk k of `Code` is this one. Empty unless the program is an encoded one.
+    /// The encoded chunk that each chunk of `Code` is. Empty unless the program is encoded.
     pub codes: Vec<Code>,
 }
 
-/// One operation. All spans of an operation have the same length in bytes, and byte k of the result depends on byte k
-/// of the operands only.
+/// One operation. All spans of an operation have the same length in bytes. Byte k of the result depends only on byte k
+/// of the operands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Op {
-    /// What is done.
+    /// The kind of operation.
     pub kind: OpKind,
-    /// Of a send or receive: the ordinal of this message among all from its sender to its receiver, from 0. Otherwise 0.
+    /// For a send or receive: the number of this message among all messages from its sender to its receiver, from 0.
+    /// Otherwise 0.
     pub edge: u32,
-    /// What must happen before, each operation at most once, ascending.
+    /// The dependencies: each earlier operation at most once, ascending.
     pub deps: SmallVec<[Dep; 2]>,
 }
 
@@ -47,7 +48,7 @@ pub enum OpKind {
     },
     /// Receive into place.
     Recv {
-        /// Where the payload goes.
+        /// The destination of the payload.
         dst: Span,
         /// The peer.
         from: Rank,
@@ -65,7 +66,7 @@ pub enum OpKind {
         /// Whether this is the last reduction of these chunks.
         finish: Finish,
     },
-    /// Copy; skipped where both sides are the same memory.
+    /// Copy; skipped if both sides are the same memory.
     Copy {
         /// The result.
         dst: Span,
@@ -81,9 +82,9 @@ pub enum OpKind {
         /// Whether this is the last reduction of these chunks.
         finish: Finish,
     },
-    /// Decode, add and encode one chunk; of encoded programs only. The first operand is taken, the others are added to it
-    /// in their order; what results is encoded if `dsts` has a chunk of `Code`, and what that decodes to then goes into
-    /// the chunk of `Out`, if there is one.
+    /// Decode, add and encode one chunk; only in encoded programs. The other operands are added to the first one in
+    /// their order. If `dsts` has a chunk of `Code`, the sum is encoded into it. If `dsts` also has a chunk of `Out`,
+    /// that chunk gets the decoded value.
     Combine {
         /// The results: a chunk of `Code`, one of `Out`, or both in this order.
         dsts: SmallVec<[Span; 2]>,
@@ -91,24 +92,25 @@ pub enum OpKind {
         srcs: SmallVec<[Span; 2]>,
         /// Whether this is the last reduction of the chunk.
         finish: Finish,
-        /// 0: the operand is this rank's own contribution. Otherwise the how many-th sum of these elements it is that this
-        /// rank encodes.
+        /// 0 if the operand is this rank's own contribution. Otherwise the count, from 1, of sums of these elements
+        /// that this rank encodes.
         pass: u32,
     },
 }
 
-/// That an operation comes after an earlier one of the same rank.
+/// A dependency on an earlier operation of the same rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dep {
     /// Index of the earlier operation.
     pub on: u32,
-    /// Byte k of this operation may follow byte k of `on`; otherwise `on` must be complete before this one begins.
+    /// If true, byte k of this operation may follow byte k of `on`. Otherwise `on` must be complete before this
+    /// operation begins.
     pub stream: bool,
 }
 
 impl Schedule {
-    /// Splits fused actions, finds dependencies and numbers messages. `request` is the one the schedule was built for;
-    /// the dependencies hold whether or not the engine lets `In` and `Out` share memory.
+    /// Splits fused actions, finds dependencies and numbers messages. `request` is the one that the schedule was built
+    /// for. The dependencies hold whether or not the engine lets `In` and `Out` share memory.
     pub fn lower(self, request: &Request) -> Program {
         let ops = self.actions.iter().map(ops_of).sum();
         let mut lowering = Lowering::new(Places::new(&self, request), request.world, ops);
@@ -125,7 +127,7 @@ impl Schedule {
     }
 }
 
-/// How many operations an action becomes.
+/// Number of operations that an action becomes.
 fn ops_of(action: &Action) -> usize {
     match action {
         Action::Fence => 0,
@@ -137,7 +139,7 @@ fn ops_of(action: &Action) -> usize {
 }
 
 impl OpKind {
-    /// The spans that are read.
+    /// The spans that the operation reads.
     pub fn reads(&self) -> &[Span] {
         match self {
             OpKind::Send { src, .. } | OpKind::Copy { src, .. } => std::slice::from_ref(src),
@@ -148,7 +150,7 @@ impl OpKind {
         }
     }
 
-    /// The spans that are written.
+    /// The spans that the operation writes.
     pub fn writes(&self) -> &[Span] {
         match self {
             OpKind::Recv { dst, .. }
@@ -160,30 +162,30 @@ impl OpKind {
         }
     }
 
-    /// Of access `index` (reads first, then writes), the span.
+    /// The span of access `index`; reads are numbered first, then writes.
     pub(crate) fn access(&self, index: u32) -> Option<&Span> {
         let reads = self.reads();
         reads.get(index as usize).or_else(|| self.writes().get(index as usize - reads.len()))
     }
 }
 
-/// Where chunks lie when everything that the engine may alias is aliased: two chunks that may be the same memory have
-/// the same place.
+/// The places of chunks if all buffers that the engine may alias are aliased. Two chunks that may be the same memory
+/// have the same place.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Places {
     alias: Alias,
 }
 
-/// What may be the same memory.
+/// The buffers that may be the same memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Alias {
     Nothing,
-    /// `In[i]` is `Out[i + first]`, for this many i.
+    /// `In[i]` is `Out[i + first]`, for `len` values of i.
     InIsOut {
         first: u32,
         len: u32,
     },
-    /// `Out[i]` is `In[i + first]`, for this many i.
+    /// `Out[i]` is `In[i + first]`, for `len` values of i.
     OutIsIn {
         first: u32,
         len: u32,
@@ -216,7 +218,7 @@ impl Places {
         Places { alias }
     }
 
-    /// Nothing is aliased.
+    /// The places if nothing is aliased.
     pub(crate) fn separate() -> Places {
         Places { alias: Alias::Nothing }
     }
@@ -244,18 +246,18 @@ impl Places {
 /// An access of an earlier operation: operation and index of the access in it.
 type Access = (u32, u32);
 
-/// Who touched a chunk last.
+/// The last accesses to a chunk.
 #[derive(Clone, Default)]
 struct Chunk {
     writer: Option<Access>,
-    /// Since the last write.
+    /// The readers since the last write.
     readers: SmallVec<[Access; 2]>,
 }
 
 /// An earlier access that an access of the current operation must come after.
 type Hazard = (Access, u32);
 
-/// Gives operations their dependencies and messages their numbers, one after the other.
+/// Assigns dependencies to operations and numbers to messages, one operation after the other.
 pub(crate) struct Lowering {
     places: Places,
     sent: Vec<u32>,
@@ -265,13 +267,13 @@ pub(crate) struct Lowering {
     /// The operations between the last two fences.
     before_section: std::ops::Range<u32>,
     pub(crate) ops: Vec<Op>,
-    /// Working memory of `push`.
+    /// Working memory of `dependencies`.
     hazards: Vec<Hazard>,
     chunks: [Vec<Chunk>; Buf::COUNT],
 }
 
 impl Lowering {
-    /// For about so many operations.
+    /// Reserves memory for about `ops` operations.
     pub(crate) fn new(places: Places, world: u32, ops: usize) -> Lowering {
         Lowering {
             places,
@@ -324,7 +326,7 @@ impl Lowering {
         self.ops.push(Op { kind, edge, deps });
     }
 
-    /// What the next operation must come after; it is among those who touched its chunks from now on.
+    /// Returns the dependencies of the next operation and records its accesses.
     fn dependencies(&mut self, kind: &OpKind) -> SmallVec<[Dep; 2]> {
         let op = self.ops.len() as u32;
         let mut hazards = std::mem::take(&mut self.hazards);
@@ -340,11 +342,11 @@ impl Lowering {
         for (access, span) in (reads.len() as u32..).zip(kind.writes()) {
             for (buf, chunk) in span.chunks() {
                 let state = self.chunk(buf, chunk);
-                // Its own reads are the last ones.
+                // The operation's own reads are the last readers in the list.
                 let others = state.readers.partition_point(|reader| reader.0 < op);
-                // Readers came after the writer themselves, byte for byte: waiting for them is enough.
+                // Readers already follow the writer byte by byte, so it is enough to wait for them.
                 let earlier = if others == 0 { state.writer.as_slice() } else { &state.readers[..others] };
-                // A span that names a chunk twice does not wait for itself.
+                // A span that names a chunk twice must not wait for itself.
                 hazards.extend(earlier.iter().filter(|earlier| earlier.0 < op).map(|&earlier| (earlier, access)));
                 state.writer = Some((op, access));
                 state.readers.clear();
@@ -357,7 +359,7 @@ impl Lowering {
         let mut deps: SmallVec<[Dep; 2]> = self.before_section.clone().map(|on| Dep { on, stream: false }).collect();
         for of_one_op in hazards.chunk_by(|a, b| a.0.0 == b.0.0) {
             let on = of_one_op[0].0.0;
-            // A fence has ordered everything before this section already.
+            // A fence has already ordered everything before this section.
             if on < self.section {
                 continue;
             }
@@ -408,7 +410,7 @@ mod tests {
 
     #[test]
     fn a_relay_streams_behind_what_it_receives() {
-        // Receive, then send on.
+        // Receive, then forward.
         assert_eq!(deps(&lowered(Collective::Broadcast, "chain", 4, 1)), [vec![], vec![(0, true)]]);
         let reduce = lowered(Collective::Reduce, "chain", 4, 1);
         assert!(
@@ -420,7 +422,7 @@ mod tests {
 
     #[test]
     fn an_exchange_in_place_overwrites_byte_by_byte_behind_its_own_sending() {
-        // Of two ranks: send In, receive and reduce In into Out, which may be the same memory.
+        // Two ranks: send `In`, then receive and reduce `In` into `Out`, which may be the same memory.
         let program = lowered(Collective::AllReduce, "recursive_doubling", 2, 0);
         assert_eq!(deps(&program), [vec![], vec![(0, true)]]);
     }
@@ -428,14 +430,14 @@ mod tests {
     #[test]
     fn one_large_all_reduce_of_two_is_a_pipeline_throughout() {
         let program = lowered(Collective::AllReduce, "direct_two_phase", 2, 0);
-        // Send In 1, reduce into 0, send 0 on as it becomes ready, receive 1 over what was sent.
+        // Send `In` 1, reduce into 0, send 0 as it becomes ready, receive 1 over the sent data.
         assert_eq!(deps(&program), [vec![], vec![], vec![(1, true)], vec![(0, true)]]);
     }
 
     #[test]
     fn parts_of_a_payload_wait_for_all_of_it() {
         let program = lowered(Collective::Scatter, "binomial", 4, 2);
-        // Position 2 receives blocks 2 and 3 and sends 3 on.
+        // Position 2 receives blocks 2 and 3 and forwards block 3.
         assert_eq!(deps(&program), [vec![], vec![(0, false)]]);
     }
 

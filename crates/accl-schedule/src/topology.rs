@@ -1,4 +1,4 @@
-//! Which ranks share a host. Owns the grouping only; how it is found is the engine's affair.
+//! The ranks of each host. Owns only the grouping; the engine determines it.
 
 use accl_types::Rank;
 
@@ -15,7 +15,8 @@ impl Topology {
         Topology::new(vec![0; world as usize])
     }
 
-    /// `hosts[r]` is the host of rank r; any numbers will do, equal ones mean the same host.
+    /// Creates the topology from `hosts[r]`, the host of rank r. Any numbers are allowed; equal numbers mean the same
+    /// host.
     pub fn new(hosts: Vec<u32>) -> Topology {
         let mut number_of = std::collections::HashMap::new();
         let mut topology = Topology { host_of: Vec::with_capacity(hosts.len()), hosts: Vec::new() };
@@ -55,12 +56,12 @@ impl Topology {
         &self.hosts
     }
 
-    /// Number of ranks on the host that has fewest.
+    /// Number of ranks on the host with the fewest ranks.
     pub fn smallest_host(&self) -> u32 {
         self.hosts.iter().map(|ranks| ranks.len() as u32).min().unwrap_or(0)
     }
 
-    /// Number of ranks on the host that has most.
+    /// Number of ranks on the host with the most ranks.
     pub fn largest_host(&self) -> u32 {
         self.hosts.iter().map(|ranks| ranks.len() as u32).max().unwrap_or(0)
     }

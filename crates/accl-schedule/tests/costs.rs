@@ -1,13 +1,13 @@
-//! What rows say they cost, against their schedules.
+//! The rows' stated costs compared with their schedules.
 
 use accl_schedule::cost::{Arriving, Cost, Reach};
 use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Layout, OpKind, Part, Request, Topology};
 use accl_types::{Collective, Elems, Rank};
 
-/// Bytes of the largest buffer: any number of chunks that small worlds have divides it.
+/// Bytes of the largest buffer: divisible by every number of chunks that small worlds have.
 const BYTES: u64 = 12_252_240;
 
-/// What one rank does.
+/// The work of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Work {
     sent: u64,
@@ -27,7 +27,7 @@ impl Work {
     }
 }
 
-/// What all ranks do.
+/// The work of all ranks.
 #[derive(Debug, Default)]
 struct Counted {
     ranks: Vec<Work>,
@@ -115,7 +115,7 @@ fn blocks(collective: Collective, world: u32, rank: u32) -> (Vec<Vec<Elems>>, Ve
     }
 }
 
-/// The same numbers from the row.
+/// The same numbers, from the row.
 fn stated(cost: &Cost) -> (Work, Reach, u64, u64) {
     let mut work = Work::default();
     let mut all = Reach::default();
@@ -139,14 +139,15 @@ fn stated(cost: &Cost) -> (Work, Reach, u64, u64) {
     (work, all, all_bytes, uplink_bytes)
 }
 
-/// Where a row states a bound instead of a count, and why.
+/// Whether and why a row states a bound instead of an exact count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bound {
-    /// Nothing.
+    /// The counts are exact.
     Exact,
-    /// A message that crosses the wrap behind the last rank goes in two parts; bytes are exact.
+    /// A message that crosses the wrap after the last rank is sent in two parts; bytes are exact.
     CutMessages,
-    /// Messages of a phase differ in size, because ranks were folded or a subtree is not full: the largest is stated.
+    /// Messages of a phase differ in size, because ranks were folded or a subtree is not full; the row states the
+    /// largest.
     LargestMessage,
 }
 
@@ -162,7 +163,7 @@ fn bound(row: &Algorithm, topology: &Topology) -> Bound {
     }
 }
 
-/// `stated` is `counted`, or at most `num / den` of it more.
+/// Whether `stated` is at least `counted`, and exceeds it by at most `num / den` of it.
 fn is_bound(stated: u64, counted: u64, num: u64, den: u64) -> bool {
     stated >= counted && (stated - counted) * den <= counted * num
 }
@@ -183,7 +184,7 @@ fn check(row: &Algorithm, topology: &Topology) -> Result<(), String> {
     alike("bytes of an operand", cost.operand.of_bytes(BYTES), counted.operand_bytes)?;
     let chain: u32 = cost.phases.iter().map(|phase| phase.chain.sum()).sum();
     let steps = (row.steps)(world, topology);
-    // Between hosts the path with most hops between them is stated, which need not be the longest.
+    // With several hosts, the row states the path with the most hops between hosts, which need not be the longest.
     if chain > steps || topology.host_count() == 1 && chain < steps {
         return Err(format!("chain of {chain} messages, documented {steps}"));
     }
@@ -201,7 +202,7 @@ fn check(row: &Algorithm, topology: &Topology) -> Result<(), String> {
         alike("messages on a host", all.intra_node, counted.all.intra_node)?;
         alike("messages between hosts", all.inter_node, counted.all.inter_node)?;
         alike("messages of the busiest rank", work.messages(), most(|work| work.messages()))?;
-        // The busiest host of one phase need not be that of another.
+        // The busiest host of one phase may differ from the busiest host of another.
         if !is_bound(all.uplink, counted.all.uplink, 1, 1) {
             return Err(format!("uplink: stated {all:?}, counted {:?}", counted.all));
         }

@@ -67,7 +67,7 @@ fn all_ranks_decode_the_same_version_in_every_row_that_says_so() {
     }
 }
 
-/// Gives `mutate` each operation of each rank's program, and checks that the programs that it makes of it are refused.
+/// Passes each operation of each rank's program to `mutate`, and checks that the resulting programs are refused.
 fn refuses(what: &str, mutate: impl Fn(&Program, usize) -> Option<Program>) {
     let mut refused = 0;
     for_each_case(|row, case| {
@@ -94,7 +94,7 @@ fn refuses(what: &str, mutate: impl Fn(&Program, usize) -> Option<Program>) {
     assert!(refused > 100, "only {refused} cases of {what}");
 }
 
-/// What a combination makes and of what.
+/// The results and operands of a combination.
 fn combination(program: &Program, op: usize) -> Option<(Vec<Span>, Vec<Span>)> {
     match &program.ops[op].kind {
         OpKind::Combine { dsts, srcs, .. } => Some((dsts.to_vec(), srcs.to_vec())),
@@ -104,7 +104,7 @@ fn combination(program: &Program, op: usize) -> Option<(Vec<Span>, Vec<Span>)> {
 
 #[test]
 fn a_rank_that_keeps_better_values_than_it_sends_is_refused() {
-    // The chunk of `Out` is made of the operands in place of the bytes.
+    // The chunk of `Out` is computed from the operands instead of the encoded bytes.
     refuses("keeping", |program, op| {
         let (dsts, srcs) = combination(program, op).filter(|(dsts, _)| dsts.len() == 2)?;
         let OpKind::Combine { finish, pass, .. } = program.ops[op].kind else { return None };
@@ -161,7 +161,7 @@ fn another_role_is_refused() {
     });
 }
 
-/// The operands of each sum that a rank makes, by buffer and, for codes, the rank that they came from.
+/// The operands of each sum that a rank computes, each as the rank that it came from.
 fn sums(program: &Program, rank: u32) -> Vec<Vec<u32>> {
     let mut senders = vec![rank; program.codes.len()];
     for op in &program.ops {
@@ -204,7 +204,7 @@ fn a_scatter_reduce_all_gather_encodes_each_chunk_twice() {
             .filter(|(op, _)| encoded(*op).is_some())
             .map(|(_, op)| if let OpKind::Combine { pass, .. } = op.kind { pass } else { 0 })
             .collect();
-        // A contribution to each of the other three, and the sum of its own chunk.
+        // A contribution to each of the other three ranks, and the sum of its own chunk.
         assert_eq!(passes, [0, 0, 0, 1]);
         let of = |role| program.codes.iter().filter(|code| code.role == role).count();
         assert_eq!((of(Role::IntraNode), of(Role::Reduce), of(Role::Result)), (0, 6, 4));

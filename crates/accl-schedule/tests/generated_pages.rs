@@ -1,4 +1,4 @@
-//! The committed page says what the table says.
+//! The committed page equals the page that is generated from the table.
 
 use std::path::Path;
 

@@ -8,7 +8,7 @@ use accl_types::{Collective, Rank};
 
 const WORLDS: [u32; 6] = [2, 3, 4, 5, 6, 8];
 
-/// Calls `each` for every row in every world above, rooted ones with a root in the middle.
+/// Calls `each` for every row in each of the worlds above. Rooted collectives have a root in the middle.
 fn for_each_case(mut each: impl FnMut(&Algorithm, &Case)) {
     for row in ALGORITHMS {
         for world in WORLDS {
@@ -29,12 +29,12 @@ fn for_each_case(mut each: impl FnMut(&Algorithm, &Case)) {
     }
 }
 
-/// Whether the checker takes programs, costs included.
+/// Whether the checker accepts the programs, including their costs.
 fn accepts(case: &Case, programs: &[Program], cost: &Report) -> bool {
     check_programs(case, programs).is_ok_and(|report| report == *cost)
 }
 
-/// Checks that every schedule which `mutate` makes of an action (given its schedule and index) is refused.
+/// Checks that every schedule that `mutate` derives from an action (given its schedule and index) is refused.
 fn refuses(what: &str, mutate: impl Fn(&Case, &Schedule, usize) -> Vec<Schedule>) {
     let mut refused = 0;
     for_each_case(|row, case| {
@@ -87,7 +87,7 @@ fn a_dropped_action_is_refused() {
 fn a_repeated_action_is_refused() {
     refuses("repetition", |_, schedule, index| match &schedule.actions[index] {
         Action::Fence | Action::Copy { .. } => Vec::new(),
-        // Reducing once more into the same place is wrong only where the place is an operand.
+        // Reducing once more into the same place is wrong only if the place is an operand.
         Action::Reduce { dst, srcs, .. } if !srcs.contains(dst) => Vec::new(),
         action => {
             let mut mutant = schedule.clone();
@@ -218,10 +218,10 @@ fn a_missing_dependency_is_refused() {
                     let mut programs = programs.clone();
                     let on = programs[rank].ops[op].deps.remove(dep).on;
                     let fence = row.name == "pairwise" || row.collective == Collective::Barrier;
-                    // In a barrier only what is told depends on what was heard.
+                    // In a barrier, only the sent notifications depend on the received ones.
                     let told = is_send(&programs[rank], op as u32) && !is_send(&programs[rank], on);
                     let spare = fence && (has_spare_fences(case) || !told);
-                    // What is implied by others is not missing.
+                    // A dependency that is implied by others is not missing.
                     if spare || comes_before(&programs[rank], on, op) {
                         continue;
                     }
@@ -247,7 +247,7 @@ fn streaming_behind_another_payload_is_refused() {
     for_each_case(|row, case| {
         let programs = case.programs(row.build);
         if programs.iter().any(|program| program.ops.iter().any(|op| has_no_payload(&op.kind))) {
-            return; // a barrier: one empty message is as long as another
+            return; // a barrier: all empty messages have the same length
         }
         for rank in 0..case.world as usize {
             for op in 0..programs[rank].ops.len() {
@@ -273,8 +273,8 @@ fn streaming_behind_another_payload_is_refused() {
     assert!(refused > 50, "only {refused} cases");
 }
 
-/// Fences that only keep messages apart: all of an all_to_all; and in a barrier whose world is no power of two some
-/// messages tell what is known.
+/// Whether fences only keep messages apart. This holds for all fences of an all_to_all. In a barrier whose world is not
+/// a power of two, some messages repeat known facts.
 fn has_spare_fences(case: &Case) -> bool {
     match case.collective {
         Collective::AllToAll => true,
@@ -299,14 +299,14 @@ fn has_no_payload(kind: &OpKind) -> bool {
     kind.reads().iter().chain(kind.writes()).all(Span::is_empty)
 }
 
-/// Whether `earlier` is reached from `op` along dependencies.
+/// Whether `earlier` can be reached from `op` along dependencies.
 fn comes_before(program: &Program, earlier: u32, op: usize) -> bool {
     program.ops[op].deps.iter().any(|dep| dep.on == earlier || comes_before(program, earlier, dep.on as usize))
 }
 
 #[test]
 fn a_message_that_waits_for_all_of_another_in_a_circle_is_refused() {
-    // Two ranks exchange in place: right as long as each may receive byte by byte behind its own sending.
+    // Two ranks exchange in place, which is correct if each may receive byte by byte after its own sending.
     let topology = Topology::flat(2);
     let case = Case {
         collective: Collective::AllReduce,

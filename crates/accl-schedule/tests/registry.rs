@@ -36,7 +36,7 @@ fn ids_are_unique() {
 
 #[test]
 fn ids_do_not_change() {
-    // They travel between processes, which may run different versions.
+    // Ids are sent between processes, which may run different versions.
     let ids: Vec<_> = ALGORITHMS.iter().map(|row| format!("{} {}/{}", row.id, row.collective, row.name)).collect();
     let known = [
         "1 all_reduce/direct",

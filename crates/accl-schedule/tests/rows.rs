@@ -8,7 +8,7 @@ use accl_types::Rank;
 const WORLDS: std::ops::RangeInclusive<u32> = 1..=17;
 /// Larger worlds checked completely, with some roots.
 const LARGER: [u32; 6] = [32, 33, 64, 100, 255, 256];
-/// Worlds checked completely where programs are short, else on some ranks.
+/// Worlds checked completely if programs are short, otherwise on some ranks.
 const LARGEST: [u32; 2] = [1000, 1024];
 
 fn roots(row: &Algorithm, world: u32) -> Vec<u32> {
@@ -46,7 +46,7 @@ fn every_row_holds_in_every_small_world_with_every_root() {
             for topology in topologies(world).iter().filter(|topology| (row.applies)(world, topology)) {
                 check(row, topology);
                 if row.requires.is_empty() {
-                    break; // a row without a condition does not look at hosts
+                    break; // a row without a condition ignores hosts
                 }
             }
         }
@@ -76,7 +76,8 @@ fn every_row_holds_in_the_largest_worlds() {
                 blocks: if row.needs_equal_blocks { BlockSizes::Equal } else { BlockSizes::Different },
             };
             let build = |rank| (row.build)(&case.request(rank)).lower(&case.request(rank));
-            // Of any rank but the root of a flat collective, which is alone in having many operations.
+            // A rank that is not the root, because the root of a flat collective has many more operations than the
+            // others.
             let typical = build(world / 2);
             let spans = typical.ops.iter().flat_map(|op| op.kind.reads().iter().chain(op.kind.writes()));
             if typical.ops.len() as u32 + spans.map(|span| span.chunk_count()).sum::<u32>() < 2500 {

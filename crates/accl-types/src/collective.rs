@@ -1,28 +1,28 @@
-//! The kinds of calls a group can make, spelled as in torch.
+//! The kinds of calls that a group can issue, spelled as in torch.
 
 use std::fmt;
 
-/// What a call does. The discriminant is the code on the wire and across the C++ bridge.
+/// The kind of a call. The discriminant is the code on the wire and across the C++ bridge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Collective {
-    /// Every rank ends with the reduction of all contributions.
+    /// Every rank gets the reduction of all contributions.
     AllReduce = 0,
-    /// Rank r ends with block r of the reduction.
+    /// Rank r gets block r of the reduction.
     ReduceScatter = 1,
-    /// Every rank ends with the blocks of all ranks.
+    /// Every rank gets the blocks of all ranks.
     AllGather = 2,
-    /// Every rank ends with the root's buffer.
+    /// Every rank gets the root's buffer.
     Broadcast = 3,
-    /// The root ends with the reduction of all contributions.
+    /// The root gets the reduction of all contributions.
     Reduce = 4,
-    /// The root ends with the blocks of all ranks.
+    /// The root gets the blocks of all ranks.
     Gather = 5,
-    /// Rank r ends with block r of the root's buffer.
+    /// Rank r gets block r of the root's buffer.
     Scatter = 6,
-    /// Rank r ends with block r of every rank's buffer.
+    /// Rank r gets block r of every rank's buffer.
     AllToAll = 7,
-    /// Nobody leaves before all have entered.
+    /// No rank leaves before all ranks have entered.
     Barrier = 8,
     /// Point-to-point: one rank sends.
     Send = 9,
@@ -51,7 +51,7 @@ impl Collective {
         Self::ALL.get(code as usize).copied()
     }
 
-    /// torch's spelling.
+    /// The kind's name in torch's spelling.
     pub const fn name(self) -> &'static str {
         match self {
             Collective::AllReduce => "all_reduce",
@@ -68,7 +68,7 @@ impl Collective {
         }
     }
 
-    /// Whether one rank plays a special part.
+    /// Whether one rank is the root.
     pub const fn is_rooted(self) -> bool {
         match self {
             Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter => true,

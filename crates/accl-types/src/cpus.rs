@@ -1,9 +1,9 @@
 //! Lists of CPUs as Linux writes them: `0-3,8`.
 
-/// No machine has more; a longer run is no list of CPUs.
+/// Maximum length of a range minus one. No machine has more CPUs, so a longer range is refused.
 const LONGEST_RUN: u32 = 1 << 16;
 
-/// The numbers in the order in which they are written. `None`: the text is no such list.
+/// Parses a CPU list; the numbers keep their written order. Returns `None` if the text is not a CPU list.
 pub fn parse_cpus(text: &str) -> Option<Vec<u32>> {
     let mut numbers = Vec::new();
     for run in text.split(',').map(str::trim).filter(|run| !run.is_empty()) {
@@ -17,7 +17,7 @@ pub fn parse_cpus(text: &str) -> Option<Vec<u32>> {
     Some(numbers)
 }
 
-/// The list as [`parse_cpus`] reads it.
+/// Formats the numbers as a CPU list that [`parse_cpus`] reads.
 pub fn show_cpus(numbers: &[u32]) -> String {
     let run = |run: &[u32]| match run {
         [first, .., last] => format!("{first}-{last}"),

@@ -1,4 +1,4 @@
-//! Element types: what torch can send, and how wide it is. Which of them can be reduced, and how, is in `accl-kernels`.
+//! Element types that torch can send, and their widths. `accl-kernels` defines which of them can be reduced, and how.
 
 use std::fmt;
 
@@ -9,13 +9,13 @@ pub enum DtypeClass {
     Bool,
     /// Signed and unsigned integers.
     Integer,
-    /// float16 and bfloat16: travel as such, are added in float32.
+    /// float16 and bfloat16: sent as they are, added in float32.
     Float16,
     /// float32 and float64.
     Float,
     /// complex64 and complex128.
     Complex,
-    /// Types that only travel: 8-bit floats, sub-byte packs, half complex.
+    /// Types that are sent but never reduced: 8-bit floats, sub-byte packs, half complex.
     Opaque,
 }
 
@@ -98,11 +98,11 @@ dtypes! {
     F8E5M2FnUz = 19, "float8_e5m2fnuz", 1, Opaque;
     /// `torch.float8_e8m0fnu`
     F8E8M0Fnu = 20, "float8_e8m0fnu", 1, Opaque;
-    /// `torch.float4_e2m1fn_x2`: two values a byte
+    /// `torch.float4_e2m1fn_x2`: two values per byte
     F4E2M1FnX2 = 21, "float4_e2m1fn_x2", 1, Opaque;
     /// `torch.bcomplex32`
     BC32 = 22, "bcomplex32", 4, Opaque;
-    /// `torch.bits8` and the integers of less than a byte, which take a byte each
+    /// `torch.bits8` and the sub-byte integers, which occupy one byte each
     Bits8 = 23, "bits8", 1, Opaque;
     /// `torch.bits16`
     Bits16 = 24, "bits16", 2, Opaque;

@@ -7,7 +7,7 @@ use crate::{Collective, Rank, Seq};
 /// Result with the crate-wide [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, by cause. Closed: adding one means choosing its class in Python and its place in the poison table.
+/// The cause of an error. The set is closed: to add a kind, choose its exception class in Python.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ErrorKind {
@@ -25,17 +25,17 @@ pub enum ErrorKind {
     Timeout = 5,
     /// A peer process is gone. Python: `DistNetworkError`.
     PeerLost = 6,
-    /// A connection could not be made or broke. Python: `DistNetworkError`.
+    /// A connection broke or could not be established. Python: `DistNetworkError`.
     Network = 7,
     /// The store could not be read or written. Python: `DistStoreError`.
     Rendezvous = 8,
-    /// A frame that makes no sense. Python: `DistBackendError`.
+    /// A malformed or unexpected frame. Python: `DistBackendError`.
     Protocol = 9,
     /// A device reported an error. Python: `DistBackendError`.
     Device = 10,
     /// Out of memory or descriptors. Python: `MemoryError`.
     Exhausted = 11,
-    /// The group was shut down or poisoned earlier; quotes the first cause. Python: `DistBackendError`.
+    /// The group was shut down or aborted earlier; the message quotes the first cause. Python: `DistBackendError`.
     Aborted = 12,
     /// A caught panic or a broken invariant. Python: `DistBackendError`.
     Internal = 13,
@@ -66,50 +66,51 @@ impl ErrorKind {
     }
 }
 
-/// Where an error happened. Everything is optional: what is known is said.
+/// Where an error happened. Every known fact is filled in; the others are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
     /// Name of the group.
     pub group: Option<String>,
     /// The call's kind.
     pub collective: Option<Collective>,
-    /// The call's number in its group.
+    /// The call's sequence number in its group.
     pub seq: Option<Seq>,
     /// The rank that reports.
     pub rank: Option<Rank>,
     /// The rank that is to blame or was waited for.
     pub peer: Option<Rank>,
-    /// Somebody who cannot be stopped may still write into the tensors of the call: their memory is not freed while the process lives.
+    /// Whether a thread or device that cannot be stopped may still write to the call's tensors. If so, their memory is
+    /// not freed while the process lives.
     pub holds_memory: bool,
 }
 
-/// An error with its kind, a sentence, and its place.
+/// An error with its kind, a message, and its location.
 ///
-/// The sentence is lower case without a full stop: cause, numbers, remedy. [`fmt::Display`] puts the place before it.
+/// The message is lower case without a full stop: cause, numbers, remedy. [`fmt::Display`] puts the location before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
-    /// What went wrong, by cause.
+    /// The cause of the error.
     pub kind: ErrorKind,
     /// Cause, numbers and remedy.
     pub message: String,
-    /// Where. Boxed so that a `Result` stays small.
+    /// Where it happened. Boxed so that a `Result` stays small.
     pub context: Box<Context>,
 }
 
 impl Error {
-    /// An error of `kind` without a place.
+    /// Creates an error of `kind` without a location.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), context: Box::default() }
     }
 
-    /// Adds the group's name unless one is known.
+    /// Adds the group's name unless it is already set.
     #[must_use]
     pub fn in_group(mut self, group: &str) -> Self {
         self.context.group.get_or_insert_with(|| group.to_owned());
         self
     }
 
-    /// Adds the call unless one is known.
+    /// Adds the call unless it is already set.
     #[must_use]
     pub fn in_call(mut self, collective: Collective, seq: Seq) -> Self {
         self.context.collective.get_or_insert(collective);
@@ -117,28 +118,28 @@ impl Error {
         self
     }
 
-    /// Adds the kind of call where there is no number yet (arguments refused before the call was numbered).
+    /// Adds only the kind of call, for arguments refused before the call got a sequence number.
     #[must_use]
     pub fn of(mut self, collective: Collective) -> Self {
         self.context.collective.get_or_insert(collective);
         self
     }
 
-    /// Adds the reporting rank unless one is known.
+    /// Adds the reporting rank unless it is already set.
     #[must_use]
     pub fn on_rank(mut self, rank: Rank) -> Self {
         self.context.rank.get_or_insert(rank);
         self
     }
 
-    /// Says that the memory of the call's tensors must stay.
+    /// Marks the error: the memory of the call's tensors must not be freed.
     #[must_use]
     pub fn holding_memory(mut self) -> Self {
         self.context.holds_memory = true;
         self
     }
 
-    /// Adds the rank to blame unless one is known.
+    /// Adds the rank to blame unless it is already set.
     #[must_use]
     pub fn with_peer(mut self, peer: Rank) -> Self {
         self.context.peer.get_or_insert(peer);
@@ -146,7 +147,7 @@ impl Error {
     }
 }
 
-/// Constructors, one a kind: `Error::timeout("...")`.
+/// Constructors, one per kind: `Error::timeout("...")`.
 macro_rules! constructors {
     ($($name:ident = $kind:ident;)*) => {
         impl Error {
@@ -177,7 +178,8 @@ constructors! {
     internal = Internal;
 }
 
-/// What is said of tensors that somebody may still write to: on the rank that has them, and not where its error is reported.
+/// Addition to the message if the call's tensors may still be written to. Only the rank that owns the tensors shows it,
+/// not ranks to which the error is forwarded.
 const HOLDS_MEMORY: &str = "; the tensors of this call may still be written to, and their memory is never freed: do not use them, and end this \
     process when you can";
 

@@ -1,6 +1,6 @@
-//! The one hash that ranks compare: the same on every machine and in every build.
+//! The one hash function that ranks compare: equal on every machine and in every build.
 
-/// FNV-1a over words, with a shift so that high bits count too.
+/// FNV-1a over words, with a shift so that high bits also affect the result.
 pub fn hash_words(words: impl IntoIterator<Item = u64>) -> u64 {
     words.into_iter().fold(0xcbf2_9ce4_8422_2325, |hash, word| {
         let mixed = (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
@@ -8,7 +8,7 @@ pub fn hash_words(words: impl IntoIterator<Item = u64>) -> u64 {
     })
 }
 
-/// Both halves of a hash in one.
+/// Combines both halves of a hash by exclusive or.
 pub fn fold(hash: u64) -> u32 {
     (hash ^ hash >> 32) as u32
 }

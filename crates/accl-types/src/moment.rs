@@ -1,19 +1,19 @@
-//! Moments of a clock that somebody else reads.
+//! Moments of a clock that the caller reads.
 
 use std::ops::{Add, Sub};
 use std::time::Duration;
 
 /// A moment, in nanoseconds since an origin that all moments of one clock share.
 ///
-/// What takes moments reads no clock: it runs on any, also on one that a test sets.
+/// Functions that take moments do not read a clock. They work with any clock, also with one that a test sets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(u64);
 
 impl Moment {
-    /// So late that nobody waits for it.
+    /// The last moment, later than any deadline.
     pub const FAR: Moment = Moment(u64::MAX);
 
-    /// So many nanoseconds after the origin.
+    /// The moment `nanos` nanoseconds after the origin.
     pub const fn from_nanos(nanos: u64) -> Self {
         Self(nanos)
     }
@@ -23,20 +23,20 @@ impl Moment {
         self.0
     }
 
-    /// The moment so much later; [`Moment::FAR`] where there is none.
+    /// The moment `wait` later, or [`Moment::FAR`] if it would overflow.
     #[must_use]
     pub fn after(self, wait: Duration) -> Self {
         let nanos = u64::try_from(wait.as_nanos()).unwrap_or(u64::MAX);
         Self(self.0.saturating_add(nanos))
     }
 
-    /// The time since an earlier moment; none since a later one.
+    /// The time since `earlier`, or zero if `earlier` is later than `self`.
     pub fn since(self, earlier: Moment) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 }
 
-/// As [`Moment::after`].
+/// Same as [`Moment::after`].
 impl Add<Duration> for Moment {
     type Output = Moment;
 
@@ -45,7 +45,7 @@ impl Add<Duration> for Moment {
     }
 }
 
-/// As [`Moment::since`].
+/// Same as [`Moment::since`].
 impl Sub for Moment {
     type Output = Duration;
 

@@ -1,18 +1,18 @@
-//! The nearest known name for a mistyped one, for messages that say how to do it right.
+//! The nearest known name for a mistyped one, for messages that suggest the correct spelling.
 
-/// The candidate with the smallest edit distance to `name`; the first one among equals.
+/// The candidate with the smallest edit distance to `name`; among equals, the first one.
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     nearest_within(name, known, usize::MAX)
 }
 
-/// The same, if its distance is at most `limit` typing mistakes.
+/// The candidate with the smallest edit distance, if that distance is at most `limit`.
 pub fn nearest_within<'a>(name: &str, known: impl IntoIterator<Item = &'a str>, limit: usize) -> Option<&'a str> {
     let distances = known.into_iter().map(|candidate| (edit_distance(name, candidate), candidate));
     distances.min_by_key(|(distance, _)| *distance).filter(|(distance, _)| *distance <= limit).map(|(_, near)| near)
 }
 
-/// Characters inserted, left out or replaced, and neighbours exchanged (Damerau and Levenshtein's distance, each character in one
-/// edit at most).
+/// Number of inserted, omitted, replaced and swapped neighbouring characters. This is the restricted
+/// Damerau-Levenshtein distance: each character takes part in at most one edit.
 fn edit_distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut before_last: Vec<usize> = Vec::new();

@@ -1,4 +1,4 @@
-//! Reduce operators, as torch names them.
+//! Reduce operators, with torch's names.
 
 use std::fmt;
 
@@ -12,9 +12,9 @@ pub enum ReduceOp {
     Avg = 1,
     /// Product.
     Product = 2,
-    /// Minimum; NaN wins, -0 is below +0.
+    /// Minimum; a NaN wins, and -0 is below +0.
     Min = 3,
-    /// Maximum; NaN wins, +0 is above -0.
+    /// Maximum; a NaN wins, and +0 is above -0.
     Max = 4,
     /// Bitwise and.
     Band = 5,
@@ -22,7 +22,7 @@ pub enum ReduceOp {
     Bor = 6,
     /// Bitwise exclusive or.
     Bxor = 7,
-    /// Each contribution times a factor, then the sum.
+    /// Sum of the contributions, each multiplied by a factor first.
     PremulSum = 8,
 }
 

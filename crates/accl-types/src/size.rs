@@ -1,16 +1,16 @@
 //! Sizes in bytes, as text.
 
-/// Largest first, so that the text of a size is the shortest.
+/// Unit names and sizes, largest first so that a size's text is the shortest.
 const UNITS: &[(&str, u64)] = &[("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
 
-/// From its text, in bytes or with KiB, MiB, GiB, TiB; `None`: it is no size.
+/// Parses a size in bytes, optionally with the unit KiB, MiB, GiB or TiB. Returns `None` if the text is not a size.
 pub fn parse_size(text: &str) -> Option<u64> {
     let unit = UNITS.iter().find_map(|(name, unit)| text.strip_suffix(name).map(|digits| (digits, *unit)));
     let (digits, unit) = unit.unwrap_or((text, 1));
     digits.trim().parse::<u64>().ok()?.checked_mul(unit)
 }
 
-/// Its shortest text, which [`parse_size`] reads.
+/// Formats a size as its shortest text, which [`parse_size`] reads.
 pub fn show_size(bytes: impl Into<u64>) -> String {
     let bytes = bytes.into();
     let unit = UNITS.iter().find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit));

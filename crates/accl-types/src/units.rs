@@ -1,4 +1,4 @@
-//! Newtypes for the integers of public signatures, and the rounding that everybody needs.
+//! Newtypes for the integers of public signatures, and rounding up to a multiple.
 
 use std::fmt;
 
@@ -28,7 +28,7 @@ unit!(
     Rank(u32)
 );
 unit!(
-    /// Number of a call in its group; all ranks number collectives alike.
+    /// Sequence number of a call in its group; all ranks number collectives alike.
     Seq(u64)
 );
 unit!(

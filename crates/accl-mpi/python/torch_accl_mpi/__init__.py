@@ -1,15 +1,17 @@
 """The transport `mpi` of torch-accl, built against the MPI library of this site.
 
 torch_accl loads this package when a setting names the transport (`ACCL_TRANSPORTS=mpi`), through the entry point
-`torch_accl.transports`; there is nothing to import by hand.
+`torch_accl.transports`. Users do not need to import it.
 
 Environment:
-    ACCL_MPI_THREAD_LEVEL: the level of thread support to ask MPI for: `multiple` (the default), `serialized`, `funneled`
-        or `single`. Below `serialized` one thread makes all calls.
-    ACCL_MPI_EXCLUSIVE: `1` says that nobody else calls MPI from the first group on, so that an MPI that was started with
-        `MPI_THREAD_SERIALIZED` may be used. Threads of torch-accl call it at any time.
-    ACCL_MPI_TIMEOUT: seconds that the start of MPI may take, and its end in a process that ends by an error; 60 unless set.
-    ACCL_MPI_EXIT_TIMEOUT: seconds for which a process that ends waits for the others of its job, 1800 unless set.
+    ACCL_MPI_THREAD_LEVEL: requested level of MPI thread support: `multiple` (the default), `serialized`, `funneled` or
+        `single`. Below `serialized` one thread makes all MPI calls.
+    ACCL_MPI_EXCLUSIVE: `1` promises that no other code calls MPI from the first group on. Then an MPI that was started
+        with `MPI_THREAD_SERIALIZED` can be used. Threads of torch-accl call MPI at any time.
+    ACCL_MPI_TIMEOUT: maximum seconds for the start of MPI, and for its end in a process that exits with an error;
+        default 60.
+    ACCL_MPI_EXIT_TIMEOUT: maximum seconds that an exiting process waits for the other processes of its job; default
+        1800.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ from . import _native
 
 __all__ = ["Job", "JobCommunicator", "finish", "job", "library", "transport"]
 
-# Which process has which place in the job: for those that a rank starts, which inherit what its launcher has said.
+# Environment variable with the holder of a place in the job. A process that a rank starts inherits it, and also the
+# launcher's variables.
 _PLACE = "TORCH_ACCL_MPI_PLACE"
-# What the variables for times are unless they are set.
+# Defaults of the variables for times, in seconds.
 _SECONDS = {"ACCL_MPI_TIMEOUT": 60.0, "ACCL_MPI_EXIT_TIMEOUT": 1800.0}
-# How long an end may take whose beginning was none.
+# Maximum seconds for ending MPI after a failed start.
 _BROKEN_END_S = 10.0
 
 
@@ -41,24 +44,24 @@ class Job(NamedTuple):
     """The MPI job as this process sees it."""
 
     library: str
-    """The MPI library's name and version."""
+    """Name and version of the MPI library."""
     rank: int
-    """Of this process among those of the job."""
+    """Rank of this process in the job."""
     size: int
-    """How many processes the job has."""
+    """Number of processes in the job."""
     thread_level: str
-    """What the library provides: `single`, `funneled`, `serialized` or `multiple`."""
+    """The level of thread support that the library provides: `single`, `funneled`, `serialized` or `multiple`."""
     is_shared: bool
-    """Somebody else has started MPI, and ends it."""
+    """Whether other code has started MPI, and ends it."""
 
 
 def library() -> str:
-    """The MPI library that this package was built against and has loaded: name and version."""
+    """Returns name and version of the MPI library that this package was built against and has loaded."""
     return _native.library()
 
 
 def job() -> Job:
-    """The MPI job of this process.
+    """Returns the MPI job of this process.
 
     Raises:
         RuntimeError: the transport was not opened in this process.
@@ -67,16 +70,16 @@ def job() -> Job:
 
 
 def transport(communicator: int | None = None) -> tuple[int, Callable[[], None]]:
-    """Starts MPI, unless that was done, and returns what `torch_accl.register_transport` takes: the address of the transport's table of C
-    functions, and what is called as the process ends.
+    """Starts MPI, unless it was started before. Returns the arguments of `torch_accl.register_transport`: the address
+    of the transport's table of C functions, and the function to call when the process exits.
 
     Args:
-        communicator: whose processes the frames travel between, by its handle in Fortran (`comm.py2f()`), where the script has started
-            MPI; those of the whole job if not given. All of its processes have to call this.
+        communicator: the Fortran handle (`comm.py2f()`) of a communicator, if the script has started MPI. Frames are
+            sent between its processes, and all of them must call this function. Default: all processes of the job.
 
     Raises:
-        RuntimeError: MPI cannot be used as it is; the text says why and what to do.
-        ValueError: a variable of the environment has a value that it cannot have.
+        RuntimeError: MPI cannot be used; the text has the reason and the remedy.
+        ValueError: an environment variable has an invalid value.
     """
     level, exclusive = os.environ.get("ACCL_MPI_THREAD_LEVEL", "multiple").strip().lower(), _flag("ACCL_MPI_EXCLUSIVE")
     timeout, _ = _seconds("ACCL_MPI_TIMEOUT"), _seconds("ACCL_MPI_EXIT_TIMEOUT")
@@ -86,14 +89,18 @@ def transport(communicator: int | None = None) -> tuple[int, Callable[[], None]]
             size=_launched(), level=level, exclusive=exclusive, communicator=communicator, timeout=timeout
         )
     except RuntimeError:
-        # Whoever goes on without has yet to end what has begun, or launchers take the process for one that has crashed.
+        # A script may continue without this transport. It must still end MPI, or launchers take the process for a
+        # crashed one.
         atexit.register(_finish_quietly)
         raise
     return address, finish
 
 
 def _claim_place() -> None:
-    """Refuses a process that has its place in the job from the rank that has started it: MPI knows one process of each."""
+    """Refuses a process that inherited its place in the job from the rank that started it.
+
+    MPI allows only one process per place.
+    """
     found = place(os.environ)
     name = f"{job_name(found.launcher, os.environ)}/{found.rank}" if found is not None else "none"
     holder, _, held = os.environ.get(_PLACE, "").partition(" ")
@@ -106,7 +113,7 @@ def _claim_place() -> None:
 
 
 class JobCommunicator:
-    """The processes of the job, with the part of mpi4py's interface that ranks need to meet. Starts MPI, unless that was done."""
+    """The processes of the job, with the part of mpi4py's interface that rendezvous needs. Starts MPI if needed."""
 
     def __init__(self) -> None:
         transport()
@@ -119,11 +126,11 @@ class JobCommunicator:
         return self._job.size
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """What rank 0 gives, at all: anything that JSON knows, up to 4,000 bytes of it.
+        """Returns rank 0's `obj` on all ranks: any JSON value of up to 4,000 bytes.
 
         Raises:
-            ValueError: `root` is another one.
-            RuntimeError: not all processes of the job have come within `ACCL_MPI_TIMEOUT`.
+            ValueError: `root` is not 0.
+            RuntimeError: not all processes of the job called this within `ACCL_MPI_TIMEOUT`.
         """
         if root != 0:
             raise ValueError(f"only rank 0 can tell the others something, not {root}")
@@ -131,10 +138,11 @@ class JobCommunicator:
 
 
 def finish() -> None:
-    """Ends MPI where this package has started it: a fence for all processes of the job. torch_accl calls it as the process ends.
+    """Ends MPI if this package has started it: a fence for all processes of the job. torch_accl calls this when the
+    process exits.
 
-    A process whose peers do not come to their ends has no way to end MPI: it says so and exits with status 1, after the
-    time that `ACCL_MPI_EXIT_TIMEOUT` gives, or `ACCL_MPI_TIMEOUT` where it ends by an error.
+    If the other processes do not reach their ends, this process cannot end MPI. It prints a message and exits with
+    status 1, after `ACCL_MPI_EXIT_TIMEOUT` seconds, or `ACCL_MPI_TIMEOUT` if it exits with an error.
     """
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     ends_well = error is None or isinstance(error, SystemExit)
@@ -152,7 +160,7 @@ def _finish_quietly() -> None:
 
 
 def _launched() -> int | None:
-    """How many processes the launcher has started, if anybody says so."""
+    """Returns the number of processes that the launcher has started, or `None` if it is unknown."""
     value = os.environ.get("WORLD_SIZE", "")
     return int(value) if value.isdecimal() else None
 

@@ -1,8 +1,10 @@
-//! Multigrid over layers: the plan of one solve.
+//! Multigrid over layers: builds the plan of one solve.
 //!
-//! Owns the algorithm. On every level `u` are the values of its points and `f` what is added to each step; on the finest `f` is zero. A visit relaxes,
-//! then gives the coarser level `u` of the C-points and `f = (step(u) + f) - coarse_step(u)`, in which `u` itself has cancelled; what comes back replaces the C-points.
-//! Where states become coarser as well, by R, it gives `R u` and `f = R(step(u) + f) - coarse_step(R u)`, and what has changed of `R u` is added to `u` on the finer mesh.
+//! Owns the algorithm. On every level, `u` holds the values of its points, and `f` is added to each step. On the finest
+//! level `f` is zero. A visit relaxes, then gives the coarser level `u` of the C-points and `f = (step(u) + f) -
+//! coarse_step(u)`, in which `u` itself has cancelled. The coarser level's result replaces the C-points.
+//! If states become coarser as well, by R, the coarser level gets `R u` and `f = R(step(u) + f) - coarse_step(R u)`.
+//! The change of `R u` is then added to `u` on the finer mesh.
 //! Read [`mgrit`] first.
 
 use accl_types::{Error, Rank, Result};
@@ -14,10 +16,12 @@ use crate::line::{Line, exit};
 use crate::placement::Placement;
 use crate::plan::{Op, Pass, Phase, PhaseKind, Plan, Value};
 
-/// The plan of a pass through the net. With one level it is a wave: each layer once, one rank after the other, whatever the cycle says.
+/// Builds the plan of one pass through the net. With one level the plan is sequential, whatever the cycle says: each
+/// layer once, one rank after the other.
 ///
 /// # Errors
-/// `InvalidArgument` for a placement of another number of layers, and for a cycle without iterations.
+/// `InvalidArgument` if the placement has another number of layers, or if the cycle has no iterations but its start
+/// needs one.
 pub fn mgrit(grid: &Grid, placement: &Placement, pass: Pass, cycle: &Cycle) -> Result<Plan> {
     if placement.layers() != grid.layers() {
         let text = format!("{} layers are placed, and the net has {}", placement.layers(), grid.layers());
@@ -33,16 +37,17 @@ struct Solve<'a> {
     cycle: &'a Cycle,
     line: Line,
     builder: Builder,
-    /// By level and position. Only positions that have a value.
+    /// Values by level and position. `None` for positions without a value.
     u: Vec<Vec<Option<Value>>>,
-    /// What is added to the step to each position; nothing where it is zero.
+    /// The term that is added to the step to each position, by level and position. `None` if it is zero.
     f: Vec<Vec<Option<Value>>>,
-    /// Where states are coarser than on the next finer level: what they were when they came from there.
+    /// By level and position, on levels whose states are coarser than on the next finer level: the values when they
+    /// came from the finer level.
     given: Vec<Vec<Option<Value>>>,
     iteration: u32,
-    /// The iteration whose norm nobody has waited for.
+    /// The iteration whose norm was posted and not yet awaited.
     owed: Option<u32>,
-    /// Those that were posted.
+    /// The iterations whose norms were posted.
     norms: Vec<u32>,
 }
 
@@ -120,7 +125,7 @@ impl<'a> Solve<'a> {
 
     // ---- the cycle
 
-    /// Gives every C-point of the finest level a value. Returns those that come from outside.
+    /// Gives every C-point of the finest level a value. Returns the guesses that come from outside, with their ranks.
     fn start(&mut self) -> Vec<(Rank, Value)> {
         let coarsest = self.line.levels.len() - 1;
         match self.cycle.start {
@@ -145,7 +150,7 @@ impl<'a> Solve<'a> {
                 self.march();
                 for level in (0..coarsest).rev() {
                     self.correct(level);
-                    // The finest level's cycles are those that are asked for.
+                    // The finest level's cycles are the requested ones and do not belong to the start.
                     if level > 0 {
                         self.cycle(level, Shape::V);
                     }
@@ -156,7 +161,7 @@ impl<'a> Solve<'a> {
         Vec::new()
     }
 
-    /// One visit to a level and those below it.
+    /// Visits a level and the coarser levels below it once.
     fn cycle(&mut self, level: usize, shape: Shape) {
         let coarsest = self.line.levels.len() - 1;
         if level == coarsest {
@@ -174,7 +179,8 @@ impl<'a> Solve<'a> {
         self.correct(level);
     }
 
-    /// From every C-point to the next one, which changes, too. All intervals begin with what their C-points have had.
+    /// Steps from every C-point to the next one, which changes too. All intervals start from the old values of their
+    /// C-points.
     fn sweep(&mut self, level: usize, is_final: bool) {
         for (first, last) in self.intervals(level).into_iter().rev() {
             for position in first..last {
@@ -183,14 +189,14 @@ impl<'a> Solve<'a> {
         }
     }
 
-    /// As [`Solve::sweep`], without the C-points.
+    /// Steps through an interval like [`Solve::sweep`], without changing its last C-point.
     fn relax_f(&mut self, level: usize, (first, last): (usize, usize)) {
         for position in first..last - 1 {
             self.u[level][position + 1] = Some(self.stepped(level, position, false));
         }
     }
 
-    /// What the next coarser level is to solve, after a last F-relaxation.
+    /// Prepares the problem of the next coarser level, after a last F-relaxation.
     fn restrict(&mut self, level: usize) {
         let pass = self.line.pass;
         self.enter(PhaseKind::Restrict, level);
@@ -228,9 +234,9 @@ impl<'a> Solve<'a> {
         }
     }
 
-    /// Takes over what the next coarser level has found.
+    /// Adopts the values that the next coarser level has computed.
     fn correct(&mut self, level: usize) {
-        // The first one is the input.
+        // The first point is the input and does not change.
         for (index, position) in self.coarse_positions(level).enumerate().skip(1).collect::<Vec<_>>() {
             let found = self.at(level + 1, index);
             self.u[level][position] = Some(match self.is_coarser(level + 1) {
@@ -246,11 +252,11 @@ impl<'a> Solve<'a> {
         }
     }
 
-    /// What a position has after a level of coarser states has found another value there.
+    /// Returns the new value of a position after a level of coarser states has computed `found` there.
     fn finer(&mut self, level: usize, position: usize, index: usize, found: Value) -> Value {
         let (pass, on) = (self.line.pass, self.line.levels[level].homes[position]);
         match self.given[level + 1][index] {
-            // Nothing has come from there yet.
+            // The finer level has not given this point a value yet.
             None => self.builder.refine(pass, on, found),
             Some(given) => {
                 let change = self.builder.subtract(pass, on, found, given);
@@ -261,12 +267,12 @@ impl<'a> Solve<'a> {
         }
     }
 
-    /// Whether the states of a level are coarser than those of the next finer one.
+    /// Whether a level's states are coarser than the next finer level's.
     fn is_coarser(&self, level: usize) -> bool {
         level > 0 && self.line.levels[level].mesh > self.line.levels[level - 1].mesh
     }
 
-    /// The coarsest level, from its first point to its last.
+    /// Solves the coarsest level sequentially, from its first point to its last.
     fn march(&mut self) {
         let level = self.line.levels.len() - 1;
         self.enter(PhaseKind::March, level);
@@ -275,7 +281,7 @@ impl<'a> Solve<'a> {
         }
     }
 
-    /// Every layer for good. On one level that is all.
+    /// Evaluates every layer finally. With one level this is the whole solve.
     fn final_sweep(&mut self) {
         self.enter(PhaseKind::Final, 0);
         if self.line.levels.len() > 1 {
@@ -286,9 +292,9 @@ impl<'a> Solve<'a> {
         }
     }
 
-    // ---- its parts
+    // ---- parts of the cycle
 
-    /// The value of a step from a position, with what is added to it.
+    /// Returns the value of the step from a position, including the term `f` that is added to it.
     fn stepped(&mut self, level: usize, position: usize, is_final: bool) -> Value {
         let pass = self.line.pass;
         let from = self.at(level, position);
@@ -308,12 +314,12 @@ impl<'a> Solve<'a> {
         value
     }
 
-    /// The positions of a level that the next coarser one has.
+    /// The positions of a level that the next coarser level also has.
     fn coarse_positions(&self, level: usize) -> impl Iterator<Item = usize> + use<> {
         self.line.levels[level + 1].in_finer.clone().into_iter()
     }
 
-    /// From each position that the next coarser level has to the next such one.
+    /// The intervals between consecutive positions that the next coarser level also has.
     fn intervals(&self, level: usize) -> Vec<(usize, usize)> {
         self.line.levels[level + 1].in_finer.windows(2).map(|ends| (ends[0], ends[1])).collect()
     }

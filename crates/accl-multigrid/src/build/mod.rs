@@ -1,8 +1,9 @@
 //! The builders of plans.
 //!
-//! Owns how operations get into lists: a value that another rank is to read is sent and received where that is found, so that all ranks
-//! together could do their lists one operation after the other, each message with its receiver; what was computed before on the same rank is not computed again.
-//! Read [`Builder`] first; what is built is in `mgrit` and `pipeline`.
+//! Owns how operations get into the lists. A value that another rank reads is sent and received as soon as that need is
+//! found. So all ranks together can run their lists one operation after the other, each send together with its receive.
+//! A value computed before on the same rank is not computed again.
+//! Read [`Builder`] first; the plans themselves are in `mgrit` and `pipeline`.
 
 mod mgrit;
 mod pipeline;
@@ -19,14 +20,14 @@ use crate::plan::{Op, Pass, Phase, Plan, Value};
 pub use mgrit::mgrit;
 pub use pipeline::{Schedule, pipeline};
 
-/// What a value is a state of: a point, and a mesh.
+/// The state that a value is: at a point, on a mesh.
 #[derive(Clone, Copy)]
 struct Spot {
     point: u32,
     mesh: u32,
 }
 
-/// What is computed of what.
+/// A computation and its operands.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Expression {
     Eval { pass: Pass, layer: u32, span: u32, src: Value },
@@ -38,18 +39,18 @@ enum Expression {
     Subtract { a: Value, b: Value },
 }
 
-/// The lists while they are made.
+/// The lists under construction.
 struct Builder {
     ranks: Vec<Vec<Op>>,
-    /// What each value is a state of, and who makes it.
+    /// The state that each value is, and the rank that makes it.
     values: Vec<(Spot, Rank)>,
-    /// Where values have been sent to.
+    /// The ranks that values have been sent to.
     copies: HashSet<(Value, Rank)>,
     known: HashMap<Expression, Value>,
-    /// Where the evaluation of a value stands.
+    /// The rank and list position of the operation that evaluates a value.
     evals: HashMap<Value, (Rank, usize)>,
     reuse: Reuse,
-    /// Of what is evaluated next.
+    /// The micro-batch of the next evaluations.
     micro_batch: u32,
     phase: Option<Phase>,
     /// The phase that each rank's list is in.
@@ -71,7 +72,7 @@ impl Builder {
         }
     }
 
-    /// A value that a rank makes, or has.
+    /// Adds a value that a rank makes or receives from outside.
     fn value(&mut self, spot: Spot, on: Rank) -> Value {
         self.values.push((spot, on));
         self.values.len() as Value - 1
@@ -89,7 +90,7 @@ impl Builder {
         list.len() - 1
     }
 
-    /// Brings a value to a rank, unless it is there.
+    /// Sends a value to a rank, unless the rank has it.
     fn need(&mut self, pass: Pass, value: Value, on: Rank) {
         let (_, maker) = self.values[value as usize];
         if maker != on && self.copies.insert((value, on)) {
@@ -98,7 +99,7 @@ impl Builder {
         }
     }
 
-    /// The value of an expression, made by this rank if it is not known.
+    /// Returns the value of an expression. If it is not known, this rank computes it.
     fn make(
         &mut self,
         expression: Expression,
@@ -125,7 +126,8 @@ impl Builder {
         dst
     }
 
-    /// Evaluates a layer. Where that was done before for less it is done for good there, or a second time.
+    /// Evaluates a layer. If a final evaluation was requested and the value is known from a non-final one, that one
+    /// becomes final or a second one is added.
     fn eval(
         &mut self,
         pass: Pass,
@@ -150,7 +152,7 @@ impl Builder {
                 unreachable!("an evaluation stands where it was put")
             };
             if !*is_final && self.reuse == Reuse::Values {
-                // Its result is that one's, bit for bit, and is not read.
+                // The result is the earlier evaluation's, bit for bit, and is not read.
                 let dst = self.value(spot, on);
                 self.need(pass, src, on);
                 self.emit(on, Op::Eval { pass, layer, span, micro_batch, src, dst, is_final: true });
@@ -161,21 +163,21 @@ impl Builder {
         value
     }
 
-    /// One step from `src` to a point, by whoever has its layer.
+    /// One step from `src` to a point, on the rank that has its layer.
     fn step(&mut self, pass: Pass, step: &LineStep, point: u32, src: Value, is_final: bool) -> Value {
         let &LineStep { layer, span, kind, evaluator: on } = step;
         let mesh = self.values[src as usize].0.mesh;
         let spot = Spot { point, mesh };
         match (kind, pass) {
             (Kind::Plain, _) => {
-                // What is no step of any equation sees states as they are on the finest mesh.
+                // A layer that is not a step of an equation sees states on the finest mesh.
                 let fine = (0..mesh).fold(src, |value, _| self.refine(pass, on, value));
                 let made = self.eval(pass, (layer, 1, on), Spot { point, mesh: 0 }, fine, is_final);
                 (0..mesh).fold(made, |value, _| self.coarsen(pass, on, value))
             }
             (Kind::Timed, Pass::Forward) | (Kind::Custom, _) => self.eval(pass, (layer, span, on), spot, src, is_final),
             (Kind::Timed, Pass::Adjoint) | (Kind::Residual, _) => {
-                // It is recorded with the length of a fine step.
+                // The evaluation is recorded with the length of a fine step.
                 let stepped = self.eval(pass, (layer, 1, on), spot, src, is_final);
                 if span == 1 {
                     return stepped;
@@ -191,14 +193,14 @@ impl Builder {
         }
     }
 
-    /// The value on the next coarser mesh, made by a rank.
+    /// The value on the next coarser mesh, computed by rank `on`.
     fn coarsen(&mut self, pass: Pass, on: Rank, src: Value) -> Value {
         let Spot { point, mesh } = self.values[src as usize].0;
         let spot = Spot { point, mesh: mesh + 1 };
         self.make(Expression::Coarsen { src }, pass, spot, on, |dst| Op::Coarsen { src, dst })
     }
 
-    /// The value on the next finer mesh.
+    /// The value on the next finer mesh, computed by rank `on`.
     fn refine(&mut self, pass: Pass, on: Rank, src: Value) -> Value {
         let Spot { point, mesh } = self.values[src as usize].0;
         let spot = Spot { point, mesh: mesh - 1 };
@@ -215,7 +217,7 @@ impl Builder {
         self.make(Expression::Subtract { a, b }, pass, spot, on, |dst| Op::Subtract { a, b, dst })
     }
 
-    /// The plan, with what is not needed any more given up.
+    /// The finished plan, with operations that free values after their last use.
     fn finish(self, plan: Plan) -> Plan {
         let points = self.values.iter().map(|&(spot, _)| spot.point).collect();
         let meshes = self.values.iter().map(|&(spot, _)| spot.mesh).collect();
@@ -227,7 +229,7 @@ impl Builder {
         for (rank, list) in (0..).map(Rank).zip(&mut plan.ranks) {
             *list = freed(std::mem::take(list), plan.is_final, |value| kept.contains(&(rank, value)));
             let mut read: HashSet<Value> = list.iter().flat_map(Op::reads).collect();
-            // What comes from outside and is never read is given up as well.
+            // A value from outside that is never read is also freed.
             let given = plan.inputs.iter().chain(&plan.guesses).filter(|&&(on, _)| on == rank);
             let unread: Vec<Op> = given
                 .filter(|&&key| !kept.contains(&key) && read.insert(key.1))
@@ -239,7 +241,7 @@ impl Builder {
     }
 }
 
-/// Leaves out what is made for nothing, as the last coarse point of the last march is.
+/// Removes operations whose results are never read, such as the last coarse point of the last march.
 fn leave_out_unread(plan: &mut Plan) {
     let kept = plan.outputs.iter().chain(&plan.states).copied();
     let mut reads: HashMap<Value, Vec<Value>> = HashMap::new();
@@ -264,7 +266,7 @@ fn leave_out_unread(plan: &mut Plan) {
         Op::Recv { .. } | Op::Eval { is_final: true, .. } | Op::Loss { .. } => true,
         _ => op.makes().is_none_or(|value| needed.contains(&value)),
     };
-    // Where a value is received it may be read by nothing that is left.
+    // A received value may have no reader left on the receiving rank.
     let mut read_on: HashSet<(Rank, Value)> = kept.collect();
     for (rank, list) in (0..).map(Rank).zip(&plan.ranks) {
         let left = list.iter().filter(|op| is_made_for_something(op) && !matches!(op, Op::Send { .. }));
@@ -279,8 +281,9 @@ fn leave_out_unread(plan: &mut Plan) {
     }
 }
 
-/// The list with the end of every value that is not kept: after its last use; where it was sent, after the phase that follows, by which it has left as
-/// a rule. And with the end of what each layer has left for its adjoint, unless other plans of the pass are to come.
+/// Adds `Op::Free` for every value that is not kept: after its last use or, if it was sent, at the end of the phase
+/// after that, when the send has usually completed. If the plan is final, also adds `Op::Forget` for what each layer
+/// has stored for its adjoint.
 fn freed(list: Vec<Op>, is_final: bool, is_kept: impl Fn(Value) -> bool) -> Vec<Op> {
     let mut last = HashMap::new();
     let mut sent = HashSet::new();

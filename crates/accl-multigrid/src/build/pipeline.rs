@@ -1,7 +1,7 @@
-//! Pipelines over the same placement: every layer once for each micro-batch.
+//! Pipelines over the same placement: every layer once per micro-batch.
 //!
-//! Owns the order in which ranks do micro-batches: of Huang et al., "GPipe" (2019), and of Narayanan et al., "PipeDream" (2019), as
-//! "one forward, one backward" with a flush. Read [`pipeline`] first.
+//! Owns the order of micro-batches on each rank: as in Huang et al., "GPipe" (2019), or as in Narayanan et al.,
+//! "PipeDream" (2019), there "one forward, one backward" with a flush. Read [`pipeline`] first.
 
 use std::ops::Range;
 
@@ -21,16 +21,17 @@ pub enum Schedule {
     Forward,
     /// The adjoint pass alone.
     Adjoint,
-    /// All forward, then all backward: GPipe.
+    /// All forward tasks, then all backward tasks: GPipe.
     FillDrain,
-    /// As few forward as keep all ranks busy, then one backward for each: 1F1B. Fewer graphs are held at a time.
+    /// Just enough forward tasks to keep all ranks busy, then one backward task for each forward one: 1F1B. Holds fewer
+    /// graphs at a time.
     OneForwardOneBackward,
 }
 
-/// The plan of so many micro-batches.
+/// Builds the plan of a pass or two over `micro_batches` micro-batches.
 ///
 /// # Errors
-/// `InvalidArgument` for a placement of another number of layers, and for no micro-batches.
+/// `InvalidArgument` if the placement has another number of layers, or if there are no micro-batches.
 pub fn pipeline(grid: &Grid, placement: &Placement, schedule: Schedule, micro_batches: u32) -> Result<Plan> {
     if placement.layers() != grid.layers() {
         let text = format!("{} layers are placed, and the net has {}", placement.layers(), grid.layers());
@@ -54,19 +55,19 @@ struct Pipe<'a> {
     builder: Builder,
     /// The ranks that have layers.
     stages: Vec<Rank>,
-    /// By pass: its steps with the points that they lead to.
+    /// By pass: its steps, with the points that they lead to.
     lines: [Vec<(LineStep, u32)>; 2],
     inputs: Vec<(Rank, Value)>,
-    /// By pass: what came out of the last stage that did each micro-batch.
+    /// By pass: the output of the last stage that processed each micro-batch.
     came_out: [Vec<Option<Value>>; 2],
 }
 
-/// Where a pass has its place in what is there by pass.
+/// The index of a pass in arrays by pass.
 fn of(pass: Pass) -> usize {
     usize::from(pass == Pass::Adjoint)
 }
 
-/// The order of a stage, of so many, the first being 0.
+/// The tasks of a stage in order; `stage` counts from 0.
 fn tasks(schedule: Schedule, stage: usize, stages: usize, micro_batches: u32) -> Vec<Task> {
     let all = |pass| (0..micro_batches).map(move |micro| (pass, micro));
     match schedule {
@@ -104,15 +105,15 @@ impl<'a> Pipe<'a> {
         Self { grid, placement, lines, schedule, micro_batches, builder, stages, inputs, came_out }
     }
 
-    /// Does all tasks in the order in which they would begin, a backward task taking twice as long as a forward one: then each value
-    /// is sent when it is there, and is received before whatever begins later.
+    /// Emits all tasks in the order in which they would begin, if a backward task takes twice as long as a forward one.
+    /// Then each value is sent when it exists, and is received before any later task begins.
     fn run(&mut self) {
         let count = self.stages.len();
         let orders: Vec<_> = (0..count).map(|stage| tasks(self.schedule, stage, count, self.micro_batches)).collect();
         let mut next = vec![0; count];
         let mut free_at = vec![0_u64; count];
         let micro_batches = self.micro_batches as usize;
-        // When each micro-batch left a stage.
+        // The time at which each micro-batch left a stage.
         let mut left = [vec![vec![None; micro_batches]; count], vec![vec![None; micro_batches]; count]];
         loop {
             let ready = |stage: usize| -> Option<u64> {
@@ -137,7 +138,7 @@ impl<'a> Pipe<'a> {
         }
     }
 
-    /// All layers of a stage, and the message to the next one.
+    /// Emits all layers of a stage, and the message to the next stage.
     fn task(&mut self, stage: usize, pass: Pass, micro: u32) {
         let rank = self.stages[stage];
         self.builder.phase = Some(Phase { kind: PhaseKind::Chunk, level: 0, iteration: micro });
@@ -158,7 +159,7 @@ impl<'a> Pipe<'a> {
         }
     }
 
-    /// What has been through all layers.
+    /// Handles a value that has passed through all layers.
     fn end(&mut self, pass: Pass, micro: u32, value: Value) {
         let on = exit(self.placement, pass);
         self.builder.need(pass, value, on);
@@ -173,7 +174,7 @@ impl<'a> Pipe<'a> {
         }
     }
 
-    /// Which steps of a pass a rank does: one after the other, since its layers are.
+    /// The steps of a pass on a rank. They are consecutive, because a rank's layers are consecutive.
     fn ranges(&self, pass: Pass, rank: Rank) -> Range<usize> {
         let steps = &self.lines[of(pass)];
         let is_before = |step: &LineStep| match pass {

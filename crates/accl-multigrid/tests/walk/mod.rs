@@ -1,4 +1,4 @@
-//! Nets of numbers, plans that are walked on them, and the same solved without a plan, as it stands in textbooks.
+//! Nets whose states are numbers, the execution of plans on them, and the same solve without a plan, as in textbooks.
 #![allow(dead_code, reason = "each test takes what it needs")]
 
 use std::collections::HashMap;
@@ -10,7 +10,7 @@ use accl_types::Rank;
 pub struct Net {
     pub layers: Vec<Layer>,
     pub dt: f64,
-    /// Where each layer was evaluated for good.
+    /// The state of each layer's final evaluation.
     pub states: Vec<f64>,
 }
 
@@ -30,7 +30,7 @@ impl Net {
         a * (a * x + 0.2 * f64::from(layer % 3)).cos()
     }
 
-    /// What an evaluation gives, as it is defined for operations.
+    /// The result of an evaluation, as defined for [`Op::Eval`].
     pub fn eval(&self, pass: Pass, layer: u32, span: u32, x: f64) -> f64 {
         match (pass, self.layers[layer as usize].kind) {
             (Pass::Forward, Kind::Increment) => self.f(layer, x),
@@ -52,7 +52,7 @@ impl Net {
         }
     }
 
-    /// A whole step.
+    /// A whole step of `span` fine steps.
     fn step(&self, pass: Pass, layer: u32, span: u32, x: f64) -> f64 {
         match self.layers[layer as usize].kind {
             Kind::Increment => x + f64::from(span) * self.dt * self.eval(pass, layer, 1, x),
@@ -74,16 +74,16 @@ fn refined(x: f64) -> f64 {
     1.4 * x + 0.1
 }
 
-/// What came out of a walk, or of a solve.
+/// The result of executing a plan, or of the reference solve.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Solved {
     pub outputs: Vec<f64>,
     pub norms: Vec<f64>,
-    /// The arguments of the evaluations for good, by layer.
+    /// The arguments of the final evaluations, by pass and layer.
     pub finals: HashMap<(Pass, u32), f64>,
 }
 
-/// Walks all lists, a send and its receive at once.
+/// Executes all lists; a send and its receive happen together.
 pub fn walk(plan: &Plan, net: &Net, inputs: &[f64], guesses: &[f64]) -> Solved {
     let mut values: HashMap<(Rank, Value), f64> = HashMap::new();
     let given = plan.inputs.iter().zip(inputs).chain(plan.guesses.iter().zip(guesses));
@@ -157,11 +157,11 @@ pub fn walk(plan: &Plan, net: &Net, inputs: &[f64], guesses: &[f64]) -> Solved {
     solved
 }
 
-/// The same by the textbook: residuals, corrections that are added, every step computed anew.
+/// The textbook solve: residuals, corrections that are added, every step computed again.
 pub struct Reference<'a> {
     net: &'a Net,
     pass: Pass,
-    /// Of each level: layer and span of each step of the pass, and the positions that the next level has.
+    /// For each level: layer and span of each step of the pass. `coarse`: the positions that the next level also has.
     steps: Vec<Vec<(u32, u32)>>,
     coarse: Vec<Vec<usize>>,
     meshes: Vec<u32>,
@@ -252,12 +252,12 @@ impl<'a> Reference<'a> {
         self.net.step(self.pass, layer, span, x)
     }
 
-    /// From a level to the next coarser one.
+    /// Converts a state to the mesh of the next coarser level.
     fn to_coarser(&self, level: usize, x: f64) -> f64 {
         if self.meshes[level + 1] > self.meshes[level] { coarsened(x) } else { x }
     }
 
-    /// And back.
+    /// Converts a state back to the mesh of the finer level.
     fn to_finer(&self, level: usize, x: f64) -> f64 {
         if self.meshes[level + 1] > self.meshes[level] { refined(x) } else { x }
     }
@@ -286,7 +286,7 @@ impl<'a> Reference<'a> {
         let coarse = self.coarse[level].clone();
         for _ in 0..self.cycle.relaxations_of(level) {
             self.relax_f(level);
-            // From the end: where an interval is one step, it begins with what its C-point has had.
+            // From the end: an interval of one step must start from the old value of its C-point.
             for &position in coarse[1..].iter().rev() {
                 self.u[level][position] =
                     self.phi(level, position - 1, self.u[level][position - 1]) + self.f[level][position];
@@ -302,7 +302,7 @@ impl<'a> Reference<'a> {
         }
         let v: Vec<f64> = coarse.iter().map(|&position| self.u[level][position]).collect();
         for index in 1..coarse.len() {
-            // With the state itself taken out of the residual, so that R need not be linear.
+            // The state itself is taken out of the residual, so R need not be linear.
             let reached = residual(self, coarse[index]) + v[index];
             self.f[level + 1][index] =
                 self.to_coarser(level, reached) - self.phi(level + 1, index - 1, self.to_coarser(level, v[index - 1]));

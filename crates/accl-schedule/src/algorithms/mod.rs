@@ -1,8 +1,8 @@
 //! The table of algorithms.
 //!
-//! Owns the list of files and rows, nothing of their content: an algorithm is one file `<collective>/<name>.rs` with a
-//! `ROW`, and one line here. The choice between rows is in [`crate::choose`], the page that shows them in
-//! [`crate::algorithms_page`].
+//! Owns the list of files and rows, not their content: an algorithm is one file `<collective>/<name>.rs` with a `ROW`,
+//! and one line here. [`crate::choose`] chooses between rows; [`crate::algorithms_page`] writes the page that shows
+//! them.
 
 use accl_types::Collective;
 
@@ -12,69 +12,70 @@ use crate::{Request, Schedule, Topology};
 /// One row of the table.
 #[derive(Debug)]
 pub struct Algorithm {
-    /// Stable and unique: travels in the signature of a call.
+    /// Stable unique number, sent as part of a call's signature.
     pub id: u8,
-    /// The name a user types; also that of the file.
+    /// The name that a user types, and the name of the file.
     pub name: &'static str,
-    /// What it implements.
+    /// The collective that it implements.
     pub collective: Collective,
-    /// The schedule of one rank.
+    /// Builds the schedule of one rank.
     pub build: fn(&Request) -> Schedule,
     /// Whether it can run in a world with this topology.
     pub applies: fn(u32, &Topology) -> bool,
-    /// When it applies, in words; empty when it always does.
+    /// The condition of `applies` in words; empty if it always applies.
     pub requires: &'static str,
-    /// It can run only if all blocks of the call have the same size.
+    /// Whether it can run only if all blocks of the call have the same size.
     pub needs_equal_blocks: bool,
     /// Whether its messages can be encoded.
     pub encodes: Encodes,
-    /// How contributions are added up.
+    /// How contributions are added.
     pub sums: Sums,
-    /// Longest chain of messages.
+    /// Length of the longest chain of messages.
     pub steps: fn(u32, &Topology) -> u32,
-    /// Bytes that the busiest rank sends or receives, whichever is more, as a fraction of the largest buffer of the call.
+    /// Bytes that the busiest rank sends or receives, whichever is larger, as a fraction of the call's largest buffer.
     pub bytes: fn(u32, &Topology) -> Fraction,
     /// `steps` as a formula of the world n.
     pub steps_formula: &'static str,
     /// `bytes` as a formula of the world n.
     pub bytes_formula: &'static str,
-    /// Counts of messages and bytes, from which its time is predicted.
+    /// Counts of messages and bytes, from which the time is predicted.
     pub cost: fn(u32, &Topology) -> Cost,
-    /// When it is the one to take.
+    /// The situations in which it is the best choice.
     pub wins: &'static str,
-    /// Where it comes from.
+    /// The publication that describes it.
     pub source: &'static str,
 }
 
 impl Algorithm {
-    /// Whether it treats ranks of one host differently from those of others.
+    /// Whether it treats ranks of one host differently from ranks of other hosts.
     pub fn composes_over_hosts(&self) -> bool {
         !self.requires.is_empty()
     }
 }
 
-/// How contributions are added up, which says how often a sum is rounded in a type that is narrower than the arithmetic.
+/// The way contributions are added. It determines how often a sum is rounded in a type narrower than the arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sums {
-    /// One after the other as they arrive, or in parts by several ranks: each addition rounds. Also of rows that add nothing.
+    /// One after the other as they arrive, or in parts on several ranks: each addition rounds. Also for rows that add
+    /// nothing.
     InTurn,
-    /// All at once, in the order of ranks, by a rank that has collected them: the sum is rounded once.
+    /// All at once in rank order, on a rank that has collected them: the sum is rounded once.
     Together,
 }
 
-/// What becomes of an element when messages are encoded.
+/// How often elements are encoded when messages are encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encodes {
-    /// Messages cannot be: ranks would end with different bits.
+    /// Messages cannot be encoded, because ranks would end with different bits.
     No,
-    /// It is encoded at most as a contribution and as a finished sum; between hosts, where the algorithm composes over them,
-    /// as what these exchange.
+    /// An element is encoded at most as a contribution and as a finished sum. If the algorithm composes over hosts,
+    /// this holds for the exchange between hosts.
     Twice,
-    /// Sums on their way are encoded, too, the more the larger the world: taken only if asked for by name.
+    /// Partial sums are also encoded, and more often in larger worlds. Used only if requested by name.
     Often,
 }
 
-/// A non-negative rational number, for costs.
+/// A non-negative rational number, used in costs.
 #[derive(Clone, Copy, Debug)]
 pub struct Fraction {
     /// Numerator.
@@ -89,10 +90,10 @@ impl Fraction {
         Fraction { num: u64::from(num), den: u64::from(den) }
     }
 
-    /// All of it.
+    /// The number 1: all of a buffer.
     pub const WHOLE: Fraction = Fraction { num: 1, den: 1 };
 
-    /// This part of so many bytes, rounded up.
+    /// This fraction of `bytes`, rounded up.
     pub fn of_bytes(self, bytes: u64) -> u64 {
         (u128::from(bytes) * u128::from(self.num)).div_ceil(u128::from(self.den)).try_into().unwrap_or(u64::MAX)
     }
@@ -107,7 +108,7 @@ impl Fraction {
     }
 }
 
-/// Nothing.
+/// The number 0.
 impl Default for Fraction {
     fn default() -> Fraction {
         Fraction { num: 0, den: 1 }
@@ -136,7 +137,7 @@ impl Ord for Fraction {
     }
 }
 
-/// Declares each file as a module and lists its row, so that an algorithm is one line.
+/// Declares each file as a module and lists its row, so that an algorithm needs one line here.
 macro_rules! table {
     ($($collective:ident: [$($name:ident,)*])*) => {
         $(
@@ -145,7 +146,7 @@ macro_rules! table {
                 $(pub mod $name;)*
             }
         )*
-        /// Every algorithm, by collective, the simplest first.
+        /// All algorithms, by collective, the simplest first.
         pub const ALGORITHMS: &[Algorithm] = &[$($($collective::$name::ROW,)*)*];
     };
 }
@@ -206,17 +207,17 @@ table! {
     ]
 }
 
-/// The row of a collective with this name.
+/// The row with this name for a collective, or `None`.
 pub fn find(collective: Collective, name: &str) -> Option<&'static Algorithm> {
     ALGORITHMS.iter().find(|row| row.collective == collective && row.name == name)
 }
 
-/// The row with this id.
+/// The row with this id, or `None`.
 pub fn by_id(id: u8) -> Option<&'static Algorithm> {
     ALGORITHMS.iter().find(|row| row.id == id)
 }
 
-/// What an algorithm file needs.
+/// The imports of algorithm files.
 pub mod prelude {
     pub use accl_types::{Collective, Rank};
 
@@ -225,17 +226,17 @@ pub mod prelude {
     pub use crate::patterns::{Strip, Team, ceil_log2, floor_log2, floor_power_of_two};
     pub use crate::{Buf, Division, Finish, Order, Request, Schedule, Span, Topology};
 
-    /// For rows that have no condition.
+    /// Condition of rows that always apply.
     pub fn always(_: u32, _: &Topology) -> bool {
         true
     }
 
-    /// For rows that compose over hosts.
+    /// Condition of rows that compose over hosts.
     pub fn several_hosts(_: u32, topology: &Topology) -> bool {
         topology.host_count() > 1
     }
 
-    /// All of a buffer that is not cut.
+    /// The span of a whole undivided buffer.
     pub fn whole(buf: Buf) -> Span {
         Span::chunk(buf, 0)
     }

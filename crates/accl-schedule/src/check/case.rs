@@ -1,4 +1,4 @@
-//! What is checked, and what is found: the vocabulary of the checker.
+//! The checker's input and output types.
 //!
 //! Read [`Case`] first.
 
@@ -18,25 +18,25 @@ pub struct Case<'a> {
     pub collective: Collective,
     /// Ranks in the group.
     pub world: u32,
-    /// The root; rank 0 where there is none.
+    /// The root; rank 0 for collectives without a root.
     pub root: Rank,
-    /// Who shares a host.
+    /// The ranks of each host.
     pub topology: &'a Topology,
-    /// Whether the blocks of the call are known to be equal. Otherwise every block has a size of its own.
+    /// Whether the call's blocks are known to be equal. Otherwise every block has its own size.
     pub blocks: BlockSizes,
 }
 
-/// What is known of the sizes of blocks.
+/// The known facts about block sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockSizes {
     /// All are equal.
     Equal,
-    /// Every block has a size of its own.
+    /// Every block has its own size.
     Different,
 }
 
 impl<'a> Case<'a> {
-    /// What rank `rank` is asked to build.
+    /// The request for which rank `rank` builds its schedule.
     pub fn request(&self, rank: u32) -> Request<'a> {
         Request {
             collective: self.collective,
@@ -53,20 +53,21 @@ impl<'a> Case<'a> {
     }
 }
 
-/// What was measured on the way.
+/// The measured properties of a schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Report {
     /// Longest chain of messages.
     pub steps: u32,
-    /// What the busiest rank sends or receives, as a fraction of the largest buffer, if chunks are of equal size.
+    /// Bytes that the busiest rank sends or receives, as a fraction of the largest buffer, if all chunks have equal
+    /// size.
     pub bytes: Fraction,
-    /// How often an element is encoded at most; 0 for programs that are not encoded.
+    /// Maximum number of times that an element is encoded; 0 for programs that are not encoded.
     pub encodings: u32,
-    /// How often the sum of a type that is narrower than the arithmetic is rounded at most.
+    /// Maximum number of times that a sum is rounded, in a type narrower than the arithmetic.
     pub roundings: u32,
 }
 
-/// Why a schedule is refused: rank, operation and reason.
+/// The reason why a schedule is refused: rank, operation and defect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation(pub(super) String);
 

@@ -1,11 +1,16 @@
-//! The symbolic checker: proves that the schedules of a whole world do what their collective promises.
+//! The symbolic checker: proves that the schedules of a whole world satisfy their collective's contract.
 //!
-//! It runs all ranks' programs over symbolic values and proves, with `In` and `Out` apart and with everything aliased
-//! that the engine may alias: the post-condition; that every message has a receiver which expects the same sizes; that
-//! nothing is read before it is written; that inputs are not written; that reductions combine every contribution once,
-//! lowest rank first, finish exactly once, and are the same expression on all ranks; that conflicting accesses are
-//! ordered by dependencies; and that nothing waits in a circle even if a sender may be only one segment ahead of its
-//! receiver. Read [`check_algorithm`] first.
+//! The checker runs all ranks' programs over symbolic values, with `In` and `Out` apart and with everything aliased that the
+//! engine may alias. It proves that:
+//! * the post-condition holds;
+//! * every message has a receiver that expects the same sizes;
+//! * nothing is read before it is written, and inputs are not written;
+//! * reductions combine every contribution once, lowest rank first, finish exactly once, and are the same expression on
+//!   all ranks;
+//! * conflicting accesses are ordered by dependencies;
+//! * no deadlock occurs, even if a sender may be only one segment ahead of its receiver.
+//!
+//! Read [`check_algorithm`] first.
 
 mod case;
 mod model;
@@ -20,10 +25,10 @@ use crate::topology::Topology;
 
 pub use case::{BlockSizes, Case, Report, Violation};
 
-/// Checks one row of the table in one world, its documented cost included.
+/// Checks one row of the table in one world, including its documented cost.
 ///
 /// # Errors
-/// The first thing found wrong.
+/// The first violation that is found.
 pub fn check_algorithm(row: &Algorithm, root: Rank, topology: &Topology) -> Result<Report, Violation> {
     let world = topology.world();
     if !(row.applies)(world, topology) {
@@ -38,7 +43,7 @@ pub fn check_algorithm(row: &Algorithm, root: Rank, topology: &Topology) -> Resu
         encodings: 0,
         roundings: report.roundings,
     };
-    // With hosts of different sizes a row that composes over hosts documents the worst that can happen.
+    // If hosts differ in size, a row that composes over hosts documents its worst case.
     let bound = !row.requires.is_empty() && topology.smallest_host() < topology.largest_host();
     let as_documented =
         if bound { report.steps <= documented.steps && report.bytes <= documented.bytes } else { report == documented };
@@ -56,7 +61,7 @@ pub fn check_algorithm(row: &Algorithm, root: Rank, topology: &Topology) -> Resu
 /// Checks the programs of all ranks of one call.
 ///
 /// # Errors
-/// The first thing found wrong.
+/// The first violation that is found.
 pub fn check_programs(case: &Case, programs: &[Program]) -> Result<Report, Violation> {
     if programs.len() != case.world as usize {
         return Err(Violation::new(format!("{} programs for a world of {}", programs.len(), case.world)));
@@ -82,11 +87,11 @@ pub fn check_programs(case: &Case, programs: &[Program]) -> Result<Report, Viola
     Ok(Report { steps, bytes: model::busiest(case, programs), encodings, roundings })
 }
 
-/// Checks what can be seen without the whole world: the programs of some ranks, each alone and the messages among them.
-/// For worlds in which all programs together are too many.
+/// Checks some ranks without the whole world: each program alone, and the messages among these ranks. Used for worlds
+/// in which the programs of all ranks are too many.
 ///
 /// # Errors
-/// The first thing found wrong.
+/// The first violation that is found.
 pub fn check_sample(case: &Case, ranks: &[u32], programs: &[Program]) -> Result<(), Violation> {
     for (&rank, program) in ranks.iter().zip(programs) {
         model::check_shape(case, rank, program)?;

@@ -1,4 +1,4 @@
-//! What the buffers of each collective are: their chunks, sizes, contents before and after.
+//! The buffers of each collective: their chunks, sizes, and contents before and after.
 //!
 //! Sizes are symbols: two chunks have the same size in every call exactly if their symbols are equal.
 
@@ -9,10 +9,10 @@ use crate::algorithms::Fraction;
 use crate::ir::{Buf, Division, Role, Span};
 use crate::program::{OpKind, Program};
 
-/// A size: pieces per block, which piece, and of which block.
+/// A size as a symbol: pieces per block, the piece, and the block.
 pub(super) type Size = (u32, u32, u32);
 
-/// Blocks of `In` and `Out` on a rank.
+/// Number of blocks of `In` and `Out` on a rank.
 pub(super) fn block_counts(case: &Case, rank: u32) -> (u32, u32) {
     let at_root = |blocks| if rank == case.root.0 { blocks } else { 0 };
     match case.collective {
@@ -88,13 +88,14 @@ pub(super) fn sizes(case: &Case, rank: u32, program: &Program, span: &Span) -> V
     span.chunks().map(|(buf, chunk)| size(case, rank, program, buf, chunk)).collect()
 }
 
-/// The sizes of a message, in bytes: those of encoded chunks depend on their role, too.
+/// The sizes of a message in bytes. The size of an encoded chunk also depends on its role.
 pub(super) fn wire_sizes(case: &Case, rank: u32, program: &Program, span: &Span) -> Vec<(Size, Option<Role>)> {
     let role = |(buf, chunk): (Buf, u32)| (buf == Buf::Code).then(|| program.codes[chunk as usize].role);
     sizes(case, rank, program, span).into_iter().zip(span.chunks().map(role)).collect()
 }
 
-/// Chunks exist, spans of one operation agree in sizes, peers are other ranks, inputs are not written, divisions fit.
+/// Checks that chunks exist, the spans of one operation have equal sizes, peers are other ranks, inputs are not
+/// written, and divisions fit.
 pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(), Violation> {
     check_divisions(case, program).map_err(|Violation(why)| Violation(format!("rank {rank}: {why}")))?;
     let counts = chunk_counts(case, rank, program);
@@ -153,7 +154,8 @@ pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(
     Ok(())
 }
 
-/// One chunk from `In` or `Code`, into `Code`, `Out` or both. What is only decoded is not encoded again.
+/// Checks a combination: one chunk each from `In` or `Code`, into `Code`, `Out` or both. A chunk that is only decoded
+/// is not encoded again.
 fn check_combine(dsts: &[Span], srcs: &[Span]) -> Result<(), Violation> {
     let bufs = |spans: &[Span]| spans.iter().flat_map(|span| span.chunks()).map(|(buf, _)| buf).collect::<Vec<_>>();
     let (to, from) = (bufs(dsts), bufs(srcs));
@@ -170,7 +172,7 @@ fn check_combine(dsts: &[Span], srcs: &[Span]) -> Result<(), Violation> {
     Ok(())
 }
 
-/// Both sides of a collective are cut alike, block by block.
+/// Checks that both sides of a collective are divided equally, block by block.
 fn check_divisions(case: &Case, program: &Program) -> Result<(), Violation> {
     let by_block = |division| matches!(division, Division::Blocks | Division::SplitBlocks { .. });
     let (input, output) = (program.in_division, program.out_division);
@@ -185,15 +187,15 @@ fn check_divisions(case: &Case, program: &Program) -> Result<(), Violation> {
     if fits && alike { Ok(()) } else { Err(Violation::new(format!("divisions {input:?} and {output:?} do not fit"))) }
 }
 
-/// The input chunks that must end in a chunk of `Out`.
+/// The contents that a chunk of `Out` must have at the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wanted {
-    /// The reduction over all ranks of this chunk of `In`.
+    /// The reduction over all ranks of chunk `chunk` of `In`.
     Reduction {
         /// The chunk.
         chunk: u32,
     },
-    /// What this rank had in this chunk at the start.
+    /// The initial contents of chunk `chunk` on rank `rank`.
     Original {
         /// The rank.
         rank: u32,
@@ -202,7 +204,7 @@ pub(super) enum Wanted {
     },
 }
 
-/// What chunk `chunk` of `Out` must hold in the end.
+/// Returns the contents that chunk `chunk` of `Out` must have at the end.
 pub(super) fn wanted(case: &Case, rank: u32, program: &Program, chunk: u32) -> Wanted {
     let pieces = program.out_division.pieces();
     let (block, piece) = (chunk / pieces, chunk % pieces);
@@ -222,7 +224,7 @@ pub(super) fn wanted(case: &Case, rank: u32, program: &Program, chunk: u32) -> W
     }
 }
 
-/// What the busiest rank sends or receives, if all chunks have the same size.
+/// The fraction that the busiest rank sends or receives, if all chunks have the same size.
 pub(super) fn busiest(case: &Case, programs: &[Program]) -> Fraction {
     let mut largest = 0;
     let mut busiest = 0;

@@ -1,4 +1,4 @@
-//! What comes before what: messages between ranks, hazards within a rank, circles.
+//! The order of operations: messages between ranks, hazards within a rank, cycles.
 
 use std::collections::HashMap;
 
@@ -7,28 +7,29 @@ use super::model::{Size, wire_sizes};
 use crate::ir::{Buf, Role};
 use crate::program::{OpKind, Places, Program};
 
-/// A part of a message.
+/// The size and role of one chunk of a message.
 type Wire = (Size, Option<Role>);
 
-/// Segments per message in the proof of freedom from deadlock: a first, a middle and a last one.
+/// Segments per message in the deadlock proof: a first, a middle and a last one.
 const SEGMENTS: usize = 3;
 
-/// No operation.
+/// Marks the absence of an operation.
 const NONE: u32 = u32::MAX;
 
-/// All operations of all ranks, numbered through, with the messages between them.
+/// All operations of all ranks, numbered consecutively, with the messages between them.
 pub(super) struct Graph {
-    /// First operation of each rank, and the end.
+    /// Number of the first operation of each rank, and the total.
     first: Vec<u32>,
-    /// The other end of each send and receive.
+    /// For each send and receive, the operation at the other end of the message.
     partner: Vec<u32>,
-    /// Operations that depend on each one: `later[starts[op]..starts[op + 1]]`, with whether they may stream.
+    /// The operations that depend on each operation `op`: `later[starts[op]..starts[op + 1]]`, each with whether it may
+    /// stream.
     starts: Vec<u32>,
     later: Vec<(u32, bool)>,
 }
 
 impl Graph {
-    /// Matches messages.
+    /// Builds the graph and matches messages.
     pub fn new(case: &Case, programs: &[Program]) -> Result<Graph, Violation> {
         let mut first = vec![0];
         for program in programs {
@@ -51,18 +52,18 @@ impl Graph {
         Ok(Graph { first, partner, starts, later })
     }
 
-    /// The rank of an operation and its index there.
+    /// The rank of an operation and its index on that rank.
     pub fn locate(&self, op: u32) -> (usize, usize) {
         let rank = self.first.partition_point(|&first| first <= op) - 1;
         (rank, (op - self.first[rank]) as usize)
     }
 
-    /// The number of an operation.
+    /// The number of operation `index` of a rank.
     pub fn number(&self, rank: usize, index: usize) -> u32 {
         self.first[rank] + index as u32
     }
 
-    /// The other end of a message.
+    /// The operation at the other end of a message.
     pub fn partner(&self, op: u32) -> u32 {
         self.partner[op as usize]
     }
@@ -71,7 +72,7 @@ impl Graph {
         &self.later[self.starts[op as usize] as usize..self.starts[op as usize + 1] as usize]
     }
 
-    /// An order in which all operations can run one by one if messages are buffered.
+    /// Returns an order in which all operations can run one by one if messages are buffered.
     pub fn sequence(&self, programs: &[Program]) -> Result<Vec<u32>, Violation> {
         let mut missing: Vec<u32> = Vec::with_capacity(self.partner.len());
         for program in programs {
@@ -99,7 +100,7 @@ impl Graph {
         }
     }
 
-    /// Nothing waits in a circle if a sender may be ahead of its receiver by one segment at most.
+    /// Checks that no deadlock occurs if a sender may be at most one segment ahead of its receiver.
     pub fn check_rendezvous(&self, programs: &[Program]) -> Result<(), Violation> {
         let total = self.partner.len();
         let mut missing = vec![0u32; total * SEGMENTS];
@@ -163,7 +164,7 @@ impl Graph {
         Violation::new("waits in a circle").at(rank as u32, index, &programs[rank].ops[index].kind)
     }
 
-    /// Number of messages in the longest chain in which each is sent after the last was received.
+    /// Number of messages in the longest chain in which each message is sent after the previous one was received.
     pub fn longest_chain(&self, programs: &[Program], sequence: &[u32]) -> u32 {
         let mut level = vec![0u32; self.partner.len()];
         for &op in sequence {
@@ -194,7 +195,7 @@ fn for_each_dep(programs: &[Program], first: &[u32], mut each: impl FnMut(u32, u
     }
 }
 
-/// One end of a message: sender, receiver and ordinal; and the sizes of its payload.
+/// One end of a message: its sender, receiver and ordinal, and the sizes of its payload. `None` for other operations.
 fn message(case: &Case, rank: u32, program: &Program, index: usize) -> Option<((u32, u32, u32), Vec<Wire>)> {
     let op = &program.ops[index];
     match &op.kind {
@@ -206,7 +207,7 @@ fn message(case: &Case, rank: u32, program: &Program, index: usize) -> Option<((
     }
 }
 
-/// The other end of each send and receive.
+/// Finds the other end of each send and receive.
 fn match_messages(case: &Case, programs: &[Program], first: &[u32]) -> Result<Vec<u32>, Violation> {
     let total = first[first.len() - 1] as usize;
     let mut sends: HashMap<(u32, u32, u32), u32> = HashMap::new();
@@ -251,7 +252,7 @@ fn match_messages(case: &Case, programs: &[Program], first: &[u32]) -> Result<Ve
     Ok(partner)
 }
 
-/// Among some ranks, every message has two ends of the same sizes.
+/// Checks that every message among the given ranks has two ends with the same sizes.
 pub(super) fn check_messages(case: &Case, ranks: &[u32], programs: &[Program]) -> Result<(), Violation> {
     let mut ends: HashMap<(u32, u32, u32), Vec<Wire>> = HashMap::new();
     for wanted in [false, true] {
@@ -277,12 +278,12 @@ pub(super) fn check_messages(case: &Case, ranks: &[u32], programs: &[Program]) -
     }
 }
 
-/// Sets of earlier operations of one rank, one bit each.
+/// Sets of earlier operations of one rank, with one bit per operation.
 struct Before {
     words: usize,
-    /// Complete before the operation begins.
+    /// The operations that are complete before the operation begins.
     complete: Vec<u64>,
-    /// Ahead of it byte for byte.
+    /// The operations that are ahead of the operation byte by byte.
     stream: Vec<u64>,
 }
 
@@ -316,21 +317,21 @@ impl Before {
     }
 }
 
-/// One chunk's past in one rank's program.
+/// The past accesses to one chunk in one rank's program.
 #[derive(Clone, Default)]
 struct Past {
-    /// The last write, and the position of the chunk in the payload written.
+    /// The last write, and the position of the chunk in the written payload.
     writer: Option<(Access, usize)>,
-    /// Reads since.
+    /// The reads since the last write.
     readers: Vec<Access>,
 }
 
-/// An operation and which of its accesses: reads first, then the write.
+/// An operation and the index of one of its accesses: reads first, then the write.
 type Access = (u32, usize);
 
-/// Every two accesses to the same memory of which one writes are ordered: the earlier operation is complete before the
-/// later one begins, or both go through the same payload and the later one follows byte for byte. Within an operation,
-/// what is written may be read at the same position only.
+/// Checks that every two accesses to the same memory are ordered, if one of them writes. Either the earlier operation
+/// is complete before the later one begins. Or both go through the same payload, and the later one follows byte by
+/// byte. Within an operation, written memory may only be read at the same position.
 pub(super) fn check_hazards(places: &Places, rank: u32, program: &Program) -> Result<(), Violation> {
     let before = Before::new(program);
     let mut chunks = Chunks::default();
@@ -386,7 +387,8 @@ fn check_op(
                 Some((writer, written)) if writer.0 == index && written != position => {
                     return Err(Violation::new("overwrites an operand that it has not read yet"));
                 }
-                // Read before it is written, byte for byte: who comes after the write comes after this.
+                // This operation reads the chunk before it writes it, byte by byte. Accesses after the write are also
+                // after this read.
                 Some((writer, _)) if writer.0 == index => {}
                 Some(_) | None => past.readers.push((index, access)),
             }

@@ -1,6 +1,6 @@
-//! Symbolic execution: what every chunk holds, as an expression over the inputs.
+//! Symbolic execution: the contents of every chunk as an expression over the inputs.
 //!
-//! Expressions are kept once each and named by a number, so that comparing and copying them costs nothing.
+//! Each expression is stored once and identified by a number, so that comparing and copying are cheap.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,12 +13,12 @@ use super::order::Graph;
 use crate::ir::{Buf, Finish, Order, Span};
 use crate::program::{OpKind, Places, Program};
 
-/// What becomes of an element at most on its way to an output.
+/// The maximum changes of an element on its way to an output.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Changes {
-    /// How often it is encoded.
+    /// Number of times that the element is encoded.
     pub(super) encodings: u32,
-    /// How many reductions it goes through one after the other: after each, a type narrower than the arithmetic is rounded.
+    /// Number of consecutive reductions of the element. After each one, a type narrower than the arithmetic is rounded.
     pub(super) roundings: u32,
 }
 
@@ -31,11 +31,11 @@ impl Changes {
 /// An expression.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Node {
-    /// What a rank had in a chunk at the start.
+    /// The initial contents of a chunk on a rank.
     Leaf { rank: u32, chunk: u32 },
-    /// A reduction, operands in order.
+    /// A reduction, with its operands in order.
     Reduction { operands: SmallVec<[u32; 2]>, finish: Finish },
-    /// What a rank's encoding of an expression decodes to. No two encodings are alike, even of one expression.
+    /// The decoded value of a rank's encoding of an expression. No two encodings are equal, even of one expression.
     Encoded { value: u32, rank: u32, code: u32 },
 }
 
@@ -43,11 +43,11 @@ enum Node {
 #[derive(Default)]
 struct Pool {
     nodes: Vec<Node>,
-    /// The lowest rank in each.
+    /// The lowest rank in each expression.
     lowest: Vec<u32>,
-    /// How often each was encoded on the way, at most.
+    /// The maximum number of encodings in each expression.
     encodings: Vec<u32>,
-    /// How many reductions each went through one after the other, at most.
+    /// The maximum number of consecutive reductions in each expression.
     roundings: Vec<u32>,
     numbers: HashMap<Node, u32>,
 }
@@ -95,7 +95,8 @@ impl Pool {
         }
     }
 
-    /// Operands added one after the other. Those of each addition are put in order: it does not matter which comes first.
+    /// Adds operands one after the other. The two operands of each addition are sorted, because their order does not
+    /// matter.
     fn sum(&mut self, operands: &[u32], finish: Finish) -> Result<u32, Violation> {
         let [first, rest @ ..] = operands else { return Err(Violation::new("combines nothing")) };
         let mut sum = *first;
@@ -107,7 +108,7 @@ impl Pool {
         Ok(sum)
     }
 
-    /// The expression reduces `chunk` of every rank once, and only its last reduction finishes.
+    /// Checks that the expression reduces `chunk` of every rank once, and that only its last reduction finishes.
     fn check_complete(&self, number: u32, chunk: u32, world: u32) -> Result<(), Violation> {
         let mut seen = vec![false; world as usize];
         let mut open = vec![(number, Finish::Yes)];
@@ -134,10 +135,10 @@ impl Pool {
     }
 }
 
-/// The memory of one rank: the expression in each place, if anything was written there.
+/// The memory of one rank: the expression in each place, or `None` if the place was not written.
 struct Memory {
     places: Places,
-    /// Chunks of `Code` that are written.
+    /// The chunks of `Code` that are written.
     encoded: HashSet<u32>,
     chunks: [Vec<Option<u32>>; Buf::COUNT],
 }
@@ -166,8 +167,8 @@ impl Memory {
     }
 }
 
-/// Runs all operations in an order that respects dependencies and looks at what `Out` holds in the end. That any such
-/// order gives the same is what the checks of hazards prove.
+/// Runs all operations in an order that respects dependencies and checks the final contents of `Out`. The hazard checks
+/// prove that every such order gives the same result.
 pub(super) fn check_values(
     case: &Case,
     programs: &[Program],
@@ -227,7 +228,7 @@ pub(super) fn check_values(
                     }
                 }
             }
-            // Bytes may still be on their way when something else is made.
+            // Encoded bytes may still be in flight, so a chunk of `Code` must not be written again.
             for (buf, chunk) in kind.writes().iter().flat_map(|span| span.chunks()) {
                 if buf == Buf::Code && !memory.encoded.insert(chunk) {
                     return Err(Violation::new("makes bytes where there are some"));
@@ -265,9 +266,9 @@ fn check_outputs(
     memories: &mut [Memory],
 ) -> Result<Changes, Violation> {
     let mut changes = Changes::default();
-    // The expression that reduces each chunk: found once, then the same on all ranks.
+    // The expression that reduces each chunk: found on one rank, then required to be the same on all ranks.
     let mut reductions: HashMap<u32, u32> = HashMap::new();
-    // What each rank's contribution has become.
+    // The final expression of each rank's contribution.
     let mut originals: HashMap<(u32, u32), u32> = HashMap::new();
     for (rank, (program, memory)) in (0..).zip(programs.iter().zip(memories)) {
         let (_, blocks) = block_counts(case, rank);
@@ -304,7 +305,7 @@ fn check_outputs(
     Ok(changes)
 }
 
-/// When a rank is through, every rank has begun: all have sent something that led here.
+/// Checks that every rank has begun when a rank completes the barrier: each rank has sent a message that led to this.
 fn check_barrier(case: &Case, programs: &[Program], graph: &Graph, sequence: &[u32]) -> Result<(), Violation> {
     let words = case.world.div_ceil(64) as usize;
     let mut known = vec![0u64; sequence.len() * words];

@@ -1,16 +1,16 @@
-//! Counts of a schedule: what its busiest rank does, phase by phase, and what all ranks do together.
+//! Counts of a schedule: the work of its busiest rank, phase by phase, and the messages of all ranks together.
 //!
 //! Owns the vocabulary in which an algorithm file states its cost. Knows no bytes and no time. Read [`Phase`] first.
 
 use crate::algorithms::Fraction;
 use crate::cost::reach::{Among, Ends, Reach};
 
-/// What becomes of the bytes that arrive.
+/// The treatment of arriving bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arriving {
-    /// They are written into place.
+    /// Written into place.
     Copied,
-    /// They are reduced with what is there.
+    /// Reduced with the existing contents.
     Reduced,
 }
 
@@ -19,36 +19,36 @@ pub enum Arriving {
 pub struct Phase {
     /// Messages on the longest chain, one after the other.
     pub chain: Ends,
-    /// How often the busiest rank does the following, one after the other.
+    /// Number of times that the busiest rank does the following sends and receives, one after the other.
     pub times: u32,
-    /// What it sends each time.
+    /// The messages that it sends each time.
     pub sends: Ends,
-    /// What it receives each time.
+    /// The messages that it receives each time.
     pub recvs: Ends,
-    /// Size of a message as a fraction of the largest buffer of the call; of the largest message where they differ.
+    /// Size of a message as a fraction of the call's largest buffer; if messages differ, the size of the largest.
     pub part: Fraction,
-    /// What becomes of them.
+    /// The treatment of the received bytes.
     pub arriving: Arriving,
-    /// Messages of all ranks in all.
+    /// Total number of messages of all ranks.
     pub all: Reach,
-    /// What arrives takes the place of what is being sent: its segments are granted one by one.
+    /// Whether received data replaces data that is being sent. Then its segments are granted one by one.
     pub swaps: bool,
 }
 
 impl Phase {
-    /// One exchange after the other, in each of which a rank sends one message and receives one.
+    /// `times` exchanges one after the other; in each, a rank sends one message and receives one.
     pub fn exchange(times: u32, all: Reach, part: Fraction, arriving: Arriving) -> Phase {
         let one = Ends::of(1, all);
         let (chain, all) = (Ends::of(times, all), all.times(times));
         Phase { chain, times, sends: one, recvs: one, part, arriving, all, swaps: false }
     }
 
-    /// As [`Phase::exchange`] of one time, with so many steps on the longest chain.
+    /// One [`Phase::exchange`], with `chain` steps on the longest chain.
     pub fn linked(chain: u32, all: Reach, part: Fraction, arriving: Arriving) -> Phase {
         Phase { chain: Ends::of(chain, all), ..Phase::exchange(1, all, part, arriving) }
     }
 
-    /// Once around a ring: in each of all but one step every member sends to the next.
+    /// One round of a ring: n-1 steps, in each of which every member sends to the next.
     pub fn around(among: Among, part: Fraction, arriving: Arriving) -> Phase {
         let all = among.shift(1);
         let steps = among.size() - 1;
@@ -59,7 +59,7 @@ impl Phase {
         }
     }
 
-    /// From member to member along a chain that begins with member 0, or back: each relays all of the largest buffer.
+    /// Messages along a chain from member 0 to the last member, or back; each member relays the whole largest buffer.
     pub fn chain(among: Among, arriving: Arriving) -> Phase {
         let n = among.size();
         let all = among.pairs((1..n).map(|member| (member - 1, member)));
@@ -70,13 +70,13 @@ impl Phase {
         }
     }
 
-    /// Every member exchanges with every other, one exchange after the other.
+    /// Exchanges of every member with every other, one after the other.
     pub fn in_turn(among: Among, part: Fraction, arriving: Arriving) -> Phase {
         let all = among.all_pairs(among.size());
         Phase { all, ..Phase::exchange(among.size() - 1, all, part, arriving) }
     }
 
-    /// A message from each member but the root to its parent, or back; `depth` is that of the tree.
+    /// A message from each member except the root to its parent, or back; `depth` is the depth of the tree.
     pub fn tree(
         among: Among,
         parent: impl Fn(u32) -> Option<u32>,
@@ -90,19 +90,19 @@ impl Phase {
         Phase { chain, ..Phase::exchange(1, all, part, arriving) }
     }
 
-    /// The same with what the busiest rank sends and receives each time.
+    /// Replaces the number of messages that the busiest rank sends and receives each time.
     #[must_use]
     pub fn busiest(self, sends: u32, recvs: u32) -> Phase {
         Phase { sends: Ends::of(sends, self.all), recvs: Ends::of(recvs, self.all), ..self }
     }
 
-    /// The same in place: what a rank receives overwrites what it sends.
+    /// Marks the phase as in place: received data overwrites sent data.
     #[must_use]
     pub fn swapping(self) -> Phase {
         Phase { swaps: true, ..self }
     }
 
-    /// Every member sends a message to each of the first `owners` members, or gets one from each.
+    /// A message from every member to each of the first `owners` members.
     pub fn to_owners(among: Among, owners: u32, part: Fraction) -> Phase {
         Phase::all_pairs(among, owners, owners - 1, among.size() - 1, part, Arriving::Reduced)
     }
@@ -123,51 +123,51 @@ impl Phase {
         Phase { chain, times: 1, sends, recvs, part, arriving, all, swaps: false }
     }
 
-    /// The same where what arrives is written into place, to be reduced later.
+    /// Changes the phase so that received data is written into place, to be reduced later.
     #[must_use]
     pub fn copied(self) -> Phase {
         Phase { arriving: Arriving::Copied, ..self }
     }
 
-    /// Messages of the busiest rank in all: sent and received.
+    /// Total messages of the busiest rank: sent and received.
     pub fn messages(&self) -> (u32, u32) {
         (self.times * self.sends.sum(), self.times * self.recvs.sum())
     }
 }
 
-/// What an algorithm does in a world.
+/// The cost of an algorithm in a world.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// One after the other; those without messages are left out.
+    /// The phases, one after the other, without those that have no messages.
     pub phases: Vec<Phase>,
     /// Bytes that a rank copies within itself, as a fraction of the largest buffer.
     pub copied: Fraction,
-    /// Operands of a reduction of a rank's own; 0: there is none.
+    /// Number of operands of a rank's own reduction; 0 if there is none.
     pub operands: u32,
-    /// Size of each as a fraction of the largest buffer.
+    /// Size of each operand as a fraction of the largest buffer.
     pub operand: Fraction,
 }
 
 impl Cost {
-    /// Of these phases.
+    /// A cost with these phases.
     pub fn of(phases: impl IntoIterator<Item = Phase>) -> Cost {
         let phases = phases.into_iter().filter(|phase| phase.all.sum() > 0).collect();
         Cost { phases, ..Cost::default() }
     }
 
-    /// The same with a copy of this part of the largest buffer.
+    /// Adds a copy of this fraction of the largest buffer.
     #[must_use]
     pub fn copies(self, copied: Fraction) -> Cost {
         Cost { copied, ..self }
     }
 
-    /// The same with a reduction of so many whole buffers.
+    /// Adds a reduction of `operands` whole buffers.
     #[must_use]
     pub fn reduces(self, operands: u32) -> Cost {
         self.reduces_part(operands, Fraction::WHOLE)
     }
 
-    /// The same with a reduction of so many operands of this part of the largest buffer.
+    /// Adds a reduction of `operands` operands, each this fraction of the largest buffer.
     #[must_use]
     pub fn reduces_part(self, operands: u32, operand: Fraction) -> Cost {
         Cost { operands, operand, ..self }

@@ -1,25 +1,25 @@
-//! What a machine needs for each thing that is counted: the constants of the cost model.
+//! The constants of the cost model: the time that a machine needs for each counted thing.
 //!
-//! Owns their names, defaults and text, which travels between ranks and lies in the cache. Integers only, so that equal
-//! text means equal choices on every processor. How they are measured is the engine's affair. Read [`Machine`] first.
+//! Owns their names, defaults and text, which is sent between ranks and stored in the cache. All are integers, so that
+//! equal text means equal choices on every processor. Measuring them is not done here. Read [`Machine`] first.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Calls of these sizes are measured; in between rates are interpolated, beyond they stay as they are.
+/// Sizes of the measured calls, in bytes. Rates are interpolated between them, and constant beyond them.
 pub const SIZES: [u64; 5] = [16 << 10, 128 << 10, 1 << 20, 4 << 20, 16 << 20];
 
-/// Picoseconds per KiB for calls of each of [`SIZES`]: where the buffers lie in cache or memory.
+/// Picoseconds per KiB for calls of each of [`SIZES`], which decide whether the buffers are in cache or memory.
 pub type Rates = [u64; SIZES.len()];
 
-/// What a message between two ranks costs by one way.
+/// The costs of a message between two ranks over one kind of link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// A call by itself, whatever it does.
+    /// A call itself, whatever it does.
     pub call_ps: u64,
     /// Sending or receiving one frame, without its bytes.
     pub frame_ps: u64,
-    /// From when a frame was written until its receiver can see it.
+    /// Time from the writing of a frame until its receiver can see it.
     pub latency_ps: u64,
     /// Moving bytes from a tensor to the link.
     pub sent_ps_per_kib: Rates,
@@ -27,12 +27,12 @@ pub struct Link {
     pub received_ps_per_kib: Rates,
 }
 
-/// What lies between hosts, besides the software of `tcp`.
+/// The costs of the network between hosts, in addition to the software of `tcp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Network {
-    /// One way, by wire and switches.
+    /// Latency in one direction, through wires and switches.
     pub latency_ps: u64,
-    /// Of a host's connection, in one direction.
+    /// Time per KiB on a host's connection, in one direction.
     pub sent_ps_per_kib: u64,
 }
 
@@ -41,26 +41,26 @@ pub struct Network {
 pub struct Machine {
     /// Shared memory.
     pub shm: Link,
-    /// Sockets; between hosts the network comes on top.
+    /// Sockets; between hosts the costs of `network` are added.
     pub tcp: Link,
-    /// Between hosts.
+    /// The network between hosts.
     pub network: Network,
-    /// Reducing instead of copying what arrived: the difference.
+    /// Additional cost of reducing received data instead of copying it.
     pub reduced_ps_per_kib: Rates,
-    /// Copying from tensor to tensor.
+    /// Copying between tensors.
     pub copied_ps_per_kib: Rates,
-    /// Each tensor of a call that has one for each rank.
+    /// Each tensor of a call that has one tensor per rank.
     pub block_ps: u64,
-    /// Giving a core to another rank that waits for it.
+    /// Switching a core to another rank that waits for it.
     pub switch_ps: u64,
-    /// What a message between ranks that are not two of few costs more: in thousandths of its bytes' time for each
-    /// further peer at once.
+    /// Additional time of a message if a rank has several peers at once, in thousandths of the time of its bytes for
+    /// each further peer.
     pub crowding_per_mille: u64,
-    /// Cores that move memory as fast as the host can.
+    /// Number of cores that together move memory as fast as the host can.
     pub memory_cores: u64,
 }
 
-/// Of a recent server: rings in a shared cache, loopback sockets, ten gigabits between hosts in one rack.
+/// A recent server: rings in a shared cache, loopback sockets, ten gigabits per second between hosts in one rack.
 impl Default for Machine {
     fn default() -> Self {
         Self {
@@ -89,19 +89,19 @@ impl Default for Machine {
     }
 }
 
-/// One constant, or one for each of [`SIZES`].
+/// One constant, or one constant for each of [`SIZES`].
 pub struct Constant {
-    /// Its name in text; the unit is its end.
+    /// Its name in text; the suffix is the unit.
     pub name: &'static str,
-    /// What it says.
+    /// Its meaning.
     pub effect: &'static str,
-    /// The least that a machine can have. What takes no time at all was not measured.
+    /// The smallest possible value. A time of 0 was not measured.
     pub least: u64,
-    /// Where it stands.
+    /// Returns its values in a machine.
     pub at: fn(&mut Machine) -> &mut [u64],
 }
 
-/// Every constant.
+/// All constants.
 pub const CONSTANTS: &[Constant] = &[
     Constant {
         name: "shm_call_ps",
@@ -213,7 +213,7 @@ pub const CONSTANTS: &[Constant] = &[
     },
 ];
 
-/// No constant is larger: sums of products stay far from what 128 bits hold.
+/// Maximum value of a constant: sums of products stay far below 128 bits.
 const LARGEST: u64 = 1 << 50;
 
 impl Machine {
@@ -222,13 +222,13 @@ impl Machine {
         (constant.at)(&mut self.clone()).to_vec()
     }
 
-    /// The names of constants that are less than any machine can have.
+    /// The names of constants that are below their smallest possible value.
     pub fn impossible(&self) -> Vec<&'static str> {
         let is_below = |constant: &&Constant| self.values(constant).iter().any(|&value| value < constant.least);
         CONSTANTS.iter().filter(is_below).map(|constant| constant.name).collect()
     }
 
-    /// The built-in constants in the place of those that are [impossible](Self::impossible).
+    /// Replaces constants that are [impossible](Self::impossible) by the built-in ones.
     #[must_use]
     pub fn made_possible(mut self) -> Self {
         let mut built_in = Self::default();
@@ -241,8 +241,8 @@ impl Machine {
         self.smoothed()
     }
 
-    /// Larger calls have no lower rates, so that more bytes never take less time. Of two that contradict each other the
-    /// lower one holds: what disturbs a measurement makes it longer.
+    /// Ensures that times per KiB do not fall with the size, so that more bytes never take less time. If two values
+    /// contradict this, the lower one is used, because disturbances make measurements longer.
     #[must_use]
     pub fn smoothed(mut self) -> Self {
         let Self { shm, tcp, reduced_ps_per_kib, copied_ps_per_kib, .. } = &mut self;
@@ -257,19 +257,19 @@ impl Machine {
     }
 }
 
-/// The rate for calls of so many bytes.
+/// The rate for calls of `bytes` bytes.
 pub(super) fn rate(rates: &Rates, bytes: u64) -> u64 {
     let Some(above) = SIZES.iter().position(|&size| bytes < size) else { return rates[SIZES.len() - 1] };
     let Some(below) = above.checked_sub(1) else { return rates[0] };
     let (from, to) = (u128::from(SIZES[below]), u128::from(SIZES[above]));
-    // Along the logarithm, which within an octave is taken for a straight line.
+    // Interpolates in the logarithm of the size, which is approximated by a straight line within an octave.
     let log = |size: u128| (u128::from(size.ilog2()) << 16) + ((size << 16 >> size.ilog2()) - (1 << 16));
     let (at, whole) = (log(u128::from(bytes)) - log(from), log(to) - log(from));
     let step = u128::from(rates[above].saturating_sub(rates[below]));
     rates[below] + (step * at / whole) as u64
 }
 
-/// `name=value` or `name=value,value,...`, separated by blanks.
+/// Formats as `name=value` or `name=value,value,...`, separated by spaces.
 impl fmt::Display for Machine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, constant) in CONSTANTS.iter().enumerate() {
@@ -281,7 +281,7 @@ impl fmt::Display for Machine {
     }
 }
 
-/// Constants that are left out keep their defaults.
+/// Parses the same format. Constants that are left out keep their defaults.
 impl FromStr for Machine {
     type Err = String;
 

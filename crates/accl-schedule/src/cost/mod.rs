@@ -1,9 +1,9 @@
-//! What an algorithm costs: counts of messages and bytes, and the time that a machine needs for them.
+//! The cost of an algorithm: counts of messages and bytes, and the time that a machine needs for them.
 //!
-//! A row of the table gives its [`Cost`]: counts that follow from the world and its hosts alone, compared with the
-//! schedules by a test. A [`Machine`] gives what each of them takes, in whole picoseconds, so that equal constants give
-//! equal times on every processor. [`Prices`] brings both together for one group. How the constants are measured is the
-//! engine's affair; the choice by them is in [`crate::Chooser`].
+//! A row of the table gives its [`Cost`]: counts that follow only from the world and its hosts. A test compares them
+//! with the schedules. A [`Machine`] gives the time of each, in whole picoseconds, so that equal constants give equal
+//! times on every processor. [`Prices`] combines both for one group. Measuring the constants is not done here;
+//! [`crate::Chooser`] chooses by them.
 
 mod counts;
 mod machine;

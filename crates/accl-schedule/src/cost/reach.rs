@@ -1,4 +1,4 @@
-//! How far the messages of a phase go: counted from who sends to whom.
+//! The reach of a phase's messages: within a host or between hosts, counted from senders and receivers.
 //!
 //! Read [`Among`] first.
 
@@ -6,24 +6,24 @@ use accl_types::Rank;
 
 use crate::topology::Topology;
 
-/// Messages of all ranks.
+/// The messages of all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reach {
-    /// Those that stay on their host.
+    /// Messages within a host.
     pub intra_node: u64,
-    /// Those that leave it.
+    /// Messages between hosts.
     pub inter_node: u64,
-    /// Those that leave, or enter, the host that most do, whichever is more.
+    /// Messages that leave or enter the busiest host, whichever are more.
     pub uplink: u64,
 }
 
 impl Reach {
-    /// All.
+    /// All messages.
     pub fn sum(self) -> u64 {
         self.intra_node + self.inter_node
     }
 
-    /// So often.
+    /// The messages of `times` repetitions.
     #[must_use]
     pub fn times(self, times: u32) -> Reach {
         let times = u64::from(times);
@@ -31,7 +31,7 @@ impl Reach {
     }
 }
 
-/// Of messages, or of steps: how many stay on their host and how many leave it.
+/// Counts of messages or steps, within a host and between hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ends {
     /// Between ranks of one host.
@@ -46,7 +46,7 @@ impl Ends {
         self.intra_node + self.inter_node
     }
 
-    /// So many, all of them between hosts if any message of the phase is.
+    /// `count` messages. If any message of the phase is between hosts, all of them are.
     pub(super) fn of(count: u32, reach: Reach) -> Ends {
         if reach.inter_node > 0 {
             Ends { intra_node: 0, inter_node: count }
@@ -56,19 +56,19 @@ impl Ends {
     }
 }
 
-/// Who takes part in a phase.
+/// The participants of a phase.
 #[derive(Clone, Copy, Debug)]
 pub enum Among<'a> {
     /// All ranks.
     World(&'a Topology),
-    /// The ranks of each host by themselves.
+    /// The ranks of each host separately.
     Hosts(&'a Topology),
-    /// So many teams of one rank of each host.
+    /// A number of teams, each with one rank per host.
     Leaders(&'a Topology, u32),
 }
 
 impl Among<'_> {
-    /// Members of the largest team.
+    /// Number of members of the largest team.
     pub fn size(self) -> u32 {
         match self {
             Among::World(topology) => topology.world(),
@@ -77,7 +77,7 @@ impl Among<'_> {
         }
     }
 
-    /// Messages from member to member, one for each pair of positions in a team; a message to oneself is none.
+    /// Messages between members, one for each pair of positions in a team. Messages to oneself are not counted.
     pub fn pairs(self, pairs: impl IntoIterator<Item = (u32, u32)>) -> Reach {
         let pairs = pairs.into_iter().filter(|(from, to)| from != to);
         match self {
@@ -106,7 +106,7 @@ impl Among<'_> {
         }
     }
 
-    /// Every member sends to the one so many positions behind it.
+    /// Every member sends to the member `distance` positions after it.
     pub fn shift(self, distance: u32) -> Reach {
         let size = self.size();
         match self {
@@ -119,7 +119,7 @@ impl Among<'_> {
         }
     }
 
-    /// Every member sends to, or gets from, each of the first `owners` members.
+    /// Every member sends to, or receives from, each of the first `owners` members.
     pub(super) fn all_pairs(self, owners: u32) -> Reach {
         let owners = u64::from(owners);
         match self {
@@ -143,7 +143,7 @@ impl Among<'_> {
         }
     }
 
-    /// Of the paths from members to the root of a tree, the one that leaves its host most often.
+    /// The path from a member to the root of a tree that crosses hosts most often.
     pub(super) fn longest_path(self, parent: &impl Fn(u32) -> Option<u32>) -> Ends {
         let parents: Vec<Option<u32>> = (0..self.size()).map(parent).collect();
         let host = |member: u32| match self {
@@ -166,7 +166,7 @@ impl Among<'_> {
         (0..self.size()).map(path).max_by_key(|path| (path.inter_node, path.intra_node)).unwrap_or_default()
     }
 
-    /// Of a rank's peers in its team: most that are on other hosts.
+    /// Maximum number of a rank's team peers that are on other hosts.
     pub(super) fn strangers(self) -> u32 {
         match self {
             Among::World(topology) => topology.world() - topology.smallest_host(),
@@ -180,7 +180,7 @@ impl Among<'_> {
 struct Counter<'a> {
     topology: &'a Topology,
     reach: Reach,
-    /// Leaving and entering, of each host.
+    /// For each host: messages that leave it and messages that enter it.
     crossing: Vec<[u64; 2]>,
 }
 

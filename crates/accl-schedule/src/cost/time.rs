@@ -1,8 +1,12 @@
-//! Time from counts: what a machine needs for a schedule that it has not run.
+//! Time from counts: the time that a machine needs for a schedule, predicted without running it.
 //!
-//! A phase takes as long as the longest of what bounds it: the work of its busiest rank, the chain of its messages, the
-//! connection of its busiest host, and the cores of a host that has fewer of them than ranks. Phases follow one another.
-//! Read [`Prices::time_ps`] first.
+//! A phase takes as long as the slowest of its limits:
+//! * the work of its busiest rank;
+//! * the chain of its messages;
+//! * the connection of its busiest host;
+//! * the cores of a host with fewer cores than ranks.
+//!
+//! Phases follow one another. Read [`Prices::time_ps`] first.
 
 use accl_types::{Bytes, Collective};
 
@@ -11,70 +15,70 @@ use crate::cost::machine::{Link, Machine, SIZES, rate};
 use crate::cost::reach::Ends;
 use crate::topology::Topology;
 
-/// What was just touched lies as near as buffers of this size do.
+/// Recently used data is as close in the cache hierarchy as buffers of this size.
 const NEAR_BYTES: u64 = SIZES[1];
 
-/// Switches of a core for each step of a chain and for each message awaited, in parts of `WAIT_UNIT`.
+/// Core switches per step of a chain and per awaited message, in units of 1 / `WAIT_UNIT`.
 const WAIT_PER_STEP: u128 = 3;
 const WAIT_PER_MESSAGE: u128 = 1;
 const WAIT_UNIT: u128 = 5;
 
-/// What connects ranks of one host, as far as its costs go.
+/// The connection between ranks of one host, as a class of cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IntraNode {
-    /// Shared memory, or what costs as much.
+    /// Shared memory, or a transport of similar cost.
     Shm,
-    /// Sockets, or what costs as much.
+    /// Sockets, or a transport of similar cost.
     Tcp,
 }
 
-/// Where ranks run, as far as it matters.
+/// The facts about the placement of ranks that affect times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// What connects ranks of one host.
+    /// The connection between ranks of one host.
     pub intra_node: IntraNode,
-    /// Cores that the ranks of a host have together.
+    /// Number of cores that the ranks of a host have together.
     pub cores: u32,
-    /// Bytes of the longest frame.
+    /// Maximum bytes of a frame.
     pub segment_bytes: u64,
 }
 
-/// What things cost in one group.
+/// The prices of counted things in one group.
 #[derive(Clone, Copy, Debug)]
 pub struct Prices {
     machine: Machine,
     placement: Placement,
     world: u64,
     hosts: u64,
-    /// Of the largest host.
+    /// Number of ranks on the largest host.
     ranks: u64,
 }
 
-/// One message of some bytes, by one kind of link.
+/// The times of one message of a given size on one kind of link.
 #[derive(Clone, Copy)]
 struct Message {
     /// The sender's part.
     send: u128,
-    /// The same, of bytes that it has just received or computed, segment by segment.
+    /// The sender's part if the bytes were just received or computed, segment by segment.
     relay: u128,
     /// The receiver's part.
     recv: u128,
     latency: u128,
-    /// Both ends of its first segment.
+    /// Both ends of the first segment.
     first: u128,
-    /// Of a segment that needs a grant of its own.
+    /// A grant, for a segment that needs its own.
     grant: u128,
 }
 
 impl Prices {
-    /// Of ranks placed so.
+    /// Prices for ranks with this placement.
     pub fn new(machine: Machine, placement: Placement, topology: &Topology) -> Prices {
         let (hosts, ranks) = (topology.host_count().max(1), topology.largest_host().max(1));
         let (world, hosts, ranks) = (topology.world().into(), hosts.into(), ranks.into());
         Prices { machine: machine.smoothed(), placement, world, hosts, ranks }
     }
 
-    /// How long a call takes whose largest buffer has so many bytes.
+    /// Picoseconds of a call whose largest buffer has `bytes` bytes.
     pub fn time_ps(&self, collective: Collective, cost: &Cost, bytes: Bytes) -> u64 {
         let bytes = bytes.0;
         let call = match cost.phases.iter().any(|phase| phase.all.inter_node > 0) {
@@ -84,13 +88,13 @@ impl Prices {
         let mut before = None;
         let mut phases = 0;
         for phase in &cost.phases {
-            // Chunks of one size stream from phase to phase.
+            // Chunks of equal size stream from phase to phase.
             phases += self.phase(phase, before == Some(phase.part), bytes);
             before = Some(phase.part);
         }
         let rate_of = |rates| self.with_all_at_it(u128::from(rate(rates, bytes)));
         let (copied, reduced) = (rate_of(&self.machine.copied_ps_per_kib), rate_of(&self.machine.reduced_ps_per_kib));
-        // The first operand is copied to the result, as it were; each further one is read and added.
+        // The first operand costs as much as a copy to the result; each further one is read and added.
         let operands = u128::from(cost.operands.saturating_sub(1));
         let summed = per_kib(copied + reduced, cost.operand.of_bytes(bytes)) * operands;
         let copied = per_kib(copied, cost.copied.of_bytes(bytes));
@@ -106,12 +110,12 @@ impl Prices {
         }
     }
 
-    /// How many ranks take turns on a core.
+    /// Number of ranks that share a core.
     fn ranks_per_core(&self) -> u64 {
         self.ranks.div_ceil(u64::from(self.placement.cores).max(1))
     }
 
-    /// Tensors in the longest list of a call.
+    /// Number of tensors in the longest tensor list of a call.
     fn blocks(&self, collective: Collective) -> u64 {
         match collective {
             Collective::ReduceScatter
@@ -141,11 +145,11 @@ impl Prices {
         let later = received + relayed;
         let once = received + if relays { relayed } else { sent };
         let longest = if phase.all.inter_node > 0 { &inter_node } else { &intra_node };
-        // A rank that only sends, or only receives, is followed or preceded by another.
+        // If a rank only sends or only receives, the work of the rank at the other end comes before or after.
         let one_sided = phase.sends.sum() == 0 || phase.recvs.sum() == 0;
         let other_end = if one_sided { longest.first / 2 } else { 0 };
         let latency = if phase.chain.sum() > 0 { longest.latency } else { 0 };
-        // A grant goes out and one comes in, and the sender has waited for it.
+        // One grant is sent and one is received, and the sender has waited for it.
         let grants = if phase.swaps { (frames - 1) * u128::from(phase.times) * longest.grant } else { 0 };
         let work = latency + once + later * u128::from(phase.times.saturating_sub(1)) + other_end + grants;
 
@@ -163,7 +167,7 @@ impl Prices {
         len.div_ceil(self.placement.segment_bytes.max(1)).max(1)
     }
 
-    /// Where ranks are more than cores, all that they do on one host, one after the other on each core.
+    /// If there are more ranks than cores: all work on one host, one rank after the other on each core.
     fn shared(&self, phase: &Phase, intra_node: &Message, inter_node: &Message) -> u128 {
         let turns = self.ranks_per_core();
         if turns <= 1 {
@@ -172,8 +176,8 @@ impl Prices {
         let of_all = u128::from(phase.all.intra_node) * (intra_node.relay + intra_node.recv)
             + u128::from(phase.all.inter_node) * (inter_node.relay + inter_node.recv);
         let cores = u128::from(self.hosts) * u128::from(self.placement.cores.max(1));
-        // Each step of the chain gives the others of the core a turn, and so do some of the messages that a rank waits for
-        // in it; the weights are measured.
+        // Each step of the chain gives the other ranks of the core a turn, and so do some of the awaited messages; the
+        // weights were measured.
         let (_, waits) = phase.messages();
         let waits = WAIT_PER_STEP * u128::from(phase.chain.sum()) + WAIT_PER_MESSAGE * u128::from(waits);
         of_all / cores + waits * u128::from(turns) * u128::from(self.machine.switch_ps) / WAIT_UNIT
@@ -202,7 +206,7 @@ impl Prices {
         }
     }
 
-    /// A rate when all ranks of a host move bytes at once: beyond a number of cores memory gives no more.
+    /// A rate while all ranks of a host move bytes at once: beyond `memory_cores` cores, memory is not faster.
     fn with_all_at_it(&self, rate: u128) -> u128 {
         let cores = self.ranks.min(u64::from(self.placement.cores).max(1));
         let at_once = cores.max(self.machine.memory_cores);
@@ -210,7 +214,7 @@ impl Prices {
     }
 }
 
-/// The cost of the messages inside nodes and of those between them.
+/// The cost of the messages within hosts and between hosts.
 fn count(ends: Ends, intra_node: u128, inter_node: u128) -> u128 {
     u128::from(ends.intra_node) * intra_node + u128::from(ends.inter_node) * inter_node
 }
@@ -219,7 +223,7 @@ fn per_kib(ps_per_kib: u128, bytes: u64) -> u128 {
     ps_per_kib * u128::from(bytes) / 1024
 }
 
-/// More for each peer but the first.
+/// Adds the crowding cost for each peer beyond the first.
 fn crowded(time: u128, per_mille: u64, peers: u32) -> u128 {
     time + time * u128::from(per_mille) * u128::from(peers.saturating_sub(1)) / 1000
 }

@@ -1,14 +1,15 @@
 //! Two binary trees over the same ranks, in which no rank is an inner node twice.
 //!
-//! Positions run from 1 to n in order (left subtree, node, right subtree); a position's height is its number of
-//! trailing zeros, so odd positions are leaves. The second tree numbers the ranks so that odd and even change places.
+//! Positions run from 1 to n in order (left subtree, node, right subtree). A position's height is its number of
+//! trailing zeros, so odd positions are leaves. The second tree numbers the ranks so that odd and even positions are
+//! swapped.
 
-/// Which of the two.
+/// One of the two trees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tree {
-    /// Rank r at position r + 1.
+    /// Rank r is at position r + 1.
     First,
-    /// Mirrored where n is even, shifted by one where n is odd.
+    /// Mirrored if n is even, shifted by one if n is odd.
     Second,
 }
 
@@ -17,21 +18,21 @@ pub enum Tree {
 pub struct Child {
     /// The child's rank.
     pub rank: u32,
-    /// The lowest rank at or below it.
+    /// The lowest rank in the child's subtree, including the child.
     pub lowest: u32,
 }
 
 /// One rank's neighbours in a tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
-    /// None for the root.
+    /// The parent; `None` for the root.
     pub parent: Option<u32>,
     /// At most two, the left one first.
     pub children: Vec<Child>,
 }
 
 impl Tree {
-    /// The neighbours of `rank` among `world`.
+    /// The neighbours of `rank` in a tree of `world` ranks.
     pub fn node(self, world: u32, rank: u32) -> Node {
         let position = self.position(world, rank);
         // Walk down from the root; `first..=last` is the subtree of `at`.
@@ -77,18 +78,18 @@ impl Tree {
     /// The lowest rank at positions `first..=last`.
     fn lowest(self, world: u32, first: u32, last: u32) -> u32 {
         let (a, b) = (self.rank(world, first), self.rank(world, last));
-        // Ranks run one way but for one wrap of the shifted tree, behind position 1.
+        // Ranks are monotonic in position, except that the shifted tree wraps once, after position 1.
         let wrapped = self == Tree::Second && world % 2 == 1 && first == 1 && last > 1;
         if wrapped { 0 } else { a.min(b) }
     }
 }
 
-/// The left child of an even position: half its height below.
+/// The left child of an even position: half its height lower.
 fn left(at: u32) -> u32 {
     at - (1 << at.trailing_zeros()) / 2
 }
 
-/// The right child of an even position among `world`, which has positions behind it.
+/// The right child of an even position that has positions after it in a tree of `world` ranks.
 fn right(at: u32, world: u32) -> u32 {
     let mut step = (1 << at.trailing_zeros()) / 2;
     while at + step > world {

@@ -1,5 +1,5 @@
-//! The binomial tree on positions 0 to n - 1: the parent of a position is it without its lowest bit, so that a subtree
-//! is an interval. Positions are ranks counted from the root on, cyclically.
+//! The binomial tree on positions 0 to n - 1. A position's parent is the position without its lowest bit, so a subtree
+//! is an interval. Positions are ranks counted from the root, cyclically.
 
 use accl_types::Rank;
 
@@ -8,7 +8,7 @@ use crate::algorithms::Fraction;
 use crate::cost::{Among, Arriving, Phase};
 use crate::ir::Request;
 
-/// One rank's place in the tree.
+/// One rank's node in the tree.
 #[derive(Clone, Debug)]
 pub struct Node {
     world: u32,
@@ -17,12 +17,12 @@ pub struct Node {
 }
 
 impl Node {
-    /// The place of the asking rank in the tree of the request's root.
+    /// The node of the request's rank in the tree of the request's root.
     pub fn of(request: &Request) -> Node {
         Node::at(request.world, request.root.0, request.rank.0)
     }
 
-    /// The place of `rank` among `world` in the tree of `root`.
+    /// The node of `rank` among `world` ranks in the tree of `root`.
     pub fn at(world: u32, root: u32, rank: u32) -> Node {
         Node { world, root, position: (rank + world - root) % world }
     }
@@ -37,7 +37,7 @@ impl Node {
         Rank((self.root + position) % self.world)
     }
 
-    /// The parent's position; none for the root.
+    /// The parent's position; `None` for the root.
     pub fn parent(&self) -> Option<u32> {
         (self.position > 0).then(|| self.position & (self.position - 1))
     }
@@ -48,7 +48,7 @@ impl Node {
         (0..bits).map(|bit| self.position + (1 << bit)).filter(|&child| child < self.world)
     }
 
-    /// Number of positions in the subtree of `position`, which are it and those after it.
+    /// Number of positions in the subtree of `position`: the position itself and the ones directly after it.
     pub fn subtree_len(&self, position: u32) -> u32 {
         let rest = self.world - position;
         if position == 0 { rest } else { rest.min(1 << position.trailing_zeros()) }
@@ -61,14 +61,14 @@ impl Node {
     }
 }
 
-/// A message from every parent to each of its children, or back, as counts; all of the largest buffer.
+/// A message from every parent to each of its children, or back, as counts. Each message has the whole largest buffer.
 pub fn phase(among: Among, arriving: Arriving) -> Phase {
     let parent = |position: u32| Node::at(among.size(), 0, position).parent();
     Phase::tree(among, parent, floor_log2(among.size()), Fraction::WHOLE, arriving)
 }
 
-/// A message from every parent to each of its children with the blocks of its subtree, or back, level by level from the
-/// smallest on, as counts.
+/// A message from every parent to each of its children with the blocks of the child's subtree, or back, as counts:
+/// level by level, the smallest first.
 pub fn subtree_phases(among: Among<'_>) -> impl Iterator<Item = Phase> {
     let n = among.size();
     (0..ceil_log2(n)).map(move |level| {

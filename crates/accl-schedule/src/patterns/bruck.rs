@@ -1,11 +1,11 @@
-//! Bruck's all_gather among any number of members: what each has doubles in every step, and goes straight to its place.
+//! Bruck's all_gather among any number of members: each member's blocks double in every step and are received in place.
 
 use super::{Team, ceil_log2, floor_log2, floor_power_of_two};
 use crate::algorithms::Fraction;
 use crate::cost::{Among, Arriving, Phase};
 use crate::ir::{Buf, Schedule, Span};
 
-/// Every member ends with all chunks of a buffer that has one each; its own is there at the start.
+/// Every member ends with all chunks of a buffer that has one chunk per member; its own chunk is there at the start.
 pub fn all_gather(schedule: &mut Schedule, team: &Team, at: Buf) {
     let n = team.size();
     let mut have = 1;
@@ -31,8 +31,8 @@ pub fn phases(among: Among<'_>, blocks: u32) -> Vec<Phase> {
     phases
 }
 
-/// Longest chain of messages in Bruck's exchanges among `n`: the last step depends on others only for the part of the
-/// world beyond the power of two.
+/// Longest chain of messages in Bruck's exchanges among `n`. The last step depends on other messages only for the part
+/// of the world beyond the power of two.
 pub fn steps(n: u32) -> u32 {
     let beyond = n - floor_power_of_two(n);
     if beyond == 0 { floor_log2(n) } else { floor_log2(n).max(ceil_log2(beyond) + 1) }

@@ -1,23 +1,23 @@
-//! Reduce_scatter over a circulant graph: logarithmic and of least volume for any number of members.
+//! Reduce_scatter over a circulant graph: a logarithmic number of steps and minimal volume for any number of members.
 //!
-//! A block is `distance` members away from its owner, counted backwards from the owner. In each step every member passes
-//! on the farther half of the blocks it still holds, which are at home with members that far on. Which contributions
-//! are in a partial sum depends on the distance only. J. L. Träff, arXiv 2410.14234 (2024).
+//! A block is `distance` members away from its owner, counted backwards from the owner. In each step every member
+//! forwards the farther half of the blocks that it still holds, which belong to members that far ahead. The
+//! contributions in a partial sum depend only on the distance. J. L. Träff, arXiv 2410.14234 (2024).
 
 use super::{Team, by_rank};
 use crate::algorithms::Fraction;
 use crate::cost::{Among, Arriving, Phase};
 use crate::ir::{Buf, Finish, Order, Schedule, Span};
 
-/// Member b ends with block b, reduced, in `acc(b)`; partial sums of other blocks pass through `acc` of those.
-/// Contributions are in `src`, which is not written. Both give one chunk.
+/// Member b ends with block b, reduced, in `acc(b)`; partial sums of another block pass through that block's `acc`.
+/// Contributions are in `src`, which is not written. Both functions return one chunk.
 pub fn reduce_scatter(
     schedule: &mut Schedule,
     team: &Team,
     src: impl Fn(u32) -> (Buf, u32),
     acc: impl Fn(u32) -> (Buf, u32),
 ) {
-    // Of the block at each distance: how far back the members are whose contributions it has here.
+    // For the block at each distance: how far back the members are whose contributions it contains here.
     let mut parts: Vec<Vec<u32>> = vec![vec![0]; team.size() as usize];
     for Step { held, skip } in steps(team.size()) {
         let (to, from) = (team.after(skip), team.before(skip));
@@ -30,7 +30,7 @@ pub fn reduce_scatter(
             let incoming = lowest(team, sender, &parts[(distance + skip) as usize]);
             by_rank(incoming, lowest(team, receiver, &parts[distance as usize]))
         };
-        // Blocks that differ in the order of operands, because of the wrap behind the last member, go separately.
+        // Blocks that differ in the order of operands, because of the wrap after the last member, are sent separately.
         for wanted in [Order::IncomingFirst, Order::LocalFirst] {
             let sent = (skip..held).filter(|distance| order(to, distance - skip) == wanted).map(place);
             let sent: Span = sent.collect();
@@ -52,7 +52,7 @@ pub fn reduce_scatter(
     }
 }
 
-/// The exchanges as counts, without the cuts at the wrap; a block is `1 / n` of the largest buffer.
+/// The exchanges as counts, ignoring the split at the wrap; a block is `1 / n` of the largest buffer.
 pub fn phases(among: Among<'_>) -> Vec<Phase> {
     let n = among.size();
     let chain = chain(n) as usize;
@@ -77,7 +77,7 @@ pub fn chain(n: u32) -> u32 {
     levels.first().copied().unwrap_or(0)
 }
 
-/// One exchange: blocks at distances `skip..held` are passed on to the member `skip` behind.
+/// One exchange: blocks at distances `skip..held` are sent to the member `skip` positions after this one.
 struct Step {
     held: u32,
     skip: u32,
@@ -88,7 +88,7 @@ fn steps(n: u32) -> impl Iterator<Item = Step> {
     std::iter::successors(step(n), move |last| step(last.skip))
 }
 
-/// The lowest position among those so far before `index`.
+/// The lowest position among the positions `back` before `index`.
 fn lowest(team: &Team, index: u32, back: &[u32]) -> u32 {
     back.iter().map(|back| (index + team.size() - back) % team.size()).min().unwrap_or(index)
 }

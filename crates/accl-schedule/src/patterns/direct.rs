@@ -1,7 +1,8 @@
-//! Exchanges in which everybody talks to everybody, each starting with its neighbour so that nobody is the first
-//! target of all.
+//! Exchanges in which every member communicates with every other. Each starts with its neighbour, so that no member is
+//! the first target of all.
 //!
-//! Block b belongs to member b; only the first `owners` members own one, so that members without a block can take part.
+//! Block b belongs to member b. Only the first `owners` members own a block, so that members without a block can take
+//! part.
 
 use super::Team;
 use crate::ir::{Buf, Finish, Order, Schedule, Span};
@@ -24,7 +25,8 @@ pub fn reduce_scatter(
         }
         if index < owners {
             let local = if step == 1 { src(index) } else { acc(index) };
-            // Descending from this member, then from the last one: after the wrap member 0 is among the reduced.
+            // Contributions arrive in descending order from this member, then from the last one. After the wrap the
+            // partial sum contains member 0.
             let order = if from < index { Order::IncomingFirst } else { Order::LocalFirst };
             let finish = if step + 1 == team.size() { finish } else { Finish::No };
             schedule.recv_reduce(team.rank(from), acc(index), local, order, finish);
@@ -32,8 +34,8 @@ pub fn reduce_scatter(
     }
 }
 
-/// As [`reduce_scatter`] among members that each own a block, but for when it adds: an owner collects the contributions in
-/// scratch that has the size of chunk `like`, and adds them in the order of members. At least two members.
+/// Like [`reduce_scatter`] among members that each own a block, but an owner first collects all contributions and then
+/// adds them in member order. Each is stored in scratch of the size of chunk `like`. Requires at least two members.
 pub fn reduce_scatter_collected(
     schedule: &mut Schedule,
     team: &Team,
@@ -52,7 +54,7 @@ pub fn reduce_scatter_collected(
     schedule.reduce(out, operands, Finish::Yes);
 }
 
-/// Every member ends with the blocks of all owners in `at`; an owner's own is given by `own`.
+/// Every member ends with the blocks of all owners in `at`; `own` is an owner's own block.
 pub fn all_gather(schedule: &mut Schedule, team: &Team, owners: u32, own: Span, at: impl Fn(u32) -> Span) {
     for step in 1..team.size() {
         let (to, from) = (team.after(step), team.before(step));

@@ -1,4 +1,4 @@
-//! One member that everybody sends to, or that sends to everybody, as counts.
+//! Messages from one member to all others or from all others to one member, as counts.
 
 use crate::algorithms::Fraction;
 use crate::cost::{Among, Arriving, Ends, Phase};

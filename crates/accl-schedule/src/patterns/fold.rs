@@ -1,28 +1,28 @@
-//! Folding a team to a power of two: the first ranks count in pairs, and the second of a pair (the guest) hands its
+//! Folding a team to a power of two: the first ranks are paired. The second of a pair (the guest) sends its
 //! contribution to the first and gets the result from it.
 
 use super::{Team, floor_power_of_two};
 use crate::algorithms::Fraction;
 use crate::cost::{Among, Arriving, Phase};
 
-/// What a member does while the exchange among a power of two runs.
+/// The part of a member during the exchange among a power of two.
 #[derive(Debug)]
 pub enum Fold<'a> {
-    /// Waits: its partner, a position of the whole team, acts for it.
+    /// Waits: its partner, given as a position in the whole team, acts for it.
     Guest {
         /// The partner's position.
         host: u32,
     },
     /// Takes part.
     Member {
-        /// The position of the guest it acts for.
+        /// The position of the guest that it acts for, or `None`.
         guest: Option<u32>,
         /// The power of two.
         core: Core<'a>,
     },
 }
 
-/// The members of a folded team. Positions are those of the power of two.
+/// The members of a folded team. Positions are numbered within the power of two.
 #[derive(Clone, Debug)]
 pub struct Core<'a> {
     /// The representatives.
@@ -30,7 +30,8 @@ pub struct Core<'a> {
 }
 
 impl Core<'_> {
-    /// Position in the whole team of the representative at `index`: it stands for positions up to the next one's start.
+    /// Position in the whole team of the representative at `index`. It represents the positions up to the next
+    /// representative's start.
     pub fn start(&self, index: u32) -> u32 {
         self.team.start(index)
     }
@@ -54,20 +55,21 @@ impl<'a> Fold<'a> {
     }
 }
 
-/// Every guest's contribution to its partner, as counts.
+/// Every guest's contribution, sent to its partner, as counts.
 pub fn enter(among: Among, part: Fraction) -> Phase {
     let guests = (0..among.size() - floor_power_of_two(among.size())).map(|pair| (2 * pair + 1, 2 * pair));
     Phase::linked(1, among.pairs(guests), part, Arriving::Reduced).busiest(0, 1)
 }
 
-/// Every guest's result from its partner, as counts, with so many steps more on the longest chain.
+/// Every guest's result, sent by its partner, as counts. `chain` is the number of steps that this adds to the longest
+/// chain.
 pub fn leave(among: Among, chain: u32, part: Fraction) -> Phase {
     let guests = (0..among.size() - floor_power_of_two(among.size())).map(|pair| (2 * pair, 2 * pair + 1));
     Phase::linked(chain, among.pairs(guests), part, Arriving::Copied).busiest(1, 0)
 }
 
 /// Messages that folding `n` members adds to the longest chain of an exchange that crosses each distance once. Such a
-/// chain leads from position a to p - 1 - a: only where more than half of the p positions stand for pairs does it both
+/// chain leads from position a to p - 1 - a. Only if more than half of the p positions represent pairs does it both
 /// begin and end at a guest.
 pub fn added_steps(n: u32) -> u32 {
     let p = floor_power_of_two(n);

@@ -1,5 +1,6 @@
-//! Recursive halving and doubling among a power of two of members: in each step two members at half the last distance
-//! exchange halves of what they still share (reduce_scatter); backwards, they double what they have (all_gather).
+//! Recursive halving and doubling among a power of two of members. In each step two members at half the previous
+//! distance exchange halves of what they still share (reduce_scatter). In reverse, they double what they have
+//! (all_gather).
 
 use super::{Strip, Team, by_rank};
 use crate::algorithms::Fraction;
@@ -19,7 +20,7 @@ pub struct Step {
     pub len: u32,
 }
 
-/// The exchanges of the member at `index`, largest first: halving in this order, doubling in the opposite one.
+/// The exchanges of the member at `index`, the largest first: halving uses this order, doubling the opposite order.
 pub fn steps(index: u32, size: u32) -> impl DoubleEndedIterator<Item = Step> {
     (0..size.ilog2()).rev().map(move |bit| {
         let len = 1 << bit;
@@ -28,7 +29,8 @@ pub fn steps(index: u32, size: u32) -> impl DoubleEndedIterator<Item = Step> {
     })
 }
 
-/// The exchanges as counts, largest first: `part` gives the size of the message of a step of so many blocks.
+/// The exchanges as counts, the largest first. `part` returns the message size of a step with the given number of
+/// blocks.
 pub fn phases(
     among: Among<'_>,
     size: u32,
@@ -36,7 +38,7 @@ pub fn phases(
     arriving: Arriving,
 ) -> impl DoubleEndedIterator<Item = Phase> {
     let paired = among.size() - size;
-    // Representatives of pairs that were folded; the members themselves where none were.
+    // The representatives of folded pairs, or the members themselves if none were folded.
     let member = move |index: u32| index + index.min(paired);
     steps(0, size).map(move |step| {
         let pairs = (0..size).map(|index| (member(index), member(index ^ step.len)));
@@ -49,7 +51,8 @@ pub fn reduce_scatter(schedule: &mut Schedule, team: &Team, src: Strip, acc: Str
     reduce_scatter_of(schedule, team, |first, len| src.blocks(first, len), |first, len| acc.blocks(first, len));
 }
 
-/// As [`reduce_scatter`], of blocks that lie anywhere: both give so many of them from a first one on.
+/// Like [`reduce_scatter`], for blocks at any locations: `src` and `acc` return the given number of blocks from a first
+/// one on.
 pub fn reduce_scatter_of(
     schedule: &mut Schedule,
     team: &Team,
@@ -69,12 +72,12 @@ pub fn reduce_scatter_of(
     }
 }
 
-/// Every member ends with all blocks; its own is there at the start.
+/// Every member ends with all blocks; its own block is there at the start.
 pub fn all_gather(schedule: &mut Schedule, team: &Team, at: Strip) {
     all_gather_of(schedule, team, |first, len| at.blocks(first, len));
 }
 
-/// As [`all_gather`], of blocks that lie anywhere.
+/// Like [`all_gather`], for blocks at any locations.
 pub fn all_gather_of(schedule: &mut Schedule, team: &Team, at: impl Fn(u32, u32) -> Span) {
     for step in steps(team.index(), team.size()).rev() {
         let peer = team.rank(step.peer);

@@ -1,7 +1,8 @@
 //! The ranks of several hosts as owners and guests, for blocks that belong to one rank each.
 //!
-//! As many ranks of each host as the smallest has are owners; rank number i of a host belongs to owner number i modulo
-//! that. Owners of one number on all hosts exchange the blocks of all who belong to them.
+//! Each host has as many owners as the smallest host has ranks. Rank number i of a host belongs to the owner whose
+//! number is i modulo the number of owners. Owners with the same number on all hosts exchange the blocks of all ranks
+//! that belong to them.
 
 use super::Team;
 use crate::algorithms::Fraction;
@@ -13,16 +14,16 @@ use crate::topology::Topology;
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
     topology: &'a Topology,
-    /// Its host.
+    /// The rank's host.
     pub host: u32,
-    /// Its number there.
+    /// The rank's number on its host.
     pub index: u32,
-    /// Owners on each host.
+    /// Number of owners on each host.
     pub owners: u32,
 }
 
 impl<'a> Place<'a> {
-    /// Of the rank that asks.
+    /// The place of the request's rank.
     pub fn of(request: &Request<'a>) -> Place<'a> {
         let topology = request.topology;
         let host = topology.host_of(request.rank);
@@ -35,40 +36,41 @@ impl<'a> Place<'a> {
         Team::of(self.topology.ranks_of(self.host), self.index)
     }
 
-    /// The owners of its number on all hosts.
+    /// The owners with its number on all hosts.
     pub fn across(&self) -> Vec<u32> {
         self.topology.hosts().iter().map(|ranks| ranks[self.index as usize]).collect()
     }
 
-    /// Number of its owner, which may be itself.
+    /// The number of its owner, which may be the rank itself.
     pub fn owner(&self) -> u32 {
         self.index % self.owners
     }
 
-    /// The ranks of so many hosts from `first` on that belong to an owner number.
+    /// The ranks that belong to owner number `owner`, on `hosts` hosts from `first` on.
     pub fn belonging(&self, owner: u32, first: u32, hosts: u32) -> impl Iterator<Item = u32> + use<'a> {
         let step = self.owners as usize;
         let hosts = &self.topology.hosts()[first as usize..(first + hosts) as usize];
         hosts.iter().flat_map(move |ranks| ranks.iter().skip(owner as usize).step_by(step).copied())
     }
 
-    /// All of them.
+    /// The ranks that belong to owner number `owner` on all hosts.
     pub fn all_belonging(&self, owner: u32) -> impl Iterator<Item = u32> + use<'a> {
         self.belonging(owner, 0, self.topology.host_count())
     }
 
-    /// The guests of its own, if it is an owner.
+    /// The rank's guests, if it is an owner.
     pub fn guests(&self) -> impl Iterator<Item = u32> + use<'a> {
         self.belonging(self.owner(), self.host, 1).skip(1)
     }
 }
 
-/// Most ranks that belong to an owner on its host, itself included.
+/// Maximum number of ranks that belong to one owner on its host, including the owner.
 pub fn most_belonging(topology: &Topology) -> u32 {
     topology.largest_host().div_ceil(topology.smallest_host())
 }
 
-/// The exchange between hosts as counts, a block of the largest buffer from each: by halves among a power of two.
+/// The exchange between hosts as counts, a block of the largest buffer from each host: by halves if the number of hosts
+/// is a power of two.
 pub fn across_phases(topology: &Topology, arriving: Arriving) -> Vec<Phase> {
     let across = Among::Leaders(topology, topology.smallest_host());
     let part = |hosts: u32| Fraction::new(hosts * most_belonging(topology), topology.world());
@@ -88,7 +90,7 @@ pub fn guests_phase(topology: &Topology) -> Phase {
     Phase::linked(1, all, Fraction::new(1, topology.world()), Arriving::Copied).busiest(most, 0)
 }
 
-/// Longest chain of messages: inside, across, and for guests.
+/// Longest chain of messages: inside a host, across hosts, and to guests.
 pub fn steps(topology: &Topology) -> u32 {
     let hosts = topology.host_count();
     let across = if hosts.is_power_of_two() { super::floor_log2(hosts) } else { hosts - 1 };
@@ -96,7 +98,7 @@ pub fn steps(topology: &Topology) -> u32 {
     u32::from(topology.largest_host() > 1) + across + guests
 }
 
-/// Blocks that the busiest rank sends or receives; a bound for hosts of different sizes.
+/// Blocks that the busiest rank sends or receives; an upper bound if hosts differ in size.
 pub fn bytes(topology: &Topology) -> Fraction {
     let (n, hosts, most) = (topology.world(), topology.host_count(), most_belonging(topology));
     let inside = (topology.largest_host() - 1) * hosts * most;

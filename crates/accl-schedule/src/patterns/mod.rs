@@ -1,4 +1,4 @@
-//! Index maths shared by algorithms: who talks to whom about which blocks.
+//! Index arithmetic shared by algorithms: which ranks exchange which blocks.
 //!
 //! Owns teams and strips and the exchanges built from them, each usable for the whole world or for a part of it. An
 //! algorithm file decides which buffers and divisions they work on. Read [`Team`] first.
@@ -21,13 +21,13 @@ use crate::ir::{Buf, Order, Request, Span};
 
 pub use numbers::{ceil_log2, floor_log2, floor_power_of_two};
 
-/// An ordered set of ranks as one of its members sees it. Members are in ascending order of rank (or of the lowest rank
-/// whose contribution they hold), so that comparing indices tells the order of operands.
+/// An ordered set of ranks as one of its members sees it. Members are in ascending order of rank, or of the lowest rank
+/// whose contribution they hold. So the order of indices is the order of operands.
 #[derive(Clone, Debug)]
 pub struct Team<'a> {
-    /// Members; `None` is the whole world.
+    /// The members; `None` is the whole world.
     ranks: Option<&'a [u32]>,
-    /// The first `2 * paired` ranks count in pairs, represented by the first of each pair.
+    /// The first `2 * paired` ranks are paired; the first of each pair represents it.
     paired: u32,
     size: u32,
     index: u32,
@@ -49,7 +49,7 @@ impl<'a> Team<'a> {
         self.size
     }
 
-    /// The position of the member that sees it.
+    /// The position of the member whose view this is.
     pub fn index(&self) -> u32 {
         self.index
     }
@@ -60,12 +60,12 @@ impl<'a> Team<'a> {
         Rank(self.ranks.map_or(position, |ranks| ranks[position as usize]))
     }
 
-    /// Position of a member's representative before pairs were folded; `start(size)` is the size before.
+    /// Position of a member's representative before folding; `start(size)` is the size before folding.
     fn start(&self, index: u32) -> u32 {
         index + index.min(self.paired)
     }
 
-    /// The position `steps` behind this member, cyclically; `steps` is at most the size.
+    /// The position `steps` after this member, cyclically; `steps` is at most the size.
     pub fn after(&self, steps: u32) -> u32 {
         (self.index + steps) % self.size
     }
@@ -76,7 +76,7 @@ impl<'a> Team<'a> {
     }
 }
 
-/// Blocks of `width` chunks that follow each other in a buffer.
+/// Consecutive blocks of `width` chunks in a buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Strip {
     /// The buffer.
@@ -88,7 +88,7 @@ pub struct Strip {
 }
 
 impl Strip {
-    /// Block i is chunk i.
+    /// A strip in which block i is chunk i.
     pub fn chunks(buf: Buf) -> Strip {
         Strip { buf, first: 0, width: 1 }
     }
@@ -104,7 +104,8 @@ impl Strip {
     }
 }
 
-/// The order of operands that puts the lowest rank's contribution first, from the lowest rank (or index) on each side.
+/// The order of operands that puts the lowest rank's contribution first; `incoming` and `local` are the lowest rank (or
+/// index) on each side.
 pub fn by_rank(incoming: u32, local: u32) -> Order {
     if incoming < local { Order::IncomingFirst } else { Order::LocalFirst }
 }

@@ -1,41 +1,43 @@
-//! What an environment variable under our prefix means: a setting, a typing mistake, or nothing of ours.
+//! The meaning of an environment variable under our prefix: a setting, a typing mistake, or a variable of another
+//! owner.
 //!
-//! Other programs and Kubernetes use the prefix, too, so that a name alone is no reason to refuse a job. Read [`meaning`] first.
+//! Other programs and Kubernetes also use the prefix, so an unknown name alone is no reason to refuse a job. Read
+//! [`meaning`] first.
 
 use super::{ALIASES, FOREIGN, ROWS};
 use crate::nearest_within;
 
-/// A name that differs from one of ours by this many typing mistakes is refused.
+/// Number of typing mistakes at which a name is refused as a misspelled setting.
 const MISTAKES: usize = 1;
 
-/// A name that differs by this many is warned of, with the name of ours.
+/// Largest number of typing mistakes at which a warning names the similar setting.
 const HINTED: usize = 2;
 
-/// What a variable under our prefix means.
+/// The meaning of a variable under our prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Meaning {
-    /// A setting, or another name of one.
+    /// A setting or an alias of a setting.
     Setting,
-    /// Another package of this project reads it, or Kubernetes sets it for a service: nothing to report.
+    /// Another package of this project reads the variable, or Kubernetes sets it for a service. No report is needed.
     Expected,
-    /// Another project is known to use it.
+    /// Another project is known to use the variable.
     Foreign {
         /// The project.
         owner: &'static str,
     },
-    /// One typing mistake away from a name of ours.
+    /// One typing mistake away from a known name.
     Mistyped {
-        /// The name of ours.
+        /// The known name.
         near: &'static str,
     },
-    /// Not known.
+    /// An unknown name.
     Unknown {
-        /// A name of ours that is similar, if there is one.
+        /// A similar known name, or `None`.
         near: Option<&'static str>,
     },
 }
 
-/// What the variable `name` with this value means.
+/// Returns the meaning of the variable `name` with this value.
 pub fn meaning(name: &str, value: &str) -> Meaning {
     let settings = ROWS.iter().map(|row| row.name).chain(ALIASES.iter().map(|alias| alias.name));
     if is_address(value) && is_of_service(name, value) {
@@ -62,18 +64,19 @@ fn is_address(value: &str) -> bool {
     ["tcp://", "udp://", "sctp://"].iter().any(|scheme| value.trim_start().starts_with(scheme))
 }
 
-/// Whether Kubernetes sets the variable in every pod for a service whose name begins as ours does, such as `accl` or `accl-train`. Docker's
-/// links have the same forms.
+/// Whether Kubernetes sets the variable in every pod for a service whose name begins with our prefix, such as `accl` or
+/// `accl-train`.
+/// Docker's links have the same forms.
 fn is_of_service(name: &str, value: &str) -> bool {
     name.ends_with("_SERVICE_HOST")
         || name.ends_with("_SERVICE_PORT")
         || name.contains("_SERVICE_PORT_")
-        // A number may be meant for us.
+        // A plain number may be meant for us: only an address marks the variable as Kubernetes'.
         || name.ends_with("_PORT") && is_address(value)
         || is_published_port(name)
 }
 
-/// `*_PORT_<number>_TCP`, also with `_PROTO`, `_PORT` or `_ADDR` after it.
+/// Matches `*_PORT_<number>_TCP` (also `_UDP` and `_SCTP`), optionally followed by `_PROTO`, `_PORT` or `_ADDR`.
 fn is_published_port(name: &str) -> bool {
     let without = |name: &'_ str, ends: &[&str]| ends.iter().find_map(|end| name.strip_suffix(end)).map(str::to_owned);
     let name = without(name, &["_PROTO", "_PORT", "_ADDR"]).unwrap_or_else(|| name.to_owned());

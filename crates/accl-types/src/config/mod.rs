@@ -1,6 +1,6 @@
 //! The one table of settings: every `ACCL_*` variable and the option of `torch_accl.Options` with the same meaning.
 //!
-//! Owns names, types, defaults, accepted values and effects, and parses the name-value pairs it is given. It reads no
+//! Owns names, types, defaults, accepted values and effects, and parses given name-value pairs. It does not read the
 //! environment: one function of `accl-engine` does. Read [`ROWS`] first; [`Config`] holds the parsed values.
 
 mod meaning;
@@ -15,29 +15,29 @@ use crate::{Collective, Error, Result, nearest};
 /// Prefix of all our environment variables.
 pub const PREFIX: &str = "ACCL_";
 
-/// How much is told on standard error.
+/// The log level for standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LogLevel {
     /// Nothing, not even warnings.
     Off,
-    /// Fallbacks that cost speed, with their remedy.
+    /// Warnings: fallbacks that cost speed, with their remedy.
     Warn,
-    /// Also the transport, address and algorithm chosen.
+    /// Also the chosen transport, address and algorithm.
     Info,
-    /// Also connections and groups as they come and go.
+    /// Also the creation and end of connections and groups.
     Debug,
     /// Also every call.
     Trace,
 }
 
-/// Which network interfaces may be used, in NCCL's syntax: prefixes, `=` for exact names, `^` for exclusion.
+/// The network interfaces that may be used, in NCCL's syntax: prefixes, `=` for exact names, `^` for exclusion.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct IfnameFilter {
     /// Names or prefixes; empty accepts every interface.
     pub names: Vec<String>,
-    /// Names must be equal and not only begin alike.
+    /// Whether a name must match exactly; otherwise a matching prefix is enough.
     pub exact: bool,
-    /// The list says which interfaces are refused.
+    /// Whether the list names the refused interfaces instead of the accepted ones.
     pub exclude: bool,
 }
 
@@ -55,69 +55,70 @@ impl IfnameFilter {
 /// One `collective=algorithm:range` of an override list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AlgorithmRule {
-    /// The calls it applies to.
+    /// The collective that the rule applies to.
     pub collective: Collective,
     /// Name of the algorithm's table row.
     pub algorithm: String,
-    /// Smallest size in bytes it applies to.
+    /// Smallest size in bytes that the rule applies to.
     pub min_bytes: u64,
-    /// Largest size in bytes it applies to.
+    /// Largest size in bytes that the rule applies to.
     pub max_bytes: u64,
 }
 
-/// Where the constants of the cost model come from.
+/// The source of the cost model's constants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Calibration {
-    /// From the user's directory for caches; measured and kept there when they are not in it.
+    /// The user's cache directory. If the constants are not there, they are measured and stored there.
     Auto,
-    /// The built-in ones.
+    /// The built-in constants.
     Off,
-    /// From this file; measured and kept there when it does not exist.
+    /// This file. If it does not exist, the constants are measured and stored in it.
     File(String),
 }
 
-/// How many threads besides the caller's do parts of large calls.
+/// Number of worker threads that run parts of large calls, in addition to the caller's thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkerCount {
-    /// So many.
+    /// A fixed number.
     Exactly(u32),
-    /// As many as the ranks of a host have cores for and their memory or network gives work to.
+    /// A number that depends on the host: limited by the cores per rank, and by how much work memory or network can
+    /// supply.
     Auto,
 }
 
-/// How the profiler's events are called.
+/// The naming scheme of the profiler's events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ProfileNames {
-    /// `accl:all_reduce`, and `accl:wait:all_reduce`.
+    /// `accl:all_reduce` and `accl:wait:all_reduce`.
     Accl,
-    /// As those of torch-ccl.
+    /// The names that torch-ccl uses.
     Ccl,
-    /// As those of torch-ccl's predecessors.
+    /// The names that torch-ccl's predecessors use.
     Pg,
 }
 
-/// Who does a collective instead of whoever would.
+/// The implementation that a collective is redirected to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SidestepTo {
-    /// Nobody was named: the host, in a group with a device.
+    /// No implementation was named. In a group with a device, the host runs the collective.
     Unnamed,
-    /// The schedules of this engine.
+    /// The schedules of this engine, on the host.
     Host,
     /// The MPI library of the job.
     Mpi,
 }
 
-/// A collective that is done elsewhere than it would be.
+/// A collective that is redirected to another implementation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sidestep {
     /// The collective.
     pub collective: Collective,
-    /// Who does it.
+    /// The implementation that runs it.
     pub to: SidestepTo,
 }
 
-/// The parsed settings of one process or group. Immutable once a group is made from it.
+/// The parsed settings of one process or group. They do not change once a group is created from them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// `ACCL_LOG`
@@ -130,37 +131,38 @@ pub struct Config {
     pub transports: Vec<String>,
     /// `ACCL_HOST_ID`: replaces the host's own identity; ranks with different ids do not share memory.
     pub host_id: Option<String>,
-    /// `ACCL_RING_BYTES`: size of one direction of one shared-memory link.
+    /// `ACCL_RING_BYTES`: maximum size in bytes of one direction of a shared-memory link.
     pub ring_bytes: u64,
-    /// `ACCL_SHM_LIMIT`: most shared memory this process may map, in bytes.
+    /// `ACCL_SHM_LIMIT`: maximum shared memory that this process may map, in bytes.
     pub shm_limit: u64,
-    /// `ACCL_SEGMENT_BYTES`: most payload bytes of one frame.
+    /// `ACCL_SEGMENT_BYTES`: maximum payload of one frame, in bytes.
     pub segment_bytes: u64,
-    /// `ACCL_EAGER_BYTES`: how far a sender may be ahead of a receiver's call, per group and peer.
+    /// `ACCL_EAGER_BYTES`: maximum bytes sent before the receiver issues the matching call, per group and peer.
     pub eager_bytes: u64,
-    /// `ACCL_SPIN_US`: how long a waiter spins before it parks; `None` adapts to cores and ranks.
+    /// `ACCL_SPIN_US`: microseconds that a waiting thread spins before it parks; `None` adapts to cores and ranks.
     pub spin_us: Option<u64>,
-    /// `ACCL_WORKER_COUNT`: threads besides the caller's that do parts of large calls.
+    /// `ACCL_WORKER_COUNT`: worker threads that run parts of large calls, in addition to the caller's thread.
     pub worker_count: WorkerCount,
-    /// `ACCL_WORKER_AFFINITY`: a CPU for each of those threads of the host, its ranks in order; none leaves them where the process may run.
+    /// `ACCL_WORKER_AFFINITY`: a CPU for each worker thread of the host, in the order of the host's ranks. If it is
+    /// empty, worker threads may run on every CPU of the process.
     pub worker_affinity: Vec<u32>,
-    /// `ACCL_ALGORITHM`: overrides of the choice of algorithm.
+    /// `ACCL_ALGORITHM`: rules that override the choice of algorithm.
     pub algorithm: Vec<AlgorithmRule>,
-    /// `ACCL_DETERMINISTIC`: the choice of algorithm depends on nothing but size, dtype and world.
+    /// `ACCL_DETERMINISTIC`: the choice of algorithm depends only on size, dtype and world.
     pub deterministic: bool,
-    /// `ACCL_CALIBRATION`: where the constants come from by which algorithms are chosen.
+    /// `ACCL_CALIBRATION`: source of the constants by which algorithms are chosen.
     pub calibration: Calibration,
     /// `ACCL_TIMING`: calls record their duration from the start.
     pub timing: bool,
-    /// `ACCL_PROFILE_NAMES`: how the profiler's events are called.
+    /// `ACCL_PROFILE_NAMES`: naming scheme of the profiler's events.
     pub profile_names: ProfileNames,
-    /// `ACCL_CODEC`: what compressed calls encode with where nothing else is said.
+    /// `ACCL_CODEC`: codec of compressed calls that do not name one.
     pub codec: String,
-    /// `ACCL_DEVICE`: what does collectives of the group of the whole job, if anything.
+    /// `ACCL_DEVICE`: the device that runs collectives of the default process group, or `none`.
     pub device: String,
-    /// `ACCL_SIDESTEP`: collectives that others do than would, in the order of their codes.
+    /// `ACCL_SIDESTEP`: collectives that are redirected to another implementation, in the order of their codes.
     pub sidestep: Vec<Sidestep>,
-    /// The option `compressed_calls`: ordinary calls are compressed, too.
+    /// The option `compressed_calls`: ordinary calls are also compressed.
     pub compress_all: bool,
 }
 
@@ -190,8 +192,8 @@ impl Default for Config {
             compress_all: false,
         };
         for row in ROWS {
-            // The table's defaults are parsed by the same code as a user's value, so that the documentation cannot
-            // differ from what happens; `every_default_is_accepted` keeps this from failing.
+            // The defaults go through the same parser as a user's value, so the documented defaults are the actual
+            // ones. The test `every_default_is_accepted` ensures that parsing does not fail.
             if (row.set)(&mut config, row.default).is_err() {
                 unreachable!("default of {} is refused by its own parser", row.name);
             }
@@ -201,11 +203,11 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Parses `pairs` of variable names and values over the defaults. Names without our prefix are ignored, and those that by
-    /// their [`meaning`] are not ours.
+    /// Parses `pairs` of variable names and values over the defaults. Ignores names without our prefix and names that,
+    /// by their [`meaning`], belong to others.
     ///
     /// # Errors
-    /// `Configuration` for a mistyped `ACCL_*` name (with the right one) or a value that is not accepted.
+    /// `Configuration` for a mistyped `ACCL_*` name (the message has the right name) or a value that is not accepted.
     pub fn from_variables<N: AsRef<str>, V: AsRef<str>>(pairs: impl IntoIterator<Item = (N, V)>) -> Result<Self> {
         let mut config = Self::default();
         let pairs: Vec<(N, V)> = pairs.into_iter().collect();
@@ -274,7 +276,7 @@ impl Config {
         })
     }
 
-    /// The rows of process scope in which `self` differs from `other`, with both values.
+    /// The rows of process scope in which `self` differs from `other`, with the values of `self` and `other`.
     pub fn process_differences(&self, other: &Config) -> Vec<(&'static Row, String, String)> {
         ROWS.iter()
             .filter(|row| row.scope == Scope::Process)
@@ -283,7 +285,7 @@ impl Config {
             .collect()
     }
 
-    /// The canonical text of everything that all ranks of a group must agree on.
+    /// The canonical text of every setting that all ranks of a group must agree on.
     pub fn agreed_text(&self) -> String {
         ROWS.iter()
             .filter(|row| row.agreed)
@@ -305,7 +307,8 @@ fn unknown(name: &str, known: impl Iterator<Item = &'static str> + Clone) -> Err
     Error::configuration(format!("{name}: unknown setting{hint} known settings: {known}"))
 }
 
-/// The page `docs/environment.md`, generated from the table; `codecs` is what the table of codecs says of its own.
+/// The page `docs/environment.md`, generated from the table. `codecs` is the description of codec names from the table
+/// of codecs.
 pub fn environment_page(codecs: &str) -> String {
     let mut page = String::from(
         "# Settings\n\n\
@@ -503,7 +506,7 @@ mod tests {
             assert!(error.message.contains("expected") && error.message.contains(value), "{error}");
             assert_eq!(config, before, "a refused value must change nothing");
         }
-        // Any text is a list of prefixes of interfaces.
+        // Every text is a valid list of interface prefixes, so `socket_ifname` refuses none.
         for row in ROWS.iter().filter(|row| row.option != "socket_ifname") {
             assert!(
                 bad.iter().any(|(option, _)| *option == row.option),
@@ -523,7 +526,8 @@ mod tests {
     #[test]
     fn names_and_options_correspond() {
         for row in ROWS {
-            // A group is given a compression; the variable says no more than which codec that is.
+            // The option `compression` of a group takes a whole compression; its variable `ACCL_CODEC` only names the
+            // codec.
             let spelled = if row.option == "compression" { "codec" } else { row.option };
             assert_eq!(row.name, format!("{PREFIX}{}", spelled.to_uppercase()));
         }

@@ -1,4 +1,4 @@
-//! Parsers of setting values and their inverses. An error is a clause such as ` (out of range)`, or empty.
+//! Parsers of setting values and their inverses. A parser's error is a clause such as ` (out of range)`, or empty.
 
 use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, ProfileNames, Sidestep, SidestepTo, WorkerCount};
 use crate::{Collective, nearest, parse_cpus, parse_size, show_cpus, show_size};
@@ -15,7 +15,8 @@ pub(super) fn log_level(text: &str) -> Result<LogLevel, String> {
     LOG_LEVELS.iter().find(|(name, _)| *name == text).map(|&(_, level)| level).ok_or_else(String::new)
 }
 
-/// Whether it is a device is for its own parser to say, in a layer above; a blank would part it from what stands beside it.
+/// Only refuses white space: the ranks of a group compare the device in a text that separates settings by spaces. A
+/// parser in a higher layer checks that the text names a device.
 pub(super) fn device(text: &str) -> Result<String, String> {
     match text {
         "" => Ok("none".to_owned()),
@@ -67,7 +68,7 @@ pub(super) fn sidestep(text: &str) -> Result<Vec<Sidestep>, String> {
     Ok(named)
 }
 
-/// Whether it is a collective that moves blocks between all ranks.
+/// Whether the collective moves blocks between all ranks.
 fn moves_blocks(collective: Collective) -> bool {
     !collective.is_point_to_point() && collective != Collective::Barrier
 }
@@ -143,7 +144,7 @@ pub(super) fn port_range(text: &str) -> Result<Option<(u16, u16)>, String> {
     if first > last { Err(" (the first port is above the last)".into()) } else { Ok(Some((first, last))) }
 }
 
-/// A list of names. Whether there is something of each name is for whoever has it to say.
+/// A list of names. The owners of the named things check whether each name exists.
 pub(super) fn names(text: &str) -> Result<Vec<String>, String> {
     let names: Vec<String> = text.split(',').map(str::trim).filter(|n| !n.is_empty()).map(str::to_owned).collect();
     if names.is_empty() {
@@ -172,7 +173,7 @@ pub(super) fn spin(text: &str) -> Result<Option<u64>, String> {
     text.parse::<u64>().ok().filter(|us| *us <= 1_000_000).map(Some).ok_or_else(String::new)
 }
 
-/// Most threads besides the caller's that do parts of calls.
+/// Maximum number of worker threads, in addition to the caller's thread.
 const MOST_WORKERS: u32 = 63;
 
 pub(super) fn worker_count(text: &str) -> Result<WorkerCount, String> {
@@ -189,7 +190,7 @@ pub(super) fn show_worker_count(count: WorkerCount) -> String {
     }
 }
 
-/// Empty for `auto`.
+/// Returns the CPUs, or an empty list for `auto`.
 pub(super) fn worker_affinity(text: &str) -> Result<Vec<u32>, String> {
     if text == "auto" {
         return Ok(Vec::new());
@@ -219,7 +220,7 @@ pub(super) fn calibration(text: &str) -> Result<Calibration, String> {
     match text {
         "auto" => Ok(Calibration::Auto),
         "off" => Ok(Calibration::Off),
-        // A path must look like one, or a mistyped word would become a file.
+        // A path must contain a slash; otherwise a mistyped word would become a file.
         path if path.contains('/') => Ok(Calibration::File(path.to_owned())),
         _ => Err(String::new()),
     }

@@ -1,11 +1,11 @@
-//! The rows. Adding a setting is one row here and one field in [`super::Config`]. Also the variables of others that begin
-//! as ours do.
+//! The rows of the settings table. To add a setting, add one row here and one field in [`super::Config`].
+//! Also lists variables of other projects under our prefix.
 
 use super::Config;
 use super::parse;
 use crate::show_size;
 
-/// From when on a setting is fixed.
+/// The event from which on a setting is fixed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// Fixed by the first group of the process.
@@ -17,14 +17,14 @@ pub enum Scope {
 /// The values that a setting accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accepted {
-    /// In words.
+    /// A description in words.
     Words(&'static str),
-    /// A codec: the words come from the table of codecs, which is in a layer above, as does the check.
+    /// A codec. The description and the check come from the table of codecs, which is in a higher layer.
     Codec,
 }
 
 impl Accepted {
-    /// In words, of which `codecs` are those of the table of codecs.
+    /// The description in words; for a codec, `codecs`, which the table of codecs supplies.
     pub fn words(self, codecs: &str) -> &str {
         match self {
             Accepted::Words(words) => words,
@@ -39,24 +39,25 @@ pub struct Row {
     pub name: &'static str,
     /// The argument of `torch_accl.Options`.
     pub option: &'static str,
-    /// From when on it is fixed.
+    /// The event from which on the setting is fixed.
     pub scope: Scope,
-    /// All ranks of a group must have the same value.
+    /// Whether all ranks of a group must have the same value.
     pub agreed: bool,
     /// The default, as a user would write it.
     pub default: &'static str,
-    /// The values accepted, in words.
+    /// The accepted values.
     pub accepted: Accepted,
-    /// One sentence on what it does, with its unit.
+    /// One sentence on what the setting does, with its unit.
     pub effect: &'static str,
-    /// Parses a value into the configuration; the error is a clause to be appended, or empty.
+    /// Parses a value into the configuration. The error is a clause to append to the message, or empty.
     pub set: fn(&mut Config, &str) -> Result<(), String>,
-    /// The value in canonical text, which `set` accepts.
+    /// Returns the value in canonical text, which `set` accepts.
     pub show: fn(&Config) -> String,
 }
 
 impl Row {
-    /// Whether the environment may set it. What changes the result of an ordinary call is for the program to say.
+    /// Whether the environment may set it. `compressed_calls` changes the results of ordinary calls, so only the
+    /// program may set it.
     pub fn is_variable(&self) -> bool {
         self.option != "compressed_calls"
     }
@@ -127,7 +128,7 @@ pub const ROWS: &[Row] = &[
             if v.contains(char::is_whitespace) {
                 return Err(" (it has blanks)".into());
             }
-            // Every rank reads it from every other at the rendezvous.
+            // Every rank reads this value from every other rank at the rendezvous.
             if v.len() > 128 {
                 return Err(format!(" (it has {} bytes)", v.len()));
             }
@@ -326,39 +327,39 @@ pub const ROWS: &[Row] = &[
     },
 ];
 
-/// Another name of a value of a setting, by which users of another project know it.
+/// Another name for one value of a setting, known to users of another project.
 pub struct Alias {
     /// The variable.
     pub name: &'static str,
-    /// What it is set to.
+    /// The value of the variable.
     pub value: &'static str,
-    /// The setting that it stands for.
+    /// The setting that the alias stands for.
     pub setting: &'static str,
-    /// The value of that.
+    /// The setting's value that the alias stands for.
     pub means: &'static str,
 }
 
-/// All of them. The setting itself wins where both are set.
+/// All aliases. If both the alias and its setting are set, the setting wins.
 pub const ALIASES: &[Alias] = &[
     Alias { name: "ACCL_DEBUG", value: "0", setting: "ACCL_LOG", means: "warn" },
     Alias { name: "ACCL_DEBUG", value: "1", setting: "ACCL_LOG", means: "debug" },
 ];
 
-/// A variable that begins as ours do and belongs to another project or package.
+/// A variable under our prefix that belongs to another project or package.
 pub struct Foreign {
-    /// Its name; a `*` at the end stands for anything.
+    /// The variable's name; a `*` at the end matches any ending.
     pub name: &'static str,
-    /// Whose it is, and what for.
+    /// The owner and purpose of the variable.
     pub owner: &'static str,
 }
 
 impl Foreign {
-    /// Whether it is of a package of this project, and so no mistake.
+    /// Whether the variable belongs to another package of this project and is therefore expected.
     pub fn is_companion(&self) -> bool {
         self.owner == MPI
     }
 
-    /// Whether it is this variable.
+    /// Whether `name` matches this entry.
     pub(super) fn is(&self, name: &str) -> bool {
         self.name.strip_suffix('*').map_or(self.name == name, |start| name.starts_with(start))
     }
@@ -371,7 +372,7 @@ const EXPERTS: &str = "ACCL's kernels for expert parallelism";
 
 const MPI: &str = "torch-accl-mpi, the package with the transport `mpi`: docs/mpi.md";
 
-/// Names that others are known to use. For any other name a warning cannot name the owner.
+/// Names that other projects are known to use. For any other name, the warning cannot name the owner.
 pub const FOREIGN: &[Foreign] = &[
     Foreign { name: "ACCL_COMMS", owner: FPGA },
     Foreign { name: "ACCL_DEVICE_ID", owner: FPGA },

@@ -1,6 +1,6 @@
 //! Bruck's all_gather: in step k every rank sends what it has, up to 2^k blocks, to the rank 2^k before it.
-//! Steps log2(n), rounded, for any n; bytes per rank (n-1)/n of the output. Wins for small blocks in large worlds. Blocks go
-//! straight to their places, so that there is no final rotation. J. Bruck et al., IEEE TPDS 8 (1997).
+//! Steps log2(n), rounded, for any n; bytes per rank (n-1)/n of the output. Wins for small blocks in large worlds.
+//! Blocks are received at their final positions, so there is no final rotation. J. Bruck et al., IEEE TPDS 8 (1997).
 
 use crate::algorithms::prelude::*;
 use crate::patterns::bruck;

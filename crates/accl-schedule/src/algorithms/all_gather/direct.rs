@@ -1,5 +1,5 @@
-//! Direct all_gather: everybody sends its block to everybody, starting with its neighbour.
-//! Steps 1; bytes per rank (n-1)/n of the output. Wins wherever a rank can talk to all others at once.
+//! Direct all_gather: every rank sends its block to every other rank, starting with its neighbour.
+//! Steps 1; bytes per rank (n-1)/n of the output. Wins if a rank can communicate with all others at once.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::direct;

@@ -1,6 +1,6 @@
-//! Ring all_gather: every block travels once around.
-//! Steps n-1; bytes per rank (n-1)/n of the output. Wins for large buffers in larger worlds, where talking to two
-//! neighbours costs less than talking to all.
+//! Ring all_gather: every block is passed once around the ring.
+//! Steps n-1; bytes per rank (n-1)/n of the output. Wins for large buffers in larger worlds, where communicating with
+//! two neighbours costs less than with all ranks.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::ring;

@@ -1,6 +1,7 @@
-//! Two-level all_gather: owners of one number on all hosts double what they have, or pass it around a ring where hosts are
-//! no power of two; then each gives it to all ranks of its host. Guests give their block to an owner first.
-//! Steps log2(h) or h-1 across and 1 inside. Wins where several hosts have several ranks each: each byte enters a host
+//! Two-level all_gather: guests send their block to an owner. The owners with one number on all hosts double their
+//! blocks, or pass them around a ring if the number of hosts is not a power of two. Then each owner sends them to all
+//! ranks of its host.
+//! Steps log2(h) or h-1 across and 1 inside. Wins if several hosts have several ranks each: each byte enters a host
 //! once.
 
 use crate::algorithms::prelude::*;
@@ -43,7 +44,7 @@ fn build(request: &Request) -> Schedule {
     let belonging = |owner| place.all_belonging(owner).map(|rank| (Buf::Out, rank)).collect::<Span>();
     if place.index >= place.owners {
         schedule.send(inside.rank(place.owner()), whole(Buf::In));
-        // Its own block is among those that its owner gives it.
+        // The guest's own block is among the blocks that its owner sends.
         direct::all_gather(&mut schedule, &inside, place.owners, Span::empty(), belonging);
         return schedule;
     }

@@ -1,6 +1,6 @@
-//! One-shot all_reduce: everybody sends everything to everybody and reduces in rank order.
-//! Steps 1; bytes per rank n-1 times the buffer. Wins for tiny buffers, where only the number of steps counts; scratch
-//! holds n-1 buffers, and 16-bit floats are rounded once in all.
+//! One-shot all_reduce: every rank sends its whole buffer to every other rank and reduces in rank order.
+//! Steps 1; bytes per rank n-1 times the buffer. Wins for tiny buffers, where only the number of steps counts. Scratch
+//! holds n-1 buffers; 16-bit floats are rounded only once.
 
 use crate::algorithms::prelude::*;
 
@@ -46,5 +46,5 @@ fn build(request: &Request) -> Schedule {
     schedule
 }
 
-/// The operand that is not in scratch.
+/// Marks the operand that is not in scratch.
 const IN: Option<u32> = None;

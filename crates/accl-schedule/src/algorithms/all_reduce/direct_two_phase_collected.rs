@@ -1,7 +1,7 @@
-//! Two-phase all_reduce that collects: everybody sends chunk r to rank r, which adds up all contributions in the order of
-//! ranks when they are there, and sends the result to all.
-//! Steps 2; bytes per rank 2(n-1)/n of the buffer. Wins where sums of 16-bit floats are to be rounded once and the buffer is
-//! too large for `direct`; beside `direct_two_phase` it writes what arrives to memory and reads it again.
+//! Two-phase all_reduce that collects: every rank sends chunk r to rank r. When all contributions have arrived, rank r
+//! adds them in rank order and sends the result to all.
+//! Steps 2; bytes per rank 2(n-1)/n of the buffer. Wins if sums of 16-bit floats must be rounded only once and the
+//! buffer is too large for `direct`. Unlike `direct_two_phase` it writes arriving data to memory and reads it again.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::direct;

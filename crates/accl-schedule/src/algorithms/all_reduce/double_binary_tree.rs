@@ -1,7 +1,7 @@
-//! Double binary tree all_reduce: each half of the buffer is reduced up one binary tree and sent down again; a rank is
-//! an inner node in at most one of the two, so that all links are used both ways.
-//! Steps 2 log2(n), pipelined by segments; bytes per rank 2 buffers. Wins for medium buffers in large worlds that are no
-//! power of two. P. Sanders, J. Speck, J. Träff, Parallel Computing 35 (2009).
+//! Double binary tree all_reduce: each half of the buffer is reduced up one binary tree and sent down again. A rank is
+//! an inner node in at most one of the two trees, so that all links are used both ways.
+//! Steps 2 log2(n), pipelined by segments; bytes per rank 2 buffers. Wins for medium buffers in large worlds whose size
+//! is not a power of two. P. Sanders, J. Speck, J. Träff, Parallel Computing 35 (2009).
 
 use crate::algorithms::prelude::*;
 use crate::patterns::binary_tree::Tree;
@@ -32,12 +32,13 @@ pub const ROW: Algorithm = Algorithm {
     source: "Sanders, Speck, Träff 2009",
 };
 
-/// A rank is an inner node of one tree, with two children from three ranks on, and a leaf of the other.
+/// The cost: a rank is an inner node of one tree, with two children in worlds of three or more, and a leaf of the
+/// other.
 fn cost(n: u32, topology: &Topology) -> Cost {
     let (among, half) = (Among::World(topology), Fraction::new(1, 2));
     let children = n.min(3) - 1;
     let parent = |tree: Tree| move |rank: u32| tree.node(n, rank).parent;
-    // The second tree is the mirror image of the first: one of them tells the longest path.
+    // The second tree is the mirror image of the first, so one of them determines the longest path.
     let both = among.pairs([Tree::First, Tree::Second].into_iter().flat_map(|tree| {
         (0..n).filter_map(move |rank| Some((parent(tree)(rank)?, rank)))
     }));

@@ -1,7 +1,7 @@
 //! Rabenseifner's all_reduce: recursive halving reduce_scatter, then recursive doubling all_gather.
-//! Steps 2 log2(n), two more where n is no power of two (its first ranks are folded in pairs); bytes per rank
-//! 2(p-1)/p of the buffer among a power of two p, one buffer more for a rank that has a partner to act for. Wins for
-//! medium buffers in large worlds. R. Rabenseifner, ICCS 2004.
+//! Steps 2 log2(n), two more if n is not a power of two (the first ranks are folded in pairs). Bytes per rank: 2(p-1)/p
+//! of the buffer among a power of two p, and one buffer more for a rank that acts for a partner. Wins for medium
+//! buffers in large worlds. R. Rabenseifner, ICCS 2004.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::fold::{self, Fold};

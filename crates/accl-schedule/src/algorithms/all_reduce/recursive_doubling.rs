@@ -1,6 +1,7 @@
-//! Recursive doubling all_reduce: in step k ranks at distance 2^k exchange everything they have and reduce.
-//! Steps log2(n), one or two more where n is no power of two (its first ranks are folded in pairs); bytes per rank: the buffer
-//! in each step. Wins for small buffers in larger worlds. R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005).
+//! Recursive doubling all_reduce: in step k, ranks at distance 2^k exchange their whole partial results and reduce.
+//! Steps log2(n), one or two more if n is not a power of two (the first ranks are folded in pairs). Bytes per rank: the
+//! buffer in each step. Wins for small buffers in larger worlds. R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19
+//! (2005).
 
 use crate::algorithms::prelude::*;
 use crate::patterns::fold::{self, Fold, added_steps};

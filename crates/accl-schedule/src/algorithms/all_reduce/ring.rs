@@ -1,6 +1,6 @@
 //! Ring all_reduce: reduce_scatter, then all_gather, over one ring.
-//! Steps 2(n-1); bytes per rank 2(n-1)/n of the buffer, the least possible. Wins for large buffers in larger worlds,
-//! where talking to two neighbours costs less than talking to all. P. Patarasuk, X. Yuan, JPDC 69 (2009).
+//! Steps 2(n-1); bytes per rank 2(n-1)/n of the buffer, the minimum. Wins for large buffers in larger worlds, where
+//! communicating with two neighbours costs less than with all ranks. P. Patarasuk, X. Yuan, JPDC 69 (2009).
 
 use crate::algorithms::prelude::*;
 use crate::patterns::ring;

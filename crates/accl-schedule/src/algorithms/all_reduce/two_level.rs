@@ -1,8 +1,9 @@
 //! Two-level all_reduce: reduce_scatter inside each host, all_reduce of each chunk across hosts, all_gather inside.
-//! The buffer has as many chunks as the smallest host has ranks; the first ranks of each host own one each and meet
-//! their counterparts of the other hosts, by halving and doubling among a power of two of hosts, else around a ring.
-//! Steps 2 inside and 2 log2(h) or 2(h-1) across. Wins where several hosts have several ranks each: every byte crosses
-//! the network as if there were one rank per host, over as many connections as there are owners.
+//! The buffer has as many chunks as the smallest host has ranks. The first ranks of each host own one chunk each and
+//! exchange it with their counterparts on the other hosts: by halving and doubling if the number of hosts is a power of
+//! two, else around a ring.
+//! Steps 2 inside and 2 log2(h) or 2(h-1) across. Wins if several hosts have several ranks each: every byte crosses the
+//! network as if there were one rank per host, over as many connections as there are owners.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::{direct, halving, ring};
@@ -58,7 +59,7 @@ fn build(request: &Request) -> Schedule {
     let index = ranks.iter().position(|&rank| rank == request.rank.0).map_or(0, |index| index as u32);
     let inside = Team::of(ranks, index);
 
-    // Chunk o * hosts + h: the part of owner o's chunk that host h finishes.
+    // Chunk o * hosts + h is the part of owner o's chunk that host h finishes.
     let division = Division::Even { chunks: owners * hosts };
     let mut schedule = Schedule::new(division, division);
     let owned = |buf, owner| Strip { buf, first: owner * hosts, width: 1 };

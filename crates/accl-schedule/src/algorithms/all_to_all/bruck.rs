@@ -1,6 +1,6 @@
-//! Bruck's all_to_all: a block for the rank j behind travels there in hops of the powers of two that make up j, many
-//! blocks in one message. Steps log2(n), rounded; bytes per rank about log2(n)/2 of the input. Wins for tiny blocks in large
-//! worlds. J. Bruck et al., IEEE TPDS 8 (1997).
+//! Bruck's all_to_all: a block for the rank j positions after this one is sent in hops of the powers of two that sum to
+//! j, many blocks per message. Steps log2(n), rounded; bytes per rank about log2(n)/2 of the input. Wins for tiny
+//! blocks in large worlds. J. Bruck et al., IEEE TPDS 8 (1997).
 
 use crate::algorithms::prelude::*;
 use crate::patterns::bruck;
@@ -38,7 +38,7 @@ fn build(request: &Request) -> Schedule {
     let team = Team::world(request);
     let n = team.size();
     schedule.copy(Span::chunk(Buf::Out, team.index()), Span::chunk(Buf::In, team.index()));
-    // A block in transit alternates between two slots, so that what arrives never waits for what is being sent.
+    // A block in transit alternates between two slots, so that receiving never waits for sending.
     let mut first_slot = vec![0; n as usize];
     for distance in 1..n {
         first_slot[distance as usize] = schedule.scratch.len() as u32;
@@ -46,8 +46,8 @@ fn build(request: &Request) -> Schedule {
             schedule.scratch_like(Buf::In, 0);
         }
     }
-    // Where the block that has `distance` to go in all lies after `hops` hops: at the start with this rank, at the end
-    // from the rank so far before it.
+    // Location of the block with total distance `distance` after `hops` hops. At the start it is this rank's own block;
+    // at the end it came from the rank `distance` positions before.
     let place = |distance: u32, hops: u32| match hops {
         0 => (Buf::In, team.after(distance)),
         hops if hops == distance.count_ones() => (Buf::Out, team.before(distance)),

@@ -1,6 +1,6 @@
-//! Direct all_to_all: everybody sends everybody its block at once, starting with its neighbour.
-//! Steps 1; bytes per rank (n-1)/n of the input. Wins wherever a rank can talk to all others at once; blocks may differ
-//! in size.
+//! Direct all_to_all: every rank sends every other rank its block at once, starting with its neighbour.
+//! Steps 1; bytes per rank (n-1)/n of the input. Wins if a rank can communicate with all others at once; blocks may
+//! differ in size.
 
 use crate::algorithms::prelude::*;
 

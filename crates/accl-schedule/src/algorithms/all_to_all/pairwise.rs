@@ -1,6 +1,7 @@
 //! Pairwise all_to_all: one exchange after the other, with one peer to send to and one to receive from at a time.
 //! Steps n-1; bytes per rank (n-1)/n of the input. Wins for large blocks in large worlds, where all messages at once
-//! would crowd the network; blocks may differ in size. Among a power of two both peers of a step are the same rank.
+//! would overload the network; blocks may differ in size. If n is a power of two, both peers of a step are the same
+//! rank.
 
 use crate::algorithms::prelude::*;
 

@@ -1,4 +1,5 @@
-//! Dissemination barrier: in step k every rank tells the one 2^k behind it that it, and all it has heard of, are there.
+//! Dissemination barrier: in step k every rank notifies the rank 2^k after it, once all earlier notifications have
+//! arrived.
 //! Steps ceil(log2 n) for any n; messages have no payload.
 //! D. Hensgen, R. Finkel, U. Manber, Int. J. Parallel Programming 17 (1988).
 

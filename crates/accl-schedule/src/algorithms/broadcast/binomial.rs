@@ -1,5 +1,5 @@
-//! Binomial broadcast: who has the data passes it on to the child with the largest subtree first.
-//! Steps floor(log2 n), the root sends ceil(log2 n) buffers. Wins for small and medium buffers.
+//! Binomial broadcast: a rank that has the data sends it to its children, the largest subtree first.
+//! Steps floor(log2 n); the root sends ceil(log2 n) buffers. Wins for small and medium buffers.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::binomial::{self, Node};

@@ -1,4 +1,4 @@
-//! Pipelined chain broadcast: every rank passes the data on to the next while it arrives.
+//! Pipelined chain broadcast: every rank forwards the data to the next rank while it arrives.
 //! Steps n-1, overlapped segment by segment; every rank sends the buffer once. Wins for large buffers.
 
 use crate::algorithms::prelude::*;

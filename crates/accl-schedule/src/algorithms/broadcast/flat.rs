@@ -1,4 +1,4 @@
-//! Flat broadcast: the root sends to everybody.
+//! Flat broadcast: the root sends to every rank.
 //! Steps 1; the root sends n-1 buffers. Wins for small buffers in small worlds.
 
 use crate::algorithms::prelude::*;

@@ -1,5 +1,6 @@
-//! Two-level broadcast: a binomial tree over one rank of each host, which passes the data on inside its host.
-//! Steps floor(log2 h) + 1; a buffer crosses the network h-1 times in all. Wins where several hosts have several ranks
+//! Two-level broadcast: a binomial tree over one rank of each host; that rank then sends the data to the others on its
+//! host.
+//! Steps floor(log2 h) + 1; a buffer crosses the network h-1 times in total. Wins if several hosts have several ranks
 //! each.
 
 use crate::algorithms::prelude::*;
@@ -41,7 +42,7 @@ fn build(request: &Request) -> Schedule {
     }
     let node = Node::at(topology.host_count(), root_host, host);
     let leader_at = |position| leader(node.rank(position).0);
-    // The network first: it is the longer way.
+    // Across the network first, because it takes longer.
     let mut to: Vec<Rank> = node.children().rev().map(leader_at).collect();
     to.extend(topology.ranks_of(host).iter().map(|&rank| Rank(rank)).filter(|&rank| rank != request.rank));
     match node.parent() {

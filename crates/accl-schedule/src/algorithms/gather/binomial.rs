@@ -40,7 +40,7 @@ fn build(request: &Request) -> Schedule {
         schedule.copy(Span::chunk(Buf::Out, request.rank.0), whole(Buf::In));
         return schedule;
     };
-    // Scratch chunk k is the block of the rank k + 1 positions behind this one.
+    // Scratch chunk k is the block of the rank k + 1 positions after this one.
     let below = node.subtree_len(position) - 1;
     for _ in 0..below {
         schedule.scratch_like(Buf::In, 0);

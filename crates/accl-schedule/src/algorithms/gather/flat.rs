@@ -1,4 +1,4 @@
-//! Flat gather: everybody sends its block to the root.
+//! Flat gather: every rank sends its block to the root.
 //! Steps 1; the root receives (n-1)/n of the output. Wins for large blocks and small worlds; blocks may differ in size.
 
 use crate::algorithms::prelude::*;

@@ -1,4 +1,5 @@
-//! Binomial reduce: every rank reduces what its children send, smallest subtree first, and sends it to its parent.
+//! Binomial reduce: every rank reduces its children's messages, smallest subtree first, and sends the result to its
+//! parent.
 //! Steps floor(log2 n); the root receives ceil(log2 n) buffers. Wins for small and medium buffers.
 
 use crate::algorithms::prelude::*;

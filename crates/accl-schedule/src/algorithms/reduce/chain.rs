@@ -1,4 +1,4 @@
-//! Pipelined chain reduce: every rank reduces what the one behind it sends and passes it on while it arrives.
+//! Pipelined chain reduce: every rank reduces what the rank after it sends, and forwards the result while data arrives.
 //! Steps n-1, overlapped segment by segment; every rank receives the buffer once. Wins for large buffers.
 
 use crate::algorithms::prelude::*;
@@ -30,7 +30,7 @@ pub const ROW: Algorithm = Algorithm {
 
 fn build(request: &Request) -> Schedule {
     let mut schedule = Schedule::new(Division::Whole, Division::Whole);
-    // Positions count from the root on; the data comes from the last one.
+    // Positions count from the root; the data comes from the last position.
     let node = Node::of(request);
     let position = node.position();
     let behind = request.world - 1 - position;

@@ -1,4 +1,4 @@
-//! Flat reduce: everybody sends to the root, which reduces one after the other.
+//! Flat reduce: every rank sends to the root, which reduces the messages one after the other.
 //! Steps 1; the root receives n-1 buffers. Wins for small buffers in small worlds.
 
 use crate::algorithms::prelude::*;

@@ -1,6 +1,6 @@
-//! Flat reduce that collects: everybody sends to the root, which adds up all contributions in the order of ranks when they
-//! are there.
-//! Steps 1; the root receives n-1 buffers, for which it has scratch. Wins where sums of 16-bit floats are to be rounded once.
+//! Flat reduce that collects: every rank sends to the root. When all contributions have arrived, the root adds them in
+//! rank order.
+//! Steps 1; the root receives n-1 buffers into scratch. Wins if sums of 16-bit floats must be rounded only once.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::flat;

@@ -1,6 +1,6 @@
-//! Circulant reduce_scatter: in each step every rank passes on the farther half of the partial sums that it holds.
-//! Steps about log2(n) and bytes per rank (n-1)/n of the input, for any n: no rank has to act for another. Wins for
-//! small and medium blocks in large worlds.
+//! Circulant reduce_scatter: in each step every rank forwards the farther half of the partial sums that it holds.
+//! Steps about log2(n) and bytes per rank (n-1)/n of the input, for any n: no rank acts for another. Wins for small and
+//! medium blocks in large worlds.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::circulant;
@@ -32,7 +32,7 @@ fn build(request: &Request) -> Schedule {
         schedule.copy(whole(Buf::Out), Span::chunk(Buf::In, 0));
         return schedule;
     }
-    // Partial sums of others: those of the nearer half of the ranks behind this one.
+    // Partial sums for other ranks: for the nearer half of the ranks after this one.
     for distance in 1..team.size() / 2 {
         schedule.scratch_like(Buf::In, team.after(distance));
     }

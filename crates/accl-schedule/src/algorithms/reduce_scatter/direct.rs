@@ -1,5 +1,5 @@
-//! Direct reduce_scatter: everybody sends block r to rank r, which reduces as the staggered sends arrive.
-//! Steps 1; bytes per rank (n-1)/n of the input. Wins wherever a rank can talk to all others at once.
+//! Direct reduce_scatter: every rank sends block r to rank r, which reduces as the staggered sends arrive.
+//! Steps 1; bytes per rank (n-1)/n of the input. Wins if a rank can communicate with all others at once.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::direct;

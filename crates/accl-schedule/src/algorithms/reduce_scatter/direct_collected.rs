@@ -1,7 +1,7 @@
-//! Direct reduce_scatter that collects: everybody sends block r to rank r, which adds up all contributions in the order of
-//! ranks when they are there.
-//! Steps 1; bytes per rank (n-1)/n of the input. Wins where sums of 16-bit floats are to be rounded once; beside `direct` it
-//! writes what arrives to memory and reads it again.
+//! Direct reduce_scatter that collects: every rank sends block r to rank r. When all contributions have arrived, rank r
+//! adds them in rank order.
+//! Steps 1; bytes per rank (n-1)/n of the input. Wins if sums of 16-bit floats must be rounded only once. Unlike
+//! `direct` it writes arriving data to memory and reads it again.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::direct;

@@ -1,6 +1,6 @@
-//! Recursive halving reduce_scatter: in each step two ranks at half the last distance exchange halves of the blocks that
-//! they still share. Steps log2(n); where n is no power of two, its first ranks are folded in pairs: one or two steps more,
-//! and the whole input once more for a rank that has a partner to act for. Wins for small blocks in large worlds.
+//! Recursive halving reduce_scatter: in each step two ranks at half the previous distance exchange halves of the blocks
+//! that they still share. Steps log2(n). If n is not a power of two, the first ranks are folded in pairs: one or two
+//! steps more, and the whole input once more for a rank that acts for a partner. Wins for small blocks in large worlds.
 //! R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005).
 
 use std::ops::Range;
@@ -35,7 +35,7 @@ pub const ROW: Algorithm = Algorithm {
     source: "Thakur, Rabenseifner, Gropp 2005",
 };
 
-/// Rank 0 keeps most: what it receives from its guest, and in each halving step what it keeps.
+/// Rank 0 keeps most: what it receives from its guest, and in each halving step the kept half.
 fn busiest(n: u32, _: &Topology) -> Fraction {
     let paired = n - floor_power_of_two(n);
     let kept = (0..floor_log2(n)).map(|step| (1 << step) + paired.min(1 << step)).sum::<u32>();
@@ -53,7 +53,7 @@ fn build(request: &Request) -> Schedule {
         }
         Fold::Member { guest, core } => {
             let team = &core.team;
-            // This rank's own block is reduced in place, the others that it reduces in scratch.
+            // This rank's own block is reduced in place; the other blocks are reduced in scratch.
             let held = match halving::steps(team.index(), team.size()).next() {
                 Some(first) if guest.is_none() => core.start(first.keep)..core.start(first.keep + first.len),
                 Some(_) | None => all.clone(),

@@ -1,5 +1,5 @@
-//! Ring reduce_scatter: the partial sum of each block travels once around, ending at the rank that wants it.
-//! Steps n-1; bytes per rank (n-1)/n of the input, the least possible. Wins for large buffers in larger worlds.
+//! Ring reduce_scatter: the partial sum of each block is passed once around the ring, ending at the block's rank.
+//! Steps n-1; bytes per rank (n-1)/n of the input, the minimum. Wins for large buffers in larger worlds.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::ring;
@@ -31,7 +31,8 @@ fn build(request: &Request) -> Schedule {
         schedule.copy(whole(Buf::Out), Span::chunk(Buf::In, 0));
         return schedule;
     }
-    // Partial sums of others: that of the rank so many steps before this one, from two on; the nearest starts here.
+    // Partial sums for the ranks two or more steps before this one. The partial sum for the rank one step before starts
+    // here.
     for steps in 2..team.size() {
         schedule.scratch_like(Buf::In, team.before(steps));
     }

@@ -1,7 +1,8 @@
-//! Two-level reduce_scatter: each owner of a host reduces what its host has for all who belong to owners of its number;
-//! these then exchange halves, or pass sums around a ring where hosts are no power of two; guests get their block.
-//! Steps 1 inside and log2(h) or h-1 across. Wins where several hosts have several ranks each: of each byte one sum per
-//! host crosses the network.
+//! Two-level reduce_scatter: each owner of a host reduces its host's contributions for all ranks that belong to owners
+//! with its number. These owners then exchange halves, or pass sums around a ring if the number of hosts is not a power
+//! of two. Guests get their block from their owner.
+//! Steps 1 inside and log2(h) or h-1 across. Wins if several hosts have several ranks each: only one sum per host
+//! crosses the network for each byte.
 
 use crate::algorithms::prelude::*;
 use crate::patterns::hosts::{self, Place};
@@ -44,7 +45,7 @@ fn build(request: &Request) -> Schedule {
         schedule.recv(inside.rank(place.owner()), whole(Buf::Out));
         return schedule;
     }
-    // This rank's own block is reduced in place, the others that it reduces in scratch.
+    // This rank's own block is reduced in place; the other blocks are reduced in scratch.
     let mut slots = Vec::new();
     for rank in place.all_belonging(place.index).filter(|&rank| rank != own) {
         slots.push((rank, schedule.scratch_like(Buf::In, rank)));

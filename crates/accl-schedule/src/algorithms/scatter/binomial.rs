@@ -39,7 +39,7 @@ fn build(request: &Request) -> Schedule {
         schedule.copy(whole(Buf::Out), Span::chunk(Buf::In, request.rank.0));
         return schedule;
     };
-    // Scratch chunk k is the block of the rank k + 1 positions behind this one.
+    // Scratch chunk k is the block of the rank k + 1 positions after this one.
     let below = node.subtree_len(position) - 1;
     for _ in 0..below {
         schedule.scratch_like(Buf::Out, 0);

@@ -1,4 +1,4 @@
-//! Flat scatter: the root sends everybody its block.
+//! Flat scatter: the root sends every rank its block.
 //! Steps 1; the root sends (n-1)/n of the input. Wins for large blocks and small worlds; blocks may differ in size.
 
 use crate::algorithms::prelude::*;
