@@ -312,8 +312,8 @@ impl Coder {
         let id = self.codecs.tensor(tile.piece).id;
         let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), self.rank];
         let mut rng_key = RngKey::keyed(&words);
-        // All ranks' contributions are added in one sum, so their random numbers are drawn together. The number of
-        // earlier encodings of a sum differs between ranks.
+        // All ranks' contributions are added in one sum, so correlated rounding can relate their random numbers. It cannot
+        // do so for sums, because the number of earlier encodings of a sum differs between ranks.
         if let (0, Some((rank, world))) = (pass, self.among) {
             rng_key = rng_key.among(&words[..4], rank, world);
         }
