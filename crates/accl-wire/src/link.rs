@@ -59,9 +59,9 @@ pub enum Answers {
 /// returned an error, it keeps returning that error.
 ///
 /// # Safety
-/// A peeked frame must keep its address and contents until [`Link::release`] or the end of the link, whatever else is
-/// done with the link in between. A reserved place must stay valid until [`Link::commit`] or the next
-/// [`Link::try_reserve`]. The executor relies on this: it handles a frame while it sends over the same link.
+/// A peeked frame must keep its address and contents until [`Link::release`] or the end of the link. No other use of
+/// the link may change that. A reserved place must stay valid until [`Link::commit`] or the next [`Link::try_reserve`].
+/// The executor relies on this: it handles a frame while it sends over the same link.
 #[expect(unsafe_code, reason = "whoever uses a link reads where it says that a frame is")]
 pub unsafe trait Link: Send {
     /// Returns the maximum payload bytes of one frame. This is at least the configured segment plus

@@ -1,4 +1,5 @@
-//! What the executor borrows from a group and from the engine while it works, and the frames that it builds with it.
+//! State that the executor borrows from a group and from the engine while it works, and the frames that it builds with
+//! it.
 //!
 //! This module owns nothing. Read [`RunContext`] first.
 

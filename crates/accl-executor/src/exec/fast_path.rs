@@ -1,9 +1,9 @@
 //! The fast path of a small call whose caller waits. It runs the operations one after the other on the caller's thread,
 //! with no call object, no queue and no allocation.
 //!
-//! It runs the plan that `run` would execute, in the order of [`Plan::fast_path`](crate::plan::Plan). It stops at the
-//! first unexpected event: a peer is late, a frame of another call comes first, or a ring is full. A run then continues
-//! from there and handles the event. Read [`FastPath::go`] first.
+//! The fast path runs the plan that `run` would execute, in the order of [`Plan::fast_path`](crate::plan::Plan). It
+//! stops at the first unexpected event: a peer is late, a frame of another call comes first, or a ring is full. A run
+//! then continues from there and handles the event. Read [`FastPath::go`] first.
 
 use accl_types::Rank;
 use accl_wire::frame::{is_same_head, with_edge};

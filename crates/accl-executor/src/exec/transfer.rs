@@ -24,7 +24,7 @@ pub(crate) enum Window {
     Exempt,
 }
 
-/// What happens to bytes that arrive before they can be placed.
+/// Fate of bytes that arrive before they can be placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ahead {
     /// The bytes are copied, and placed later.
@@ -148,7 +148,7 @@ pub(crate) enum Part {
     Next,
 }
 
-/// What to do with bytes that have arrived.
+/// Action for bytes that have arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Arrival {
     /// Place the bytes at byte `at` of the message. They count as placed.
@@ -495,8 +495,8 @@ mod tests {
         fn a_message_whose_memory_is_there_is_never_refused(
             seed: u64, total in 0_u64..200, segment in 1_u64..40, window in window(), room in 0_u64..80, steps in 0_usize..100,
         ) {
-            // As with point-to-point messages: the receiver matches when the first fragment has arrived, and then
-            // grants all.
+            // This is how point-to-point messages work: the receiver matches when the first fragment has arrived, and
+            // then grants all.
             let mut draws = Draws(seed);
             let mut both = Both::new(total, segment, 0, window, room, Ahead::Refused);
             (both.readable, both.placeable) = (total, Some(total));

@@ -264,7 +264,7 @@ impl Net {
         self.by_uuid.get(uuid).copied()
     }
 
-    /// Adds a peer with this info, which need not have a link yet, or finds it. `shares_memory` tells whether a link to
+    /// Adds a peer with this info, which need not have a link yet, or finds it. `shares_memory` says whether a link to
     /// it will use shared memory.
     pub fn introduce(&mut self, info: &EndpointInfo, shares_memory: bool) -> PeerId {
         if let Some(id) = self.find(&info.uuid) {
@@ -768,7 +768,7 @@ impl Net {
         silent
     }
 
-    /// Checks whether the peer still exists. The error tells how it disconnected.
+    /// Checks whether the peer still exists. The error describes how it disconnected.
     pub(crate) fn check(&mut self, id: PeerId) -> Result<()> {
         self.looks += 1;
         match self.link(id) {
