@@ -14,7 +14,7 @@ pub const SIGNATURE_BYTES: usize = 32;
 pub const OVERHEAD_BYTES: usize = 256;
 /// Flag: the sender asks the receiver to grant more bytes on this edge.
 pub const WANTS_GRANT: u8 = 1;
-/// Flag: this is the last frame of its edge.
+/// Flag: this is the last [`Kind::Groups`] frame of a hello.
 pub const LAST: u8 = 2;
 
 const CAUSE_FIXED_BYTES: usize = 5;
@@ -224,8 +224,8 @@ pub fn with_edge(head: &[u8; HEAD_BYTES], edge: u32) -> [u8; HEAD_BYTES] {
     head
 }
 
-/// Returns whether two heads are equal. The `==` operator would call the C library, which takes longer for so few
-/// bytes.
+/// Returns whether two heads are equal. If signatures are not checked, only the parts in `PLACE` count. The `==`
+/// operator would call the C library, which takes longer for so few bytes.
 #[inline]
 pub fn is_same_head(a: &[u8; HEAD_BYTES], b: &[u8; HEAD_BYTES]) -> bool {
     let word = |head: &[u8; HEAD_BYTES], i| u64_at(head, 8 * i) & if CHECKS_SIGNATURES { u64::MAX } else { PLACE[i] };

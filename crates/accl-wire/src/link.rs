@@ -109,7 +109,7 @@ pub unsafe trait Link: Send {
     fn flush(&mut self) -> Result<bool>;
 
     /// Arms the link: from now on no thread polls it. Later frames (and room, if `wants_room`) must therefore be posted
-    /// on the board of this process; without a board, they must end its sleep.
+    /// on the board of this process. If the process has no board, they must end the sleep of its poller.
     ///
     /// Then polls once more, unless an event is certain to precede anything new. Returns `true` if something was found
     /// and the link must be polled. A post has already disarmed the link on the peer's side. A loss that was returned
@@ -184,7 +184,8 @@ pub unsafe trait Link: Send {
     }
 
     /// Returns whether no event announces incoming frames while a call is in flight, so that the link must be polled. A
-    /// waiting thread then keeps polling as long as frames arrive, because a sleep costs more than it saves.
+    /// waiting thread then keeps polling as long as frames arrive, because each sleep would cost more time than it
+    /// lasts.
     fn is_polled(&self) -> bool {
         false
     }

@@ -11,8 +11,7 @@ use std::time::Duration;
 
 use accl_types::Moment;
 
-/// The times of one call. All its parts, which different lanes do, record their times here. All fields are in
-/// nanoseconds.
+/// The times of one call, in nanoseconds. All its parts, which different lanes do, record their times here.
 #[derive(Debug)]
 pub struct Phases {
     /// Time at which the caller submitted the call, on the clock of all other times.

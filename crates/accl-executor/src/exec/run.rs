@@ -40,8 +40,8 @@ const TILE: usize = 8 << 10;
 
 /// Time that a call waits before it probes the ranks from which it has received nothing.
 pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(100);
-/// Extra time after its deadline that an offloaded call, and meanwhile others of its group, are waited for. The worker
-/// reports at the deadline why it is late.
+/// Extra time after its deadline for an offloaded call, and for other calls of its group meanwhile. At the deadline,
+/// the worker itself reports why it is late.
 pub const OFFLOAD_GRACE: Duration = Duration::from_secs(2);
 /// Edge of a frame that only shows a call's signature.
 pub(crate) const PROBE: u32 = u32::MAX;
@@ -197,8 +197,8 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// Returns whether external workers enforce the deadline. The call is being done elsewhere, or its operation has
-    /// ended and its result was not checked yet.
+    /// Returns whether other code enforces the deadline. An external operation does the call, or only parts on other
+    /// lanes are missing. This still holds when that operation has ended and its result was not checked yet.
     pub(crate) fn has_deadline_elsewhere(&self) -> bool {
         // The other lanes themselves report which ranks they wait for.
         (self.plan.is_offloaded || self.awaits_parts_alone()) && self.externals.has_any()
@@ -211,7 +211,8 @@ impl Run {
         self.plan.is_joined && self.ops.iter().zip(&self.plan.ops).all(|(state, op)| state.complete || is_external(op))
     }
 
-    /// Returns whether the whole collective is in flight elsewhere. During that time it needs all ranks.
+    /// Returns whether the external operation of an offloaded call is in flight. During that time the call needs all
+    /// ranks.
     pub(crate) fn is_elsewhere(&self) -> bool {
         self.plan.is_offloaded && self.has_external_under_way()
     }
@@ -838,8 +839,8 @@ impl Run {
 
     // ---- for messages
 
-    /// Returns the ranks for which this call still waits, without repetition. While the call is done elsewhere, these
-    /// are all others.
+    /// Returns the ranks for which this call still waits, without repetition. While the operation of an offloaded call
+    /// is in flight, these are all other ranks.
     pub(crate) fn awaited(&self, members: &Members) -> Vec<Rank> {
         match self.is_elsewhere() {
             true => members.ranks().filter(|&rank| rank != self.call.rank).collect(),

@@ -98,7 +98,7 @@ pub struct Core {
     left: Vec<u64>,
     /// Number of consecutive calls that completed when they were issued. No thread has polled the links meanwhile.
     calls_without_look: u32,
-    /// Whether a poll is due: see [`Core::take_owed_look`].
+    /// Whether a poll that asks the system is due: see [`Core::take_owed_look`].
     owes_look: bool,
     /// Number of consecutive passes without progress.
     idle: u32,
@@ -576,8 +576,8 @@ impl Core {
         }
     }
 
-    /// Takes whether progress was made while the driver sleeps, of which it was not notified. Its call may be done, so
-    /// the caller must wake it.
+    /// Returns, and clears, whether progress was made while the driver sleeps, of which it was not notified. Its call
+    /// may be done, so the caller must wake it.
     #[inline]
     pub fn take_owed_to_driver(&mut self) -> bool {
         std::mem::take(&mut self.owes_driver)
@@ -697,7 +697,8 @@ impl Core {
         }
     }
 
-    /// Takes whether a thread should ask the system for news: calls complete when they are issued, and no thread waits.
+    /// Returns, and clears, whether a thread should ask the system for news. Otherwise no thread would, as long as
+    /// calls complete when they are issued and no thread waits.
     #[inline]
     pub fn take_owed_look(&mut self) -> bool {
         std::mem::take(&mut self.owes_look)

@@ -652,7 +652,6 @@ impl GroupState {
         let is_near = self.is_near(context.net);
         let at_once = self.admission.limit(context.now, is_near);
         let mut before = 0;
-        // An operation of several calls is in flight even before it issues its first call, and until it is concluded.
         let mut withholds = false;
         let mut failure = None;
         // Offloaded calls run in sequence order, which is the same on all ranks. One begins when all ranks have
@@ -663,7 +662,8 @@ impl GroupState {
             if run.plan.is_offloaded && is_in_turn && !self.sequence.has_reserved_before(seq) {
                 run.offload();
             }
-            // A barrier guarantees on every rank that the calls issued before it are done.
+            // A barrier guarantees on every rank that the calls issued before it are done. An operation of several
+            // calls counts as in flight from the reservation of its numbers until it is concluded.
             let awaits_earlier = ended.len() < index || self.sequence.has_composed_before(seq);
             if run.call.collective == Collective::Barrier && awaits_earlier {
                 continue;
@@ -1075,8 +1075,8 @@ impl GroupState {
         runs.chain(self.p2p.needs(rank, FromAny::DoesNot).map(|message| message.call.clone())).collect()
     }
 
-    /// Returns the calls in flight that are being done elsewhere. They cannot succeed if a rank is lost without a
-    /// disconnect message.
+    /// Returns the offloaded calls whose external operation is in flight. They cannot succeed if a rank is lost without
+    /// a disconnect message.
     pub fn calls_elsewhere(&self) -> impl Iterator<Item = &Arc<CallState>> {
         self.runs.values().filter(|run| run.is_elsewhere()).map(|run| &run.call)
     }

@@ -108,15 +108,14 @@ impl Members {
         self.members[rank.index()].eager_left -= bytes + MESSAGE_BYTES;
     }
 
-    /// Returns credit that the peer gave back to this rank's eager window.
+    /// Adds credit that the peer gave back to the eager window towards it.
     pub(crate) fn on_window(&mut self, rank: Rank, bytes: u64) {
         let window = self.window;
         let member = &mut self.members[rank.index()];
         member.eager_left = member.eager_left.saturating_add(bytes).min(window);
     }
 
-    /// Returns the credit of an eager message that was consumed to its sender. Credit is returned in batches of half a
-    /// window.
+    /// Gives the credit of a consumed eager message back to its sender, in batches of half a window.
     pub(crate) fn return_credit(&mut self, rank: Rank, bytes: u64, group: u64, net: &mut Net) {
         let half = self.window / 2;
         let member = &mut self.members[rank.index()];

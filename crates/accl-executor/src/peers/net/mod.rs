@@ -61,7 +61,7 @@ pub struct Peer {
     gone: Option<Gone>,
     /// Whether a send found no room since the last pass.
     wants_room: bool,
-    /// Slot of the board to which its news are posted. `None` means that it has none, and that its link is always
+    /// Slot of the board to which the news of its link are posted. `None` means no slot; the link is then always
     /// polled.
     slot: Option<Slot>,
     /// Whether passes poll its link.
@@ -114,7 +114,7 @@ pub struct Mark {
     peer: PeerId,
     /// Position in the committed bytes of the link.
     position: u64,
-    /// Value of `queued` that must have left the outbox first; `None` if nothing is queued.
+    /// Number of queued frames that must have left the outbox first; `None` if no frame is relied on.
     queued: Option<u64>,
 }
 
