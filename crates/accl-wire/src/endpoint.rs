@@ -1,68 +1,72 @@
-//! Who an endpoint is, as its peers hear it through the store, and what a process thinks of a peer that greets.
+//! Endpoint addresses, which processes publish in the store, and a process's stance towards a peer that connects.
 //!
-//! Owns the text form, which must survive arbitrary input: the store is shared with others. Read [`EndpointInfo`] first.
+//! This module owns the text form. Parsing must survive arbitrary input, because other programs share the store. Read
+//! [`EndpointInfo`] first.
 
 use core::net::SocketAddr;
 
 use accl_types::{Error, Result};
 
 const INTRODUCTION: &str = "accl-endpoint";
-/// A longer text is none of ours: hostile input stays cheap.
+/// Maximum length of a text that is parsed. A longer text was not written by this library; refusing it keeps hostile
+/// input cheap.
 const MAX_TEXT_BYTES: usize = 64 << 10;
 
-/// Who an endpoint is and how it can be reached.
+/// Identity of an endpoint and the ways to reach it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EndpointInfo {
     /// [`crate::PROTOCOL_VERSION`] of the process.
     pub version: u32,
-    /// Random identity of the endpoint; the smaller one of a pair has precedence. Knowing it is what admits a connection.
+    /// Random identity of the endpoint. If both processes of a pair connect, the smaller `uuid` has precedence. A peer
+    /// must know the `uuid` to be admitted.
     pub uuid: [u8; 16],
     /// Process id in its own namespace.
     pub pid: u32,
     /// Effective user id.
     pub uid: u32,
-    /// Name of the machine, for messages.
+    /// Host name, for messages.
     pub hostname: String,
-    /// Identity of the host: endpoints share memory only when theirs are equal.
+    /// Identity of the host. Two endpoints share memory only if their host identities are equal.
     pub host_id: String,
-    /// Where it listens, best first; loopback addresses are for endpoints with the same `host_id`.
+    /// Addresses on which the endpoint listens, best first. Loopback addresses are for endpoints with the same
+    /// `host_id`.
     pub addresses: Vec<SocketAddr>,
-    /// Abstract name of its Unix socket, empty when it has none.
+    /// Abstract name of the endpoint's Unix socket; empty if it has none.
     pub unix_name: String,
-    /// Transports it takes, in its order.
+    /// Names of the transports that the endpoint accepts, in its order of preference.
     pub transports: Vec<String>,
-    /// How many lanes it has.
+    /// Number of lanes of the endpoint.
     pub lanes: u32,
 }
 
-/// What a process thinks of a peer.
+/// A process's stance towards a peer that wants a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stance {
-    /// There is no link to it, and one may be made.
+    /// No link to the peer exists, and one may be made.
     Unlinked,
-    /// There is one, which lives as far as is known.
+    /// A link to the peer exists, and it is not known to be broken.
     Linked,
-    /// It is to wait for the one that is being made.
+    /// This process is already making a link to the peer; the peer must wait for that link.
     Crossing,
-    /// It has gone, and nothing is wanted of it any more.
+    /// The peer has left, and this process wants nothing more from it.
     GivenUp,
 }
 
-/// The identity of one of the lanes of a process, whose first lane has the identity of its endpoint.
+/// Returns the identity of one lane of a process. Lane 0 has the identity of the endpoint itself.
 pub fn lane_uuid(uuid: &[u8; 16], lane: u32) -> [u8; 16] {
     let mut own = *uuid;
-    // Random numbers differ in more than that.
+    // Random identities differ in more bits than a lane number changes, so identities stay distinct.
     own.iter_mut().rev().zip(lane.to_le_bytes()).for_each(|(byte, of_lane)| *byte ^= of_lane);
     own
 }
 
 impl EndpointInfo {
-    /// The same process as another one of its lanes: it listens at the same places, under an identity of its own.
+    /// Describes another lane of the same process: equal addresses, but the identity of that lane.
     pub fn of_lane(&self, lane: u32) -> EndpointInfo {
         EndpointInfo { uuid: lane_uuid(&self.uuid, lane), ..self.clone() }
     }
 
-    /// One line of printable ASCII.
+    /// Returns one line of printable ASCII, which [`EndpointInfo::from_text`] reads.
     pub fn to_text(&self) -> String {
         let addresses: Vec<_> = self.addresses.iter().map(SocketAddr::to_string).collect();
         let transports: Vec<_> = self.transports.iter().map(|name| escape(name)).collect();
@@ -81,10 +85,11 @@ impl EndpointInfo {
         )
     }
 
-    /// Reads what [`EndpointInfo::to_text`] wrote. Unknown names are skipped, so that later versions can add some.
+    /// Parses the text that [`EndpointInfo::to_text`] writes. Unknown names are skipped, so that later versions can add
+    /// some.
     ///
     /// # Errors
-    /// `Rendezvous` for anything else.
+    /// `Rendezvous` for any other text.
     pub fn from_text(text: &str) -> Result<EndpointInfo> {
         parse(text).map_err(|why| {
             let start: String = text.chars().take(60).flat_map(char::escape_default).collect();
@@ -92,7 +97,7 @@ impl EndpointInfo {
         })
     }
 
-    /// Host and process for messages: `node3 pid 4711`.
+    /// Host and process, for messages: `node3 pid 4711`.
     pub fn host_and_pid(&self) -> String {
         format!("{} pid {}", self.hostname, self.pid)
     }
@@ -129,12 +134,12 @@ fn parse(text: &str) -> std::result::Result<EndpointInfo, String> {
         addresses,
         unix_name: string("unix")?,
         transports,
-        // One that does not say so has one.
+        // A description without `lanes` means one lane.
         lanes: value("lanes").map_or(Ok(1), |_| number("lanes"))?.max(1),
     })
 }
 
-/// Everything but unreserved ASCII becomes `%xx`.
+/// Replaces every byte outside a set of plain ASCII characters with `%xx`.
 fn escape(text: &str) -> String {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-._/:@".contains(&b);
     text.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02x}") }).collect()
@@ -149,7 +154,7 @@ fn unescape(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// Bytes as hexadecimal digits.
+/// Returns `bytes` as lower-case hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
@@ -172,7 +177,7 @@ mod tests {
 
     fn info() -> impl Strategy<Value = EndpointInfo> {
         let address = any::<SocketAddr>().prop_map(|a| match a {
-            // Scopes are not offered: a link-local address means nothing on another machine.
+            // IPv6 scopes are not generated, because a link-local address means nothing on another machine.
             SocketAddr::V6(v6) => SocketAddr::new((*v6.ip()).into(), v6.port()),
             v4 @ SocketAddr::V4(_) => v4,
         });

@@ -1,7 +1,8 @@
-//! The frames that travel on links: a header in the head, and a payload; little endian.
+//! The frames that links carry. Each has a head, which encodes a [`Header`], and a payload. All numbers are little
+//! endian.
 //!
-//! A pure codec: owns the layout of headers, call signatures and error causes; knows no links and no meaning of the
-//! numbers beyond their place. Links carry frames as opaque bytes. Read [`Header`] first.
+//! This module is a pure codec: it owns the layout of headers, call signatures and error causes. It knows no links, and
+//! no meaning of the numbers beyond their position. Links carry frames as opaque bytes. Read [`Header`] first.
 
 use accl_types::{Error, ErrorKind, Rank, Result};
 
@@ -9,52 +10,54 @@ use crate::link::HEAD_BYTES;
 
 /// Bytes of an encoded [`Signature`].
 pub const SIGNATURE_BYTES: usize = 32;
-/// What a link must carry in a payload beyond a segment: signature, and room for later fields.
+/// Bytes that a link must carry in a payload in addition to a segment: the signature, and room for later fields.
 pub const OVERHEAD_BYTES: usize = 256;
-/// Flag: the sender wants to be granted more bytes on this edge.
+/// Flag: the sender asks the receiver to grant more bytes on this edge.
 pub const WANTS_GRANT: u8 = 1;
-/// Flag: the last frame of its edge.
+/// Flag: this is the last [`Kind::Groups`] frame of a hello.
 pub const LAST: u8 = 2;
 
 const CAUSE_FIXED_BYTES: usize = 5;
 
-/// What a frame is.
+/// Kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
-    /// First frame of an edge; the payload starts with a [`Signature`].
+    /// First frame of an edge (a message of a collective). The payload starts with a [`Signature`].
     Begin = 1,
     /// More bytes of an edge.
     Data = 2,
-    /// `value` is what the sender may have sent in all on this edge, in bytes.
+    /// Clear to send: `value` is the total number of bytes that the sender may have sent on this edge.
     Grant = 3,
-    /// `value` eager bytes are given back.
+    /// The receiver returns `value` bytes of eager window to the sender.
     Window = 4,
     /// The group failed; the payload is a [`Cause`].
     Cause = 5,
-    /// The peer leaves in good order.
+    /// Disconnect message: the peer leaves the group without an error.
     Goodbye = 6,
     /// First frame of a point-to-point message; carries the tag and a [`Signature`].
     P2pBegin = 7,
     /// More bytes of a point-to-point message.
     P2pData = 8,
-    /// As [`Kind::Grant`], for a point-to-point message.
+    /// Clear to send, like [`Kind::Grant`], for a point-to-point message.
     P2pGrant = 9,
-    /// As [`Kind::Begin`], of a message that is whole in this frame: the signature is in the header and not in the
-    /// payload, so that a tiny message takes as little as a link can move.
+    /// A whole message in one frame, in place of [`Kind::Begin`]. The signature is in the header and not in the
+    /// payload, so a tiny message occupies the smallest unit that a link can move.
     Whole = 10,
-    /// A greeting, first on a new link: the groups in which the sender has the receiver, as [`Groups`], the last with [`LAST`]. It
-    /// is answered for those that the receiver has left, by a [`Kind::Goodbye`], or that have failed, by a [`Kind::Cause`].
+    /// Hello message, sent first on a new link. The payload is a [`Groups`] with the groups that contain both
+    /// processes; the last such frame has [`LAST`]. The receiver replies for each group that it has left, with a
+    /// [`Kind::Goodbye`], and for each that has failed, with a [`Kind::Cause`].
     Groups = 11,
-    /// A question, in a note and never on a link: what has become of the process whose identity is the payload.
+    /// Question what happened to the process whose identity is the payload. It is sent in a note (out of band), never
+    /// on a link.
     Fate = 12,
-    /// Packets between the devices of two ranks of a group. `value` is how many bytes of packets the sender has taken of the receiver, in all;
-    /// the payload may be empty.
+    /// Packets between the devices of two ranks of a group. `value` is the total number of packet bytes that the sender
+    /// of this frame has taken from its receiver. The payload may be empty.
     Packets = 13,
 }
 
 impl Kind {
-    /// Every kind, in code order.
+    /// All kinds, in the order of their codes.
     pub const ALL: &'static [Kind] = &[
         Kind::Begin,
         Kind::Data,
@@ -71,7 +74,7 @@ impl Kind {
         Kind::Packets,
     ];
 
-    /// Whether a frame of this kind carries bytes of a call, or begins one that has none.
+    /// Returns whether a frame of this kind carries bytes of a call, or begins a call without bytes.
     pub fn carries_data(self) -> bool {
         match self {
             Kind::Begin | Kind::Data | Kind::P2pBegin | Kind::P2pData | Kind::Whole => true,
@@ -86,28 +89,29 @@ impl Kind {
         }
     }
 
-    /// The kind with this code, or `None`.
+    /// Returns the kind with this code, or `None` if the code is unknown.
     pub fn from_code(code: u8) -> Option<Kind> {
         Self::ALL.get(usize::from(code).wrapping_sub(1)).copied()
     }
 }
 
-/// The payload of a [`Kind::Groups`]: numbers of groups.
+/// Payload of a [`Kind::Groups`]: the numbers of groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Groups<'a>(&'a [u8]);
 
 impl<'a> Groups<'a> {
-    /// The payloads that name all these groups, each of at most so many bytes; one that names none if there are none.
+    /// Returns the payloads that together name all `groups`, each of at most `most_bytes` bytes. If `groups` is empty,
+    /// returns one payload that names none.
     pub fn payloads(groups: &[u64], most_bytes: usize) -> impl Iterator<Item = Vec<u8>> {
         let many = (most_bytes / size_of::<u64>()).max(1);
         let chunks = groups.chunks(many).chain(groups.is_empty().then_some(groups));
         chunks.map(|chunk| chunk.iter().flat_map(|group| group.to_le_bytes()).collect())
     }
 
-    /// Takes a payload apart.
+    /// Parses a payload.
     ///
     /// # Errors
-    /// `Protocol` when it is not whole.
+    /// `Protocol` if the length is not a multiple of the size of a group number.
     pub fn parse(payload: &'a [u8]) -> Result<Self> {
         if !payload.len().is_multiple_of(size_of::<u64>()) {
             return Err(Error::protocol(format!("{} bytes cannot be numbers of groups", payload.len())));
@@ -115,42 +119,42 @@ impl<'a> Groups<'a> {
         Ok(Self(payload))
     }
 
-    /// The groups, in the order in which they were named.
+    /// Returns the groups in the order in which they were named.
     pub fn iter(self) -> impl Iterator<Item = u64> + use<'a> {
         let (numbers, _) = self.0.as_chunks::<8>();
         numbers.iter().map(|bytes| u64::from_le_bytes(*bytes))
     }
 }
 
-/// What every frame's head holds.
+/// Header of a frame, encoded in its head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame is.
+    /// Kind of the frame.
     pub kind: Kind,
-    /// [`WANTS_GRANT`], [`LAST`].
+    /// Bit set of [`WANTS_GRANT`] and [`LAST`].
     pub flags: u8,
-    /// Of a [`Kind::Whole`]: the root.
+    /// Root of the collective, in a [`Kind::Whole`].
     pub root: u32,
-    /// The group, as agreed at its creation.
+    /// Number of the group, agreed at its creation.
     pub group: u64,
-    /// The call's number in the group.
+    /// Sequence number of the call in the group.
     pub seq: u64,
-    /// Ordinal of the message among all from sender to receiver in the call.
+    /// Number of this message among all messages from the sender to the receiver in the call.
     pub edge: u32,
-    /// Tag of a point-to-point message. Of a [`Kind::Whole`]: the codes of its signature.
+    /// Tag of a point-to-point message. In a [`Kind::Whole`], the four codes of its signature.
     pub tag: u32,
-    /// Meaning depends on the kind.
+    /// Value whose meaning depends on `kind`.
     pub value: u64,
 }
 
 impl Header {
-    /// A header of `kind` with everything else zero.
+    /// Returns a header of `kind` with all other fields zero.
     pub fn new(kind: Kind) -> Header {
         Header { kind, flags: 0, root: 0, group: 0, seq: 0, edge: 0, tag: 0, value: 0 }
     }
 
-    /// The header of a [`Kind::Whole`] with this signature; group, call and edge are left to the caller. `None`: the
-    /// signature needs a [`Kind::Begin`].
+    /// Returns the header of a [`Kind::Whole`] with this signature; the caller sets group, call and edge. Returns
+    /// `None` if the signature does not fit and needs a [`Kind::Begin`].
     pub fn whole(signature: &Signature) -> Option<Header> {
         let Signature { collective, dtype, op, algorithm, root, count, shape_hash, reserved } = *signature;
         let count = u32::try_from(count).ok().filter(|_| reserved == 0)?;
@@ -161,14 +165,14 @@ impl Header {
         Some(header)
     }
 
-    /// The signature in the header of a [`Kind::Whole`].
+    /// Returns the signature in the header of a [`Kind::Whole`].
     pub fn whole_signature(&self) -> Signature {
         let [collective, dtype, op, algorithm] = self.tag.to_le_bytes();
         let (count, shape_hash) = (u64::from(self.value as u32), (self.value >> 32) as u32);
         Signature { collective, dtype, op, algorithm, root: self.root, count, shape_hash, reserved: 0 }
     }
 
-    /// Writes the header.
+    /// Writes the header into `head`.
     #[inline]
     pub fn emit(&self, head: &mut [u8; HEAD_BYTES]) {
         head[0] = self.kind as u8;
@@ -182,7 +186,7 @@ impl Header {
         head[32..40].copy_from_slice(&self.value.to_le_bytes());
     }
 
-    /// As [`Header::emit`], into bytes of its own.
+    /// Returns the encoded header.
     #[inline]
     pub fn to_bytes(&self) -> [u8; HEAD_BYTES] {
         let mut head = [0; HEAD_BYTES];
@@ -190,7 +194,7 @@ impl Header {
         head
     }
 
-    /// Reads a header.
+    /// Parses a header.
     ///
     /// # Errors
     /// `Protocol` for an unknown kind.
@@ -212,7 +216,7 @@ impl Header {
     }
 }
 
-/// The head of a frame that differs from `head` by its edge only.
+/// Returns a copy of `head` with another edge.
 #[inline]
 pub fn with_edge(head: &[u8; HEAD_BYTES], edge: u32) -> [u8; HEAD_BYTES] {
     let mut head = *head;
@@ -220,7 +224,8 @@ pub fn with_edge(head: &[u8; HEAD_BYTES], edge: u32) -> [u8; HEAD_BYTES] {
     head
 }
 
-/// Whether two heads are the same. The operator would call the C library, which for so few bytes takes longer.
+/// Returns whether two heads are equal. If signatures are not checked, only the parts in `PLACE` count. The `==`
+/// operator would call the C library, which takes longer for so few bytes.
 #[inline]
 pub fn is_same_head(a: &[u8; HEAD_BYTES], b: &[u8; HEAD_BYTES]) -> bool {
     let word = |head: &[u8; HEAD_BYTES], i| u64_at(head, 8 * i) & if CHECKS_SIGNATURES { u64::MAX } else { PLACE[i] };
@@ -228,14 +233,15 @@ pub fn is_same_head(a: &[u8; HEAD_BYTES], b: &[u8; HEAD_BYTES]) -> bool {
     words(a).iter().zip(words(b)).fold(0, |differ, (a, b)| differ | (a ^ b)) == 0
 }
 
-/// Masks the words of a head to kind, group, call and edge: to what a frame is matched by.
+/// Masks that reduce the words of a head to kind, group, call and edge, by which a frame is matched to its receive.
 const PLACE: [u64; HEAD_BYTES / 8] = [0xff, u64::MAX, u64::MAX, 0xffff_ffff, 0];
 
-/// Whether ranks compare the signatures of their collectives. Always, but in the build by which `make bench-peers` tells
-/// what that costs: there ranks that disagree are not told so, and get wrong numbers.
+/// Whether ranks compare the signatures of their collectives. This is off only in the build with which `make
+/// bench-peers` measures the cost of the comparison. In that build, ranks that disagree get wrong numbers without an
+/// error.
 pub const CHECKS_SIGNATURES: bool = !cfg!(accl_without_signatures);
 
-/// What all ranks of a call must agree on; compared as a whole.
+/// Fingerprint of a call, on which all its ranks must agree. Signatures are compared as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Signature {
     /// Code of the collective.
@@ -246,18 +252,19 @@ pub struct Signature {
     pub op: u8,
     /// Id of the algorithm's table row.
     pub algorithm: u8,
-    /// The root, or 0.
+    /// Root rank, or 0 if the collective has none.
     pub root: u32,
-    /// Elements in all.
+    /// Total number of elements.
     pub count: u64,
     /// Hash of the block sizes.
     pub shape_hash: u32,
-    /// Of a message of the engine's own: a word for its receiver. For codec and call-site hashes.
+    /// Hash of the codecs in an encoded collective. In an internal message of the engine, a word for the receiver.
+    /// Otherwise 0.
     pub reserved: u64,
 }
 
 impl Signature {
-    /// The wire form.
+    /// Returns the wire form.
     pub fn to_bytes(&self) -> [u8; SIGNATURE_BYTES] {
         let mut out = [0; SIGNATURE_BYTES];
         out[..4].copy_from_slice(&[self.collective, self.dtype, self.op, self.algorithm]);
@@ -271,15 +278,15 @@ impl Signature {
     /// Writes the wire form into the first [`SIGNATURE_BYTES`] bytes of `payload`.
     ///
     /// # Panics
-    /// Panics when `payload` is shorter than that.
+    /// Panics if `payload` is shorter than [`SIGNATURE_BYTES`].
     pub fn emit(&self, payload: &mut [u8]) {
         payload[..SIGNATURE_BYTES].copy_from_slice(&self.to_bytes());
     }
 
-    /// Splits a payload into its signature and what follows.
+    /// Splits a payload into its signature and the remaining bytes.
     ///
     /// # Errors
-    /// `Protocol` when the payload is too short.
+    /// `Protocol` if the payload is too short.
     pub fn parse(payload: &[u8]) -> Result<(Signature, &[u8])> {
         let Some((head, rest)) = payload.split_first_chunk::<SIGNATURE_BYTES>() else {
             return Err(Error::protocol(format!("a payload of {} bytes has no room for a signature", payload.len())));
@@ -298,19 +305,20 @@ impl Signature {
     }
 }
 
-/// Why a group failed, and where it began.
+/// Cause of a group's failure and the rank where it began.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cause {
     /// Class of the error.
     pub kind: ErrorKind,
-    /// The rank that saw it first.
+    /// Rank that detected the error first.
     pub origin: Rank,
-    /// The sentence.
+    /// Error message.
     pub text: String,
 }
 
 impl Cause {
-    /// The payload of a [`Kind::Cause`] frame, cut at a character boundary so that it has at most `max_bytes` bytes.
+    /// Returns the payload of a [`Kind::Cause`] frame. The text is cut at a character boundary so that the payload has
+    /// at most `max_bytes` bytes.
     pub fn to_bytes(&self, max_bytes: usize) -> Vec<u8> {
         let room = max_bytes.saturating_sub(CAUSE_FIXED_BYTES).min(self.text.len());
         let cut = (0..=room).rev().find(|&i| self.text.is_char_boundary(i)).unwrap_or(0);
@@ -321,11 +329,11 @@ impl Cause {
         out
     }
 
-    /// Reads the payload of a [`Kind::Cause`] frame. Bytes that are no UTF-8 are replaced: a garbled reason is better
-    /// than none.
+    /// Parses the payload of a [`Kind::Cause`] frame. Bytes that are not UTF-8 are replaced, because a garbled reason
+    /// is better than none.
     ///
     /// # Errors
-    /// `Protocol` when the payload is too short or the class is unknown.
+    /// `Protocol` if the payload is too short or the error class is unknown.
     pub fn parse(payload: &[u8]) -> Result<Cause> {
         let Some((head, text)) = payload.split_first_chunk::<CAUSE_FIXED_BYTES>() else {
             return Err(Error::protocol(format!("a cause of {} bytes is too short", payload.len())));

@@ -1,20 +1,20 @@
-//! The interface between the engine and every transport. Owns no implementation. Read [`Link`] first.
+//! The interface between the executor and every transport. This module owns no implementation. Read [`Link`] first.
 
 use std::time::Duration;
 
 use accl_types::Result;
 
-/// Looks without a pause between them.
+/// Number of polls before [`look_until`] starts to pause between polls.
 const HASTY_LOOKS: u32 = 16;
 
-/// Looks until something is there, but for the last of `looks`, which the caller makes itself.
+/// Polls `is_there` up to `looks - 1` times, until it returns `true`. The caller makes the last poll itself.
 #[inline]
 pub fn look_until(looks: u32, mut is_there: impl FnMut() -> bool) {
     for look in 1..looks {
         if is_there() {
             break;
         }
-        // The first looks follow at once: what comes next is often on its way.
+        // The first polls follow each other at once, because the next frame is often already on its way.
         if look > HASTY_LOOKS {
             std::hint::spin_loop();
         }
@@ -24,69 +24,71 @@ pub fn look_until(looks: u32, mut is_there: impl FnMut() -> bool) {
 /// Bytes of a frame's head.
 pub const HEAD_BYTES: usize = 40;
 
-/// A frame that came in: a head of fixed size and a payload.
+/// An incoming frame: a head of fixed size and a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame<'a> {
-    /// What the frame is.
+    /// Encoded [`crate::frame::Header`].
     pub head: &'a [u8; HEAD_BYTES],
-    /// What it carries, 8-byte aligned.
+    /// Payload, aligned to 8 bytes.
     pub payload: &'a [u8],
 }
 
-/// A place for a frame that goes out.
+/// Buffer for one outgoing frame.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Place<'a> {
-    /// As in [`Frame`].
+    /// Room for the encoded [`crate::frame::Header`].
     pub head: &'a mut [u8; HEAD_BYTES],
-    /// As in [`Frame`].
+    /// Room for the payload, aligned to 8 bytes.
     pub payload: &'a mut [u8],
 }
 
-/// What the peer's host has said to what it was sent. A process that is stopped has a host that answers.
+/// Acknowledgement by the peer's host of the bytes that were sent to it. The host also answers for a stopped process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answers {
-    /// It has everything.
+    /// The host has acknowledged everything.
     Complete,
-    /// Something is under way.
+    /// Some bytes are in flight.
     Awaited,
-    /// Something was repeated several times, and nothing has come from the host for so long.
+    /// The system has retransmitted some bytes several times, and the host has been unresponsive for this time.
     Overdue(Duration),
 }
 
-/// The first-in-first-out path between two processes, shared by all groups. Carries opaque frames both ways.
+/// A first-in-first-out path between two processes, shared by all groups. It carries opaque frames in both directions.
 ///
-/// One thread at a time uses a link (the engine holds its progress lock); nothing here blocks. Once an error was
-/// returned, it is returned again.
+/// One thread at a time uses a link: the engine holds its progress lock. No function here blocks. After a function has
+/// returned an error, it keeps returning that error.
 ///
 /// # Safety
-/// A peeked frame stays where it is, unchanged, until [`Link::release`] or the end of the link, whatever else is done with
-/// it meanwhile; a reserved place until [`Link::commit`] or the next [`Link::try_reserve`]. The engine handles a frame while
-/// it sends over the same link.
+/// A peeked frame must keep its address and contents until [`Link::release`] or the end of the link. No other use of
+/// the link may change that. A reserved place must stay valid until [`Link::commit`] or the next [`Link::try_reserve`].
+/// The executor relies on this: it handles a frame while it sends over the same link.
 #[expect(unsafe_code, reason = "whoever uses a link reads where it says that a frame is")]
 pub unsafe trait Link: Send {
-    /// Most bytes of one payload: at least the configured segment plus [`crate::frame::OVERHEAD_BYTES`].
+    /// Returns the maximum payload bytes of one frame. This is at least the configured segment plus
+    /// [`crate::frame::OVERHEAD_BYTES`].
     fn max_payload_bytes(&self) -> usize;
 
-    /// A place for one frame with a payload of exactly `payload_bytes`; `None` when there is no room now.
-    /// Reserving again without a commit gives up the earlier place.
+    /// Reserves a place for one frame with a payload of exactly `payload_bytes`. Returns `None` if there is no room
+    /// now. A second reservation without a commit gives up the first.
     ///
     /// # Errors
-    /// `PeerLost` or `Network` when the link is broken; `Internal` when the payload is longer than allowed.
+    /// `PeerLost` or `Network` if the link is broken; `Internal` if the payload is longer than allowed.
     fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>>;
 
-    /// Publishes the reserved frame and posts it if the peer has armed its end. Without a reservation it does nothing.
+    /// Publishes the reserved frame, and posts an event if the peer has armed its end. Does nothing without a
+    /// reservation.
     fn commit(&mut self);
 
-    /// The next complete incoming frame; the same one until it is released.
+    /// Returns the next complete incoming frame. Returns the same frame until it is released.
     ///
     /// # Errors
-    /// `PeerLost` after everything that had arrived was read; `Protocol` for bytes that cannot be a frame.
+    /// `PeerLost` once all frames that had arrived were read; `Protocol` for bytes that cannot be a frame.
     fn peek(&mut self) -> Result<Option<Frame<'_>>>;
 
-    /// As [`Link::peek`], looking up to `looks` times.
+    /// Polls for a frame like [`Link::peek`], up to `looks` times.
     ///
     /// # Errors
-    /// As [`Link::peek`].
+    /// Returns the errors of [`Link::peek`].
     fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
         let mut look = || {
             self.look_again();
@@ -97,113 +99,116 @@ pub unsafe trait Link: Send {
         self.peek()
     }
 
-    /// Gives the peeked frame's place back and tells a peer that waits for room. Without a peeked frame it does
-    /// nothing.
+    /// Frees the place of the peeked frame, and wakes a peer that waits for room. Does nothing without a peeked frame.
     fn release(&mut self);
 
-    /// Pushes buffered bytes towards the peer; never blocks. `true`: nothing is left in this process.
+    /// Pushes buffered bytes towards the peer without blocking. Returns `true` if no bytes are left in this process.
     ///
     /// # Errors
-    /// `PeerLost` or `Network` when the link is broken.
+    /// `PeerLost` or `Network` if the link is broken.
     fn flush(&mut self) -> Result<bool>;
 
-    /// Arms the link: nobody looks at it from now on, so that whatever comes (and room, if asked for) must be posted on the board of
-    /// this process, or end its sleep where it has none. Then looks once more, unless an event would come before anything that is to be found.
-    /// `true`: something came up, and the link is to be looked at. What was posted has disarmed the link as far as the peer is concerned.
-    /// A loss that was returned already is nothing new, so that a lost link that is still in the caller's list keeps nobody awake.
+    /// Arms the link: from now on no thread polls it. Later frames (and room, if `wants_room`) must therefore be posted
+    /// on the board of this process. If the process has no board, they must end the sleep of its poller.
+    ///
+    /// Then polls once more, unless an event is certain to precede anything new. Returns `true` if something was found
+    /// and the link must be polled. A post has already disarmed the link on the peer's side. A loss that was returned
+    /// before is not new, so a lost link that is still in the caller's list does not prevent sleep.
     fn arm(&mut self, wants_room: bool) -> bool;
 
-    /// Somebody looks at the link again.
+    /// Ends [`Link::arm`]: a thread polls the link again.
     fn disarm(&mut self);
 
-    /// Looks whether the peer is still there, unless it was when this was last asked and the poller has seen nothing since; called
-    /// now and then while spinning.
+    /// Checks whether the peer still exists. The transport may skip the check if the peer existed at the last call and
+    /// the poller has seen no event since. Callers call this now and then while they spin.
     ///
     /// # Errors
-    /// `PeerLost` when it is gone and everything it sent was read.
+    /// `PeerLost` if the peer is gone and everything that it sent was read.
     fn check_peer(&mut self) -> Result<()>;
 
-    /// Says that nothing more will be sent: flushes, then half-closes. What the peer sent can still be read.
+    /// Announces that this side sends nothing more: flushes, then half-closes. Frames from the peer can still be read.
     fn close(&mut self);
 
-    /// How many bytes were committed so far, for [`Link::is_delivered`].
+    /// Returns the number of bytes committed so far, for [`Link::is_delivered`].
     fn position(&self) -> u64 {
         0
     }
 
-    /// Whether the peer's host has everything up to this position, so that it survives the end of this process; also when
-    /// the link is broken and nothing more can arrive.
+    /// Returns whether the peer's host has all bytes up to `position`, so that they arrive even if this process exits.
+    /// Also returns `true` if the link is broken and nothing more can arrive.
     fn is_delivered(&mut self, position: u64) -> bool {
         let _ = position;
         true
     }
 
-    /// Whether a look at [`Link::answers`] may find more than [`Answers::Complete`]. Costs nothing.
+    /// Returns whether [`Link::answers`] may return anything but [`Answers::Complete`]. This is free.
     fn awaits_answer(&self) -> bool {
         false
     }
 
-    /// Asks what the peer's host has answered. A host that has vanished is found here long before the system gives up.
+    /// Asks the system what the peer's host has acknowledged. This detects a vanished host long before the system gives
+    /// up.
     fn answers(&mut self) -> Answers {
         Answers::Complete
     }
 
-    /// As [`Link::commit`], but the peer is told by the next [`Link::wake_peer`] only: several steps need one look at
-    /// whether its end is armed.
+    /// Commits like [`Link::commit`], but the next [`Link::wake_peer`] wakes the peer. Several commits and releases
+    /// then need only one check whether the peer's end is armed.
     fn commit_quietly(&mut self) {
         self.commit();
     }
 
-    /// As [`Link::release`], in the same way.
+    /// Releases like [`Link::release`], but the next [`Link::wake_peer`] wakes the peer.
     fn release_quietly(&mut self) {
         self.release();
     }
 
-    /// Tells the peer if its end is armed and was given anything quietly.
+    /// Posts an event if the peer's end is armed and frames or room were given to it quietly.
     fn wake_peer(&mut self) {}
 
-    /// Whether frames are seen without the system: no [`Link::peek`] that finds nothing costs a system call.
+    /// Returns whether frames arrive without the system: a [`Link::peek`] that finds nothing then costs no system call.
     fn is_cheap_to_look_at(&self) -> bool {
         false
     }
 
-    /// The peer has vanished: what is on its way to it is worth no wait when the link is dropped.
+    /// Marks the peer as vanished. Dropping the link then does not wait for bytes in flight to the peer.
     fn abandon(&mut self) {}
 
-    /// The next look asks the system what has come, even if nobody has seen an event: for who expects something here.
+    /// Makes the next poll ask the system, even if no event was seen. Callers that expect a frame use it.
     fn look_again(&mut self) {}
 
-    /// How long an armed link may be left alone: `None` when news of it are posted as soon as there is something to find. Asked after each
-    /// [`Link::arm`].
+    /// Returns the time for which an armed link may be left unpolled, asked after each [`Link::arm`]. `None` means that
+    /// news of the link are posted as soon as there is something to find.
     fn poll_interval(&self) -> Option<Duration> {
         None
     }
 
-    /// Whether nothing tells of what comes while something is under way, so that it has to be looked for again and again. Who waits for a call
-    /// then does so for as long as something comes, since each sleep costs more than it lasts.
+    /// Returns whether no event announces incoming frames while a call is in flight, so that the link must be polled. A
+    /// waiting thread then keeps polling as long as frames arrive, because each sleep would cost more time than it
+    /// lasts.
     fn is_polled(&self) -> bool {
         false
     }
 
-    /// Whether somebody must sleep on the link even while no call is in flight: the peer says over it that it sleeps, and has to be woken for
-    /// what was sent before that was heard.
+    /// Returns whether a thread must sleep on the link even while no call is in flight. The peer announces over the
+    /// link that it sleeps, and must be woken for frames that were sent before the announcement arrived.
     fn needs_listener(&self) -> bool {
         false
     }
 
-    /// System calls made for this link so far, as far as the transport counts them.
+    /// Returns the number of system calls made for this link so far, as far as the transport counts them.
     fn system_calls(&self) -> u64 {
         0
     }
 
-    /// Name of the transport's table row.
+    /// Returns the name of the transport in its table.
     fn transport(&self) -> &'static str;
 
-    /// Transport and place for a person: `shm, 1 MiB rings` or `tcp 10.0.0.1:5000 -> 10.0.0.2:40000`.
+    /// Returns transport and endpoints for messages: `shm, 1 MiB rings` or `tcp 10.0.0.1:5000 -> 10.0.0.2:40000`.
     fn describe(&self) -> String;
 }
 
-// SAFETY: the link inside keeps the promise.
+// SAFETY: every function forwards to the boxed link, which fulfils the contract of the trait.
 #[expect(unsafe_code, reason = "as the trait")]
 unsafe impl<L: Link + ?Sized> Link for Box<L> {
     fn max_payload_bytes(&self) -> usize {

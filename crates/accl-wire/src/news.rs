@@ -1,21 +1,27 @@
-//! How a process learns which of its links have news, without looking at all of them. Owns no implementation: a board of a process and
-//! its peers is a transport's, one of a simulated process the simulation's. Read [`NewsBoard`] first.
+//! The interface through which a process learns which of its links have news (events), without polling all of them.
+//! This module owns no implementation: the transport crate has the board that a process shares with its peers, and the
+//! simulation has its own. Read [`NewsBoard`] first.
 
-/// The number of a link on its process's board.
+/// Number of a link on the board of its process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Slot(pub u32);
 
-/// Where news of a process's armed links are posted ([`crate::Link::arm`]): by its peers, when they share memory, and by whoever asks the
-/// system for events. Whoever makes progress takes them, and looks at those links.
+/// An event bitmap with one [`Slot`] for each link of a process.
 ///
-/// While nobody listens a post is a word in memory. Who is about to sleep listens: the first post then wakes it.
+/// News of an armed link ([`crate::Link::arm`]) is posted here: by the peer if it shares memory, and by the thread that
+/// polls the system for events. The thread that makes progress takes the news and polls those links.
+///
+/// While no thread listens, a post only writes a word in memory. A thread calls [`NewsBoard::listen`] before it sleeps;
+/// the first post after that wakes it.
 pub trait NewsBoard: Send + Sync {
-    /// Hands over the links of which news were posted since they were taken last. A link may come although there is nothing to find.
+    /// Calls `found` for each link with news since the last call. A link may be reported although it has nothing to
+    /// read.
     fn take(&self, found: &mut dyn FnMut(Slot));
 
-    /// From now on the first post wakes who sleeps. `true`: something was posted since the last [`NewsBoard::take`], so do not sleep.
+    /// From now on, the first post wakes the sleeping thread. Returns `true` if something was posted since the last
+    /// [`NewsBoard::take`]; the caller must then not sleep.
     fn listen(&self) -> bool;
 
-    /// Nobody needs to be woken from now on.
+    /// From now on, posts wake no thread.
     fn mute(&self);
 }

@@ -1,25 +1,26 @@
-//! A transport of another package as its library describes it: a table of C functions, which may do whole collectives as well. Owns the
-//! table's layout and its numbers, which `accl_transport.h` says again in C; calls nothing.
+//! The table of C functions with which a library of another package describes its transport. A table may also offer
+//! whole collectives. This module owns the layout of the table and its constants, which `accl_transport.h` repeats in
+//! C. It calls no function of a table.
 
 use std::ffi::{c_char, c_int, c_void};
 
-/// The version of [`TransportV1`].
+/// Version of [`TransportV1`].
 pub const TRANSPORT_ABI: u32 = 1;
 
-/// What functions of a table return: it is done, there is something.
+/// Return code of the table's functions: the operation is complete, or there is something to read.
 pub const OK: c_int = 0;
-/// There is nothing, or no room, now.
+/// Return code: there is nothing to read, or no room, at the moment.
 pub const AGAIN: c_int = 1;
-/// The peer has closed its side, or is gone, and everything that it sent was read.
+/// Return code: the peer has closed its side or is gone, and everything that it sent was read.
 pub const ENDED: c_int = -1;
-/// The link is broken, or there is none.
+/// Return code: the link is broken, or there is none.
 pub const FAILED: c_int = -2;
-/// A flag: only between processes of one host and user.
+/// Flag: the transport works only between processes of the same host and user.
 pub const ONE_HOST: u64 = 1;
-/// A flag: frames lie in memory that both processes share.
+/// Flag: frames lie in memory that both processes share.
 pub const IN_MEMORY: u64 = 2;
 
-/// `accl_transport_v1` of `accl_transport.h`, field by field.
+/// C struct `accl_transport_v1` of `accl_transport.h`, field by field.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "the header describes each field")]
@@ -65,7 +66,7 @@ pub struct TransportV1 {
     pub coll_close: Option<unsafe extern "C" fn(*mut c_void, c_int)>,
 }
 
-/// `accl_collective_v1` of `accl_transport.h`, field by field.
+/// C struct `accl_collective_v1` of `accl_transport.h`, field by field.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "the header describes each field")]
@@ -81,7 +82,7 @@ pub struct CollectiveV1 {
     pub output: *mut c_void,
 }
 
-/// The collectives of [`CollectiveV1`].
+/// Codes of the collectives in [`CollectiveV1`].
 pub mod collectives {
     #![expect(missing_docs, reason = "each is named after its collective")]
     pub const BROADCAST: u32 = 0;
@@ -94,10 +95,10 @@ pub mod collectives {
     pub const ALL_TO_ALL: u32 = 7;
 }
 
-/// The element types of [`CollectiveV1`].
+/// Codes of the element types in [`CollectiveV1`].
 pub mod element_types {
     #![expect(missing_docs, reason = "each is named after its type")]
-    /// Those of collectives that only move data.
+    /// Element type of collectives that only move data.
     pub const BYTES: u32 = 0;
     pub const INT8: u32 = 1;
     pub const UINT8: u32 = 2;
@@ -111,7 +112,7 @@ pub mod element_types {
     pub const DOUBLE_COMPLEX: u32 = 10;
 }
 
-/// The operators of [`CollectiveV1`].
+/// Codes of the operators in [`CollectiveV1`].
 pub mod ops {
     #![expect(missing_docs, reason = "each is named after its operator")]
     pub const SUM: u32 = 0;
@@ -124,6 +125,7 @@ pub mod ops {
 }
 
 impl TransportV1 {
-    /// Bytes of the first tables of this version. What was added behind them may be missing, which is as if it were null.
+    /// Bytes of the smallest table of this version. Fields that were added later may be missing; a missing field counts
+    /// as null.
     pub const LEAST_BYTES: usize = std::mem::offset_of!(TransportV1, attach);
 }

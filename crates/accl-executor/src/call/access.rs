@@ -1,31 +1,32 @@
-//! Who may touch the memory of a collective that is done elsewhere.
+//! Permission to access the memory of a collective that an external operation does.
 //!
-//! Owns one word, whose changes have one order: whoever does the work touches the memory between [`Access::begin`] and [`Access::end`], and not
-//! any more once it is wanted back. So a call that has failed has its memory as soon as nobody is in between, whatever else those that do the
-//! work are stuck in. Read [`Access::begin`] first.
+//! This module owns one atomic word. The worker accesses the memory only between [`Access::begin`] and [`Access::end`],
+//! and no longer once the memory is wanted back. A failed call therefore has its memory back as soon as no worker is
+//! between the two. It does not matter what else blocks the worker. Read [`Access::begin`] first.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
 const TOUCHED: u8 = 1;
 const WANTED_BACK: u8 = 2;
 
-/// The right to touch a memory, which can be taken back.
+/// A revocable permission to access memory.
 #[derive(Debug, Default)]
 pub(super) struct Access(AtomicU8);
 
 impl Access {
-    /// Touches the memory, unless it is wanted back: `false`. One thread does so at a time, since one has the task.
+    /// Begins an access. Returns `false` if the memory is wanted back. Only one thread calls this at a time, because
+    /// one thread has the task.
     pub(super) fn begin(&self) -> bool {
         self.0.compare_exchange(0, TOUCHED, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
-    /// Touches it no more. Returns whether somebody waits for that.
+    /// Ends an access. Returns whether the memory is wanted back, so that a waiting thread must be woken.
     pub(super) fn end(&self) -> bool {
-        // Release: whoever has it then sees what was written.
+        // Release: the next owner of the memory then sees what the worker wrote.
         self.0.fetch_and(!TOUCHED, Ordering::Release) & WANTED_BACK != 0
     }
 
-    /// Nobody begins to touch it any more. Returns whether it is said for the first time.
+    /// Forbids further accesses. Returns whether this is the first such call.
     pub(super) fn want_back(&self) -> bool {
         self.0.fetch_or(WANTED_BACK, Ordering::Relaxed) & WANTED_BACK == 0
     }
@@ -34,7 +35,7 @@ impl Access {
         self.0.load(Ordering::Relaxed) & WANTED_BACK != 0
     }
 
-    /// Whether nobody touches it, now and later: it is wanted back, and whoever touched it has ended.
+    /// Returns whether no worker accesses the memory, now or later: it is wanted back, and the last access has ended.
     pub(super) fn is_back(&self) -> bool {
         self.0.load(Ordering::Acquire) == WANTED_BACK
     }

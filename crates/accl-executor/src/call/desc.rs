@@ -1,6 +1,6 @@
 //! Descriptions of calls, and their check: the only validator of arguments below the shim.
 //!
-//! Owns what a caller may ask for. Read [`CallDesc`] first.
+//! This module owns what a caller may request. Read [`CallDesc`] first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,62 +13,64 @@ use super::external::External;
 use super::phases::Phases;
 use super::tensor::{Blocks, MemoryKind, TensorDesc};
 
-/// Whether the caller waits at once.
+/// Whether the caller waits immediately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// The caller waits next: no other thread is woken for the call.
     Blocking,
-    /// The caller goes on: somebody else must make progress.
+    /// The caller continues: another thread must make progress.
     Async,
 }
 
-/// One call, as plain data.
+/// Description of one call, as plain data.
 #[derive(Clone, Debug)]
 pub struct CallDesc {
-    /// What to do.
+    /// Collective or point-to-point operation.
     pub collective: Collective,
-    /// Element type of all tensors. Calls that only move data may mix types: then this is the first one's.
+    /// Element type of all tensors. A call that only moves data may mix types; this is then the type of its first
+    /// tensor.
     pub dtype: Dtype,
-    /// How to combine contributions.
+    /// Reduce operator.
     pub op: ReduceOp,
-    /// The factor of `PREMUL_SUM`; 1.0 otherwise.
+    /// Factor of `PREMUL_SUM`; 1.0 otherwise.
     pub factor: f64,
-    /// The root of a rooted collective; 0 otherwise.
+    /// Root of a rooted collective; 0 otherwise.
     pub root: Rank,
-    /// The other side of a send or receive; `None` receives from any rank.
+    /// Peer of a send or receive; `None` receives from any rank.
     pub peer: Option<Rank>,
-    /// The tag of a send or receive.
+    /// Tag of a send or receive.
     pub tag: u32,
-    /// A word that goes with a send of the engine itself; 0 otherwise.
+    /// Word that accompanies an internal send of the engine; 0 otherwise.
     pub note: u64,
-    /// Own deadline; `None` takes the group's.
+    /// Timeout of this call; `None` uses the group's timeout.
     pub timeout: Option<Duration>,
-    /// What this rank contributes. Empty for calls in place and off a scatter's root.
+    /// Contributions of this rank. Empty for calls in place, and on the non-root ranks of a scatter.
     pub inputs: Blocks,
-    /// What this rank receives. Empty off a gather's root.
+    /// Buffers for what this rank receives. Empty on the non-root ranks of a gather.
     pub outputs: Blocks,
-    /// All ranks' blocks have equal sizes by construction (no splits were given).
+    /// Whether the blocks of all ranks have equal sizes by construction (no splits were given).
     pub equal_blocks: bool,
-    /// Whether the caller waits at once.
+    /// Whether the caller waits immediately.
     pub mode: Mode,
-    /// A number reserved with `Group::reserve_seqs`; `None` takes the next.
+    /// Sequence number reserved with `Group::reserve_seqs`; `None` takes the next number.
     pub seq: Option<u64>,
-    /// Whether messages are encoded, and how.
+    /// Whether messages are encoded, and with which settings.
     pub encoding: Encoded,
-    /// What brings tensors that lie in other memory into memory of the host and back, if there are any.
+    /// Worker that copies tensors in other memory to host memory and back, if there are such tensors.
     pub staging: Option<Arc<dyn External>>,
-    /// What does the whole collective, once all ranks have shown that they make the same; whether it does must be the same on all ranks.
+    /// Worker that does the whole collective, once the signatures of all ranks agree. All ranks must set this, or none.
     pub offload: Option<Arc<dyn External>>,
-    /// Which part of the call this is, where other lanes do the others.
+    /// Part of the call that this description covers, if other lanes do the other parts.
     pub part: Part,
-    /// Of the first part: what is over when the others are.
+    /// In the first part: operation that ends when the other parts have completed.
     pub joins: Option<Arc<dyn External>>,
-    /// Where it is noted where the time of a collective goes; nowhere as a rule, since that takes time, and never on the fast path.
+    /// Where the phase times of a collective are recorded. Usually `None`, because timing costs time; always `None` on
+    /// the fast path.
     pub phases: Option<Arc<Phases>>,
 }
 
 impl CallDesc {
-    /// A call of `collective` without tensors; fill in the rest.
+    /// Creates a call of `collective` without tensors. The caller sets the remaining fields.
     pub fn new(collective: Collective, dtype: Dtype) -> Self {
         Self {
             collective,
@@ -94,13 +96,14 @@ impl CallDesc {
         }
     }
 
-    /// Bytes of the larger side: of all that goes in, or all that comes out.
+    /// Returns the bytes of the larger side: total of all inputs, or total of all outputs.
     pub fn bytes(&self) -> u64 {
         let total = |blocks: &Blocks| blocks.pieces().iter().map(TensorDesc::len_bytes).sum::<u64>();
         total(&self.inputs).max(total(&self.outputs))
     }
 
-    /// Bytes of the whole buffer of one rank, the same on all ranks of such a world; 0 where no rank knows it, since the blocks are uneven.
+    /// Returns the bytes of one rank's whole buffer, which is the same on all ranks of a group of `world` ranks.
+    /// Returns 0 if the blocks may be uneven, because then no rank knows it.
     pub fn size_bytes(&self, world: u32) -> u64 {
         let total = |blocks: &Blocks| blocks.pieces().iter().map(TensorDesc::len_bytes).sum::<u64>();
         match self.collective {
@@ -110,12 +113,12 @@ impl CallDesc {
             Collective::ReduceScatter => total(&self.inputs),
             Collective::Gather => total(&self.inputs) * u64::from(world),
             Collective::Scatter => total(&self.outputs) * u64::from(world),
-            // Some ranks may give splits that happen to be equal, and others none.
+            // Some ranks may pass splits that happen to be equal, while others pass none.
             Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => 0,
         }
     }
 
-    /// Whether all ranks know that the blocks of the call have one size.
+    /// Returns whether all ranks know that the blocks of the call have one size.
     pub fn has_equal_blocks(&self) -> bool {
         let bytes = |block: &[TensorDesc]| block.iter().map(TensorDesc::len_bytes).sum::<u64>();
         let are_alike = |blocks: &Blocks| {
@@ -131,7 +134,7 @@ impl CallDesc {
             }
     }
 
-    /// Whether the call may take the fast path: its caller waits, and it is nothing unusual.
+    /// Returns whether the call may take the fast path: its caller waits, and it uses no special option.
     #[inline]
     pub fn may_take_fast_path(&self) -> bool {
         self.mode == Mode::Blocking
@@ -144,7 +147,7 @@ impl CallDesc {
             && self.uses_tensors_as_they_are()
     }
 
-    /// How this call is encoded, if it is.
+    /// Returns the encoding of this call, if it is encoded.
     pub fn encoding(&self, world: u32) -> Option<&Encoding> {
         match &self.encoding {
             Encoded::As(encoding) if is_encoded(self.collective, self.dtype, self.op, world) => Some(encoding),
@@ -152,24 +155,25 @@ impl CallDesc {
         }
     }
 
-    /// The tensor of a call in place that has no other.
+    /// Returns the only tensor of a call in place.
     #[inline]
     pub(crate) fn alone(&self) -> Option<&TensorDesc> {
         if self.inputs.is_empty() { self.outputs.alone() } else { None }
     }
 
-    /// Whether all tensors can be sent from and received into.
+    /// Returns whether all tensors can be sent from and received into directly.
     #[inline]
     pub fn uses_tensors_as_they_are(&self) -> bool {
         self.op != ReduceOp::PremulSum
             && self.inputs.pieces().iter().chain(self.outputs.pieces()).all(TensorDesc::is_plain)
     }
 
-    /// Checks the description of a call that `rank` makes in a group of `world` ranks.
+    /// Checks the description of a call that `rank` issues in a group of `world` ranks.
     ///
     /// # Errors
-    /// `InvalidArgument` for ranks, block counts and sizes that do not fit, and for mixed dtypes where they must
-    /// agree; `Unsupported` for an operator that the dtype does not have.
+    /// `InvalidArgument` for ranks, block counts and sizes that do not fit, and for mixed dtypes where they must agree.
+    /// `Unsupported` for an operator that the dtype does not have, for memory that cannot be staged, and for a call
+    /// that cannot be offloaded.
     pub fn check(&self, rank: Rank, world: u32) -> Result<()> {
         self.check_ranks(world)?;
         self.check_blocks(rank, world)?;
@@ -184,26 +188,26 @@ impl CallDesc {
         Ok(())
     }
 
-    /// Whether some tensor lies where the executor cannot touch it.
+    /// Returns whether a tensor lies in memory that the executor cannot access.
     pub(crate) fn is_staged(&self) -> bool {
         let mut pieces = self.inputs.pieces().iter().chain(self.outputs.pieces());
-        // The first part brings them here for all.
+        // The first part stages the tensors for all parts.
         self.part.index == 0 && pieces.any(|tensor| tensor.memory() != MemoryKind::Host)
     }
 
-    /// Whether all tensors lie where the host touches them.
+    /// Returns whether all tensors lie in memory that the host can access.
     pub fn uses_host_memory(&self) -> bool {
         !self.is_staged()
     }
 
-    /// What the executor cannot touch is staged by external operations of the plan, or refused.
+    /// Checks the tensors that the executor cannot access: external operations of the plan must be able to stage them.
     fn check_memory(&self, rank: Rank, world: u32) -> Result<()> {
         let sides = [("input", &self.inputs), ("output", &self.outputs)];
         let all = sides.iter().flat_map(|(side, blocks)| (0..).zip(blocks.pieces()).map(move |(i, t)| (*side, i, t)));
         for (side, index, tensor) in all.filter(|(_, _, tensor)| tensor.memory() != MemoryKind::Host) {
             let why = match &self.staging {
                 None => "and nothing was given that stages it; copy it to host memory first, or set `staging`",
-                // A message has no plan.
+                // A point-to-point message has no plan.
                 Some(_) if self.collective.is_point_to_point() => {
                     "which messages do not stage; copy it to host memory first"
                 }
@@ -224,7 +228,7 @@ impl CallDesc {
         Ok(())
     }
 
-    /// What is done elsewhere is a collective on host memory as it is.
+    /// Checks an offloaded call: it must be a collective on unencoded host memory.
     fn check_offload(&self, rank: Rank, world: u32) -> Result<()> {
         let Some(by) = &self.offload else { return Ok(()) };
         let why = match self.collective {
@@ -241,7 +245,7 @@ impl CallDesc {
         Err(Error::unsupported(text).of(self.collective).on_rank(rank))
     }
 
-    /// Tensors of one type, and codecs for each of them.
+    /// Checks an encoded call: its tensors have one dtype, and there are codecs for each.
     fn check_encoding(&self, encoding: &Encoding) -> Result<()> {
         let refused = |why: String| Err(Error::invalid_argument(why).of(self.collective));
         let mut pieces = self.inputs.pieces().iter().chain(self.outputs.pieces());
@@ -316,7 +320,7 @@ impl CallDesc {
         Ok(())
     }
 
-    /// In every block the pieces must be as many as in the one that stands alone.
+    /// Checks that every block has as many pieces as the single block of the other side.
     fn check_own_block(&self) -> Result<()> {
         let (many, one) = if self.collective == Collective::AllGather {
             (&self.outputs, &self.inputs)

@@ -1,7 +1,7 @@
-//! How the tensors of a call are encoded: settings that ranks agree on, and the sizes that the layout of a call is made with.
+//! Encodings of the tensors of a call: the settings on which ranks agree, and the sizes from which the layout is made.
 //!
-//! The codecs themselves are in accl-kernels, what is encoded when is the plan's matter, and which tensors to compress that of
-//! whoever makes the call. Read [`Encoding`] first.
+//! The codecs themselves are in accl-kernels. The plan decides what is encoded when. The caller decides which tensors
+//! to compress. Read [`Encoding`] first.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -13,38 +13,41 @@ use accl_types::{Bytes, Collective, Dtype, Elems, Error, ReduceOp, Result};
 use super::error_stats::Probe;
 use accl_types::hash::{fold, hash_words};
 
-/// Most elements of a tile: its float32 sums stay in the second-level cache beside what they are made of.
+/// Maximum elements of a tile. Its float32 sums then stay in the second-level cache together with their inputs.
 pub const TILE_ELEMS: u64 = 16_384;
 
-/// As that, of a tensor whose codecs only cast: they are as fast as memory is, so that all that a tile is made of stays in the first-level
-/// cache. With their headers, eight of 16 bits an element fit [`FRAME_BYTES`], and four of 32.
+/// Maximum elements of a tile of a tensor whose codecs only cast. Casts run at memory speed, so all inputs of such a
+/// tile should stay in the first-level cache. With their headers, eight tiles of 16 bits an element fit
+/// [`FRAME_BYTES`], or four of 32 bits.
 const CAST_TILE_ELEMS: u64 = 4080;
 
-/// Frames have so many bytes of a message, unless `ACCL_SEGMENT_BYTES` says otherwise. A tile is no longer where its buckets allow it.
+/// Bytes of a message in one frame, unless `ACCL_SEGMENT_BYTES` is set. A tile is at most this long if its buckets
+/// allow it.
 const FRAME_BYTES: u64 = 64 << 10;
 
-/// As that, of the tensor that travels raw beside others: as the last one of a call it is waited for alone.
+/// Maximum elements of a tile of the raw tensor that is added to a call. The tensor is the last one of a call, and
+/// nothing overlaps with the wait for it.
 const RAW_TILE_ELEMS: u64 = 1024;
 
 /// Bytes of a tile's header.
 pub const TILE_HEADER_BYTES: usize = 16;
 
-// Beside the words of two codecs there is room for part of the hash of all.
+// The words of two codecs must leave room for part of the hash of all codecs.
 const _: () = assert!(2 * Summary::BITS <= u64::BITS - 8, "the words of two codecs leave no room for a hash");
 
-/// In the order of their numbers.
+/// All roles, in the order of their numbers.
 const ROLES: [Role; 3] = [Role::IntraNode, Role::Reduce, Role::Result];
 
-/// The codecs of the tensors at one position of a call's blocks.
+/// Codecs of the tensors at one position of a call's blocks.
 #[derive(Clone, Debug)]
 pub struct TensorCodecs {
-    /// For parts of a sum between ranks of one host, where an algorithm treats them apart.
+    /// Codec for partial sums between ranks of one host, if the algorithm distinguishes them.
     pub intra_node: Arc<dyn Codec>,
-    /// For parts of a sum.
+    /// Codec for partial sums.
     pub reduce: Arc<dyn Codec>,
-    /// For what ranks end with.
+    /// Codec for final results.
     pub result: Arc<dyn Codec>,
-    /// Tells the random numbers of one tensor from those of another.
+    /// Number that makes the random numbers of this tensor differ from those for another tensor.
     pub id: u64,
 }
 
@@ -63,20 +66,20 @@ impl TensorCodecs {
     }
 }
 
-/// The codecs of a call: made once, used by many calls.
+/// The codecs of a call. They are created once and used by many calls.
 #[derive(Debug)]
 pub struct Codecs {
     tensors: Vec<TensorCodecs>,
-    /// Of each tensor and role, for headers.
+    /// Hash of the codec settings of each tensor and role, for tile headers.
     settings: Vec<[u32; 3]>,
     text: String,
     hash: u64,
-    /// The last tensor was added by [`Codecs::with_raw_tensor`].
+    /// Whether [`Codecs::with_raw_tensor`] added the last tensor.
     has_raw: bool,
     with_raw: OnceLock<Arc<Codecs>>,
 }
 
-/// Equal settings encode alike.
+/// Codecs with equal settings encode identically.
 impl PartialEq for Codecs {
     fn eq(&self, other: &Self) -> bool {
         self.hash == other.hash && self.text == other.text
@@ -92,10 +95,10 @@ impl std::hash::Hash for Codecs {
 }
 
 impl Codecs {
-    /// One entry for each tensor of a block: one as a rule, more in coalesced calls.
+    /// Creates codecs from one entry for each tensor of a block: usually one, more in coalesced calls.
     ///
     /// # Errors
-    /// `Configuration` if there is none, or if the buckets of one tensor's codecs do not fit a tile together.
+    /// `Configuration` if `tensors` is empty, or if the buckets of one tensor's codecs do not fit a tile together.
     pub fn new(tensors: Vec<TensorCodecs>) -> Result<Arc<Self>> {
         Self::made(tensors, false)
     }
@@ -123,12 +126,12 @@ impl Codecs {
         Ok(Arc::new(Self { tensors, settings, text, hash, has_raw, with_raw: OnceLock::new() }))
     }
 
-    /// The settings in words, the same for equal ones.
+    /// Returns the settings as text, which is the same for equal settings.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// The same with one more tensor, which travels raw.
+    /// Returns these codecs with one more tensor, which is sent raw.
     pub(crate) fn with_raw_tensor(&self) -> Result<Arc<Self>> {
         if let Some(known) = self.with_raw.get() {
             return Ok(known.clone());
@@ -139,32 +142,33 @@ impl Codecs {
         Ok(self.with_raw.get_or_init(|| made).clone())
     }
 
-    /// As [`Codecs::tensors`], without the one that was added.
+    /// Returns the number of tensors of a block like [`Codecs::tensors`], without the added raw tensor.
     pub(crate) fn given(&self) -> usize {
         self.tensors.len() - usize::from(self.has_raw)
     }
 
-    /// Number of tensors of a block.
+    /// Returns the number of tensors of a block.
     pub fn tensors(&self) -> usize {
         self.tensors.len()
     }
 
-    /// Bytes that a tensor of so many elements becomes, as part of a sum and as a result.
+    /// Returns the encoded bytes of a tensor of `elems` elements: as a partial sum, and as a result.
     pub fn encoded_bytes(self: &Arc<Self>, position: u32, dtype: Dtype, elems: Elems) -> (Bytes, Bytes) {
         let typed = TypedCodecs { codecs: self.clone(), dtype };
         let of = |role| Bytes(typed.piece_bytes(role, position, elems.0));
         (of(Role::Reduce), of(Role::Result))
     }
 
-    /// What ranks compare with every call; never 0. It names the settings of the first tensor, and has part of a hash of all.
+    /// Returns the word that ranks compare with every call; never 0. It identifies the settings of the first tensor,
+    /// and contains part of a hash of all settings.
     pub(crate) fn word(&self) -> u64 {
         let [reduce, result] = [Role::Reduce, Role::Result].map(|role| u64::from(self.codec(role, 0).summary().word()));
-        // As many bits of the hash as there is room for.
+        // The word contains as many bits of the hash as fit.
         let word = u64::from(fold(self.hash)) << (2 * Summary::BITS) | result << Summary::BITS | reduce;
         if word == 0 { 1 << (2 * Summary::BITS) } else { word }
     }
 
-    /// What a word says: of the first tensor, where there are several.
+    /// Describes a word from [`Codecs::word`]. If there are several tensors, it describes the first.
     pub(crate) fn describe_word(word: u64) -> String {
         if word == 0 {
             return "no codec".to_owned();
@@ -179,7 +183,7 @@ impl Codecs {
         &self.tensors[position as usize]
     }
 
-    /// The hash of a codec's settings.
+    /// Returns the hash of a codec's settings.
     pub(crate) fn settings(&self, role: Role, position: u32) -> u32 {
         self.settings[position as usize][role as usize]
     }
@@ -189,43 +193,45 @@ impl Codecs {
     }
 }
 
-/// What earlier encodings of a call's tensors have lost, to be added to what is encoded next: error feedback (Seide et al.,
-/// 1-Bit Stochastic Gradient Descent, 2014; on both ways, Tang et al., DoubleSqueeze, 2019).
+/// Residuals of error feedback: what earlier encodings of a call's tensors lost, to be added to what is encoded next
+/// (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; in both directions, Tang et al., DoubleSqueeze, 2019).
 ///
-/// Each address is that of as many float32 as the tensor has elements, zeros at first. They are read and written until the
-/// call ends, and their owner leaves them alone and keeps them until then.
+/// Each address points to as many float32 values as the tensor has elements, initially zeros. The call reads and writes
+/// them until it completes. Until then their owner must keep them alive and must not access them.
 #[derive(Clone, Debug, Default)]
 pub struct Residuals {
-    /// Of this rank's contributions: of each tensor of each block, one block after the other.
+    /// Residual addresses of this rank's contributions: one for each tensor of each block, block after block.
     pub contributions: Vec<usize>,
-    /// Of sums that this rank finishes, of each tensor; empty for none. A tile whose sum is all zeros is sent so, and its part waits.
+    /// Residual addresses of the sums that this rank finishes, one for each tensor; empty for none. A tile whose sum is
+    /// all zeros is sent as zeros, and its part of the residual stays for a later call.
     pub sums: Vec<usize>,
 }
 
-/// How one call is encoded.
+/// Settings with which one call is encoded.
 #[derive(Clone, Debug)]
 pub struct Encoding {
-    /// With what.
+    /// Codecs of the tensors.
     pub codecs: Arc<Codecs>,
-    /// What random numbers are made from, together with tensor, element, rank and how often a sum was encoded before.
+    /// Seed of the random numbers, combined with tensor, element, rank, and how often a sum was encoded before.
     pub seed: u64,
-    /// As `seed`: a number that no two calls on the same tensors share.
+    /// Number that no two calls on the same tensors share. It is combined with `seed`.
     pub step: u64,
-    /// What earlier encodings have lost, if it is kept.
+    /// Residuals of earlier encodings, if the caller keeps them.
     pub residuals: Option<Arc<Residuals>>,
-    /// What is measured, if anything is: the same on all ranks, but for the statistics.
+    /// Measurements to take, if any. They are the same on all ranks, except for the statistics object.
     pub probe: Option<Probe>,
 }
 
-/// Whether a call is encoded, and how.
+/// Whether a call is encoded, and with which settings.
 #[derive(Clone, Debug, Default)]
 pub enum Encoded {
-    /// As its group does where nothing is said.
+    /// The default of the group.
     #[default]
     GroupDefault,
-    /// It travels as it is.
+    /// Tensors are sent unencoded.
     Never,
-    /// So. Calls that cannot be (integers, float64, other operators than sums, one rank) travel as they are.
+    /// These settings. Calls that cannot be encoded (integers, float64, operators other than sums, one rank) are sent
+    /// unencoded.
     As(Encoding),
 }
 
@@ -235,13 +241,13 @@ impl From<Encoding> for Encoded {
     }
 }
 
-/// Whether a call of this kind is encoded when it is asked to be; others travel as they are.
+/// Returns whether a call of this kind is encoded on request. Other calls are sent unencoded.
 pub fn is_encoded(collective: Collective, dtype: Dtype, op: ReduceOp, world: u32) -> bool {
     let adds = matches!(op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum);
     world > 1 && accl_schedule::encodes(collective) && encodes(dtype) && (adds || !collective.reduces())
 }
 
-/// The codecs of a call with the type of its tensors: what its layout depends on.
+/// Codecs of a call and the dtype of its tensors. The layout of the call depends on both.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct TypedCodecs {
     pub codecs: Arc<Codecs>,
@@ -279,7 +285,7 @@ fn hash_text(text: &str) -> u64 {
     hash_words(text.bytes().map(u64::from))
 }
 
-/// Settings of tensors that follow each other and have the same are named once.
+/// Describes the settings. Consecutive tensors with equal settings are listed once, with their number.
 fn describe(tensors: &[TensorCodecs]) -> String {
     let one = |tensor: &TensorCodecs| {
         let [intra_node, reduce, result] =

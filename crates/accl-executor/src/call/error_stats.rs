@@ -1,36 +1,36 @@
-//! What encodings do to tensors: error, residuals, buckets that become NaN, time.
+//! Statistics about encodings: error, residuals, buckets that became NaN, and time.
 //!
-//! Owns the figures of a call and the way they take. How they are found is in `memory::error_probe`; who sums them up over calls is
-//! a [`Statistics`] that is handed in. Read [`Measured`] first.
+//! This module owns the figures of a call and how they are passed on. `memory::error_probe` measures them. A
+//! [`Statistics`] that is passed in sums them over calls. Read [`Measured`] first.
 
 use std::fmt;
 use std::sync::Arc;
 
 use accl_kernels::codec::NonFinite;
 
-/// What was measured of one tensor, summed up over calls that are done.
+/// Measurements of one tensor, summed over completed calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Measured {
     /// Number of calls.
     pub calls: u64,
-    /// Elements of results that were compared with exact ones.
+    /// Number of result elements that were compared with exact results.
     pub compared: u64,
-    /// Sum of the squares of their errors.
+    /// Sum of the squared errors of the compared elements.
     pub error: f64,
-    /// Sum of the squares of the exact ones.
+    /// Sum of the squares of the exact results.
     pub square: f64,
-    /// Calls with error feedback on gradients that were not all zeros.
+    /// Number of calls with error feedback whose gradients were not all zeros.
     pub residual_calls: u64,
-    /// Sum over these: norm of this rank's residual, by the norm of its gradient.
+    /// Sum over `residual_calls`: norm of this rank's residual divided by the norm of its gradient.
     pub residual: f64,
     /// Buckets that this rank encoded as NaN.
     pub non_finite: NonFinite,
-    /// Time that this rank took to encode, decode and add, in nanoseconds.
+    /// Time that this rank spent encoding, decoding and adding, in nanoseconds.
     pub nanos: u64,
 }
 
 impl Measured {
-    /// Adds what was measured of another call.
+    /// Adds the measurements of another call.
     pub fn add(&mut self, other: &Measured) {
         self.calls += other.calls;
         self.compared += other.compared;
@@ -43,46 +43,47 @@ impl Measured {
     }
 }
 
-/// Where calls enter what was measured of them when they are done.
+/// Collector of the measurements of completed calls.
 pub trait Statistics: Send + Sync + fmt::Debug {
-    /// Adds the rows of a call's tensors, in their order. Runs under the engine's lock: it must not wait for long.
+    /// Adds the measurements of one call, one row for each of its tensors in order. Runs under the engine's lock: it
+    /// must not block for long.
     fn enter(&self, measured: &[Measured]);
 }
 
-/// That a call is measured, and how closely.
+/// Request to measure a call, and how closely.
 #[derive(Clone, Debug)]
 pub struct Probe {
-    /// Where it is entered.
+    /// Collector of the measurements.
     pub stats: Arc<dyn Statistics>,
-    /// About one element in so many of a sum is compared with the exact result; 0: none.
+    /// About one of `one_in` elements of a sum is compared with the exact result; 0 compares none.
     pub one_in: u64,
-    /// Of a call that is cut into parts: where the others leave what they have measured for the first.
+    /// If the call is cut into parts: where the other parts leave their measurements for the first part.
     pub gathered: Option<Arc<dyn Gather>>,
-    /// The memory of the additional tensor, which every part of the call keeps.
+    /// Memory of the additional tensor. Every part of the call keeps it alive.
     pub(crate) rooms: Option<Arc<dyn Keeps>>,
 }
 
-/// What a call keeps for as long as any part of it goes on.
+/// Memory that a call keeps alive as long as any of its parts runs.
 pub trait Keeps: Send + Sync + fmt::Debug {}
 
 impl Probe {
-    /// Enters what is measured there.
+    /// Creates a probe that adds its measurements to `stats`.
     pub fn new(stats: Arc<dyn Statistics>, one_in: u64) -> Self {
         Self { stats, one_in, gathered: None, rooms: None }
     }
 }
 
-/// What was measured of a part of a call.
+/// Measurements of one part of a call.
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
-    /// Of each of the caller's tensors.
+    /// Measurements of each of the caller's tensors.
     pub(crate) rows: Vec<Measured>,
-    /// Of each of them: squares of the residual, and of the gradient.
+    /// For each of these tensors: sum of the squares of the residual, and of the gradient.
     pub(crate) squares: Vec<[f64; 2]>,
 }
 
 impl Figures {
-    /// Adds those of another part.
+    /// Adds the figures of another part.
     pub fn add(&mut self, other: Figures) {
         self.rows.resize(self.rows.len().max(other.rows.len()), Measured::default());
         self.squares.resize(self.squares.len().max(other.squares.len()), [0.0; 2]);
@@ -96,11 +97,11 @@ impl Figures {
     }
 }
 
-/// Where the parts of a call leave what they have measured, each under the lock of its own lane.
+/// Place where the parts of a call leave their measurements, each under the lock of its own lane.
 pub trait Gather: Send + Sync + fmt::Debug {
-    /// A part has ended.
+    /// Adds the figures of a part that has completed.
     fn add(&self, figures: Figures);
 
-    /// What all that have ended have left.
+    /// Takes the sum of the figures added so far.
     fn take(&self) -> Figures;
 }

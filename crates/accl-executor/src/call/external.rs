@@ -1,11 +1,15 @@
-//! External operations: work on a call's memory that is done elsewhere, by a device, another library or a thread.
+//! External operations: work on a call's memory that a device, another library or a thread does.
 //!
-//! The executor begins one when its operation is due, and goes on; it never waits for it. Whoever does the work has an
-//! [`ExternalTask`], which is the right to touch the memory that it names. The end of the task sets a flag and wakes the driver, which
-//! looks at the flag on its next pass. A call that fails meanwhile asks for the task back: it does not end, and its caller keeps the
-//! memory, before the task has ended, or before the memory of its collective is back (`access`). Work that nothing can stop is abandoned: the
-//! call ends, and its memory stays for as long as the process lives. Owns the task and its flag; when an operation is due is the matter of
-//! `exec::run`, and how long a failed call waits that of `group::stopping`. Read [`External`] first.
+//! The executor begins an operation when it is due, continues, and never waits for it. The worker has an
+//! [`ExternalTask`], which is the permission to access the memory that the task names. The end of the task sets a flag
+//! and wakes the driver, which checks the flag on its next pass.
+//!
+//! A call that fails meanwhile requests the task back. The call does not complete, and its caller keeps the memory,
+//! until the task has ended or the memory of its collective is back (`access`). Work that nothing can stop is
+//! abandoned: the call completes, and its memory must stay for as long as the process lives.
+//!
+//! This module owns the task and its flag. `exec::run` decides when an operation is due, and `group::stopping` decides
+//! how long a failed call waits. Read [`External`] first.
 
 use std::any::Any;
 use std::fmt;
@@ -18,24 +22,26 @@ use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp};
 use super::access::Access;
 use super::tensor::{Blocks, TensorDesc};
 
-/// Wakes whoever makes progress.
+/// Function that wakes the thread that makes progress.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
-/// Does external operations. The last reference to one may be dropped under the engine's lock: its `drop` must not wait for anybody.
+/// Worker for external operations. The last reference may be dropped under the engine's lock, so `drop` must not wait
+/// for another thread.
 pub trait External: Send + Sync + fmt::Debug {
-    /// A name for messages, such as that of a device or library.
+    /// Returns a name for messages, for example of a device or library.
     fn name(&self) -> &str;
 
-    /// Begins a task and returns. Runs under the engine's lock: it must neither block nor call the engine. The task may end before this
-    /// returns.
+    /// Begins a task and returns. Runs under the engine's lock: it must neither block nor call the engine. The task may
+    /// end before this returns.
     fn begin(&self, task: ExternalTask);
 
-    /// Tasks are wanted back: those of which [`ExternalTask::is_cancelled`] says so. Runs under the engine's lock, as
-    /// [`External::begin`]. For work that does not look at its task by itself.
+    /// Notifies the worker that tasks are wanted back: each task whose [`ExternalTask::is_cancelled`] returns `true`.
+    /// Runs under the engine's lock, like [`External::begin`]. Workers that check their tasks themselves do not need
+    /// it.
     fn cancel(&self) {}
 }
 
-/// What goes from one tensor to another of the same dtype and number of elements.
+/// A copy from one tensor to another of the same dtype and number of elements.
 #[derive(Clone, Debug)]
 pub struct ExternalCopy {
     /// The source.
@@ -44,30 +50,31 @@ pub struct ExternalCopy {
     pub to: TensorDesc,
 }
 
-/// A collective that is done elsewhere as a whole. All ranks have made it: each has shown that its call is the same.
+/// A collective that an external operation does as a whole. All ranks have issued it: their signatures are equal.
 #[derive(Clone, Debug)]
 pub struct ExternalCollective {
-    /// What it does.
+    /// The collective.
     pub collective: Collective,
-    /// What its elements are; of a call that only moves data and mixes types, the first one's.
+    /// Element type. If a call only moves data and mixes types, this is the type of its first tensor.
     pub dtype: Dtype,
-    /// How it combines contributions.
+    /// Reduce operator.
     pub op: ReduceOp,
-    /// Its root, if it has one.
+    /// Root rank, if the collective has one.
     pub root: Rank,
-    /// Its number in the group. A group begins its tasks in the order of their numbers, on all ranks.
+    /// Sequence number in the group. Every rank of a group begins its tasks in the order of these numbers.
     pub seq: u64,
-    /// When it was made.
+    /// Time at which the call was submitted.
     pub started: Moment,
-    /// Until when it should be done. Whoever does the task sees to that; the engine itself waits a little longer.
+    /// Time at which the collective should be done. The worker enforces this deadline; the engine itself waits a little
+    /// longer.
     pub deadline: Option<Moment>,
-    /// What this rank contributes, dense, by block. What a call in place contributes is that of its outputs.
+    /// Contributions of this rank, dense, by block. A call in place contributes the contents of its outputs.
     pub inputs: Blocks,
-    /// What this rank receives, dense, by block.
+    /// Buffers for what this rank receives, dense, by block.
     pub outputs: Blocks,
 }
 
-/// What a task is about.
+/// Work of a task.
 #[derive(Clone, Debug)]
 pub(crate) enum ExternalWork {
     Copies(Vec<ExternalCopy>),
@@ -83,26 +90,29 @@ const PANICKED: &str = "it panicked when it was begun";
 
 struct Shared {
     state: AtomicU8,
-    /// Once it is wanted back, the task is cancelled.
+    /// Access to the memory. The task is cancelled once the memory is wanted back.
     access: Access,
-    /// Whoever began it has panicked: what it does is not to be trusted, and its end is awaited all the same.
+    /// Whether the worker panicked in `begin`. Its results are then not used, but the executor still waits for the task
+    /// to end.
     has_panicked: AtomicBool,
     why: OnceLock<Error>,
     wake: Wake,
 }
 
-/// One external operation that is under way. Whoever has it may touch the memory of its copies, and nobody else does; that of a collective
-/// is touched through [`CollectiveMemory`](crate::memory::CollectiveMemory) alone. It is given back by [`ExternalTask::done`],
-/// [`ExternalTask::fail`], or by dropping it, which is a failure unless it was cancelled.
+/// One external operation in flight.
+///
+/// The worker that has the task has exclusive access to the memory of its copies. The memory of a collective is
+/// accessed only through [`CollectiveMemory`](crate::memory::CollectiveMemory). The task is given back by
+/// [`ExternalTask::done`], [`ExternalTask::fail`], or a drop. A drop counts as a failure unless the task was cancelled.
 pub struct ExternalTask {
     work: ExternalWork,
     shared: Arc<Shared>,
-    /// Memory of the engine that lives as long as the task, whatever becomes of the call.
+    /// Memory of the engine that lives as long as the task, whatever happens to the call.
     _keeps: Arc<dyn Any + Send + Sync>,
 }
 
 impl ExternalTask {
-    /// What is to be copied.
+    /// Returns the copies to make.
     pub fn copies(&self) -> &[ExternalCopy] {
         match &self.work {
             ExternalWork::Copies(copies) => copies,
@@ -110,7 +120,7 @@ impl ExternalTask {
         }
     }
 
-    /// The collective that is to be done.
+    /// Returns the collective to do, if the task is one.
     pub fn collective(&self) -> Option<&ExternalCollective> {
         match &self.work {
             ExternalWork::Copies(_) | ExternalWork::Parts => None,
@@ -118,60 +128,63 @@ impl ExternalTask {
         }
     }
 
-    /// Whether the call has failed and wants its memory back: nothing that is written from here on is of use.
+    /// Returns whether the call has failed and wants its memory back. Anything written from then on is unused.
     pub fn is_cancelled(&self) -> bool {
         self.shared.access.is_wanted_back()
     }
 
-    /// The right to touch the memory of the collective until it is dropped; `None` once the task is cancelled.
+    /// Returns permission to access the memory of the collective until the result is dropped; `None` once the task is
+    /// cancelled.
     pub(crate) fn touch(&self) -> Option<Touch<'_>> {
         self.shared.access.begin().then_some(Touch(&self.shared))
     }
 
-    /// The right to touch the memory of the collective until the task ends, whatever becomes of the call; `false` once the task is cancelled.
-    /// Nobody else may touch it meanwhile, as [`CollectiveMemory`](crate::memory::CollectiveMemory) would.
+    /// Acquires permission to access the memory of the collective until the task ends, whatever happens to the call.
+    /// Returns `false` once the task is cancelled. While it is held, no other access (such as by
+    /// [`CollectiveMemory`](crate::memory::CollectiveMemory)) is allowed.
     pub fn hold(&self) -> bool {
         self.shared.access.begin()
     }
 
-    /// All is written. The task's memory is touched no more.
+    /// Ends the task as successful: all outputs are written. The worker no longer accesses the task's memory.
     pub fn done(self) {
         self.end(DONE);
     }
 
-    /// It cannot be done, for this reason. The task's memory is touched no more.
+    /// Ends the task as failed, for the reason `why`. The worker no longer accesses the task's memory.
     pub fn fail(self, why: impl Into<String>) {
         self.fail_as(ErrorKind::Device, why);
     }
 
-    /// As [`ExternalTask::fail`], for a reason of this kind.
+    /// Fails the task like [`ExternalTask::fail`], with an error of this kind.
     pub fn fail_as(self, kind: ErrorKind, why: impl Into<String>) {
         self.fail_with(Error::new(kind, why));
     }
 
-    /// As [`ExternalTask::fail`], for an error that says more than its reason.
+    /// Fails the task like [`ExternalTask::fail`], with an error that has more context than a reason.
     pub fn fail_with(self, error: Error) {
         let _ = self.shared.why.set(error);
         self.end(FAILED);
     }
 
-    /// It has failed or was cancelled, and nothing stops what still works on the memory that it [holds](ExternalTask::hold): the call ends,
-    /// and the memory must stay for as long as the process lives, which the call's error says.
+    /// Abandons a task that has failed or was cancelled, while unstoppable work still uses the memory that it
+    /// [holds](ExternalTask::hold). The call completes. The memory must stay for as long as the process lives, and the
+    /// call's error says so.
     pub fn abandon(self, error: Error) {
         let _ = self.shared.why.set(error.holding_memory());
         self.end(FAILED);
-        // With it goes what the tensors lie in besides the caller's memory.
+        // Forgetting the task also leaks the engine's memory in which its tensors lie.
         std::mem::forget(self);
     }
 
     fn end(&self, state: u8) {
-        // Release: whoever sees the end also sees what was written.
+        // Release: a thread that sees the end also sees what the worker wrote.
         self.shared.state.store(state, Ordering::Release);
         (self.shared.wake)();
     }
 }
 
-/// See [`ExternalTask::touch`].
+/// Permission returned by [`ExternalTask::touch`].
 pub(crate) struct Touch<'task>(&'task Shared);
 
 impl Drop for Touch<'_> {
@@ -184,7 +197,7 @@ impl Drop for Touch<'_> {
 
 impl Drop for ExternalTask {
     fn drop(&mut self) {
-        // Nobody else ends it: whoever has the task drops it.
+        // Relaxed: only the owner of the task, which drops it here, can end it.
         if self.shared.state.load(Ordering::Relaxed) == UNDER_WAY {
             self.end(FAILED);
         }
@@ -201,21 +214,21 @@ impl fmt::Debug for ExternalTask {
 pub(crate) struct ExternalHandle {
     by: Arc<dyn External>,
     shared: Arc<Shared>,
-    /// Its memory is touched by nobody who has not asked first.
+    /// Whether the worker accesses the memory only between `Access::begin` and `Access::end`.
     asks_first: bool,
 }
 
-/// What the flag of a task says.
+/// State of a task, from its flag.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ExternalState {
     UnderWay,
     Done,
-    /// For this reason.
+    /// The task failed with this error.
     Failed(Error),
 }
 
 impl ExternalHandle {
-    /// Begins a task. `keeps` is what its tensors lie in besides the memory of the caller.
+    /// Begins a task. `keeps` owns the memory of the engine in which the task's tensors lie.
     pub(crate) fn begin(
         by: &Arc<dyn External>,
         work: ExternalWork,
@@ -229,22 +242,24 @@ impl ExternalHandle {
             why: OnceLock::new(),
             wake,
         });
-        // There before anybody else's code runs: whatever that does, the call does not end while the task is under way.
+        // The handle exists before the worker's code runs. Whatever that code does, the call does not complete while
+        // the task is in flight.
         let asks_first = matches!(work, ExternalWork::Collective(_));
         let handle = Self { by: by.clone(), shared: shared.clone(), asks_first };
         let task = ExternalTask { work, shared, _keeps: keeps };
         if catch_unwind(AssertUnwindSafe(|| by.begin(task))).is_err() {
-            // The task may have been handed on before, and then its end is waited for.
+            // The worker may have passed the task on before it panicked, so the executor still waits for the task to
+            // end.
             let _ = handle.shared.why.set(Error::device(PANICKED));
             handle.shared.has_panicked.store(true, Ordering::Relaxed);
         }
         handle
     }
 
-    /// Whether it has ended.
+    /// Returns whether the task has ended.
     #[inline]
     pub(crate) fn has_ended(&self) -> bool {
-        // Acquire: what the task has written is seen by whoever goes on.
+        // Acquire: the thread that continues sees what the task has written.
         self.shared.state.load(Ordering::Acquire) != UNDER_WAY
     }
 
@@ -259,32 +274,33 @@ impl ExternalHandle {
         }
     }
 
-    /// Asks for the task back.
+    /// Requests the task back.
     pub(crate) fn cancel(&self) {
         if !self.has_ended() && self.shared.access.want_back() {
-            // A panic is its own matter: the call waits for the task as if nobody had been asked.
+            // A panic of the worker is ignored: the call waits for the task as if it had not been requested back.
             let _ = catch_unwind(AssertUnwindSafe(|| self.by.cancel()));
         }
     }
 
-    /// Whether it touches no memory of the call, now and later: it has ended, or does no more than it has memory of its own for.
+    /// Returns whether the task accesses no memory of the call, now or later. It has ended, or it can reach only its
+    /// own memory.
     pub(crate) fn is_away(&self) -> bool {
         self.has_ended() || self.asks_first && self.shared.access.is_back()
     }
 
-    /// Why it was abandoned, if it was.
+    /// Returns the reason, if the task was abandoned.
     pub(crate) fn abandoned(&self) -> Option<&Error> {
         self.shared.why.get().filter(|why| self.has_ended() && why.context.holds_memory)
     }
 
-    /// Who does it.
+    /// Returns the name of the worker.
     pub(crate) fn name(&self) -> &str {
         catch_unwind(AssertUnwindSafe(|| self.by.name())).unwrap_or("an operation whose name panics")
     }
 }
 
 impl Drop for ExternalHandle {
-    /// Nobody waits for it any more.
+    /// Requests the task back, because the executor no longer waits for it.
     fn drop(&mut self) {
         self.cancel();
     }
@@ -297,7 +313,7 @@ mod tests {
 
     use super::*;
 
-    /// Keeps its tasks.
+    /// Worker that stores its tasks.
     #[derive(Debug, Default)]
     struct Shelf {
         tasks: Mutex<Vec<ExternalTask>>,

@@ -1,4 +1,4 @@
-//! Calls as data: tensors, encodings, descriptions, and what is counted of them.
+//! Calls as data: tensors, encodings, descriptions, and statistics.
 
 mod access;
 mod desc;

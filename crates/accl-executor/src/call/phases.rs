@@ -1,7 +1,7 @@
-//! Where the time of a call went on this rank: before it began, waiting for peers, moving bytes, arithmetic.
+//! Phase timing of a call on this rank: before it began, waiting for peers, moving bytes, arithmetic.
 //!
-//! Owns these figures and the watch that takes them, which asks a clock that is handed in. A call has them only if its description asks for
-//! it: then every piece of arithmetic asks the clock twice. Read [`Phases`] first.
+//! This module owns the times and the stopwatch, which reads a clock that is passed in. Only a call whose description
+//! requests it is timed, because each piece of arithmetic then reads the clock twice. Read [`Phases`] first.
 
 use std::cell::Cell;
 use std::fmt;
@@ -11,44 +11,45 @@ use std::time::Duration;
 
 use accl_types::Moment;
 
-/// The times of one call. All of its parts, which different lanes do, enter theirs here.
+/// The times of one call, in nanoseconds. All its parts, which different lanes do, record their times here.
 #[derive(Debug)]
 pub struct Phases {
-    /// When the caller came with the call, on the clock that all others are read from.
+    /// Time at which the caller submitted the call, on the clock of all other times.
     made: AtomicU64,
-    /// From then on: until its memory was ready,
+    /// Time since `made` until the call's memory was ready.
     prepared: AtomicU64,
-    /// until the first part began,
+    /// Time since `made` until the first part began.
     begun: AtomicU64,
-    /// until the first message of a peer came,
+    /// Time since `made` until the first message from a peer arrived.
     met: AtomicU64,
-    /// and until the call was over.
+    /// Time since `made` until the call completed.
     total: AtomicU64,
-    /// Arithmetic of the part that met a peer first, until then.
+    /// Arithmetic before `met`, of the part that received the first message.
     worked_alone: AtomicU64,
-    /// Arithmetic of the part that had most.
+    /// Arithmetic of the part that had the most.
     worked: AtomicU64,
     has_failed: AtomicBool,
 }
 
-/// What has not happened yet.
+/// Value for an event that has not happened.
 const NEVER: u64 = u64::MAX;
 
-/// Where the time of a call went. Together they are the time from its making to its end.
+/// Time of a call by phase. The sum of the phases is the time from submission to completion.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PhaseTimes {
-    /// Until this rank began with it, but for preparing its memory.
+    /// Time until this rank began the call, without the preparation of its memory.
     pub queue: Duration,
-    /// From then until the first message of a peer came, but for arithmetic; zero where a call needed none to be done.
+    /// Time from then until the first message from a peer arrived, without arithmetic. Zero if the call completed
+    /// without a message.
     pub peers: Duration,
-    /// Moving bytes, and waiting for more of them.
+    /// Time to move bytes, and to wait for more of them.
     pub transfer: Duration,
-    /// Preparing memory, reducing, encoding, decoding and copying from tensor to tensor; of the lane that took longest for it.
+    /// Time to prepare memory, reduce, encode, decode, and copy between tensors, on the lane that spent most on it.
     pub reduce: Duration,
 }
 
 impl Phases {
-    /// Of a call that is to be made.
+    /// Creates the times of a call that is about to be submitted.
     pub fn new() -> Arc<Self> {
         let [zero, never] = [|| AtomicU64::new(0), || AtomicU64::new(NEVER)];
         Arc::new(Self {
@@ -63,17 +64,17 @@ impl Phases {
         })
     }
 
-    /// The caller comes with the call now.
+    /// Records that the caller submits the call now.
     pub fn make(&self, now: Moment) {
         self.made.store(nanos(now.since(Moment::default())), Ordering::Relaxed);
     }
 
-    /// Its memory is ready now.
+    /// Records that the call's memory is ready now.
     pub fn prepare(&self, now: Moment) {
         self.prepared.store(self.since_made(now), Ordering::Relaxed);
     }
 
-    /// Of a call that has ended; `None` of one that never was one, as it was refused.
+    /// Returns the times of a completed call; `None` if the call was refused and never ran.
     pub fn times(&self) -> Option<PhaseTimes> {
         let of = |nanos: &AtomicU64| nanos.load(Ordering::Relaxed);
         let total = Some(of(&self.total)).filter(|&total| total > 0)?;
@@ -83,7 +84,7 @@ impl Phases {
         let reduce = (prepared + of(&self.worked)).min(total - queue);
         let left = total - queue - reduce;
         let peers = match of(&self.met) {
-            // Nobody ever came, and that is what it has failed for.
+            // No message arrived, and the call failed: all remaining time was spent waiting for peers.
             NEVER if self.has_failed.load(Ordering::Relaxed) => left,
             NEVER => 0,
             met => met.saturating_sub(begun + of(&self.worked_alone)).min(left),
@@ -92,7 +93,7 @@ impl Phases {
         Some(PhaseTimes { queue, peers, transfer, reduce })
     }
 
-    /// A part of the call has ended.
+    /// Records that a part of the call has completed.
     pub(super) fn end(&self, now: Moment, has_failed: bool) {
         self.total.fetch_max(self.since_made(now).max(1), Ordering::Relaxed);
         self.has_failed.fetch_or(has_failed, Ordering::Relaxed);
@@ -107,30 +108,30 @@ fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(NEVER - 1)
 }
 
-/// Takes the times of one part of a call.
+/// Stopwatch for one part of a call.
 pub(crate) struct Stopwatch {
     clock: fn() -> Moment,
     phases: Arc<Phases>,
     has_begun: Cell<bool>,
     has_met: Cell<bool>,
-    /// Arithmetic until now.
+    /// Nanoseconds of arithmetic so far.
     worked: Cell<u64>,
 }
 
 impl Stopwatch {
-    /// Of a call whose times are taken.
+    /// Creates a stopwatch for a call that is timed.
     pub(crate) fn new(phases: Arc<Phases>, clock: fn() -> Moment) -> Self {
         Self { clock, phases, has_begun: Cell::default(), has_met: Cell::default(), worked: Cell::default() }
     }
 
-    /// This part begins, unless it has begun before.
+    /// Records that this part begins, unless it has begun before.
     pub(crate) fn begin(&self) {
         if !self.has_begun.replace(true) {
             self.phases.begun.fetch_min(self.now(), Ordering::Relaxed);
         }
     }
 
-    /// A message of a peer has come.
+    /// Records that a message from a peer has arrived.
     pub(crate) fn meet(&self) {
         if !self.has_met.replace(true) {
             self.begin();
@@ -141,12 +142,13 @@ impl Stopwatch {
         }
     }
 
-    /// This part is done. A call that is told so later may be told by a moment that was taken before.
+    /// Records that this part is done. [`Phases::end`] may follow later with a moment that was read earlier; the
+    /// maximum counts.
     pub(crate) fn end(&self) {
         self.phases.end((self.clock)(), false);
     }
 
-    /// Does a piece of arithmetic.
+    /// Runs a piece of arithmetic and adds its time.
     pub(crate) fn time<T>(&self, work: impl FnOnce() -> T) -> T {
         let from = self.now();
         let done = work();
@@ -155,7 +157,7 @@ impl Stopwatch {
         done
     }
 
-    /// Nanoseconds since the call was made.
+    /// Returns the nanoseconds since the call was submitted.
     fn now(&self) -> u64 {
         self.phases.since_made((self.clock)())
     }
@@ -185,7 +187,7 @@ mod tests {
         Moment::default() + Duration::from_millis(NOW.get())
     }
 
-    /// The times of a call that is made now and then goes on as it does.
+    /// Returns the phases, in milliseconds, of a call that is submitted now and then runs `go`.
     fn times(has_failed: bool, go: impl FnOnce(&Phases, &dyn Fn() -> Stopwatch)) -> [u128; 4] {
         let phases = Phases::new();
         pass(7);

@@ -1,7 +1,7 @@
-//! A call in flight as the protocol sees it: whether it has ended and how, and who is told.
+//! State of a call in flight: whether it has completed, its result, and the observer that is notified.
 //!
-//! Owns the state word and what hangs on it; knows no engine. The work itself is in `exec`; who sleeps until the end is the matter of
-//! the [`CallObserver`] that is handed in. Read [`CallState`] first.
+//! This module owns the state word and the values that depend on it. It does not know the engine. `exec` does the work
+//! of the call; the [`CallObserver`] that is passed in wakes waiting threads. Read [`CallState`] first.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -17,64 +17,65 @@ const DONE: u8 = 1;
 const FAILED: u8 = 2;
 const NO_SOURCE: u32 = u32::MAX;
 
-/// What a caller has run when its call has ended.
+/// Function that runs when a call has completed.
 pub type Callback = Box<dyn FnOnce() + Send>;
 
-/// How a wait ended.
+/// Result of a wait.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Waited {
-    /// The outputs are written.
+    /// The call succeeded: its outputs are written.
     Done,
-    /// The call failed; no thread touches its tensors any more.
+    /// The call failed, and no thread accesses its tensors any more.
     Failed(Error),
-    /// The wait's own timeout passed; the call runs on.
+    /// The timeout of the wait itself passed; the call continues.
     TimedOut(Error),
-    /// The interrupt hook asked to stop; the call runs on.
+    /// The interrupt hook asked the wait to stop; the call continues.
     Interrupted,
 }
 
-/// Who is told that a call has ended.
+/// Observer that is notified when a call completes.
 pub trait CallObserver: Send + Sync {
-    /// The call has ended: [`CallState::is_done`] says so from now on. Runs under the driver's lock, once, so it must neither block
-    /// nor call the engine. It has failed if there is an error. Returns what is to be run without the lock.
+    /// Called once when the call has completed: from then on, [`CallState::is_done`] returns `true`. `error` is set if
+    /// the call failed. Runs under the driver's lock, so it must neither block nor call the engine. Returns a function
+    /// to run after the lock is released.
     fn ended(&self, error: Option<&Error>) -> Option<Callback>;
 }
 
-/// A call in flight. Shared between the handle and whoever works on it.
+/// A call in flight, shared between the caller's handle and the code that executes it.
 pub struct CallState {
     info: CallInfo,
     started: Moment,
     state: AtomicU8,
-    /// Written before the state says that the call has failed.
+    /// Error of a failed call, written before the state changes to failed.
     error: OnceLock<Error>,
     source: AtomicU32,
-    /// The word that came with a message.
+    /// The `note` word that came with the received message.
     note: AtomicU64,
     duration_ns: AtomicU64,
     observer: Arc<dyn CallObserver>,
 }
 
-/// What identifies a call.
+/// Identity and options of a call.
 pub struct CallInfo {
-    /// The number of its group.
+    /// Number of the call's group.
     pub group_id: u64,
-    /// The name of its group.
+    /// Name of the call's group.
     pub group: Arc<str>,
-    /// Who made it.
+    /// This process's rank in the group.
     pub rank: Rank,
-    /// What it is.
+    /// Collective or point-to-point operation.
     pub collective: Collective,
-    /// Its number in the group.
+    /// Sequence number of the call in its group.
     pub seq: u64,
-    /// Whether its caller went on and waits later, or never.
+    /// Whether the caller continues and waits later, or never.
     pub is_async: bool,
-    /// Whether other lanes do parts of it.
+    /// Whether other lanes do parts of the call.
     pub is_cut: bool,
-    /// Whether [`CallState::duration`] tells how long it took.
+    /// Whether [`CallState::duration`] returns the duration of the call.
     pub is_timed: bool,
-    /// Where its time goes, if somebody asked.
+    /// Phase timing of the call, if the caller requested it.
     pub phases: Option<Arc<Phases>>,
-    /// Of the group.
+    /// Wait counters of the group.
     pub waits: Arc<Waits>,
 }
 
@@ -87,7 +88,7 @@ impl std::ops::Deref for CallState {
 }
 
 impl CallState {
-    /// A call that runs since `now`.
+    /// Creates the state of a call that started at `now`.
     pub fn new(info: CallInfo, observer: Arc<dyn CallObserver>, now: Moment) -> Arc<Self> {
         Arc::new(Self {
             info,
@@ -101,40 +102,40 @@ impl CallState {
         })
     }
 
-    /// Whether the call is done or failed. Neither blocks nor makes progress.
+    /// Returns whether the call has succeeded or failed. Neither blocks nor makes progress.
     pub fn is_done(&self) -> bool {
-        // Acquire: whoever sees the end also sees the outputs.
+        // Acquire: a thread that sees the completion also sees the outputs.
         self.state.load(Ordering::Acquire) != RUNNING
     }
 
-    /// When it was made.
+    /// Returns when the call was submitted.
     #[inline]
     pub fn started(&self) -> Moment {
         self.started
     }
 
-    /// The error of a failed call.
+    /// Returns the error of a failed call.
     pub fn error(&self) -> Option<Error> {
         self.error.get().cloned()
     }
 
-    /// Where a receive's data came from, once that is known.
+    /// Returns the rank that sent the received data, or `None` while it is unknown.
     pub fn source_rank(&self) -> Option<Rank> {
         Some(self.source.load(Ordering::Relaxed)).filter(|&source| source != NO_SOURCE).map(Rank)
     }
 
-    /// From submission to the last byte; `None` while it runs or when timing is off.
+    /// Returns the time from submission to completion; `None` while the call runs or if timing is off.
     pub fn duration(&self) -> Option<Duration> {
         let nanos = self.duration_ns.load(Ordering::Relaxed);
         (self.is_timed && nanos > 0).then(|| Duration::from_nanos(nanos))
     }
 
-    /// From submission to the last byte, once it has ended.
+    /// Returns the time from submission to completion; zero while the call runs.
     pub fn elapsed(&self) -> Duration {
         Duration::from_nanos(self.duration_ns.load(Ordering::Relaxed))
     }
 
-    /// An error with this call's place.
+    /// Adds collective, sequence number, group and rank of this call to `error`.
     pub fn in_context(&self, error: Error) -> Error {
         error.in_call(self.collective, Seq(self.seq)).in_group(&self.group).on_rank(self.rank)
     }
@@ -144,13 +145,13 @@ impl CallState {
         self.note.store(note, Ordering::Relaxed);
     }
 
-    /// The word that came with the message that this call received.
+    /// Returns the `note` word that came with the message that this call received.
     pub fn note(&self) -> u64 {
         self.note.load(Ordering::Relaxed)
     }
 
-    /// Ends the call. Called once, by whoever works on it; from here on nobody but the caller touches the
-    /// call's tensors. Returns the callback to be run.
+    /// Completes the call. The code that executes the call invokes this once. From then on, only the caller accesses
+    /// the call's tensors. Returns the callback to run.
     #[must_use]
     pub fn finish(&self, now: Moment, error: Option<Error>) -> Option<Callback> {
         let nanos = now.since(self.started).as_nanos().max(1);
@@ -162,12 +163,12 @@ impl CallState {
         if let Some(error) = error {
             let _ = self.error.set(error);
         }
-        // Release: the outputs and the error were written before.
+        // Release: a thread that sees this state also sees the outputs and the error, which were written before.
         self.state.store(state, Ordering::Release);
         self.observer.ended(self.error.get())
     }
 
-    /// How the call ended, or `None` while it runs.
+    /// Returns the result of the call, or `None` while it runs.
     pub fn outcome(&self) -> Option<Waited> {
         match self.state.load(Ordering::Acquire) {
             RUNNING => None,

@@ -1,20 +1,21 @@
 //! Tensors as a call sees them: an address with a shape.
 //!
-//! Owns what can be said of a tensor without touching its memory. Read [`TensorDesc`] first, then [`Blocks`].
+//! This module owns the facts about a tensor that need no access to its memory. Read [`TensorDesc`] first, then
+//! [`Blocks`].
 
 use accl_kernels::StridedView;
 use accl_types::{Dtype, Elems, Error, Result};
 use smallvec::SmallVec;
 
-/// Which memory a tensor lies in.
+/// Kind of memory that holds a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MemoryKind {
-    /// This process reads and writes it.
+    /// Memory that this process can read and write.
     #[default]
     Host,
-    /// Memory of a device, which only external operations reach: the address is one of that device.
+    /// Memory of a device. Only external operations can access it, and addresses belong to that device.
     Device {
-        /// The number that the device has in this process.
+        /// Number of the device in this process.
         id: u32,
     },
 }
@@ -30,10 +31,10 @@ impl std::fmt::Display for MemoryKind {
 
 /// A tensor's memory: `ptr` points to its first element.
 ///
-/// The caller keeps the memory alive and untouched until the call is done or failed.
+/// The caller keeps the memory alive, and does not access it, until the call has completed.
 #[derive(Clone, Debug)]
 pub struct TensorDesc {
-    /// First element; may be null when the tensor is empty.
+    /// Address of the first element; may be null if the tensor is empty.
     pub(crate) ptr: *mut u8,
     pub(crate) dtype: Dtype,
     /// The memory holds the conjugate of the value.
@@ -44,22 +45,23 @@ pub struct TensorDesc {
     /// See [`TensorDesc::is_plain`].
     plain: bool,
     count: u64,
-    /// How the elements lie, unless densely in row-major order.
+    /// Sizes and strides, unless the elements lie densely in row-major order.
     strided: Option<Box<Strided>>,
 }
 
-/// The shape of a tensor that is not dense, in elements.
+/// Shape of a tensor that is not dense, in elements.
 #[derive(Clone, Debug)]
 struct Strided {
     sizes: SmallVec<[i64; 4]>,
     strides: SmallVec<[i64; 4]>,
 }
 
-// SAFETY: a descriptor is an address with a shape; who may use the memory and when is the contract of `Group::submit`.
+// SAFETY: a descriptor is only an address with a shape. The contract of `Group::submit` says who may use the memory and
+// when.
 unsafe impl Send for TensorDesc {}
 
 impl TensorDesc {
-    /// A dense tensor.
+    /// Describes a dense tensor in host memory.
     pub fn dense(ptr: *mut u8, dtype: Dtype, count: Elems) -> Self {
         Self {
             ptr,
@@ -73,17 +75,18 @@ impl TensorDesc {
         }
     }
 
-    /// A tensor of any layout; sizes and strides are in elements, none of both for a zero-dimensional one.
+    /// Describes a tensor of any layout. `sizes` and `strides` are in elements; both are empty for a zero-dimensional
+    /// tensor.
     ///
     /// # Errors
-    /// `Internal` for sizes and strides that cannot be a tensor's; `Unsupported` for more bytes than an address has.
+    /// `Internal` for sizes and strides that no tensor can have; `Exhausted` for more bytes than an address can span.
     pub fn strided(ptr: *mut u8, dtype: Dtype, sizes: &[i64], strides: &[i64]) -> Result<Self> {
         let count = sizes.iter().try_fold(1_u64, |count, &size| count.checked_mul(u64::try_from(size).ok()?));
         let is_fit = sizes.len() == strides.len() && strides.iter().all(|&stride| stride >= 0);
         let Some(count) = count.filter(|_| is_fit) else {
             return Err(Error::internal("a tensor was described with unfit sizes or strides"));
         };
-        // An expanded tensor has one element in memory and as many as it likes to be packed.
+        // An expanded tensor has one element in memory, but packing it needs memory for all its elements.
         if count > i64::MAX as u64 / dtype.size_bytes() as u64 {
             return Err(Error::exhausted(format!("a tensor of {count} elements has more bytes than an address has")));
         }
@@ -99,7 +102,7 @@ impl TensorDesc {
         Ok(Self { ptr, dtype, conj: false, neg: false, memory: MemoryKind::Host, plain, count, strided })
     }
 
-    /// Memory that holds the conjugate, the negative or both of the value.
+    /// Declares that the memory holds the conjugate of the value, its negative, or both.
     #[must_use]
     pub fn viewed(mut self, conj: bool, neg: bool) -> Self {
         (self.conj, self.neg) = (conj, neg);
@@ -107,7 +110,7 @@ impl TensorDesc {
         self
     }
 
-    /// The same in another memory: the address is one there.
+    /// Places the tensor in another memory. The address must belong to that memory.
     #[must_use]
     pub fn in_memory(mut self, memory: MemoryKind) -> Self {
         self.memory = memory;
@@ -119,18 +122,18 @@ impl TensorDesc {
         self.plain = self.is_dense_value() && self.memory == MemoryKind::Host;
     }
 
-    /// Which memory it lies in.
+    /// Returns the kind of memory that holds the tensor.
     #[inline]
     pub fn memory(&self) -> MemoryKind {
         self.memory
     }
 
-    /// The address of the first element, in its memory.
+    /// Returns the address of the first element, in the tensor's own memory.
     pub fn address(&self) -> *mut u8 {
         self.ptr
     }
 
-    /// The type of its elements.
+    /// Returns the element type.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
@@ -147,24 +150,25 @@ impl TensorDesc {
         self.count * self.dtype.size_bytes() as u64
     }
 
-    /// Whether it is memory of the host that is the value itself in row-major order, so that it can be sent from and received into.
+    /// Returns whether the tensor is host memory that holds the value itself in row-major order. Calls can send from
+    /// and receive into such a tensor directly.
     #[inline]
     pub fn is_plain(&self) -> bool {
         self.plain
     }
 
-    /// Whether the memory, of whatever kind, is the value itself in row-major order.
+    /// Returns whether the memory, of whatever kind, holds the value itself in row-major order.
     pub(crate) fn is_dense_value(&self) -> bool {
         self.strided.is_none() && !self.conj && !self.neg
     }
 
-    /// Whether several elements lie at one address.
+    /// Returns whether several elements share one address.
     pub(crate) fn is_expanded(&self) -> bool {
         let repeats = |s: &Strided| s.sizes.iter().zip(&s.strides).any(|(&size, &stride)| size > 1 && stride == 0);
         self.strided.as_deref().is_some_and(repeats)
     }
 
-    /// Lowest and one past the highest address that the tensor touches.
+    /// Returns the lowest address that the tensor occupies, and one past the highest.
     pub(crate) fn bounds(&self) -> (usize, usize) {
         if self.count == 0 {
             return (0, 0);
@@ -177,7 +181,7 @@ impl TensorDesc {
         (start, start + elems as usize * self.dtype.size_bytes())
     }
 
-    /// For the kernels that pack and unpack; `dense` is storage for the shape of a dense tensor.
+    /// Returns the view that the packing kernels take. `dense` is storage for the shape of a dense tensor.
     pub(crate) fn view<'a>(&'a self, dense: &'a mut [i64; 2]) -> StridedView<'a> {
         *dense = [self.count as i64, 1];
         let (sizes, strides) = match &self.strided {
@@ -188,24 +192,24 @@ impl TensorDesc {
     }
 }
 
-/// A list of blocks, each a list of pieces: block r is what goes to or comes from rank r; several pieces are the
-/// tensors of a coalesced call.
+/// A list of blocks, each a list of pieces. Block r is sent to or received from rank r. A block of a coalesced call has
+/// several pieces, one for each tensor.
 #[derive(Clone, Debug, Default)]
 pub struct Blocks {
     pieces: SmallVec<[TensorDesc; 1]>,
-    /// Where each block ends in `pieces`.
+    /// End index of each block in `pieces`.
     ends: SmallVec<[u32; 4]>,
 }
 
 impl Blocks {
-    /// One block of one tensor.
+    /// Creates a list of one block with one tensor.
     pub fn of(tensor: TensorDesc) -> Self {
         let mut blocks = Self::default();
         blocks.push([tensor]);
         blocks
     }
 
-    /// Adds a block.
+    /// Appends a block.
     pub fn push(&mut self, block: impl IntoIterator<Item = TensorDesc>) {
         self.pieces.extend(block);
         self.ends.push(self.pieces.len() as u32);
@@ -217,25 +221,25 @@ impl Blocks {
         self.ends.len()
     }
 
-    /// Whether there is no block.
+    /// Returns whether there is no block.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
-    /// The pieces of a block.
+    /// Returns the pieces of a block, or `None` if there is no such block.
     pub fn get(&self, index: usize) -> Option<&[TensorDesc]> {
         let end = *self.ends.get(index)? as usize;
         let start = if index == 0 { 0 } else { self.ends[index - 1] as usize };
         self.pieces.get(start..end)
     }
 
-    /// The blocks in order.
+    /// Returns the blocks in order.
     pub fn iter(&self) -> impl Iterator<Item = &[TensorDesc]> {
         (0..self.len()).filter_map(|index| self.get(index))
     }
 
-    /// The tensor of a list that is one block of one tensor.
+    /// Returns the tensor, if the list is one block of one tensor.
     #[inline]
     pub(crate) fn alone(&self) -> Option<&TensorDesc> {
         match &self.pieces[..] {
@@ -244,13 +248,13 @@ impl Blocks {
         }
     }
 
-    /// Where each block ends among the pieces.
+    /// Returns the end index of each block among the pieces.
     #[inline]
     pub(crate) fn ends(&self) -> &[u32] {
         &self.ends
     }
 
-    /// All pieces in order.
+    /// Returns all pieces in order.
     #[inline]
     pub fn pieces(&self) -> &[TensorDesc] {
         &self.pieces

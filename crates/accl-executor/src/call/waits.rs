@@ -1,11 +1,11 @@
-//! How long callers of a group have waited for its calls.
+//! Time that callers of a group spent waiting for its calls.
 //!
-//! Owns the counters, which any thread may add to. Read [`Waits`] first.
+//! This module owns the counters, to which any thread may add. Read [`Waits`] first.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Waits that did not end at once, and what they took together.
+/// Number and total time of waits that could not return at once.
 #[derive(Debug, Default)]
 pub struct Waits {
     count: AtomicU64,
@@ -14,12 +14,12 @@ pub struct Waits {
 
 impl Waits {
     pub fn add(&self, took: Duration) {
-        // Relaxed: mere figures.
+        // Relaxed: the counters are statistics and order nothing.
         self.count.fetch_add(1, Ordering::Relaxed);
         self.nanos.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// Their number and their time.
+    /// Returns the number of waits and their total time.
     pub fn total(&self) -> (u64, Duration) {
         (self.count.load(Ordering::Relaxed), Duration::from_nanos(self.nanos.load(Ordering::Relaxed)))
     }

@@ -1,6 +1,7 @@
-//! What the executor borrows of a group and of the engine while it works, and the frames that it makes with them.
+//! State that the executor borrows from a group and from the engine while it works, and the frames that it builds with
+//! it.
 //!
-//! Owns nothing. Read [`RunContext`] first.
+//! This module owns nothing. Read [`RunContext`] first.
 
 use accl_types::Rank;
 use accl_wire::frame::{Header, SIGNATURE_BYTES, Signature, WANTS_GRANT};
@@ -8,7 +9,7 @@ use accl_wire::frame::{Header, SIGNATURE_BYTES, Signature, WANTS_GRANT};
 use super::transfer::Fragment;
 use crate::peers::{Members, Net};
 
-/// What a run needs of its group while it works.
+/// The parts of a group that a run needs while it works.
 pub(crate) struct RunContext<'a> {
     pub(crate) net: &'a mut Net,
     pub(crate) members: &'a mut Members,
@@ -16,8 +17,8 @@ pub(crate) struct RunContext<'a> {
 }
 
 impl RunContext<'_> {
-    /// Sends a fragment of a message in one frame, with the signature in front if there is one; `fill` writes its bytes. `false`:
-    /// the link has no room, and nothing has happened.
+    /// Sends a fragment of a message in one frame, after the signature if there is one; `fill` writes its bytes.
+    /// Returns `false` if the link has no room; then nothing has changed.
     #[inline]
     pub(crate) fn send_fragment(
         &mut self,
@@ -48,18 +49,18 @@ impl RunContext<'_> {
     }
 }
 
-/// The flags of a fragment's frame.
+/// Returns the header flags of a fragment's frame.
 pub(super) fn flags(fragment: &Fragment) -> u8 {
     if fragment.wants_grant { WANTS_GRANT } else { 0 }
 }
 
-/// How long to wait for a frame before giving up.
+/// Limit of the wait for a frame.
 #[derive(Clone, Copy)]
 pub struct SpinLimit {
-    /// Looks one after the other, without giving the core away.
+    /// Number of consecutive polls without yielding the core.
     pub spins: u32,
-    /// How often to give the core away, and look as often again.
+    /// Number of times to yield the core, each followed by `spins` polls.
     pub yields: u32,
-    /// Gives it away.
+    /// Function that yields the core.
     pub yield_now: fn(),
 }

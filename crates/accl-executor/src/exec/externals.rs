@@ -1,13 +1,18 @@
-//! The external operations of one call: when they may begin, which are under way, and how they end.
+//! The external operations of one call: when they may begin, which are in flight, and how they end.
 //!
-//! One may begin when its dependencies are over, which `run` knows, and the call is agreed upon: from every rank with which this one
-//! exchanges messages in the call, a frame with the same signature has come. The first frame of any message is one. Since others may
-//! wait for what this rank has yet to send, it probes them when its first external operation is due, and asks for an answer, which a
-//! rank gives also when its part in the call is over. So no external operation touches memory for ranks that make different calls. Of
-//! ranks that exchange nothing it is known that they agree if messages lead from one to the other; an operation that needs that of all
-//! ranks has to depend on such messages. Once an operation has begun a pass looks at its flag only.
+//! An operation may begin when its dependencies are done, which `run` knows, and the ranks have agreed to the call. A
+//! rank agrees when a frame with this call's signature has arrived from it; the first frame of any message has a
+//! signature. All ranks with which this rank exchanges messages in the call must agree.
 //!
-//! Owns the agreement and the handles; the work is done elsewhere. Read [`Externals::begin`] first.
+//! Other ranks may be waiting for something that this rank has yet to send. Therefore this rank probes them when its
+//! first external operation is due, and requests an answer. A rank answers even if its part in the call is done. So no
+//! external operation accesses memory for ranks that issued different calls.
+//!
+//! Ranks that exchange nothing agree if a chain of messages leads from one to the other. An operation that needs the
+//! agreement of all ranks must depend on such messages. Once an operation has begun, a pass only checks its flag.
+//!
+//! This module owns the agreement and the handles; the worker of each operation does the work. Read
+//! [`Externals::begin`] first.
 
 use accl_types::{Error, Rank};
 use smallvec::SmallVec;
@@ -15,19 +20,19 @@ use smallvec::SmallVec;
 use crate::call::{ExternalHandle, ExternalState, Wake};
 use crate::plan::ExternalStep;
 
-/// What a run knows of its external operations. Most runs have none.
+/// State of a run's external operations. Most runs have none.
 #[derive(Default)]
 pub(super) struct Externals {
-    /// Ranks that have yet to show that they agree.
+    /// Ranks that have not shown yet that they agree.
     unagreed: SmallVec<[Rank; 4]>,
-    /// They have been asked.
+    /// Whether these ranks were asked.
     asked: bool,
-    /// Operations that wait for that.
+    /// Operations that wait for the agreement.
     waiting: SmallVec<[u32; 2]>,
     under_way: SmallVec<[UnderWay; 1]>,
-    /// Wakes the driver at the end of one.
+    /// Wakes the driver when an operation ends.
     wake: Option<Wake>,
-    /// Why one of them could not be done.
+    /// Why an operation failed.
     failure: Option<Error>,
 }
 
@@ -41,14 +46,14 @@ struct UnderWay {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Agreement {
     Reached,
-    /// The ranks have been asked.
+    /// The ranks were asked, and have not all answered.
     Awaited,
-    /// These ranks are to be asked.
+    /// The caller must ask these ranks.
     Asks(SmallVec<[Rank; 4]>),
 }
 
 impl Externals {
-    /// Before any begins, these ranks must agree.
+    /// Creates the state of a run. The ranks `peers` must agree before an operation begins.
     pub(super) fn new(peers: &[Rank]) -> Self {
         Self { unagreed: peers.into(), ..Self::default() }
     }
@@ -57,7 +62,7 @@ impl Externals {
         self.wake = Some(wake);
     }
 
-    /// Whether an operation may begin; it is named by [`Externals::note_agreement`] if it has to wait.
+    /// Returns whether an operation may begin. If it must wait, [`Externals::note_agreement`] returns it later.
     pub(super) fn agreement(&mut self, op: u32) -> Agreement {
         if self.unagreed.is_empty() {
             return Agreement::Reached;
@@ -71,7 +76,8 @@ impl Externals {
         }
     }
 
-    /// A frame with this call's signature has come from a rank. Returns the operations that may begin now.
+    /// Records that a frame with this call's signature has arrived from a rank. Returns the operations that may begin
+    /// now.
     #[inline]
     pub(super) fn note_agreement(&mut self, from: Rank) -> SmallVec<[u32; 2]> {
         if self.unagreed.is_empty() {
@@ -81,7 +87,7 @@ impl Externals {
         if self.unagreed.is_empty() { std::mem::take(&mut self.waiting) } else { SmallVec::new() }
     }
 
-    /// Begins an operation, unless there is nothing for it to do: `false`.
+    /// Begins an operation. Returns `false` if there is nothing for it to do.
     pub(super) fn begin(
         &mut self,
         op: u32,
@@ -101,18 +107,19 @@ impl Externals {
         self.under_way.iter().any(|under_way| under_way.op == op)
     }
 
-    /// Whether one that was under way has ended.
+    /// Returns whether an operation that was in flight has ended.
     #[inline]
     pub(super) fn has_ended(&self) -> bool {
         self.under_way.iter().any(|under_way| under_way.handle.has_ended())
     }
 
-    /// Those that were under way and have ended.
+    /// Returns the operations that were in flight and have ended.
     pub(super) fn ended(&self) -> SmallVec<[u32; 2]> {
         self.under_way.iter().filter(|under_way| under_way.handle.has_ended()).map(|under_way| under_way.op).collect()
     }
 
-    /// Looks at one that has begun. Returns whether it is done; if it has failed, [`Externals::take_failure`] says why.
+    /// Checks an operation that has begun. Returns whether it is done. If it has failed, [`Externals::take_failure`]
+    /// returns why.
     pub(super) fn settle(&mut self, op: u32) -> bool {
         let Some(index) = self.under_way.iter().position(|under_way| under_way.op == op) else { return false };
         let UnderWay { step, handle, .. } = &self.under_way[index];
@@ -122,7 +129,7 @@ impl Externals {
             ExternalState::Failed(why) => {
                 let name = handle.name();
                 let error = match step {
-                    // Whoever does a whole call says all that there is to say.
+                    // The worker of a whole call reports a complete error.
                     ExternalStep::Offload | ExternalStep::Join => why,
                     ExternalStep::CopyIn | ExternalStep::CopyOut => {
                         let Error { kind, message, context } = why;
@@ -140,46 +147,48 @@ impl Externals {
         is_done
     }
 
-    /// Whether one has begun, and how it ended has not been looked at.
+    /// Returns whether an operation has begun whose end was not yet checked.
     #[inline]
     pub(super) fn has_any(&self) -> bool {
         !self.under_way.is_empty()
     }
 
-    /// Whether one could not be done: see [`Externals::take_failure`].
+    /// Returns whether an operation has failed: see [`Externals::take_failure`].
     #[inline]
     pub(super) fn has_failed(&self) -> bool {
         self.failure.is_some()
     }
 
-    /// Why the call cannot go on, if an operation has failed.
+    /// Takes the reason why the call cannot continue, if an operation has failed.
     pub(super) fn take_failure(&mut self) -> Option<Error> {
         self.failure.take()
     }
 
-    /// Asks those that are under way to stop.
+    /// Asks the operations in flight to stop.
     pub(super) fn cancel(&self) {
         self.under_way.iter().for_each(|under_way| under_way.handle.cancel());
     }
 
-    /// Whether one that began has not ended.
+    /// Returns whether an operation that began has not ended.
     #[inline]
     pub(super) fn are_under_way(&self) -> bool {
         self.under_way.iter().any(|under_way| !under_way.handle.has_ended())
     }
 
-    /// Whether one that began may touch memory of the call, now or later. After [`Externals::cancel`] those are few.
+    /// Returns whether an operation that began may access memory of the call, now or later. After
+    /// [`Externals::cancel`], few can.
     pub(super) fn may_touch(&self) -> bool {
         self.under_way.iter().any(|under_way| !under_way.handle.is_away())
     }
 
-    /// Why one was abandoned, if one was: the memory of the call must stay.
+    /// Returns why an operation was abandoned, if one was. The memory of the call must then stay.
     pub(super) fn abandoned(&self) -> Option<&Error> {
         let not_looked_at = self.under_way.iter().find_map(|under_way| under_way.handle.abandoned());
         not_looked_at.or_else(|| self.failure.as_ref().filter(|failure| failure.context.holds_memory))
     }
 
-    /// For messages: one that has not ended. Parts that other lanes do may be left out.
+    /// Describes an operation that has not ended, for messages. `without_parts` leaves out the parts that other lanes
+    /// do.
     pub(super) fn under_way(&self, without_parts: bool) -> Option<String> {
         let is_left_out = |of: &UnderWay| of.handle.has_ended() || without_parts && of.step == ExternalStep::Join;
         let UnderWay { step, handle, .. } = self.under_way.iter().find(|of| !is_left_out(of))?;
@@ -241,7 +250,7 @@ mod tests {
         assert!(externals.has_any() && externals.are_under_way());
         let task = shelf.0.lock().unwrap().take();
         task.unwrap().fail_as(ErrorKind::Timeout, "in vain");
-        // Until then its call is not late by itself: what it says of its lateness comes first.
+        // Until the failure is read, the call must not time out by itself: the worker's own error comes first.
         assert!(externals.has_any() && !externals.are_under_way() && externals.has_ended());
         assert!(!externals.settle(3) && !externals.has_any() && !externals.has_ended());
         assert!(externals.has_failed(), "a pass has yet to take it");

@@ -1,9 +1,9 @@
-//! The fast path of a small call whose caller waits: its operations one after the other on the caller's thread, with no
-//! call object, no queue and no allocation.
+//! The fast path of a small call whose caller waits. It runs the operations one after the other on the caller's thread,
+//! with no call object, no queue and no allocation.
 //!
-//! It is the plan that `run` executes, in the order of [`Plan::fast_path`](crate::plan::Plan). As soon as something is not
-//! as expected (a peer is late, a frame of another call comes first, a ring is full), it stops, and a run goes on from
-//! there. So nothing unusual is handled here. Read [`FastPath::go`] first.
+//! The fast path runs the plan that `run` would execute, in the order of [`Plan::fast_path`](crate::plan::Plan). It
+//! stops at the first unexpected event: a peer is late, a frame of another call comes first, or a ring is full. A run
+//! then continues from there and handles the event. Read [`FastPath::go`] first.
 
 use accl_types::Rank;
 use accl_wire::frame::{is_same_head, with_edge};
@@ -19,7 +19,7 @@ use crate::plan::{Plan, PlanOp, PlanOpKind, Region};
 pub(crate) struct FastPath<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) compute: &'a Compute,
-    /// Of all frames, but for the edge: each message is whole in one.
+    /// Head of all frames, apart from the edge. Each message fits one frame.
     pub(crate) head: [u8; HEAD_BYTES],
     pub(crate) group: u64,
     pub(crate) seq: u64,
@@ -27,11 +27,11 @@ pub(crate) struct FastPath<'a> {
 }
 
 impl FastPath<'_> {
-    /// Runs operations in `order`; returns how many of them are done.
+    /// Runs operations in `order`. Returns how many of them are done.
     pub(crate) fn go(&self, order: &[u32], env: &mut RunContext<'_>) -> usize {
         let done = self.run(order, env);
-        // Once for all that was sent and taken: looking whether a peer sleeps waits for our writes to be visible, which
-        // they are by now.
+        // Done once for everything that was sent and released. The check whether a peer sleeps waits until our writes
+        // are visible, which they are by now.
         self.wake_peers(env);
         done
     }
@@ -42,7 +42,8 @@ impl FastPath<'_> {
         }
     }
 
-    /// The rank that is to send may wait for this core, or sleep.
+    /// Yields the core, because the sending rank may wait for this core, or sleep. Returns whether its frame has
+    /// arrived.
     #[cold]
     fn yield_for_frame(&self, peer: PeerId, env: &mut RunContext<'_>) -> bool {
         if self.spin_limit.yields > 0 {

@@ -1,4 +1,4 @@
-//! The executor: calls in flight, from frames that come to frames that go.
+//! The executor: calls in flight, from incoming frames to outgoing frames.
 
 mod context;
 mod externals;

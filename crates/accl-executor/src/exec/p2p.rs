@@ -1,8 +1,8 @@
 //! Point-to-point messages of one group: matching by peer and tag in issue order, and their progress.
 //!
-//! Messages have edges of their own: a receive that waits never blocks a send or a collective. Owns posted receives,
-//! messages that came before their receive, and the order in which sends begin; how a message flows is the matter of `transfer`.
-//! Read [`P2p`] first.
+//! Messages have edges of their own, so a receive that waits never blocks a send or a collective. This module owns
+//! posted receives, unexpected messages (which arrived before their receive), and the order in which sends begin.
+//! `transfer` owns the protocol of one message. Read [`P2p`] first.
 
 use std::cell::Cell;
 use std::collections::btree_map::Entry;
@@ -22,16 +22,16 @@ use crate::memory::MessageMemory;
 pub struct Message {
     pub call: Arc<CallState>,
     pub(crate) deadline: Option<Moment>,
-    /// The other side; `None` while a receive from any source is not matched.
+    /// Peer rank; `None` while a receive from any source is unmatched.
     pub(crate) peer: Option<Rank>,
     pub(crate) tag: u32,
     pub(crate) signature: Signature,
     pub(crate) memory: MessageMemory,
-    /// It serves a call of our own: when its peer goes, it fails alone and not its group.
+    /// Whether the message is an internal one of the engine. If its peer is lost, it fails alone, without its group.
     pub(crate) is_private: bool,
 }
 
-/// Tags from here on are ours; users' are below.
+/// First tag of internal messages. Tags of users are below.
 pub const PRIVATE_TAGS: u32 = 0x8000_0000;
 
 impl Message {
@@ -51,7 +51,7 @@ struct Receiving {
     incoming: Incoming,
 }
 
-/// A message that no receive was posted for yet.
+/// A message for which no receive is posted yet.
 struct Unexpected {
     /// Order of arrival over all peers.
     order: u64,
@@ -60,7 +60,7 @@ struct Unexpected {
     data: Vec<u8>,
 }
 
-/// A receive that nothing has matched yet.
+/// A receive that has not been matched yet.
 struct Posted {
     /// Order of posting.
     order: u64,
@@ -70,46 +70,47 @@ struct Posted {
 #[derive(Default)]
 struct Peer {
     next_id: u64,
-    /// Sends that have not begun, in issue order: only the first is ever tried.
+    /// Sends that have not begun, in issue order. Only the first is ever tried.
     unbegun: VecDeque<Sending>,
-    /// Sends that have begun, by number.
+    /// Sends that have begun, by message number.
     begun: BTreeMap<u64, Sending>,
-    /// Those of them that were granted more than they have sent.
+    /// Numbers of those sends that were granted more than they have sent.
     ready: BTreeSet<u64>,
     /// Number of the first message that the peer has not begun.
     next_begin: u64,
-    /// By tag, in order of arrival.
+    /// Unexpected messages by tag, in order of arrival.
     unexpected: BTreeMap<u32, VecDeque<Unexpected>>,
     /// Matched receives by the sender's message number.
     receiving: BTreeMap<u64, Receiving>,
-    /// Messages in flight to and from it, without private ones.
+    /// Number of messages in flight to and from the peer, without private ones.
     in_flight: usize,
 }
 
 /// The point-to-point state of one group.
 ///
-/// What a pass costs does not grow with the messages that wait: each is found by the event that it waits for.
+/// The cost of a pass does not grow with the number of waiting messages. Each is found by the event for which it waits.
 pub struct P2p {
     peers: Vec<Peer>,
     /// Peers to which something could be sent.
     sendable: BTreeSet<Rank>,
-    /// By tag and source, in order of posting.
+    /// Posted receives by tag and source, in order of posting.
     posted: BTreeMap<(u32, Option<Rank>), VecDeque<Posted>>,
-    /// The other side of every message in flight, by the number of its call.
+    /// Peer of every message in flight, by the sequence number of its call.
     calls: BTreeMap<u64, Option<Rank>>,
-    /// Of messages that are not private.
+    /// Deadlines of messages that are not private, with their sequence numbers.
     deadlines: BTreeSet<(Moment, u64)>,
-    /// Receives from any source in flight, that nothing has matched yet.
+    /// Number of unmatched receives from any source.
     from_any: usize,
-    /// Orders given out.
+    /// Number of arrivals so far, which orders unexpected messages.
     arrivals: u64,
+    /// Number of receives posted so far, which orders them.
     posts: u64,
-    /// Sends that are complete and have yet to be [`P2p::end`]ed: a panic in the sends after them must not lose them.
+    /// Sends that are complete and have yet to be [`P2p::end`]ed. A panic in a later send must not lose them.
     over: Vec<Message>,
     done: Vec<Message>,
-    /// Private messages in flight.
+    /// Number of private messages in flight.
     private: usize,
-    /// Messages looked at so far.
+    /// Number of messages examined so far.
     steps: Cell<u64>,
 }
 
@@ -135,7 +136,7 @@ impl P2p {
         self.calls.is_empty()
     }
 
-    /// How often a message was looked at so far.
+    /// Returns how often a message was examined so far.
     pub fn steps(&self) -> u64 {
         self.steps.get()
     }
@@ -144,7 +145,7 @@ impl P2p {
         self.steps.set(self.steps.get() + 1);
     }
 
-    // ---- the record of what is in flight
+    // ---- records of messages in flight
 
     fn enter(&mut self, message: &Message) {
         self.calls.insert(message.call.seq, message.peer);
@@ -180,18 +181,18 @@ impl P2p {
         self.done.push(message);
     }
 
-    /// The earliest deadline. Private messages have none: whoever made them waits no longer than it wants.
+    /// Returns the earliest deadline. Private messages have none: the engine stops waiting for them by itself.
     pub(crate) fn next_deadline(&self) -> Option<Moment> {
         self.deadlines.first().map(|&(deadline, _)| deadline)
     }
 
-    /// A message whose deadline has passed.
+    /// Returns a message whose deadline has passed.
     pub(crate) fn overdue(&self, now: Moment) -> Option<&Message> {
         let &(_, seq) = self.deadlines.first().filter(|(deadline, _)| *deadline <= now)?;
         self.messages().find(|message| message.call.seq == seq)
     }
 
-    /// A message that needs this rank, or could come from it.
+    /// Returns a message that needs this rank, or that could come from it.
     pub(crate) fn needs(&self, rank: Rank, from_any: FromAny) -> Option<&Message> {
         let counts_any = from_any == FromAny::Counts && self.from_any > 0;
         if self.peers[rank.index()].in_flight == 0 && !counts_any {
@@ -201,7 +202,7 @@ impl P2p {
         self.messages().find(needs)
     }
 
-    /// The other side of a call in flight; `None` inside while that is not known.
+    /// Returns the peer of a point-to-point call in flight. The inner `None` means that the peer is not known yet.
     pub(crate) fn peer_of(&self, call: &CallState) -> Option<Option<Rank>> {
         self.calls.get(&call.seq).copied().filter(|_| call.collective.is_point_to_point())
     }
@@ -218,8 +219,10 @@ impl P2p {
         self.sendable.insert(to);
     }
 
+    /// Posts a receive.
+    ///
     /// # Errors
-    /// `Mismatch` when the message that fits has another size or dtype.
+    /// `Mismatch` if the matching message has another size or dtype.
     pub(crate) fn post_receive(&mut self, message: Message, env: &mut RunContext<'_>) -> Result<()> {
         self.enter(&message);
         let Some(from) = self.first_unexpected(&message) else {
@@ -233,7 +236,7 @@ impl P2p {
         self.on_first(from, &unexpected.header, &unexpected.data, env)
     }
 
-    /// Whose message a receive matches first, of those that lie here.
+    /// Returns the rank whose unexpected message the receive matches first.
     fn first_unexpected(&self, message: &Message) -> Option<Rank> {
         let ranks = match message.peer {
             Some(peer) => peer.0..peer.0 + 1,
@@ -246,10 +249,10 @@ impl P2p {
         ranks.map(Rank).filter_map(order_of).min().map(|(_, rank)| rank)
     }
 
-    /// The first frame of a message arrived.
+    /// Handles the first frame of a message.
     ///
     /// # Errors
-    /// `Mismatch` when the receive it matches has another size or dtype.
+    /// `Mismatch` if the receive that it matches has another size or dtype.
     pub(crate) fn on_begin(
         &mut self,
         from: Rank,
@@ -275,7 +278,7 @@ impl P2p {
         Ok(())
     }
 
-    /// The receive that was posted first of those that a message fits.
+    /// Takes the receive that was posted first among those that match a message.
     fn take_posted(&mut self, from: Rank, tag: u32) -> Option<Message> {
         let keys = [(tag, Some(from)), (tag, None)];
         let order_of = |key| {
@@ -301,7 +304,7 @@ impl P2p {
                 message.call.rank,
                 show(wanted, message.memory.total())
             ));
-            // Put back, so that it fails together with everything else of the group.
+            // Put back, so that it fails together with everything else in the group.
             self.posted.entry((message.tag, message.peer)).or_default().push_front(Posted { order: 0, message });
             return Err(error.with_peer(from));
         }
@@ -313,16 +316,16 @@ impl P2p {
         Ok(())
     }
 
-    /// The first bytes of a message that has just been matched.
+    /// Handles the first bytes of a message that has just been matched.
     fn on_first(&mut self, from: Rank, header: &Header, data: &[u8], env: &mut RunContext<'_>) -> Result<()> {
         let wants_grant = header.flags & WANTS_GRANT != 0;
         self.on_part(from, header.seq, Part::First { wants_grant }, data, env)
     }
 
-    /// More payload of a matched message arrived.
+    /// Handles more payload of a matched message.
     ///
     /// # Errors
-    /// `Protocol` when nothing matches or it is too much.
+    /// `Protocol` if there is no matched message, or the payload is too long.
     pub(crate) fn on_data(&mut self, from: Rank, id: u64, data: &[u8], env: &mut RunContext<'_>) -> Result<()> {
         self.on_part(from, id, Part::Next, data, env)
     }
@@ -333,7 +336,7 @@ impl P2p {
         let Some(Receiving { message, incoming }) = peer.receiving.get_mut(&id) else {
             return Err(Error::protocol(format!("rank {from} sent data of message {id}, which has not begun")));
         };
-        // All of the receiver's memory is there, once it is matched.
+        // Once a message is matched, all of the receiver's memory is available.
         let limit = Some(message.memory.total());
         let at = match incoming.arrive(part, data, limit) {
             Ok(Arrival::Place { at }) => at,
@@ -343,7 +346,7 @@ impl P2p {
             Err(Excess) => return Err(Error::protocol(format!("rank {from} sent too much of message {id}"))),
         };
         let group = message.call.group_id;
-        // First, so that the rest is under way while these bytes are copied.
+        // The grant is sent first, so that the rest is in flight while these bytes are copied.
         if let Some(value) = incoming.due_grant(limit, env.segment, || 0) {
             let mut grant = Header::new(Kind::P2pGrant);
             grant.group = group;
@@ -356,7 +359,7 @@ impl P2p {
             env.members.return_credit(from, credit, group, env.net);
         }
         if incoming.is_complete() {
-            // While it is still in the record: a panic fails what is there.
+            // Unpacked while the message is still recorded, because a panic fails the recorded messages.
             message.memory.unpack();
             if let Some(receiving) = peer.receiving.remove(&id) {
                 self.end(receiving.message);
@@ -377,12 +380,12 @@ impl P2p {
 
     // ---- sending
 
-    /// Sends what can be sent. Returns whether anything was.
+    /// Sends everything that can be sent. Returns whether anything was sent.
     pub(crate) fn advance(&mut self, env: &mut RunContext<'_>) -> bool {
         let mut progressed = false;
         for to in self.sendable.iter().copied().collect::<SmallVec<[Rank; 16]>>() {
             let peer = &mut self.peers[to.index()];
-            // Messages begin in issue order; data of several may interleave.
+            // Messages begin in issue order; data of several messages may interleave.
             while let Some(sending) = peer.unbegun.front_mut() {
                 self.steps.set(self.steps.get() + 1);
                 if !send_next(sending, to, env) {
@@ -424,12 +427,12 @@ impl P2p {
         progressed
     }
 
-    /// Messages that are complete since the last call.
+    /// Takes the messages that have completed since the last call.
     pub(crate) fn take_done(&mut self) -> Vec<Message> {
         std::mem::take(&mut self.done)
     }
 
-    /// Everything in flight, taken out; unexpected messages are forgotten.
+    /// Takes out everything in flight, and drops unexpected messages.
     pub(crate) fn take_all(&mut self) -> Vec<Message> {
         let mut all = std::mem::take(&mut self.done);
         all.append(&mut self.over);
@@ -449,12 +452,12 @@ impl P2p {
         all
     }
 
-    /// Takes back a private receive that nothing has matched.
+    /// Takes back a private receive that has not been matched.
     pub fn cancel(&mut self, call: &CallState) -> Option<Message> {
         self.take_private_posted(|message| std::ptr::eq(&*message.call, call)).pop()
     }
 
-    /// Takes back private receives that nothing matched yet and private sends that have not begun, of the ranks that
+    /// Takes back private receives that have not been matched, and private sends that have not begun, of the ranks that
     /// `choose` picks.
     pub(crate) fn take_private(&mut self, choose: impl Fn(Rank) -> bool) -> Vec<Message> {
         if self.private == 0 {
@@ -475,7 +478,7 @@ impl P2p {
                 }
             }
         }
-        // Those that were posted have left.
+        // `take_private_posted` has already removed the posted ones from the records.
         taken[posted..].iter().for_each(|message| self.leave(message));
         taken
     }
@@ -499,18 +502,18 @@ impl P2p {
         taken
     }
 
-    /// Whether a message with this tag waits for a receive.
+    /// Returns whether a message with this tag waits for a receive.
     pub fn has_unexpected(&self, from: Rank, tag: u32) -> bool {
         self.peers[from.index()].unexpected.contains_key(&tag)
     }
 
-    /// Whether a send to such a rank has not begun.
+    /// Returns whether there is a send that has not begun, to a rank that `is_meant` picks.
     pub(crate) fn has_sends_to(&self, is_meant: impl Fn(Rank) -> bool) -> bool {
         let mut ranks = (0..).map(Rank).zip(&self.peers);
         ranks.any(|(rank, peer)| !peer.unbegun.is_empty() && is_meant(rank))
     }
 
-    /// The messages in flight, one after the other.
+    /// Returns the messages in flight.
     pub(crate) fn messages(&self) -> impl Iterator<Item = &Message> {
         let of_peers = self.peers.iter().flat_map(|peer| {
             let sending = peer.unbegun.iter().chain(peer.begun.values()).map(|sending| &sending.message);
@@ -528,7 +531,7 @@ pub(crate) enum FromAny {
     DoesNot,
 }
 
-/// The first of the queue of a key; no queue stays empty.
+/// Takes the first entry of a key's queue. Empty queues are removed.
 fn take_first<K: Ord, T>(queues: &mut BTreeMap<K, VecDeque<T>>, key: K) -> Option<T> {
     let Entry::Occupied(mut queue) = queues.entry(key) else { return None };
     let first = queue.get_mut().pop_front();
@@ -538,7 +541,7 @@ fn take_first<K: Ord, T>(queues: &mut BTreeMap<K, VecDeque<T>>, key: K) -> Optio
     first
 }
 
-/// Sends the next bytes in one frame. `false`: there are none to be sent now, or the link has no room for them.
+/// Sends the next bytes in one frame. Returns `false` if there is nothing to send now, or the link has no room.
 fn send_next(sending: &mut Sending, to: Rank, env: &mut RunContext<'_>) -> bool {
     let Sending { message, id, outgoing } = sending;
     let next = outgoing.next(message.memory.total(), env.segment, |bytes| env.members.has_eager_room(to, bytes));

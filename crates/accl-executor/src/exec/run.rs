@@ -1,8 +1,9 @@
-//! The executor: one collective call in flight.
+//! One collective call in flight.
 //!
-//! Runs the operations of a plan over links and memory, a segment at a time, never blocking. Owns the progress of each
-//! operation by its dependencies, and the placing of bytes; how a message flows is the matter of `transfer`, and which call a
-//! frame belongs to is found by `group`. When external operations may begin is told in `externals`. Read [`Run`] first.
+//! A run executes the operations of a plan over links and memory, a segment at a time, without blocking. This module
+//! owns the progress of each operation by its dependencies, and the placing of bytes. `transfer` owns the protocol of
+//! one message, and `group` finds the call of a frame. `externals` decides when external operations may begin. Read
+//! [`Run`] first.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,33 +20,33 @@ use crate::memory::{Compute, Storage};
 use crate::peers::Members;
 use crate::plan::{Coded, Combination, ExternalStep, Plan, PlanOp, PlanOpKind, Region, Shape};
 
-/// Local work done per step, so that receiving and sending alternate with it. In bytes.
+/// Bytes of local work per step, so that receiving and sending alternate with it.
 const LOCAL_STEP: u64 = 256 << 10;
 
-/// As `LOCAL_STEP`, in elements of tiles.
+/// Limit like `LOCAL_STEP`, in elements of tiles.
 const ELEMS_STEP: u64 = LOCAL_STEP / 4;
 
-/// As that, of tiles that lie in a frame: of two bits an element a segment has as many.
+/// Limit like `ELEMS_STEP`, for tiles that lie in a frame. At two bits an element, a segment has this many.
 const ELEMS_IN_FRAME: u64 = 4 * ELEMS_STEP;
 
-/// Segments granted beyond what can be placed; they would be copied. Without any, two ranks that both send before they receive
-/// into the same memory would wait for each other. Within a host one suffices; between hosts a grant takes its time, and what is
-/// under way meanwhile keeps the connection busy.
+/// Segments granted beyond what can be placed; their bytes would be copied. Without such segments, two ranks that both
+/// send before they receive into the same memory would wait for each other. Within a host, one segment suffices.
+/// Between hosts a grant takes longer to arrive, and more segments in flight keep the connection busy.
 const AHEAD_INTRA_NODE: u64 = 1;
 const AHEAD_INTER_NODE: u64 = 8;
 
-/// Bytes that are placed and passed on in turns: few enough for the innermost cache, with room for what they come from.
+/// Bytes that are placed and forwarded in turns: few enough for the first-level cache, together with their source.
 const TILE: usize = 8 << 10;
 
-/// How long a call waits before it probes the ranks that it has heard nothing of.
+/// Time that a call waits before it probes the ranks from which it has received nothing.
 pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(100);
-/// How much longer than its deadline a call is waited for that is done elsewhere, and others of its group meanwhile: whoever does it says at the
-/// deadline why it is late.
+/// Extra time after its deadline for an offloaded call, and for other calls of its group meanwhile. At the deadline,
+/// the worker itself reports why it is late.
 pub const OFFLOAD_GRACE: Duration = Duration::from_secs(2);
-/// The edge of a frame that only shows a call's signature.
+/// Edge of a frame that only shows a call's signature.
 pub(crate) const PROBE: u32 = u32::MAX;
 
-/// A message that is not what its sender sent.
+/// Returns the error for a message that arrived damaged.
 fn corrupted(from: Rank, why: &str) -> Error {
     Error::protocol(format!(
         "what came from rank {from} is damaged: {why}; look at the network between the two ranks, and whether both run the \
@@ -53,22 +54,22 @@ fn corrupted(from: Rank, why: &str) -> Error {
     ))
 }
 
-/// Shows a rank the signature of a call of this one; [`WANTS_GRANT`] asks for an answer.
+/// Sends the signature of a call to a rank. [`WANTS_GRANT`] in `flags` requests an answer.
 fn send_probe((group, seq): (u64, u64), signature: &Signature, to: Rank, flags: u8, env: &mut RunContext<'_>) {
     let header = Header { flags, group, seq, edge: PROBE, ..Header::new(Kind::Begin) };
     env.net.send_control(env.members.peer(to), header, &signature.to_bytes());
 }
 
-/// Answers a probe for a call that is over here, and had this signature.
+/// Answers a probe for a call that is already done here and had this signature.
 pub(crate) fn answer_probe(probe: &Header, signature: &Signature, to: Rank, env: &mut RunContext<'_>) {
     if probe.flags & WANTS_GRANT != 0 {
         send_probe((probe.group, probe.seq), signature, to, 0, env);
     }
 }
 
-/// How far one operation is.
+/// Progress of one operation.
 enum Progress {
-    /// It has no peer. In bytes, or tiles of a combination; an external one has none.
+    /// An operation without a peer. `done` counts bytes, or tiles of a combination; an external operation has 0.
     Local {
         done: u64,
     },
@@ -77,9 +78,9 @@ enum Progress {
 }
 
 impl Progress {
-    /// Of an operation that has not begun, or is over.
+    /// Creates the progress of an operation that has not begun, or is done.
     fn new(op: &PlanOp, is_over: bool) -> Self {
-        // Calls of users are many: each message counts.
+        // The number of users' calls is unlimited, so each message counts.
         let window = Window::Counted;
         match &op.kind {
             PlanOpKind::Send { .. } if is_over => Self::Send(Outgoing::finished(op.total, window)),
@@ -97,7 +98,7 @@ impl Progress {
         }
     }
 
-    /// Bytes placed, sent or computed; tiles of a combination.
+    /// Returns the bytes placed, sent or computed; for a combination, the tiles.
     #[inline]
     fn done(&self) -> u64 {
         match self {
@@ -108,16 +109,16 @@ impl Progress {
     }
 }
 
-/// The state of one operation.
+/// State of one operation.
 struct OpState {
     progress: Progress,
     complete: bool,
-    /// The operation is in the work queue.
+    /// Whether the operation is in the work queue.
     queued: bool,
 }
 
 impl OpState {
-    /// Of an operation that sends; a plan has found it by its edge, or its kind says so.
+    /// Returns the message of a send operation. Callers know the kind from the plan.
     fn outgoing(&mut self) -> &mut Outgoing {
         match &mut self.progress {
             Progress::Send(outgoing) => outgoing,
@@ -127,7 +128,7 @@ impl OpState {
         }
     }
 
-    /// As [`OpState::outgoing`], of one that receives.
+    /// Returns the message of a receive operation, like [`OpState::outgoing`].
     fn incoming(&mut self) -> &mut Incoming {
         match &mut self.progress {
             Progress::Receive(incoming) => incoming,
@@ -138,15 +139,15 @@ impl OpState {
     }
 }
 
-/// Bytes that have just come for a receive and lie in their frame still; the receive counts them as done.
+/// Bytes that have just arrived for a receive and still lie in their frame. The receive counts them as done.
 struct Fresh<'a> {
     op: u32,
     at: u64,
     payload: &'a [u8],
 }
 
-/// Places bytes, and fills `data` from byte `done` of `src`, which depends on them. Where both are the same range, in
-/// turns, so that what is read was written just before.
+/// Places bytes, and fills `data` from byte `done` of `src`, which depends on these bytes. If both are the same range,
+/// placing and reading alternate, so that the bytes read were written just before.
 fn place_and_read(compute: &Compute, plan: &Plan, fresh: &Fresh<'_>, src: &Region, done: u64, data: &mut [u8]) {
     let kind = &plan.ops[fresh.op as usize].kind;
     let tile = if fresh.at == done && fresh.payload.len() == data.len() { TILE } else { usize::MAX };
@@ -161,7 +162,8 @@ fn place_and_read(compute: &Compute, plan: &Plan, fresh: &Fresh<'_>, src: &Regio
     }
 }
 
-/// Bytes that lie in their frame, of a receive that would have placed them from a byte of its region on.
+/// Bytes that still lie in their frame: the region of their receive, the byte of that region at which they start, and
+/// the bytes.
 type Come<'a> = (&'a Region, u64, &'a [u8]);
 
 fn come<'a>(plan: &'a Plan, fresh: &Fresh<'a>) -> Come<'a> {
@@ -176,50 +178,54 @@ pub(crate) struct Run {
     pub(crate) call: Arc<CallState>,
     pub(crate) plan: Arc<Plan>,
     pub(crate) signature: Signature,
-    /// See [`Shape`].
+    /// Header of a message that fits one frame: see [`Shape`].
     whole: Option<Header>,
     pub(crate) deadline: Option<Moment>,
-    /// When to probe silent ranks.
+    /// Time at which to probe ranks that have sent nothing.
     pub(crate) probe_at: Option<Moment>,
     compute: Compute,
     ops: Vec<OpState>,
     remaining: usize,
-    /// It has had a pass.
+    /// Whether the run has had a pass.
     pub(crate) begun: bool,
     work: VecDeque<u32>,
     /// Sends that found no room.
     stalled: Vec<u32>,
     externals: Externals,
-    /// See [`Run::offload`].
+    /// Whether an offloaded call may begin: see [`Run::offload`].
     may_be_offloaded: bool,
 }
 
 impl Run {
-    /// Whether its deadline is somebody else's matter: it is done elsewhere, or has ended there just now and has yet to say how.
+    /// Returns whether other code enforces the deadline. An external operation does the call, or only parts on other
+    /// lanes are missing. This still holds when that operation has ended and its result was not checked yet.
     pub(crate) fn has_deadline_elsewhere(&self) -> bool {
-        // The other lanes say themselves whom they wait for.
+        // The other lanes themselves report which ranks they wait for.
         (self.plan.is_offloaded || self.awaits_parts_alone()) && self.externals.has_any()
     }
 
-    /// Whether this lane has done its part of a call, but for what comes after those of the others.
+    /// Returns whether this lane has done its part of a call, apart from operations that follow the parts of other
+    /// lanes.
     fn awaits_parts_alone(&self) -> bool {
         let is_external = |op: &PlanOp| matches!(op.kind, PlanOpKind::External(_));
         self.plan.is_joined && self.ops.iter().zip(&self.plan.ops).all(|(state, op)| state.complete || is_external(op))
     }
 
-    /// Whether the whole collective is being done elsewhere: for as long, it needs all ranks.
+    /// Returns whether the external operation of an offloaded call is in flight. During that time the call needs all
+    /// ranks.
     pub(crate) fn is_elsewhere(&self) -> bool {
         self.plan.is_offloaded && self.has_external_under_way()
     }
 
-    /// It is its turn to be done elsewhere, as soon as all ranks have come to the call: not a message of it has left before.
+    /// Lets an offloaded call begin, as it is its turn: it starts as soon as all ranks have reached the call. Before
+    /// this, none of its messages is sent.
     pub(crate) fn offload(&mut self) {
         if !std::mem::replace(&mut self.may_be_offloaded, true) {
             (0..self.ops.len() as u32).for_each(|op| self.queue(op));
         }
     }
 
-    /// A run of which the operations in `finished` are over already.
+    /// Creates a run whose operations in `finished` are already done.
     pub(crate) fn new(
         call: Arc<CallState>,
         shape: &Shape,
@@ -266,17 +272,17 @@ impl Run {
         self.remaining == 0
     }
 
-    /// Whether there is something to try: new work, or a send that waits for room.
+    /// Returns whether there is something to try: new work, or a send that waits for room.
     pub(crate) fn is_busy(&self) -> bool {
         !self.work.is_empty() || !self.stalled.is_empty() || self.externals.has_ended() || self.externals.has_failed()
     }
 
-    /// Takes back the room for encoded chunks.
+    /// Takes back the memory for encoded chunks.
     pub(crate) fn take_codes(&mut self) -> Option<Storage> {
         self.compute.buffers_mut().take_codes()
     }
 
-    /// Enters what was measured, and writes staged outputs back. The last thing that touches the caller's memory.
+    /// Reports the measurements, and copies staged outputs back. This is the last access to the caller's memory.
     pub(crate) fn end(&mut self) {
         self.compute.end();
         self.compute.unpack();
@@ -285,13 +291,13 @@ impl Run {
         }
     }
 
-    /// Does all that can be done now. Returns whether anything was.
+    /// Does everything that can be done now. Returns whether anything was done.
     pub(crate) fn advance(&mut self, env: &mut RunContext<'_>) -> bool {
         self.begun = true;
         if let Some(watch) = self.compute.watch() {
             watch.begin();
         }
-        // Later operations first: what they send has been touched last, and it is what peers can finish with.
+        // Later operations are tried first: their data was accessed most recently, and peers can complete with it.
         let mut stalled = std::mem::take(&mut self.stalled);
         stalled.sort_unstable_by(|a, b| b.cmp(a));
         for op in stalled.drain(..) {
@@ -301,8 +307,8 @@ impl Run {
             self.externals.ended().into_iter().for_each(|op| self.queue(op));
         }
         let mut progressed = false;
-        // Local work is cut into steps: what an operation queues again waits for the next pass, so that frames are
-        // taken off the links in between.
+        // Local work is cut into steps. An operation that queues itself again waits for the next pass, so that frames
+        // are taken off the links in between.
         for _ in 0..self.work.len().max(64) {
             let Some(op) = self.work.pop_front() else { break };
             self.ops[op as usize].queued = false;
@@ -319,7 +325,7 @@ impl Run {
         }
     }
 
-    /// How far an operation may go by its dependencies; `None`: it may not even begin.
+    /// Returns how far an operation may go by its dependencies; `None` if it may not even begin.
     fn limit(&self, op: u32) -> Option<u64> {
         if self.plan.is_offloaded && !self.may_be_offloaded {
             return None;
@@ -339,7 +345,7 @@ impl Run {
         Some(limit)
     }
 
-    /// Does what an operation can do now, and queues those that wait for it when that was something.
+    /// Does what an operation can do now. If it made progress, queues the operations that depend on it.
     fn step(&mut self, op: u32, fresh: &mut Option<Fresh<'_>>, env: &mut RunContext<'_>) -> bool {
         if self.ops[op as usize].complete {
             return false;
@@ -352,7 +358,7 @@ impl Run {
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => self.step_local(op),
             PlanOpKind::Combine(combination) => match plan.ops[op as usize].partner {
-                // Its tiles are made as they leave.
+                // Its tiles are computed when they are sent.
                 Some(send) => progressed = self.step(send, fresh, env),
                 None => self.step_combine(op, combination, fresh),
             },
@@ -410,15 +416,15 @@ impl Run {
             }
             let outgoing = self.ops[op as usize].outgoing();
             outgoing.note_sent(&fragment);
-            // One frame a step behind the first: other sends have their turn.
+            // After the first frame, only one frame is sent per step, so that other sends get their turn.
             if !fragment.is_first && !outgoing.is_complete() {
                 return self.queue(op);
             }
         }
     }
 
-    /// Sends the next bytes in one frame, which `fill` writes, given their first byte of the message. `false`: no room; the send is tried
-    /// again with the next pass.
+    /// Sends the next bytes in one frame. `fill` writes them, given the position of the first byte in the message.
+    /// Returns `false` if there is no room; the next pass tries the send again.
     fn send_fragment(
         &mut self,
         op: u32,
@@ -428,7 +434,7 @@ impl Run {
         fill: impl FnOnce(&mut Compute, u64, &mut [u8]),
     ) -> bool {
         let at = self.ops[op as usize].outgoing().sent();
-        // A message of one frame has its signature in the header.
+        // A message that fits one frame has its signature in the header.
         let whole = self.whole.filter(|_| fragment.is_first && !fragment.wants_grant);
         let signature = (fragment.is_first && whole.is_none()).then_some(&self.signature);
         let mut header = whole.unwrap_or_else(|| {
@@ -448,7 +454,7 @@ impl Run {
         has_left
     }
 
-    /// As [`Run::send_fragment`], of bytes that lie in the call's memory or have come just now.
+    /// Sends like [`Run::send_fragment`], for bytes that lie in the call's memory or have just arrived.
     fn pass_on(
         &mut self,
         plan: &Plan,
@@ -468,14 +474,15 @@ impl Run {
 
     // ---- tiles
 
-    /// How many bytes of the message `send` its combination could have made by now.
+    /// Returns how many bytes of the message `send` its combination could have computed by now.
     fn can_be_made(&self, maker: u32, send: &PlanOp) -> u64 {
         let tiles = self.limit(maker).unwrap_or(0);
         send.coded.as_ref().map_or(0, |coded| coded.bytes_of(tiles))
     }
 
-    /// As [`Run::send_fragment`], of tiles that are not all made yet: in their frame if it has whole tiles and none before it has been
-    /// left behind, else in the call's memory.
+    /// Sends like [`Run::send_fragment`], for tiles that are not all computed yet. They are computed in their frame if
+    /// the frame holds whole tiles, starting with the next uncomputed one. Otherwise they are computed in the call's
+    /// memory.
     fn make_and_send(
         &mut self,
         op: u32,
@@ -504,11 +511,11 @@ impl Run {
         has_left
     }
 
-    /// Looks at tiles that have come, and hands them to the combination that alone reads them, if there is one and they begin in
-    /// their frame; what it cannot take yet is placed.
+    /// Checks tiles that have arrived. If one combination alone reads them and they begin in their frame, it takes them
+    /// from there. The rest is placed.
     ///
     /// # Errors
-    /// `Protocol` when they are damaged.
+    /// `Protocol` if a tile is damaged.
     fn place_tiles(
         &mut self,
         coded: &Coded,
@@ -522,7 +529,7 @@ impl Run {
         let tiles = coded.tiles_in(at)..coded.tiles_in(end);
         let damaged = |why: String| corrupted(from, &why);
         let Some(taker) = taker.filter(|_| coded.bytes_of(tiles.start) == at && !tiles.is_empty()) else {
-            // Unless a send has placed them already.
+            // A send may have placed them already.
             self.place(fresh);
             return self.compute.check_tiles(coded, tiles, None).map_err(damaged);
         };
@@ -533,15 +540,15 @@ impl Run {
         Ok(())
     }
 
-    /// Makes tiles of a combination that nobody sends, or that several do, in the call's memory.
+    /// Computes tiles of a combination in the call's memory, if no send or several sends use them.
     fn step_combine(&mut self, op: u32, combination: &Combination, fresh: &Option<Fresh<'_>>) {
         let Some(limit) = self.limit(op) else { return };
         let at = self.ops[op as usize].progress.done();
-        // Only one that has no tiles is over without having made any.
+        // At its limit, only a combination without tiles still has something to do: it completes.
         if at == limit && !combination.tiles.is_empty() {
             return;
         }
-        // What lies in its frame still is made at once, unless it is far behind.
+        // Tiles that still lie in their frame are used at once, unless too many are due.
         let most = if fresh.is_some() { ELEMS_IN_FRAME } else { ELEMS_STEP };
         let step = combination.tiles.get(at as usize).map_or(0, |tile| (most / tile.elems.max(1)).max(1));
         let n = (limit - at).min(step);
@@ -553,7 +560,7 @@ impl Run {
         }
     }
 
-    /// A combination has made so many tiles.
+    /// Records that a combination has computed its first `tiles` tiles.
     fn note_made(&mut self, op: u32, tiles: u64) {
         let plan = self.plan.clone();
         let plan_op = &plan.ops[op as usize];
@@ -564,7 +571,7 @@ impl Run {
         plan_op.dependents.iter().for_each(|&dependent| self.queue(dependent));
     }
 
-    // ---- bytes that have just come
+    // ---- bytes that have just arrived
 
     fn place(&self, fresh: &mut Option<Fresh<'_>>) {
         if let Some(Fresh { op, at, payload }) = fresh.take() {
@@ -572,10 +579,10 @@ impl Run {
         }
     }
 
-    /// A grant for message `edge` to `to` arrived.
+    /// Handles a grant for message `edge` to `to`.
     pub(crate) fn on_grant(&mut self, to: Rank, edge: u32, value: u64) {
         self.note_peer();
-        // A grant may outlive the send that it was for only within a run; an unknown edge is caught by the signature.
+        // A grant can outlive its send only within a run. The signature detects an unknown edge.
         if let Some(op) = self.plan.send(to, edge) {
             self.ops[op as usize].outgoing().on_grant(value);
             self.queue(op);
@@ -584,7 +591,7 @@ impl Run {
 
     // ---- receiving
 
-    /// A frame of this call has come from a peer.
+    /// Records that a frame of this call has arrived from a peer.
     #[inline]
     fn note_peer(&self) {
         if let Some(watch) = self.compute.watch() {
@@ -592,10 +599,11 @@ impl Run {
         }
     }
 
-    /// A frame of message `edge` from `from` arrived; `payload` is without signature.
+    /// Handles a frame of message `header.edge` from `from`; `payload` excludes the signature.
     ///
     /// # Errors
-    /// `Mismatch` when this call expects no such message; `Protocol` when there are more bytes than it has.
+    /// `Mismatch` if this call expects no such message, or one of another size. `Protocol` if there are too many bytes,
+    /// or part of an element.
     pub(crate) fn on_data(
         &mut self,
         from: Rank,
@@ -636,10 +644,10 @@ impl Run {
         }
     }
 
-    /// Places bytes that count as placed, and passes them on at once while they are near.
+    /// Places bytes that count as placed, and forwards them at once while they are in the cache.
     ///
     /// # Errors
-    /// `Protocol` when they are damaged.
+    /// `Protocol` if a tile is damaged.
     fn place_arrived(&mut self, fresh: Fresh<'_>, from: Rank, env: &mut RunContext<'_>) -> Result<()> {
         let Fresh { op, at, payload } = fresh;
         let plan = self.plan.clone();
@@ -662,7 +670,7 @@ impl Run {
         Ok(())
     }
 
-    /// Places what was kept, grants more, completes.
+    /// Places bytes that were kept, then grants more and completes.
     fn step_receive(&mut self, op: u32, from: Rank, env: &mut RunContext<'_>) {
         if let Some(limit) = self.limit(op) {
             let (kind, compute) = (&self.plan.ops[op as usize].kind, &self.compute);
@@ -671,7 +679,7 @@ impl Run {
         self.settle_receive(op, from, env);
     }
 
-    /// After progress of a receive: returns credit, grants, completes.
+    /// Follows the progress of a receive: returns credit, grants, completes.
     fn settle_receive(&mut self, op: u32, from: Rank, env: &mut RunContext<'_>) {
         let limit = self.limit(op);
         let ahead = || match env.net.is_cheap_to_look_at(env.members.peer(from)) {
@@ -681,7 +689,7 @@ impl Run {
         let state = &mut self.ops[op as usize];
         let incoming = state.incoming();
         let (credit, grant) = (incoming.due_credit(), incoming.due_grant(limit, env.segment, ahead));
-        // Also an empty message is over only when what comes before it is.
+        // Even an empty message completes only after its dependencies.
         let completes = incoming.is_complete() && limit.is_some() && !state.complete;
         if let Some(credit) = credit {
             env.members.return_credit(from, credit, self.call.group_id, env.net);
@@ -723,7 +731,7 @@ impl Run {
 
     // ---- external operations
 
-    /// Whom the end of an external operation wakes.
+    /// Sets the function that wakes the driver at the end of an external operation.
     pub(crate) fn set_wake(&mut self, wake: Wake) {
         self.externals.set_wake(wake);
     }
@@ -750,24 +758,26 @@ impl Run {
         }
     }
 
-    /// A frame with this call's signature has come from a rank.
+    /// Records that a frame with this call's signature has arrived from a rank.
     fn note_agreement(&mut self, from: Rank) {
         self.externals.note_agreement(from).into_iter().for_each(|op| self.queue(op));
     }
 
-    /// Why the call cannot go on, if an external operation has failed.
+    /// Takes the reason why the call cannot continue, if an external operation has failed.
     pub(crate) fn take_failure(&mut self) -> Option<Error> {
         self.externals.take_failure()
     }
 
-    /// Asks the external operations that are under way to stop. Returns whether the call has to wait for that, or has to say that its memory stays.
+    /// Asks the external operations in flight to stop. Returns whether the call must wait for that, or must report that
+    /// its memory stays in use.
     pub(crate) fn cancel_externals(&self) -> bool {
         self.externals.cancel();
         self.may_be_touched() || self.abandoned().is_some()
     }
 
-    /// Other lanes do parts of the call from now on, whether this lane has begun with its own or not: from here on the call's memory is not given back
-    /// before they have ended. Where it has to be brought here first, that begins with its turn.
+    /// Records that other lanes do parts of the call from now on, whether or not this lane has begun its own part. From
+    /// then on, the call's memory is not given back before those parts have ended. If tensors must be staged first, the
+    /// join begins in its turn.
     pub(crate) fn begin_parts(&mut self) {
         let is_join = |op: &PlanOp| matches!(op.kind, PlanOpKind::External(ExternalStep::Join)) && op.deps.is_empty();
         let Some(op) = self.plan.ops.iter().position(is_join) else { return };
@@ -775,37 +785,37 @@ impl Run {
         self.externals.begin(op as u32, ExternalStep::Join, |wake| compute.begin_external(ExternalStep::Join, wake));
     }
 
-    /// Whether an external operation may touch the call's memory.
+    /// Returns whether an external operation may access the call's memory.
     pub(crate) fn may_be_touched(&self) -> bool {
         self.externals.may_touch()
     }
 
-    /// Why an external operation was abandoned, if one was: the memory of the call must stay.
+    /// Returns why an external operation was abandoned, if one was. The memory of the call must then stay.
     pub(crate) fn abandoned(&self) -> Option<&Error> {
         self.externals.abandoned()
     }
 
-    /// Whether an external operation that began has not ended.
+    /// Returns whether an external operation that began has not ended.
     #[inline]
     pub(crate) fn has_external_under_way(&self) -> bool {
         self.externals.are_under_way()
     }
 
-    /// For messages: an external operation that has not ended.
+    /// Describes an external operation that has not ended, for messages.
     pub(crate) fn external_under_way(&self) -> Option<String> {
-        // While this lane has something to do, what others do beside it is not what the call waits for.
+        // While this lane has work left, the call does not wait for the parts of other lanes.
         self.externals.under_way(self.plan.is_joined && !self.awaits_parts_alone())
     }
 
-    /// As [`Run::external_under_way`], of whatever has not ended.
+    /// Describes any external operation that has not ended, including parts on other lanes.
     pub(crate) fn any_external_under_way(&self) -> Option<String> {
         self.externals.under_way(false)
     }
 
     // ---- waiting
 
-    /// Shows this call's signature to the ranks that it has heard nothing of. They may be in another call that sends
-    /// nothing to this rank (two roots that wait for each other): then they find that they disagree.
+    /// Sends this call's signature to the ranks from which it has received nothing. They may be in another call that
+    /// sends nothing to this rank (two roots that wait for each other). They then detect the disagreement.
     pub(crate) fn probe(&mut self, env: &mut RunContext<'_>) {
         self.probe_at = None;
         for rank in self.awaited_messages() {
@@ -813,7 +823,8 @@ impl Run {
         }
     }
 
-    /// A rank shows its signature, which is this call's. Where it cannot go on without an answer it gets one.
+    /// Handles the signature of a rank, which equals this call's. Answers it if the rank cannot continue without an
+    /// answer.
     pub(crate) fn on_probe(&mut self, from: Rank, header: &Header, env: &mut RunContext<'_>) {
         self.note_peer();
         self.note_agreement(from);
@@ -828,7 +839,8 @@ impl Run {
 
     // ---- for messages
 
-    /// The ranks that this call still waits for, without repetition; all others while it is done elsewhere.
+    /// Returns the ranks for which this call still waits, without repetition. While the operation of an offloaded call
+    /// is in flight, these are all other ranks.
     pub(crate) fn awaited(&self, members: &Members) -> Vec<Rank> {
         match self.is_elsewhere() {
             true => members.ranks().filter(|&rank| rank != self.call.rank).collect(),
@@ -844,7 +856,7 @@ impl Run {
             .zip(&self.ops)
             .filter(|(_, state)| !state.complete)
             .filter_map(|(op, state)| match &op.kind {
-                // What has come may wait for other ranks before it is placed, or before it counts.
+                // A message that has arrived may wait for other ranks before it is placed, or before it counts.
                 PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => {
                     let has_arrived = matches!(&state.progress, Progress::Receive(incoming) if incoming.has_arrived());
                     (!has_arrived).then_some(*from)
@@ -861,10 +873,10 @@ impl Run {
         ranks
     }
 
-    /// Whether something has yet to come from `peer` or to go to it.
+    /// Returns whether something has yet to arrive from `peer`, or to be sent to it.
     pub(crate) fn needs(&self, peer: Rank) -> bool {
         self.plan.ops.iter().zip(&self.ops).any(|(op, state)| match &op.kind {
-            // What has arrived may wait for other ranks before it is placed.
+            // A message that has arrived may wait for other ranks before it is placed.
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => {
                 *from == peer && !matches!(&state.progress, Progress::Receive(incoming) if incoming.has_arrived())
             }

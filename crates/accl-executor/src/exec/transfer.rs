@@ -1,65 +1,68 @@
-//! The protocol of one message between two ranks: what its sender may send next, what its receiver places, and what it owes.
+//! The protocol of one message between two ranks: what its sender may send next, what its receiver places, and the
+//! credit it owes.
 //!
-//! The first fragment of a message is sent eagerly, ahead of its receiver's call, if the receiver's window has room for it: its
-//! sender takes credit, and its receiver returns the credit when it has placed those bytes. Without room the first fragment
-//! carries no bytes and only says that the message is there. Everything else needs a grant. A receiver grants what it can place,
-//! and keeps a copy of what comes before it can be placed. So whatever arrives can be taken off its link at once, and links
-//! never block each other.
+//! The first fragment of a message is sent eagerly, before its receiver issues the call, if the receiver's window has
+//! room. The sender takes credit, and the receiver returns the credit when it has placed those bytes. Without room, the
+//! first fragment carries no bytes and only announces the message. All other bytes need a grant.
 //!
-//! Pure: owns the counts of a message and its unexpected bytes. Which message a frame is of, how far its operation may go, and
-//! how a frame leaves are the matter of `run`, `p2p` and `fast_path`. Read [`Outgoing`] first, then [`Incoming`].
+//! A receiver grants what it can place, and keeps a copy of bytes that arrive before it can place them. Everything that
+//! arrives can therefore be taken off its link at once, and links never block each other.
+//!
+//! This module is pure: it owns the byte counts of a message, and its unexpected bytes. `run`, `p2p` and `fast_path`
+//! find the message of a frame, decide how far its operation may go, and send frames. Read [`Outgoing`] first, then
+//! [`Incoming`].
 
 use std::collections::VecDeque;
 
 /// Whether the first fragment of a message counts against its receiver's window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Window {
-    /// It takes credit, and the receiver returns it.
+    /// The first fragment takes credit, and the receiver returns it.
     Counted,
-    /// The first fragment goes whether there is room or not. The engine's own messages are few, and must come through when the
+    /// The first fragment is sent even without room. The engine's own messages are few, and must arrive even if
     /// messages of users have filled the window.
     Exempt,
 }
 
-/// What becomes of bytes that come before they can be placed.
+/// Fate of bytes that arrive before they can be placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ahead {
-    /// They are copied, and placed later.
+    /// The bytes are copied, and placed later.
     Kept,
-    /// They are refused. A plan places the bytes of encoded chunks as they come, and their checksums are looked at then; a
-    /// message between two calls has its receiver's memory before it is granted.
+    /// The bytes are refused. Bytes of encoded chunks are always placed on arrival, when their checksums are checked. A
+    /// point-to-point message has its receiver's memory before it is granted.
     Refused,
 }
 
-/// A message on its sender's side.
+/// The sender's side of a message.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     total: u64,
     sent: u64,
-    /// How much the receiver allows in all.
+    /// Total bytes that the receiver allows.
     granted: u64,
     window: Window,
-    /// The first fragment has left.
+    /// Whether the first fragment was sent.
     begun: bool,
-    /// It is empty, the window had no room for it, and its receiver has yet to grant it.
+    /// Whether the message is empty, was announced without room in the window, and still needs a grant.
     awaits_grant: bool,
 }
 
-/// What is to be sent next of a message.
+/// Next fragment of a message to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fragment {
     pub(crate) is_first: bool,
-    /// Bytes of the message that it carries.
+    /// Bytes of the message in this fragment.
     pub(crate) bytes: u64,
-    /// The receiver is asked to grant the rest, or an empty message.
+    /// Whether the receiver is asked to grant the rest, or an empty message.
     pub(crate) wants_grant: bool,
-    /// What it takes of the receiver's window, if it counts.
+    /// Credit that the fragment takes from the receiver's window, if it counts.
     pub(crate) credit: Option<u64>,
 }
 
 impl Fragment {
-    /// A counted message that is whole in its first fragment, as [`Outgoing::next`] has it of a message of at most a segment. `None`:
-    /// the window has no room for it.
+    /// Returns the first fragment of a counted message that fits it entirely, as [`Outgoing::next`] would for a message
+    /// of at most a segment. Returns `None` if the window has no room.
     #[inline]
     pub(crate) fn whole(total: u64, has_room: impl FnOnce(u64) -> bool) -> Option<Self> {
         has_room(total).then_some(Self { is_first: true, bytes: total, wants_grant: false, credit: Some(total) })
@@ -71,7 +74,7 @@ impl Outgoing {
         Self { total, sent: 0, granted: 0, window, begun: false, awaits_grant: false }
     }
 
-    /// A message that has gone already.
+    /// Creates a message that was already sent.
     pub(crate) fn finished(total: u64, window: Window) -> Self {
         Self { sent: total, granted: total, begun: true, ..Self::new(total, window) }
     }
@@ -80,18 +83,18 @@ impl Outgoing {
         self.sent
     }
 
-    /// Whether all of it has left, and nothing of its receiver is awaited.
+    /// Returns whether the whole message was sent, and no grant is awaited.
     pub(crate) fn is_complete(&self) -> bool {
         self.begun && self.sent == self.total && !self.awaits_grant
     }
 
-    /// Whether more was granted than has been sent.
+    /// Returns whether more was granted than was sent.
     pub(crate) fn is_granted(&self) -> bool {
         self.granted > self.sent
     }
 
-    /// What is to be sent now, if anything: of the first `limit` bytes, which can be read already, at most a segment. `has_room`
-    /// says whether the receiver's window has room for a message of so many bytes.
+    /// Returns the fragment to send now, if any: at most a segment of the first `limit` bytes, which are readable.
+    /// `has_room` returns whether the receiver's window has room for a message of the given bytes.
     pub(crate) fn next(&self, limit: u64, segment: u64, has_room: impl FnOnce(u64) -> bool) -> Option<Fragment> {
         if !self.begun {
             let first = self.total.min(segment);
@@ -99,8 +102,8 @@ impl Outgoing {
                 return None;
             }
             let is_eager = self.window == Window::Exempt || has_room(first);
-            // Also an empty message waits for its receiver where the window has no room, or there would be no limit to those that
-            // a receiver has to remember.
+            // Without room, even an empty message waits for its receiver. Otherwise a receiver would have to remember
+            // an unlimited number of them.
             let bytes = if is_eager { first } else { 0 };
             let wants_grant = bytes < self.total || !is_eager;
             let credit = (is_eager && self.window == Window::Counted).then_some(bytes);
@@ -108,7 +111,7 @@ impl Outgoing {
         }
         let whole = segment.min(self.total - self.sent);
         let allowed = limit.min(self.granted);
-        // Whole segments only, unless the grant itself ends within one.
+        // Only whole segments are sent, unless the grant itself ends within one.
         let bytes = match () {
             () if allowed >= self.sent + whole => whole,
             () if self.granted <= limit => allowed - self.sent,
@@ -118,7 +121,7 @@ impl Outgoing {
         (bytes > 0).then_some(Fragment { is_first: false, bytes, wants_grant, credit: None })
     }
 
-    /// A fragment has left.
+    /// Records that a fragment was sent.
     pub(crate) fn note_sent(&mut self, fragment: &Fragment) {
         if fragment.is_first {
             self.begun = true;
@@ -128,58 +131,59 @@ impl Outgoing {
         self.granted = self.granted.max(self.sent);
     }
 
-    /// The receiver allows so many bytes in all. It may do so before the first fragment has left.
+    /// Records that the receiver allows `value` bytes in total. This may happen before the first fragment is sent.
     pub(crate) fn on_grant(&mut self, value: u64) {
         self.granted = self.granted.max(value.min(self.total));
         self.awaits_grant = false;
     }
 }
 
-/// Which fragment of a message has come.
+/// Position of an arrived fragment in its message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
     First {
         wants_grant: bool,
     },
-    /// Any other.
+    /// Any fragment after the first.
     Next,
 }
 
-/// What is to be done with bytes that have come.
+/// Action for bytes that have arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Arrival {
-    /// They are to be placed at this byte of the message, and count as placed.
+    /// Place the bytes at byte `at` of the message. They count as placed.
     Place { at: u64 },
-    /// They were copied, and are to be placed later.
+    /// The bytes were copied, and are placed later.
     Kept,
-    /// They came before they could be placed, and may not be kept.
+    /// The bytes arrived before they could be placed, and may not be kept.
     Refused,
 }
 
-/// A fragment that its message cannot have: more bytes than are left, or a beginning that has been.
+/// Error for a fragment that its message cannot have: more bytes than are left, a second first fragment, or a later one
+/// before the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Excess;
 
-/// A message on its receiver's side.
+/// The receiver's side of a message.
 #[derive(Debug)]
 pub(crate) struct Incoming {
     total: u64,
-    /// Bytes that have come.
+    /// Bytes that have arrived.
     arrived: u64,
     /// Bytes that have been placed.
     placed: u64,
     granted: u64,
-    /// Credit to be returned when so many bytes are placed, if its sender took any.
+    /// Credit to return once this number of bytes is placed; `None` if the sender took none, or it was returned.
     credit: Option<u64>,
-    /// Bytes that came before they could be placed.
+    /// Bytes that arrived before they could be placed.
     unexpected: VecDeque<Vec<u8>>,
-    /// Bytes of the first of these that are placed already.
+    /// Number of bytes of the first entry of `unexpected` that are already placed.
     unexpected_placed: usize,
     window: Window,
     ahead: Ahead,
-    /// The first fragment has come.
+    /// Whether the first fragment has arrived.
     begun: bool,
-    /// The sender cannot go on without a grant.
+    /// Whether the sender cannot continue without a grant.
     wants_grant: bool,
 }
 
@@ -200,12 +204,13 @@ impl Incoming {
         }
     }
 
-    /// A message that has come already.
+    /// Creates a message that has already arrived.
     pub(crate) fn finished(total: u64, window: Window, ahead: Ahead) -> Self {
         Self { arrived: total, placed: total, granted: total, begun: true, ..Self::new(total, window, ahead) }
     }
 
-    /// The credit to be returned for a counted message that came whole in its first fragment, as [`Incoming::due_credit`] has it.
+    /// Returns the credit to return for a counted message that arrived entirely in its first fragment, as
+    /// [`Incoming::due_credit`] would.
     #[inline]
     pub(crate) fn credit_of_whole(total: u64) -> u64 {
         total
@@ -215,7 +220,7 @@ impl Incoming {
         self.placed
     }
 
-    /// Whether nothing more comes of it.
+    /// Returns whether all of the message has arrived.
     pub(crate) fn has_arrived(&self) -> bool {
         self.begun && self.arrived == self.total
     }
@@ -224,10 +229,11 @@ impl Incoming {
         self.begun && self.placed == self.total
     }
 
-    /// Bytes have come, and the first `limit` bytes of the message may be placed; none at all where there is no limit.
+    /// Records that bytes have arrived. The first `limit` bytes of the message may be placed; with `None`, no bytes may
+    /// be placed.
     ///
     /// # Errors
-    /// [`Excess`], and nothing has changed.
+    /// [`Excess`]; then nothing has changed.
     pub(crate) fn arrive(&mut self, part: Part, payload: &[u8], limit: Option<u64>) -> Result<Arrival, Excess> {
         let bytes = payload.len() as u64;
         if bytes > self.total - self.arrived || (part != Part::Next) == self.begun {
@@ -236,7 +242,7 @@ impl Incoming {
         if let Part::First { wants_grant } = part {
             self.begun = true;
             self.wants_grant = wants_grant;
-            // What only says that it is there has taken no credit.
+            // A fragment that only announces the message has taken no credit.
             let is_eager = self.window == Window::Counted && (bytes > 0 || !wants_grant);
             self.credit = is_eager.then_some(bytes);
         }
@@ -256,11 +262,11 @@ impl Incoming {
         Ok(Arrival::Kept)
     }
 
-    /// Hands over what was kept and may be placed by now, with its byte of the message.
+    /// Passes kept bytes that may now be placed to `place`, with their position in the message.
     pub(crate) fn place_unexpected(&mut self, limit: u64, mut place: impl FnMut(u64, &[u8])) {
         while let Some(first) = self.unexpected.front() {
             let rest = &first[self.unexpected_placed..];
-            // Elements are not split: limits move in whole elements.
+            // Elements are not split, because limits move in whole elements.
             let n = rest.len().min((limit - self.placed) as usize);
             if n > 0 {
                 place(self.placed, &rest[..n]);
@@ -275,14 +281,14 @@ impl Incoming {
         }
     }
 
-    /// The credit that is to be returned now, once.
+    /// Returns the credit to return now, once.
     pub(crate) fn due_credit(&mut self) -> Option<u64> {
         let placed = self.placed;
         self.credit.take_if(|credit| placed >= *credit)
     }
 
-    /// What is to be granted now, once: as many bytes as may be placed and `segments_ahead` more, or 0 for an empty message that
-    /// waits. A message that will need a grant gets one before it has begun.
+    /// Returns the grant to send now, once. It allows the bytes that may be placed and `segments_ahead` more segments,
+    /// or is 0 for an empty message that waits. A message that will need a grant gets one before it has begun.
     pub(crate) fn due_grant(
         &mut self,
         limit: Option<u64>,
@@ -310,10 +316,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What counts against a window beyond the payload.
+    /// Window bytes that a message costs in addition to its payload.
     const MESSAGE_BYTES: u64 = 16;
 
-    /// Draws small numbers that end.
+    /// Pseudo-random numbers with a seed.
     struct Draws(u64);
 
     impl Draws {
@@ -326,7 +332,7 @@ mod tests {
         }
     }
 
-    /// One message on both sides, what is under way between them, and how far each side's dependencies let it go.
+    /// Both sides of one message, the frames and grants in flight, and how far each side's dependencies let it go.
     struct Both {
         outgoing: Outgoing,
         incoming: Incoming,
@@ -334,15 +340,17 @@ mod tests {
         segment: u64,
         segments_ahead: u64,
         window: Window,
-        /// Room in the window at the moment. Other messages take of it and give back.
+        /// Current room in the window, which other messages also use.
         room: u64,
         readable: u64,
         placeable: Option<u64>,
         frames: VecDeque<(Part, Vec<u8>)>,
         grants: VecDeque<u64>,
-        /// Largest grant that has been given, and credit that was taken and returned.
+        /// Largest grant given so far.
         granted: u64,
+        /// Credits taken by the sender.
         taken: Vec<u64>,
+        /// Credits returned by the receiver.
         returned: Vec<u64>,
         eager: u64,
         received: Vec<u8>,
@@ -439,7 +447,7 @@ mod tests {
             true
         }
 
-        /// Both sides may go on to the end; what is left happens in turns.
+        /// Lets both sides go on to the end; the remaining steps happen in turns.
         fn finish(&mut self) {
             (self.readable, self.placeable) = (self.total, Some(self.total));
             self.settle();
@@ -472,7 +480,7 @@ mod tests {
                     2 => { both.take_grant(); }
                     3 => both.readable = total.min(both.readable + draws.below(2 * segment)),
                     4 => {
-                        // The dependencies move: what was kept may be placed, and more be granted.
+                        // The dependencies progress: kept bytes may be placed, and more may be granted.
                         both.placeable = Some(total.min(both.placeable.map_or(0, |now| now + draws.below(2 * segment))));
                         both.settle();
                     }
@@ -487,7 +495,8 @@ mod tests {
         fn a_message_whose_memory_is_there_is_never_refused(
             seed: u64, total in 0_u64..200, segment in 1_u64..40, window in window(), room in 0_u64..80, steps in 0_usize..100,
         ) {
-            // As messages between two calls go: the receiver matches when the first fragment has come, and then grants all.
+            // This is how point-to-point messages work: the receiver matches when the first fragment has arrived, and
+            // then grants all.
             let mut draws = Draws(seed);
             let mut both = Both::new(total, segment, 0, window, room, Ahead::Refused);
             (both.readable, both.placeable) = (total, Some(total));

@@ -1,34 +1,36 @@
-//! When a call may begin while earlier ones are in flight.
+//! Decides when a call may begin while earlier calls are in flight.
 //!
-//! A call begins once the earlier ones have little left to do: their tensors share the cache then, and none of them waits for the
-//! others' turns. Owns that limit, and the moment from which on nobody waits any more. Read [`Admission`] first.
+//! A call begins once the earlier calls have little left to do. Their tensors then share the cache, and no call waits
+//! for the turns of the others. This module owns that limit, and the time after which no call is held back. Read
+//! [`Admission`] first.
 
 use std::time::Duration;
 
 use accl_types::Moment;
 
-/// How much earlier calls may have left, in bytes of all their operations. Within a host the links need no more to be busy; between
-/// hosts a lot must be under way.
+/// Maximum remaining work of earlier calls, in bytes of all their operations. Within a host, the links need no more to
+/// be busy. Between hosts, much more must be in flight.
 const INTRA_NODE: u64 = 64 << 10;
 const INTER_NODE: u64 = 8 << 20;
-/// A call begins anyway when the group has stood still for so long: another rank may wait for it first.
+/// Time without progress in the group after which a held-back call begins anyway, because another rank may wait for it
+/// first.
 const STANDSTILL: Duration = Duration::from_millis(1);
 
-/// What one group knows of its own progress.
+/// Progress record of one group.
 #[derive(Default)]
 pub(super) struct Admission {
     moved_at: Moment,
-    /// A call has yet to begin.
+    /// Whether a call is held back.
     withholds: bool,
 }
 
 impl Admission {
-    /// A call in flight has moved, or the first is there.
+    /// Records that a call in flight has made progress, or that the first call was added.
     pub(super) fn note_move(&mut self, now: Moment) {
         self.moved_at = now;
     }
 
-    /// How much the calls in flight may have left to do while others begin.
+    /// Returns the maximum remaining work, in bytes, of the calls in flight with which another call may begin.
     pub(super) fn limit(&self, now: Moment, is_intra_node: bool) -> u64 {
         match is_intra_node {
             _ if now >= self.moved_at + STANDSTILL => u64::MAX,
@@ -37,12 +39,12 @@ impl Admission {
         }
     }
 
-    /// Whether a call was found that may not begin yet, in the pass that is over.
+    /// Records whether the last pass found a call that may not begin yet.
     pub(super) fn set_withholds(&mut self, withholds: bool) {
         self.withholds = withholds;
     }
 
-    /// When calls that may not begin yet do so at the latest.
+    /// Returns the time by which calls that are held back begin at the latest; `None` if there are none.
     pub(super) fn begin_by(&self) -> Option<Moment> {
         self.withholds.then(|| self.moved_at + STANDSTILL)
     }
@@ -64,7 +66,7 @@ mod tests {
         assert_eq!(admission.limit(start, true), INTRA_NODE);
         assert_eq!(admission.limit(start, false), INTER_NODE);
         assert_eq!(admission.limit(until, true), u64::MAX);
-        // Progress puts it off.
+        // Progress postpones the time.
         admission.note_move(until);
         assert_eq!(admission.limit(until, false), INTER_NODE);
     }

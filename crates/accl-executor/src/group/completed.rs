@@ -1,6 +1,6 @@
-//! Calls that have ended, and groups that have failed, for whoever holds the lock to tell of them without it.
+//! Completed calls and failed groups, which the lock's holder reports after it has released the lock.
 //!
-//! Owns the lists. Read [`Completed`] first.
+//! This module owns the lists. Read [`Completed`] first.
 
 use std::sync::Arc;
 
@@ -8,61 +8,62 @@ use accl_types::{Error, Moment, Rank};
 
 use crate::call::{CallState, Callback};
 
-/// What is to be done when the lock has been given back.
+/// Work to do after the lock is released.
 #[derive(Default)]
 pub struct Completed {
-    /// To be run.
+    /// Callbacks to run.
     pub callbacks: Vec<Callback>,
-    /// To be told of, if somebody follows calls.
+    /// Completed calls to report, if calls are followed.
     pub calls: Vec<Arc<CallState>>,
-    /// Groups that are to fail on the other lanes as well.
+    /// Groups that must fail on the other lanes as well.
     pub failed: Vec<FailedGroup>,
-    /// With what groups have failed because this process has seen a rank go without a word: to be told of, since nobody may be left to raise it.
+    /// Errors of groups that failed because this process detected a lost rank. They are logged, because no call may be
+    /// left to raise them.
     pub losses: Vec<Error>,
     is_followed: bool,
-    /// There is something in one of the lists.
+    /// Whether any list has an entry.
     has_any: bool,
 }
 
 /// A group that has failed on one of its lanes.
 pub struct FailedGroup {
-    /// Its number.
+    /// Number of the group.
     pub group: u64,
-    /// The first cause.
+    /// First cause of the failure.
     pub error: Error,
-    /// Who has yet to learn of it.
+    /// Ranks that must still be notified.
     pub tell: Notify,
 }
 
 impl FailedGroup {
-    /// The rank that announced the cause, if it did not begin here.
+    /// Returns the rank that reported the cause, if the failure did not begin here.
     pub(super) fn announced_by(&self) -> Option<Rank> {
         self.error.context.peer.filter(|_| self.tell == Notify::Neighbours)
     }
 }
 
-/// Whether the other ranks have yet to learn of a failure.
+/// Which other ranks must still be notified of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notify {
-    /// All of them: it began here.
+    /// All other ranks, because the failure began here.
     Peers,
-    /// Those that pass it on: another rank tells all of them.
+    /// The neighbours, which forward the report; another rank notifies all ranks.
     Neighbours,
-    /// All know it.
+    /// No ranks: all of them know it.
     Nobody,
 }
 
-/// Whether neighbours that look at no link are sent a note of a failure.
+/// Whether neighbours that may poll no link are sent an out-of-band report of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Notes {
-    /// Unless they speak of it before.
+    /// Sent, unless the neighbour reports the failure first.
     Sent,
-    /// The first lane sends them.
+    /// Not sent here, because the first lane sends them.
     LeftToFirstLane,
 }
 
 impl Completed {
-    /// Somebody follows calls: all that end from now on are kept for that.
+    /// Requests that calls that complete from now on are kept in `calls`.
     pub(super) fn follow(&mut self) {
         self.is_followed = true;
     }
@@ -72,7 +73,7 @@ impl Completed {
         !self.has_any
     }
 
-    /// Ends a call.
+    /// Completes a call.
     pub(super) fn end(&mut self, call: &Arc<CallState>, error: Option<Error>, now: Moment) {
         self.callbacks.extend(call.finish(now, error));
         if self.is_followed {
@@ -81,19 +82,19 @@ impl Completed {
         self.has_any |= !self.callbacks.is_empty() || !self.calls.is_empty();
     }
 
-    /// A group has failed that has more lanes.
+    /// Records that a group with several lanes has failed.
     pub(super) fn fail_elsewhere(&mut self, failed: FailedGroup) {
         self.failed.push(failed);
         self.has_any = true;
     }
 
-    /// A group has failed because a rank has gone without a word, and nobody has said so before.
+    /// Records that a group has failed because a rank was lost, if no other lane has recorded it.
     pub(super) fn note_loss(&mut self, error: Error) {
         self.losses.push(error);
         self.has_any = true;
     }
 
-    /// All that there is; it stays followed.
+    /// Takes all entries. Calls stay followed.
     pub(super) fn take(&mut self) -> Self {
         let is_followed = self.is_followed;
         std::mem::replace(self, Self { is_followed, ..Self::default() })

@@ -1,6 +1,6 @@
-//! What the engine provides to a group while it works.
+//! The parts of the engine that a group uses while it works.
 //!
-//! Owns nothing. Read [`Context`] first.
+//! This module owns nothing. Read [`Context`] first.
 
 use accl_types::Moment;
 
@@ -8,15 +8,15 @@ use super::completed::Completed;
 use super::stopping::Stopping;
 use crate::peers::Net;
 
-/// What the engine provides to a group while it works.
+/// The parts of the engine that a group uses while it works.
 pub struct Context<'a> {
     /// The peers and the links to them.
     pub net: &'a mut Net,
-    /// Calls that have ended: the driver tells of them, without its lock.
+    /// Completed calls, which the driver reports after it has released its lock.
     pub(crate) completed: &'a mut Completed,
-    /// Calls that have failed and whose external operations have yet to stop.
+    /// Failed calls whose external operations have yet to stop.
     pub(crate) stopping: &'a mut Stopping,
     pub(crate) segment: u64,
-    /// The time of this pass.
+    /// Time of this pass.
     pub now: Moment,
 }

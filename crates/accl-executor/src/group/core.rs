@@ -1,7 +1,7 @@
-//! What the driver's lock protects: the net, the groups, and one pass of progress over them.
+//! The state under the driver's lock: the net, the groups, and one progress pass over them.
 //!
-//! Owns taking frames off links and finding their group. Who may run a pass is decided in `driver`; nothing here blocks
-//! or sleeps. Read [`Core::pass`] first.
+//! This module takes frames off links and finds their group. `driver` decides which thread runs a pass; nothing here
+//! blocks or sleeps. Read [`Core::pass`] first.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -26,30 +26,32 @@ use crate::exec::SpinLimit;
 use crate::peers::{FrameEnd, Gone, Net, PeerId, handle_frame};
 use accl_types::hash::hash_words;
 
-/// Frames taken off one link before the others have their turn.
+/// Maximum number of frames taken off one link before the other links get their turn.
 const FRAMES_PER_TURN: usize = 32;
-/// A frame of a call that has yet to be made here stays on its link for this many passes in which nothing moves, when it
-/// has this many bytes: the call is likely to come soon, and takes it from there without a copy.
+/// A frame of at least `MIN_HELD_BYTES` may belong to a call that was not issued here yet. It then stays on its link
+/// for up to this many consecutive passes without progress. The call is likely to be issued soon, and then takes the
+/// frame from the link without a copy.
 const PASSES_HELD: u32 = 32;
 const MIN_HELD_BYTES: usize = 2 << 10;
-/// Looks at all links before the end of a group is heeded: peers that go on sending must not put it off for ever.
+/// Maximum number of polls of all links before a reported failure of a group takes effect. Peers that keep sending must
+/// not delay it forever.
 const MAX_ROUNDS: usize = 1000;
-/// Calls that may end one after the other without a look at the links.
+/// Maximum number of consecutive calls that complete at once without a poll of the links.
 const MAX_CALLS_WITHOUT_LOOK: u32 = 16;
-/// Looks at the links before a sleeping driver is woken to look itself.
+/// Maximum number of polls of the links before a sleeping driver is woken to poll by itself.
 const ROUNDS_OF_RELIEF: u32 = 4;
-/// A host that has not answered for so long has vanished, as long as nobody's deadline is shorter: what keep-alive allows
-/// a link on which nothing is under way.
+/// Unresponsive time after which a host counts as vanished, if no call has a shorter timeout. Keep-alive allows an idle
+/// link the same time.
 pub const VANISHED: Duration = Duration::from_secs(30);
-/// How often silent hosts are looked for.
+/// Interval between checks for unresponsive hosts.
 pub const LOOK_FOR_SILENCE: Duration = Duration::from_secs(1);
-/// So many are asked what has become of a peer.
+/// Maximum number of processes asked what happened to a peer.
 const MAX_WITNESSES: usize = 4;
 
-/// Group numbers are hashes already.
+/// Hasher for group numbers, which are hashes already.
 type ById = BuildHasherDefault<IdHasher>;
 
-/// Takes a number for its own hash.
+/// Uses a number as its own hash.
 #[derive(Default)]
 struct IdHasher(u64);
 
@@ -67,7 +69,7 @@ impl Hasher for IdHasher {
     }
 }
 
-/// What the driver's lock protects: the peers of this process, its groups, and what is under way.
+/// The state under the driver's lock: the peers of this process, its groups, and the calls in flight.
 pub struct Core {
     /// The peers and the links to them.
     pub net: Net,
@@ -76,67 +78,67 @@ pub struct Core {
     active: Vec<u64>,
     /// Frames of groups that do not exist here yet.
     lobby: Lobby,
-    /// Groups that are being made here, with their peers.
+    /// Groups that are being created here, with their peers.
     expected: HashMap<u64, Vec<PeerId>, ById>,
-    /// Groups that were destroyed here: what still comes for them is dropped.
+    /// Groups that were destroyed here. Frames that still arrive for them are dropped.
     ended: Ended,
-    /// Calls that have ended, for the driver.
+    /// Calls that have completed, to be reported by the driver.
     completed: Completed,
-    /// Calls that have failed and not ended.
+    /// Calls that have failed but cannot complete yet.
     stopping: Stopping,
-    /// Wakes whoever sleeps in the poller.
+    /// Wakes the thread that sleeps in the poller.
     wake: Wake,
-    /// Most bytes of a fragment.
+    /// Maximum bytes of a fragment.
     segment: u64,
-    /// For what happens without a moment at hand.
+    /// Clock for code to which no time was passed.
     clock: fn() -> Moment,
-    /// Announcements that a group has failed, to be handled at the end of a pass.
+    /// Reports that a group has failed, to be handled at the end of a pass.
     causes: Vec<(PeerId, Header, Vec<u8>)>,
-    /// Groups that a rank has left since the last look for absentees.
+    /// Groups that a rank has left since absent ranks were last looked for.
     left: Vec<u64>,
-    /// Calls in a row that ended when they were made: nobody has looked at the links meanwhile.
+    /// Number of consecutive calls that completed when they were issued. No thread has polled the links meanwhile.
     calls_without_look: u32,
-    /// See [`Core::take_owed_look`].
+    /// Whether a poll that asks the system is due: see [`Core::take_owed_look`].
     owes_look: bool,
-    /// Passes in a row in which nothing moved.
+    /// Number of consecutive passes without progress.
     idle: u32,
-    /// Until when the driver is parked in the poller, if it is.
+    /// Time until which the driver sleeps in the poller; `None` if it does not sleep.
     parked: Option<Moment>,
-    /// A pass has moved something while the driver slept, and nobody has told it.
+    /// Whether a pass made progress while the driver slept, and the driver was not notified.
     owes_driver: bool,
-    /// Threads that look at the links again and again while it is.
+    /// Number of threads that poll the links in a loop while the driver sleeps.
     watchers: u32,
-    /// When silent hosts are looked for again.
+    /// Time of the next check for unresponsive hosts.
     silence_at: Option<Moment>,
     passes: u64,
 }
 
-/// What progress has cost so far.
+/// Counters of the work done for progress.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
-    /// Passes over the links.
+    /// Number of passes over the links.
     pub passes: u64,
-    /// How often these, and whoever was about to sleep, have looked at a link.
+    /// Number of polls of a link, by passes and by threads that were about to sleep.
     pub links_looked_at: u64,
 }
 
-/// What has become of a process.
+/// Fate of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// It said goodbye, and went.
+    /// The process sent a disconnect message, and exited.
     Left,
-    /// It went without a word.
+    /// The process was lost without a disconnect message.
     Lost,
-    /// It is linked here.
+    /// The process has a link to this process.
     Here,
-    /// It never was, or nothing was asked.
+    /// Nothing certain is known about the process, or the question was invalid.
     Unknown,
 }
 
 impl Fate {
     const ALL: [Fate; 4] = [Fate::Left, Fate::Lost, Fate::Here, Fate::Unknown];
 
-    /// As it goes into an answer.
+    /// Returns the name that an answer contains.
     pub fn name(self) -> &'static str {
         match self {
             Fate::Left => "left",
@@ -146,25 +148,26 @@ impl Fate {
         }
     }
 
-    /// What an answer says.
+    /// Returns the fate that an answer contains.
     pub fn of(name: &str) -> Self {
         Self::ALL.into_iter().find(|fate| fate.name() == name).unwrap_or(Fate::Unknown)
     }
 }
 
-/// What becomes of a parked driver when the last thread that looked at the links in its place looks no more.
+/// Action for a sleeping driver when the last thread that polled the links in its place stops polling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Relief {
-    /// It sleeps on, and peers wake it.
+    /// The driver keeps sleeping, and peers wake it.
     SleepsOn,
-    /// Calls may have ended meanwhile: a driver that waits for one must look.
+    /// Calls may have completed meanwhile. A driver that waits for one must check it.
     MayBeOver,
-    /// It must look again.
+    /// The driver must be woken to poll again.
     Wake,
 }
 
 impl Core {
-    /// Without peers and groups. Messages go in fragments of at most `segment` bytes; `clock` is asked where no moment is at hand.
+    /// Creates a core without peers and groups. Messages are sent in fragments of at most `segment` bytes. `clock` is
+    /// read where no time was passed.
     pub fn new(segment: u64, clock: fn() -> Moment) -> Self {
         Self {
             net: Net::default(),
@@ -191,22 +194,22 @@ impl Core {
         }
     }
 
-    /// What wakes whoever sleeps in the poller, from any thread.
+    /// Sets the function that wakes the thread that sleeps in the poller. It may be called from any thread.
     pub fn set_wake(&mut self, wake: Wake) {
         self.wake = wake;
     }
 
-    /// As it was set.
+    /// Returns the function set by [`Core::set_wake`].
     pub(super) fn wake(&self) -> &Wake {
         &self.wake
     }
 
-    /// For what happens without a moment at hand.
+    /// Returns the clock for code to which no time was passed.
     pub(crate) fn clock(&self) -> fn() -> Moment {
         self.clock
     }
 
-    /// Runs `f` on a group with what it needs.
+    /// Runs `f` on a group, with the context that it needs. Returns `None` if there is no such group.
     pub fn with_group<R>(
         &mut self,
         id: u64,
@@ -223,7 +226,8 @@ impl Core {
         Some(result)
     }
 
-    /// Runs a call on the fast path, as far as that goes. `None`: not at all. All of the path is compiled here, in one piece.
+    /// Runs a call on the fast path as far as possible. Returns `None` if the call cannot take it; then nothing has
+    /// changed. The whole path is compiled here, as one unit.
     pub fn run_fast_path(&mut self, id: u64, desc: &CallDesc, spin_limit: SpinLimit) -> Option<FastPathEnd> {
         let ran = self.guarded(|core| core.go_fast_path(id, desc, spin_limit));
         ran.unwrap_or_else(|error| Some(FastPathEnd::Failed(Box::new(error))))
@@ -239,11 +243,13 @@ impl Core {
         ran
     }
 
-    /// A group of these peers will be added, or removed. To be said before any rank can have made it: a peer that leaves it when
-    /// there is no link yet is asked about it when there is one.
+    /// Announces that a group of these peers will be added or removed. The caller must do so before any rank can have
+    /// created the group. A peer may leave the group before there is a link to it; it is then asked about the group
+    /// when the link is made.
     pub fn expect_group(&mut self, id: u64, peers: Vec<PeerId>) {
         for &peer in &peers {
-            // Its end of the link may not be there yet, and what it says until then goes nowhere. Who has greeted has its end.
+            // The peer's end of the link may not be up yet, and its earlier messages are lost. Once the peer has sent
+            // its hello, its end is up.
             if self.net.awaits_greeting_of(peer) {
                 self.ask_about(peer, &[id], 0);
             }
@@ -252,7 +258,7 @@ impl Core {
         self.net.flush_all();
     }
 
-    /// Asks a peer with a link what has become of groups; `last` goes with the last frame.
+    /// Asks a linked peer for the state of groups. `last` is the flag of the last frame.
     fn ask_about(&mut self, id: PeerId, groups: &[u64], last: u8) {
         let mut payloads = Groups::payloads(groups, self.segment as usize + OVERHEAD_BYTES).peekable();
         while let Some(payload) = payloads.next() {
@@ -261,7 +267,7 @@ impl Core {
         }
     }
 
-    /// Adds a group and hands it the frames that came before it.
+    /// Adds a group, and passes it the frames that arrived before it.
     pub fn add_group(&mut self, group: GroupState, now: Moment) {
         let id = group.id();
         self.expected.remove(&id);
@@ -274,7 +280,7 @@ impl Core {
                 }
             });
         }
-        // A rank may have gone while the group was being made.
+        // A rank may have disconnected while the group was being created.
         self.with_group(id, now, |group, context| group.note_absentees(context.net));
         if !is_complete {
             let error = Error::exhausted(format!(
@@ -286,7 +292,7 @@ impl Core {
         self.net.flush_all();
     }
 
-    /// The links of a group's ranks are asked for news by the next pass.
+    /// Makes the next pass ask the system for news on the links of a group's ranks.
     pub fn look_again_at(&mut self, group: u64) {
         let Some(group) = self.groups.get(&group) else { return };
         for rank in group.members().ranks() {
@@ -294,7 +300,7 @@ impl Core {
         }
     }
 
-    /// Forgets a group, or one whose making failed: what still comes for it is dropped.
+    /// Removes a group, or one whose creation failed. Frames that still arrive for it are dropped.
     pub fn remove_group(&mut self, id: u64) {
         let group = self.groups.remove(&id);
         self.expected.remove(&id);
@@ -307,9 +313,11 @@ impl Core {
         self.ended.add(id, group.and_then(|group| Some(group.announced_cause(most)?.1)));
     }
 
-    /// A group of this lane fails that has failed on another one, once it has taken what had come for it before. The first lane notifies the peers,
-    /// whatever the lane has sent that failed first. So do the others over the links that they have: the first lane's link to a peer may have
-    /// broken, while that peer waits for a part on another lane. `false`: the group is not there, or has failed already.
+    /// Fails a group on this lane after it failed on another lane. Frames that have already arrived are handled first.
+    /// Returns `false` if the group does not exist, or has already failed.
+    ///
+    /// The first lane notifies all peers, even if the lane that failed first has done so. The other lanes notify peers
+    /// over the links that they have. A peer may wait on such a lane while the first lane's link to it is broken.
     pub fn fail_with_lane(&mut self, failed: &FailedGroup, is_first: bool, now: Moment) -> bool {
         if self.groups.get(&failed.group).is_none_or(|state| state.poison().is_some()) {
             return false;
@@ -321,32 +329,34 @@ impl Core {
         matches!(self.guarded(|core| core.with_group(failed.group, now, fails)), Ok(Some(())))
     }
 
-    /// Leaves a group, and forgets it: nobody can make a call in between. `None`: there is none, or it is lost to a panic.
+    /// Leaves a group and removes it, without a chance for calls in between. Returns `None` if the group does not
+    /// exist, or a panic has destroyed it.
     pub fn leave_group(&mut self, id: u64, now: Moment) -> Option<Departure> {
         let departure = self.guarded(|core| core.with_group(id, now, GroupState::depart));
         self.remove_group(id);
         departure.ok().flatten()
     }
 
-    /// Whether ended calls wait for [`Core::take_completed`], or links for whoever makes them.
+    /// Returns whether completed calls wait for [`Core::take_completed`], or links or notes are requested.
     #[inline]
     pub fn has_errands(&self) -> bool {
         !self.completed.is_empty() || self.net.has_wanted()
     }
 
-    /// What is to be told of calls that have ended since this was asked last.
+    /// Takes the calls and failures to report since the last call.
     pub fn take_completed(&mut self) -> Completed {
         self.completed.take()
     }
 
-    /// Somebody follows calls: see [`Completed::calls`].
+    /// Requests that completed calls are kept: see [`Completed::calls`].
     pub fn follow_calls(&mut self) {
         self.completed.follow();
     }
 
     // ---- links
 
-    /// Gives a peer the link that was made to it: see [`Net::attach`]. The driver, if it sleeps, must look again: it has said so on no such link.
+    /// Gives a peer its new link: see [`Net::attach`]. A sleeping driver must be woken to poll again, because it has
+    /// not armed this link.
     pub fn attach(&mut self, id: PeerId, link: Box<dyn Link>, slot: Option<Slot>, now: Moment) {
         let _ = self.guarded(|core| {
             core.net.attach(id, link, slot);
@@ -354,13 +364,13 @@ impl Core {
             let expected = core.expected.iter().filter(|(_, peers)| peers.contains(&id)).map(|(group, _)| *group);
             let made = core.groups.values_mut().filter_map(|group| group.note_link(id));
             let shared: Vec<u64> = made.chain(expected).collect();
-            // Each side may have left groups, or seen them fail, when there was no link to say so.
+            // Each side may have left groups, or seen them fail, when there was no link to report it.
             core.ask_about(id, &shared, LAST);
             core.pass_whole(now);
         });
     }
 
-    /// A peer without a link cannot be reached: whatever needs it fails.
+    /// Records that a peer without a link cannot be reached. The calls that need it fail.
     pub fn lose(&mut self, id: PeerId, error: Error, now: Moment) {
         if self.net.is_unlinked(id) {
             self.net.mark_gone(id, error);
@@ -368,10 +378,11 @@ impl Core {
         }
     }
 
-    /// What is thought of a peer that greets: whether it has a link that lives, as far as the system knows.
+    /// Returns the stance towards a peer that connects: whether its link works, as far as the system knows.
     pub fn stance_to(&mut self, uuid: &[u8; 16], now: Moment) -> Stance {
         let Some(id) = self.net.find(uuid) else {
-            // What it says of the groups of before would be dropped, and it would wait for answers.
+            // This process would ignore what the peer reports about its earlier groups, and the peer would wait for
+            // answers.
             return if self.net.gone(uuid).is_some() { Stance::GivenUp } else { Stance::Unlinked };
         };
         if !self.net.is_linked(id) {
@@ -384,11 +395,11 @@ impl Core {
         }
     }
 
-    /// Sees to it that everything a peer has sent is handled, its end included.
+    /// Handles everything that a peer has sent, and detects whether it has disconnected.
     fn look_at(&mut self, id: PeerId, now: Moment) {
         self.net.look_again(id);
         let checked = self.guarded(|core| {
-            // Its end is seen after all that came before.
+            // The end of the peer is detected only after all its frames were handled.
             core.pass_whole(now);
             core.net.check(id)
         });
@@ -398,27 +409,28 @@ impl Core {
         }
     }
 
-    /// A group, if it is there.
+    /// Returns a group, if it exists.
     pub fn group(&self, id: u64) -> Option<&GroupState> {
         self.groups.get(&id)
     }
 
-    /// All groups that are there.
+    /// Returns all groups.
     pub fn groups(&self) -> impl Iterator<Item = &GroupState> {
         self.groups.values()
     }
 
-    /// Most bytes of a fragment.
+    /// Returns the maximum bytes of a fragment.
     pub fn segment(&self) -> u64 {
         self.segment
     }
 
-    /// What progress has cost so far.
+    /// Returns the counters of the work done for progress.
     pub fn work(&self) -> Work {
         Work { passes: self.passes, links_looked_at: self.net.looks() }
     }
 
-    /// A process without a link has ended, and had said goodbye to others before; or that is only assumed, and then it is said to nobody.
+    /// Records that a process without a link has exited after it sent disconnect messages to others. With `is_assumed`
+    /// this is only assumed. If other processes ask, this process then answers [`Fate::Unknown`].
     pub fn depart(&mut self, id: PeerId, is_assumed: bool, now: Moment) {
         if self.net.is_unlinked(id) {
             self.net.note_goodbye(id, is_assumed);
@@ -426,8 +438,8 @@ impl Core {
         }
     }
 
-    /// Processes that know better than this one what has become of a peer: its neighbours in groups of both, which have been linked
-    /// to it from the beginning.
+    /// Returns processes that may know better what happened to a peer: its neighbours in shared groups, which linked to
+    /// it when the group was created.
     pub fn witnesses(&self, uuid: &[u8; 16]) -> Vec<EndpointInfo> {
         let Some(id) = self.net.find(uuid) else { return Vec::new() };
         let mut found: Vec<PeerId> = Vec::new();
@@ -447,13 +459,13 @@ impl Core {
         found.into_iter().take(MAX_WITNESSES).map(|id| self.net.peer(id).info().clone()).collect()
     }
 
-    /// Whether a process should still be sent a note that a group has failed.
+    /// Returns whether a process should still get a note that a group has failed.
     pub fn is_note_needed(&self, uuid: &[u8; 16], group: u64) -> bool {
         let Some(id) = self.net.find(uuid) else { return false };
         self.groups.get(&group).is_none_or(|group| group.may_not_know(id, &self.net))
     }
 
-    /// Handles a frame that has come besides the links, and answers it.
+    /// Handles an out-of-band frame, and returns the answer.
     pub fn on_note(&mut self, from: &[u8; 16], note: &[u8], now: Moment) -> Fate {
         let Some((head, payload)) = note.split_first_chunk() else { return Fate::Unknown };
         let Ok(header) = Header::parse(head) else { return Fate::Unknown };
@@ -470,7 +482,7 @@ impl Core {
         }
     }
 
-    /// What has become of a process, as far as is known here.
+    /// Returns what happened to a process, as far as it is known here.
     fn fate(&mut self, uuid: &[u8; 16], now: Moment) -> Fate {
         let linked = self.net.find(uuid).filter(|&id| self.net.is_linked(id));
         if let Some(id) = linked {
@@ -481,7 +493,7 @@ impl Core {
         }
         let Some(peer) = self.net.gone(uuid).map(|id| self.net.peer(id)) else { return Fate::Unknown };
         match peer.gone() {
-            // Others may know better, and whoever asks is not to be misled.
+            // Others may know better, so an assumption is not reported.
             Some(Gone::Left) if peer.is_goodbye_assumed() => Fate::Unknown,
             Some(Gone::Left) => Fate::Left,
             Some(Gone::Lost(_)) => Fate::Lost,
@@ -489,7 +501,7 @@ impl Core {
         }
     }
 
-    /// Tells a rank that has just linked to this one what it has missed.
+    /// Reports to a newly linked peer which of its groups have failed, or were left, here.
     fn answer_groups(&mut self, id: PeerId, payload: &[u8], now: Moment) -> Result<()> {
         for group in Groups::parse(payload)?.iter() {
             let header = |kind| Header { group, ..Header::new(kind) };
@@ -499,7 +511,7 @@ impl Core {
                 }
                 self.net.send_control(id, header(Kind::Goodbye), &[]);
             } else if self.groups.get(&group).is_some_and(|group| group.members().rank_of(id).is_none()) {
-                // It was given up here, and is a peer again in another group.
+                // This process has left the group, and the peer is again a peer in another group.
                 self.net.send_control(id, header(Kind::Goodbye), &[]);
             } else {
                 self.with_group(group, now, |group, context| group.notify_of_failure(id, context));
@@ -508,39 +520,41 @@ impl Core {
         Ok(())
     }
 
-    /// Whether any call is in flight, bytes of an ended one have yet to leave, a link has to be listened to, or a new link's peer has yet to greet.
+    /// Returns whether there is work for a driver: a call in flight or stopping, unsent bytes of a completed call, a
+    /// link that needs a listener, or a hello that is awaited.
     pub fn has_work(&self) -> bool {
         !self.active.is_empty() || self.net.wants_driver() || self.net.awaits_greeting() || self.has_stopping()
     }
 
-    /// The earliest deadline of any call in flight.
+    /// Returns the earliest deadline of any call in flight.
     pub fn next_deadline(&self) -> Option<Moment> {
         let calls = self.active.iter().filter_map(|id| self.groups.get(id)?.next_deadline());
         calls.chain(self.stopping.next_deadline()).min()
     }
 
-    /// The calls of a group that are in flight, those that have failed and wait for external operations to stop among them.
+    /// Returns the calls of a group that are in flight, including failed calls that wait for external operations to
+    /// stop.
     pub fn in_flight(&self, group: u64) -> Vec<CallInFlight> {
         let state = self.groups.get(&group).map(GroupState::in_flight).unwrap_or_default();
-        // Whose ranks it needs no more.
+        // Such a call no longer needs any rank.
         let stopping = self.stopping.runs_of(group).map(|run| CallInFlight::of(run, Vec::new()));
         state.into_iter().chain(stopping).collect()
     }
 
-    /// Whether calls that have failed wait for external operations that have yet to stop.
+    /// Returns whether failed calls wait for external operations to stop.
     pub fn has_stopping(&self) -> bool {
         !self.stopping.is_empty()
     }
 
-    /// When a driver that sleeps from now on has to look for silent hosts, if there are any that may be. While it sleeps other threads may
-    /// send, and do not wake it for this.
+    /// Returns when a driver that goes to sleep now must check for unresponsive hosts, if any link needs it. While the
+    /// driver sleeps, other threads may send, and do not wake it for this.
     fn next_look_for_silence(&self, now: Moment) -> Option<Moment> {
         let asked = self.silence_at.filter(|_| self.net.awaits_answers());
         asked.or_else(|| self.net.has_streams().then(|| now + VANISHED))
     }
 
-    /// Gives up peers whose host has vanished. The system would go on repeating what is under way for a quarter of an hour;
-    /// no call on the link waits for so long.
+    /// Gives up peers whose host has vanished. The system would keep retransmitting for a quarter of an hour, and no
+    /// call on the link waits that long.
     fn look_for_silence(&mut self, now: Moment) {
         let is_late = || self.next_deadline().is_some_and(|deadline| deadline <= now);
         if self.silence_at.is_some_and(|at| now < at) && !is_late() {
@@ -562,21 +576,22 @@ impl Core {
         }
     }
 
-    /// Whether something has moved while the driver sleeps that it was not told of: its call may be over. Who asks tells it.
+    /// Returns, and clears, whether progress was made while the driver sleeps, of which it was not notified. Its call
+    /// may be done, so the caller must wake it.
     #[inline]
     pub fn take_owed_to_driver(&mut self) -> bool {
         std::mem::take(&mut self.owes_driver)
     }
 
-    /// Whether the parked driver must look again: a call has an earlier deadline, or nobody would tell it of something. What a thread that
-    /// watches has looked at is armed when it looks no more.
+    /// Returns whether the sleeping driver must poll again: a call has an earlier deadline, or something may happen
+    /// that wakes no thread. Links polled by a watching thread are armed when that thread stops.
     pub fn must_wake_driver(&self, deadline: Option<Moment>) -> bool {
         let is_unarmed = || self.watchers == 0 && self.net.is_unarmed();
         self.parked.is_some_and(|until| is_unarmed() || deadline.is_some_and(|deadline| deadline < until))
     }
 
-    /// A thread begins to look at the links in a loop. If a driver sleeps meanwhile, peers need not wake it, and
-    /// [`Core::unwatch`] must follow: `true`.
+    /// Announces that a thread starts to poll the links in a loop. Returns `true` if a driver sleeps meanwhile. Peers
+    /// then need not wake the driver, and [`Core::unwatch`] must follow.
     #[inline]
     pub fn watch(&mut self) -> bool {
         let is_parked = self.parked.is_some();
@@ -594,7 +609,8 @@ impl Core {
         self.watchers += 1;
     }
 
-    /// The end of a [`Core::watch`]. Every call whose number was taken has been started by now: frames are handled here.
+    /// Ends a [`Core::watch`]. All calls that have taken their sequence number must have started, because frames are
+    /// handled here.
     pub fn unwatch(&mut self, now: Moment) -> Relief {
         let relief = match self.parked {
             Some(_) if self.watchers == 1 => self.guarded(|core| core.resume_parked(now)).unwrap_or(Relief::Wake),
@@ -602,7 +618,7 @@ impl Core {
         };
         self.watchers -= 1;
         match relief {
-            // What has moved may have ended the driver's call, or brought a deadline before which it must look.
+            // The progress may have completed the driver's call, or brought an earlier deadline.
             Relief::SleepsOn | Relief::MayBeOver if self.take_owed_to_driver() => {
                 if self.must_wake_driver(self.next_deadline()) { Relief::Wake } else { Relief::MayBeOver }
             }
@@ -610,14 +626,14 @@ impl Core {
         }
     }
 
-    /// Lets a parked driver be woken by its peers again.
+    /// Lets peers wake a sleeping driver again.
     fn resume_parked(&mut self, now: Moment) -> Relief {
         let mut relief = Relief::SleepsOn;
         for _ in 0..ROUNDS_OF_RELIEF {
             if !self.net.prepare_park() {
                 return relief;
             }
-            // As a rule a fast peer has begun the next call.
+            // Usually, a fast peer has begun the next call.
             self.net.mute();
             let departures = self.net.departures();
             self.pass_whole(now);
@@ -629,21 +645,23 @@ impl Core {
         Relief::Wake
     }
 
-    /// One pass: takes frames off the links that have any, advances calls, sends what can be sent. Returns whether anything moved.
+    /// Runs one progress pass: takes frames off the links, advances calls, and sends what can be sent. Returns whether
+    /// there was progress.
     ///
-    /// A panic in it is a defect of ours. Whoever happens to drive must not die of it, and others must not wait for what
-    /// it left undone: all groups fail.
+    /// A panic in a pass is a defect of this library. The driving thread must survive it, and other threads must not
+    /// wait for work that the panic left undone. Therefore all groups fail.
     pub fn pass(&mut self, now: Moment) -> bool {
         self.guarded(|core| core.pass_unguarded(now)).unwrap_or(true)
     }
 
-    /// Runs `work`; when it panics, all groups fail.
+    /// Runs `work`. If it panics, all groups fail.
     #[inline]
     pub fn guarded<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> Result<R> {
         catch_unwind(AssertUnwindSafe(|| work(self))).map_err(|panic| self.fail_all(&*panic))
     }
 
-    /// Fails all groups after a panic. What panicked may do so again: that neither leaves here nor keeps anybody busy.
+    /// Fails all groups after a panic. The same code may panic again; such a panic is caught, and does not repeat
+    /// forever.
     pub fn fail_all(&mut self, panic: &(dyn Any + Send)) -> Error {
         let said = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
         let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
@@ -661,15 +679,15 @@ impl Core {
                 group.set_listed(false);
             }
         }
-        // The pass that ended here would have sent what the peers are told.
+        // The interrupted pass would have sent the notifications to the peers.
         while let Err(id) = self.net.flush_guarded() {
             self.net.mark_gone(id, error.clone());
         }
         error
     }
 
-    /// After a call that was over when it was made: now and then looks at the links, or a rank that only sends would
-    /// learn of nothing.
+    /// Follows a call that completed when it was issued. Polls the links now and then, because otherwise a rank that
+    /// only sends would never receive events.
     pub(crate) fn ended_at_once(&mut self) {
         self.calls_without_look += 1;
         if self.calls_without_look >= MAX_CALLS_WITHOUT_LOOK {
@@ -679,18 +697,20 @@ impl Core {
         }
     }
 
-    /// Whether somebody should ask the system for news: calls end one after the other when they are made, and nobody waits.
+    /// Returns, and clears, whether a thread should ask the system for news. Otherwise no thread would, as long as
+    /// calls complete when they are issued and no thread waits.
     #[inline]
     pub fn take_owed_look(&mut self) -> bool {
         std::mem::take(&mut self.owes_look)
     }
 
-    /// Whether a driver sleeps in the poller.
+    /// Returns whether a driver sleeps in the poller.
     pub fn is_parked(&self) -> bool {
         self.parked.is_some()
     }
 
-    /// The peers of a call in flight whose links must be asked for news by whoever waits for it and does not sleep.
+    /// Returns the peers of a call in flight whose links need a system call to be polled. A thread that waits for the
+    /// call without sleeping must poll them.
     pub fn streams_of(&self, call: &CallState) -> SmallVec<[PeerId; 4]> {
         if !self.net.has_streams() {
             return SmallVec::new();
@@ -698,27 +718,28 @@ impl Core {
         self.streams_among(&self.peers_of(call))
     }
 
-    /// The peers that a call in flight sends to or receives from, as far as they are known.
+    /// Returns the peers that a call in flight sends to or receives from, as far as they are known.
     pub fn peers_of(&self, call: &CallState) -> SmallVec<[PeerId; 4]> {
         self.groups.get(&call.group_id).map(|group| group.peers_of(call)).unwrap_or_default()
     }
 
-    /// Those of these peers whose links are asked for news by a system call.
+    /// Returns the peers among these whose links need a system call to be polled.
     pub fn streams_among(&self, peers: &[PeerId]) -> SmallVec<[PeerId; 4]> {
         peers.iter().copied().filter(|&peer| !self.net.is_cheap_to_look_at(peer)).collect()
     }
 
-    /// Whether what comes from one of these peers has to be looked for again and again.
+    /// Returns whether frames from one of these peers must be polled for repeatedly.
     pub fn polls_among(&self, peers: &[PeerId]) -> bool {
         peers.iter().any(|&peer| self.net.is_polled(peer))
     }
 
-    /// A driver is about to sleep until news come, at most until then; with what it waits for, if that is a call. Does what can be
-    /// done before, and says until when to sleep ([`Moment::FAR`]: until something comes): [`Core::unpark`] must follow. `None`:
-    /// something has moved, or nothing is left to sleep for. Without `ticks` silent hosts are not looked for.
+    /// Prepares the sleep of a driver until news arrive, at most until `until`. `call` is the call for which the driver
+    /// waits, if any. Does everything that can be done before the sleep. Returns until when to sleep ([`Moment::FAR`]:
+    /// until an event); then [`Core::unpark`] must follow. Returns `None` if there was progress, or nothing is left to
+    /// wait for. Without `ticks`, unresponsive hosts are not checked.
     ///
     /// # Errors
-    /// As [`Core::guarded`]: every call has failed.
+    /// Returns the error of [`Core::guarded`] after a panic: every call has failed.
     pub fn park(
         &mut self,
         call: Option<&CallState>,
@@ -727,7 +748,8 @@ impl Core {
         now: Moment,
     ) -> Result<Option<Moment>> {
         self.guarded(|core| {
-            // While a large message comes, more of it is there as a rule: to ask for it costs less than to sleep until the system tells of it.
+            // While a large message arrives, more of it is usually available. Asking for it costs less than sleeping
+            // until the system announces it.
             if core.idle == 0
                 && let Some(call) = call
             {
@@ -740,7 +762,7 @@ impl Core {
             if call.is_some_and(CallState::is_done) || (call.is_none() && !core.has_work()) {
                 return None;
             }
-            // Everything that could be done without the peers has been: what is left waits for frames or for room.
+            // All work that needs no peer is done. What remains waits for frames or for room.
             if core.net.prepare_park() {
                 core.net.unpark();
                 return None;
@@ -754,10 +776,10 @@ impl Core {
         })
     }
 
-    /// The driver sleeps no more.
+    /// Ends the sleep of the driver.
     pub fn unpark(&mut self, now: Moment) {
         (self.parked, self.owes_driver) = (None, false);
-        // After a panic every call has failed, and whoever waits looks for what became of its own.
+        // After a panic every call has failed, and each waiting thread finds its own call failed.
         let _ = self.guarded(|core| {
             core.net.unpark();
             core.pass(now);
@@ -765,7 +787,7 @@ impl Core {
         });
     }
 
-    /// As [`Core::pass`], and leaves no frame on a link: for whoever will not look again soon.
+    /// Runs [`Core::pass`] and leaves no frame on a link, for callers that will not poll again soon.
     pub fn pass_whole(&mut self, now: Moment) -> bool {
         self.idle = PASSES_HELD;
         self.pass(now)
@@ -777,7 +799,7 @@ impl Core {
         self.end_pass(moved, now)
     }
 
-    /// What follows when frames were taken off links.
+    /// Finishes a pass after frames were taken off links.
     fn end_pass(&mut self, mut moved: bool, now: Moment) -> bool {
         if !self.causes.is_empty() {
             self.handle_causes(now);
@@ -785,11 +807,12 @@ impl Core {
         }
         moved |= self.advance(now);
         moved |= self.net.flush_all();
-        // Nobody else may learn of it: what woke who is parked is gone with the link, and who polls looks at nothing else.
+        // No other pass may detect the departure. The event was lost with the link, and a polling thread checks nothing
+        // else.
         moved |= self.look_for_absentees(now);
         self.net.end_pass();
         self.owes_driver |= moved && self.parked.is_some();
-        // Who sleeps has armed all links, and is told of what comes on them alone.
+        // A sleeping driver has armed all links, and only events on them wake it.
         if self.parked.is_some() && self.watchers == 0 && self.net.arm_again() {
             (self.wake)();
         }
@@ -797,8 +820,8 @@ impl Core {
         moved
     }
 
-    /// Fails groups whose end was announced, after everything that had arrived before is handled: a rank tells of the end
-    /// on its own link, and what completes a call may lie on another.
+    /// Fails groups whose failure was reported, after everything that had arrived earlier is handled. A rank reports
+    /// the failure on its own link, and a frame that completes a call may lie on another link.
     fn handle_causes(&mut self, now: Moment) {
         self.idle = PASSES_HELD;
         self.net.look_again_everywhere();
@@ -816,7 +839,7 @@ impl Core {
         }
     }
 
-    /// Advances the calls of active groups, without looking at links.
+    /// Advances the calls of active groups, without polling links.
     pub(crate) fn advance(&mut self, now: Moment) -> bool {
         let mut moved = false;
         let groups = &mut self.groups;
@@ -836,10 +859,10 @@ impl Core {
         moved
     }
 
-    /// Fails calls whose deadline passed or whose peers have gone. Done now and then, and before parking.
+    /// Fails calls whose deadline has passed or whose peers are gone. Runs now and then, and before sleeping.
     pub fn check(&mut self, now: Moment) {
         let mut index = 0;
-        // What has become of the peers of the others is posted.
+        // If a peer on an armed link is gone, that is posted on the board.
         while let Some(id) = self.net.polled(index) {
             match self.net.check(id) {
                 Ok(()) => index += 1,
@@ -853,7 +876,7 @@ impl Core {
         }
     }
 
-    /// When somebody went: fails the calls that need who is not there any more. Returns whether anybody went.
+    /// If a peer or rank has left, fails the calls that need it. Returns whether any has left.
     fn look_for_absentees(&mut self, now: Moment) -> bool {
         let left = std::mem::take(&mut self.left);
         let concerned = if self.net.take_departures() { self.groups.keys().copied().collect() } else { left };
@@ -877,7 +900,7 @@ impl Core {
             let has_found = self.drain(id, now);
             moved |= has_found;
             self.net.note_look(id, has_found);
-            // When it has gone, or is polled no more, another may stand in its place.
+            // If the peer is gone or no longer polled, another peer may have taken its index.
             index += usize::from(self.net.polled(index) == Some(id));
         }
         moved
@@ -896,7 +919,7 @@ impl Core {
                         Ok(header) if core.is_held(&header, frame.payload) => return FrameEnd::Held,
                         Ok(header) => {
                             core.on_frame(id, &header, frame.payload, now);
-                            // Groups count what is of their calls.
+                            // Groups count the frames of their own calls.
                             if !header.kind.carries_data() {
                                 core.net.count_received(id, payload_bytes);
                             }
@@ -918,7 +941,7 @@ impl Core {
         moved
     }
 
-    /// Whether a frame stays on its link for now.
+    /// Returns whether a frame stays on its link for now.
     fn is_held(&self, header: &Header, payload: &[u8]) -> bool {
         payload.len() >= MIN_HELD_BYTES
             && self.idle < PASSES_HELD
@@ -958,7 +981,7 @@ impl Core {
         }
     }
 
-    /// Says goodbye to every peer.
+    /// Sends a disconnect message to every linked peer.
     pub fn say_goodbye(&mut self) {
         for id in self.net.linked().to_vec() {
             self.net.send_control(id, Header::new(Kind::Goodbye), &[]);
@@ -966,7 +989,7 @@ impl Core {
         self.net.flush_all();
     }
 
-    /// What is there although no call is in flight.
+    /// Describes everything that still exists although no call is in flight.
     pub fn residue(&self) -> Vec<String> {
         let counts = [
             ("active groups", self.active.len()),

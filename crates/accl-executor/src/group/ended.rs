@@ -1,23 +1,24 @@
-//! Groups that have ended here, for whoever still speaks of them.
+//! Groups that have ended on this rank, to answer peers that still refer to them.
 //!
-//! Owns how many are remembered: a process may make groups without end. Read [`Ended`] first.
+//! This module limits how many are remembered, because a process may create any number of groups. Read [`Ended`] first.
 
 use std::collections::{HashMap, VecDeque};
 
-/// How many are remembered. A frame of one that ended before so many others is kept as one of a group that is yet to come, of
-/// which there is a limit, too.
+/// Maximum number of groups that are remembered. A frame of an older group is kept as a frame of a future group. The
+/// number of such frames is limited as well.
 const MOST: usize = 1 << 16;
 
-/// The latest groups that were left or given up here.
+/// The latest groups that this rank left or gave up.
 #[derive(Default)]
 pub(super) struct Ended {
     order: VecDeque<u64>,
-    /// With why it had failed, if it had, as the payload of a frame.
+    /// Ended groups, with the cause if they failed, as the payload of a frame.
     groups: HashMap<u64, Option<Box<[u8]>>>,
 }
 
 impl Ended {
-    /// A group has ended; the cause is that of its failure, as the payload of a frame.
+    /// Adds a group that has ended. `cause` is the cause of its failure, as the payload of a frame; `None` if it had
+    /// not failed.
     pub(super) fn add(&mut self, group: u64, cause: Option<Box<[u8]>>) {
         if self.groups.insert(group, cause).is_some() {
             return;
@@ -34,7 +35,8 @@ impl Ended {
         self.groups.contains_key(&group)
     }
 
-    /// The cause of a group that has ended, if it had failed. `None`: it has not ended, or not lately.
+    /// Returns the cause of a group that has ended; the inner `None` means that it had not failed. Returns `None` if
+    /// the group has not ended, or is too old.
     pub(super) fn cause(&self, group: u64) -> Option<Option<&[u8]>> {
         self.groups.get(&group).map(Option::as_deref)
     }

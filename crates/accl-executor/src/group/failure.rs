@@ -1,25 +1,27 @@
-//! Why a group takes no more calls, who said so, and whether its caller knows.
+//! Why a group accepts no more calls, which rank reported it, and whether the group's caller knows.
 //!
-//! Owns the first cause: whatever goes wrong later does not replace it. Who is told is decided in `state`. Read [`Failure`] first.
+//! This module keeps the first cause; later errors do not replace it. `state` decides which ranks are notified. Read
+//! [`Failure`] first.
 
 use std::time::Duration;
 
 use accl_types::{Error, ErrorKind, Moment, Rank};
 
-/// What became of one group, if it has failed.
+/// State of a group's failure. Without a cause, the group has not failed.
 #[derive(Default)]
 pub(super) struct Failure {
     cause: Option<Error>,
-    /// The rank that announced the cause, if it did not begin here.
+    /// Rank that reported the cause, if the failure did not begin here.
     announced_by: Option<Rank>,
-    /// A call has raised the cause.
+    /// Whether a call has raised the cause.
     was_raised: bool,
-    /// What another rank has passed on, and when it counts although the rank that announced it has not said so itself.
+    /// Report forwarded by another rank: the cause, the rank where it began, and the time from which it counts even if
+    /// that rank has not reported it itself.
     rumour: Option<(Error, Rank, Moment)>,
 }
 
-/// How long the rank that announced a failure has to say so itself, after another one has passed it on: what it sent before may
-/// complete calls.
+/// Time that the rank where a failure began has to report it itself, after another rank has forwarded the report.
+/// Frames that the first rank sent earlier may still complete calls.
 pub const GRACE: Duration = Duration::from_millis(50);
 
 impl Failure {
@@ -33,40 +35,40 @@ impl Failure {
         self.cause.is_some()
     }
 
-    /// Another rank has passed on what `origin` announced.
+    /// Records that another rank has forwarded a report of `origin`.
     pub(super) fn hear(&mut self, cause: Error, origin: Rank, now: Moment) {
         self.rumour.get_or_insert((cause, origin, now + GRACE));
     }
 
-    /// When what was passed on counts.
+    /// Returns when the forwarded report counts.
     pub(super) fn due(&self) -> Option<Moment> {
         self.rumour.as_ref().filter(|_| self.cause.is_none()).map(|(_, _, due)| *due)
     }
 
-    /// What was passed on, once it counts: the time is up, or nothing more comes from the rank that announced it.
+    /// Takes the forwarded report if it counts: its time has come, or its origin sends nothing more.
     pub(super) fn take_rumour(&mut self, now: Moment, is_absent: impl FnOnce(Rank) -> bool) -> Option<Error> {
         self.rumour.take_if(|(_, origin, due)| now >= *due || is_absent(*origin)).map(|(cause, _, _)| cause)
     }
 
-    /// Keeps the first cause; with the rank that announced it, unless it began here.
+    /// Sets the first cause, and the rank that reported it unless the failure began here.
     pub(super) fn set(&mut self, cause: Error, announced_by: Option<Rank>) {
         if self.cause.is_none() {
             (self.cause, self.announced_by) = (Some(cause), announced_by);
         }
     }
 
-    /// The cause and the rank that announced it.
+    /// Returns the cause and the rank that reported it.
     pub(super) fn announcement(&self) -> Option<(Rank, &Error)> {
         Some((self.announced_by?, self.cause.as_ref()?))
     }
 
-    /// A call raises it.
+    /// Records that a call raises the cause, and returns it.
     pub(super) fn raise(&mut self) -> Option<&Error> {
         self.was_raised |= self.cause.is_some();
         self.cause.as_ref()
     }
 
-    /// A disagreement that no call has raised.
+    /// Returns the cause if it is a disagreement that no call has raised.
     pub(super) fn unreported_mismatch(&self) -> Option<&Error> {
         self.cause.as_ref().filter(|cause| !self.was_raised && cause.kind == ErrorKind::Mismatch)
     }
@@ -99,7 +101,7 @@ mod tests {
         assert_eq!(failure.due(), None);
         failure.hear(Error::timeout("late"), origin, start);
         assert_eq!(failure.take_rumour(start + GRACE, |_| false), Some(Error::timeout("late")));
-        // The origin's own word makes it superfluous.
+        // The origin's own report makes the forwarded one superfluous.
         failure.hear(Error::timeout("late"), origin, start);
         failure.set(Error::timeout("late"), Some(origin));
         assert_eq!(failure.due(), None);
@@ -108,7 +110,7 @@ mod tests {
     #[test]
     fn a_disagreement_is_unreported_until_a_call_has_raised_it() {
         let mut failure = Failure::default();
-        // To ask a sound group raises nothing.
+        // Raising has no effect on a group that has not failed.
         failure.raise();
         failure.set(Error::mismatch("counts differ"), None);
         assert_eq!(failure.announcement(), None);

@@ -1,14 +1,14 @@
-//! What a group's latest calls were, to name a late disagreement: the frame of a rank that made another call may come when
-//! this rank's call is long over.
+//! Signatures of a group's latest calls, for the error message of a late disagreement. The frame of a rank that issued
+//! another call may arrive long after this rank's call is done.
 
 use std::collections::VecDeque;
 
 use accl_wire::frame::{CHECKS_SIGNATURES, Signature};
 
-/// Stretches kept.
+/// Maximum number of stretches kept.
 const STRETCHES: usize = 64;
 
-/// Calls in a row that were alike.
+/// Consecutive calls with equal signatures.
 struct Stretch {
     first: u64,
     last: u64,
@@ -34,8 +34,8 @@ impl History {
         }
     }
 
-    /// As [`History::add`], for a call that is like the one added last. `false`: its number is not the next, and nothing was
-    /// added.
+    /// Adds a call with the signature of the last added call. Returns `false` if its number is not the next one; then
+    /// nothing was added.
     #[inline]
     pub(crate) fn add_alike(&mut self, seq: u64) -> bool {
         if !CHECKS_SIGNATURES {
@@ -52,7 +52,7 @@ impl History {
         self.stretches.push_back(Stretch { first: seq, last: seq, signature: *signature });
     }
 
-    /// The signature of a call, unless that was too long ago.
+    /// Returns the signature of a call, unless the call is too old.
     pub(crate) fn signature(&self, seq: u64) -> Option<Signature> {
         let found = self.stretches.iter().find(|stretch| (stretch.first..=stretch.last).contains(&seq));
         found.map(|stretch| stretch.signature)

@@ -1,6 +1,7 @@
-//! Frames that came before they were asked for: of calls that this rank has yet to make, and of groups that it has yet to add.
+//! Unexpected frames: frames of calls that this rank has not issued yet, and of groups that it has not added yet.
 //!
-//! Owns these queues and their limit; what is in a frame is for whoever takes it out. Read [`Inbox`] first, then [`Lobby`].
+//! This module owns these queues and their limit. The code that takes a frame out interprets it. Read [`Inbox`] first,
+//! then [`Lobby`].
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -9,10 +10,10 @@ use accl_wire::frame::{Header, Signature};
 
 use crate::peers::PeerId;
 
-/// Bytes of frames kept for groups that are being made on this rank.
+/// Maximum bytes of frames kept for groups that are being created on this rank.
 pub(super) const MAX_LOBBY_BYTES: usize = 64 << 20;
 
-/// A frame of a call that this rank has not made yet.
+/// A frame of a call that this rank has not issued yet.
 pub(super) struct Unexpected {
     pub(super) from: Rank,
     pub(super) header: Header,
@@ -20,7 +21,7 @@ pub(super) struct Unexpected {
     pub(super) data: Vec<u8>,
 }
 
-/// The unexpected frames of one group, by the number of their call. Credits limit how many there can be.
+/// The unexpected frames of one group, by sequence number of their call. The eager window limits how many there can be.
 #[derive(Default)]
 pub(super) struct Inbox(BTreeMap<u64, Vec<Unexpected>>);
 
@@ -34,23 +35,23 @@ impl Inbox {
         self.0.entry(frame.header.seq).or_default().push(frame);
     }
 
-    /// Those of a call that is made now, in order of arrival.
+    /// Takes the frames of a call that is issued now, in order of arrival.
     pub(super) fn take(&mut self, seq: u64) -> Vec<Unexpected> {
         self.0.remove(&seq).unwrap_or_default()
     }
 
-    /// No call will be made any more.
+    /// Drops all frames, because no more calls will be issued.
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Calls of which something came.
+    /// Returns the number of calls with frames.
     pub(super) fn calls(&self) -> usize {
         self.0.len()
     }
 }
 
-/// A frame of a group that this rank has yet to add.
+/// A frame of a group that this rank has not added yet.
 #[derive(Debug, PartialEq)]
 pub(super) struct Early {
     pub(super) peer: PeerId,
@@ -59,23 +60,23 @@ pub(super) struct Early {
 }
 
 impl Early {
-    /// Memory that it takes, roughly.
+    /// Returns the approximate bytes of memory that the frame occupies.
     fn bytes(&self) -> usize {
         size_of::<Self>() + self.payload.len()
     }
 }
 
-/// The frames of groups that this rank has yet to add.
+/// The frames of groups that this rank has not added yet.
 #[derive(Default)]
 pub(super) struct Lobby {
     frames: HashMap<u64, Vec<Early>>,
     bytes: usize,
-    /// Groups of which frames were dropped because there were too many.
+    /// Groups whose frames were dropped because there were too many.
     overrun: HashSet<u64>,
 }
 
 impl Lobby {
-    /// Keeps a frame of a group, if there is room; the group learns of it when there was none.
+    /// Keeps a frame of a group if there is room. Otherwise the frame is dropped, and [`Lobby::take`] reports it.
     pub(super) fn push(&mut self, group: u64, frame: Early) {
         let bytes = frame.bytes();
         if self.bytes + bytes > MAX_LOBBY_BYTES {
@@ -86,14 +87,15 @@ impl Lobby {
         self.frames.entry(group).or_default().push(frame);
     }
 
-    /// The frames of a group that is added or given up, in order of arrival, and whether these are all.
+    /// Takes the frames of a group that is added or given up, in order of arrival. The flag is `true` if these are all
+    /// its frames.
     pub(super) fn take(&mut self, group: u64) -> (Vec<Early>, bool) {
         let frames = self.frames.remove(&group).unwrap_or_default();
         self.bytes -= frames.iter().map(Early::bytes).sum::<usize>();
         (frames, !self.overrun.remove(&group))
     }
 
-    /// Frames and bytes that are kept.
+    /// Returns the number of frames kept, and their bytes.
     pub(super) fn kept(&self) -> (usize, usize) {
         (self.frames.values().map(Vec::len).sum(), self.bytes)
     }
@@ -140,7 +142,7 @@ mod tests {
         assert_eq!(lobby.take(8), (Vec::new(), false));
         assert_eq!(lobby.take(7), (vec![frame(10), frame(20)], true));
         assert_eq!(lobby.kept(), (0, 0));
-        // Once taken, all is forgotten.
+        // `take` also clears the record of dropped frames.
         assert_eq!(lobby.take(8), (Vec::new(), true));
     }
 }

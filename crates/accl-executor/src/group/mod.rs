@@ -1,4 +1,4 @@
-//! Groups inside the engine: their state, and what the driver's lock protects.
+//! Groups inside the engine: their state, and everything that the driver's lock protects.
 
 mod admission;
 mod completed;

@@ -1,13 +1,13 @@
-//! Packets between the devices of ranks, which travel beside calls and belong to none.
+//! Packets between the devices of ranks. They are sent alongside calls and belong to none.
 
 use accl_types::{Rank, Result};
 
-/// Takes what devices of other ranks send to that of this one.
+/// Receiver of packets from the devices of other ranks for the device of this rank.
 pub trait PacketSink: Send + Sync {
-    /// Packets have come; the other rank has taken so many bytes of this one's packets, in all. Runs under the engine's lock: it must neither
-    /// block nor call the engine.
+    /// Receives packets. `taken` is the total number of bytes of this rank's packets that the other rank has taken.
+    /// Runs under the engine's lock: it must neither block nor call the engine.
     ///
     /// # Errors
-    /// `Protocol` for what no device sends, which the group fails with.
+    /// `Protocol` for bytes that no device sends. The group then fails.
     fn arrive(&self, from: Rank, taken: u64, packets: &[u8]) -> Result<()>;
 }

@@ -1,6 +1,8 @@
-//! The numbers of a group's collectives: which is next, which are promised, and what must be over before a barrier is.
+//! Sequence numbers of a group's collectives: the next number, reserved numbers, and the calls that a barrier must wait
+//! for.
 //!
-//! Owns the numbering; ranks make the same calls in the same order, so equal numbers are the same call. Read [`Sequence`] first.
+//! This module owns the numbering. Ranks issue the same calls in the same order, so equal numbers denote the same call.
+//! Read [`Sequence`] first.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -10,42 +12,42 @@ use accl_types::{Error, Result};
 
 use super::lanes::LaneNumbers;
 
-/// What a group's lanes know of each other's numbers.
+/// Role of this lane in the numbering.
 #[derive(Default)]
 enum Lanes {
-    /// There is one.
+    /// The group has only one lane.
     #[default]
     One,
-    /// This is the first one.
+    /// This is the first of several lanes.
     First(Arc<dyn LaneNumbers>),
-    /// This one, which takes the numbers of the first.
+    /// This is another lane with this index, which takes the numbers of the first.
     Other(u32, Arc<dyn LaneNumbers>),
 }
 
-/// The numbers of one group's collectives.
+/// The sequence numbers of one group's collectives.
 #[derive(Default)]
 pub(super) struct Sequence {
     lanes: Lanes,
     next: u64,
-    /// Promised to calls that are made later.
+    /// Numbers reserved for calls that are issued later.
     reserved: BTreeSet<u64>,
-    /// First numbers of operations of several calls that have not been concluded.
+    /// First numbers of operations of several calls that are not concluded.
     composed: BTreeSet<u64>,
 }
 
 impl Sequence {
-    /// The first lane's, or that of another one which follows it.
+    /// Creates the numbers of lane `lane`. Lanes other than 0 follow lane 0.
     pub(super) fn of_lane(lane: u32, numbers: Arc<dyn LaneNumbers>) -> Self {
         let lanes = if lane == 0 { Lanes::First(numbers) } else { Lanes::Other(lane, numbers) };
         Self { lanes, ..Self::default() }
     }
 
-    /// Whether there are others beside this lane.
+    /// Returns whether the group has other lanes.
     pub(super) fn has_lanes(&self) -> bool {
         !matches!(self.lanes, Lanes::One)
     }
 
-    /// Whether no other lane has seen before that the group fails because a rank has gone.
+    /// Returns whether this lane is the first to see that the group fails because a rank is gone.
     pub(super) fn claims_loss(&self) -> bool {
         match &self.lanes {
             Lanes::One => true,
@@ -53,18 +55,18 @@ impl Sequence {
         }
     }
 
-    /// Whether this is a lane beside the first.
+    /// Returns whether this lane is not the first one of several.
     pub(super) fn follows(&self) -> bool {
         matches!(self.lanes, Lanes::Other(..))
     }
 
-    /// The number of the next call that has none reserved.
+    /// Returns the number of the next call without a reserved number.
     #[inline]
     pub(super) fn next(&self) -> u64 {
         self.next
     }
 
-    /// The number of a call of so many parts that is made now.
+    /// Takes the number of a call of `parts` parts that is issued now.
     #[inline]
     pub(super) fn take(&mut self, parts: u32) -> u64 {
         self.next += 1;
@@ -74,10 +76,11 @@ impl Sequence {
         self.next - 1
     }
 
-    /// The number of a call of so many parts that was promised it; on another lane than the first, that of a part of a call there.
+    /// Takes the reserved number `seq` for a call of `parts` parts. On a lane other than the first, records that its
+    /// part of call `seq` has arrived.
     ///
     /// # Errors
-    /// `Internal` when it was not, or has been taken.
+    /// `Internal` if the number was not reserved, or is already taken.
     pub(super) fn take_reserved(&mut self, seq: u64, parts: u32) -> Result<u64> {
         if let Lanes::Other(lane, numbers) = &self.lanes {
             self.next = self.next.max(seq + 1);
@@ -93,7 +96,7 @@ impl Sequence {
         Ok(seq)
     }
 
-    /// Promises `count` numbers to the calls of one operation, and returns the first.
+    /// Reserves `count` numbers for the calls of one operation, and returns the first.
     pub(super) fn reserve(&mut self, count: u64) -> u64 {
         let first = self.next;
         self.next += count;
@@ -105,8 +108,8 @@ impl Sequence {
         first
     }
 
-    /// The operation that these numbers were reserved for is over; with `gives_up` it makes no more of its calls. Returns the first
-    /// number that stays unused then.
+    /// Concludes the operation for which `seqs` were reserved. With `gives_up`, the operation issues no more calls, and
+    /// the first unused number is returned, if any.
     pub(super) fn conclude(&mut self, seqs: Range<u64>, gives_up: bool) -> Option<u64> {
         self.composed.remove(&seqs.start);
         if !gives_up {
@@ -120,7 +123,7 @@ impl Sequence {
         first
     }
 
-    /// Whether the call has yet to be made on this rank.
+    /// Returns whether the call has yet to be issued on this rank.
     #[inline]
     pub(super) fn is_to_come(&self, seq: u64) -> bool {
         match &self.lanes {
@@ -129,23 +132,23 @@ impl Sequence {
         }
     }
 
-    /// Whether an operation of several calls is under way.
+    /// Returns whether an operation of several calls is in flight.
     #[inline]
     pub(super) fn has_composed(&self) -> bool {
         !self.composed.is_empty()
     }
 
-    /// Whether such an operation began before a call.
+    /// Returns whether an operation of several calls began before call `seq`.
     pub(super) fn has_composed_before(&self, seq: u64) -> bool {
         self.composed.first().is_some_and(|&first| first < seq)
     }
 
-    /// Whether a number before this one is promised to a call that has yet to be made.
+    /// Returns whether a number before `seq` is reserved for a call that has yet to be issued.
     pub(super) fn has_reserved_before(&self, seq: u64) -> bool {
         self.reserved.first().is_some_and(|&first| first < seq)
     }
 
-    /// Numbers that are promised.
+    /// Returns the number of reserved sequence numbers.
     pub(super) fn promised(&self) -> usize {
         self.reserved.len()
     }

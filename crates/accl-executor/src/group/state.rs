@@ -1,7 +1,8 @@
-//! One group inside the engine: its calls in flight, early frames, signatures, and its end.
+//! One group inside the engine: its calls in flight, unexpected frames, signatures, and its failure.
 //!
-//! Everything here runs under the driver's lock. Composed of `sequence`, `inbox`, `admission` and `failure`; the caller's side is in
-//! `api::group`, frames are taken off links in `core`. Read [`GroupState`] first.
+//! Everything here runs under the driver's lock. The state is composed of `sequence`, `inbox`, `admission` and
+//! `failure`. The caller's side is the `api::group` module of accl-engine, and `core` takes frames off links. Read
+//! [`GroupState`] first.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,65 +29,66 @@ use crate::peers::{Gone, Mark, Members, Net, PeerId};
 use crate::plan::signature::disagreement;
 use crate::plan::{Shape, Shapes};
 
-/// Most bytes of an announcement that the group has failed.
+/// Maximum bytes of a report that the group has failed.
 const MAX_CAUSE_BYTES: usize = 1024;
 
-/// One group on one of its ranks: its calls in flight, what has come of calls that are yet to be made, and why it takes no more.
+/// One group on one of its ranks: its calls in flight, frames of calls that are not issued yet, and the reason why it
+/// accepts no more calls.
 pub struct GroupState {
     id: u64,
     name: Arc<str>,
     rank: Rank,
-    /// Of calls made from now on.
+    /// Timeout of calls issued from now on.
     timeout: Duration,
-    /// Calls made from now on record their duration.
+    /// Whether calls issued from now on record their duration.
     is_timed: bool,
     members: Members,
     p2p: P2p,
-    /// The latest of those that may take the fast path.
+    /// Recent shapes that may take the fast path.
     fast_shapes: Shapes,
     runs: BTreeMap<u64, Run>,
-    /// No call behind this one has begun.
+    /// Highest sequence number of a call that has begun.
     newest_begun: u64,
     admission: Admission,
     inbox: Inbox,
     history: History,
-    /// Of the call that `history` has had last, if it took the fast path.
+    /// Shape of the last call in `history`, if that call took the fast path.
     latest: Option<Arc<Shape>>,
     sequence: Sequence,
-    /// Number of the next point-to-point call, for messages only.
+    /// Number of the next point-to-point call, used on this rank only.
     next_message: u64,
     /// Number of the latest monitored barrier.
     latest_monitored: u32,
     failure: Failure,
-    /// See `is_near`.
+    /// Cached result of `is_near`.
     near: Option<bool>,
-    /// Of calls on the fast path, one after the other.
+    /// Memory and arithmetic of calls on the fast path, one after the other.
     compute: Compute,
     scratch: Storage,
     code_pool: BufferPool,
-    /// It is in the list of those that a pass advances.
+    /// Whether the group is in the list of groups that a pass advances.
     is_listed: bool,
-    /// Some rank has left or is lost.
+    /// Whether any rank has left or is lost.
     has_absentees: bool,
     calls_failed: u64,
-    /// Where packets for the device of this rank go, if it has one.
+    /// Receiver of packets for the device of this rank, if it has one.
     packets: Option<Arc<dyn PacketSink>>,
-    /// Of its callers.
+    /// Wait counters of the group's callers.
     waits: Arc<Waits>,
 }
 
-/// How far a call got on the fast path.
+/// Result of a call on the fast path.
 pub enum FastPathEnd {
-    /// It is done; it has `heard` from another rank unless it only sends.
+    /// The call is done.
     Done {
-        /// Its number in the group.
+        /// Sequence number of the call in the group.
         seq: u64,
-        /// A frame of another rank has come for it.
+        /// Whether a frame of another rank has arrived for the call. False only if the call receives nothing.
         heard: bool,
     },
-    /// A run must go on.
+    /// The call stopped, and a run must continue it.
     Stopped(Box<Stopped>),
-    /// It panicked, and all groups have failed.
+    /// The call panicked, and all groups have failed.
     Failed(Box<Error>),
 }
 
@@ -95,37 +97,37 @@ pub struct Stopped {
     shape: Arc<Shape>,
     compute: Compute,
     pub(crate) seq: u64,
-    /// How many operations of the plan's order for the fast path are done.
+    /// Number of operations that are done, in the plan's order for the fast path.
     finished: usize,
 }
 
 impl Stopped {
-    /// The name of its algorithm.
+    /// Returns the name of the call's algorithm.
     pub fn algorithm(&self) -> &'static str {
         self.shape.plan.name
     }
 
-    /// The run that goes on.
+    /// Creates the run that continues the call.
     pub(crate) fn into_run(self, call: Arc<CallState>, deadline: Option<Moment>) -> Run {
         let order = self.shape.plan.fast_path.as_deref().unwrap_or_default();
         Run::new(call, &self.shape, self.compute, order.get(..self.finished).unwrap_or_default(), deadline)
     }
 }
 
-/// Splits a group into what a run needs and the run's own container.
+/// Borrows the parts of a group that a run needs, apart from the collection of runs.
 macro_rules! env {
     ($group:expr, $context:expr) => {
         RunContext { net: &mut *$context.net, members: &mut $group.members, segment: $context.segment }
     };
 }
 
-/// A call in flight and what it waits for.
+/// A call in flight, and the ranks or operations for which it waits.
 pub struct CallInFlight {
-    /// The call.
+    /// State of the call.
     pub call: Arc<CallState>,
-    /// The ranks that it waits for; none if it waits for any, or for its turn.
+    /// The ranks for which the call waits; empty if it waits for any rank, or for its turn.
     pub awaits: Vec<Rank>,
-    /// An external operation that is under way, in words.
+    /// Description of an external operation in flight.
     pub external: Option<String>,
 }
 
@@ -136,7 +138,7 @@ impl CallInFlight {
 }
 
 impl GroupState {
-    /// A group that has just been made. Its calls have `timeout` unless they say otherwise.
+    /// Creates the state of a new group. Its calls have `timeout` unless they specify their own.
     pub fn new(id: u64, name: Arc<str>, rank: Rank, timeout: Duration, members: Members) -> Self {
         let world = members.world();
         Self {
@@ -170,40 +172,40 @@ impl GroupState {
         }
     }
 
-    /// Its number, which is the same on all ranks.
+    /// Returns the number of the group, which is the same on all ranks.
     #[inline]
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Its name, for messages.
+    /// Returns the name of the group, for messages.
     pub fn name(&self) -> &Arc<str> {
         &self.name
     }
 
-    /// The rank of this process.
+    /// Returns the rank of this process.
     #[inline]
     pub fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// Its ranks.
+    /// Returns the ranks of the group.
     #[inline]
     pub fn members(&self) -> &Members {
         &self.members
     }
 
-    /// The deadline of calls made from now on, from their submission.
+    /// Returns the timeout of calls issued from now on, counted from their submission.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Sets the deadline of calls made from now on.
+    /// Sets the timeout of calls issued from now on.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
 
-    /// Calls made from now on record their duration.
+    /// Makes calls issued from now on record their duration.
     pub fn enable_timing(&mut self) {
         self.is_timed = true;
     }
@@ -212,67 +214,69 @@ impl GroupState {
         self.is_timed
     }
 
-    /// How long its callers have waited.
+    /// Returns the wait counters of the group's callers.
     pub fn waits(&self) -> &Arc<Waits> {
         &self.waits
     }
 
-    /// A number for a message, which only messages to people show.
+    /// Takes a number for a point-to-point call. The number is used on this rank only, for example in error messages.
     pub(super) fn take_message_number(&mut self) -> u64 {
         let number = self.next_message;
         self.next_message += 1;
         number
     }
 
-    /// A number for a monitored barrier, within `mask`.
+    /// Takes a number for a monitored barrier, within the bits of `mask`.
     pub fn take_monitored_number(&mut self, mask: u32) -> u32 {
         self.latest_monitored = self.latest_monitored.wrapping_add(1) & mask;
         self.latest_monitored
     }
 
-    /// Memory for encoded chunks of a call, which gives it back when it ends.
+    /// Takes memory for encoded chunks of a call. The call gives it back when it completes.
     pub(super) fn take_codes(&mut self, len_bytes: usize) -> Result<Storage> {
         self.code_pool.take(len_bytes)
     }
 
-    /// Whether a message with this tag waits for a receive.
+    /// Returns whether a message with this tag waits for a receive.
     pub fn has_unexpected_message(&self, from: Rank, tag: u32) -> bool {
         self.p2p.has_unexpected(from, tag)
     }
 
-    /// How often a point-to-point message was looked at so far. For tests.
+    /// Returns how often a point-to-point message was examined so far, for tests.
     pub fn message_steps(&self) -> u64 {
         self.p2p.steps()
     }
 
-    /// Takes back a private receive that nothing has matched, which ends with this error and tells nobody. `false`: something has.
+    /// Takes back a private receive that has not been matched, and completes it with `error` without running its
+    /// callback. Returns `false` if it was matched.
     pub fn take_back(&mut self, call: &CallState, error: Error, now: Moment) -> bool {
         let Some(message) = self.p2p.cancel(call) else { return false };
         drop(message.call.finish(now, Some(error)));
         true
     }
 
-    /// Why the group takes no more calls, if it does not.
+    /// Returns the reason why the group accepts no more calls; `None` if it accepts calls.
     pub fn poison(&self) -> Option<&Error> {
         self.failure.cause()
     }
 
-    /// An error with this group's place.
+    /// Adds this group and rank to an error.
     pub(crate) fn in_context(&self, error: Error) -> Error {
         error.in_group(&self.name).on_rank(self.rank)
     }
 
-    /// It is this lane of the group: its numbers are those of the first one.
+    /// Makes this state a lane of the group. The first lane numbers the calls of all lanes.
     pub fn set_lane(&mut self, lane: u32, numbers: Arc<dyn LaneNumbers>) {
         self.sequence = Sequence::of_lane(lane, numbers);
     }
 
-    /// Packets for the device of this rank go there from now on.
+    /// Sets the receiver of packets for the device of this rank.
     pub fn take_packets_with(&mut self, sink: Arc<dyn PacketSink>) {
         self.packets = Some(sink);
     }
 
-    /// Sends packets to the device of another rank; `taken` is how many bytes of its packets this rank has taken.
+    /// Sends packets to the device of another rank. `taken` is the total number of bytes of that device's packets that
+    /// this rank has taken.
     pub fn send_packets(&self, to: Rank, taken: u64, packets: &[u8], context: &mut Context<'_>) {
         if !self.failure.has_come() {
             let header = Header { group: self.id, value: taken, ..Header::new(Kind::Packets) };
@@ -280,25 +284,25 @@ impl GroupState {
         }
     }
 
-    /// No call in flight.
+    /// Returns whether no call is in flight.
     pub fn is_idle(&self) -> bool {
         self.runs.is_empty() && self.p2p.is_idle()
     }
 
-    /// Whether it is in the list of those that a pass advances; says so from now on.
+    /// Sets whether the group is in the list of groups that a pass advances. Returns the previous value.
     pub(super) fn set_listed(&mut self, is_listed: bool) -> bool {
         std::mem::replace(&mut self.is_listed, is_listed)
     }
 
-    /// The earliest deadline of a call in flight.
+    /// Returns the earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Moment> {
         let due = self.due();
         let runs = self.runs.values().filter_map(|run| [due(run), run.probe_at].into_iter().flatten().min());
         runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).chain(self.failure.due()).min()
     }
 
-    /// When a call is late. What is done elsewhere sees to its deadline itself, and so a little longer is waited for it and for what may wait for it
-    /// and is not to blame.
+    /// Returns a function that computes when a call is late. An external worker enforces its own deadline. A call with
+    /// such an operation, and later calls that may wait for it, therefore get extra time.
     fn due(&self) -> impl Fn(&Run) -> Option<Moment> + use<> {
         let elsewhere = self.runs.values().filter(|run| run.has_deadline_elsewhere());
         let first = elsewhere.filter_map(|run| run.deadline).min();
@@ -309,7 +313,7 @@ impl GroupState {
         }
     }
 
-    /// The shortest time that a call in flight was given, if a peer is in this group.
+    /// Returns the shortest timeout of a call in flight, if `peer` is in this group.
     pub(crate) fn least_allowance(&self, peer: PeerId) -> Option<Duration> {
         self.members.rank_of(peer)?;
         let runs = self.runs.values().map(|run| (&run.call, run.deadline));
@@ -317,25 +321,26 @@ impl GroupState {
         calls.filter_map(|(call, deadline)| Some(deadline?.since(call.started()))).min()
     }
 
-    /// When calls that have not begun do so at the latest.
+    /// Returns the time by which calls that are held back begin at the latest.
     pub fn begin_by(&self) -> Option<Moment> {
         self.admission.begin_by()
     }
 
     // ---- submission
 
-    /// Takes `count` numbers for calls to be made later, each with `take_seq(Some(..))`. Barriers that come after wait until
-    /// they are concluded.
+    /// Reserves `count` sequence numbers for calls to be issued later, each with `take_seq(Some(..))`. Returns the
+    /// first number. Later barriers wait until these numbers are concluded.
     pub fn reserve_seqs(&mut self, count: u64) -> u64 {
         self.sequence.reserve(count)
     }
 
-    /// Number of the next collective.
+    /// Returns the sequence number of the next collective.
     pub fn next_seq(&self) -> u64 {
         self.sequence.next()
     }
 
-    /// See [`crate::Group::conclude_seqs`].
+    /// Concludes reserved sequence numbers, as `Group::conclude_seqs` in accl-engine describes. If the operation has
+    /// failed and left numbers unused, the group fails.
     pub fn conclude_seqs(&mut self, seqs: Range<u64>, failed: Option<&Error>, context: &mut Context<'_>) {
         let unused = self.sequence.conclude(seqs, failed.is_some());
         let (Some(why), Some(first)) = (failed, unused) else { return };
@@ -343,7 +348,7 @@ impl GroupState {
         self.fail(self.in_context(error), context, Notify::Peers);
     }
 
-    /// The number of a collective that is being made, of so many parts.
+    /// Takes the sequence number of a collective that is being issued in `parts` parts.
     pub(crate) fn take_seq(&mut self, reserved: Option<u64>, parts: u32) -> Result<u64> {
         match reserved {
             Some(seq) => self.sequence.take_reserved(seq, parts),
@@ -351,20 +356,21 @@ impl GroupState {
         }
     }
 
-    /// Whether all ranks' links can be looked at without a system call, as far as they are known; decided with the first call that
-    /// asks, and again when there is another link.
+    /// Returns whether all ranks' links can be polled without a system call, as far as they are known. The result is
+    /// cached until there is a new link.
     fn is_near(&mut self, net: &Net) -> bool {
         *self
             .near
             .get_or_insert_with(|| self.members.ranks().all(|rank| net.is_cheap_to_look_at(self.members.peer(rank))))
     }
 
-    /// Whether tiles travel with checksums: unless all ranks share memory.
+    /// Returns whether tiles are sent with checksums: unless all ranks share memory.
     pub(crate) fn has_checksums(&mut self, net: &Net) -> bool {
         !self.is_near(net)
     }
 
-    /// Runs a call on the fast path, as far as that goes. `None`: not at all, and nothing was done.
+    /// Runs a call on the fast path as far as possible. Returns `None` if the call cannot take it; then nothing has
+    /// changed.
     #[inline]
     pub(crate) fn run_fast_path(
         &mut self,
@@ -381,7 +387,7 @@ impl GroupState {
         let shape = self.fast_shapes.find(desc, self.members.world())?;
         let order = shape.plan.fast_path.as_deref().filter(|_| shape.plan.longest <= segment)?;
         let header = shape.whole?;
-        // What is unusual about the tensors, or wrong with them, is left to the ordinary way.
+        // Tensors that overlap or are invalid are left to the regular path.
         if !self.compute.take_addresses(desc, self.rank, shape.reducer) {
             return None;
         }
@@ -396,7 +402,7 @@ impl GroupState {
         let finished = fast_path.go(order, &mut RunContext { net, members: &mut self.members, segment });
         if finished == order.len() {
             let heard = shape.plan.has_receives;
-            // Equal shapes have equal signatures, and to compare addresses is quicker.
+            // Equal shapes have equal signatures, and comparing addresses is faster.
             let is_alike = self.latest.as_ref().is_some_and(|latest| Arc::ptr_eq(latest, shape));
             if !(is_alike && self.history.add_alike(seq)) {
                 self.history.add(seq, &shape.signature);
@@ -411,14 +417,14 @@ impl GroupState {
         Some(FastPathEnd::Stopped(Box::new(Stopped { shape: shape.clone(), compute, finished, seq })))
     }
 
-    /// Calls of this description may take the fast path from now on, if any of this shape may.
+    /// Lets later calls with this description take the fast path, if the shape allows it.
     pub(crate) fn keep_shape(&mut self, desc: &CallDesc, shape: &Arc<Shape>) {
         if shape.plan.fast_path.is_some() && self.fast_shapes.find(desc, self.members.world()).is_none() {
             self.fast_shapes.keep(shape.clone());
         }
     }
 
-    /// Starts a collective: hands it the frames that came before it and makes a first pass.
+    /// Starts a collective: passes it the frames that arrived before it, and adds it to the calls in flight.
     pub(crate) fn start(&mut self, mut run: Run, context: &mut Context<'_>) {
         let seq = run.call.seq;
         self.history.add(seq, &run.signature);
@@ -462,7 +468,7 @@ impl GroupState {
         let call = message.call.clone();
         match message.peer {
             Some(rank) => context.net.want(self.members.peer(rank)),
-            // Any rank may send, and when all others have left none will.
+            // Any rank may send. This rank must learn when all others have left, because then none will send.
             None if context.net.has_unlinked() => {
                 self.members.ranks().for_each(|rank| context.net.want(self.members.peer(rank)));
             }
@@ -482,7 +488,7 @@ impl GroupState {
 
     // ---- frames
 
-    /// Whether a frame is of a call that has yet to be made here, so that it would have to be copied aside.
+    /// Returns whether a frame belongs to a call that is not issued here yet, so that it would have to be copied.
     pub(crate) fn is_early(&self, header: &Header) -> bool {
         matches!(header.kind, Kind::Begin | Kind::Whole)
             && !self.failure.has_come()
@@ -531,15 +537,16 @@ impl GroupState {
             }
             Kind::Cause => {
                 let cause = Cause::parse(payload)?;
-                // What came before it may complete calls: they ended well.
+                // Frames that arrived before the report may complete calls successfully.
                 self.advance(context);
                 let report = format!("rank {} reported: ", cause.origin);
-                // Another rank may pass on what it heard.
+                // A rank may forward a report that it has received.
                 let text = if cause.text.contains(&report) { cause.text } else { report + &cause.text };
                 let error = Error::new(cause.kind, text);
                 let error = self.in_context(error.with_peer(cause.origin));
                 let is_first_hand = from == cause.origin || cause.origin.0 >= self.members.world();
-                // What is only passed on to a lane that has nothing to do comes to the first one as well, which may.
+                // A follower lane without calls ignores a forwarded report. The first lane receives it as well, and may
+                // fail the group.
                 if !is_first_hand && self.sequence.follows() && self.is_idle() {
                     return Ok(());
                 }
@@ -569,7 +576,7 @@ impl GroupState {
                     Err(Error::protocol(format!("rank {from} has sent packets for a device, and there is none here")))
                 }
             },
-            // Of no group alone.
+            // These frames never belong to a single group.
             Kind::Groups | Kind::Fate => Err(Error::protocol("a frame of no group came for one")),
         }
     }
@@ -596,8 +603,8 @@ impl GroupState {
                 run.on_grant(from, header.edge, header.value);
                 return Ok(());
             }
-            // What it sends goes first: it may send from where the data is to be placed. A barrier has no data, and may have to
-            // wait for earlier calls.
+            // The call's sends go first, because it may send from the memory in which the data is to be placed. A
+            // barrier has no data, and may have to wait for earlier calls.
             if !run.begun && run.call.collective != Collective::Barrier {
                 self.newest_begun = self.newest_begun.max(seq);
                 run.advance(&mut env!(self, context));
@@ -606,7 +613,7 @@ impl GroupState {
             return run.on_data(from, header, data, &mut env!(self, context));
         }
         if self.sequence.is_to_come(seq) {
-            // The rest of a message is sent only when it was granted.
+            // The rest of a message is sent only after a grant.
             if header.kind == Kind::Data {
                 return Err(Error::protocol(format!("rank {from} sent part of call {seq}, which has not begun")));
             }
@@ -614,12 +621,13 @@ impl GroupState {
             return Ok(());
         }
         match signature {
-            // A grant for a send that is over, or the rest of a message whose beginning was complained about.
+            // A grant for a completed send, or the rest of a message whose beginning already failed the group.
             None => Ok(()),
-            // This rank's part is over, so it needed nothing from the sender: their calls differ.
+            // This rank's part is done without a frame from this sender, so the two calls differ.
             Some(theirs) => {
                 let mine = self.history.signature(seq);
-                // Of a call without a part here: the first lane, which all calls go by, finds out in what they differ.
+                // The call has no part on this lane. The first lane, which takes part in all calls, detects the
+                // difference.
                 if mine.is_none() && self.sequence.follows() {
                     return Ok(());
                 }
@@ -636,33 +644,36 @@ impl GroupState {
 
     // ---- progress
 
-    /// Advances the calls in flight, early ones first, and ends those that are complete. Returns whether anything moved.
+    /// Advances the calls in flight, early ones first, and completes those that are done. Returns whether there was
+    /// progress.
     pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> bool {
         let mut moved = false;
         let mut ended: Vec<u64> = Vec::new();
         let is_near = self.is_near(context.net);
         let at_once = self.admission.limit(context.now, is_near);
         let mut before = 0;
-        // An operation of several calls is under way before it has made them and after.
         let mut withholds = false;
         let mut failure = None;
-        // What is done elsewhere is done in the order of calls, which is the same on all ranks: one call begins when those before have ended
-        // on all of them. What a rank that is ahead sends for the next could keep out what others need for this one.
+        // Offloaded calls run in sequence order, which is the same on all ranks. One begins when all ranks have
+        // completed the earlier ones. Otherwise the messages of a rank that is ahead could displace what other ranks
+        // need for the current call.
         let mut is_in_turn = true;
         for (index, (&seq, run)) in self.runs.iter_mut().enumerate() {
             if run.plan.is_offloaded && is_in_turn && !self.sequence.has_reserved_before(seq) {
                 run.offload();
             }
-            // What a rank has begun before a barrier is done when the barrier is, on every rank.
+            // A barrier guarantees on every rank that the calls issued before it are done. An operation of several
+            // calls counts as in flight from the reservation of its numbers until it is concluded.
             let awaits_earlier = ended.len() < index || self.sequence.has_composed_before(seq);
             if run.call.collective == Collective::Barrier && awaits_earlier {
                 continue;
             }
-            // One that another rank has made begin goes on.
+            // A call that another rank has caused to begin is not held back.
             if before > at_once && !run.begun {
                 withholds = true;
                 is_in_turn &= !run.plan.is_offloaded;
-                // Of hundreds that are outstanding, few have begun: a pass costs no more for the others.
+                // If hundreds of calls are outstanding, few have begun. The pass then stops at the first that has not,
+                // so that the others cost nothing.
                 if seq > self.newest_begun {
                     break;
                 }
@@ -687,7 +698,7 @@ impl GroupState {
             self.admission.note_move(context.now);
         }
         for seq in ended {
-            // While it is still among the calls: a panic fails those.
+            // The call is still in `runs`, because a panic fails the calls that are recorded there.
             self.runs.get_mut(&seq).into_iter().for_each(Run::end);
             if let Some(mut run) = self.runs.remove(&seq) {
                 self.code_pool.give(run.take_codes());
@@ -709,7 +720,7 @@ impl GroupState {
         moved
     }
 
-    /// Fails the group when a call's deadline passed or a rank that a call needs has gone.
+    /// Fails the group if a call's deadline has passed, or a rank that a call needs is gone.
     pub(crate) fn check(&mut self, context: &mut Context<'_>) {
         if self.failure.has_come() || self.is_idle() {
             return;
@@ -724,11 +735,11 @@ impl GroupState {
             run.probe(&mut env!(self, context));
         }
         if let Some(error) = self.overdue(context).or_else(|| self.departed(context)) {
-            // What was passed on came first: who has left may have done so because of it.
+            // The forwarded report came first: a rank may have left because of it.
             match self.failure.take_rumour(context.now, |_| true) {
                 Some(first) => self.fail(first, context, Notify::Neighbours),
                 None => {
-                    // Who has left in good order has nothing to hide, and others may have expected it.
+                    // A rank that has left cleanly is not logged: other ranks may have expected it.
                     let is_lost = error.context.peer.is_some_and(|rank| self.is_lost(rank, context.net));
                     if is_lost && self.sequence.claims_loss() {
                         context.completed.note_loss(error.clone());
@@ -739,19 +750,19 @@ impl GroupState {
         }
     }
 
-    /// Whether a rank has gone without a word.
+    /// Returns whether a rank was lost without a disconnect message.
     fn is_lost(&self, rank: Rank, net: &Net) -> bool {
         matches!(net.peer(self.members.peer(rank)).gone(), Some(Gone::Lost(_))) && !self.members.has_left(rank)
     }
 
-    /// A peer has a link from now on: the group's number, if the peer is in it.
+    /// Records that a peer has a new link. Returns the group's number if the peer is in the group.
     pub(super) fn note_link(&mut self, peer: PeerId) -> Option<u64> {
         self.members.rank_of(peer)?;
         self.near = None;
         Some(self.id)
     }
 
-    /// Tells a peer of the first cause, if there is one.
+    /// Reports the group's failure to a peer, if the group has failed.
     pub(super) fn notify_of_failure(&self, peer: PeerId, context: &mut Context<'_>) {
         if let Some((origin, cause)) = self.announced_cause(cause_bytes(context.segment))
             && self.members.rank_of(peer) != Some(origin)
@@ -760,26 +771,26 @@ impl GroupState {
         }
     }
 
-    /// The rank that the first cause comes from, and the payload that says so.
+    /// Returns the rank where the failure began, and the payload that reports it.
     pub(super) fn announced_cause(&self, most: usize) -> Option<(Rank, Box<[u8]>)> {
         let error = self.failure.cause()?;
         let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
         Some((origin, announcement(origin, error, most).into()))
     }
 
-    /// Looks which ranks are there.
+    /// Checks which ranks are absent.
     pub(crate) fn note_absentees(&mut self, net: &Net) {
         self.has_absentees = self.members.ranks().any(|rank| self.members.is_absent(rank, net));
     }
 
-    /// As [`GroupState::check`], for a call that has just been made: who went before is in nobody's news.
+    /// Runs [`GroupState::check`] for a call that was just issued, because no event announces ranks that left earlier.
     pub(crate) fn check_absentees(&mut self, context: &mut Context<'_>) {
         if self.has_absentees {
             self.check(context);
         }
     }
 
-    /// Fails private messages whose peer has gone: whoever made them goes on without.
+    /// Fails private messages whose peer is gone. The code that issued them continues without them.
     fn check_private(&mut self, context: &mut Context<'_>) {
         let (members, net) = (&self.members, &*context.net);
         for message in self.p2p.take_private(|rank| members.is_absent(rank, net)) {
@@ -789,7 +800,7 @@ impl GroupState {
         }
     }
 
-    /// Why nothing more comes from a rank; `None` while it is there.
+    /// Returns why a rank sends nothing more; `None` while it is present.
     pub fn absence(&self, rank: Rank, net: &Net) -> Option<String> {
         if !self.members.is_absent(rank, net) {
             return None;
@@ -819,10 +830,10 @@ impl GroupState {
                 (&message.call, message.deadline, message.peer.into_iter().collect())
             }
         };
-        // The time that was allowed, not the moment at which somebody looked.
+        // The error states the allowed time, and not the time that passed until the check.
         let allowed = deadline.unwrap_or(context.now).since(call.started());
         let text = match under_way {
-            // Other ranks may wait for it, and not the other way round.
+            // Other ranks may wait for this operation, and it waits for none of them.
             Some(what) => format!(
                 "Timed out waiting {}ms for {}: {what} on this rank has not ended; look at what it reports itself, or raise the \
                  timeout",
@@ -834,12 +845,12 @@ impl GroupState {
         Some(call.in_context(Error::timeout(text)))
     }
 
-    /// Collectives and messages that were made here, and how many of them have failed.
+    /// Returns the numbers of collectives and of messages issued here, and how many of these calls have failed.
     pub fn counts(&self) -> (u64, u64, u64) {
         (self.sequence.next(), self.next_message, self.calls_failed)
     }
 
-    /// The calls in flight that have not failed.
+    /// Returns the calls in flight that have not failed.
     pub(super) fn in_flight(&self) -> Vec<CallInFlight> {
         let messages = self.p2p.messages().map(|message| CallInFlight {
             call: message.call.clone(),
@@ -849,7 +860,7 @@ impl GroupState {
         self.runs.values().map(|run| CallInFlight::of(run, run.awaited(&self.members))).chain(messages).collect()
     }
 
-    /// The ranks that a call in flight waits for.
+    /// Returns the ranks for which a call in flight waits.
     pub fn awaited(&self, call: &CallState) -> Vec<Rank> {
         if let Some(run) = self.runs.get(&call.seq).filter(|run| std::ptr::eq(&*run.call, call)) {
             return run.awaited(&self.members);
@@ -857,7 +868,7 @@ impl GroupState {
         self.p2p.peer_of(call).flatten().into_iter().collect()
     }
 
-    /// The peers that a call in flight sends to or receives from, as far as they are known.
+    /// Returns the peers that a call in flight sends to or receives from, as far as they are known.
     pub(super) fn peers_of(&self, call: &CallState) -> SmallVec<[PeerId; 4]> {
         if call.collective.is_point_to_point() {
             return self.p2p.peer_of(call).flatten().into_iter().map(|rank| self.members.peer(rank)).collect();
@@ -866,7 +877,7 @@ impl GroupState {
         run.into_iter().flat_map(|run| &run.plan.peers).map(|&rank| self.members.peer(rank)).collect()
     }
 
-    /// Why a call timed out, in words: who is missing and what is known of them.
+    /// Returns the message of a timeout: which ranks are missing, and what is known about them.
     pub fn timeout_text(&self, call: &CallState, awaited: &[Rank], waited: Duration, net: &Net) -> String {
         let mut text = format!("Timed out waiting {}ms for {}", waited.as_millis(), call.collective);
         if awaited.is_empty() {
@@ -902,7 +913,7 @@ impl GroupState {
         text
     }
 
-    /// An error when a rank that a call in flight needs is not there any more.
+    /// Returns the error if a rank that a call in flight needs is absent.
     fn departed(&self, context: &Context<'_>) -> Option<Error> {
         if !self.has_absentees {
             return None;
@@ -914,10 +925,11 @@ impl GroupState {
                 continue;
             }
             let is_lost = self.is_lost(rank, context.net);
-            // A call that needs nothing more of the rank may end well; one that does fails, and tells all others.
+            // A call that needs nothing more from the rank may still succeed. A call that needs it fails, and all other
+            // ranks are notified.
             let any_run =
                 self.runs.values().find(|run| run.needs(rank) || is_lost && run.is_elsewhere()).map(|run| &run.call);
-            // A message from any rank may come from another one, while there is one that has not left.
+            // A receive from any source may still be matched by another rank, as long as one is present.
             let from_any = if is_lost || is_alone { FromAny::Counts } else { FromAny::DoesNot };
             let any_message = || self.p2p.needs(rank, from_any).map(|message| &message.call);
             let Some(call) = any_run.or_else(any_message) else { continue };
@@ -927,8 +939,8 @@ impl GroupState {
         None
     }
 
-    /// Whether a call is in flight whose caller has gone on and relies on it: a collective, or a send for which there is no link yet.
-    /// Where there is one a small message is on its way when the send has been made.
+    /// Returns whether a call is in flight whose caller has continued and relies on it: a collective, or a send for
+    /// which there is no link yet. If there is a link, a small message is already in flight when the send was issued.
     pub fn has_async_calls(&self, net: &Net) -> bool {
         if !self.failure.has_come() && self.p2p.has_sends_to(|rank| net.is_unlinked(self.members.peer(rank))) {
             return true;
@@ -936,9 +948,9 @@ impl GroupState {
         self.sequence.has_composed() && !self.failure.has_come() || self.runs.values().any(|run| run.call.is_async)
     }
 
-    // ---- the end
+    // ---- failure and departure
 
-    /// Ends the group with its first cause: every call in flight fails, and the peers are told if it began here.
+    /// Fails the group with its first cause. Every call in flight fails. `tell` specifies which ranks are notified.
     pub fn fail(&mut self, error: Error, context: &mut Context<'_>, tell: Notify) {
         if self.failure.has_come() {
             return;
@@ -950,14 +962,15 @@ impl GroupState {
         }
     }
 
-    /// What another lane is to fail with, if this one has.
+    /// Returns the failure that other lanes must adopt, if this lane has failed.
     pub fn failed(&self) -> Option<FailedGroup> {
         let error = self.failure.cause()?.clone();
         let tell = if self.failure.announcement().is_some() { Notify::Neighbours } else { Notify::Nobody };
         Some(FailedGroup { group: self.id, error, tell })
     }
 
-    /// As [`GroupState::fail`], on this lane alone: the one that it has failed on first tells the others, each by itself.
+    /// Fails the group like [`GroupState::fail`], on this lane alone. The lane that failed first passes the failure on
+    /// to each other lane.
     pub(super) fn fail_on_lane(&mut self, failed: &FailedGroup, notes: Notes, context: &mut Context<'_>) {
         if self.failure.has_come() {
             return;
@@ -969,7 +982,8 @@ impl GroupState {
                 Some(self.rank)
             }
             Notify::Neighbours => {
-                // The rank that saw it first notifies all ranks, and may not reach all of them: a link between two ranks can break alone.
+                // The rank that detected the failure notifies all ranks, but may not reach all of them. A link between
+                // two ranks can break alone.
                 let origin = error.context.peer.unwrap_or(self.rank);
                 self.notify_cause(self.members.neighbours(self.rank), origin, &error, context);
                 Some(origin)
@@ -985,7 +999,7 @@ impl GroupState {
             let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
             if is_own { error.clone() } else { call.in_context(Error::new(error.kind, brief(&error))) }
         };
-        // What external operations work on is not given back before they have stopped.
+        // Memory of external operations is not given back before they have stopped.
         let under_way = self.runs.iter().filter_map(|(&seq, run)| run.cancel_externals().then_some(seq));
         for seq in under_way.collect::<Vec<_>>() {
             if let Some(run) = self.runs.remove(&seq) {
@@ -1007,18 +1021,19 @@ impl GroupState {
         }
     }
 
-    /// Tells ranks of the first cause, but for this one and the one that it came from.
+    /// Reports the first cause to `ranks`, except this rank and the rank where it began.
     fn notify_cause(&self, ranks: impl Iterator<Item = Rank>, origin: Rank, error: &Error, context: &mut Context<'_>) {
         let cause = announcement(origin, error, cause_bytes(context.segment));
         let header = Header { group: self.id, ..Header::new(Kind::Cause) };
         for rank in ranks.filter(|&rank| rank != self.rank && rank != origin) {
-            // A rank without a link hears of it from its neighbours, or when it makes one.
+            // A rank without a link receives the report from its neighbours, or when it makes a link.
             context.net.send_if_linked(self.members.peer(rank), header, &cause);
         }
     }
 
-    /// Tells neighbours of the first cause in a way that reaches those who look at no link, too, unless they speak of it before. They
-    /// do the same, so ranks that wait hear of it although those between them and its origin compute.
+    /// Queues out-of-band reports of the first cause to the neighbours, which arrive even if they poll no link. A
+    /// report is not sent if the neighbour reports the failure first. Neighbours do the same, so waiting ranks learn of
+    /// the failure even if the ranks between them and its origin are computing.
     fn note_cause(&self, origin: Rank, error: &Error, context: &mut Context<'_>) {
         let cause = announcement(origin, error, cause_bytes(context.segment));
         let header = Header { group: self.id, ..Header::new(Kind::Cause) };
@@ -1027,19 +1042,19 @@ impl GroupState {
         }
     }
 
-    /// Whether a peer has yet to hear that this group has failed, as far as is known here.
+    /// Returns whether a peer may not know yet that this group has failed.
     pub(super) fn may_not_know(&self, peer: PeerId, net: &Net) -> bool {
         let rank = self.members.rank_of(peer);
         rank.is_some_and(|rank| !self.members.knows(rank) && !self.members.is_absent(rank, net))
     }
 
-    /// A disagreement about calls of this rank that no call of it could raise any more.
+    /// Returns a disagreement about calls of this rank that no call of this rank can raise any more.
     fn unreported_mismatch(&self) -> Option<Error> {
         let has_made_calls = self.sequence.next() + self.next_message > 0;
         self.failure.unreported_mismatch().filter(|_| has_made_calls).cloned()
     }
 
-    /// The error for calls made after the group failed.
+    /// Returns the error for calls issued after the group failed; `None` if it has not failed.
     pub fn aborted(&mut self, collective: Option<Collective>) -> Option<Error> {
         let cause = self.failure.raise()?;
         let mut error = Error::aborted(format!(
@@ -1054,23 +1069,24 @@ impl GroupState {
         Some(error)
     }
 
-    /// The calls in flight that need something from a rank, or have something for it.
+    /// Returns the calls in flight that need something from a rank, or have something to send to it.
     pub fn calls_that_need(&self, rank: Rank) -> Vec<Arc<CallState>> {
         let runs = self.runs.values().filter(|run| run.needs(rank)).map(|run| run.call.clone());
         runs.chain(self.p2p.needs(rank, FromAny::DoesNot).map(|message| message.call.clone())).collect()
     }
 
-    /// The calls in flight that are being done elsewhere: they cannot end well when a rank is lost that has not left in good order.
+    /// Returns the offloaded calls whose external operation is in flight. They cannot succeed if a rank is lost without
+    /// a disconnect message.
     pub fn calls_elsewhere(&self) -> impl Iterator<Item = &Arc<CallState>> {
         self.runs.values().filter(|run| run.is_elsewhere()).map(|run| &run.call)
     }
 
-    /// Receives in flight that take a message from any rank.
+    /// Returns the receives in flight that accept a message from any rank.
     pub fn receives_from_any(&self) -> impl Iterator<Item = &Arc<CallState>> {
         self.p2p.messages().filter(|message| message.peer.is_none() && !message.is_private).map(|message| &message.call)
     }
 
-    /// As [`super::core::Core::residue`].
+    /// Describes what still exists in this group, like [`super::core::Core::residue`].
     pub(crate) fn residue(&self) -> Vec<String> {
         let counts = [
             ("calls", self.runs.len()),
@@ -1082,17 +1098,19 @@ impl GroupState {
         left.map(|(what, count)| format!("{count} {what} of group {}", self.name)).collect()
     }
 
-    /// What was sent to the other ranks until now. In a group that has failed nobody relies on what has no room, or no link.
+    /// Returns marks for everything sent to the other ranks so far. In a failed group, no rank relies on frames without
+    /// room or link.
     fn marks(&self, net: &Net) -> Vec<Mark> {
         let marks = self.members.ranks().map(|rank| net.mark(self.members.peer(rank)));
         marks.map(|mark| if self.failure.has_come() { mark.of_link_alone() } else { mark }).collect()
     }
 
-    /// As [`GroupState::leave`]; says what remains to be done without the group.
+    /// Leaves the group like [`GroupState::leave`]. Returns what remains to be done without the group.
     pub(super) fn depart(&mut self, context: &mut Context<'_>) -> Departure {
         let departure = Departure {
             has_failed: self.failure.has_come(),
-            // Without the goodbyes: who waits for them would wait for ranks that have no need of them.
+            // The marks exclude the disconnect messages: waiting for these would mean waiting for ranks that do not
+            // need them.
             sent: self.marks(context.net),
             unreported_mismatch: self.unreported_mismatch(),
             timeout: self.timeout,
@@ -1101,9 +1119,9 @@ impl GroupState {
         departure
     }
 
-    /// Says goodbye to all ranks; what is still in flight fails.
+    /// Sends a disconnect message to all linked ranks. Calls that are still in flight fail.
     pub fn leave(&mut self, context: &mut Context<'_>) {
-        // Messages of ours that nobody took; who made them has gone on.
+        // Internal messages that were not received. The code that issued them has continued.
         for message in self.p2p.take_private(|_| true) {
             let error = message.call.in_context(Error::aborted("the group was destroyed"));
             context.completed.end(&message.call, Some(error), context.now);
@@ -1113,8 +1131,8 @@ impl GroupState {
             let error = Error::aborted("the group was destroyed while calls were in flight");
             self.fail(self.in_context(error), context, Notify::Peers);
         }
-        // A rank that has yet to hear of the cause would take the goodbye for it: it may have been linked since the group failed, or wait for
-        // what the origin says.
+        // A rank that does not know the cause would take the disconnect message as the cause. It may have been linked
+        // after the group failed, or still wait for the origin's own report.
         if let Some(cause) = self.failure.cause() {
             let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
             self.notify_cause(self.members.ranks().filter(|&rank| !self.members.knows(rank)), origin, cause, context);
@@ -1127,29 +1145,30 @@ impl GroupState {
     }
 }
 
-/// The payload that says that a group has failed, and why.
+/// Returns the payload that reports a group's failure and its cause.
 fn announcement(origin: Rank, error: &Error, most: usize) -> Vec<u8> {
     Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most)
 }
 
-/// Most bytes of an announcement where segments have so many.
+/// Returns the maximum bytes of a failure report for this segment size.
 pub(super) fn cause_bytes(segment: u64) -> usize {
     MAX_CAUSE_BYTES.min(segment as usize + OVERHEAD_BYTES)
 }
 
-/// What remains of a group that a rank has left.
+/// Remaining duties after a rank has left a group.
 pub struct Departure {
-    /// A disagreement that no call could raise.
+    /// A disagreement about calls that no call could raise.
     pub unreported_mismatch: Option<Error>,
-    /// What its calls rely on.
+    /// Marks of the frames on which the group's calls rely.
     pub sent: Vec<Mark>,
-    /// It failed before.
+    /// Whether the group had failed before.
     pub has_failed: bool,
-    /// The deadline of its calls.
+    /// Timeout of the group's calls.
     pub timeout: Duration,
 }
 
-/// The text of an error with its call, but without rank and group: those of whoever quotes it come before.
+/// Returns the text of an error with its call, but without rank and group. The code that quotes it adds its own rank
+/// and group in front.
 fn brief(error: &Error) -> String {
     match (error.context.collective, error.context.seq) {
         (Some(collective), Some(seq)) => format!("{collective} seq {seq}: {}", error.message),

@@ -1,9 +1,9 @@
-//! Calls that have failed while external operations worked on their memory.
+//! Failed calls whose external operations still work on their memory.
 //!
-//! Such a call has not ended: its caller may free the tensors when it has, and an operation that is under way may still write into them.
-//! It has been asked to stop, and the call ends when it has said that it has, or, of a collective, when it has no hand on the memory. One that
-//! never says so is given up after a while, with an error that tells the caller not to touch the memory. Owns these calls, of all groups.
-//! Read [`Stopping::advance`] first.
+//! Such a call has not completed. Its caller may free the tensors on completion, and an operation in flight may still
+//! write into them. The operation was asked to stop. The call completes when the operation has ended or, for a
+//! collective, when it no longer accesses the memory. After a timeout the call completes with an error that asks the
+//! caller not to touch the memory. This module owns these calls of all groups. Read [`Stopping::advance`] first.
 
 use std::time::Duration;
 
@@ -12,17 +12,17 @@ use accl_types::{Error, Moment};
 use super::completed::Completed;
 use crate::exec::Run;
 
-/// How long an external operation may take to stop.
+/// Maximum time for an external operation to stop.
 pub const STOP_WITHIN: Duration = Duration::from_secs(10);
 
-/// A call that waits for the end of its external operations, with its error.
+/// A failed call that waits for its external operations, with its error.
 struct Stop {
     run: Run,
     error: Error,
     until: Moment,
 }
 
-/// The calls that have failed and not ended.
+/// The calls that have failed and not completed.
 #[derive(Default)]
 pub(crate) struct Stopping {
     calls: Vec<Stop>,
@@ -37,22 +37,23 @@ impl Stopping {
         self.calls.len()
     }
 
-    /// A call whose external operations have been asked to stop.
+    /// Adds a call whose external operations were asked to stop.
     pub(super) fn add(&mut self, run: Run, error: Error, now: Moment) {
         self.calls.push(Stop { run, error, until: now + STOP_WITHIN });
     }
 
-    /// The calls of a group.
+    /// Returns the calls of a group.
     pub(super) fn runs_of(&self, group: u64) -> impl Iterator<Item = &Run> {
         self.calls.iter().map(|stop| &stop.run).filter(move |run| run.call.group_id == group)
     }
 
-    /// When the first of them is given up.
+    /// Returns when the first of the calls is given up.
     pub(super) fn next_deadline(&self) -> Option<Moment> {
         self.calls.iter().map(|stop| stop.until).min()
     }
 
-    /// Ends the calls whose external operations have stopped, or will not. Returns whether there were any.
+    /// Completes the calls whose external operations have stopped, or did not stop in time. Returns whether there were
+    /// any.
     pub(super) fn advance(&mut self, completed: &mut Completed, now: Moment) -> bool {
         let before = self.calls.len();
         self.calls.retain(|Stop { run, error, until }| {

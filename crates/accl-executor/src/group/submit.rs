@@ -1,7 +1,7 @@
-//! The making of calls: a checked description with its plan and its memory becomes a call in flight.
+//! Submission of calls: a checked description with its plan and its memory becomes a call in flight.
 //!
-//! Owns who calls, the numbers and deadlines that a call gets, and the first steps of it. Where plans come from is the matter of
-//! whoever calls, and so is who drives the call from then on. Read [`Caller::start`] first.
+//! This module owns the caller's identity, the sequence number and deadline of a call, and its first steps. The engine
+//! provides plans, and drives the call from then on. Read [`Caller::start`] first.
 
 use std::sync::Arc;
 
@@ -16,29 +16,29 @@ use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
 use crate::memory::{Buffers, Coder, Compute, MessageMemory, Sample};
 use crate::plan::Shape;
 
-/// A rank of one group as the maker of its calls.
+/// A rank of one group that issues calls.
 pub struct Caller {
-    /// The group's number.
+    /// Number of the group.
     pub group: u64,
-    /// The group's name, for messages.
+    /// Name of the group, for messages.
     pub name: Arc<str>,
-    /// Its rank in the group.
+    /// Rank of the caller in the group.
     pub rank: Rank,
     /// Number of ranks.
     pub world: u32,
-    /// Its rank in the job, for random numbers: ranks of different groups have different ones.
+    /// Rank of the caller in the job, for random numbers. Callers with equal ranks in different groups differ in it.
     pub global_rank: u64,
 }
 
 /// A call that is ready to begin.
 pub struct Prepared {
-    /// Of a collective.
+    /// Shape of a collective; `None` for point-to-point calls.
     shape: Option<Arc<Shape>>,
     buffers: Buffers,
 }
 
 impl Prepared {
-    /// The name of a collective's algorithm.
+    /// Returns the name of a collective's algorithm; `None` for point-to-point calls.
     pub fn algorithm(&self) -> Option<&'static str> {
         self.shape.as_ref().map(|shape| shape.plan.name)
     }
@@ -46,17 +46,18 @@ impl Prepared {
 
 /// A call that has begun.
 pub struct Launched {
-    /// Its state, from which its end is seen.
+    /// State of the call, which shows its completion.
     pub call: Arc<CallState>,
-    /// A driver that sleeps must look at it.
+    /// Whether a sleeping driver must be woken to check the call.
     pub wakes_driver: bool,
 }
 
 impl Caller {
-    /// The memory of a checked call; collectives come with their shape. Takes no lock, since it may copy tensors.
+    /// Prepares the memory of a checked call; a collective comes with its shape. The caller should hold no lock,
+    /// because this may copy tensors.
     ///
     /// # Errors
-    /// `Exhausted` when there is no memory for it, `InvalidArgument` for tensors that cannot be written.
+    /// `Exhausted` if there is no memory for the call. `InvalidArgument` for tensors that cannot be written.
     pub fn prepare(&self, desc: &CallDesc, shape: Option<Arc<Shape>>) -> Result<Prepared> {
         let mut buffers = Buffers::prepare(desc, self.rank.index())?;
         if desc.collective == Collective::Reduce && self.rank != desc.root {
@@ -70,20 +71,22 @@ impl Caller {
         Ok(Prepared { shape, buffers })
     }
 
-    /// As [`Caller::prepare`], for another part of a call whose first part is prepared.
+    /// Prepares another part of a call whose first part is prepared, like [`Caller::prepare`].
     ///
     /// # Errors
-    /// `Exhausted` when there is no memory for it.
+    /// `Exhausted` if there is no memory for the part.
     pub fn prepare_part(&self, first: &Prepared, shape: Arc<Shape>) -> Result<Prepared> {
         let mut buffers = first.buffers.share();
         buffers.add_scratch(shape.plan.scratch_bytes)?;
         Ok(Prepared { shape: Some(shape), buffers })
     }
 
-    /// Begins a call, and does all that can be done at once. `sample` is what is measured beside it; `observer` is told of its end.
+    /// Begins a call, and does everything that can be done at once. `sample` is the additional tensor of a measured
+    /// call. `observer` is notified when the call completes.
     ///
     /// # Errors
-    /// `Aborted` when the group has failed or was destroyed; `Exhausted`, `Internal`: no number was consumed.
+    /// `Aborted` if the group has failed or was destroyed; `Exhausted` or `Internal`. In each case, no sequence number
+    /// was consumed.
     pub fn start(
         &self,
         core: &mut Core,
@@ -138,10 +141,10 @@ impl Caller {
         })
     }
 
-    /// Puts a call that stopped on the fast path into the group.
+    /// Adds a call that stopped on the fast path to the group.
     ///
     /// # Errors
-    /// As [`Caller::start`].
+    /// Returns the errors of [`Caller::start`].
     pub fn resume(
         &self,
         core: &mut Core,
@@ -158,7 +161,7 @@ impl Caller {
         })
     }
 
-    /// Puts a call into the group and does all that can be done at once.
+    /// Adds a call to the group, and does everything that can be done at once.
     fn launch(
         &self,
         core: &mut Core,
@@ -183,10 +186,10 @@ impl Caller {
             core.ended_at_once();
         }
         let wakes_driver = match desc.mode {
-            // What has moved with it may have ended the call that the driver sleeps for.
+            // The progress may have completed the call for which the driver sleeps.
             _ if call.is_done() => core.take_owed_to_driver() | core.must_wake_driver(None),
             Mode::Async => core.must_wake_driver(look_by),
-            // Its caller looks after it first, and wakes the driver when it goes to sleep.
+            // The caller polls for the call itself first, and wakes the driver before it sleeps.
             Mode::Blocking => false,
         };
         Ok(Launched { call, wakes_driver })
@@ -251,7 +254,7 @@ impl Caller {
         CallState::new(info, observer, now)
     }
 
-    /// The error of a call on a group that is not there any more.
+    /// Returns the error of a call on a group that no longer exists.
     pub fn destroyed(&self, collective: Option<Collective>) -> Error {
         let error = self.in_context(Error::aborted("the group was destroyed; make a new one"));
         match collective {
@@ -260,13 +263,14 @@ impl Caller {
         }
     }
 
-    /// An error with this rank's place.
+    /// Adds this rank's group and rank to an error.
     pub fn in_context(&self, error: Error) -> Error {
         error.in_group(&self.name).on_rank(self.rank)
     }
 }
 
-/// Private messages have none: whoever made them waits no longer than it wants, and takes them back.
+/// Returns the deadline of a call. Private messages have none: the code that issues them decides how long to wait, and
+/// takes them back.
 fn deadline(desc: &CallDesc, group: &GroupState, now: Moment) -> Option<Moment> {
     if desc.tag >= PRIVATE_TAGS {
         return None;

@@ -1,7 +1,7 @@
-//! The memory of one call: base addresses of its pieces, staging for tensors that are not plain, scratch.
+//! The memory of one call: base addresses of its pieces, staging for tensors that are not plain, and scratch.
 //!
-//! Owns packing before and unpacking after a call. Which bytes of a piece belong to which chunk is the layout's matter.
-//! Read [`Buffers`] first.
+//! This module packs tensors before a call and unpacks them after it. The layout decides which bytes of a piece belong
+//! to which chunk. Read [`Buffers`] first.
 
 use std::sync::Arc;
 
@@ -21,7 +21,8 @@ type Bases = SmallVec<[*mut u8; 4]>;
 
 /// Base addresses and owned memory of a call in flight.
 ///
-/// The addresses come from the caller's descriptors; the contract of `Group::submit` keeps them valid until the call ends.
+/// The addresses come from the caller's descriptors. The contract of `Group::submit` keeps them valid until the call
+/// completes.
 #[derive(Default)]
 pub(crate) struct Buffers {
     inputs: Bases,
@@ -30,39 +31,40 @@ pub(crate) struct Buffers {
     scratch_base: Option<*mut u8>,
     codes: Option<Storage>,
     codes_base: Option<*mut u8>,
-    /// Outputs to be unpacked when the call is done: the tensor and where its dense copy lies.
+    /// Outputs to unpack when the call is done: the tensor, and the address of its dense copy.
     staged: Vec<(TensorDesc, *mut u8)>,
-    /// Shared with external operations, which may outlive the call.
+    /// Staging memory, shared with external operations, which may outlive the call.
     staging: Vec<Arc<Storage>>,
     elsewhere: Option<Box<Elsewhere>>,
     offload: Option<Box<Offload>>,
-    /// What is over when other lanes have done their parts of the call.
+    /// Operation that ends when other lanes have done their parts of the call.
     joins: Option<Arc<dyn External>>,
 }
 
-/// A collective that is done elsewhere, by whom.
+/// A collective to be offloaded, and the worker that does it.
 struct Offload {
     by: Arc<dyn External>,
     collective: ExternalCollective,
 }
 
-/// Tensors that lie where only external operations reach them, each with a dense copy of it.
+/// Copies of tensors that only external operations can access, each to or from a dense copy in host memory.
 struct Elsewhere {
     by: Arc<dyn External>,
     copy_in: Vec<ExternalCopy>,
     copy_out: Vec<ExternalCopy>,
 }
 
-// SAFETY: the addresses are used by one thread at a time, under the driver's lock, and stay valid by the contract above.
+// SAFETY: only one thread at a time uses the addresses, under the driver's lock. The contract of `Group::submit` keeps
+// them valid.
 unsafe impl Send for Buffers {}
 
 impl Buffers {
-    /// Prepares the memory of `desc` for rank `rank`: packs what is not plain, stages inputs that overlap outputs,
-    /// multiplies by the factor of `PREMUL_SUM`.
+    /// Prepares the memory of `desc` for rank `rank`: packs tensors that are not plain, stages inputs that overlap
+    /// outputs, and multiplies by the factor of `PREMUL_SUM`.
     ///
     /// # Errors
-    /// `InvalidArgument` for outputs that share memory with themselves or, unless the call works in place, with each
-    /// other; `Exhausted` without memory for staging.
+    /// `InvalidArgument` for an output with several elements at one address and, unless the call works in place, for
+    /// outputs that share memory with each other. `Exhausted` if there is no memory for staging.
     pub(crate) fn prepare(desc: &CallDesc, rank: usize) -> Result<Self> {
         let mut buffers = Self::default();
         if desc.uses_tensors_as_they_are() && buffers.take_addresses(desc, rank) {
@@ -81,8 +83,8 @@ impl Buffers {
         }
         for tensor in desc.outputs.pieces() {
             refuse_self_overlap(tensor)?;
-            // In place, the outputs hold the contribution and are packed with their contents. Where two of them share
-            // memory, every rank writes the same into both.
+            // In place, the outputs hold the contribution and are packed with their contents. If two outputs share
+            // memory, every rank writes the same values into both.
             let base =
                 if tensor.is_plain() && !shared { tensor.ptr } else { buffers.stage_output(tensor, in_place)? };
             buffers.outputs.push(base);
@@ -96,7 +98,8 @@ impl Buffers {
             let base =
                 if tensor.is_plain() && !overlap && !premul { tensor.ptr } else { buffers.stage_input(tensor)? };
             if premul {
-                // SAFETY: `base` is staging of this many elements, made just now; source and destination are the same.
+                // SAFETY: `base` is new staging memory of `count_elems` elements; source and destination may be the
+                // same.
                 unsafe { accl_kernels::scale(desc.dtype, base, base, tensor.count_elems() as usize, desc.factor)? };
             }
             buffers.inputs.push(base);
@@ -104,8 +107,8 @@ impl Buffers {
         Ok(buffers)
     }
 
-    /// As [`Buffers::prepare`], for a call that uses its tensors as they are. `false`: they overlap, and it needs more than
-    /// their addresses.
+    /// Takes the addresses of a call that uses its tensors directly, in place of [`Buffers::prepare`]. Returns `false`
+    /// if tensors overlap, so that the call needs [`Buffers::prepare`].
     #[inline]
     pub(crate) fn take_addresses(&mut self, desc: &CallDesc, rank: usize) -> bool {
         if let Some(tensor) = desc.alone().filter(|_| desc.collective == Collective::AllReduce) {
@@ -128,14 +131,17 @@ impl Buffers {
         true
     }
 
-    /// Calls that work in place: all_reduce and reduce contribute what the output holds, a broadcast has no input.
+    /// Prepares a call in place: all_reduce and reduce contribute the contents of the output, and a broadcast has no
+    /// input.
     fn prepare_in_place(&mut self, desc: &CallDesc, premul: bool) -> Result<()> {
         match desc.collective {
             Collective::AllReduce | Collective::Reduce if premul => {
-                // Not in the tensor itself: the call may still be refused, and off the root of a reduce the tensor is only read.
+                // The factor is not applied to the tensor itself: the call may still be refused, and a reduce only
+                // reads the tensor on non-root ranks.
                 for tensor in desc.outputs.pieces() {
                     let base = self.stage_input(tensor)?;
-                    // SAFETY: `base` is staging of this many elements, made just now; source and destination are the same.
+                    // SAFETY: `base` is new staging memory of `count_elems` elements; source and destination may be the
+                    // same.
                     unsafe { accl_kernels::scale(desc.dtype, base, base, tensor.count_elems() as usize, desc.factor)? };
                     self.inputs.push(base);
                 }
@@ -160,7 +166,8 @@ impl Buffers {
             elsewhere.copy_in.push(ExternalCopy { from: tensor.clone(), to: dense_like(tensor, base) });
             return Ok(base);
         }
-        // SAFETY: `base` has room for the tensor's elements; the tensor is readable by the contract of `submit`.
+        // SAFETY: `base` has room for the tensor's elements, and the contract of `Group::submit` makes the tensor
+        // readable.
         unsafe { accl_kernels::pack(base, &tensor.view(&mut [0; 2])) };
         Ok(base)
     }
@@ -183,7 +190,7 @@ impl Buffers {
         Ok(base)
     }
 
-    /// Forgets staged outputs of a rank that only contributes: nothing is written back.
+    /// Drops the staged outputs of a rank that only contributes, so that nothing is written back.
     pub(crate) fn discard_outputs(&mut self) {
         self.staged.clear();
         if let Some(elsewhere) = &mut self.elsewhere {
@@ -191,7 +198,7 @@ impl Buffers {
         }
     }
 
-    /// Begins an external operation of the plan; `None`: nothing of this call needs it.
+    /// Begins an external operation of the plan. Returns `None` if this call has no work for it.
     pub(crate) fn begin_external(&mut self, step: ExternalStep, wake: &Wake) -> Option<ExternalHandle> {
         let keeps = Arc::new(self.staging.clone());
         if step == ExternalStep::Join {
@@ -207,11 +214,11 @@ impl Buffers {
         (!copies.is_empty()).then(|| ExternalHandle::begin(by, ExternalWork::Copies(copies), keeps, wake.clone()))
     }
 
-    /// The collective is done elsewhere, with the memory that was prepared for it.
+    /// Prepares the offload of the collective, with the memory that was prepared for the call.
     pub(crate) fn offload(&mut self, desc: &CallDesc) {
         let Some(by) = &desc.offload else { return };
         let inputs = match desc.collective {
-            // What is contributed may be a scaled copy.
+            // The contribution may be a scaled copy.
             Collective::AllReduce | Collective::Reduce if desc.inputs.is_empty() => {
                 dense_blocks(&desc.outputs, &self.inputs)
             }
@@ -242,7 +249,8 @@ impl Buffers {
         self.offload = Some(Box::new(Offload { by: by.clone(), collective }));
     }
 
-    /// The same memory for another part of the call. What is packed before and unpacked after the call is the first part's matter.
+    /// Returns the same memory for another part of the call. The first part alone packs before and unpacks after the
+    /// call.
     pub(crate) fn share(&self) -> Self {
         Self {
             inputs: self.inputs.clone(),
@@ -252,19 +260,19 @@ impl Buffers {
         }
     }
 
-    /// The call is over when other lanes have done their parts.
+    /// Makes the call wait until other lanes have done their parts.
     pub(crate) fn join(&mut self, desc: &CallDesc) {
         self.joins = desc.joins.clone();
     }
 
-    /// The number of the call, when it was made, and until when it should be done.
+    /// Sets sequence number, submission time and deadline of an offloaded collective.
     pub(crate) fn number(&mut self, seq: u64, started: Moment, deadline: Option<Moment>) {
         if let Some(Offload { collective, .. }) = self.offload.as_deref_mut() {
             (collective.seq, collective.started, collective.deadline) = (seq, started, deadline);
         }
     }
 
-    /// Adds the call's scratch memory.
+    /// Allocates the call's scratch memory.
     pub(crate) fn add_scratch(&mut self, len_bytes: u64) -> Result<()> {
         if len_bytes > 0 {
             let mut storage = Storage::new(len_bytes as usize)?;
@@ -274,29 +282,30 @@ impl Buffers {
         Ok(())
     }
 
-    /// Lets the call use memory that stays where it is until [`Buffers::own_scratch`] or the call's end.
+    /// Lets the call use `scratch`, which must keep its address until [`Buffers::own_scratch`] or the completion of the
+    /// call.
     pub(crate) fn borrow_scratch(&mut self, scratch: &mut Storage) {
         self.scratch_base = Some(scratch.ptr());
     }
 
-    /// Takes over the memory that was borrowed.
+    /// Takes ownership of the memory that was borrowed.
     pub(crate) fn own_scratch(&mut self, scratch: Storage) {
         self.scratch = Some(scratch);
     }
 
-    /// Adds the room for encoded chunks.
+    /// Adds the memory for encoded chunks.
     pub(crate) fn add_codes(&mut self, mut storage: Storage) {
         self.codes_base = Some(storage.ptr());
         self.codes = Some(storage);
     }
 
-    /// Gives that room back, for another call.
+    /// Returns the memory for encoded chunks, so that another call can use it.
     pub(crate) fn take_codes(&mut self) -> Option<Storage> {
         self.codes_base = None;
         self.codes.take()
     }
 
-    /// The address of an extent's first byte.
+    /// Returns the address of an extent's first byte.
     #[inline]
     pub(crate) fn address(&self, extent: &Extent) -> *mut u8 {
         let base = match extent.buf {
@@ -316,16 +325,17 @@ impl Buffers {
         self.outputs[piece]
     }
 
-    /// Writes staged outputs back into their tensors.
+    /// Copies staged outputs back into their tensors.
     pub(crate) fn unpack(&mut self) {
         for (tensor, base) in self.staged.drain(..) {
-            // SAFETY: `base` holds the dense elements of this tensor; the tensor is writable until the call ends.
+            // SAFETY: `base` holds the dense elements of this tensor, and the tensor is writable until the call
+            // completes.
             unsafe { accl_kernels::unpack(&tensor.view(&mut [0; 2]), base) };
         }
     }
 }
 
-/// The blocks of a call with the memory that its pieces have in it.
+/// Returns the blocks of a call as dense tensors at the addresses `bases`.
 fn dense_blocks(blocks: &Blocks, bases: &[*mut u8]) -> Blocks {
     let mut bases = bases.iter();
     let dense = |tensor: &TensorDesc| bases.next().map(|&base| dense_like(tensor, base));
@@ -333,7 +343,7 @@ fn dense_blocks(blocks: &Blocks, bases: &[*mut u8]) -> Blocks {
     blocks.iter().map(|block| block.iter().filter_map(&mut dense).collect::<SmallVec<[TensorDesc; 2]>>()).collect()
 }
 
-/// A dense tensor of the same elements.
+/// Returns a dense tensor at `base` with the same dtype and number of elements.
 fn dense_like(tensor: &TensorDesc, base: *mut u8) -> TensorDesc {
     TensorDesc::dense(base, tensor.dtype, Elems(tensor.count_elems()))
 }
@@ -352,11 +362,11 @@ mod tests {
         let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
         desc.outputs = Blocks::of(TensorDesc::dense(base.cast(), Dtype::F32, Elems(2)));
         (desc.op, desc.factor) = (ReduceOp::PremulSum, 3.0);
-        // SAFETY: nobody else uses the array, which lives longer than this reads it.
+        // SAFETY: no other code uses the array, which outlives this read.
         let now = || unsafe { std::slice::from_raw_parts(base, 2).to_vec() };
         let buffers = Buffers::prepare(&desc, 0).unwrap();
         assert_eq!(now(), [1.0, 2.0]);
-        // SAFETY: staging of two elements.
+        // SAFETY: `inputs[0]` is staging memory of two elements.
         let contributed = unsafe { std::slice::from_raw_parts(buffers.inputs[0].cast::<f32>(), 2) };
         assert_eq!((contributed, buffers.outputs[0]), ([3.0, 6.0].as_slice(), base.cast()));
     }

@@ -1,7 +1,7 @@
-//! The arithmetic of an encoded call: decodes, adds and encodes, one tile after the other.
+//! The arithmetic of an encoded call: decodes, adds and encodes, tile by tile.
 //!
-//! Owns the float32 sums of the tile at hand. Which tiles are due is decided by the executor; what a tile is, in `tile`. Read
-//! [`Coder::combine`] first.
+//! This module owns the float32 sums of the current tile. The executor decides which tiles are due, and `tile` defines
+//! their format. Read [`Coder::combine`] first.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,26 +16,26 @@ use super::tile::TileHead;
 use crate::call::{CallDesc, Codecs, Encoding, Probe, Residuals, TILE_HEADER_BYTES};
 use crate::plan::{Coded, Combination, Operand, Region};
 
-/// What one call encodes and decodes with.
+/// Settings and work memory with which one call encodes and decodes.
 pub(crate) struct Coder {
     codecs: Arc<Codecs>,
     dtype: Dtype,
     seed: u64,
     step: u64,
-    /// In the job.
+    /// This process's rank in the job.
     rank: u64,
-    /// This rank in the group, and its size, where contributions are added up.
+    /// This rank in the group and the size of the group, if the collective adds contributions.
     among: Option<(Rank, u32)>,
-    /// What finished sums are divided by.
+    /// Divisor of finished sums (the world size, for `AVG`).
     divisor: Option<f32>,
     has_checksums: bool,
     floats: Floats,
     residuals: Option<Arc<Residuals>>,
     sums: Vec<f32>,
-    /// What a tile decodes to, where that is compared with the sums.
+    /// Decoded values of a tile, for comparison with the sums.
     decoded: Vec<f32>,
     probe: Option<ErrorProbe>,
-    /// Times what is probed.
+    /// Clock that times encoding and decoding if the call is probed.
     clock: fn() -> Moment,
 }
 
@@ -66,13 +66,13 @@ impl Coder {
         }
     }
 
-    /// The same for a call that is measured, and has one more tensor if there is a sample.
+    /// Returns this coder for a call that is measured. The call has one more tensor if there is a sample.
     pub(crate) fn probed(self, probe: &Probe, sample: Option<Sample>, is_first: bool, buffers: &Buffers) -> Self {
         let probe = ErrorProbe::begin(probe, sample, is_first, self.codecs.given(), buffers);
         Self { probe: Some(probe), ..self }
     }
 
-    /// Enters what was measured, when the call is done.
+    /// Reports the measurements when the call is done.
     pub(crate) fn end(&mut self, buffers: &Buffers) {
         if let Some(probe) = &mut self.probe {
             probe.end(buffers);
@@ -84,10 +84,10 @@ impl Coder {
         TileHead { elems: tile.elems as u32, settings, has_checksum: self.has_checksums }
     }
 
-    /// Looks at tiles that have come.
+    /// Checks tiles that have arrived.
     ///
     /// # Errors
-    /// What is wrong with the first bad one.
+    /// Description of the first bad tile.
     pub(crate) fn check(&self, memory: &TileMemory<'_>, coded: &Coded, tiles: Range<u64>) -> Result<(), String> {
         for index in tiles {
             let tile = &coded.tiles[index as usize];
@@ -99,7 +99,7 @@ impl Coder {
         Ok(())
     }
 
-    /// Makes one tile of what a combination makes.
+    /// Computes one tile of the results of a combination.
     pub(crate) fn combine(&mut self, memory: &mut TileMemory<'_>, op: &Combination, index: usize) {
         let begin = self.probe.is_some().then(self.clock);
         self.make(memory, op, index);
@@ -115,7 +115,7 @@ impl Coder {
         let buffers = memory.buffers;
         let address = |region: &Region| buffers.address(&region.at(at));
         match (&op.srcs[..], &op.code, &op.out) {
-            // From memory to bytes, and the reverse, without a detour.
+            // Encoding and decoding work directly on the tensor, without the float32 sums, where possible.
             ([Operand::Values(src)], Some(code), out) => {
                 match self.residual(op, code, index) {
                     Some(residual) => {
@@ -131,7 +131,8 @@ impl Coder {
             ([Operand::Code(code)], None, Some(out)) => self.decode(memory, code, index, address(out), self.dtype),
             ([Operand::Values(src)], None, Some(out)) => {
                 let (from, to, len) = (address(src), address(out), tile.elems as usize * self.dtype.size_bytes());
-                // SAFETY: both hold the tile's elements and stay valid until the call ends; they may be the same memory.
+                // SAFETY: source and destination hold the tile's elements and stay valid until the call completes.
+                // `copy` allows overlap.
                 unsafe { std::ptr::copy(from, to, len) };
             }
             (_, Some(code), out) if self.encode_sums(memory, op, (code, index), at, out.as_ref()) => {}
@@ -148,14 +149,15 @@ impl Coder {
                     }
                 } else if let Some(out) = &op.out {
                     let sums = &self.sums[..tile.elems as usize];
-                    // SAFETY: the caller's memory has the tile's elements, writable until the call ends.
+                    // SAFETY: `out` has room for the tile's elements in the caller's memory, which is writable until
+                    // the call completes.
                     unsafe { self.floats.write(address(out), self.dtype, sums) };
                 }
             }
         }
     }
 
-    /// Adds up a tile's operands, and finishes the sums.
+    /// Adds a tile's operands, and finishes the sums.
     fn sum(&mut self, memory: &TileMemory<'_>, op: &Combination, index: usize, at: u64) {
         self.add_up(memory, op, index, at, op.srcs.len());
         let count = op.tiles[index].elems as usize;
@@ -163,7 +165,7 @@ impl Coder {
         self.floats.finish(&mut self.sums[..count], divisor, self.dtype);
     }
 
-    /// Adds up the first `operands` of a tile's.
+    /// Adds the first `operands` operands of a tile.
     fn add_up(&mut self, memory: &TileMemory<'_>, op: &Combination, index: usize, at: u64, operands: usize) {
         let count = op.tiles[index].elems as usize;
         if self.sums.len() < count {
@@ -173,7 +175,8 @@ impl Coder {
             match operand {
                 Operand::Values(src) => {
                     let (src, sums) = (memory.buffers.address(&src.at(at)), &mut self.sums[..count]);
-                    // SAFETY: the caller's memory has the tile's elements, unchanged until the call ends.
+                    // SAFETY: `src` holds the tile's elements in the caller's memory, which does not change until the
+                    // call completes.
                     unsafe {
                         if position == 0 {
                             self.floats.read(sums, src, self.dtype);
@@ -196,7 +199,8 @@ impl Coder {
         }
     }
 
-    /// Adds up a tile's operands of float32 while they are encoded, where the codec can. `false`: it can not, and nothing has happened.
+    /// Adds a tile's float32 operands while it encodes them, if the codec supports that. Returns `false` if not; then
+    /// nothing has changed.
     fn encode_sums(
         &mut self,
         memory: &mut TileMemory<'_>,
@@ -213,7 +217,7 @@ impl Coder {
             return false;
         }
         let (addends, last) = match &op.srcs[..] {
-            // The order of two is of no consequence: which NaN a sum is does not outlast its encoding.
+            // The order of the two operands does not matter: encoding discards which NaN a sum is.
             [Operand::Values(first), Operand::Code(last)] | [Operand::Code(last), Operand::Values(first)] => {
                 (Some(memory.buffers.address(&first.at(at)).cast_const().cast()), last)
             }
@@ -230,23 +234,23 @@ impl Coder {
         let results = out.map(|out| memory.buffers.address(&out.at(at)).cast());
         let sums = Sums { addends, divisor: self.finishing(op), results, count: tile.elems as usize };
         let (src, dst) = memory.both(last, code, index);
-        // SAFETY: the caller's memory has the tile's elements, which nobody changes until the call ends, and room for its results; where they
-        // are the same the sums take the place of what they are made of.
+        // SAFETY: the caller's memory holds the tile's elements, which do not change until the call completes, and has
+        // room for its results. If these are the same memory, the encoder overwrites operands with their sums.
         unsafe { encoder.encode_sums(&mut dst[TILE_HEADER_BYTES..], &src[TILE_HEADER_BYTES..], sums) };
         self.head(code.role, tile).seal(dst);
         true
     }
 
-    /// What the sums of a combination are divided by.
+    /// Returns the divisor of a combination's sums, if it finishes them.
     fn finishing(&self, op: &Combination) -> Option<f32> {
         self.divisor.filter(|_| op.finish == Finish::Yes)
     }
 
-    /// Where the residual of a tile is kept: of a contribution, or of a finished sum.
+    /// Returns the address of a tile's residual: of a contribution, or of a finished sum.
     fn residual(&self, op: &Combination, code: &Coded, index: usize) -> Option<*mut u8> {
         let residuals = self.residuals.as_ref()?;
         let tile = &code.tiles[index];
-        // The sample has none.
+        // The sample tensor has no residual.
         if tile.piece as usize >= self.codecs.given() {
             return None;
         }
@@ -259,7 +263,7 @@ impl Coder {
         base.filter(|&&base| base != 0).map(|&base| (base as *mut u8).wrapping_add(offset))
     }
 
-    /// Encodes the sums with what was lost before, and keeps what is lost now.
+    /// Encodes the sums with the residual added, and stores what this encoding loses as the new residual.
     fn encode_with(
         &mut self,
         memory: &mut TileMemory<'_>,
@@ -268,7 +272,8 @@ impl Coder {
         residual: *mut u8,
     ) {
         let count = code.tiles[index].elems as usize;
-        // A sum of zeros may be of a tensor that no rank has used: who asked for it throws it away. The residual waits.
+        // A sum of zeros may belong to a tensor that no rank has used; the caller then discards it. The residual is
+        // kept for later.
         if op.pass > 0 && self.sums[..count].iter().all(|sum| *sum == 0.0) {
             let sums = self.sums.as_ptr().cast_mut().cast();
             self.encode(memory, code, index, sums, Dtype::F32, op.pass);
@@ -276,7 +281,7 @@ impl Coder {
         }
         let is_probed = op.pass == 0 && self.probe.is_some();
         let gradient = if is_probed { self.floats.squares(&self.sums[..count]) } else { 0.0 };
-        // SAFETY: there is a float32 for each element of the tensor, by the contract of `Residuals`.
+        // SAFETY: `residual` has a float32 for each element of the tensor, by the contract of `Residuals`.
         unsafe { self.floats.add(&mut self.sums[..count], residual, Dtype::F32) };
         let sums = self.sums.as_ptr().cast_mut().cast();
         self.encode(memory, code, index, sums, Dtype::F32, op.pass);
@@ -285,14 +290,14 @@ impl Coder {
         }
         let decoded = self.decoded.as_mut_ptr().cast();
         self.decode(memory, code, index, decoded, Dtype::F32);
-        // SAFETY: as above.
+        // SAFETY: `residual` has a float32 for each element of the tensor, by the contract of `Residuals`.
         let lost = unsafe { self.floats.write_loss(residual, &self.sums[..count], &mut self.decoded[..count]) };
         if let Some(probe) = self.probe.as_mut().filter(|_| is_probed) {
             probe.residual(code.tiles[index].piece, lost, gradient);
         }
     }
 
-    /// Encodes a tile of elements that lie at `src`, as the tensor's type or as float32.
+    /// Encodes a tile of elements at `src`. `dtype` is the tensor's dtype or float32.
     fn encode(
         &mut self,
         memory: &mut TileMemory<'_>,
@@ -307,13 +312,14 @@ impl Coder {
         let id = self.codecs.tensor(tile.piece).id;
         let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), self.rank];
         let mut rng_key = RngKey::keyed(&words);
-        // Contributions meet those of all other ranks in one sum. How often sums were encoded before differs between ranks.
+        // All ranks' contributions are added in one sum, so correlated rounding can relate their random numbers. It cannot
+        // do so for sums, because the number of earlier encodings of a sum differs between ranks.
         if let (0, Some((rank, world))) = (pass, self.among) {
             rng_key = rng_key.among(&words[..4], rank, world);
         }
         let slice = Slice { src, dtype, tensor: self.dtype, count: tile.elems as usize, first: tile.first };
         let dst = memory.bytes_mut(code, index);
-        // SAFETY: the elements stay readable until the call ends.
+        // SAFETY: `src` holds the tile's elements, which stay readable until the call completes.
         let non_finite = unsafe { codec.encode(&mut dst[TILE_HEADER_BYTES..], slice, rng_key) };
         self.head(code.role, tile).seal(dst);
         if let Some(row) = self.probe.as_mut().and_then(|probe| probe.row(tile.piece)) {
@@ -321,65 +327,68 @@ impl Coder {
         }
     }
 
-    /// Decodes a tile to `dst`, as the tensor's type or as float32.
+    /// Decodes a tile to `dst`. `into` is the tensor's dtype or float32.
     fn decode(&self, memory: &TileMemory<'_>, code: &Coded, index: usize, dst: *mut u8, into: Dtype) {
         let tile = &code.tiles[index];
         let body = &memory.bytes(code, index)[TILE_HEADER_BYTES..];
         let codec = self.codecs.codec(code.role, tile.piece);
-        // SAFETY: there is room for the tile's elements in the caller's memory, writable until the call ends, or in the sums.
+        // SAFETY: `dst` has room for the tile's elements: in the caller's memory, writable until the call completes, or
+        // in `sums` or `decoded`.
         unsafe { codec.decode(dst, into, body, self.dtype, tile.elems as usize) };
     }
 }
 
-/// Where the tiles of a call lie.
+/// The memory in which the tiles of a call lie.
 pub(crate) struct TileMemory<'a> {
     pub(crate) buffers: &'a Buffers,
     pub(crate) frames: InFrames<'a>,
 }
 
-/// Tiles that lie in frames, each with the address in the call's memory that the first of them would be at.
+/// Tiles that lie in frames. Each entry has the address that its first tile would have in the call's memory.
 pub(crate) struct InFrames<'a> {
-    /// They have come just now.
+    /// Tiles that have just arrived.
     pub(crate) come: Option<(*mut u8, &'a [u8])>,
-    /// Room for those that go as soon as they are made.
+    /// Room for tiles that are sent as soon as they are computed.
     pub(crate) go: Option<(*mut u8, &'a mut [u8])>,
 }
 
 impl TileMemory<'_> {
-    /// A tile that is there.
+    /// Returns the bytes of a tile that is complete.
     fn bytes(&self, code: &Coded, index: usize) -> &[u8] {
         let (start, len) = code.range(index);
         let home = self.buffers.address(&code.region.at(start));
         let go = self.frames.go.as_ref().and_then(|(first, bytes)| bytes.get(within(*first, home, len)));
         let come = self.frames.come.as_ref().and_then(|(first, bytes)| bytes.get(within(*first, home, len)));
         go.or(come).unwrap_or_else(|| {
-            // SAFETY: the code buffer lives as long as the call's other memory; a version's bytes are complete before anybody reads
-            // them, and never written again.
+            // SAFETY: the code buffer lives as long as the call's other memory. The bytes of a version are complete
+            // before an operation reads them, and are never written again.
             unsafe { std::slice::from_raw_parts(home, len) }
         })
     }
 
-    /// A tile that is there, of one chunk, and room for that of another.
+    /// Returns the bytes of a complete tile of one chunk, and room for a tile of another chunk.
     fn both(&mut self, from: &Coded, to: &Coded, index: usize) -> (&[u8], &mut [u8]) {
         let src = std::ptr::from_ref(self.bytes(from, index));
         let dst = self.bytes_mut(to, index);
-        // SAFETY: it is as valid as it was; no two versions have a byte in common.
+        // SAFETY: `src` was borrowed from `self`, which stays valid. No two versions have a byte in common, so `dst`
+        // does not overlap it.
         (unsafe { &*src }, dst)
     }
 
-    /// Room for a tile.
+    /// Returns room for a tile.
     fn bytes_mut(&mut self, code: &Coded, index: usize) -> &mut [u8] {
         let (start, len) = code.range(index);
         let home = self.buffers.address(&code.region.at(start));
         let go = self.frames.go.as_mut().and_then(|(first, bytes)| bytes.get_mut(within(*first, home, len)));
         go.unwrap_or_else(|| {
-            // SAFETY: the bytes of a version are written once, by the operation that makes it, and read by those that wait for it.
+            // SAFETY: the operation that creates a version writes its bytes once. The operations that read them depend
+            // on it.
             unsafe { std::slice::from_raw_parts_mut(home, len) }
         })
     }
 }
 
-/// Where a tile is in a frame; no range of it if it is at an earlier address.
+/// Returns the range of a tile in a frame. The range is out of bounds if the tile has an earlier address.
 fn within(first: *mut u8, home: *mut u8, len: usize) -> Range<usize> {
     match home.addr().checked_sub(first.addr()) {
         Some(start) => start..start + len,

@@ -1,7 +1,7 @@
-//! The part of a call that this rank does by itself: moving and reducing bytes between tensors, scratch and frames.
+//! The part of a call that this rank does alone: moving and reducing bytes between tensors, scratch and frames.
 //!
-//! Owns the access to the caller's memory while a call runs. Knows operations by their regions; when each is due is
-//! decided by the executor.
+//! This module accesses the caller's memory while a call runs. It knows operations by their regions; the executor
+//! decides when each is due.
 
 use std::ops::Range;
 
@@ -19,31 +19,31 @@ use crate::plan::{Coded, Combination, ExternalStep, PlanOpKind, Region};
 #[derive(Default)]
 pub(crate) struct Compute {
     buffers: Buffers,
-    /// With the size of an element; none for calls that only move data.
+    /// Reducer and element size in bytes; `None` for calls that only move data or are encoded.
     reducer: Option<(Reducer, usize)>,
-    /// Of an encoded call.
+    /// Coder of an encoded call.
     coder: Option<Box<Coder>>,
-    /// Of a call of which somebody asked where its time goes.
+    /// Stopwatch of a call whose caller requested phase timing.
     watch: Option<Box<Stopwatch>>,
 }
 
 impl Compute {
-    /// `reducer` comes with the size of an element.
+    /// Creates the compute state of a call. `reducer` comes with the element size in bytes.
     pub(crate) fn new(buffers: Buffers, reducer: Option<(Reducer, usize)>) -> Self {
         Self { buffers, reducer, coder: None, watch: None }
     }
 
-    /// The same for a call that is encoded.
+    /// Returns this state for a call that is encoded.
     pub(crate) fn encoding(self, coder: Coder) -> Self {
         Self { coder: Some(Box::new(coder)), ..self }
     }
 
-    /// The same for a call whose times are taken.
+    /// Returns this state for a call that is timed.
     pub(crate) fn watched(self, watch: Stopwatch) -> Self {
         Self { watch: Some(Box::new(watch)), ..self }
     }
 
-    /// What takes the call's times, if something does.
+    /// Returns the stopwatch, if the call is timed.
     #[inline]
     pub(crate) fn watch(&self) -> Option<&Stopwatch> {
         self.watch.as_deref()
@@ -54,8 +54,8 @@ impl Compute {
         timed(self.watch(), || work(self));
     }
 
-    /// Makes tiles of a combination. What has `come` lies in its frame still, as it would from a byte of a region on; what is to `go`
-    /// is made in its frame.
+    /// Computes tiles of a combination. `come` holds received tiles that are still in their frame: a region, the byte
+    /// of the region at which they start, and the tiles. `go` is room in the frame in which the results are sent.
     pub(crate) fn combine(
         &mut self,
         op: &Combination,
@@ -74,10 +74,10 @@ impl Compute {
         timed(self.watch.as_deref(), make);
     }
 
-    /// Looks at tiles that have come, and lie in their frame or where they belong.
+    /// Checks tiles that have arrived. They lie in `frame`, or in the call's memory if that is `None`.
     ///
     /// # Errors
-    /// What is wrong with the first bad one.
+    /// Description of the first bad tile.
     pub(crate) fn check_tiles(&self, coded: &Coded, tiles: Range<u64>, frame: Option<&[u8]>) -> Result<(), String> {
         let Some(coder) = &self.coder else { unreachable!("an encoded call has a coder") };
         let home = || self.buffers.address(&coded.region.at(coded.bytes_of(tiles.start)));
@@ -86,56 +86,57 @@ impl Compute {
         timed(self.watch(), look)
     }
 
-    /// Enters what was measured of an encoded call that is done.
+    /// Reports the measurements of an encoded call that is done.
     pub(crate) fn end(&mut self) {
         let Some(coder) = &mut self.coder else { return };
         timed(self.watch.as_deref(), || coder.end(&self.buffers));
     }
 
-    /// As [`Compute::new`] with the addresses of the call's tensors; `false` where they do not suffice.
+    /// Takes the addresses of the call's tensors, in place of [`Compute::new`]. Returns `false` if the call needs more
+    /// memory.
     #[inline]
     pub(crate) fn take_addresses(&mut self, desc: &CallDesc, rank: Rank, reducer: Option<(Reducer, usize)>) -> bool {
         self.reducer = reducer;
         self.buffers.take_addresses(desc, rank.index())
     }
 
-    /// Bytes of one element; 1 for calls that only move data.
+    /// Returns the bytes of one element; 1 for calls that only move data.
     pub(crate) fn elem_bytes(&self) -> usize {
         self.reducer.as_ref().map_or(1, |(_, elem)| *elem)
     }
 
-    /// Begins an external operation; `None`: nothing of this call needs it.
+    /// Begins an external operation. Returns `None` if this call has no work for it.
     pub(crate) fn begin_external(&mut self, step: ExternalStep, wake: &Wake) -> Option<ExternalHandle> {
         self.buffers.begin_external(step, wake)
     }
 
-    /// Memory of the call, to be changed before it begins.
+    /// Returns the memory of the call, to be changed before the call begins.
     pub(crate) fn buffers_mut(&mut self) -> &mut Buffers {
         &mut self.buffers
     }
 
-    /// Writes staged outputs back. The last thing that touches the caller's memory.
+    /// Copies staged outputs back. This is the last access to the caller's memory.
     pub(crate) fn unpack(&mut self) {
         let buffers = &mut self.buffers;
         timed(self.watch.as_deref(), || buffers.unpack());
     }
 
-    /// Fills `payload` from a region, starting at its byte `at`.
+    /// Fills `payload` from a region, starting at byte `at` of the region.
     #[inline]
     pub(crate) fn read(&self, src: &Region, mut at: u64, mut payload: &mut [u8]) {
         while !payload.is_empty() {
             let extent = src.at(at);
             let len = (extent.len as usize).min(payload.len());
             let (head, tail) = payload.split_at_mut(len);
-            // SAFETY: the extent lies in a piece that the caller keeps readable until the call ends, and `len` is at
-            // most what is left of it; `head` is frame memory and overlaps no tensor.
+            // SAFETY: the extent lies in a piece that the caller keeps readable until the call completes, and `len` is
+            // at most the rest of the extent. `head` is frame memory and overlaps no tensor.
             unsafe { accl_kernels::copy(head.as_mut_ptr(), self.buffers.address(&extent), len) };
             payload = tail;
             at += len as u64;
         }
     }
 
-    /// Writes or reduces what a receive got into place, at its byte `at`.
+    /// Writes or reduces received bytes into place, starting at byte `at` of the operation.
     #[inline]
     pub(crate) fn place(&self, op: &PlanOpKind, at: u64, payload: &[u8]) {
         match op {
@@ -153,7 +154,7 @@ impl Compute {
         }
     }
 
-    /// Does `n` bytes of an operation without a peer, from its byte `at` on.
+    /// Does `n` bytes of an operation without a peer, starting at its byte `at`.
     #[inline]
     pub(crate) fn execute(&self, op: &PlanOpKind, at: u64, n: u64) {
         match op {
@@ -173,8 +174,8 @@ impl Compute {
         while !payload.is_empty() {
             let extent = dst.at(at);
             let len = (extent.len as usize).min(payload.len());
-            // SAFETY: the extent lies in a piece that the caller keeps writable until the call ends; `payload` is link
-            // memory or a copy, apart from all tensors.
+            // SAFETY: the extent lies in a piece that the caller keeps writable until the call completes. `payload` is
+            // link memory or a copy, and overlaps no tensor.
             unsafe { accl_kernels::copy(self.buffers.address(&extent), payload.as_ptr(), len) };
             payload = &payload[len..];
             at += len as u64;
@@ -199,8 +200,8 @@ impl Compute {
                 Order::IncomingFirst => (payload.as_ptr(), mine.cast_const()),
                 Order::LocalFirst => (mine.cast_const(), payload.as_ptr()),
             };
-            // SAFETY: both extents hold at least `len` bytes in pieces that stay valid until the call ends; chunks and
-            // segments are whole elements; `to` equals `mine` or lies apart from it by the schedule's checker.
+            // SAFETY: both extents hold at least `len` bytes in pieces that stay valid until the call completes. Chunks
+            // and segments are whole elements. By the schedule's checker, `to` equals `mine` or does not overlap it.
             unsafe { reducer.pair(to, a, b, len / elem, kernel_finish(finish)) };
             payload = &payload[len..];
             at += len as u64;
@@ -213,8 +214,8 @@ impl Compute {
             let (to, from) = (dst.at(at), src.at(at));
             let len = to.len.min(from.len).min(end - at);
             let (from, to, n) = (self.buffers.address(&from), self.buffers.address(&to), len as usize);
-            // SAFETY: both extents hold `len` bytes that stay valid until the call ends; where they overlap, the copy that
-            // allows it is taken.
+            // SAFETY: both extents hold `len` bytes that stay valid until the call completes. If they overlap, the copy
+            // that allows overlap is used.
             unsafe {
                 if from.addr().abs_diff(to.addr()) < n {
                     std::ptr::copy(from, to, n);
@@ -238,8 +239,8 @@ impl Compute {
                 len = len.min(extent.len);
                 operands.push(self.buffers.address(&extent));
             }
-            // SAFETY: every operand and the result hold `len` bytes that stay valid until the call ends; the result is
-            // one of the operands or apart from them by the schedule's checker.
+            // SAFETY: every operand and the result hold `len` bytes that stay valid until the call completes. By the
+            // schedule's checker, the result is one of the operands or overlaps none.
             unsafe {
                 reducer.many(self.buffers.address(&to), &operands, len as usize / elem, kernel_finish(finish));
             }
@@ -248,7 +249,7 @@ impl Compute {
     }
 }
 
-/// Does a piece of arithmetic, whose time is taken if there is a watch.
+/// Runs a piece of arithmetic, and times it if there is a stopwatch.
 #[inline]
 fn timed<T>(watch: Option<&Stopwatch>, work: impl FnOnce() -> T) -> T {
     match watch {

@@ -1,11 +1,13 @@
-//! The memory of a collective that is done elsewhere, as bytes one behind the other.
+//! The memory of an offloaded collective, seen as one sequence of bytes per side.
 //!
-//! Owns the access to it for whoever has the task; what is copied where is theirs to say. Read [`CollectiveMemory`] first.
+//! This module gives the worker that has the task access to that memory. The worker decides which bytes to copy. Read
+//! [`CollectiveMemory`] first.
 
 use crate::call::{Blocks, ExternalCollective, ExternalTask, TensorDesc};
 
-/// The tensors of a task's collective: those of each side one behind the other, block by block. They are touched as long as the task is not
-/// cancelled: each copy asks first, and the end of a failed call waits for no more than a copy.
+/// The tensors of a task's collective. Each side (inputs, outputs) is one sequence of bytes, block by block. Each copy
+/// first asks for permission, which is refused once the task is cancelled. The completion of a failed call therefore
+/// waits for at most one copy.
 pub struct CollectiveMemory<'task> {
     task: &'task ExternalTask,
     collective: &'task ExternalCollective,
@@ -13,57 +15,59 @@ pub struct CollectiveMemory<'task> {
     outputs: Flat<'task>,
 }
 
-/// Dense tensors one behind the other.
+/// Dense tensors, seen as one sequence of bytes.
 struct Flat<'task> {
     pieces: &'task [TensorDesc],
-    /// Where each of them ends.
+    /// End offset of each tensor in the sequence.
     ends: Vec<u64>,
 }
 
 impl<'task> CollectiveMemory<'task> {
-    /// That of a task; `None` if it is not about a collective.
+    /// Returns the memory of a task; `None` if its work is not a collective.
     pub fn of(task: &'task ExternalTask) -> Option<Self> {
         let collective = task.collective()?;
         Some(Self { task, collective, inputs: Flat::new(&collective.inputs), outputs: Flat::new(&collective.outputs) })
     }
 
-    /// The collective.
+    /// Returns the collective.
     pub fn collective(&self) -> &'task ExternalCollective {
         self.collective
     }
 
-    /// Bytes of what this rank contributes.
+    /// Returns the bytes of this rank's contribution.
     pub fn input_bytes(&self) -> u64 {
         self.inputs.bytes()
     }
 
-    /// Bytes of what this rank receives.
+    /// Returns the bytes that this rank receives.
     pub fn output_bytes(&self) -> u64 {
         self.outputs.bytes()
     }
 
-    /// Where all of what this rank contributes lies, and how many bytes it has, if that is one piece of memory. It is not touched here.
+    /// Returns address and bytes of this rank's whole contribution, if it is one contiguous piece of memory. Does not
+    /// access the memory.
     pub fn whole_input(&self) -> Option<(*mut u8, u64)> {
         self.inputs.whole()
     }
 
-    /// As [`CollectiveMemory::whole_input`], of what this rank receives.
+    /// Returns address and bytes of the whole output, like [`CollectiveMemory::whole_input`].
     pub fn whole_output(&self) -> Option<(*mut u8, u64)> {
         self.outputs.whole()
     }
 
-    /// Copies what this rank contributes, from its byte `at` on. `false`: the task is cancelled, and nothing was copied.
+    /// Copies bytes of this rank's contribution, starting at byte `at`. Returns `false` if the task is cancelled; then
+    /// nothing was copied.
     ///
     /// # Panics
-    /// Panics when there are not so many bytes.
+    /// Panics if `into` extends beyond the contribution.
     #[must_use]
     pub fn read_input(&self, at: u64, into: &mut [u8]) -> bool {
         let Some(_touch) = self.task.touch() else { return false };
         let mut rest = into;
         for (address, bytes) in self.inputs.stretches(at, rest.len() as u64) {
             let (head, tail) = rest.split_at_mut(bytes);
-            // SAFETY: the stretch lies in a dense tensor of the task, whose caller keeps it readable while it is touched; `head` is memory
-            // of its own with as many bytes.
+            // SAFETY: the stretch lies in a dense tensor of the task, which the caller keeps readable during a `Touch`.
+            // `head` is separate memory with as many bytes.
             unsafe { accl_kernels::copy(head.as_mut_ptr(), address, bytes) };
             rest = tail;
         }
@@ -71,18 +75,19 @@ impl<'task> CollectiveMemory<'task> {
         true
     }
 
-    /// Copies to what this rank receives, from its byte `at` on. `false`: the task is cancelled, and nothing was copied.
+    /// Copies `from` into this rank's output, starting at byte `at`. Returns `false` if the task is cancelled; then
+    /// nothing was copied.
     ///
     /// # Panics
-    /// Panics when there are not so many bytes.
+    /// Panics if `from` extends beyond the output.
     #[must_use]
     pub fn write_output(&mut self, at: u64, from: &[u8]) -> bool {
         let Some(_touch) = self.task.touch() else { return false };
         let mut rest = from;
         for (address, bytes) in self.outputs.stretches(at, rest.len() as u64) {
             let (head, tail) = rest.split_at(bytes);
-            // SAFETY: the stretch lies in a dense tensor of the task, which nobody else touches meanwhile; `head` is other memory with as
-            // many bytes.
+            // SAFETY: the stretch lies in a dense tensor of the task, which no other code accesses during a `Touch`.
+            // `head` is separate memory with as many bytes.
             unsafe { accl_kernels::copy(address, head.as_ptr(), bytes) };
             rest = tail;
         }
@@ -118,7 +123,8 @@ impl<'task> Flat<'task> {
         Some((first.address(), self.bytes()))
     }
 
-    /// The addresses of `bytes` bytes from byte `at` on, as far as there are so many.
+    /// Returns address and length of each stretch of the `bytes` bytes from byte `at` on, up to the end of the
+    /// sequence.
     fn stretches(&self, at: u64, bytes: u64) -> impl Iterator<Item = (*mut u8, usize)> {
         let (first, end) = (self.ends.partition_point(|&end| end <= at), at + bytes);
         let placed = self.pieces.iter().zip(&self.ends).skip(first);
@@ -157,7 +163,7 @@ mod tests {
         let mut memory = [[0_u8; 3], [1; 3], [2; 3]];
         memory.iter_mut().enumerate().for_each(|(index, piece)| piece.iter_mut().for_each(|byte| *byte = index as u8));
         let mut tensors = memory.iter_mut().map(|piece| TensorDesc::dense(piece.as_mut_ptr(), Dtype::U8, Elems(3)));
-        // An empty tensor is between them.
+        // An empty tensor lies between the others.
         let empty = TensorDesc::dense(std::ptr::NonNull::dangling().as_ptr(), Dtype::U8, Elems(0));
         let [first, second, third] = std::array::from_fn(|_| tensors.next().unwrap());
         let blocks: Blocks = [vec![first, empty], vec![second, third]].into_iter().collect();
@@ -178,7 +184,7 @@ mod tests {
         let handle = ExternalHandle::begin(&by, work, Arc::new(()), Arc::new(|| {}));
         let task = shelf.0.lock().unwrap().take().unwrap();
         let mut of_task = CollectiveMemory::of(&task).unwrap();
-        // The arrays lie one behind the other.
+        // The arrays are contiguous.
         assert_eq!(of_task.whole_input().map(|(_, bytes)| bytes), Some(9));
         assert_eq!((of_task.input_bytes(), of_task.output_bytes()), (9, 9));
         let mut all = [9; 9];

@@ -1,13 +1,13 @@
-//! The measuring of one call: what its encodings lose.
+//! Measures the error that the encodings of one call cause.
 //!
-//! Owns the choice of elements that travel raw beside the encoded tensors of a sum, and the comparison of both results.
-//! What is made of the figures is decided by whoever asked for them. Read [`ErrorProbe`] first.
+//! This module chooses the elements of a sum that are also sent raw, and compares both results. The caller that
+//! requested the measurement decides what to do with the figures. Read [`ErrorProbe`] first.
 //!
 //! # How the error is found
-//! A call that is sampled has one more tensor, which travels raw and holds short runs of elements of the others, the same ones
-//! on all ranks. Its result is the exact sum of these elements, and what the encoded tensors have in their place is compared
-//! with it: on the way all of the algorithm's encodings are in it. No message is added, and of the bytes that travel otherwise
-//! a small share.
+//! A sampled call has one more tensor, the sample, which is sent raw. It holds short runs of elements of the other
+//! tensors, the same elements on all ranks. Its result is the exact sum of these elements. The results of the encoded
+//! tensors at the same positions are compared with it, and contain the error of all encodings of the algorithm. The
+//! sample adds no message, and only a small share of bytes.
 
 use std::fmt;
 use std::ops::Range;
@@ -23,13 +23,13 @@ use crate::call::{
     Blocks, CallDesc, Encoded, Encoding, Figures, Gather, Keeps, Measured, Probe, Statistics, TensorDesc,
 };
 
-/// Most elements of a run.
+/// Maximum elements of a run.
 const RUN: u64 = 256;
 
-/// Runs are of multiples of so many elements, and begin at such.
+/// Length and start of a run are multiples of this number of elements.
 const GRAIN: u64 = 8;
 
-/// Elements that travel raw: `len` from `first` on of the tensor at `position` of a block.
+/// Elements that are also sent raw: `len` elements from `first` on, of the tensor at `position` in a block.
 #[derive(Clone, Copy, Debug)]
 struct Pick {
     position: usize,
@@ -40,15 +40,16 @@ struct Pick {
 /// The additional tensor of a call that is measured.
 pub struct Sample {
     picks: Vec<Pick>,
-    /// Elements between the beginnings of two runs in the additional tensor.
+    /// Elements between the starts of two runs in the additional tensor.
     run: u64,
     dtype: Dtype,
-    /// The pieces of each block that this rank contributes, and of each that it receives; the last one is the additional one.
+    /// Indices of the pieces of each block that this rank contributes, and of each block that it receives. The last
+    /// piece of a block is the additional one.
     contributions: Vec<Range<usize>>,
     results: Vec<Range<usize>>,
 }
 
-/// The additional tensor's memory, on all blocks.
+/// Memory of the additional tensor, for all blocks.
 struct Rooms {
     _memory: Vec<Storage>,
 }
@@ -62,10 +63,10 @@ impl fmt::Debug for Rooms {
 impl Keeps for Rooms {}
 
 impl Sample {
-    /// The call with its additional tensor. `None`: it has none, which all ranks find alike.
+    /// Adds the additional tensor to a call. Returns `None` if the call gets none; all ranks decide this equally.
     ///
     /// # Errors
-    /// `Exhausted` without memory.
+    /// `Exhausted` if there is no memory.
     pub fn beside(desc: &CallDesc, encoding: &Encoding) -> Result<Option<(CallDesc, Self)>> {
         let Some((run, picks)) = picks(desc, encoding) else { return Ok(None) };
         let (elems, dtype) = (picks.len() * run as usize, desc.dtype);
@@ -77,7 +78,7 @@ impl Sample {
             Ok(tensor)
         };
         let outputs: Vec<TensorDesc> = desc.outputs.iter().map(|_| room()).collect::<Result<_>>()?;
-        // A rank's part may be reduced in place; then the additional tensor is, too.
+        // This rank's block may be reduced in place; the additional tensor then is reduced in place as well.
         let is_in_place = |block: &[TensorDesc]| {
             let mut pairs = block.iter().zip(desc.outputs.pieces());
             pairs.any(|(input, output)| input.count_elems() > 0 && input.ptr == output.ptr)
@@ -105,27 +106,28 @@ impl Sample {
         Ok(Some((desc, Self { picks, run, dtype, contributions, results })))
     }
 
-    /// Copies the elements of what this rank contributes.
+    /// Copies the sampled elements of this rank's contribution.
     fn take(&self, buffers: &Buffers) {
         let size = self.dtype.size_bytes() as u64;
         for block in &self.contributions {
             for (index, pick) in (0..).zip(&self.picks) {
                 let from = address(buffers, Buf::In, block.start + pick.position, pick.first * size);
                 let to = address(buffers, Buf::In, block.end - 1, index * self.run * size);
-                // SAFETY: the run lies in a tensor of the caller's, readable until the call ends; there is room for each.
+                // SAFETY: the run lies in a tensor of the caller, readable until the call completes. The additional
+                // tensor has room for it.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, (pick.len * size) as usize) };
             }
         }
     }
 
-    /// Compares what came out of the encoded tensors with what came out of the raw one.
+    /// Compares the results of the encoded tensors with the result of the raw tensor.
     fn compare(&self, buffers: &Buffers, rows: &mut [Measured]) {
         let floats = Floats::default();
         let size = self.dtype.size_bytes() as u64;
         let read = |piece: usize, first: u64, len: u64| {
             let mut values = [0.0; RUN as usize];
             let src = address(buffers, Buf::Out, piece, first * size);
-            // SAFETY: the run lies in an output, which stays valid until the call ends.
+            // SAFETY: the run lies in an output, which stays valid until the call completes.
             unsafe { floats.read(&mut values[..len as usize], src, self.dtype) };
             values.into_iter().take(len as usize)
         };
@@ -134,7 +136,7 @@ impl Sample {
                 let row = &mut rows[pick.position];
                 let found = read(block.start + pick.position, pick.first, pick.len);
                 let exact = read(block.end - 1, index * self.run, pick.len);
-                // a bucket that is not finite is counted as such.
+                // Buckets that are not finite are counted in `Measured::non_finite`.
                 for (found, exact) in found.zip(exact).filter(|(found, exact)| found.is_finite() && exact.is_finite()) {
                     let (found, exact) = (f64::from(found), f64::from(exact));
                     row.compared += 1;
@@ -146,19 +148,21 @@ impl Sample {
     }
 }
 
-/// The measuring of one call.
+/// Measurement of one call.
 pub(crate) struct ErrorProbe {
     stats: Arc<dyn Statistics>,
-    /// Of a part of a call: what all leave for the first, and whether it is that.
+    /// In a part of a call: the place where all parts leave their figures for the first one, and whether this is the
+    /// first part.
     gathered: Option<(Arc<dyn Gather>, bool)>,
     sample: Option<Sample>,
-    /// The additional tensor, as long as this part may touch it.
+    /// Memory of the additional tensor, kept alive as long as this part may access it.
     _rooms: Option<Arc<dyn Keeps>>,
     figures: Figures,
 }
 
 impl ErrorProbe {
-    /// `tensors` of a block are the caller's. The first part of a call has its sample, and is over when the others are.
+    /// Begins the measurement. `tensors` tensors of a block are the caller's. The first part of a call has the sample,
+    /// and completes after the other parts.
     pub(crate) fn begin(
         probe: &Probe,
         sample: Option<Sample>,
@@ -175,14 +179,14 @@ impl ErrorProbe {
         Self { stats: probe.stats.clone(), gathered, sample, _rooms: probe.rooms.clone(), figures }
     }
 
-    /// The figures of a tensor; of the additional one there are none.
+    /// Returns the figures of a tensor; `None` for the additional tensor.
     pub(crate) fn row(&mut self, position: u32) -> Option<&mut Measured> {
         self.figures.rows.get_mut(position as usize)
     }
 
-    /// Part of a gradient, and its residual.
+    /// Adds the squares of a piece of a residual and of its gradient.
     pub(crate) fn residual(&mut self, position: u32, lost: f64, gradient: f64) {
-        // What is not finite is not kept.
+        // Values that are not finite are not counted.
         if let Some(squares) = self.figures.squares.get_mut(position as usize).filter(|_| (lost + gradient).is_finite())
         {
             squares[0] += lost;
@@ -190,7 +194,7 @@ impl ErrorProbe {
         }
     }
 
-    /// Enters what was measured: the call is done, or a part of it.
+    /// Reports the measurements when the call, or this part of it, is done.
     pub(crate) fn end(&mut self, buffers: &Buffers) {
         match &self.gathered {
             Some((gathered, false)) => return gathered.add(std::mem::take(&mut self.figures)),
@@ -209,8 +213,8 @@ impl ErrorProbe {
     }
 }
 
-/// The runs of a call, and how long they are. How many there are depends on the call's shape alone, so that parts of ranks are
-/// cut alike step by step; where they lie, on the step.
+/// Returns the runs of a call, and their length in elements. The number of runs depends only on the call's shape, so
+/// that the ranks' blocks are cut identically in every step. Their positions depend on the step.
 fn picks(desc: &CallDesc, encoding: &Encoding) -> Option<(u64, Vec<Pick>)> {
     let one_in = encoding.probe.as_ref().map(|probe| probe.one_in).filter(|&one_in| one_in > 0)?;
     if !matches!(desc.collective, Collective::AllReduce | Collective::ReduceScatter) {
@@ -218,7 +222,7 @@ fn picks(desc: &CallDesc, encoding: &Encoding) -> Option<(u64, Vec<Pick>)> {
     }
     let counts = |block: &[TensorDesc]| -> Vec<u64> { block.iter().map(TensorDesc::count_elems).collect() };
     let expected = counts(desc.outputs.get(0)?);
-    // Of uneven blocks there is no run that all have.
+    // With uneven blocks, no run exists in every block.
     let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
     if !blocks.all(|block| counts(block) == expected && block.iter().all(|tensor| tensor.dtype == desc.dtype)) {
         return None;
@@ -246,7 +250,7 @@ fn picks(desc: &CallDesc, encoding: &Encoding) -> Option<(u64, Vec<Pick>)> {
     (0..runs).map(pick).collect::<Option<_>>().map(|picks| (run, picks))
 }
 
-/// The numbers of each block's pieces.
+/// Returns the piece indices of each block.
 fn pieces_of(blocks: &Blocks) -> Vec<Range<usize>> {
     let ends = blocks.ends().iter().map(|&end| end as usize);
     ends.scan(0, |start, end| Some(std::mem::replace(start, end)..end)).collect()
@@ -283,7 +287,7 @@ mod tests {
         let (desc, sample) = Sample::beside(&desc, &encoding).unwrap().unwrap();
         let Encoded::As(Encoding { probe: Some(probe), .. }) = &desc.encoding else { panic!("it is measured") };
         let rooms = Arc::downgrade(probe.rooms.as_ref().unwrap());
-        // Another part needs no sample, and reads and writes its part of the additional tensor.
+        // Another part needs no sample. It reads and writes its part of the additional tensor.
         let other = ErrorProbe::begin(probe, None, false, 1, &Buffers::default());
         drop((desc, sample));
         assert!(rooms.upgrade().is_some());

@@ -1,4 +1,4 @@
-//! The memory of calls and the arithmetic on it. Besides the links, the only place that touches tensors.
+//! The memory of calls and the arithmetic on it. No other module accesses the contents of tensors.
 
 mod buffers;
 mod coder;

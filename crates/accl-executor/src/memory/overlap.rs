@@ -1,12 +1,13 @@
-//! Which tensors of a call share memory.
+//! Checks whether tensors of a call share memory.
 //!
-//! Owns the questions only; what follows from an answer is decided in `buffers`. Read [`outputs_are_entangled`] first.
+//! This module only answers the question; `buffers` decides the consequences. Read [`outputs_are_entangled`] first.
 
 use accl_types::{Collective, Error, Result};
 
 use crate::call::{Blocks, CallDesc, TensorDesc};
 
-/// An expanded output has several elements at one address: what it would hold afterwards is undefined.
+/// Refuses an expanded output. It has several elements at one address, so its contents after the call would be
+/// undefined.
 pub(crate) fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
     if tensor.is_expanded() {
         return Err(Error::invalid_argument(
@@ -16,8 +17,8 @@ pub(crate) fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
     Ok(())
 }
 
-/// Whether the memory of two outputs is not one after the other: they share elements, or lie between each other as the columns of
-/// a matrix do.
+/// Returns whether the address ranges of two outputs overlap. The outputs share elements, or are interleaved like the
+/// columns of a matrix.
 #[inline]
 pub(crate) fn outputs_are_entangled(outputs: &Blocks) -> bool {
     outputs.pieces().len() > 1 && several_are_entangled(outputs)
@@ -26,18 +27,19 @@ pub(crate) fn outputs_are_entangled(outputs: &Blocks) -> bool {
 fn several_are_entangled(outputs: &Blocks) -> bool {
     let placed = |tensor: &TensorDesc| (tensor.memory(), tensor.bounds());
     let bounds = || outputs.pieces().iter().map(placed).filter(|(_, (start, end))| start < end);
-    // Most often they follow each other.
+    // Outputs usually follow each other in memory.
     let mut end_of_last = 0;
     if bounds().all(|(_, (start, end))| start >= std::mem::replace(&mut end_of_last, end)) {
         return false;
     }
     let mut sorted: Vec<_> = bounds().collect();
     sorted.sort_unstable();
-    // Addresses of different memories say nothing of each other.
+    // Addresses of different memories cannot be compared.
     sorted.windows(2).any(|pair| pair[0].0 == pair[1].0 && pair[1].1.0 < pair[0].1.1)
 }
 
-/// Whether an element of an output is also one of another, or twice in one. Looks at every element of those that are entangled.
+/// Returns whether two outputs share an element, or one output contains an element twice. Checks every element of the
+/// outputs whose address ranges overlap.
 pub(crate) fn outputs_share_elements(outputs: &Blocks) -> Result<bool> {
     let mut pieces: Vec<_> = outputs.pieces().iter().map(|tensor| (tensor.bounds(), tensor)).collect();
     pieces.retain(|((start, end), _)| start < end);
@@ -54,7 +56,7 @@ pub(crate) fn outputs_share_elements(outputs: &Blocks) -> Result<bool> {
         let (cluster, others) = rest.split_at(count);
         rest = others;
         let size = first.dtype.size_bytes();
-        // Tensors of one type that do not even lie on one grid are not worth more.
+        // Tensors that do not lie on one grid of elements are treated as sharing.
         if cluster.iter().any(|((at, _), _)| (at - start) % size != 0) {
             return Ok(true);
         }
@@ -68,7 +70,7 @@ pub(crate) fn outputs_share_elements(outputs: &Blocks) -> Result<bool> {
     Ok(false)
 }
 
-/// One bit for each place where an element can be.
+/// One bit for each position that an element can have.
 struct Marks(Vec<u64>);
 
 impl Marks {
@@ -82,7 +84,7 @@ impl Marks {
         Ok(Self(marks))
     }
 
-    /// Marks the elements of a tensor, counted from `origin`; `false` when one was marked.
+    /// Marks the elements of a tensor, counted from `origin`. Returns `false` if one was already marked.
     fn add(&mut self, tensor: &TensorDesc, origin: usize) -> bool {
         let mut dense = [0; 2];
         let view = tensor.view(&mut dense);
@@ -97,7 +99,7 @@ impl Marks {
             if !self.run(first + offset as usize, inner as usize, step as usize) {
                 return false;
             }
-            // The next one, as an odometer counts.
+            // Advances to the next index, as an odometer counts.
             let Some(dim) = (0..sizes.len()).rev().find(|&dim| index[dim] + 1 < sizes[dim]) else { return true };
             index[dim] += 1;
             index[dim + 1..].fill(0);
@@ -128,9 +130,9 @@ impl Marks {
     }
 }
 
-/// Whether inputs share memory with outputs in another way than the schedules allow.
+/// Returns whether inputs share memory with outputs in a way that the schedules do not allow.
 pub(crate) fn inputs_need_copy(desc: &CallDesc, rank: usize) -> bool {
-    // Most often they are not even near each other.
+    // Inputs and outputs usually do not overlap at all.
     let span = |blocks: &Blocks| {
         let bounds = blocks.pieces().iter().map(TensorDesc::bounds).filter(|(start, end)| start < end);
         bounds.fold((usize::MAX, 0), |(low, high), (start, end)| (low.min(start), high.max(end)))
@@ -139,7 +141,7 @@ pub(crate) fn inputs_need_copy(desc: &CallDesc, rank: usize) -> bool {
     if inputs.1 <= outputs.0 || outputs.1 <= inputs.0 {
         return false;
     }
-    // The allowed way: the one block that stands alone is this rank's block on the other side.
+    // The allowed way: the single block on one side is this rank's block on the other side.
     let same = |alone: &[TensorDesc], block: &[TensorDesc]| {
         alone.len() == block.len()
             && alone.iter().zip(block).all(|(a, b)| a.ptr == b.ptr && a.is_plain() && b.is_plain())
@@ -163,13 +165,14 @@ pub(crate) fn inputs_need_copy(desc: &CallDesc, rank: usize) -> bool {
         let kept = blocks.iter().enumerate().filter(|(index, _)| Some(*index) != skip).flat_map(|(_, block)| block);
         kept.map(TensorDesc::bounds).filter(|(start, end)| start < end).collect()
     };
-    // Of a shared pair the side in the list is left out: its other blocks must still be apart from the lone block.
+    // A shared pair is left out on the side with the list of blocks. The other blocks of that side must still not
+    // overlap the single block.
     let many_is_output = matches!(desc.collective, Collective::AllGather | Collective::Gather);
     let skip = own_block_shared.then_some(rank);
     let inputs = bounds(&desc.inputs, if many_is_output { None } else { skip });
     let mut outputs = bounds(&desc.outputs, if many_is_output { skip } else { None });
     outputs.sort_unstable();
-    // Outputs may lie between each other: each counts as far as those before it reach.
+    // Outputs may be interleaved: the end of each is raised to the highest end of those before it.
     let mut reach = 0;
     for (_, end) in &mut outputs {
         reach = reach.max(*end);
@@ -190,7 +193,7 @@ mod tests {
 
     use super::*;
 
-    /// Sizes and strides of a tensor, where it begins in a room, and its type's size.
+    /// Sizes and strides of a tensor, and its start in a range of memory, all in elements.
     fn tensors() -> impl Strategy<Value = Vec<(Vec<i64>, Vec<i64>, usize)>> {
         let tensor = (1_usize..4).prop_flat_map(|dims| {
             (prop::collection::vec(1_i64..6, dims), prop::collection::vec(1_i64..130, dims), 0_usize..300)
@@ -212,7 +215,7 @@ mod tests {
                 for (&size, &stride) in sizes.iter().zip(strides) {
                     offsets = offsets.iter().flat_map(|&at| (0..size).map(move |index| at + index * stride)).collect();
                 }
-                // One that has an element twice says so only where it is looked at.
+                // A tensor that contains an element twice is found only if it is checked, so it is skipped here.
                 prop_assume!(offsets.iter().collect::<HashSet<_>>().len() == offsets.len());
                 is_shared |= offsets.iter().any(|&offset| !seen.insert(*at as i64 + offset));
             }

@@ -1,6 +1,6 @@
-//! Memory of our own: aligned, counted, kept for reuse.
+//! Memory that the executor allocates: aligned, counted, and kept for reuse.
 //!
-//! Owns allocation for staging, scratch and encoded chunks. Read [`Storage`] first.
+//! This module allocates staging, scratch and encoded chunks. Read [`Storage`] first.
 
 use accl_types::{Error, Result};
 
@@ -21,7 +21,7 @@ impl Storage {
         words
             .try_reserve_exact(lines)
             .map_err(|_| Error::exhausted(format!("no memory for a staging buffer of {len_bytes} bytes")))?;
-        // Zeroed, so that what lies between pieces is never a stranger's data.
+        // Zeroed, so that gaps between pieces never expose data of other owners.
         words.resize(lines, Line([0; 64]));
         Ok(Self { words })
     }
@@ -34,7 +34,7 @@ impl Storage {
         self.words.len() * 64
     }
 
-    /// Makes buffer for `len_bytes`; what was in it is lost.
+    /// Makes room for `len_bytes` bytes. The contents are lost if the memory grows.
     pub(crate) fn grow(&mut self, len_bytes: usize) -> Result<()> {
         if self.len_bytes() < len_bytes {
             *self = Self::new(len_bytes)?;
@@ -43,15 +43,15 @@ impl Storage {
     }
 }
 
-/// Buffers for encoded chunks between calls: calls of one kind need the same again and again, and new memory is slow.
+/// Cache of buffers for encoded chunks. Calls of one kind need equal buffers repeatedly, and new memory is slow.
 #[derive(Default)]
 pub(crate) struct BufferPool(Vec<Storage>);
 
-/// Most buffers that are kept.
+/// Maximum number of cached buffers.
 const MAX_KEPT: usize = 8;
 
 impl BufferPool {
-    /// One of at least `len_bytes`: the smallest that fits, or a new one.
+    /// Returns a buffer of at least `len_bytes` bytes: the smallest cached one that fits, or a new one.
     pub(crate) fn take(&mut self, len_bytes: usize) -> Result<Storage> {
         let fitting = self.0.iter().enumerate().filter(|(_, buffer)| buffer.len_bytes() >= len_bytes);
         match fitting.min_by_key(|(_, buffer)| buffer.len_bytes()).map(|(index, _)| index) {
@@ -60,7 +60,7 @@ impl BufferPool {
         }
     }
 
-    /// Keeps a buffer for later calls; the largest ones, if there are many.
+    /// Caches a buffer for later calls. If the cache is full, the smallest buffer is freed.
     pub(crate) fn give(&mut self, buffer: Option<Storage>) {
         self.0.extend(buffer);
         if self.0.len() > MAX_KEPT {

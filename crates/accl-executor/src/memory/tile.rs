@@ -1,17 +1,18 @@
-//! A tile of an encoded chunk as it travels: header and checksum.
+//! A tile of an encoded chunk as it is sent: header and checksum.
 //!
-//! Owns the bytes before what a codec makes. How many elements a tile has is said by `call::encoding`. Read [`TileHead`]
-//! first.
+//! This module owns the bytes in front of a codec's output. `call::encoding` decides how many elements a tile has. Read
+//! [`TileHead`] first.
 //!
 //! # A tile on the wire
-//! Whole buckets, at most [`TILE_ELEMS`](crate::TILE_ELEMS) elements of one tensor, little-endian:
+//! A tile has whole buckets of one tensor, at most [`TILE_ELEMS`](crate::call::TILE_ELEMS) elements. All numbers are
+//! little endian.
 //! ```text
-//! 0   magic 0xACC1                     2 bytes
-//! 2   flags: 1, there is a checksum    2
-//! 4   number of elements               4
-//! 8   hash of the codec's settings     4
-//! 12  CRC32C of all the rest, or 0     4
-//! 16  what the codec made of them, a multiple of 8 bytes
+//! 0   magic 0xACC1                            2 bytes
+//! 2   flags: 1, there is a checksum           2
+//! 4   number of elements                      4
+//! 8   hash of the codec's settings            4
+//! 12  CRC32C of all other bytes, or 0         4
+//! 16  output of the codec, a multiple of 8 bytes
 //! ```
 
 use crate::call::TILE_HEADER_BYTES;
@@ -19,14 +20,14 @@ use crate::call::TILE_HEADER_BYTES;
 const MAGIC: u16 = 0xacc1;
 const HAS_CHECKSUM: u16 = 1;
 
-/// What is known of a tile before it comes, as its header.
+/// Expected header of a tile.
 #[derive(Clone, Copy, Debug)]
 pub struct TileHead {
     /// Number of elements.
     pub elems: u32,
-    /// A hash of what its bytes mean.
+    /// Hash of the codec's settings, which determine the meaning of the bytes.
     pub settings: u32,
-    /// A checksum of its bytes is in the header.
+    /// Whether the header contains a checksum of the tile's other bytes.
     pub has_checksum: bool,
 }
 
@@ -40,17 +41,17 @@ impl TileHead {
         head
     }
 
-    /// Writes the header of a tile whose body is there.
+    /// Writes the header of a tile whose body is complete.
     pub fn seal(self, tile: &mut [u8]) {
         tile[..12].copy_from_slice(&self.bytes());
         let checksum = if self.has_checksum { checksum(tile) } else { 0 };
         tile[12..TILE_HEADER_BYTES].copy_from_slice(&checksum.to_le_bytes());
     }
 
-    /// Looks whether a tile is what was expected and came whole. Without a checksum, only the header can tell.
+    /// Checks that a tile is the expected one and undamaged. Without a checksum, only the header is checked.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// Description of the problem.
     pub(crate) fn check(self, tile: &[u8]) -> std::result::Result<(), String> {
         if tile.len() < TILE_HEADER_BYTES {
             return Err(format!("it has {} bytes, and a header alone has {TILE_HEADER_BYTES}", tile.len()));
@@ -69,7 +70,7 @@ impl TileHead {
         if word(8) != self.settings {
             return Err("its settings are not those of this call".to_owned());
         }
-        // Whether there is one is for its maker to say: it may have come by way of another kind of link.
+        // The sender decides whether there is a checksum: another kind of link may have brought the tile.
         let found = word(12);
         let expected = if flags & HAS_CHECKSUM != 0 { checksum(tile) } else { 0 };
         if found != expected {
@@ -79,7 +80,7 @@ impl TileHead {
     }
 }
 
-/// Over all of a tile but the checksum itself.
+/// Returns the checksum of a tile without its checksum field.
 fn checksum(tile: &[u8]) -> u32 {
     crc32c::crc32c_append(crc32c::crc32c(&tile[..12]), &tile[TILE_HEADER_BYTES..])
 }
@@ -117,7 +118,7 @@ mod tests {
         }
     }
 
-    /// Random bytes, and sound tiles with some bytes changed or cut off: whoever gets them sees it, and goes on.
+    /// Random bytes, and valid tiles with some bytes changed or cut off: `check` refuses each and does not panic.
     #[test]
     fn whatever_comes_is_looked_at_and_only_a_sound_tile_is_taken() {
         let mut state = 1u64;

@@ -1,6 +1,7 @@
-//! The ranks of a group: which peer process each is, how far we may be ahead of it, whether it has left.
+//! The ranks of a group: the peer process of each rank, the eager window towards it, and whether it has left.
 //!
-//! Owns the eager windows, and what the group's calls have sent to each rank. Read [`Members`] first.
+//! This module owns the eager windows, and the counters of what the group's calls sent to each rank. Read [`Members`]
+//! first.
 
 use std::collections::HashMap;
 
@@ -10,29 +11,31 @@ use accl_wire::frame::{Header, Kind};
 use super::net::{Net, PeerId};
 use super::traffic::Traffic;
 
-/// What a message counts against the window beyond its payload: about what its receiver keeps to remember it, so that
-/// messages of few bytes, or of none, have a limit, too.
+/// Bytes of the eager window that a message costs in addition to its payload. This is about the memory that its
+/// receiver needs to remember it, so that the number of tiny and empty messages is limited as well.
 const MESSAGE_BYTES: u64 = 128;
-/// Messages that fit into a window besides as many bytes as were set.
+/// Number of messages whose fixed cost fits into a window in addition to the configured bytes.
 const FREE_MESSAGES: u64 = 16;
 
 struct Member {
     peer: PeerId,
-    /// Bytes that may still be sent ahead of the receiver's calls.
+    /// Bytes that may still be sent before the receiver issues the matching calls.
     eager_left: u64,
-    /// Eager bytes consumed here and not yet given back.
+    /// Eager bytes consumed here whose credit has not been returned yet.
     owed: u64,
-    /// Number of the last call that the rank was seen to take part in.
+    /// Highest sequence number of a call in which the rank was seen to participate.
     last_seq: Option<u64>,
     left: bool,
-    /// It has spoken of the group's failure.
+    /// Whether the rank has reported the group's failure.
     knows: bool,
-    /// Of frames that carry data of this group's calls: grants and other control frames are counted with the link alone.
+    /// Counters of frames that carry data of this group's calls. Grants and other control frames are counted only for
+    /// the link.
     traffic: Traffic,
 }
 
-/// The ranks a power of two before and behind a rank, without itself: they are linked from the beginning. What each rank passes
-/// on to its own reaches all of them within a logarithm of their number, also when some of the links between them are broken.
+/// Returns the ranks a power of two before and behind `rank`, without `rank` itself. Ranks link to these when the group
+/// is created. If each rank forwards a message to its neighbours, the message reaches all ranks in a logarithmic number
+/// of steps. This holds even if some of the links are broken.
 pub fn neighbours(rank: Rank, world: u32) -> impl Iterator<Item = Rank> + use<> {
     let steps = (0..u32::BITS).map(|bit| 1 << bit).take_while(move |&step| step < world);
     let mut ranks: Vec<Rank> =
@@ -50,7 +53,8 @@ pub struct Members {
 }
 
 impl Members {
-    /// `eager`: how far to be ahead of each rank; 0 is not at all.
+    /// Creates the ranks of a group from their peers in rank order. `eager` is the eager window towards each rank in
+    /// bytes; 0 turns eager sends off.
     pub fn new(peers: Vec<PeerId>, eager: Bytes) -> Self {
         let window = if eager.0 == 0 { 0 } else { eager.0 + FREE_MESSAGES * MESSAGE_BYTES };
         let by_peer = peers.iter().enumerate().map(|(rank, &peer)| (peer, Rank(rank as u32))).collect();
@@ -66,22 +70,22 @@ impl Members {
         Self { members: peers.into_iter().map(member).collect(), by_peer, window }
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn world(&self) -> u32 {
         self.members.len() as u32
     }
 
-    /// All ranks in order.
+    /// Returns all ranks in order.
     pub fn ranks(&self) -> impl Iterator<Item = Rank> + use<> {
         (0..self.world()).map(Rank)
     }
 
-    /// See [`neighbours`].
+    /// Returns the [`neighbours`] of a rank in this group.
     pub fn neighbours(&self, rank: Rank) -> impl Iterator<Item = Rank> + use<> {
         neighbours(rank, self.world())
     }
 
-    /// The peer that a rank is.
+    /// Returns the peer process of a rank.
     #[inline]
     pub fn peer(&self, rank: Rank) -> PeerId {
         self.members[rank.index()].peer
@@ -92,26 +96,26 @@ impl Members {
         self.by_peer.get(&peer).copied()
     }
 
-    /// Whether a message of so many bytes may be sent ahead of the receiver's call.
+    /// Returns whether a message of `bytes` bytes may be sent before the receiver issues the matching call.
     #[inline]
     pub(crate) fn has_eager_room(&self, rank: Rank, bytes: u64) -> bool {
         self.members[rank.index()].eager_left >= bytes + MESSAGE_BYTES
     }
 
-    /// Counts a message that is sent ahead.
+    /// Takes the credit of a message that is sent eagerly.
     #[inline]
     pub(crate) fn take_eager(&mut self, rank: Rank, bytes: u64) {
         self.members[rank.index()].eager_left -= bytes + MESSAGE_BYTES;
     }
 
-    /// The peer gave back what it consumed.
+    /// Adds credit that the peer gave back to the eager window towards it.
     pub(crate) fn on_window(&mut self, rank: Rank, bytes: u64) {
         let window = self.window;
         let member = &mut self.members[rank.index()];
         member.eager_left = member.eager_left.saturating_add(bytes).min(window);
     }
 
-    /// Returns the credit of a message that was sent ahead and is consumed to its sender, in batches of half a window.
+    /// Gives the credit of a consumed eager message back to its sender, in batches of half a window.
     pub(crate) fn return_credit(&mut self, rank: Rank, bytes: u64, group: u64, net: &mut Net) {
         let half = self.window / 2;
         let member = &mut self.members[rank.index()];
@@ -124,29 +128,29 @@ impl Members {
         }
     }
 
-    /// A frame of a call was sent to a rank.
+    /// Counts a frame of a call that was sent to a rank.
     #[inline]
     pub(crate) fn note_sent(&mut self, rank: Rank, payload_bytes: u64) {
         self.members[rank.index()].traffic.add_sent(payload_bytes);
     }
 
-    /// One has come from a rank.
+    /// Counts a frame of a call that was received from a rank.
     #[inline]
     pub(crate) fn note_received(&mut self, rank: Rank, payload_bytes: u64) {
         self.members[rank.index()].traffic.add_received(payload_bytes);
     }
 
-    /// A frame of a call found no room, or no link yet.
+    /// Counts a frame of a call that found no room, or no link yet.
     pub(crate) fn note_stall(&mut self, rank: Rank) {
         self.members[rank.index()].traffic.stalls += 1;
     }
 
-    /// What has gone to a rank and come from there for this group.
+    /// Returns the counters of frames sent to and received from a rank for this group.
     pub fn traffic(&self, rank: Rank) -> Traffic {
         self.members[rank.index()].traffic
     }
 
-    /// What may still be sent ahead of a rank, what is owed to it, and the window, in bytes.
+    /// Returns, in bytes: the eager bytes that may still be sent to a rank, the credit owed to it, and the window.
     pub fn credit(&self, rank: Rank) -> (u64, u64, u64) {
         let member = &self.members[rank.index()];
         (member.eager_left, member.owed, self.window)
@@ -165,7 +169,7 @@ impl Members {
         self.members[rank.index()].left = true;
     }
 
-    /// A rank has spoken of the group's failure.
+    /// Records that a rank has reported the group's failure.
     pub(crate) fn set_knows(&mut self, rank: Rank) {
         self.members[rank.index()].knows = true;
     }
@@ -178,12 +182,12 @@ impl Members {
         self.members[rank.index()].left
     }
 
-    /// Whether nothing more comes from a rank: it has left the group, or its process has gone.
+    /// Returns whether a rank sends nothing more: it has left the group, or its process is gone.
     pub(crate) fn is_absent(&self, rank: Rank, net: &Net) -> bool {
         self.has_left(rank) || net.peer(self.peer(rank)).gone().is_some()
     }
 
-    /// `rank 1 (host a, pid 7)`
+    /// Returns rank and process: `rank 1 (host a, pid 7)`.
     pub fn describe(&self, rank: Rank, net: &Net) -> String {
         format!("rank {rank} ({})", net.host_and_pid(self.peer(rank)))
     }

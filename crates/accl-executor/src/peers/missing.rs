@@ -1,15 +1,16 @@
-//! How messages list the ranks to which there is no link.
+//! Formats the ranks to which there is no link, for messages.
 //!
-//! Owns the words, and how many ranks are spelled out; why a link takes long is what `Net` was told. Read [`unlinked`] first.
+//! This module owns the wording, and the number of ranks that are listed. `Net` records why a link is not up yet. Read
+//! [`unlinked`] first.
 
 use accl_types::Rank;
 
 use super::net::{Net, PeerId};
 
-/// So many ranks are spelled out.
+/// Maximum number of ranks that are listed.
 const MAX_LISTED: usize = 8;
 
-/// `rank 1 (host a, pid 7): no connection from it yet; rank 2 ...`
+/// Lists ranks and reasons: `rank 1 (host a, pid 7): no connection from it yet; rank 2 ...`.
 pub fn unlinked(missing: &[(Rank, PeerId)], net: &Net) -> String {
     let why = |&(rank, peer): &(Rank, PeerId)| {
         let why = net.why_gone(peer).or_else(|| net.trouble(peer).map(str::to_owned));

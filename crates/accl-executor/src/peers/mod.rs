@@ -1,4 +1,4 @@
-//! The peers of this process, and the ranks of a group among them.
+//! The peer processes of this process, and the ranks of groups among them.
 
 mod members;
 pub mod missing;

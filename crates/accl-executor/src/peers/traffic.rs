@@ -1,19 +1,19 @@
-//! What has gone to and come from a peer, over its link or for one group.
+//! Counters of frames sent to and received from a peer, over its link or for one group.
 //!
-//! Owns the counters. Read [`Traffic`] first.
+//! This module owns the counters. Read [`Traffic`] first.
 
-/// Frames and payload bytes, each way.
+/// Frames and payload bytes in each direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Frames sent.
+    /// Number of frames sent.
     pub frames_sent: u64,
-    /// Payload bytes of those.
+    /// Payload bytes of the frames sent.
     pub bytes_sent: u64,
-    /// Frames received.
+    /// Number of frames received.
     pub frames_received: u64,
-    /// Payload bytes of those.
+    /// Payload bytes of the frames received.
     pub bytes_received: u64,
-    /// How often a frame found no room.
+    /// Number of times that a frame found no room.
     pub stalls: u64,
 }
 
@@ -30,7 +30,7 @@ impl Traffic {
         self.bytes_received += payload_bytes;
     }
 
-    /// Of both together.
+    /// Returns the sum of both counters.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {

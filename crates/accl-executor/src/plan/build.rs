@@ -1,6 +1,7 @@
 //! Plans: this rank's program of an algorithm with every span resolved to byte ranges.
 //!
-//! Owns what is the same for all calls of one shape; knows no addresses and no peers' links. Read [`Plan`] first.
+//! This module owns what is equal for all calls of one shape. It knows no addresses and no links to peers. Read
+//! [`Plan`] first.
 
 use accl_schedule::{Algorithm, Buf, CallShape, Coding, Layout, OpKind, Program, Span};
 use accl_types::Rank;
@@ -10,11 +11,12 @@ use super::encoded::{Coded, Combination, Operand};
 use super::op::{ExternalStep, PlanOp, PlanOpKind};
 use super::region::Region;
 
-/// Calls up to this many operations, each of at most so many bytes, may take the fast path.
+/// A plan may take the fast path if it has up to `FAST_PATH_OPS` operations, each of at most `FAST_PATH_BYTES` bytes.
 const FAST_PATH_OPS: usize = 64;
 const FAST_PATH_BYTES: u64 = 64 << 10;
 
-/// What signatures and messages call a collective that is done elsewhere. No algorithm of the table has this number.
+/// Name of an offloaded collective in messages, and its number in signatures. No algorithm of the table has this
+/// number.
 const OFFLOADED: &str = "device";
 pub(super) const OFFLOADED_ID: u8 = u8::MAX;
 
@@ -26,14 +28,14 @@ struct EdgeIndex {
 }
 
 impl EdgeIndex {
-    /// `edges` lists (peer, edge, operation); the edges of a peer are numbered from 0 without gaps.
+    /// Creates the index. `edges` lists (peer, edge, operation); the edges of a peer are numbered from 0 without gaps.
     fn new(world: u32, mut edges: Vec<(u32, u32, u32)>) -> Self {
         edges.sort_unstable();
         let first = (0..=world).map(|peer| edges.partition_point(|&(p, _, _)| p < peer) as u32).collect();
         Self { first, ops: edges.into_iter().map(|(_, _, op)| op).collect() }
     }
 
-    /// There is one operation more before all others.
+    /// Accounts for one operation inserted before all others.
     fn shift(&mut self) {
         self.ops.iter_mut().for_each(|op| *op += 1);
     }
@@ -46,37 +48,39 @@ impl EdgeIndex {
 
 /// This rank's part in all calls of one shape.
 pub struct Plan {
-    /// The name of its algorithm.
+    /// Name of the algorithm.
     pub name: &'static str,
-    /// The algorithm's number in signatures.
+    /// Number of the algorithm in signatures.
     pub(crate) id: u8,
     pub(crate) ops: Vec<PlanOp>,
     pub(crate) scratch_bytes: u64,
-    /// Room for encoded chunks; 0 for calls that are not encoded.
+    /// Bytes of memory for encoded chunks; 0 for calls that are not encoded.
     pub(crate) code_bytes: u64,
-    /// Bytes of the longest operation.
+    /// Total of the longest operation, in bytes (or tiles of a combination).
     pub(crate) longest: u64,
-    /// Bytes of all operations together.
+    /// Total bytes of all operations.
     pub(crate) work: u64,
-    /// An order in which the operations can be run one after the other: what needs no peer as early as possible.
+    /// An order in which the operations can run one after the other. Operations that need no peer come as early as
+    /// possible.
     pub(crate) fast_path: Option<Box<[u32]>>,
-    /// Whether anything is received.
+    /// Whether this rank receives anything in the call.
     pub(crate) has_receives: bool,
-    /// The ranks that something goes to or comes from.
+    /// The ranks that this rank sends to or receives from.
     pub(crate) peers: SmallVec<[Rank; 4]>,
-    /// Of a plan with external operations: the ranks whose part in the call must be known to agree before one begins.
+    /// In a plan with external operations: the ranks whose signatures must be known to agree before one of these
+    /// begins.
     pub(crate) external_peers: SmallVec<[Rank; 4]>,
-    /// The whole collective is an external operation.
+    /// Whether the whole collective is an external operation.
     pub(crate) is_offloaded: bool,
-    /// Other lanes do parts of the call, which an external operation awaits.
+    /// Whether other lanes do parts of the call, for which an external operation waits.
     pub(crate) is_joined: bool,
     receives: EdgeIndex,
     sends: EdgeIndex,
 }
 
 impl Plan {
-    /// The same plan between an external operation that all others wait for and one that waits for all others: tensors that the
-    /// executor cannot touch are copied in and out.
+    /// Returns this plan with an external operation before all others and one after all others. They copy in and out
+    /// the tensors that the executor cannot access.
     pub(super) fn staged(mut self) -> Self {
         let external = |step, deps| PlanOp {
             kind: PlanOpKind::External(step),
@@ -87,7 +91,8 @@ impl Plan {
             deps,
             dependents: SmallVec::new(),
         };
-        // Whoever follows nobody follows the first, so all do; who is followed by nobody is followed by the last.
+        // Operations without a dependency now depend on the first one, so all others follow it. The last operation
+        // depends on every operation without dependents.
         let mut first = external(ExternalStep::CopyIn, SmallVec::new());
         let last_index = self.ops.len() as u32 + 1;
         let mut last = external(ExternalStep::CopyOut, SmallVec::new());
@@ -117,8 +122,8 @@ impl Plan {
         self
     }
 
-    /// The plan of a barrier as that of a collective which is done elsewhere: by one external operation, once messages have led from each rank
-    /// to each, so that all are known to have made the same call.
+    /// Turns the plan of a barrier into the plan of an offloaded collective. One external operation follows the
+    /// barrier: by then, all ranks are known to have issued the same call.
     pub(super) fn offloaded(mut self) -> Self {
         let index = self.ops.len() as u32;
         let mut deps = SmallVec::new();
@@ -136,7 +141,8 @@ impl Plan {
         self
     }
 
-    /// The same plan with an external operation beside all others, which is over when the parts of the call are that other lanes do.
+    /// Returns this plan with an external operation parallel to all others. It ends when the parts of the call on other
+    /// lanes complete.
     pub(super) fn joined(mut self) -> Self {
         let kind = PlanOpKind::External(ExternalStep::Join);
         self.ops.push(PlanOp {
@@ -153,12 +159,12 @@ impl Plan {
         self
     }
 
-    /// The operation that receives message `edge` of `peer`.
+    /// Returns the operation that receives message `edge` from `peer`.
     pub(crate) fn receive(&self, peer: Rank, edge: u32) -> Option<u32> {
         self.receives.find(peer, edge)
     }
 
-    /// The operation that sends message `edge` to `peer`.
+    /// Returns the operation that sends message `edge` to `peer`.
     pub(crate) fn send(&self, peer: Rank, edge: u32) -> Option<u32> {
         self.sends.find(peer, edge)
     }
@@ -261,7 +267,7 @@ impl Plan {
     }
 }
 
-/// The tiles of a chunk of `Code`; `None` for any other.
+/// Returns the tiles of a chunk of `Code`; `None` for a chunk of another buffer.
 fn coded(layout: &Layout, program: &Program, span: &Span, coding: &dyn Coding) -> Option<Coded> {
     let (Buf::Code, chunk) = span.chunks().next()? else { return None };
     let code = &program.codes[chunk as usize];
@@ -277,7 +283,8 @@ fn coded(layout: &Layout, program: &Program, span: &Span, coding: &dyn Coding) -
     })
 }
 
-/// Finds the encoded chunks that one operation makes and one reads, of which one is a combination and the other a message.
+/// Finds the encoded chunks with one writing and one reading operation, of which one is a combination and the other a
+/// message.
 fn find_partners(program: &Program, ops: &mut [PlanOp]) {
     let mut readers: Vec<SmallVec<[u32; 2]>> = vec![SmallVec::new(); program.codes.len()];
     let mut makers: Vec<Option<u32>> = vec![None; program.codes.len()];
@@ -311,14 +318,15 @@ fn find_partners(program: &Program, ops: &mut [PlanOp]) {
     }
 }
 
-/// The chunk that all of these have the elements of.
+/// Returns the chunk whose elements all these spans have.
 fn like_of<'a>(program: &Program, spans: impl Iterator<Item = &'a Span>) -> (Buf, u32) {
     let mut chunks = spans.flat_map(Span::chunks);
     let Some((buf, chunk)) = chunks.next() else { unreachable!("a combination makes something") };
     if buf == Buf::Code { program.codes[chunk as usize].like } else { (buf, chunk) }
 }
 
-/// The operations in an order that respects their dependencies: a receive only when nothing else can be done.
+/// Returns the operations in an order that respects their dependencies. A receive comes only if no other operation is
+/// ready.
 fn fast_path_order(ops: &[PlanOp]) -> Box<[u32]> {
     let is_receive = |op: &PlanOp| matches!(op.kind, PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. });
     let mut done = vec![false; ops.len()];
@@ -344,7 +352,7 @@ mod tests {
     use super::*;
     use crate::call::{Codecs, TensorCodecs, TypedCodecs};
 
-    /// The plans of all ranks for one algorithm, for blocks of so many elements.
+    /// Returns the plans of all ranks for one algorithm. Block r has `counts[r % counts.len()]` elements.
     fn plans(algorithm: &'static Algorithm, topology: &Topology, counts: &[u64], part: Part) -> Vec<Plan> {
         plans_with(algorithm, topology, counts, part, None)
     }
@@ -372,7 +380,7 @@ mod tests {
                 Collective::ReduceScatter => (each, own),
                 Collective::Gather => (own, if Rank(rank) == root { each } else { none }),
                 Collective::Scatter => (if Rank(rank) == root { each } else { none }, own),
-                // What goes from one rank to another has the size that both say.
+                // A message between two ranks has the same size on both sides.
                 Collective::AllToAll => {
                     let towards = |from: u32, to: u32| block(from * 3 + to);
                     let sent = (0..world).map(|to| towards(rank, to)).collect();
@@ -446,7 +454,8 @@ mod tests {
         assert_eq!(of_two, [(true, true), (false, true), (true, true), (false, true)].repeat(2));
         for plan in &plans_of("direct_two_phase", 4) {
             for op in plan.ops.iter().filter(|op| op.coded.is_some()) {
-                // Contributions go to one rank, and finished sums to all: these are encoded once, where all can read them.
+                // Contributions go to one rank. Finished sums go to all ranks, so they are encoded once, in memory that
+                // all sends read.
                 let is_sum = op.coded.as_ref().is_some_and(|coded| coded.role == Role::Result);
                 let is_send = matches!(op.kind, PlanOpKind::Send { .. });
                 assert_eq!(op.partner.is_some(), !(is_send && is_sum));
@@ -454,7 +463,7 @@ mod tests {
         }
     }
 
-    /// Bytes of the frames of a message.
+    /// Returns the bytes of each frame of a message.
     fn frames_of(op: &PlanOp, segment: u64) -> Vec<u64> {
         let (mut at, mut frames) = (0, Vec::new());
         while at < op.total {
@@ -500,7 +509,7 @@ mod tests {
                     let name = algorithm.name;
                     assert_eq!((staged.ops.len(), &staged.external_peers), (ops + 2, &peers), "{name}");
                     assert!(staged.fast_path.is_none());
-                    // What each operation comes after, directly or not.
+                    // Which operations precede each operation, directly or not.
                     let mut before: Vec<Vec<bool>> = Vec::new();
                     for op in &staged.ops {
                         let mut mine = vec![false; ops + 2];

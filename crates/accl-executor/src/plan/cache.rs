@@ -1,4 +1,4 @@
-//! The making of plans and the choice of an algorithm; the plans of a group, by what they depend on.
+//! Construction of plans, the choice of an algorithm, and the cache of a group's plans.
 //!
 //! Read [`Planner`] first.
 
@@ -11,36 +11,38 @@ use accl_types::{Bytes, Collective, Elems, Error, Rank, Result};
 use super::build::Plan;
 use crate::call::TypedCodecs;
 
-/// Plans kept per group and part of calls; beyond, the cache starts anew (a program that never repeats a shape gains nothing from it).
+/// Maximum plans kept per group and per part of calls. When it is reached, the cache is emptied: a program that never
+/// repeats a shape gains nothing from a cache.
 const MAX_PLANS: usize = 256;
 
-/// The barrier by which ranks meet before a collective is done elsewhere: messages lead from each to each.
+/// Barrier algorithm that precedes an offloaded collective: it passes messages, directly or not, from each rank to each
+/// other.
 const MEETING: &str = "dissemination";
 
-/// What plans depend on; equal keys give equal plans.
+/// Everything on which a plan depends. Equal keys give equal plans.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct PlanKey {
-    /// What the call is.
+    /// Collective of the call.
     pub collective: Collective,
     pub(crate) root: Rank,
     pub(crate) elem_bytes: u64,
     pub(crate) equal_blocks: bool,
     pub(crate) inputs: Vec<Vec<Elems>>,
     pub(crate) outputs: Vec<Vec<Elems>>,
-    /// Of an encoded call.
+    /// Codecs of an encoded call; `None` if the call is not encoded.
     pub codecs: Option<TypedCodecs>,
-    /// Whether each reduction rounds: its type is narrower than the arithmetic.
+    /// Whether each reduction rounds, because its dtype is narrower than the arithmetic.
     pub(crate) rounds: bool,
-    /// Whether tensors are staged by external operations.
+    /// Whether external operations stage the tensors.
     pub(crate) is_staged: bool,
     /// Whether the whole collective is an external operation.
     pub(crate) is_offloaded: bool,
-    /// Which part of the call it is.
+    /// Part of the call that the plan covers.
     pub(crate) part: Part,
 }
 
 impl PlanKey {
-    /// The size that the choice of algorithm goes by, the same on all ranks: the whole buffer of one rank.
+    /// Returns the bytes by which the algorithm is chosen, equal on all ranks: the whole buffer of one rank.
     pub fn size_bytes(&self, world: u32) -> u64 {
         let bytes = |(position, elems): (u32, &Elems)| match &self.codecs {
             Some(codecs) => codecs.piece_bytes(Role::Result, position, elems.0),
@@ -53,43 +55,43 @@ impl PlanKey {
             Collective::AllGather => total(&self.outputs),
             Collective::Gather => total(&self.inputs) * u64::from(world),
             Collective::Scatter => total(&self.outputs) * u64::from(world),
-            // With splits the sizes differ from rank to rank: none is known to all.
+            // With splits, the sizes differ from rank to rank, and no rank knows them all.
             Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => 0,
         }
     }
 }
 
-/// Makes the plans of one group.
+/// Creates the plans of one group.
 pub struct Planner {
     chooser: Chooser,
     rank: Rank,
 }
 
 impl Planner {
-    /// For a group whose algorithms are chosen so, on one of its ranks.
+    /// Creates the planner of rank `rank` in a group whose algorithms `chooser` chooses.
     pub fn new(chooser: Chooser, rank: Rank) -> Self {
         Self { chooser, rank }
     }
 
-    /// The rank of this process.
+    /// Returns the rank of this process.
     pub fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn world(&self) -> u32 {
         self.chooser.topology().world()
     }
 
-    /// The time that a collective of so many bytes is predicted to take, in picoseconds: see [`Chooser::predicted_ps`].
+    /// Returns the predicted time of a collective of `bytes` bytes, in picoseconds: see [`Chooser::predicted_ps`].
     pub fn predicted_ps(&self, collective: Collective, bytes: Bytes, equal_blocks: bool) -> u64 {
         self.chooser.predicted_ps(collective, bytes, equal_blocks)
     }
 
-    /// The plan for `key`. That takes time: no lock should be held.
+    /// Creates the plan for `key`. This takes time, so the caller should hold no lock.
     ///
     /// # Errors
-    /// `Configuration` when an override names an algorithm that does not fit.
+    /// `Configuration` if an override names an algorithm that does not fit.
     pub fn plan(&self, key: &PlanKey) -> Result<Arc<Plan>> {
         let topology = self.chooser.topology();
         let world = topology.world();
@@ -116,14 +118,14 @@ impl Planner {
             part: key.part,
         };
         let plan = Plan::new(algorithm, &program, &shape, world);
-        // The first part is what the caller sees of the call.
+        // The caller waits for the first part, so the first part waits for the others.
         let plan = if key.part.of > 1 && key.part.index == 0 { plan.joined() } else { plan };
         Ok(Arc::new(if key.is_staged { plan.staged() } else { plan }))
     }
 }
 
 impl Planner {
-    /// The plan of a collective that is done elsewhere: all ranks meet, and then it begins.
+    /// Creates the plan of an offloaded collective: a barrier of all ranks, then the external operation.
     fn offloaded(&self, key: &PlanKey) -> Result<Plan> {
         let topology = self.chooser.topology();
         let is_it = |row: &&Algorithm| row.collective == Collective::Barrier && row.name == MEETING;
@@ -137,17 +139,17 @@ impl Planner {
     }
 }
 
-/// Plans that were made, by what they depend on.
+/// Cache of plans by key.
 #[derive(Default)]
 pub struct Plans(HashMap<PlanKey, Arc<Plan>>);
 
 impl Plans {
-    /// The plan for a key, if it is kept.
+    /// Returns the plan for a key, if it is cached.
     pub fn get(&self, key: &PlanKey) -> Option<Arc<Plan>> {
         self.0.get(key).cloned()
     }
 
-    /// Keeps a plan. Those that were kept before go when there are too many.
+    /// Caches a plan. If the cache is full, all earlier plans are dropped first.
     pub fn keep(&mut self, key: PlanKey, plan: Arc<Plan>) {
         if self.0.len() >= MAX_PLANS * key.part.of as usize && !self.0.contains_key(&key) {
             self.0.clear();

@@ -1,7 +1,7 @@
-//! What encoded calls add to a plan: chunks of tiles, and their combinations.
+//! Additions to a plan for encoded calls: chunks of tiles, and their combinations.
 //!
-//! Owns which tiles are whole when so many bytes are there. What a tile is made of is the coder's matter. Read [`Coded`]
-//! first.
+//! This module knows which tiles are complete once a number of bytes has arrived. `memory::coder` knows the contents of
+//! a tile. Read [`Coded`] first.
 
 use std::sync::Arc;
 
@@ -10,13 +10,13 @@ use smallvec::SmallVec;
 
 use super::region::Region;
 
-/// The tiles of an encoded chunk, and where its bytes lie.
+/// The tiles of an encoded chunk, and the location of its bytes.
 #[derive(Clone, Debug)]
 pub(crate) struct Coded {
     pub(crate) role: Role,
     pub(crate) region: Region,
     pub(crate) tiles: Arc<[Tile]>,
-    /// Where each tile ends among the chunk's bytes.
+    /// End offset of each tile among the chunk's bytes.
     pub(crate) ends: Arc<[u64]>,
 }
 
@@ -26,37 +26,37 @@ impl Coded {
         (start, (self.ends[tile] - start) as usize)
     }
 
-    /// How many tiles are whole when so many bytes are there.
+    /// Returns how many tiles are complete in the first `bytes` bytes.
     pub(crate) fn tiles_in(&self, bytes: u64) -> u64 {
         self.ends.partition_point(|&end| end <= bytes) as u64
     }
 
-    /// How many tiles there must be for so many bytes.
+    /// Returns how many tiles are needed to have the first `bytes` bytes.
     pub(crate) fn tiles_to(&self, bytes: u64) -> u64 {
         self.ends.partition_point(|&end| end < bytes) as u64 + u64::from(bytes > 0)
     }
 
-    /// Bytes of so many tiles.
+    /// Returns the bytes of the first `tiles` tiles.
     pub(crate) fn bytes_of(&self, tiles: u64) -> u64 {
         if tiles == 0 { 0 } else { self.ends[tiles as usize - 1] }
     }
 }
 
-/// An operand of a combination.
+/// Operand of a combination.
 #[derive(Debug)]
 pub(crate) enum Operand {
     Values(Region),
     Code(Coded),
 }
 
-/// A combination with its bytes: see [`accl_schedule::OpKind::Combine`].
+/// A combination with its byte ranges: see [`accl_schedule::OpKind::Combine`].
 #[derive(Debug)]
 pub(crate) struct Combination {
     pub(crate) code: Option<Coded>,
     pub(crate) out: Option<Region>,
     pub(crate) srcs: SmallVec<[Operand; 2]>,
     pub(crate) tiles: Arc<[Tile]>,
-    /// Where each tile begins in the chunk, in elements.
+    /// Start of each tile in the chunk, in elements.
     pub(crate) starts: Box<[u64]>,
     pub(crate) finish: Finish,
     pub(crate) pass: u32,
@@ -73,7 +73,7 @@ impl Combination {
         self.tiles = tiles;
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub(crate) fn elems(&self) -> u64 {
         self.tiles.iter().map(|tile| tile.elems).sum()
     }

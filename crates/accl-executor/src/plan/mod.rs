@@ -1,4 +1,4 @@
-//! Plans: what is the same for all calls of one shape, worked out once and kept.
+//! Plans: the data that all calls of one shape share, computed once and cached.
 
 mod build;
 mod cache;

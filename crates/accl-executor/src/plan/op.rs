@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::encoded::{Coded, Combination};
 use super::region::Region;
 
-/// An operation with its bytes.
+/// Kind of an operation, with its byte ranges.
 #[derive(Debug)]
 pub(crate) enum PlanOpKind {
     Send {
@@ -37,20 +37,20 @@ pub(crate) enum PlanOpKind {
         finish: Finish,
     },
     Combine(Box<Combination>),
-    /// Done elsewhere, as one step: it has no bytes that others could stream behind.
+    /// An external operation, done as one step: no other operation can stream behind it.
     External(ExternalStep),
 }
 
-/// What an external operation of a plan is for.
+/// Purpose of an external operation of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExternalStep {
-    /// Brings the call's tensors into memory that the executor can touch.
+    /// Copies the call's tensors into memory that the executor can access.
     CopyIn,
-    /// Brings results to where they belong.
+    /// Copies results to their destination.
     CopyOut,
     /// Does the whole collective.
     Offload,
-    /// Awaits the parts of the call that other lanes do.
+    /// Waits for the parts of the call that other lanes do.
     Join,
 }
 
@@ -68,23 +68,24 @@ impl std::fmt::Display for ExternalStep {
 #[derive(Debug)]
 pub(crate) struct PlanOp {
     pub(crate) kind: PlanOpKind,
-    /// Payload length in bytes; number of tiles of a combination.
+    /// Payload length in bytes; for a combination, the number of tiles.
     pub(crate) total: u64,
-    /// Of a message that is an encoded chunk: its tiles.
+    /// Tiles of a message that is an encoded chunk; `None` for other operations.
     pub(crate) coded: Option<Box<Coded>>,
-    /// The one other operation that has to do with an encoded chunk, so that its tiles need never lie in the call's memory: of a
-    /// combination, the send of what it makes, and the reverse; of a receive, the combination of what comes.
+    /// The only other operation that uses an encoded chunk, so that its tiles need not be stored in the call's memory.
+    /// A combination and the send of its result are partners of each other. The partner of a receive is the combination
+    /// that reads the message.
     pub(crate) partner: Option<u32>,
     pub(crate) edge: u32,
-    /// (operation, whether byte k may follow byte k)
+    /// Operations on which this one depends: (index, whether this operation may stream behind the other, byte by byte).
     pub(crate) deps: SmallVec<[(u32, bool); 4]>,
-    /// Operations that wait for this one.
+    /// Operations that depend on this one.
     pub(crate) dependents: SmallVec<[u32; 4]>,
 }
 
 impl PlanOp {
-    /// Most bytes of the message in a frame that begins at byte `at` of it: a segment, but up to the end of a tile if one lies in it
-    /// from its beginning.
+    /// Returns the maximum bytes of the message in a frame that begins at byte `at`. This is a segment, shortened to
+    /// the end of the last whole tile if the segment contains a whole tile.
     #[inline]
     pub(crate) fn frame_bytes(&self, at: u64, segment: u64) -> u64 {
         let Some(coded) = &self.coded else { return segment };
@@ -92,8 +93,8 @@ impl PlanOp {
         if tiles > coded.tiles_to(at) { coded.bytes_of(tiles) - at } else { segment }
     }
 
-    /// How far `later`, which streams behind this one, may go when this one has done so much: a combination goes by tiles,
-    /// a message by bytes.
+    /// Returns how far `later`, which streams behind this operation, may go once `done` of this operation is done.
+    /// Combinations count tiles, and messages count bytes.
     pub(crate) fn reach(&self, done: u64, later: &PlanOp) -> u64 {
         match (&self.coded, &later.coded) {
             (Some(message), None) => message.tiles_in(done),

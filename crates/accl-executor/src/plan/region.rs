@@ -1,6 +1,6 @@
 //! Payloads as byte ranges of a call's buffers.
 //!
-//! Knows no addresses. Read [`Region`] first.
+//! This module knows no addresses. Read [`Region`] first.
 
 use accl_schedule::{Extent, Extents, Layout, Span};
 use smallvec::SmallVec;
@@ -25,7 +25,7 @@ impl Region {
         region
     }
 
-    /// The contiguous range at payload position `at`: its first byte as an extent that ends with the range.
+    /// Returns the contiguous range that contains payload position `at`, cut to begin at `at`.
     #[inline]
     pub(crate) fn at(&self, at: u64) -> Extent {
         let index = if self.extents.len() == 1 { 0 } else { self.starts.partition_point(|&start| start <= at) - 1 };
@@ -34,7 +34,7 @@ impl Region {
         Extent { offset: extent.offset + skip, len: extent.len - skip, ..extent }
     }
 
-    /// Whether both payloads are the same bytes of the same buffer.
+    /// Returns whether both payloads are the same bytes of the same buffer.
     pub(super) fn is_same(&self, other: &Region) -> bool {
         self.extents == other.extents
     }

@@ -1,7 +1,7 @@
-//! Shapes of calls that a group has met: what follows from a shape alone is worked out once.
+//! Shapes of calls that a group has seen. Everything that depends on a shape alone is computed once.
 //!
-//! Owns the list of the latest shapes and the signature of a call. Plans are made in `cache`; several shapes may share
-//! one (a sum and a maximum of equal size do). Read [`Shapes::find`] first, then [`Draft`].
+//! This module owns the list of recent shapes. `cache` creates the plans; several shapes may share one plan, for
+//! example a sum and a maximum of equal size. Read [`Shapes::find`] first, then [`Draft`].
 
 use std::sync::Arc;
 
@@ -16,22 +16,23 @@ use super::cache::PlanKey;
 use super::signature::signature;
 use crate::call::{Blocks, CallDesc, Codecs, TensorDesc, TypedCodecs};
 
-/// Shapes kept; a step of training repeats few.
+/// Maximum shapes kept in one list. A training step repeats few shapes.
 const MAX_SHAPES: usize = 16;
 
-/// What calls of one shape have in common.
+/// Data that all calls of one shape share.
 pub struct Shape {
     key: Key,
-    /// What is to be done.
+    /// Plan of the calls.
     pub plan: Arc<Plan>,
     pub(crate) signature: Signature,
-    /// The header of a message that is whole in one frame, but for group, call and edge.
+    /// Header of a message that fits one frame, without group, sequence number and edge; `None` if the signature does
+    /// not fit.
     pub(crate) whole: Option<Header>,
-    /// With the size of an element; none for calls that only move data.
+    /// Reducer and element size in bytes; `None` for calls that only move data or are encoded.
     pub(crate) reducer: Option<(Reducer, usize)>,
 }
 
-/// All of a description that a plan or a signature may depend on.
+/// The parts of a description on which a plan or a signature may depend.
 #[derive(PartialEq, Eq)]
 struct Key {
     collective: Collective,
@@ -41,7 +42,7 @@ struct Key {
     equal_blocks: bool,
     codecs: Option<Arc<Codecs>>,
     part: Part,
-    /// Bytes and type of the only tensor of a call in place.
+    /// Bytes and dtype of the only tensor of a call in place.
     alone: Option<(u64, Dtype)>,
     inputs: Sizes,
     outputs: Sizes,
@@ -49,9 +50,9 @@ struct Key {
 
 #[derive(PartialEq, Eq)]
 struct Sizes {
-    /// Bytes and type of each piece.
+    /// Bytes and dtype of each piece.
     pieces: SmallVec<[(u64, Dtype); 2]>,
-    /// How many pieces each block has.
+    /// End index of each block among the pieces.
     blocks: SmallVec<[u32; 2]>,
 }
 
@@ -66,7 +67,7 @@ impl Sizes {
     #[inline]
     fn fit(&self, blocks: &Blocks) -> bool {
         let pieces = blocks.pieces();
-        // Element by element: the lists are short, and a comparison of memory is a call.
+        // Compared element by element, because the lists are short and a comparison of memory would be a function call.
         self.blocks.len() == blocks.ends().len()
             && self.blocks.iter().eq(blocks.ends())
             && self.pieces.len() == pieces.len()
@@ -110,15 +111,16 @@ impl Key {
     }
 }
 
-/// The latest shapes of one group.
+/// The recent shapes of one list.
 #[derive(Default)]
 pub(crate) struct Shapes {
-    /// Sorted by use, roughly: a hit moves one place to the front.
+    /// The shapes, roughly sorted by use: a hit moves a shape one position to the front.
     shapes: Vec<Arc<Shape>>,
 }
 
 impl Shapes {
-    /// The shape of this call, if it is among the latest. A call of a known shape needs no check of its arguments.
+    /// Returns the shape of this call, if it is among the recent ones. A call with a known shape needs no check of its
+    /// arguments.
     #[inline]
     pub(crate) fn find(&mut self, desc: &CallDesc, world: u32) -> Option<&Arc<Shape>> {
         let index = self.shapes.iter().position(|shape| shape.key.fits(desc, world))?;
@@ -128,7 +130,7 @@ impl Shapes {
         self.shapes.get(index.saturating_sub(1))
     }
 
-    /// Keeps a shape that has not been found.
+    /// Adds a shape that was not found. If the list is full, its last shape is dropped.
     pub(crate) fn keep(&mut self, shape: Arc<Shape>) {
         if self.shapes.len() >= MAX_SHAPES {
             self.shapes.pop();
@@ -137,8 +139,9 @@ impl Shapes {
     }
 }
 
-/// The latest shapes of one group, those whose tensors are staged apart, and those that are done elsewhere: equal sizes do not make them
-/// equal. Those of parts of calls are by part, so that calls of many parts displace no others.
+/// The recent shapes of one group. Staged and offloaded calls have lists of their own, because their shapes can have
+/// equal sizes and still differ. Each part index has its own list, so that calls of many parts displace no other
+/// shapes.
 #[derive(Default)]
 pub struct AllShapes {
     plain: Shapes,
@@ -148,12 +151,12 @@ pub struct AllShapes {
 }
 
 impl AllShapes {
-    /// As [`Shapes::find`].
+    /// Returns the shape of this call, like [`Shapes::find`].
     pub fn find(&mut self, desc: &CallDesc, world: u32) -> Option<&Arc<Shape>> {
         self.of(desc).find(desc, world)
     }
 
-    /// As [`Shapes::keep`].
+    /// Adds a shape, like [`Shapes::keep`].
     pub fn keep(&mut self, desc: &CallDesc, shape: Arc<Shape>) {
         self.of(desc).keep(shape);
     }
@@ -174,18 +177,19 @@ impl AllShapes {
     }
 }
 
-/// What is known of a call before it has a plan.
+/// A checked call before it has a plan.
 pub struct Draft {
-    /// What the plan depends on.
+    /// Key of the plan.
     pub plan_key: PlanKey,
     reducer: Option<(Reducer, usize)>,
 }
 
 impl Draft {
-    /// Of a checked call.
+    /// Creates the draft of a checked call.
     ///
     /// # Errors
-    /// `InvalidArgument` when the block that a rank keeps differs in size; those of the reducer.
+    /// `InvalidArgument` if the block that a rank keeps differs in size between input and output. Errors of the reducer
+    /// are returned.
     pub fn new(desc: &CallDesc, rank: Rank, world: u32) -> Result<Self> {
         let reduces = desc.collective.reduces();
         let codecs = desc.encoding(world).map(|encoding| encoding.codecs.clone());
@@ -193,7 +197,7 @@ impl Draft {
         let is_encoded = codecs.is_some();
         let plan_key = plan_key(desc, elem, codecs);
         check_kept_block(desc.collective, &plan_key, rank)?;
-        // What is encoded is added up in float32, whatever its type.
+        // Encoded tensors are added in float32, whatever their dtype, and need no reducer.
         let reducer = if reduces && !is_encoded {
             Some((Reducer::new(kernel_op(desc.op), desc.dtype, world)?, elem))
         } else {
@@ -202,7 +206,7 @@ impl Draft {
         Ok(Self { plan_key, reducer })
     }
 
-    /// The shape, with the plan of its key.
+    /// Returns the shape. `plan` must be the plan of this draft's key.
     pub fn with_plan(&self, desc: &CallDesc, world: u32, plan: Arc<Plan>) -> Shape {
         let signature = signature(desc, &self.plan_key, plan.id);
         let whole = Header::whole(&signature);
@@ -210,7 +214,7 @@ impl Draft {
     }
 }
 
-/// What the plan of a call depends on; `elem` is the size of what is counted in.
+/// Returns the key of a call's plan; `elem` is the size in bytes of the unit in which the layout counts.
 fn plan_key(desc: &CallDesc, elem: usize, codecs: Option<Arc<Codecs>>) -> PlanKey {
     let outputs = block_elems(&desc.outputs, elem as u64);
     let in_place = desc.inputs.is_empty();
@@ -233,12 +237,13 @@ fn plan_key(desc: &CallDesc, elem: usize, codecs: Option<Arc<Codecs>>) -> PlanKe
     }
 }
 
-/// Factors are applied while the buffers are prepared; what remains is a sum.
+/// Returns the operator of the kernels. Factors are applied while the buffers are prepared; after that, the operation
+/// is a sum.
 fn kernel_op(op: ReduceOp) -> ReduceOp {
     if op == ReduceOp::PremulSum { ReduceOp::Sum } else { op }
 }
 
-/// Whether the result of two operands is in general none of the numbers that a type has.
+/// Returns whether the exact result of two operands is generally not representable in the dtype.
 fn rounds(op: ReduceOp) -> bool {
     match op {
         ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product | ReduceOp::PremulSum => true,
@@ -246,7 +251,7 @@ fn rounds(op: ReduceOp) -> bool {
     }
 }
 
-/// Whether every rank knows from its own arguments that all blocks are equal.
+/// Returns whether every rank knows from its own arguments that all blocks are equal.
 fn equal_blocks(desc: &CallDesc, inputs: &[Vec<Elems>], outputs: &[Vec<Elems>]) -> bool {
     let all_same = |blocks: &[Vec<Elems>]| blocks.windows(2).all(|pair| pair[0] == pair[1]);
     match desc.collective {
@@ -264,7 +269,7 @@ fn equal_blocks(desc: &CallDesc, inputs: &[Vec<Elems>], outputs: &[Vec<Elems>]) 
     }
 }
 
-/// The block that a rank keeps must be as large on both sides. (What goes between ranks is compared there.)
+/// Checks that the block that a rank keeps has equal sizes on both sides. Blocks that are sent are compared on arrival.
 fn check_kept_block(collective: Collective, key: &PlanKey, rank: Rank) -> Result<()> {
     let own = |blocks: &[Vec<Elems>]| {
         if blocks.len() == 1 { blocks.first().cloned() } else { blocks.get(rank.index()).cloned() }
@@ -294,7 +299,7 @@ fn check_kept_block(collective: Collective, key: &PlanKey, rank: Rank) -> Result
     )))
 }
 
-/// Element counts of blocks of pieces, for a layout over elements of `elem_bytes` (1: bytes).
+/// Returns the element counts of blocks of pieces, for a layout over elements of `elem_bytes` bytes (1: bytes).
 fn block_elems(blocks: &Blocks, elem_bytes: u64) -> Vec<Vec<Elems>> {
     let count = |tensor: &TensorDesc| Elems(tensor.len_bytes() / elem_bytes);
     blocks.iter().map(|block| block.iter().map(count).collect()).collect()

@@ -1,4 +1,4 @@
-//! What ranks compare of a call: its signature, and how two that differ are told apart in words.
+//! Signatures of calls, which ranks compare, and the error message for two signatures that differ.
 //!
 //! Read [`signature`] first.
 
@@ -11,7 +11,7 @@ use super::cache::PlanKey;
 use crate::call::{CallDesc, Codecs};
 use accl_types::hash::{fold, hash_words};
 
-/// The signature of a checked call.
+/// Returns the signature of a checked call.
 pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {
     let total = |blocks: &[Vec<Elems>]| blocks.iter().flatten().map(|elems| elems.0).sum::<u64>();
     let (count, shape) = match desc.collective {
@@ -21,12 +21,12 @@ pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signat
         Collective::ReduceScatter => (total(&key.inputs), Some(&key.inputs)),
         Collective::Gather => (total(&key.inputs), None),
         Collective::Scatter => (total(&key.outputs), None),
-        // Of equal blocks, which nobody looks at message by message.
+        // Offloaded calls have equal blocks, and no messages whose sizes could be compared.
         Collective::AllToAll if key.is_offloaded => (total(&key.inputs), None),
-        // With splits the sizes differ from rank to rank; each message is checked by its own length.
+        // With splits, the sizes differ from rank to rank. Each message is checked by its own length.
         Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => (0, None),
     };
-    // Elements, not the bytes that calls without arithmetic are planned in.
+    // The count is in elements, although calls without arithmetic are planned in bytes.
     let count = count * key.elem_bytes / desc.dtype.size_bytes() as u64;
     let reduces = desc.collective.reduces();
     Signature {
@@ -36,8 +36,8 @@ pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signat
         algorithm,
         root: if desc.collective.is_rooted() { desc.root.0 } else { 0 },
         count,
-        // Half a hash: what tells blocks of one sum apart need not withstand an adversary.
-        // The parts that ranks cut a call into are as many.
+        // Half a hash suffices: it distinguishes blocks with equal totals and need not withstand an adversary. All
+        // ranks must cut a call into the same number of parts.
         shape_hash: match key.part {
             Part::WHOLE => shape.map_or(0, |blocks| fold(hash_blocks(blocks))),
             part => fold(hash_words([shape.map_or(0, |blocks| hash_blocks(blocks)), u64::from(part.of)])),
@@ -46,12 +46,12 @@ pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signat
     }
 }
 
-/// Over the sizes, with a mark between blocks.
+/// Hashes the sizes, with a mark after each block.
 fn hash_blocks(blocks: &[Vec<Elems>]) -> u64 {
     hash_words(blocks.iter().flat_map(|block| block.iter().map(|elems| elems.0).chain([u64::MAX])))
 }
 
-/// The error of two ranks that made different calls under one number.
+/// Returns the error for two ranks that issued different calls with one sequence number.
 pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from, theirs): (Rank, &Signature)) -> Error {
     let (mine_text, theirs_text) = (describe(mine), describe(theirs));
     if mine_text == theirs_text && mine.reserved != theirs.reserved {
@@ -86,7 +86,7 @@ fn disagreement_on_codecs(seq: u64, mine: (Rank, &Signature), theirs: (Rank, &Si
     ))
 }
 
-/// A call as its caller would write it, from its signature.
+/// Describes a call as its caller would write it, from its signature.
 fn describe(signature: &Signature) -> String {
     let name = Collective::from_code(signature.collective).map_or("an unknown call", Collective::name);
     let dtype = Dtype::from_code(signature.dtype).map_or("unknown dtype", Dtype::name);
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
     use crate::call::TensorCodecs;
 
-    /// A codec of each row.
+    /// Returns one codec of each table row.
     fn texts() -> Vec<String> {
         let bits =
             |row: &codec::Row| if row.has(Setting::Bits) { format!(":{}", row.bits.end()) } else { String::new() };

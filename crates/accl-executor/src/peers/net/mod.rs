@@ -1,7 +1,8 @@
-//! The peers of this process: one link each, shared by all groups, from when somebody first wants it.
+//! The peers of this process. Each has one link, which all groups share and which is made when it is first needed.
 //!
-//! Owns links, the queue of control frames that found no room, which links are wanted, and the record of who is gone; which of the links
-//! passes look at is in `polling`. Makes no link, and knows no calls. Read [`Net`] first.
+//! This module owns links, the queue of control frames that found no room, and the records of wanted links and of peers
+//! that are gone. `polling` decides which links a progress pass polls. This module makes no link and knows no calls. Read
+//! [`Net`] first.
 
 mod polling;
 
@@ -17,125 +18,130 @@ use accl_wire::{Answers, EndpointInfo, Frame, HEAD_BYTES, Link, NewsBoard, Place
 
 use super::traffic::Traffic;
 
-/// Looks in a row that find nothing before a link is armed: to tell of what comes next costs the peer more than a look costs here.
+/// Number of consecutive polls without a frame after which a link is armed. Posting an event costs the peer more than a
+/// poll costs here.
 const LOOKS_BEFORE_ARMING: u32 = 256;
 
 /// Index of a peer process in [`Net`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PeerId(u32);
 
-/// Whether and how a peer process has gone.
+/// How a peer process disconnected.
 #[derive(Clone, Debug)]
 pub enum Gone {
-    /// It said goodbye first.
+    /// The peer sent a disconnect message first.
     Left,
-    /// Without a word.
+    /// The peer was lost without a disconnect message.
     Lost(Error),
 }
 
+/// A peer process and its link.
 pub struct Peer {
-    /// `None` before it is made, and after the peer has gone.
+    /// Link to the peer; `None` before it is made, and after the peer is gone.
     link: Option<Box<dyn Link>>,
-    /// The link has been asked for.
+    /// Whether the link was requested.
     is_wanted: bool,
-    /// Why that takes long.
+    /// Reason why the requested link is not up yet.
     trouble: Option<String>,
-    /// It has yet to say in which groups it has this process: see [`Net::await_greeting`].
+    /// Whether the peer has yet to send its hello (the groups that it shares with this process): see
+    /// [`Net::await_greeting`].
     is_to_greet: bool,
-    /// A link to it will cost no system call to look at, as far as its info says.
+    /// Whether polling a link to the peer will cost no system call, according to its endpoint info.
     shares_memory: bool,
-    /// Control frames for which there was no room, oldest first.
+    /// Control frames that found no room, oldest first.
     outbox: VecDeque<([u8; HEAD_BYTES], Vec<u8>)>,
-    /// Frames that were ever put there, and those until the latest that another rank relies on although this one has left.
+    /// Number of frames ever put into `outbox`.
     queued: u64,
+    /// Value of `queued` after the latest frame that the peer needs even if this rank has left.
     relied_on: u64,
     info: EndpointInfo,
     said_goodbye: bool,
-    /// Nobody was left who could have heard its goodbye.
+    /// Whether the disconnect message is only assumed, because no remaining process could have received it.
     is_goodbye_assumed: bool,
     gone: Option<Gone>,
-    /// A send found no room since the last pass.
+    /// Whether a send found no room since the last pass.
     wants_room: bool,
-    /// Where its news are posted. `None`: nowhere, and it is always polled.
+    /// Slot of the board to which the news of its link are posted. `None` means no slot; the link is then always
+    /// polled.
     slot: Option<Slot>,
-    /// Passes look at its link.
+    /// Whether passes poll its link.
     is_polled: bool,
-    /// Looks in a row that have found nothing.
+    /// Number of consecutive polls that found nothing.
     idle_looks: u32,
-    /// When it was armed last, a send waited for room.
+    /// Whether a send waited for room when the link was last armed.
     is_armed_for_room: bool,
-    /// It is among those that a flush looks at.
+    /// Whether the peer is in `Net::dirty`, which a flush visits.
     is_dirty: bool,
-    /// It is among those whose hosts have yet to answer.
+    /// Whether the peer is in `Net::unanswered`.
     is_unanswered: bool,
-    /// For how long its host has not answered, when that was last looked at.
+    /// Time for which the peer's host was unresponsive at the last check; `None` if it was responsive.
     silent_for: Option<Duration>,
-    /// Of control frames, and of groups that have ended; those that there are count their own.
+    /// Counters of control frames, and of groups that have ended. Existing groups count their own frames.
     traffic: Traffic,
 }
 
 impl Peer {
-    /// Who it is.
+    /// Returns the endpoint info of the peer.
     pub fn info(&self) -> &EndpointInfo {
         &self.info
     }
 
-    /// How it went, once it has.
+    /// Returns how the peer disconnected; `None` while it exists.
     #[inline]
     pub fn gone(&self) -> Option<&Gone> {
         self.gone.as_ref()
     }
 
-    /// Nobody was left who could have heard its goodbye.
+    /// Returns whether the disconnect message is only assumed, because no remaining process could have received it.
     pub(crate) fn is_goodbye_assumed(&self) -> bool {
         self.is_goodbye_assumed
     }
 
-    /// For how long its host has not answered, when that was last looked at.
+    /// Returns the time for which the peer's host was unresponsive at the last check; `None` if it was responsive.
     pub(crate) fn silent_for(&self) -> Option<Duration> {
         self.silent_for
     }
 
-    /// Of control frames, and of groups that have ended; those that there are count their own.
+    /// Returns the counters of control frames, and of groups that have ended. Existing groups count their own frames.
     pub fn traffic(&self) -> Traffic {
         self.traffic
     }
 }
 
-/// How much of what this process sent to a peer its calls rely on.
+/// Position in the bytes sent to a peer, up to which this process's calls rely on delivery.
 #[derive(Clone, Copy, Debug)]
 pub struct Mark {
     peer: PeerId,
-    /// In what the link carries.
+    /// Position in the committed bytes of the link.
     position: u64,
-    /// Frames that have to leave the queue before; `None`: none.
+    /// Number of queued frames that must have left the outbox first; `None` if no frame is relied on.
     queued: Option<u64>,
 }
 
 impl Mark {
-    /// What has yet to find room in a link, or has none, does not count.
+    /// Returns this mark without the frames that have found no room in a link, or have none.
     pub(crate) fn of_link_alone(self) -> Self {
         Self { queued: None, ..self }
     }
 }
 
-/// A frame that lies in a link, without the borrow: its head and its payload.
+/// Head and payload of a frame that lies in a link, without the borrow.
 type RawFrame = (NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>);
 
-/// What becomes of a frame when it has been looked at.
+/// Fate of a frame after its handler returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FrameEnd {
-    /// It has been handled.
+    /// The frame was handled, and is released.
     Released,
-    /// It stays where it is, and comes again.
+    /// The frame stays on the link, and is delivered again.
     Held,
 }
 
-/// Hands the next frame of a peer to `handle`, which may send to that peer and lose it meanwhile. `net` finds the net of its state.
-/// `None`: nothing has come.
+/// Passes the next frame of a peer to `handle`, which may send to that peer and lose it meanwhile. `net` returns the
+/// net inside `state`. Returns `None` if there is no frame.
 ///
 /// # Errors
-/// As [`Link::peek`].
+/// Returns the errors of [`Link::peek`].
 #[inline]
 pub(crate) fn handle_frame<S>(
     state: &mut S,
@@ -144,8 +150,8 @@ pub(crate) fn handle_frame<S>(
     handle: impl FnOnce(&mut S, Frame<'_>) -> FrameEnd,
 ) -> Result<Option<FrameEnd>> {
     let Some((head, payload)) = net(state).begin_frame(id)? else { return Ok(None) };
-    // SAFETY: links promise that a frame stays unchanged until it is released, which only the end of this function does; until then the
-    // net keeps the link, also when it is given up.
+    // SAFETY: the contract of `Link` keeps a frame unchanged until it is released, which only the end of this function
+    // does. Until then the net keeps the link, even if the link is given up.
     let frame = unsafe { Frame { head: head.as_ref(), payload: payload.as_ref() } };
     let end = handle(state, frame);
     match end {
@@ -155,60 +161,61 @@ pub(crate) fn handle_frame<S>(
     Ok(Some(end))
 }
 
-/// A frame that is sent besides the link, to a process that may not look at it.
+/// An out-of-band frame for a process that may not poll its link.
 pub struct Note {
-    /// The process.
+    /// Endpoint of the receiving process.
     pub to: EndpointInfo,
-    /// The number of the group that it is about.
+    /// Number of the group that the frame is about.
     pub group: u64,
-    /// Head and payload.
+    /// Head and payload of the frame.
     pub bytes: Vec<u8>,
 }
 
 /// All peers of this process.
 pub struct Net {
     peers: Vec<Peer>,
-    /// Those with links.
+    /// Peers with links.
     linked: Vec<PeerId>,
-    /// Those whose links passes look at.
+    /// Peers whose links the passes poll.
     polled: Vec<PeerId>,
-    /// Where news of the others are posted.
+    /// Board to which news of the other links are posted.
     board: Option<Arc<dyn NewsBoard>>,
     by_slot: HashMap<Slot, PeerId>,
-    /// How often a link has been looked at so far.
+    /// Number of times that a link was polled so far.
     looks: u64,
     looks_before_arming: u32,
-    /// Those without that have not gone.
+    /// Number of peers that have no link and are not gone.
     unlinked: usize,
-    /// Links or notes have been asked for since whoever makes them was told.
+    /// Whether links or notes were requested since the last [`Net::take_wanted`].
     has_wanted: bool,
-    /// Those whose links have been.
+    /// Peers whose links were requested since then.
     wanted: Vec<PeerId>,
-    /// Frames for peers that may look at no link, since whoever sends them was told.
+    /// Out-of-band frames since then, for peers that may not poll their links.
     notes: Vec<Note>,
-    /// Those whose greeting is awaited.
+    /// Number of peers whose hello is awaited.
     to_greet: usize,
-    /// Those that were given something since the last flush, or have not taken all of it.
+    /// Peers to which something was sent since the last flush, or that have not taken all of it.
     dirty: Vec<PeerId>,
     by_uuid: HashMap<[u8; 16], PeerId>,
-    /// The peer of which a frame is being handled, and its link if it was given up meanwhile: the frame lies in it.
+    /// Peer whose frame is being handled.
     handling: Option<PeerId>,
+    /// Link of that peer if it was given up meanwhile, because the frame lies in it.
     retired: Option<Box<dyn Link>>,
-    /// Some send found no room since links were last armed.
+    /// Whether a send found no room since links were last armed.
     room_wanted: bool,
-    /// A send that waits for room has to try again before links are armed: see [`Net::end_pass`].
+    /// Whether a send that waits for room must try again before links are armed: see [`Net::end_pass`].
     owes_pass: bool,
-    /// Those to which something was sent since their hosts were last seen to have everything.
+    /// Peers to which something was sent since their hosts were last seen to have everything.
     unanswered: Vec<PeerId>,
-    /// Peers that have gone so far.
+    /// Number of peers that are gone so far.
     departures: u64,
-    /// As `departures`, when absentees were last looked for.
+    /// Value of `departures` when absent peers were last looked for.
     departures_seen: u64,
-    /// Links whose look asks the system, unless it is known that nothing has come.
+    /// Number of links whose poll asks the system, unless it is known that nothing has arrived.
     streams: usize,
-    /// Links that somebody must sleep on even while no call is in flight.
+    /// Number of links on which a thread must sleep even while no call is in flight.
     listeners: usize,
-    /// How long the links may be left alone, as they were last told that the driver sleeps: `None` when events tell of everything.
+    /// Time for which links may be left unpolled, as of their last arming. `None` if events announce everything.
     poll_interval: Option<Duration>,
 }
 
@@ -243,8 +250,8 @@ impl Default for Net {
     }
 }
 
-/// As [`Net::poll_link`], of a link on which a send has found no room, or that is broken: it stays armed, which does no harm, for what it was
-/// refused is remembered until it is armed again.
+/// Adds a link to the polled links like [`Net::poll_link`], after a send found no room on it or it broke. It stays
+/// armed, which does no harm: the link remembers what it refused until it is armed again.
 fn poll_for_room(is_polled: &mut bool, polled: &mut Vec<PeerId>, id: PeerId) {
     if !std::mem::replace(is_polled, true) {
         polled.push(id);
@@ -252,12 +259,13 @@ fn poll_for_room(is_polled: &mut bool, polled: &mut Vec<PeerId>, id: PeerId) {
 }
 
 impl Net {
-    /// The peer with this identity, unless it has gone.
+    /// Returns the peer with this identity, unless it is gone.
     pub fn find(&self, uuid: &[u8; 16]) -> Option<PeerId> {
         self.by_uuid.get(uuid).copied()
     }
 
-    /// The peer with this info, which need not have a link yet. `shares_memory`: one to it will be over shared memory.
+    /// Adds a peer with this info, which need not have a link yet, or finds it. `shares_memory` says whether a link to
+    /// it will use shared memory.
     pub fn introduce(&mut self, info: &EndpointInfo, shares_memory: bool) -> PeerId {
         if let Some(id) = self.find(&info.uuid) {
             return id;
@@ -291,8 +299,8 @@ impl Net {
         id
     }
 
-    /// Gives a peer its link, unless it has one or has gone. What the link waits for is watched already; its news are posted at `slot`
-    /// of the board.
+    /// Gives a peer its link, unless it has one or is gone. The poller must already watch the link's descriptors. News
+    /// of the link are posted at `slot` of the board.
     pub fn attach(&mut self, id: PeerId, link: Box<dyn Link>, slot: Option<Slot>) {
         let peer = &mut self.peers[id.0 as usize];
         if peer.link.is_some() || peer.gone.is_some() {
@@ -309,58 +317,60 @@ impl Net {
         }
     }
 
-    /// Whether a peer has a link.
+    /// Returns whether a peer has a link.
     pub fn is_linked(&self, id: PeerId) -> bool {
         self.peer(id).link.is_some()
     }
 
-    /// Whether a peer may get a link yet.
+    /// Returns whether a peer may still get a link.
     pub fn is_unlinked(&self, id: PeerId) -> bool {
         let peer = self.peer(id);
         peer.link.is_none() && peer.gone.is_none()
     }
 
-    /// Whether there are peers that may get a link yet.
+    /// Returns whether there are peers that may still get a link.
     #[inline]
     pub(crate) fn has_unlinked(&self) -> bool {
         self.unlinked > 0
     }
 
-    /// A peer with a new link is about to greet: this process may have nothing else to do, and looks for it all the same.
+    /// Records that a peer with a new link is about to send its hello. Passes wait for it even if this process has no
+    /// other work.
     pub(crate) fn await_greeting(&mut self, id: PeerId) {
         if self.is_linked(id) {
             self.to_greet += usize::from(!std::mem::replace(&mut self.peer_mut(id).is_to_greet, true));
         }
     }
 
-    /// A peer has greeted.
+    /// Records that a peer has sent its hello.
     pub(crate) fn end_greeting(&mut self, id: PeerId) {
         self.to_greet -= usize::from(std::mem::take(&mut self.peer_mut(id).is_to_greet));
     }
 
-    /// Whether this peer's greeting is.
+    /// Returns whether the hello of this peer is awaited.
     pub(crate) fn awaits_greeting_of(&self, id: PeerId) -> bool {
         self.peer(id).is_to_greet
     }
 
-    /// Whether some peer's greeting is awaited.
+    /// Returns whether the hello of any peer is awaited.
     pub(crate) fn awaits_greeting(&self) -> bool {
         self.to_greet > 0
     }
 
-    /// Why a peer that is wanted has no link yet.
+    /// Records why a wanted peer has no link yet.
     pub fn set_trouble(&mut self, uuid: &[u8; 16], why: &str) {
         if let Some(id) = self.find(uuid) {
             self.peer_mut(id).trouble = Some(why.to_owned());
         }
     }
 
-    /// Why a peer that may get a link has none, if that takes long.
+    /// Returns why a peer that may still get a link has none, if a reason was recorded.
     pub(crate) fn trouble(&self, id: PeerId) -> Option<&str> {
         self.peer(id).trouble.as_deref().filter(|_| self.is_unlinked(id))
     }
 
-    /// Asks for a link to a peer, unless there is one: whoever waits for a peer learns of its end on their link.
+    /// Requests a link to a peer, unless there is one. A thread that waits for a peer needs the link to learn that the
+    /// peer ended.
     #[cold]
     pub fn want(&mut self, id: PeerId) {
         if self.is_unlinked(id) && !std::mem::replace(&mut self.peer_mut(id).is_wanted, true) {
@@ -369,13 +379,13 @@ impl Net {
         }
     }
 
-    /// Whether there is something for [`Net::take_wanted`].
+    /// Returns whether [`Net::take_wanted`] would return anything.
     #[inline]
     pub(crate) fn has_wanted(&self) -> bool {
         self.has_wanted
     }
 
-    /// Has a frame sent besides the link.
+    /// Queues an out-of-band frame for a peer.
     pub(crate) fn note(&mut self, id: PeerId, header: Header, payload: &[u8]) {
         let peer = self.peer(id);
         if peer.gone.is_none() {
@@ -386,7 +396,7 @@ impl Net {
         }
     }
 
-    /// Infos of the peers whose links have been asked for since this was last asked, and what is to be sent besides the links.
+    /// Takes the infos of the peers whose links were requested since the last call, and the out-of-band frames to send.
     pub fn take_wanted(&mut self) -> (Vec<EndpointInfo>, Vec<Note>) {
         self.has_wanted = false;
         let wanted = std::mem::take(&mut self.wanted).into_iter().map(|id| self.peer(id).info.clone()).collect();
@@ -401,18 +411,18 @@ impl Net {
         id
     }
 
-    /// A peer without a link, for tests.
+    /// Returns the id of a peer that does not exist, for tests.
     #[cfg(test)]
     pub(crate) fn add_stranger(&mut self) -> PeerId {
         PeerId(self.peers.len() as u32)
     }
 
-    /// The peers with links.
+    /// Returns the peers with links.
     pub fn linked(&self) -> &[PeerId] {
         &self.linked
     }
 
-    /// What is known of a peer.
+    /// Returns the record of a peer.
     #[inline]
     pub fn peer(&self, id: PeerId) -> &Peer {
         &self.peers[id.0 as usize]
@@ -428,7 +438,7 @@ impl Net {
         }
     }
 
-    /// What is done to every link.
+    /// Calls `f` for every link.
     fn each_link(&mut self, mut f: impl FnMut(&mut (dyn Link + 'static))) {
         for id in &self.linked {
             if let Some(link) = &mut self.peers[id.0 as usize].link {
@@ -442,8 +452,8 @@ impl Net {
         self.peers[id.0 as usize].link.as_deref_mut()
     }
 
-    /// The next frame of a peer, without the borrow. It stays where it is until [`Net::end_frame`], also when the link is given up
-    /// meanwhile.
+    /// Returns the next frame of a peer, without the borrow. The frame stays in place until [`Net::end_frame`], even if
+    /// the link is given up meanwhile.
     #[inline]
     fn begin_frame(&mut self, id: PeerId) -> Result<Option<RawFrame>> {
         self.retired = None;
@@ -461,8 +471,8 @@ impl Net {
         self.release(id);
     }
 
-    /// A place for a frame with a payload of so many bytes, or `None` when there is no room now, no link yet, or the peer has
-    /// gone.
+    /// Reserves a place for a frame with a payload of `payload_bytes` bytes. Returns `None` if there is no room now, no
+    /// link yet, or the peer is gone.
     #[inline(always)]
     pub(crate) fn reserve(&mut self, id: PeerId, payload_bytes: usize) -> Option<Place<'_>> {
         if self.has_unlinked() {
@@ -470,7 +480,7 @@ impl Net {
         }
         let peer = &mut self.peers[id.0 as usize];
         let link = peer.link.as_deref_mut()?;
-        // A broken link is noticed by `check`; here it only has no room.
+        // `check` detects a broken link; here it only has no room.
         match link.try_reserve(payload_bytes) {
             Ok(Some(place)) => Some(place),
             Ok(None) | Err(_) => {
@@ -490,29 +500,29 @@ impl Net {
         }
     }
 
-    /// A peer has said goodbye, or that is only assumed.
+    /// Records that a peer has sent a disconnect message, or that this is only assumed.
     pub(crate) fn note_goodbye(&mut self, id: PeerId, is_assumed: bool) {
         let peer = self.peer_mut(id);
         (peer.said_goodbye, peer.is_goodbye_assumed) = (true, is_assumed);
     }
 
-    /// What calls of a group that has ended have sent and received.
+    /// Adds the counters of a group that has ended.
     pub(crate) fn add_traffic(&mut self, id: PeerId, traffic: Traffic) {
         let total = &mut self.peer_mut(id).traffic;
         *total = total.plus(traffic);
     }
 
-    /// A frame that is of no group's calls has come from a peer.
+    /// Counts a frame from a peer that belongs to no group's calls.
     pub(crate) fn count_received(&mut self, id: PeerId, payload_bytes: usize) {
         self.peer_mut(id).traffic.add_received(payload_bytes as u64);
     }
 
-    /// Whether nothing tells of what comes over this peer's link while something is under way.
+    /// Returns whether no event announces what arrives over this peer's link while a call is in flight.
     pub(crate) fn is_polled(&self, id: PeerId) -> bool {
         self.peer(id).link.as_ref().is_some_and(|link| link.is_polled())
     }
 
-    /// Whether a look at this peer's link costs no system call, or will cost none.
+    /// Returns whether polling this peer's link costs no system call, or will cost none.
     pub(crate) fn is_cheap_to_look_at(&self, id: PeerId) -> bool {
         let peer = self.peer(id);
         match &peer.link {
@@ -521,12 +531,12 @@ impl Net {
         }
     }
 
-    /// Whether the system must be asked for news of some links.
+    /// Returns whether the system must be asked for news of some links.
     pub fn has_streams(&self) -> bool {
         self.streams > 0
     }
 
-    /// The next pass looks at this peer's link, and asks the system, whatever is known.
+    /// Makes the next pass poll this peer's link, and ask the system even if no event was seen.
     pub fn look_again(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
             link.look_again();
@@ -534,7 +544,7 @@ impl Net {
         }
     }
 
-    /// As [`Net::look_again`], if the last look at this peer's link has found something.
+    /// Does the same as [`Net::look_again`] if the last poll of this peer's link found something.
     pub(crate) fn look_again_if_flowing(&mut self, id: PeerId) {
         let peer = self.peer(id);
         if peer.is_polled && peer.idle_looks == 0 {
@@ -542,20 +552,20 @@ impl Net {
         }
     }
 
-    /// As [`Net::look_again`], of all peers: a system call for each of them follows.
+    /// Does the same as [`Net::look_again`] for all peers. A system call for each of them follows.
     pub fn look_again_everywhere(&mut self) {
         for index in 0..self.linked.len() {
             self.look_again(self.linked[index]);
         }
     }
 
-    /// The next frame, if it comes while this looks for it up to `looks` times. Errors are left to a pass.
+    /// Returns the next frame if it arrives within `looks` polls. Errors are left to a pass.
     #[inline]
     pub(crate) fn await_frame(&mut self, id: PeerId, looks: u32) -> Option<Frame<'_>> {
         self.link(id)?.await_frame(looks).ok()?
     }
 
-    /// As [`Net::commit`], for links that send without a flush; [`Net::wake`] follows soon.
+    /// Commits like [`Net::commit`], for links that send without a flush. [`Net::wake`] must follow soon.
     #[inline]
     pub(crate) fn commit_quietly(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
@@ -563,7 +573,7 @@ impl Net {
         }
     }
 
-    /// As [`Net::release`]; [`Net::wake`] follows soon.
+    /// Releases like [`Net::release`]. [`Net::wake`] must follow soon.
     #[inline]
     pub(crate) fn release_quietly(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
@@ -571,7 +581,7 @@ impl Net {
         }
     }
 
-    /// Tells a peer that does not look that it was given something quietly.
+    /// Wakes a peer that has armed its end, if frames or room were given to it quietly.
     #[inline]
     pub(crate) fn wake(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
@@ -579,7 +589,7 @@ impl Net {
         }
     }
 
-    /// Gives the frame's place back.
+    /// Frees the place of the peeked frame.
     #[inline]
     pub(crate) fn release(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
@@ -587,7 +597,7 @@ impl Net {
         }
     }
 
-    /// Sends a frame now or as soon as there is room; order among control frames is kept.
+    /// Sends a control frame now, or as soon as there is room. Control frames stay in order.
     pub(crate) fn send_control(&mut self, id: PeerId, header: Header, payload: &[u8]) {
         if self.peer(id).gone.is_some() {
             return;
@@ -606,21 +616,24 @@ impl Net {
         let peer = self.peer_mut(id);
         peer.outbox.push_back((header.to_bytes(), payload.to_vec()));
         peer.queued += 1;
-        // Credits and grants are of no use to anybody when this rank has left; answers to probes and packets are.
+        // If this rank leaves, no peer needs its credits and grants any more. Answers to probes, and packets, are still
+        // needed.
         if matches!(header.kind, Kind::Begin | Kind::Packets) {
             peer.relied_on = peer.queued;
         }
         self.note_dirty(id);
     }
 
-    /// As [`Net::send_control`], unless there is no link: whoever makes one is told then.
+    /// Sends like [`Net::send_control`] if there is a link. If there is none, the peer learns the same when a link is
+    /// made.
     pub(crate) fn send_if_linked(&mut self, id: PeerId, header: Header, payload: &[u8]) {
         if self.is_linked(id) {
             self.send_control(id, header, payload);
         }
     }
 
-    /// Sends queued control frames and pushes buffered bytes. Returns whether a frame left the queue, and whether nothing is left.
+    /// Sends queued control frames and pushes buffered bytes. Returns whether a frame left the queue, and whether
+    /// nothing is left.
     fn flush(&mut self, id: PeerId) -> (bool, bool) {
         let peer = &mut self.peers[id.0 as usize];
         let Some(link) = peer.link.as_mut() else { return (false, peer.outbox.is_empty()) };
@@ -633,7 +646,7 @@ impl Net {
                     self.room_wanted = true;
                     break;
                 }
-                // Broken or closed: it takes nothing any more.
+                // The link is broken or closed, and accepts nothing more.
                 Err(_) => {
                     is_broken = true;
                     peer.outbox.clear();
@@ -647,7 +660,7 @@ impl Net {
             peer.outbox.pop_front();
             moved = true;
         }
-        // An error shows again in `check` or `peek`, where it is handled; nothing more can be sent then.
+        // `check` or `peek` returns the error again and handles it. Nothing more can be sent then.
         let flushed = link.flush();
         let is_clean = matches!(flushed, Ok(true) | Err(_)) && peer.outbox.is_empty();
         if link.awaits_answer() && !std::mem::replace(&mut peer.is_unanswered, true) {
@@ -659,7 +672,7 @@ impl Net {
         (moved, is_clean)
     }
 
-    /// Control frames that have found no room.
+    /// Returns the number of control frames that wait for room.
     pub(crate) fn queued(&self) -> usize {
         self.peers.iter().map(|peer| peer.outbox.len()).sum()
     }
@@ -681,7 +694,7 @@ impl Net {
         moved
     }
 
-    /// As [`Net::flush_all`], after a panic: the peer of which one of its own comes.
+    /// Flushes like [`Net::flush_all`], after a panic. If flushing panics again, returns the peer that caused it.
     pub(crate) fn flush_guarded(&mut self) -> std::result::Result<(), PeerId> {
         for id in self.dirty.clone() {
             catch_unwind(AssertUnwindSafe(|| self.flush(id))).map_err(|_| id)?;
@@ -689,17 +702,17 @@ impl Net {
         Ok(())
     }
 
-    /// Whether bytes of calls that may be done already have yet to leave this process.
+    /// Returns whether bytes have yet to leave this process. Their calls may already be done.
     pub fn has_unsent(&self) -> bool {
         !self.dirty.is_empty()
     }
 
-    /// Whether somebody must drive even if no call is in flight.
+    /// Returns whether a thread must drive progress even if no call is in flight.
     pub fn wants_driver(&self) -> bool {
         self.has_unsent() || self.listeners > 0
     }
 
-    /// What was sent to a peer until now.
+    /// Returns a mark for everything sent to a peer so far.
     pub fn mark(&self, peer: PeerId) -> Mark {
         Mark { peer, position: self.position(peer), queued: self.has_queued(peer).then_some(self.peer(peer).relied_on) }
     }
@@ -713,13 +726,13 @@ impl Net {
         peer.queued - (peer.outbox.len() as u64) < peer.relied_on
     }
 
-    /// The peers without a link for which something waits.
+    /// Returns the peers without a link that have queued frames on which they rely.
     pub fn unlinked_with_queue(&self) -> Vec<PeerId> {
         let all = (0..self.peers.len() as u32).map(PeerId);
         all.filter(|&id| self.is_unlinked(id) && self.has_queued(id)).collect()
     }
 
-    /// Whether the peer's host has what was sent until then, or never will.
+    /// Returns whether the peer's host has everything sent before the mark, or can never get it.
     pub fn is_delivered(&mut self, mark: &mut Mark) -> bool {
         if let Some(queued) = mark.queued {
             let peer = self.peer(mark.peer);
@@ -731,12 +744,12 @@ impl Net {
         self.link(mark.peer).is_none_or(|link| link.is_delivered(mark.position))
     }
 
-    /// Whether any peer's host has yet to acknowledge something.
+    /// Returns whether any peer's host has yet to acknowledge something.
     pub(crate) fn awaits_answers(&self) -> bool {
         !self.unanswered.is_empty()
     }
 
-    /// The peers whose hosts have not answered what they should have, and for how long.
+    /// Returns the peers whose hosts are unresponsive, and for how long.
     pub(crate) fn look_for_answers(&mut self) -> Vec<(PeerId, Duration)> {
         let mut silent = Vec::new();
         let mut unanswered = std::mem::take(&mut self.unanswered);
@@ -755,7 +768,7 @@ impl Net {
         silent
     }
 
-    /// Looks whether the peer is still there; the error says how it went.
+    /// Checks whether the peer still exists. The error describes how it disconnected.
     pub(crate) fn check(&mut self, id: PeerId) -> Result<()> {
         self.looks += 1;
         match self.link(id) {
@@ -764,14 +777,15 @@ impl Net {
         }
     }
 
-    /// Nothing that is on its way to a peer is worth a wait when its link is dropped.
+    /// Marks a peer as vanished: dropping its link then does not wait for bytes in flight.
     pub(crate) fn abandon(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
             link.abandon();
         }
     }
 
-    /// Records that a peer has gone and drops its link. Calls that need it are failed by who looks for departures.
+    /// Records that a peer is gone, and drops its link. The next look for departures fails the calls that need the
+    /// peer.
     pub fn mark_gone(&mut self, id: PeerId, error: Error) {
         self.unlinked -= usize::from(self.is_unlinked(id));
         self.end_greeting(id);
@@ -790,7 +804,7 @@ impl Net {
         if was_polled {
             self.polled.retain(|&polled| polled != id);
         }
-        // The place may be another link's by now.
+        // Another link may have the slot by now.
         if let Some(slot) = slot.filter(|slot| self.by_slot.get(slot) == Some(&id)) {
             self.by_slot.remove(&slot);
         }
@@ -808,17 +822,17 @@ impl Net {
         self.departures += u64::from(is_new);
     }
 
-    /// How many peers have gone so far.
+    /// Returns the number of peers that are gone so far.
     pub fn departures(&self) -> u64 {
         self.departures
     }
 
-    /// Whether a peer has gone since this was last asked.
+    /// Returns whether a peer has gone since the last call.
     pub(crate) fn take_departures(&mut self) -> bool {
         std::mem::replace(&mut self.departures_seen, self.departures) != self.departures
     }
 
-    /// The process with this identity, if it was a peer and has gone.
+    /// Returns the process with this identity if it was a peer and is gone.
     pub fn gone(&self, uuid: &[u8; 16]) -> Option<PeerId> {
         if self.by_uuid.contains_key(uuid) {
             return None;
@@ -827,7 +841,7 @@ impl Net {
         self.peers.iter().rposition(is_it).map(|index| PeerId(index as u32))
     }
 
-    /// Why a peer has gone, if it has.
+    /// Returns why a peer is gone; `None` if it is not.
     pub fn why_gone(&self, id: PeerId) -> Option<String> {
         match self.peer(id).gone.as_ref()? {
             Gone::Left => Some("it has left".to_owned()),
@@ -835,36 +849,38 @@ impl Net {
         }
     }
 
-    /// Who a peer process is, for messages: `host worker-3, pid 4711`.
+    /// Returns host and process of a peer, for messages: `host worker-3, pid 4711`.
     pub fn host_and_pid(&self, id: PeerId) -> String {
         let info = &self.peer(id).info;
         format!("host {}, pid {}", info.hostname, info.pid)
     }
 
-    /// Transport and addresses of a peer's link.
+    /// Returns transport and addresses of a peer's link.
     pub fn describe(&self, id: PeerId) -> String {
         let peer = self.peer(id);
         let without = if peer.gone.is_some() { "no link" } else { "no link yet" };
         peer.link.as_ref().map_or_else(|| without.to_owned(), |link| link.describe())
     }
 
-    /// The transport and addresses of a peer's link, if it has one, and the system calls made for it.
+    /// Returns transport and addresses of a peer's link, and the number of system calls made for it; `None` without a
+    /// link.
     pub fn link_of(&self, id: PeerId) -> Option<(String, u64)> {
         self.peer(id).link.as_ref().map(|link| (link.describe(), link.system_calls()))
     }
 
-    /// All peers that there have been.
+    /// Returns all peers, including those that are gone.
     pub fn all(&self) -> impl Iterator<Item = PeerId> + use<> {
         (0..self.peers.len() as u32).map(PeerId)
     }
 
-    /// Says that nothing more will be sent to anybody.
+    /// Announces to all peers that this process sends nothing more.
     pub fn close_all(&mut self) {
         self.each_link(|link| {
             let _ = link.flush();
             link.close();
             link.look_again();
-            // A socket that ends with unread bytes resets the connection, which takes back what is under way.
+            // Closing a socket with unread bytes resets the connection, which would discard bytes in flight to the
+            // peer.
             while let Ok(Some(_)) = link.peek() {
                 link.release();
             }

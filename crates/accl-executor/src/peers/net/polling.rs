@@ -1,10 +1,11 @@
-//! Which links passes look at.
+//! Decides which links a progress pass polls.
 //!
-//! A link is *polled*, that is, every pass looks at it, or it is *armed*: whoever brings it news posts them on the [`NewsBoard`], and then it is
-//! polled again. It is armed when it has been looked at in vain for a while, and before a sleep. So neither a pass nor a sleep costs more
-//! with more links.
+//! A link is *polled* (every pass polls it) or *armed*. News of an armed link are posted on the [`NewsBoard`] by the
+//! peer or the poller, and then the link is polled again. A link is armed when several polls found nothing, and before
+//! a sleep. The cost of a pass or a sleep therefore does not grow with the number of links.
 //!
-//! Owns that choice for each link, and what it takes to sleep. Reads no frame. Read [`Net::poll_link`] and [`Net::prepare_park`] first.
+//! This module owns that choice for each link, and the preparation of a sleep. It reads no frame. Read
+//! [`Net::poll_link`] and [`Net::prepare_park`] first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +14,7 @@ use accl_wire::NewsBoard;
 
 use super::{Net, Peer, PeerId};
 
-/// See [`Net::poll_link`]. `true`: a send waits for room there.
+/// Implements [`Net::poll_link`]. Returns `true` if a send waits for room on the link.
 fn poll_link(peers: &mut [Peer], polled: &mut Vec<PeerId>, id: PeerId) -> bool {
     let peer = &mut peers[id.0 as usize];
     let Some(link) = peer.link.as_mut().filter(|_| !peer.is_polled) else { return false };
@@ -24,45 +25,47 @@ fn poll_link(peers: &mut [Peer], polled: &mut Vec<PeerId>, id: PeerId) -> bool {
 }
 
 impl Net {
-    /// A link that is looked at so often in vain is armed. For simulations, whose threads look less often.
+    /// Sets the number of polls without a frame after which a link is armed. Simulations use it, because their threads
+    /// poll less often.
     pub fn set_looks_before_arming(&mut self, looks: u32) {
         self.looks_before_arming = looks;
     }
 
-    /// Where news of links are posted from now on.
+    /// Sets the board to which news of links are posted from now on.
     pub fn set_board(&mut self, board: Arc<dyn NewsBoard>) {
         self.board = Some(board);
     }
 
-    /// The peers whose links are looked at, one by one from 0: meanwhile some may go and others take their numbers.
+    /// Returns the peer at `index` in the list of polled links. Callers count from 0, because meanwhile peers may go
+    /// and others take their index.
     #[inline]
     pub(crate) fn polled(&self, index: usize) -> Option<PeerId> {
         self.polled.get(index).copied()
     }
 
-    /// How often a link has been looked at so far.
+    /// Returns the number of times that a link was polled so far.
     pub(crate) fn looks(&self) -> u64 {
         self.looks
     }
 
-    /// Passes look at this peer's link from now on.
+    /// Makes passes poll this peer's link from now on.
     pub fn poll_link(&mut self, id: PeerId) {
         self.owes_pass |= poll_link(&mut self.peers, &mut self.polled, id);
     }
 
-    /// Every send that waits for room has tried again, and its link is to be armed for room if there was none. What a link has been refused is
-    /// forgotten with its arming, so no link is armed before that.
+    /// Ends a pass: every send that waits for room has tried again, and its link will be armed for room if it found none.
+    /// Arming clears the link's record of refused sends, so no link may be armed before this.
     pub(crate) fn end_pass(&mut self) {
         self.owes_pass = false;
     }
 
-    /// The links of which news were posted are polled from now on.
+    /// Makes passes poll the links whose news were posted.
     #[inline]
     pub(crate) fn take_news(&mut self) {
         let Self { board, by_slot, peers, polled, owes_pass, .. } = self;
         if let Some(board) = board {
             board.take(&mut |slot| {
-                // One that has gone may have left news behind.
+                // The slot's peer may be gone and have left news behind.
                 if let Some(&id) = by_slot.get(&slot) {
                     *owes_pass |= poll_link(peers, polled, id);
                 }
@@ -70,7 +73,8 @@ impl Net {
         }
     }
 
-    /// A pass has looked at a link, and found something or not. One that has brought nothing for a while is armed.
+    /// Records that a pass has polled a link, and whether it found something. A link that brought nothing for a while
+    /// is armed.
     #[inline]
     pub(crate) fn note_look(&mut self, id: PeerId, has_found: bool) {
         self.looks += 1;
@@ -85,7 +89,7 @@ impl Net {
     fn arm_idle(&mut self, id: PeerId) {
         let peer = &mut self.peers[id.0 as usize];
         peer.idle_looks = 0;
-        // A send that waits for room tries again in every pass, and says so then.
+        // A send that waits for room tries again in every pass, and sets `wants_room` then.
         let waits_for_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
         if peer.slot.is_some() && peer.is_polled && !waits_for_room {
             self.arm(id);
@@ -95,14 +99,14 @@ impl Net {
         }
     }
 
-    /// Arms a polled link. `true`: it is polled on, since something has come up.
+    /// Arms a polled link. Returns `true` if something was found, so that the link stays polled.
     fn arm(&mut self, id: PeerId) -> bool {
         self.looks += 1;
         let peer = &mut self.peers[id.0 as usize];
         let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
         let Some(link) = &mut peer.link else { return false };
         let is_news = link.arm(wants_room);
-        // Others are to know when to look again by themselves.
+        // The sleeping thread must know when to poll this link without an event.
         let interval = link.poll_interval();
         self.poll_interval = self.poll_interval.into_iter().chain(interval).min();
         if is_news {
@@ -113,7 +117,7 @@ impl Net {
         is_news
     }
 
-    /// Arms all links. `true`: something has come up.
+    /// Arms all links. Returns `true` if something was found.
     fn arm_all(&mut self) -> bool {
         self.room_wanted = false;
         self.poll_interval = None;
@@ -130,35 +134,37 @@ impl Net {
         is_news
     }
 
-    /// Before a sleep: arms all links, and has the first news wake the sleeper. `true`: something came up meanwhile, and a pass is due.
+    /// Prepares a sleep: arms all links, and makes the first news wake the sleeping thread. Returns `true` if something
+    /// was found, so that a pass is due.
     pub(crate) fn prepare_park(&mut self) -> bool {
         self.take_news();
         self.owes_pass || self.arm_all() || self.board.as_ref().is_some_and(|board| board.listen())
     }
 
-    /// A thread looks for news while the driver sleeps: they wake nobody.
+    /// Records that a thread polls for news while the driver sleeps, so that news wake no thread.
     pub(crate) fn mute(&mut self) {
         if let Some(board) = &self.board {
             board.mute();
         }
     }
 
-    /// While the driver sleeps: arms the links that a pass has looked at. `true`: something came up meanwhile.
+    /// Arms the links that a pass has polled while the driver sleeps. Returns `true` if something was found.
     pub(crate) fn arm_again(&mut self) -> bool {
         !self.polled.is_empty() && self.arm_all()
     }
 
-    /// How long a sleeper may leave the links alone, after [`Net::prepare_park`].
+    /// Returns how long a sleeping thread may leave the links unpolled, after [`Net::prepare_park`].
     pub(crate) fn poll_interval(&self) -> Option<Duration> {
         self.poll_interval
     }
 
-    /// Whether there is something of which nobody would tell a sleeper: a send waits for room that is not asked for yet, or a link is polled.
+    /// Returns whether something may happen that wakes no sleeping thread: a send waits for room that is not requested
+    /// yet, or a link is polled.
     pub(crate) fn is_unarmed(&self) -> bool {
         self.room_wanted || self.polled.iter().any(|&id| self.peer(id).slot.is_some())
     }
 
-    /// The driver sleeps no more. What it has armed stays so, but for what is always polled.
+    /// Ends the driver's sleep. Armed links stay armed, except for links that are always polled.
     pub(crate) fn unpark(&mut self) {
         self.mute();
         for index in 0..self.polled.len() {
