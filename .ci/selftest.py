@@ -41,6 +41,10 @@ shim = script("check_shim")
 factories = script("check_factories")
 planter = script("mutants")
 messages = script("check_messages")
+sys.path.insert(0, str(HERE))
+words = script("words")
+prose = script("prose")
+plain_text = sys.modules["plain_text"]
 cover = script("cover.py", HERE.parent / "tests" / "support")
 
 
@@ -61,6 +65,78 @@ class Mutants(unittest.TestCase):
         mutant = {"name": "lost", "file": "a.rs", "old": "not there", "new": ""}
         with self.assertRaisesRegex(ValueError, "lost: its text stands 0 times in a.rs"):
             planter.planted("fn main() {}", mutant)
+
+
+class Words(unittest.TestCase):
+    TABLE: dict[str, list[dict[str, str]]] = {"word": [{"find": "told|tells?", "use": "notify"}]}
+
+    def found(self, path: str, source: str, **table: Any) -> list[str]:
+        return list(words.check(plain_text.of_file(path, source), self.TABLE | table))
+
+    def test_a_word_of_the_table_is_refused_with_the_fields_word(self) -> None:
+        for path, source in (
+            ("a.rs", "fn f() {} // The peer is told.\n"),
+            ("a.rs", "/// Rank that tells others.\nfn f() {}\n"),
+            ("a.py", "# A rank tells.\n"),
+            ("a.py", 'def f():\n    """Tell the peer."""\n'),
+            ("a.md", "The rank is told.\n"),
+            ("a.toml", "# A rank tells.\n"),
+        ):
+            with self.subTest(source):
+                (line,) = self.found(path, source)
+                self.assertRegex(line, rf"^{path}:[12]: `[Tt]\w+` in .*: write notify$")
+
+    def test_names_strings_and_code_are_not_looked_at(self) -> None:
+        for path, source in (
+            ("a.rs", 'let told = "told"; // The field `told` is set.\n'),
+            ("a.py", 'told = "is told"  # See `told`.\n'),
+            ("a.md", "```\nis told\n```\n"),
+        ):
+            with self.subTest(source):
+                self.assertEqual(self.found(path, source), [])
+
+    def test_an_exception_holds_for_its_text_alone_and_is_removed_when_nothing_needs_it(self) -> None:
+        exception = [{"path": "a.md", "text": "is told apart", "why": "a test"}]
+        self.assertEqual(self.found("a.md", "It is told apart.\n", exception=exception), [])
+        self.assertRegex(
+            "\n".join(self.found("a.md", "It is told.\n", exception=exception)), "write notify\n.*remove it"
+        )
+
+
+class Prose(unittest.TestCase):
+    def pages(self, *paragraphs: str) -> str:
+        return "\n".join(prose.check_pages(plain_text.of_file("a.md", "\n\n".join(paragraphs) + "\n")))
+
+    def test_long_sentences_and_paragraphs_of_a_page_are_refused(self) -> None:
+        self.assertRegex(self.pages("word " * 41 + "end."), "a.md:1: a sentence of 42 words")
+        self.assertRegex(self.pages("A short one. " * 27 + "End."), "a.md:1: a paragraph of 82 words")
+        self.assertRegex(self.pages("word " * 26 + "end.", "Short."), "1 of 2 sentences have more than 25 words")
+        self.assertEqual(
+            self.pages("word " * 24 + "end.", "| " + "cell " * 90 + "|", "```\n" + "code " * 90 + "\n```"), ""
+        )
+
+    def test_a_doc_comment_that_no_noun_or_verb_begins_is_refused(self) -> None:
+        for source, count in (
+            ("/// Of the peer.\nx: u32,\n", 1),
+            ("/// Index of the peer.\nx: u32,\n", 0),
+            ("// What follows is plain code.\n", 0),
+            ("// SAFETY: as above.\n", 1),
+            ("// SAFETY: `dst` holds `len` bytes.\n", 0),
+        ):
+            with self.subTest(source):
+                self.assertEqual(len(list(prose.check_comments(plain_text.of_file("a.rs", source)))), count)
+
+    def test_a_line_that_is_too_wide_is_refused(self) -> None:
+        self.assertEqual(len(list(prose.check_width({"a.rs": "x" * 151 + "\n" + "x" * 150}))), 1)
+
+    def test_a_misspelt_word_is_refused(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            page = Path(folder) / "a.md"
+            page.write_text("The adress of the peer.\n")
+            status = prose.check_spelling([str(page)])
+        if status == 0 and not prose.codespell():
+            self.skipTest("codespell is not installed")
+        self.assertNotEqual(status, 0)
 
 
 class Messages(unittest.TestCase):
