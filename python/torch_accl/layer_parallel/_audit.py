@@ -79,7 +79,10 @@ class Probe:
 
 
 def factor_of(residuals: Sequence[float]) -> float | None:
-    """Returns the last norm divided by the one before, or None if there are fewer than two norms or the divisor is 0."""
+    """Returns the last norm divided by the one before.
+
+    None if there are fewer than two norms, or the divisor is 0.
+    """
     return residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] != 0 else None
 
 

@@ -156,7 +156,7 @@ class Between:
                     coarse.state.pop(old, None)
 
     def restricted(self, gradients: Field) -> Field:
-        """Returns the gradients of the coarse net's parameters if the fine net's parameters followed from them by interpolation.
+        """Returns the gradients of the coarse net's parameters, if the fine net's parameters were interpolated from them.
 
         This is the transpose of `interpolated`.
         """

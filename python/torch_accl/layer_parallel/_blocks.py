@@ -155,7 +155,10 @@ def drawing_from(seed: int, *, has_graph: bool = False, is_followed: bool = Fals
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside the context, draws leave no trace in torch's random numbers, and other threads do not disturb the draws of layers."""
+    """Inside the context, draws leave no trace in torch's random numbers.
+
+    Layers do not draw from the random numbers of other threads.
+    """
     evaluation = drawn_for()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     with with_own_generator() as is_shared:

@@ -362,7 +362,10 @@ def _message(like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _compared(found: _Differing, winners: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """Yields each copy of this rank that differs from the lowest rank's: its name, the copy, the lowest rank's copy, and their distance."""
+    """Yields each copy of this rank that differs from the lowest rank's copy.
+
+    Each item has the name, the copy, the lowest rank's copy, and their distance.
+    """
     for copied, tensors, winner in zip(found[0].copied, found[1], winners):
         for copy in tensors:
             if not torch.equal(_bytes(copy), _bytes(winner)):

@@ -52,10 +52,11 @@ def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, erro
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for the layers of a net: if a gradient of any rank is infinite or NaN, all ranks skip the step.
+    """`torch.amp.GradScaler` for the layers of a net, on all of its ranks.
 
-    All ranks then change the scale alike. On all ranks together, call `net.step(..., loss_scale=scaler.get_scale())`,
-    then `scaler.step(optimizer)` and `scaler.update()`. Other arguments are torch's.
+    If a gradient of any rank is infinite or NaN, all ranks skip the step and change the scale alike. On all ranks
+    together, call `net.step(..., loss_scale=scaler.get_scale())`, then `scaler.step(optimizer)` and `scaler.update()`.
+    Other arguments are torch's.
     """
 
     def __init__(self, net: Model, device: str = "cpu", **settings: Any) -> None:

@@ -1,4 +1,6 @@
-"""Optimisation by multigrid over the depth of a net (MG/Opt; Nash, "A multigrid approach to discretized optimization problems", 2000).
+"""Optimisation by multigrid over the depth of a net (MG/Opt).
+
+The method is from Nash, "A multigrid approach to discretized optimization problems", 2000.
 
 Owns the V-cycle inside a batch: the order in which the nets take steps, the correction, and the line search along the
 suggested change. The correction makes a shallower net's objective agree to first order with the deeper net's.
@@ -164,7 +166,7 @@ class MGOpt:
         *,
         side: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Runs a V-cycle with one batch, on all ranks together. The arguments are those of `LayerParallel.step`.
+        """Runs a V-cycle with one batch, on all ranks together. It takes the arguments of `LayerParallel.step`.
 
         Returns the loss before the cycle, the same on all ranks. The input and the side inputs get no gradients,
         because a batch is evaluated at several points.
@@ -188,7 +190,10 @@ class MGOpt:
         return point.shown
 
     def _check_trained(self) -> None:
-        """Raises `ValueError` if `requires_grad` of a parameter has changed: gradients of two nets must match one by one."""
+        """Raises `ValueError` if `requires_grad` of a parameter has changed.
+
+        Gradients of two nets must match one by one.
+        """
         net = self._levels[0].net
         now = _are_trained(net)
         # Layer number plus one; 0 for no layer.

@@ -237,7 +237,10 @@ class Model(nn.Module):
             raise ValueError(f"evaluation={mode!r}: give one of the other modes")
 
     def check_mode(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
-        """Raises `ValueError` for an unknown mode, or a mode that this net cannot use with these cycles (default: its own)."""
+        """Raises `ValueError` for a mode that does not exist, or that this net cannot use with `cycles`.
+
+        `cycles` of None are the net's own.
+        """
         cycles = self._cycles if cycles is None else cycles
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: give one of {', '.join(MODES)}")
@@ -433,7 +436,7 @@ class Model(nn.Module):
     ) -> Evaluated:
         """Returns the loss of a batch in evaluation, on all ranks: exact, and as the training mode computes it.
 
-        The arguments are those of `step`.
+        It takes the arguments of `step`.
         """
         if self.training:
             raise RuntimeError("evaluate() of a net in training; call eval() before, and train() afterwards")
@@ -501,7 +504,7 @@ class Model(nn.Module):
         return mode
 
     def _parts(self, solve: Solve) -> int:
-        """Returns the number of micro-batches of a pipeline, or 0 if a batch like this one cannot be split into them."""
+        """Returns the number of micro-batches, or 0 if a batch like this one cannot be split into them."""
         return self._micro_batches if "exact-pipeline" in self._auto_modes and self._is_divided(solve) else 0
 
     def _is_divided(self, solve: Solve) -> bool:

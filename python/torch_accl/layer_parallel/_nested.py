@@ -80,9 +80,9 @@ def refined(
     moments: Moments = "scaled",
     **settings: Any,
 ) -> LayerParallel | tuple[LayerParallel, Optimizer]:
-    """Returns a net with `factor` layers for each step, each with a `factor`-th of the step length, and the optimiser for it.
+    """Returns a net with `factor` shorter steps for each step, and the optimiser for it.
 
-    All ranks call it together. `net` itself does not change.
+    Each new step has a `factor`-th of the length. All ranks call it together. `net` itself does not change.
 
     interpolation: `"constant"` copies the parameters of a step to its new layers. `"linear"` interpolates from the step
         to the next one, among neighbours of the same classes, shapes and types. Plain layers and all buffers are

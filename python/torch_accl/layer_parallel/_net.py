@@ -51,9 +51,9 @@ Parameters = tuple[list[Tensor], dict[int, list[tuple[str, int]]]]
 
 @dataclass
 class Extra:
-    """Inputs of one layer in addition to the state: tensors, and a function from tensors to positional and named arguments.
+    """Inputs of one layer in addition to the state.
 
-    The positional arguments come before the state.
+    `arguments` makes positional and named arguments from the leaves. The positional arguments come before the state.
     """
 
     leaves: States
@@ -193,7 +193,10 @@ class Layers:
         return found
 
     def parameters(self) -> Parameters:
-        """Returns the parameters that want a gradient, each once, and for each layer the names and indices of its own."""
+        """Returns the parameters that want a gradient, each once.
+
+        Also returns for each layer the names and indices of its own.
+        """
         places: dict[int, int] = {}
         found: list[Tensor] = []
         of_layer: dict[int, list[tuple[str, int]]] = {}
@@ -507,7 +510,10 @@ class Evaluation:
         return graph
 
     def _scale(self, layer: int) -> float:
-        """Returns the factor of a layer's gradients: dt for `ode`, because the plan multiplies the increment outside of the layer."""
+        """Returns the factor of a layer's gradients.
+
+        For `ode` it is dt, because the plan multiplies the increment by dt outside of the layer.
+        """
         return self.layers.dt if self.layers.kinds[layer] == "ode" else 1.0
 
     def _add(self, layer: int, slots: Sequence[int], found: Sequence[Tensor | None]) -> None:
@@ -521,7 +527,10 @@ class Evaluation:
             self.gradients[slot] = gradient if before is None else before + gradient
 
     def slot_of(self, layer: int, name: str) -> int | None:
-        """Returns the index of a parameter, by any of its names, among the parameters that want a gradient; None if it wants none."""
+        """Returns the index of a parameter, by any of its names, among the parameters that want a gradient.
+
+        None if it wants none.
+        """
         parameter = parameter_of(self.modules[layer], name)
         own = self._of_layer[layer]
         return next((slot for other, slot in own if other == name or self.parameters[slot] is parameter), None)
@@ -555,7 +564,10 @@ def parameter_of(module: nn.Module, name: str) -> Tensor:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Returns whether torch.compile would compile a number among the arguments into the module's graph, one graph per level."""
+    """Returns whether a module is compiled.
+
+    Then numbers among its arguments would be compiled in, with one graph per level.
+    """
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 

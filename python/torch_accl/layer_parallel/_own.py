@@ -28,7 +28,10 @@ _now: ContextVar[torch.Generator | None] = ContextVar("torch_accl_own_generator"
 
 
 def own_generator() -> torch.Generator | None:
-    """Returns the generator that replaces the default generator for layers on a CPU; None while this thread is the only one."""
+    """Returns the generator that replaces the default generator for layers on a CPU.
+
+    None while this thread is the only one.
+    """
     return _now.get()
 
 
@@ -61,7 +64,10 @@ class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside the context, the default generator has the own generator's state, for code that saves that state and draws from it again."""
+        """Inside the context, the default generator has the own generator's state.
+
+        This is for code that saves the default generator's state and draws from it again.
+        """
         before = torch.default_generator.get_state()
         self._follow()
         try:

@@ -72,8 +72,8 @@ class Program:
     coarsest: int
     inputs: list[int]
     outputs: list[int]
-    # guesses: values that a guess gives. Their states are those of the `points` at these values.
-    # states: final values of the C-points if there is no final sweep, of the same points.
+    # guesses: values that a guess provides, each a state of the point `points[value]`.
+    # states: final values of the same points if there is no final sweep.
     guesses: list[int]
     states: list[int]
     receives: list[Receive]
@@ -99,7 +99,10 @@ class Plans:
         return self
 
     def segment(self, point: int) -> int:
-        """Returns the segment of a point: the number plus one of the plain layer that made the form of its state, or 0 for the input."""
+        """Returns the segment of a point.
+
+        It is the number plus one of the plain layer that made the form of the point's state, or 0 for the input.
+        """
         return self._segments[point]
 
     def solve(

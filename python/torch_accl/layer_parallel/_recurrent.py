@@ -51,7 +51,7 @@ class RecurrentParallel(Model):
     tail: a module that takes the last step's output, on the last rank. Its parameters belong to that rank.
     mesh, group: the ranks that the sequence lies on, in order. Every rank gives its own part of it, of any length.
 
-    All other arguments are those of `LayerParallel`; every step is a layer.
+    All other arguments have the same meaning as in `LayerParallel`; every step is a layer.
     """
 
     instead_of_pickling = "net.state_dict(), or net.cell and net.tail, which are ordinary modules"
@@ -407,7 +407,10 @@ class Steps(Layers):
         return found
 
     def is_counted(self, layer: int) -> bool:
-        """Returns True for the tail, and for steps only on the first rank: all ranks have the same gradients of the cell."""
+        """Returns True for the tail, and on the first rank for all steps.
+
+        All ranks have the same gradients of the cell.
+        """
         return layer == self.end or self._rank == 0
 
     def check(self) -> None:
@@ -577,7 +580,10 @@ class Inputs(Beside):
         return torch.stack(by_step, 1)
 
     def take_sources(self, outputs: Tensor, cotangent: Tensor | None) -> None:
-        """Converts the gradient of the outputs to gradients of their states, which are added to the gradients from the next steps."""
+        """Converts the gradient of the outputs to gradients of their states.
+
+        The adjoint pass adds them to the gradients from the next steps.
+        """
         if cotangent is None or not outputs.requires_grad:
             return
         keys = list(self._states)

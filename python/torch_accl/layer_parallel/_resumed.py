@@ -27,7 +27,7 @@ _KEYS = ("mode", "evaluation", "fwd", "bwd", "batch", "evaluations", "choices")
 
 
 class SolverState:
-    """How a net is solved from the next batch on: mode, cycles, batch numbers, and the choices of the mode `auto`.
+    """The solver settings from the next batch on: mode, cycles, batch numbers, and the choices of the mode `auto`.
 
     It is the same on all ranks. It has the interface that `torch.distributed.checkpoint` requires of an object to save,
     and `torch.save` takes its `state_dict()`.

@@ -33,7 +33,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """How a batch is run."""
+    """Plans and settings of one batch."""
 
     mode: str
     forward: Passes
@@ -342,7 +342,10 @@ class Through(torch.autograd.Function):
 
 
 class Everything(torch.autograd.Function):
-    """Autograd function of a whole batch: its forward pass runs both passes, its backward pass returns the gradients."""
+    """Autograd function of a whole batch.
+
+    Its forward pass runs both passes of the net, and its backward pass returns the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Run, job: Job, anchor: Tensor, given: int, *tensors: Tensor) -> Tensor:

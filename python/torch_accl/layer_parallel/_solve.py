@@ -1,7 +1,7 @@
 """One batch through the net, on all ranks together.
 
-Owns how a solve opens and closes: it compares what must be the same on all ranks, agrees on the forms of all states,
-    and raises an error of one rank on all. Between opening and closing, all ranks walk their lists.
+Owns how a solve opens and closes: it compares what must be the same on all ranks and agrees on the forms of all states.
+    It raises an error of one rank on all. Between opening and closing, all ranks walk their lists.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Loss = Callable[[Any, int, int], Tensor]
 # Returns the state of a point, before the batch is known.
 Guess = Callable[[int], Any]
-# A residual norm that falls by no smaller factor than this counts as stalled.
+# A residual norm has stalled if it is at least this share of the norm before.
 _STALLED = 0.9
 
 
@@ -98,7 +98,7 @@ Passes = Program | Converging
 
 
 class _Inputs(Protocol):
-    """Returns the values with which a pass begins on this rank, in the dtypes in which it works."""
+    """A function that returns a pass's first values on this rank, in the dtypes in which the pass works."""
 
     def __call__(self, *, is_exact: bool) -> list[States]: ...
 
@@ -128,7 +128,10 @@ class Shared:
 
 @dataclass
 class _Kind:
-    """Data that batches of one kind share: forms of states and side inputs, and meshes by how often states become coarser."""
+    """Data that batches of one kind share.
+
+    That is the forms of states and side inputs, and meshes by how often states become coarser.
+    """
 
     forms: list[Form]
     side: SideForm
@@ -459,7 +462,10 @@ class Solve:
         return outputs
 
     def backward(self, passes: Passes, cotangents: Sequence[States]) -> list[States]:
-        """Returns the gradient of the input, on the first rank, from the gradient of the last point's states, on the last rank."""
+        """Returns the gradient of the input, on the first rank.
+
+        `cotangents` is the gradient of the last point's states, on the last rank.
+        """
         leaves = self.output_form.states
 
         def given(*, is_exact: bool) -> list[States]:
@@ -510,7 +516,7 @@ class Solve:
         return found
 
     def compared(self, passes: tuple[Passes, Passes], loss: Loss) -> tuple[float, float, float]:
-        """Returns the losses of a batch solved in two ways, and the relative error of the second output in the 2-norm."""
+        """Returns the losses of a batch solved in two ways, and the second output's relative error in the 2-norm."""
         losses: list[float] = []
         outputs: list[list[States]] = []
         for way in passes:

@@ -34,7 +34,7 @@ class Spatial:
     coarsen: Callable[[Any], Any]
     refine: Callable[[Any, Any], Any]
 
-    # ---- called by a net; `mesh` is the finer of both meshes, and 0 is the finest of all
+    # A net calls these methods. `mesh` is the finer of both meshes; 0 is the finest of all.
 
     def to_coarser(self, x: Any, mesh: int) -> Any:
         """Returns a state on the next coarser mesh."""

@@ -36,7 +36,9 @@ __all__ = ["LayerParallel"]
 
 
 class LayerParallel(Model):
-    """A net whose layers are spread over ranks, all of which work on one batch at once. All of these ranks build it together.
+    """A net whose layers are spread over ranks, all of which work on one batch at once.
+
+    All of these ranks build it together.
 
     layers: one entry per layer, the same on all ranks: `ode(f)`, `timed(f)`, `residual(block)`, `custom(layer)`,
         `plain(layer)`, or a module, which is a plain layer. Each takes a module, or a function that builds one from the
@@ -198,9 +200,10 @@ class LayerParallel(Model):
 
     @classmethod
     def from_serial(cls, layers: Serial | nn.ModuleList, kind: Kind = "residual", **settings: Any) -> LayerParallel:
-        """Builds a net of these layers, which are the same on all ranks: the result of `to_serial`, or a list, all of one kind.
+        """Builds a net of these layers, which are the same on all ranks.
 
-        Each rank releases the layers of the others.
+        `layers` is the result of `to_serial`, or a list of layers of one kind. Each rank releases the layers of the
+        others.
         """
         if isinstance(layers, Serial):
             blocks = layers.blocks()

@@ -118,7 +118,7 @@ class Ties:
     ) -> dict[_Member, _Part]:
         """Exchanges contributions: each rank sends its own to the other ranks of the group.
 
-        Returns those of all members.
+        Returns the contributions of all members.
         """
         wire = self._wire
         others = sorted({member.owner for member in group} - {wire.rank})

@@ -108,7 +108,10 @@ def format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def ordered(tensor: Tensor, leaf: Leaf) -> Tensor:
-    """Returns the tensor in the memory format of its leaf, so that a layer's result does not depend on the input's source."""
+    """Returns the tensor in the memory format of its leaf.
+
+    A layer's result then does not depend on the source of its input.
+    """
     if leaf.dtype.is_complex:
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous(memory_format=leaf.format) else tensor.contiguous(memory_format=leaf.format)

@@ -27,7 +27,7 @@ TRACED = (
 
 
 def of_forward(tensors: Iterable[Tensor]) -> Exception | None:
-    """Returns the refusal of a forward pass if a transform has wrapped one of its inputs or parameters; otherwise None."""
+    """Returns the refusal of a forward pass if a transform has wrapped one of its tensors; otherwise None."""
     is_dual = forward_ad._current_level >= 0
     for tensor in tensors:
         if _is_wrapped(tensor):
@@ -48,7 +48,10 @@ def of_backward(cotangents: Iterable[Tensor | None]) -> Exception | None:
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates the backward pass of an autograd function without other ranks: raises for a request that it cannot serve."""
+    """Decorates the backward pass of an autograd function in which no other rank takes part.
+
+    The decorated function raises for a request that it cannot serve.
+    """
 
     @functools.wraps(backward)
     def checked(ctx: Any, *cotangents: Tensor | None) -> Any:
