@@ -72,7 +72,7 @@ def dependents(origins: Sequence[Origin]) -> tuple[dict[int, int], dict[int, lis
     """Inverts `origins`, which has one entry for each layer of the finer net.
 
     Returns two maps from each layer of the coarser net: to the first finer layer that comes from it, and to all finer
-        layers that depend on it, in order, each with its weight.
+    layers that depend on it, in order, each with its weight.
     """
     first: dict[int, int] = {}
     shares: dict[int, list[tuple[int, float]]] = {}
@@ -87,7 +87,7 @@ def dependents(origins: Sequence[Origin]) -> tuple[dict[int, int], dict[int, lis
 def dots(net: LayerParallel, one: Field, other: Field, what: str) -> float:
     """Returns the inner product of two fields over all ranks.
 
-    The result is the same on all ranks. It does not depend on the number of ranks by a bit.
+    The result is the same on all ranks. It has the same bits for any number of ranks.
     """
     numbers = [0.0] * len(net._plans.net.layers)
     for layer, tensors in one.items():
@@ -156,7 +156,7 @@ class Between:
                     coarse.state.pop(old, None)
 
     def restricted(self, gradients: Field) -> Field:
-        """Returns the gradients of the coarse net's parameters, if the fine net's parameters were interpolated from them.
+        """Returns gradients of the coarse net's parameters, as if the fine net's parameters were interpolated from them.
 
         This is the transpose of `interpolated`.
         """

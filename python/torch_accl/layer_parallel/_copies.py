@@ -29,7 +29,7 @@ __all__ = ["Copied", "Copies", "hash_of"]
 
 # Largest difference that counts as rounding, relative, in the 2-norm. Rounding in one step leaves copies much closer.
 _ROUNDING = 1e-3
-# The number that a rank without a copy reduces: the least value, so it does not change a maximum.
+# The number that a rank without a copy contributes to a reduction: the least value, so it does not change a maximum.
 _NONE = -(1 << 63)
 # State of values that changed since copies were last compared: never initialized, or set from outside.
 _UNSET, _GIVEN = 1, 2

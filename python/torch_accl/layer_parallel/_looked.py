@@ -1,7 +1,7 @@
 """What all ranks know about each other's layers, after an exchange.
 
 Owns which layers are alike, and which parameters are one: parameters that the net ties, and objects that occur in
-    several layers of a rank.
+several layers of a rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The user interface of every layer-parallel net.
 
 Owns modes, cycles, audits, and the methods that run a batch: `step`, `forward` with `backward`, and `evaluate`.
-    `_stack.py` and `_recurrent.py` define the layers, and `_run.py` runs a batch.
+`_stack.py` and `_recurrent.py` define the layers, and `_run.py` runs a batch.
 """
 
 from __future__ import annotations
@@ -300,7 +300,8 @@ class Model(nn.Module):
     def guess(self) -> Guess | None:
         """A function from the number of a point to a state of the same form. None without a guess.
 
-        A solve with `Cycle(start="guess")` begins with its states. Each rank calls it for the points of its own layers.
+        A solve with `Cycle(start="guess")` begins with its states. Each rank calls it for the C-points after its own
+        layers.
         """
         return self._solver.shared.guess
 

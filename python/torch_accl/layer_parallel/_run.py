@@ -1,7 +1,7 @@
 """One batch, from the user's call to the solver and back.
 
 Owns what autograd sees of a batch: functions whose inputs are the parameters and the user's tensors, in which the
-    passes run. `_model.py` has modes and settings, and `_solve.py` the solve.
+passes run. `_model.py` has modes and settings, and `_solve.py` the solve.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One batch through the net, on all ranks together.
 
 Owns how a solve opens and closes: it compares what must be the same on all ranks and agrees on the forms of all states.
-    It raises an error of one rank on all. Between opening and closing, all ranks walk their lists.
+It raises an error of one rank on all. Between opening and closing, all ranks walk their lists.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class Solver:
         )
 
     def _seen(self, x: Any) -> int | None:
-        """Returns a hash of the input if this is the first or the last rank. Equal batches give equal hashes."""
+        """Returns a hash of the input on the first and the last rank, for which equal batches give equal hashes; else None."""
         if self.wire.size == 1 or not (self.wire.rank == 0 or self.wire.is_last):
             return None
         leaves = pytree.tree_leaves(x)

@@ -66,7 +66,7 @@ class LayerParallel(Model):
         `"inexact"`, and `"exact-pipeline"` if `micro_batches` is given. The first one is taken unless another is faster
         by 3 %.
     tolerance, max_iterations: limits of `"converged"`. A pass ends when its residual norm is at most `tolerance` times
-        its first one, when the norm stalls, or after `max_iterations` iterations.
+        its first one, or after `max_iterations` iterations. If the norm stalls, the pass is run exactly instead.
     tie: groups of names of parameters, `("layers.0.weight", "layers.9.weight")`, that are one. They start with the
         first one's values, and each gets the sum of their gradients. A parameter that occurs in several of the given
         modules is tied without being named.

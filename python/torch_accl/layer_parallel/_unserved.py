@@ -40,7 +40,7 @@ def of_forward(tensors: Iterable[Tensor]) -> Exception | None:
 def of_backward(cotangents: Iterable[Tensor | None]) -> Exception | None:
     """Returns the refusal of a backward pass if autograd asks for more than first derivatives, once; otherwise None."""
     if torch.is_grad_enabled():
-        # In a backward pass, autograd enables gradients only for this.
+        # autograd enables gradients in a backward pass only for `create_graph=True`.
         return _refusal("create_graph=True, as gradient penalties, hessian() and functional.jvp() need it,")
     if any(_is_wrapped(cotangent) for cotangent in cotangents if cotangent is not None):
         return _refusal("is_grads_batched=True, or jacobian(vectorize=True),")

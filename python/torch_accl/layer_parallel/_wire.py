@@ -1,7 +1,7 @@
 """Messages of a solve over a process group, or without one on a single rank.
 
 Owns how states are sent: leaf by leaf, in order for each pair of ranks and pass, by `isend` and `irecv` of any backend.
-    Also owns the three small reductions of a solve. They are of integers, so nothing rounds or compresses them.
+Also owns the three small reductions of a solve. They are of integers, so nothing rounds or compresses them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Wire:
         return found
 
     def known(self, numbers: Sequence[float], what: str) -> list[float]:
-        """Returns numbers that each are zero on all ranks but one, on all ranks, to the bit."""
+        """Makes numbers known to all ranks, to the bit. Each number must be zero on all ranks but one."""
         return numbers_of(self.together(torch.tensor(bits_of(numbers), dtype=torch.int64, device=self.device), what))
 
     def add_up(self, numbers: Tensor) -> dist.Work | None:
