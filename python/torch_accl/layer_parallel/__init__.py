@@ -1,11 +1,12 @@
-"""Layer-parallel training: a deep net whose layers lie on several ranks, all of which work on one batch at once.
+"""Layer-parallel training: the layers of a deep net lie on several ranks, and all ranks work on one batch at once.
 
     net = LayerParallel([ode(lambda i: Block()) for i in range(64)], group=None, fwd=Cycle(factor=8), bwd=Cycle(factor=8, iterations=1))
     loss = net.step(x, target, loss_fn)
 
-The layers are steps of a differential equation, `x + dt * f(x)`, and the net is solved by multigrid over layers (MGRIT; Guenther et al., "Layer-parallel
-training of deep residual neural networks", 2020), to as many iterations as are asked for; or exactly, as a wave or a pipeline over the
-same ranks. It needs a process group with `isend` and `irecv`, and none on one rank.
+The layers are steps of a differential equation, `x + dt * f(x)`. The net is solved by multigrid over layers (MGRIT;
+Guenther et al., "Layer-parallel training of deep residual neural networks", 2020), with as many iterations as the
+caller asks for. It can also be solved exactly, as a wave or a pipeline over the same ranks. The package needs a process
+group with `isend` and `irecv`; on one rank it needs no group.
 """
 
 from ._audit import Audit, Probe

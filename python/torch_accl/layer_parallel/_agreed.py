@@ -1,6 +1,6 @@
-"""What all ranks of a net do together outside a batch.
+"""Operations that all ranks of a net do together outside a batch.
 
-Owns that what goes wrong on one rank is raised on all, and that tensors go from any rank to any other without a cyclic wait.
+Owns two rules: an error on one rank is raised on all, and tensors go from any rank to any other without a cyclic wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _T = TypeVar("_T")
 
 
 def agreed(wire: Wire, what: str, remedy: str, call: Callable[[], _T], *, is_for_all: bool = False) -> list[_T]:
-    """What `call` gives on each rank, on all of them. If it raises on any, all raise; what `is_for_all` and is the same on all ranks, as it is."""
+    """Returns the results of `call` on all ranks, in rank order. If `call` raises on any rank, all ranks raise.
+
+    With `is_for_all`, an error with the same text on all ranks is raised unchanged instead of as `LayerParallelError`.
+    """
     found, error = None, None
     try:
         found = call()
@@ -39,10 +42,13 @@ def agreed(wire: Wire, what: str, remedy: str, call: Callable[[], _T], *, is_for
 def exchange(
     wire: Wire, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str
 ) -> None:
-    """Sends tensors to ranks, and receives others into dense ones, each in the same order on both of its sides; empty ones do not travel."""
-    # One direction after the other: a backend may end what it has begun in its order.
+    """Sends tensors to ranks and receives others into dense tensors.
+
+    For each pair of ranks, both must list their tensors in the same order. Empty tensors are not sent.
+    """
+    # One direction is completed before the other begins: a backend may complete operations in the order of their start.
     for pass_, sign in (("adjoint", -1), ("forward", 1)):
-        # Kept here until they have left.
+        # This list keeps the tensors alive until they are sent.
         leaving = [
             (to, tensor.detach().contiguous()) for to, tensor in sends if (to - wire.rank) * sign > 0 and tensor.numel()
         ]

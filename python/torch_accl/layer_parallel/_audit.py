@@ -1,6 +1,7 @@
-"""How wrong an inexact batch was.
+"""The error of an inexact batch.
 
-Owns the figures that compare two sets of gradients of the same batch, summed layer by layer over all ranks; who makes the second set is in `_solve.py`.
+Owns the figures that compare two sets of gradients of the same batch, summed layer by layer over all ranks. `_solve.py`
+computes the second set.
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ from torch import Tensor
 
 __all__ = ["Audit", "Excess", "Probe", "audit_of", "factor_of", "figures", "relative"]
 
-# What is done when an audit finds more than the limit.
+# The reaction to an audit that finds an error above the limit.
 Excess = Literal["warn", "more", "exact"]
 
 
 @dataclass(frozen=True)
 class Audit:
-    """A batch beside its exact rerun, the same on all ranks.
+    """Comparison of a batch with its exact rerun; the same on all ranks.
 
-    batch: its number. loss, exact_loss: of both; None where the loss is the caller's, and both had the gradient of the output that came from it. output_error: of what the last layer returned, relative, in the 2-norm. gradient_error: the same of the
-    gradients of all parameters. cosine: of the angle between the two. residuals: norms of the forward solve by iteration; factor: the last one
-    divided by the one before, where there are two.
+    batch: number of the batch.
+    loss, exact_loss: losses of the batch and of its rerun. None if the caller computed the loss; then both runs used
+        the caller's gradient of the output.
+    output_error: relative error of the last layer's output, in the 2-norm.
+    gradient_error: relative error of the gradients of all parameters, in the 2-norm.
+    cosine: cosine of the angle between the two gradients.
+    residuals: residual norms of the forward solve, by iteration.
+    factor: last residual norm divided by the one before; None if there are fewer than two.
     """
 
     batch: int
@@ -47,8 +53,10 @@ class Audit:
 
 @dataclass(frozen=True)
 class Probe:
-    """A batch with twice as many iterations: by what the last of them made the residual norms of both passes smaller, the same on all ranks. From 1 on, iterations
-    do not help any more. None where a pass had no two norms.
+    """Convergence of a batch that ran with twice as many iterations, at least three; the same on all ranks.
+
+    forward, backward: factor by which the last iteration changed the residual norm of the pass. None if the pass had
+        fewer than two norms. From 1 on, more iterations do not help.
     """
 
     batch: int
@@ -57,7 +65,10 @@ class Probe:
 
     @property
     def factor(self) -> float:
-        """The worse one; of norms that are no finite numbers it is infinite."""
+        """Larger of the two factors, or 0 if there is none.
+
+        Infinite if a factor is NaN, which norms that are not finite give.
+        """
         known = [factor for factor in (self.forward, self.backward) if factor is not None]
         return math.inf if any(math.isnan(factor) for factor in known) else max([0.0, *known])
 
@@ -68,12 +79,19 @@ class Probe:
 
 
 def factor_of(residuals: Sequence[float]) -> float | None:
-    """The last norm divided by the one before, where there are two."""
+    """Returns the last norm divided by the one before.
+
+    None if there are fewer than two norms, or the divisor is 0.
+    """
     return residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] != 0 else None
 
 
 def figures(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[float, float, float]:
-    """Of tensors and what they ought to be: the squares of their difference and of what they ought to be, and the product of both; None is zero."""
+    """Compares pairs of a found tensor and the right one; None counts as zeros.
+
+    Returns the squared 2-norm of the difference, the squared 2-norm of the right tensors, and the inner product of
+    both.
+    """
     difference, exact, product = 0.0, 0.0, 0.0
     for found, right in pairs:
         if found is None and right is None:
@@ -89,7 +107,12 @@ def figures(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[float
 
 
 def audit_of(batch: int, numbers: Sequence[float], residuals: Sequence[float], *, has_loss: bool) -> Audit:
-    """From the figures of all layers, one after the other, each followed by the squares of what was found; then both losses, and the figures of the output."""
+    """Builds an audit from figures that all ranks know.
+
+    `numbers` has four entries per layer: the three results of `figures`, then the squared 2-norm of the found
+    gradients. After the layers come the loss, the exact loss, and the squared 2-norms of the output's difference and of
+    the exact output.
+    """
     *layers, loss, exact_loss, output_difference, output = numbers
     difference, exact, product, own = (sum(layers[which::4]) for which in range(4))
     length = math.sqrt(exact) * math.sqrt(own)
@@ -106,7 +129,7 @@ def audit_of(batch: int, numbers: Sequence[float], residuals: Sequence[float], *
 
 
 def relative(difference: float, exact: float) -> float:
-    """An error in the 2-norm, of squares."""
+    """Returns the relative error in the 2-norm, from the squares of the difference and of the exact value."""
     if exact == 0:
         return 0.0 if difference == 0 else math.inf
     return math.sqrt(difference / exact)

@@ -1,6 +1,7 @@
-"""Which mode is fastest for a kind of batch.
+"""The choice of the fastest mode for a kind of batch.
 
-Owns the measurement that the simulator of plans goes by, and the choice. Layers are timed while all ranks compute, since alone they are faster.
+Owns the measurements that the simulator of plans uses, and the choice. Layers are timed while all ranks compute,
+because they are faster when only one rank computes.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from ._wire import Wire
 __all__ = ["Candidate", "Choice", "Measured", "chosen", "measured"]
 
 
-# So long every rank computes for its times, in seconds, and each layer at least so often.
+# Every rank measures its layers for at least this time, in seconds, and each layer at least this number of times.
 _SPAN = 0.2
 _LEAST_TURNS = 3
 _TURNS_OF_MESSAGES = 7
-# An inexact mode is taken if it is faster by more than this.
+# A mode replaces an earlier candidate only if it is faster by more than this factor.
 _WORTH = 1.03
 
-# Plain, recorded, vector-Jacobian product of the input, and of everything, in picoseconds.
+# Times of a layer in picoseconds: not recorded, recorded, vector-Jacobian product for the input, and for everything.
 Times = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The mode that was chosen for a kind of batch, and how many seconds each one was predicted to take."""
+    """The mode that was chosen for a kind of batch, and the predicted seconds of each candidate."""
 
     mode: str
     seconds: dict[str, float]
@@ -44,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mode, and the plans that a batch in it goes by, one after the other."""
+    """A mode, and the plans that a batch in this mode runs one after the other."""
 
     mode: str
     programs: tuple[Program, ...]
@@ -53,19 +54,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the simulator wants to know of a net, the same on all ranks: times of all layers with a whole batch and with a micro-batch, bytes of states, and rates."""
+    """Measurements of a net that the simulator needs, the same on all ranks.
+
+    whole, part: times of all layers, with a whole batch and with a micro-batch.
+    state: bytes of the state of each point.
+    """
 
     whole: list[Times]
     part: list[Times]
     state: list[int]
-    # Thousandths of bytes and of a layer's time on each coarser mesh of states.
+    # For each coarser mesh of states, its share of the finest mesh's bytes and of its layer times, in thousandths.
     shares: list[tuple[int, int]]
-    # As `LayerPlan.simulate` has them: adding up, a message, its latency, its bytes, a norm.
+    # Rates as `LayerPlan.simulate` takes them, in picoseconds: an addition per KiB, the start of a message, its
+    # latency, its time per KiB, and a norm.
     rates: tuple[int, int, int, int, int]
 
 
 def chosen(candidates: Sequence[Candidate], known: Measured) -> Choice:
-    """The fastest. The first candidate is taken unless another one is faster by some."""
+    """Returns the fastest mode. An earlier candidate is kept unless a later one is faster by more than `_WORTH`."""
     seconds = {candidate.mode: _predicted(candidate, known) for candidate in candidates}
     mode = candidates[0].mode
     for other, time_taken in seconds.items():
@@ -83,17 +89,20 @@ def _predicted(candidate: Candidate, known: Measured) -> float:
 
 
 def measured(solve: Solve, micro_batches: int) -> Measured | None:
-    """Measures on all ranks together, in a solve that does nothing else. Nothing, if a layer of any rank does not take what it is measured with."""
+    """Measures a net on all ranks together, in a solve that does nothing else.
+
+    Returns None if a layer of any rank raises for the input that it is measured with.
+    """
     batch, wire = solve.batch, solve.solver.wire
     evaluation = batch.evaluation
     evaluation.leaves_no_trace = True
     state = [_bytes_of(form) for form in batch.forms]
     layers = len(batch.names)
     rates = _rates(wire, max(state), batch.device)
-    # What layers are given beside the state is cut for whole batches.
+    # Additional inputs are cut for whole batches, so micro-batches can be timed only if layers take the state alone.
     is_alone = type(evaluation.beside) is Beside
     meshes = len(batch.meshes.forms)
-    # A whole batch on each mesh, and a micro-batch on the finest.
+    # A whole batch is timed on each mesh, a micro-batch on the finest mesh only.
     kinds = [(1, mesh) for mesh in range(meshes)]
     if micro_batches > 1 and is_alone:
         kinds.append((micro_batches, 0))
@@ -133,7 +142,10 @@ def _bytes_of(form: Form) -> int:
 
 
 def _own_times(solve: Solve, evaluation: Evaluation, parts: int, mesh: int) -> dict[int, Times]:
-    """Of this rank's layers; those that look alike are timed once, and plain ones on the finest mesh alone."""
+    """Returns the times of this rank's layers. Layers that look alike are timed once.
+
+    Plain layers are timed on the finest mesh only.
+    """
     batch, kinds = solve.batch, evaluation.layers.kinds
     forms = batch.meshes.forms[mesh]
     alike: dict[Any, list[int]] = {}
@@ -190,7 +202,7 @@ def _timed(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _part(form: Form, parts: int) -> Form:
-    """The form of a micro-batch's state."""
+    """Returns the form of a micro-batch's state."""
     if parts == 1:
         return form
     leaves = tuple(replace(leaf, shape=torch.Size((leaf.shape[0] // parts, *leaf.shape[1:]))) for leaf in form.leaves)
@@ -198,7 +210,10 @@ def _part(form: Form, parts: int) -> Form:
 
 
 def _some(form: Form, device: torch.device) -> tuple[States, States]:
-    """States and constants of a form. Zeros may be faster than what comes in earnest."""
+    """Returns random states and zero constants of a form.
+
+    States are not zero, because zeros may compute faster than real values.
+    """
     states = [
         torch.randn(leaf.shape, dtype=leaf.dtype, device=device).contiguous(memory_format=leaf.format)
         for leaf in form.states
@@ -208,7 +223,7 @@ def _some(form: Form, device: torch.device) -> tuple[States, States]:
 
 
 def _rates(wire: Wire, state: int, device: torch.device) -> tuple[int, int, int, int, int]:
-    """Picoseconds, as the slowest rank has found them."""
+    """Returns the rates in picoseconds, each the maximum over all ranks. `state` is the size of a state in bytes."""
     a, b = (torch.zeros(max(state // 4, 1), dtype=torch.float32, device=device) for _ in range(2))
     add = min(_timed(lambda: a + b)[0] for _ in range(_TURNS_OF_MESSAGES)) * 1024 // max(state, 1)
     message = latency = wire_per_kib = norm = 0
@@ -228,7 +243,11 @@ def _rates(wire: Wire, state: int, device: torch.device) -> tuple[int, int, int,
 
 
 def _exchanges(wire: Wire, tensor: Tensor) -> tuple[int, int]:
-    """Of neighbours in pairs: what beginning to send takes, and half of the way there and back."""
+    """Exchanges a tensor between neighbours in pairs.
+
+    Returns the time to start a send, and half of the round-trip time, in picoseconds. A rank without a partner returns
+    zeros.
+    """
     other = wire.rank ^ 1
     if other >= wire.size:
         return 0, 0

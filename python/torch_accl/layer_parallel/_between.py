@@ -1,7 +1,8 @@
-"""Between a net and one of fewer layers: what goes down, and what comes up.
+"""Transfer between a net and one with fewer layers, in both directions.
 
-Owns injection of all that is in a layer, the interpolation of a change, and the restriction of gradients, which is the transpose of that one. The coarse layer
-lies with the first of its layers, so that only what crosses a boundary of ranks travels.
+Owns the injection of a layer's parameters and buffers, the interpolation of changes, and the restriction of gradients,
+which is the transpose of the interpolation. A coarse layer lies on the rank of the first of its fine layers, so only
+tensors that cross a boundary between ranks are sent.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ __all__ = [
 ]
 
 
-# A tensor for each trained parameter of each of a rank's layers, in order; None where there is none.
+# For each layer of this rank, one tensor per trained parameter, in order; None where there is no tensor.
 Field = dict[int, list[Tensor | None]]
 
 
 def trained(net: LayerParallel) -> dict[int, list[nn.Parameter]]:
-    """The parameters of each of a rank's layers that want a gradient."""
+    """Returns the parameters that want a gradient, for each layer of this rank."""
     modules = net._solver.layers.modules
     return {layer: [p for p in module.parameters() if p.requires_grad] for layer, module in modules.items()}
 
 
 def copied(parameters: Mapping[int, Sequence[Tensor]]) -> Field:
-    """What they are now."""
+    """Returns copies of the current values."""
     return {layer: [p.detach().clone() for p in each] for layer, each in parameters.items()}
 
 
 def combined(one: Field, other: Field, how: Callable[[Tensor, Tensor], Tensor]) -> Field:
-    """Tensor by tensor; None where either has none."""
+    """Combines two fields tensor by tensor; None where either field has None."""
     return {
         layer: [None if a is None or b is None else how(a, b) for a, b in zip(tensors, other[layer])]
         for layer, tensors in one.items()
@@ -60,7 +61,7 @@ def combined(one: Field, other: Field, how: Callable[[Tensor, Tensor], Tensor]) 
 
 @torch.no_grad()
 def move(parameters: Mapping[int, Sequence[Tensor]], start: Field, change: Field, length: float) -> None:
-    """Parameters go this share of a change away from where they were."""
+    """Sets the parameters to `start + length * change`."""
     for layer, each in parameters.items():
         for parameter, value, way in zip(each, start[layer], change[layer]):
             if value is not None:
@@ -68,7 +69,11 @@ def move(parameters: Mapping[int, Sequence[Tensor]], start: Field, change: Field
 
 
 def dependents(origins: Sequence[Origin]) -> tuple[dict[int, int], dict[int, list[tuple[int, float]]]]:
-    """Of each layer of a coarser net: the first layer of the finer one that comes from it, and in order all that depend on it, with how much."""
+    """Inverts `origins`, which has one entry for each layer of the finer net.
+
+    Returns two maps from each layer of the coarser net: to the first finer layer that comes from it, and to all finer
+    layers that depend on it, in order, each with its weight.
+    """
     first: dict[int, int] = {}
     shares: dict[int, list[tuple[int, float]]] = {}
     for layer, origin in enumerate(origins):
@@ -80,7 +85,10 @@ def dependents(origins: Sequence[Origin]) -> tuple[dict[int, int], dict[int, lis
 
 
 def dots(net: LayerParallel, one: Field, other: Field, what: str) -> float:
-    """The inner product of two fields over all ranks, the same on all and on any number of them by a bit."""
+    """Returns the inner product of two fields over all ranks.
+
+    The result is the same on all ranks. It has the same bits for any number of ranks.
+    """
     numbers = [0.0] * len(net._plans.net.layers)
     for layer, tensors in one.items():
         found = [product_of(a, b) for a, b in zip(tensors, other[layer]) if a is not None and b is not None]
@@ -90,7 +98,7 @@ def dots(net: LayerParallel, one: Field, other: Field, what: str) -> float:
 
 
 def product_of(one: Tensor, other: Tensor) -> Tensor:
-    """The inner product of two tensors in float64, of complex ones that of their parts."""
+    """Returns the inner product of two tensors in float64. Complex tensors count as their real and imaginary parts."""
     x, y = (torch.view_as_real(t) if t.is_complex() else t for t in (one.detach(), other.detach()))
     return torch.dot(x.double().flatten(), y.double().flatten())
 
@@ -100,21 +108,21 @@ def _block_of(module: nn.Module) -> nn.Module:
 
 
 class Between:
-    """A net, one of fewer layers, and what the layers of the first have of those of the second: `origins`, one for each."""
+    """A net, a net with fewer layers, and the origin of each layer of the finer net in the coarser one (`origins`)."""
 
     def __init__(
         self, fine: LayerParallel, coarse: LayerParallel, origins: Sequence[Origin], ratios: Sequence[float]
     ) -> None:
         self.fine, self.coarse = fine, coarse
         self._origins = origins
-        # By coarse layer: how large its gradients are beside those of its first layer.
+        # For each coarse layer, the size of its gradients relative to the gradients of its first fine layer.
         self._ratios = ratios
         self._first, self._shares = dependents(origins)
 
-    # ---- down
+    # ---- from the fine net to the coarse net
 
     def inject(self) -> None:
-        """Parameters and buffers of the coarse layers become those of their first layers."""
+        """Copies parameters and buffers of the first fine layers to the coarse layers."""
         modules, finer = self.coarse._solver.layers.modules, self.fine._solver.layers.modules
         with torch.no_grad():
             for layer, module in modules.items():
@@ -123,7 +131,7 @@ class Between:
                     old.copy_(new)
                 for buffer, other in zip(module.buffers(), first.buffers()):
                     buffer.copy_(other)
-                # Whether they are in training, too; one of both may stand around its block.
+                # Training flags are copied too. One of the two modules may be wrapped in `Scaled`.
                 for part, other_part in zip(_block_of(module).modules(), _block_of(first).modules()):
                     part.training = other_part.training
                 module.training = first.training
@@ -131,7 +139,10 @@ class Between:
             own.training = others.training
 
     def inject_optimizer(self, fine: Optimizer, coarse: Optimizer, moments: Moments) -> None:
-        """So do the options of groups, and what the optimiser has for each parameter; scaled moments become those of the coarse layer's larger gradients."""
+        """Copies the options of groups and the state of each parameter to the coarse optimiser.
+
+        Moments `"scaled"` are multiplied to fit the coarse layer's larger gradients.
+        """
         for group, other in zip(coarse.param_groups, fine.param_groups):
             group.update(copy.deepcopy(options_of(other)))
         modules, finer = self.coarse._solver.layers.modules, self.fine._solver.layers.modules
@@ -145,7 +156,10 @@ class Between:
                     coarse.state.pop(old, None)
 
     def restricted(self, gradients: Field) -> Field:
-        """The gradients of the coarse net's parameters, if it changed the fine one's by interpolation: the transpose of `interpolated`."""
+        """Returns gradients of the coarse net's parameters, as if the fine net's parameters were interpolated from them.
+
+        This is the transpose of `interpolated`.
+        """
         fine, coarse = trained(self.fine), trained(self.coarse)
         moves = [
             (layer, self.fine.owner(layer), self.coarse.owner(source))
@@ -161,16 +175,16 @@ class Between:
         found: Field = {}
         for source, parameters in coarse.items():
             sums: list[Tensor | None] = [None] * len(parameters)
-            # In the order of layers, on whatever ranks they lie.
+            # Sums are in the order of layers, so they do not depend on the placement.
             for layer, share in self._shares[source]:
                 sums = [added(total, tensor, share) for total, tensor in zip(sums, there[layer])]
             found[source] = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters)]
         return found
 
-    # ---- up
+    # ---- from the coarse net to the fine net
 
     def interpolated(self, changes: Field) -> Field:
-        """What changes of the coarse net's parameters are in the fine one."""
+        """Returns the changes of the fine net's parameters that changes of the coarse net's parameters make."""
         moves = [
             (source, self.coarse.owner(source), self.fine.owner(layer))
             for layer, origin in enumerate(self._origins)
@@ -192,7 +206,10 @@ class Between:
 
 
 def added(total: Tensor | None, tensor: Tensor | None, share: float) -> Tensor | None:
-    """A sum, in a wide type, and a share of what may be nothing."""
+    """Returns `total + share * tensor` in a wide dtype.
+
+    A `total` of None is zero, and a `tensor` of None adds nothing.
+    """
     if tensor is None:
         return total
     part = tensor.detach().to(wide(tensor.dtype))
@@ -207,7 +224,11 @@ def exchanged(
     like: Mapping[int, Sequence[Tensor]],
     what: str,
 ) -> Field:
-    """The tensors of some layers of other ranks beside this rank's own. `moves` has layer, source and destination, `like` what a layer's tensors look like."""
+    """Returns this rank's tensors together with the tensors of layers that other ranks send.
+
+    `moves` has a layer, its source rank and its destination rank. `like` has tensors with the shapes and dtypes of a
+    layer's tensors.
+    """
     once = sorted({(layer, source, to) for layer, source, to in moves if source != to})
     sends, receives = [], []
     found: Field = dict(own)

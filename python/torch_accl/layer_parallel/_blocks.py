@@ -1,6 +1,6 @@
-"""What a layer of a layer-parallel net is to the solver.
+"""The kinds of layers that the solver knows.
 
-Owns the five kinds, and that a layer is built from a seed of its own. How a layer is evaluated is in `_net.py`.
+Owns the five kinds, and the rule that each layer is built from its own seed. `_net.py` evaluates layers.
 """
 
 from __future__ import annotations
@@ -40,44 +40,59 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Block:
-    """A layer: what it computes, and how a coarse step is made of it."""
+    """A layer: its module, and how a coarse step is made from it."""
 
     module: nn.Module | Builder
     kind: Kind = "plain"
     is_apart: bool = False
 
     def apart(self) -> Block:
-        """The same, as an interval of its own on every level: never part of a coarse step."""
+        """Returns the same layer as its own interval on every level: it is never part of a coarse step."""
         return replace(self, is_apart=True)
 
 
 def ode(f: nn.Module | Builder) -> Block:
-    """A step `x + dt * f(x)`; a coarse step takes a longer dt. `f`: a module, or a function of the layer's number that builds it."""
+    """A step `x + dt * f(x)`; a coarse step takes a longer dt.
+
+    `f`: a module, or a function that builds one from the layer's number.
+    """
     return Block(f, "ode")
 
 
 def timed(f: nn.Module | Builder) -> Block:
-    """A step `f(x, dt)`, which takes the length of the step, a float, itself; a compiled one gets it as a tensor, so that one graph serves all levels."""
+    """A step `f(x, dt)` that takes the length of the step itself, as a float.
+
+    A compiled module gets dt as a tensor, so that one graph serves all levels.
+    """
     return Block(f, "timed")
 
 
 def residual(block: nn.Module | Builder) -> Block:
-    """A step `block(x)` that holds its own skip connection, as transformer blocks do. A coarse step over n layers is `x + n * (block(x) - x)`."""
+    """A step `block(x)` with its own skip connection, as in transformer blocks.
+
+    A coarse step over n layers is `x + n * (block(x) - x)`.
+    """
     return Block(block, "residual")
 
 
 def custom(layer: nn.Module | Builder) -> Block:
-    """A step `layer(x)` with a coarse step of its own, `layer.coarse_step(x, n)` over n layers: where one of the others would not converge, as an implicit step does."""
+    """A step `layer(x)` with its own coarse step, `layer.coarse_step(x, n)` over n layers.
+
+    It is for layers with which the other kinds would not converge, such as an implicit step.
+    """
     return Block(layer, "custom")
 
 
 def plain(layer: nn.Module | Builder) -> Block:
-    """A layer `layer(x)` that is no step: a head, a tail, or one that changes shapes. So is a module that stands in the list by itself."""
+    """A layer `layer(x)` that is not a step: a head, a tail, or a layer that changes shapes.
+
+    A module in the list without a kind is a plain layer too.
+    """
     return Block(layer, "plain")
 
 
 def mixed(*numbers: int) -> int:
-    """64 bits of several whole numbers (splitmix64, Steele, Lea and Flood 2014)."""
+    """Mixes integers into 64 bits (splitmix64, Steele, Lea and Flood 2014)."""
     state = 0
     for number in numbers:
         state = (state ^ (number & _WORD)) + 0x9E3779B97F4A7C15 & _WORD
@@ -88,7 +103,10 @@ def mixed(*numbers: int) -> int:
 
 
 def built(block: Block, number: int, seed: int) -> nn.Module:
-    """The module of a block; what builds one does so with random numbers that depend on the seed and its number alone."""
+    """Returns the module of a block.
+
+    A function that builds one draws random numbers that depend only on the seed and the layer's number.
+    """
     if isinstance(block.module, nn.Module):
         return block.module
     with seeded(mixed(seed, number)):
@@ -102,7 +120,10 @@ def built(block: Block, number: int, seed: int) -> nn.Module:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """torch's random numbers come from this seed meanwhile, and go on afterwards as if nothing had been."""
+    """Inside the context, torch's random numbers come from this seed.
+
+    Afterwards they continue as if nothing had been drawn.
+    """
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -114,9 +135,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_from(seed: int, *, has_graph: bool = False, is_followed: bool = False) -> Iterator[OwnNumbers | None]:
-    """A CPU's random numbers of this thread come from this seed meanwhile. Gives what watches over them, if they do not come from the default generator.
+    """Inside the context, this thread's random numbers on the CPU come from this seed.
 
-    `has_graph`: autograd records, and may recompute. `is_followed`: the default generator goes along, from which a recomputation draws.
+    Yields the `OwnNumbers` that watches the draws, or None if they come from the default generator.
+
+    has_graph: autograd records, and may recompute.
+    is_followed: the default generator follows the own generator, because a recomputation draws from the default one.
     """
     own = own_generator()
     if own is None:
@@ -131,11 +155,14 @@ def drawing_from(seed: int, *, has_graph: bool = False, is_followed: bool = Fals
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """What was drawn meanwhile leaves no trace in torch's random numbers, and layers do not draw from those of other threads."""
+    """Inside the context, draws leave no trace in torch's random numbers.
+
+    Layers do not draw from the random numbers of other threads.
+    """
     evaluation = drawn_for()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     with with_own_generator() as is_shared:
-        # Of what is shared, only other threads draw.
+        # If other threads run, only they draw from the default generator, so its state is not restored.
         before = None if is_shared else torch.random.get_rng_state()
         try:
             yield

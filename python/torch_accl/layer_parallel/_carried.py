@@ -1,7 +1,8 @@
-"""An optimiser whose parameters have become others.
+"""An optimiser whose parameters are replaced by others.
 
-Owns what of it belongs to each parameter, how moments follow from others, and that a rank's new optimiser has the class, the options and the groups of the
-one before. Which parameter comes from which is in `_nested.py`.
+Owns the optimiser's entry for each parameter, and how moments follow from other moments. Also owns that a rank's new
+optimiser has the class, the options and the groups of the old one. `_nested.py` decides which parameter comes from
+which.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 
 Moments = Literal["scaled", "copied", "none"]
 
-# With which power of a gradient's size each of these grows. What is not here does not depend on it, as far as is known.
+# The power of the gradient's size with which each state grows. As far as known, other states do not depend on it.
 _POWERS = {
     "momentum_buffer": 1,
     "exp_avg": 1,
@@ -49,13 +50,16 @@ _POWERS = {
     "row_var": 2,
     "col_var": 2,
 }
-# Its momentum is of gradients that have been divided by their size.
+# RMSprop's momentum adds up gradients that were already divided by their size.
 _OTHER_POWERS: dict[type, dict[str, int]] = {torch.optim.RMSprop: {"momentum_buffer": 0}}
 
 
 @dataclass
 class Entry:
-    """What an optimiser has for a parameter: its group's place and options, and its state. Of one that it does not have, nothing."""
+    """An optimiser's entry for a parameter: index and options of its group, and its state.
+
+    Fields keep their defaults if the optimiser does not have the parameter.
+    """
 
     group: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -64,14 +68,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Made:
-    """How an optimiser is made again, by whoever has none: its class and defaults in bytes, if they can be."""
+    """A description from which a rank without an optimiser can build one.
+
+    pickled: class and defaults, or None if they cannot be pickled.
+    """
 
     name: str
     has_names: bool
     pickled: bytes | None
 
     def loaded(self) -> tuple[type[Optimizer], dict[str, Any]]:
-        """The class and the defaults."""
+        """Returns the class and the defaults."""
         assert self.pickled is not None
         kind, defaults = pickle.loads(self.pickled)
         return kind, defaults
@@ -79,7 +86,7 @@ class Made:
 
 @dataclass
 class Carried:
-    """A parameter of the new net, under its name, with what it takes over."""
+    """A parameter of the new net, its name, and the optimiser's entry that it takes over."""
 
     name: str
     parameter: nn.Parameter
@@ -87,7 +94,7 @@ class Carried:
 
 
 def described_optimizer(optimizer: Optimizer | None) -> Made | None:
-    """What other ranks must know of an optimiser."""
+    """Returns what other ranks must know about an optimiser; None without one."""
     if optimizer is None:
         return None
     if not isinstance(optimizer, Optimizer):
@@ -104,7 +111,7 @@ def described_optimizer(optimizer: Optimizer | None) -> Made | None:
 
 
 def entries_of(optimizer: Optimizer | None, parameters: Iterable[nn.Parameter]) -> list[Entry]:
-    """One for each parameter."""
+    """Returns one entry for each parameter."""
     if optimizer is None:
         return [Entry() for _ in parameters]
     places = {id(parameter): at for at, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
@@ -118,12 +125,15 @@ def entries_of(optimizer: Optimizer | None, parameters: Iterable[nn.Parameter]) 
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a group but what it is a group of."""
+    """Returns all options of a group, without its parameters and their names."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def between(a: Tensor, b: Tensor, share: float) -> Tensor:
-    """The share of the way from one tensor to another; where both are equal, the same bits. What are no fractions stay."""
+    """Interpolates from `a` to `b` by `share`. Where both are equal, the result has the same bits.
+
+    Integer and bool tensors return `a`.
+    """
     if not (a.is_floating_point() or a.is_complex()):
         return a
     dtype = wide(a.dtype)
@@ -132,7 +142,7 @@ def between(a: Tensor, b: Tensor, share: float) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: 16 bits and fewer would lose what lies between."""
+    """Returns the dtype to compute in: floats of 16 bits or fewer would lose the values in between."""
     if dtype == torch.complex32:
         return torch.complex64
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
@@ -146,7 +156,10 @@ def moved_state(
     ratio: float,
     shape: torch.Size,
 ) -> dict[str, Any]:
-    """A parameter's state, from that of one or two others, where its gradients are `ratio` times as large as theirs."""
+    """Returns a parameter's state, made from the state of one or two other parameters.
+
+    The parameter's gradients are `ratio` times as large as the gradients of the others.
+    """
     found = {}
     for name, value in own.items():
         if not isinstance(value, Tensor):
@@ -181,8 +194,12 @@ def remade(
     has_names: bool,
     has_states: bool,
 ) -> Optimizer:
-    """An optimiser for other parameters. `groups` and `states` are those of this rank's optimiser before; of its parameters those in `own`, by their
-    identities, are replaced, and others, which were never the net's, stay."""
+    """Builds an optimiser for other parameters.
+
+    groups, states: groups and states of this rank's old optimiser.
+    own: identities (`id`) of the old optimiser's parameters that `carried` replaces. Other parameters never belonged to
+        the net, and stay.
+    """
     kept: list[dict[str, Any]] = []
     members: list[list[tuple[str, Tensor]]] = []
     for group in groups:
@@ -220,7 +237,7 @@ def remade(
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Also of what has tensors in it."""
+    """Compares values that may contain tensors."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return (
             isinstance(one, Tensor)

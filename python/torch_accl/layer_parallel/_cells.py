@@ -1,10 +1,10 @@
 """Recurrent cells as steps of a sequence.
 
-Owns torch's GRU and LSTM written as one step at a time, with the coarse step that each of them has; their weights stay those of torch's module. What a cell of somebody
-else must have is in `Cell`.
+Owns torch's GRU and LSTM written as one step at a time, each with its coarse step; the weights remain in torch's
+module. `Cell` describes what a user's own cell must have.
 
-A coarse step over n steps takes the gates of the first one for all of them: then the old state fades as it does in n steps, and however many they are, it stays
-within bounds. With n = 1 it is the step itself.
+A coarse step over n steps uses the gates of the first step for all n. Then the old state decays as in n steps, and
+stays bounded for any n. With n = 1 it is the step itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ __all__ = ["Cell", "CoarseCell", "FinalCell", "PreparedCell", "Stepped", "steppe
 
 
 class Cell(Protocol):
-    """A module `cell(x, state)` that returns the next state, like the one before; x is the input of one step, its first dimension that of the batch."""
+    """A module `cell(x, state)` that returns the next state, which has the same form as `state`.
+
+    `x` is the input of one step, and its first dimension is the batch.
+    """
 
     def initial(self, rows: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """The state before the first step."""
+        """Returns the state before the first step."""
 
     def output(self, state: Any) -> Tensor:
-        """The part of a state that is the output of a step. It has no parameters."""
+        """Returns the part of a state that is the output of a step. It has no parameters."""
 
 
 @runtime_checkable
@@ -33,7 +36,7 @@ class CoarseCell(Protocol):
     """A cell that can go several steps at once, which the inexact modes need."""
 
     def coarse_step(self, x: Any, state: Any, count: int) -> Any:
-        """Roughly the state after so many steps, of the input of the first one."""
+        """Returns an approximation of the state after `count` steps, from the input of the first one."""
 
 
 @runtime_checkable
@@ -41,33 +44,42 @@ class PreparedCell(Protocol):
     """A cell that does a part of its work for all steps at once."""
 
     def prepare(self, x: Any) -> Any:
-        """What steps are given instead of x: of all inputs of this rank, their first dimension the steps, the second the batch."""
+        """Returns the inputs that the steps of this rank get instead of `x`.
+
+        The first dimension of `x` and of the result is the steps, the second is the batch.
+        """
 
 
 @runtime_checkable
 class FinalCell(Protocol):
-    """A cell of which something else than an output is wanted after the last step."""
+    """A cell whose result after the last step is not its output."""
 
     def final(self, state: Any) -> Any:
-        """What the tail is given of the last state, or the user where there is no tail."""
+        """Returns the part of the last state that the tail gets, or the user if there is no tail."""
 
 
 class Stepped(nn.Module):
-    """torch's recurrent module as a cell. Its state is a tuple of tensors of shape (batch, hidden), one for each layer, those of `c` after those of `h`."""
+    """torch's recurrent module as a cell.
+
+    Its state is a tuple of tensors of shape (batch, hidden), one for each layer; all `h` come before all `c`.
+    """
 
     def __init__(self, rnn: nn.Module) -> None:
         super().__init__()
-        # Whether it is in training is said of that module, not of this one.
+        # The `training` flag of `rnn` counts, not the flag of this wrapper.
         self.rnn = rnn
         self.layers = getattr(rnn, "num_layers", 1)
         self.dropout = getattr(rnn, "dropout", 0.0)
         self.hidden: int = rnn.hidden_size  # type: ignore[assignment]
 
-    # Tensors of a layer's state: `h`, and of an LSTM `c`.
+    # Number of tensors in a layer's state: 1 for `h`, 2 for the `h` and `c` of an LSTM.
     each = 1
 
     def taken(self, state: Any) -> tuple[Tensor, ...]:
-        """A state as a user gives it: as this cell has it, or as torch's module takes it, `h` or `(h, c)` of shape (layers, batch, hidden)."""
+        """Converts a state from the user, in this cell's form or in the form of torch's module.
+
+        torch's form is `h` or `(h, c)` of shape (layers, batch, hidden).
+        """
         given = (state,) if isinstance(state, Tensor) else tuple(state)
         if len(given) == self.each and all(isinstance(leaf, Tensor) and leaf.dim() == 3 for leaf in given):
             given = tuple(layer for leaf in given for layer in leaf.unbind(0))
@@ -82,18 +94,21 @@ class Stepped(nn.Module):
         return given
 
     def returned(self, state: tuple[Tensor, ...]) -> Any:
-        """A state as torch's module returns it: `h` or `(h, c)`, of shape (layers, batch, hidden), and of a cell of shape (batch, hidden)."""
+        """Converts a state to the form of torch's module: `h` or `(h, c)` of shape (layers, batch, hidden).
+
+        For `GRUCell` and `LSTMCell` the shape is (batch, hidden).
+        """
         if hasattr(self.rnn, "num_layers"):
             count = self.layers
             state = tuple(torch.stack(state[part * count : (part + 1) * count]) for part in range(self.each))
         return state[0] if self.each == 1 else state
 
     def output(self, state: tuple[Tensor, ...]) -> Tensor:
-        """`h` of the last layer."""
+        """Returns `h` of the last layer."""
         return state[self.layers - 1]
 
     def prepare(self, x: Tensor) -> Tensor:
-        """The products of all inputs and the first layer's weights."""
+        """Returns the products of all inputs and the first layer's weights."""
         weights = self._weights(0)
         return functional.linear(x, weights[0], weights[2])
 
@@ -109,7 +124,7 @@ class Stepped(nn.Module):
         return tuple(getattr(self.rnn, name + end, None) for name in names)  # type: ignore[return-value]
 
     def _input(self, layer: int, below: Tensor) -> Tensor:
-        """The products of a layer's input, which is `h` of the layer below."""
+        """Returns the products of a layer's weights and its input, which is `h` of the layer below."""
         if self.dropout > 0:
             below = functional.dropout(below, self.dropout, self.rnn.training)
         weights = self._weights(layer)
@@ -117,7 +132,7 @@ class Stepped(nn.Module):
 
 
 class SteppedGRU(Stepped):
-    """`h' = z h + (1 - z) n`; over several steps z to that power."""
+    """GRU: `h' = z h + (1 - z) n`. A coarse step over `count` steps uses `z` to the power of `count`."""
 
     def initial(self, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(rows, self.hidden, dtype=dtype, device=device) for _ in range(self.layers))
@@ -137,7 +152,11 @@ class SteppedGRU(Stepped):
 
 
 class SteppedLSTM(Stepped):
-    """`c' = f c + i g`, `h' = o tanh(c')`; over several steps f to that power, and as much of `i g` as they add up to."""
+    """LSTM: `c' = f c + i g`, `h' = o tanh(c')`.
+
+    A coarse step over `count` steps uses `f` to the power of `count`, and `i g` times the sum of the lower powers of
+    `f`.
+    """
 
     each = 2
 
@@ -161,7 +180,10 @@ class SteppedLSTM(Stepped):
 
 
 def _geometric(f: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`f` to the power of `count`, and 1 + f + f^2 + ... of as many terms: by doubling, which no f between 0 and 1 harms."""
+    """Returns `f` to the power of `count`, and the sum `1 + f + f^2 + ...` with `count` terms.
+
+    Doubling computes both, and is stable for every f between 0 and 1.
+    """
     power, total = f, torch.ones_like(f)
     for bit in bin(count)[3:]:
         total, power = total * (1 + power), power * power
@@ -171,7 +193,7 @@ def _geometric(f: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def stepped(cell: nn.Module) -> nn.Module:
-    """The cell of a module: torch's recurrent ones one step at a time, and any other as it is."""
+    """Returns the cell of a module: torch's recurrent modules become steps, any other module is returned unchanged."""
     if isinstance(cell, nn.RNNBase):
         if cell.bidirectional:
             raise ValueError(f"{cell}: a sequence is gone through in one direction; give one that is not bidirectional")

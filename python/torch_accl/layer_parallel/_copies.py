@@ -1,7 +1,8 @@
-"""Parameters of which several ranks of the layers have a copy: tied ones, and the cell of a recurrent net.
+"""Parameters of which several ranks of the layers have a copy: tied parameters, and the cell of a recurrent net.
 
-Owns that copies stay equal to the bit. A reduction rounds by where a tensor lies in its buckets, and an optimizer rounds by its processor: copies that were
-equal drift apart in their last bits. A batch opens with hashes of all copies. Where these differ, the lowest rank's copy wins and is sent to the others.
+Owns that copies stay equal to the bit. The rounding of a reduction depends on where a tensor lies in its buckets, and
+the rounding of an optimizer on its processor. So equal copies drift apart in their last bits. A batch opens with hashes
+of all copies. Where these differ, the lowest rank's copy is sent to the other ranks.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from ._wire import Wire
 __all__ = ["Copied", "Copies", "hash_of"]
 
 
-# Relative, in the 2-norm: rounding of one step leaves copies much nearer to one another.
+# Largest difference that counts as rounding, relative, in the 2-norm. Rounding in one step leaves copies much closer.
 _ROUNDING = 1e-3
-# The number of a rank that has no copy.
+# The number that a rank without a copy contributes to a reduction: the least value, so it does not change a maximum.
 _NONE = -(1 << 63)
-# Since copies were compared, values came from nobody, or from outside.
+# State of values that changed since copies were last compared: never initialized, or set from outside.
 _UNSET, _GIVEN = 1, 2
-# Parts of a message begin at multiples of that, in bytes.
+# Parts of a message begin at multiples of this number of bytes.
 _ALIGNED = 16
-# Of a table of words of four bytes.
+# Columns of the table of 4-byte words that `hash_of` sums.
 _COLUMNS = 512
 # Numbers in a header for each set.
 _PAIRS = 8
@@ -44,9 +45,9 @@ _PAIRS = 8
 class Copied:
     """A parameter of which several ranks of the layers have a copy."""
 
-    # As users know it.
+    # The name that users know.
     name: str
-    # Those ranks, the lowest first.
+    # The ranks that have a copy, the lowest first.
     ranks: tuple[int, ...]
     # The copies of this rank.
     mine: Sequence[Tensor]
@@ -54,29 +55,33 @@ class Copied:
 
 @dataclass(frozen=True)
 class _Set:
-    """All parameters that the same ranks have, with the tensors of this rank: as they are evaluated, and as the optimizer has them."""
+    """All parameters that the same ranks have, with this rank's tensors.
+
+    evaluated, stored: the tensors that layers are evaluated with, and the tensors that the optimizer has.
+    """
 
     copied: list[Copied]
     evaluated: list[list[Tensor]]
     stored: list[list[Tensor]]
-    # How those are sharded; empty without FSDP2.
+    # Description of how the parameters are sharded; empty without FSDP2.
     layout: str
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have them."""
+        """The ranks that have the parameters."""
         return self.copied[0].ranks
 
 
-# Tensors that differ between ranks: each parameter's copies of this rank.
+# A set whose tensors differ between ranks, with this rank's copies of each parameter.
 _Differing = tuple[_Set, list[list[Tensor]]]
 
 
 class Copies:
     """The copies of a net's parameters.
 
-    `copied` gives those that there are now, the same names in the same order on all ranks. `remedy` ends the error where values from outside differ: on
-    construction, or loaded. `may_round`: each rank has made or saved these values for itself.
+    copied: returns the current parameters with copies, the same names in the same order on all ranks.
+    remedy: end of the error message where values from outside (set on construction, or loaded) differ.
+    may_round: each rank made or saved these values itself, so that they may differ by rounding.
     """
 
     def __init__(
@@ -87,22 +92,23 @@ class Copies:
         self._remedy = remedy
         # Whether values from outside may differ by rounding.
         self._may_round = may_round
-        # Whether values came from outside since copies were compared: then a difference is an error.
+        # Whether values came from outside since copies were compared. Then a difference is an error.
         self.is_new = False
-        # Whether they are such as nobody has given: after the meta device.
+        # Whether the values are uninitialized, as they are when parameters leave the meta device.
         self._is_unset = False
-        # What kept this rank from the last look.
+        # The error that kept this rank from finding its copies in the last comparison.
         self._wrong: BaseException | None = None
-        # As many as there are.
+        # Number of sets.
         self._count = len({each.ranks for each in copied()})
-        # Names that a warning has named.
+        # Names that have appeared in a warning.
         self._warned: set[str] = set()
-        # Shards as the optimizer has them, by name and place: FSDP2 puts the whole parameters in their place during a batch.
+        # Shards as the optimizer has them, by name and index. FSDP2 replaces them by the whole parameters during a
+        # batch.
         self._shards: dict[tuple[str, int], Any] = {}
 
     def look(self) -> None:
         """Remembers shards. Called before FSDP2 gathers the whole parameters."""
-        # What is missing is named when the batch opens, on all ranks.
+        # A missing parameter is reported on all ranks when the batch opens.
         with contextlib.suppress(AttributeError):
             for copied in self._copied():
                 for place, parameter in enumerate(copied.mine):
@@ -112,15 +118,19 @@ class Copies:
     # ---- in a batch
 
     def numbers(self) -> list[int]:
-        """Numbers that all ranks reduce to the greatest, which say whether copies are equal: `settle` takes these."""
+        """Returns numbers that all ranks reduce to the maximum.
+
+        The reduced numbers, which `settle` takes, show whether copies are equal.
+        """
         return self._numbers(is_batch=True)
 
     def settle(self, greatest: Sequence[int], what: str) -> None:
         """Makes copies equal that drifted apart. All ranks call it together.
 
         Raises:
-            ValueError: copies differ that were not equal before, or in their shapes, on all ranks.
-            LayerParallelError: a rank does not find its copies, on all ranks.
+            ValueError: on all ranks, if copies differ whose values were set since the last comparison, or that differ
+                in shape, dtype or sharding.
+            LayerParallelError: on all ranks, if a rank does not find its copies.
         """
         differing = self._differing(greatest, what, is_batch=True)
         if differing and greatest[0]:
@@ -134,10 +144,10 @@ class Copies:
     def check(self, what: str) -> None:
         """Compares copies whose values came from outside, bit for bit. All ranks call it together.
 
-        Where values may differ by rounding, such copies become the lowest rank's.
+        If values may differ by rounding, copies that differ by rounding become the lowest rank's.
 
         Raises:
-            ValueError: copies differ, on all ranks; then the next batch refuses them, too.
+            ValueError: on all ranks, if copies differ. Then the next batch refuses them too.
         """
         self.is_new, self._is_unset = True, False
         differing = self._differing(self._reduced(what), what)
@@ -155,18 +165,20 @@ class Copies:
                 differing = []
         if differing:
             raise ValueError(f"{what}: {self._difference()}")
-        # Of those on the meta device, the first batch says.
+        # Copies on the meta device have no values yet. They are compared when the first batch opens.
         self.is_new = self._is_unset = any(
             tensor.is_meta for each in self._sets(is_batch=False) for mine in each.stored for tensor in mine
         )
 
     def make_equal(self, what: str) -> None:
-        """Makes copies equal that drifted apart. All ranks call it together; those that nobody has given values yet stay as they are.
+        """Makes copies equal that drifted apart. All ranks call it together.
+
+        Copies that are not initialized yet stay as they are.
 
         Raises:
-            ValueError: copies differ whose values came from outside, on all ranks.
+            ValueError: on all ranks, if copies differ whose values came from outside.
         """
-        # What a rank knows by itself says nothing of the others: some have no copies.
+        # The reduced flag decides, not this rank's own flag: some ranks have no copies.
         greatest = self._reduced(what)
         differing = self._differing(greatest, what)
         if differing and greatest[0] == _GIVEN:
@@ -202,13 +214,17 @@ class Copies:
                 [None if shard is None else (str(shard.placements), list(shard.to_local().shape)) for shard in mine]
                 for mine in shards
             ]
-            # Copies of one rank are as alike as those of several.
+            # If all copies of this rank have the same layout, it is named once, so that ranks with other numbers of
+            # copies agree.
             layout = str([mine[0] if all(each == mine[0] for each in mine) else mine for mine in shown])
         evaluated = [list(copied.mine) for copied in found] if is_batch and layout else stored
         return _Set(found, evaluated, stored, layout)
 
     def _numbers(self, *, is_batch: bool) -> list[int]:
-        """Looks at the copies. What is reduced of them: as many numbers on all ranks, whatever goes wrong on one."""
+        """Returns this rank's numbers for the reduction.
+
+        Their count is the same on all ranks, also if one rank fails.
+        """
         self._wrong = None
         try:
             sets = self._sets(is_batch=is_batch)
@@ -231,7 +247,7 @@ class Copies:
         return self._wire.together(numbers, what, is_greatest=True)
 
     def _differing(self, greatest: Sequence[int], what: str, *, is_batch: bool = False) -> list[_Differing]:
-        """What the reduced numbers say to differ, the same on all ranks."""
+        """Returns the sets that differ by the reduced numbers, the same on all ranks."""
         if greatest[1]:
             cause = None if self._wrong is None else f"{what}: {described(self._wrong)}"
             raise LayerParallelError(sentence(self._wire.gathered(cause))) from self._wrong
@@ -254,7 +270,7 @@ class Copies:
         return found
 
     def _difference_of_forms(self, sets: Sequence[_Set]) -> str:
-        """Which copies have other shapes or types; all ranks call it together."""
+        """Describes which copies differ in shape or dtype. All ranks call it together."""
         of_all = self._wire.gathered([_forms(each) for each in sets])
         for place, each in enumerate(sets):
             known = {rank: dict(of_all[rank][place]) for rank in each.ranks}
@@ -266,7 +282,7 @@ class Copies:
         raise AssertionError("forms differ that are the same")
 
     def _difference(self) -> str:
-        """Which copies differ; all ranks call it together."""
+        """Describes which copies differ in value. All ranks call it together."""
         mine = {
             copied.name: [hash_of(tensor) for tensor in tensors]
             for each in self._sets(is_batch=False)
@@ -285,7 +301,7 @@ class Copies:
         more = f" (and of {len(shown) - 1} more parameters)" if len(shown) > 1 else ""
         return f"copies of {name}{more} have different values: rank {where} of the layers has others than rank {lowest}; {self._remedy}"
 
-    # ---- the lowest rank's
+    # ---- the lowest rank's copies
 
     def _take_lowest(self, found: _Differing, what: str) -> None:
         each = found[0]
@@ -300,7 +316,7 @@ class Copies:
                 )
 
     def _from_lowest(self, found: _Differing, what: str) -> list[Tensor]:
-        """The lowest rank's copy of each parameter, on the ranks that have one."""
+        """Returns the lowest rank's copy of each parameter, on the ranks that have a copy."""
         each, tensors = found
         wire, ranks = self._wire, each.ranks
         is_everywhere = len(ranks) == wire.size
@@ -320,7 +336,10 @@ class Copies:
 
 
 def _hash_pair(tensors: Sequence[Sequence[Tensor]]) -> tuple[int, int]:
-    """A hash of all copies of this rank, and its negative; where they differ among themselves, of another number."""
+    """Returns a hash of all copies of this rank, and its negative.
+
+    If this rank's copies differ among themselves, the second number is not the negative of the first.
+    """
     if not any(tensors) or any(tensor.is_meta for mine in tensors for tensor in mine):
         return _NONE, _NONE
     hashes = [[hash_of(tensor) for tensor in mine] for mine in tensors]
@@ -330,7 +349,7 @@ def _hash_pair(tensors: Sequence[Sequence[Tensor]]) -> tuple[int, int]:
 
 
 def _message(like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Room for such tensors in one piece, and its parts."""
+    """Returns a message with room for tensors like these, and its parts, one for each tensor."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in like]
     ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
     message = torch.zeros(ends[-1], dtype=torch.uint8, device=like[0].device)
@@ -343,7 +362,10 @@ def _message(like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _compared(found: _Differing, winners: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """Copies of this rank that are not the lowest rank's: the name, the copy, the lowest rank's, and how far one is from the other."""
+    """Yields each copy of this rank that differs from the lowest rank's copy.
+
+    Each item has the name, the copy, the lowest rank's copy, and their distance.
+    """
     for copied, tensors, winner in zip(found[0].copied, found[1], winners):
         for copy in tensors:
             if not torch.equal(_bytes(copy), _bytes(winner)):
@@ -352,7 +374,7 @@ def _compared(found: _Differing, winners: Sequence[Tensor]) -> Iterator[tuple[st
 
 @torch.no_grad()
 def _distance(copy: Tensor, winner: Tensor) -> float:
-    """Relative, in the 2-norm. Signs of zeros make no distance."""
+    """Returns the relative distance in the 2-norm. Zeros of different sign have no distance."""
     if copy.element_size() == 1 or not (copy.is_floating_point() or copy.is_complex()):
         copy, winner = copy.double(), winner.double()
     wide = torch.complex128 if copy.is_complex() else torch.float64
@@ -373,7 +395,7 @@ def _is_shard(parameter: Tensor) -> bool:
 
 
 def _forms(each: _Set) -> list[tuple[str, list[str]]]:
-    """What each parameter of this rank looks like, by its name: several times where its copies differ."""
+    """Returns the distinct dtypes and shapes of each parameter's copies on this rank, by name."""
     return [
         (
             copied.name,
@@ -385,7 +407,10 @@ def _forms(each: _Set) -> list[tuple[str, list[str]]]:
 
 
 def _pair_of_forms(each: _Set) -> tuple[int, int]:
-    """A hash of them, and its negative; where copies of this rank differ, of another number."""
+    """Returns a hash of the forms, and its negative.
+
+    If copies of one parameter on this rank differ, the second number is not the negative of the first.
+    """
     forms = _forms(each)
     if not forms:
         return _NONE, _NONE
@@ -397,23 +422,25 @@ _MASK = (1 << 63) - 1
 
 
 def hash_of(parameter: Tensor) -> int:
-    """63 bits of its values, the same for the same ones on any processor."""
+    """Returns a 63-bit hash of the values. Equal values give the same hash on any processor."""
     bytes_ = _bytes(parameter)
     device = bytes_.device
-    # By rows and by columns, weighed by their places. All sums are of whole numbers, modulo 2^64, and a word is half as long: its highest bit counts as well.
+    # Words are summed by rows and by columns, weighted by their places. All sums are of integers modulo 2^64. A word
+    # has 32 bits, so its highest bit counts as well.
     whole = bytes_.numel() // (4 * _COLUMNS) * 4 * _COLUMNS
     left = bytes_[whole:].to(torch.int64)
     total = int((left * _weights(left.numel(), 0, device)).sum()) + bytes_.numel()
     if whole:
         table = bytes_[:whole].view(torch.int32).view(-1, _COLUMNS)
         total += int((table.sum(1, dtype=torch.int64) * _weights(len(table), 1, device)).sum())
-        # Even ones: the weight of a word, which is the sum of its row's and its column's, is odd, so that no bit of it is lost.
+        # Column weights are even and row weights odd. So the weight of a word, the sum of both, is odd, and no bit of
+        # the word is lost.
         total += int((table.sum(0, dtype=torch.int64) * (_weights(_COLUMNS, 2, device) & ~1)).sum())
     return total & _MASK
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Those of its elements, in the order of their indices."""
+    """Returns the bytes of a tensor's elements, in the order of their indices."""
     raw = tensor.detach().contiguous()
     raw = (torch.view_as_real(raw.resolve_conj()) if raw.is_complex() else raw).flatten()
     if raw.storage_offset() * raw.element_size() % 4:
@@ -423,7 +450,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _weights(count: int, series: int, device: torch.device) -> Tensor:
-    """Numbers without an order, the same on all ranks."""
+    """Returns pseudo-random odd weights, the same on all ranks."""
     mixed = (
         torch.arange(1, count + 1, dtype=torch.int64, device=device) * 0x1E3779B97F4A7C15 + series * 0x3C6EF372FE94F82B
     )

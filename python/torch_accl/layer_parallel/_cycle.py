@@ -1,6 +1,6 @@
-"""How a net is solved, as a user says it.
+"""The settings of a solve, as a user gives them.
 
-Owns the settings of one pass. What they mean for a plan is the matter of the crate `accl-multigrid`.
+Owns the settings of one pass. The crate `accl-multigrid` defines their meaning for a plan.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ Reuse = Literal["auto", "nothing", "values", "all"]
 class Cycle:
     """A solve by multigrid over layers (MGRIT).
 
-    levels: how many, the finest among them; one is a wave, which is exact.
-    factor: how many steps of a level are one of the next: a number, or one for each level but the coarsest.
-    iterations: the start and all cycles together.
-    relax: `"F"`, `"FCF"`, or how often C-points are relaxed besides: one for all levels, or one for each from the finest, the last for the rest.
+    levels: number of levels, including the finest. One level is a wave, which is exact.
+    factor: number of steps of a level that make one step of the next level: one number, or one for each level but the
+        coarsest.
+    iterations: number of iterations, the start included.
+    relax: `"F"`, `"FCF"`, or how often C-points are relaxed in addition. Give one value for all levels, or one for each
+        level from the finest on; the last one holds for all later levels.
     shape: `"V"` or `"F"`.
-    start: `"coarsest"` begins with the solution of the coarsest level, `"full"` improves that on every level; `"guess"` with what the net's `guess`
-        gives, and only then 0 iterations make sense.
-    norms: `"lagged"`: residuals are known one iteration later, and nobody waits; `"blocking"`; `"none"`.
-    coarser: levels, from 1 on, whose states are coarser themselves than those of the level before, by the net's `spatial`.
-    reuse: what is not computed a second time. It changes no bit; `"auto"` takes what is fastest for the number of ranks.
+    start: `"coarsest"` begins with the solution of the coarsest level, and `"full"` improves it on every level.
+        `"guess"` begins with the states that the net's `guess` returns; only then may `iterations` be 0.
+    norms: `"lagged"`: residuals are known one iteration later, and no rank waits for them. `"blocking"`: each iteration
+        waits for its norm. `"none"`: no norms.
+    coarser: levels, from 1 on, whose states the net's `spatial` makes coarser than the states of the level before.
+    reuse: results that are not computed a second time. The setting changes no bit of a result. `"auto"` takes the
+        fastest for the number of ranks.
     """
 
     levels: int = 2
@@ -45,7 +49,7 @@ class Cycle:
         for name in ("factor", "relax"):
             given = getattr(self, name)
             if not isinstance(given, int | str):
-                # What plans are remembered by.
+                # Plans are cached by their cycle, so its fields must be hashable.
                 object.__setattr__(self, name, tuple(given))
         object.__setattr__(self, "coarser", (self.coarser,) if isinstance(self.coarser, int) else tuple(self.coarser))
         if self.levels < 1:
@@ -66,7 +70,7 @@ class Cycle:
                 raise ValueError(f"Cycle({name}={getattr(self, name)!r}): give one of {', '.join(known)}")
 
     def factors(self) -> list[int]:
-        """One for each level but the coarsest."""
+        """Returns one factor for each level but the coarsest."""
         factors = [self.factor] * (self.levels - 1) if isinstance(self.factor, int) else list(self.factor)
         if len(factors) != self.levels - 1:
             raise ValueError(
@@ -78,7 +82,7 @@ class Cycle:
         return factors
 
     def coarser_levels(self) -> list[bool]:
-        """For each level but the finest, whether its states are coarser than those of the level before."""
+        """Returns for each level but the finest whether its states are coarser than the states of the level before."""
         given = self.coarser if isinstance(self.coarser, tuple) else ()
         wrong = [level for level in given if not 1 <= level < self.levels]
         if wrong:
@@ -88,13 +92,13 @@ class Cycle:
         return [level in given for level in range(1, self.levels)]
 
     def relaxations(self) -> list[int]:
-        """How often C-points are relaxed, from the finest level."""
+        """Returns how often C-points are relaxed, from the finest level on."""
         each = [self.relax] if isinstance(self.relax, str | int) else list(self.relax)
         return [self._relaxations_of(relax) for relax in each]
 
     def _relaxations_of(self, relax: str | int) -> int:
         if isinstance(relax, str):
-            # F, FCF, FCFCF and so on.
+            # Accepts F, FCF, FCFCF and so on.
             if relax == "F" + "CF" * (len(relax) // 2):
                 return len(relax) // 2
         elif relax >= 0:
@@ -102,14 +106,19 @@ class Cycle:
         raise ValueError(f"Cycle(relax={self.relax!r}): give F, FCF, or a number from 0")
 
     def reuse_for(self, ranks: int, *, is_adjoint: bool) -> str:
-        """A march that evaluates for good lets the other ranks wait longer, and saves them a share of the last sweep."""
+        """Returns `reuse`, with `"auto"` resolved for the number of ranks.
+
+        With `"all"`, the coarsest-level solve makes final evaluations. Other ranks wait longer for it, and save a part
+        of the last sweep.
+        """
         if self.reuse != "auto":
             return self.reuse
-        # Recording costs little beside evaluating, and the gradients of parameters about as much as those of the input.
+        # A recorded evaluation costs little more than one that is not recorded. Gradients of parameters cost about as
+        # much as gradients of the input.
         return "all" if ranks <= (1 if is_adjoint else 8) else "values"
 
 
 def check_backward(cycle: Cycle) -> None:
-    """Raises for a cycle that is none of a backward pass."""
+    """Raises `ValueError` for a cycle that a backward pass cannot use."""
     if cycle.start == "guess":
         raise ValueError("bwd=Cycle(start='guess'): a guess is of states; let the backward pass begin otherwise")

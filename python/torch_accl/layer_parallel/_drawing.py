@@ -1,6 +1,7 @@
-"""Whose random numbers are being drawn: which layer is evaluated, for which batch and micro-batch.
+"""The evaluation that draws random numbers: its layer, batch and micro-batch.
 
-Owns what a layer may know of that while it is evaluated. Who evaluates says it (`_net.py`); torch's generator is seeded there, too.
+Owns what a layer may know about its own evaluation. The caller that evaluates a layer (`_net.py`) sets it, and seeds
+torch's generator there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ __all__ = ["Drawing", "draw_for", "drawn_for"]
 
 
 class Drawing:
-    """An evaluation of a layer. `key` is of the net's seed, the batch and the data-parallel replica; iteration and level do not count."""
+    """An evaluation of a layer.
+
+    `key` depends on the net's seed, the batch and the data-parallel replica, but not on iteration and level.
+    """
 
     __slots__ = ("calls", "key", "layer", "micro_batch")
 
@@ -19,7 +23,7 @@ class Drawing:
         self.key = key
         self.layer = layer
         self.micro_batch = micro_batch
-        # How many modules in the layer have asked so far, of which each draws for itself.
+        # Number of modules in the layer that have asked so far. Each of them draws its own numbers.
         self.calls = 0
 
 
@@ -27,10 +31,10 @@ _now: ContextVar[Drawing | None] = ContextVar("torch_accl_drawing", default=None
 
 
 def drawn_for() -> Drawing | None:
-    """The evaluation that the caller is part of; None outside of any."""
+    """Returns the evaluation that the caller is part of, or None outside of an evaluation."""
     return _now.get()
 
 
 def draw_for(what: Drawing | None) -> None:
-    """From now on the caller is part of this evaluation, or of none."""
+    """Makes the caller part of this evaluation, or of none, until the next call."""
     _now.set(what)

@@ -1,6 +1,6 @@
-"""What goes wrong in a solve.
+"""Errors in a solve.
 
-Owns the exception that all ranks raise, and the sentence of one rank.
+Owns the exception that all ranks raise, and the text that describes the causes.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from collections.abc import Sequence
 __all__ = ["LayerParallelError", "described", "sentence"]
 
 
-# A list of what went wrong on many ranks helps nobody: what went wrong on the first has often made the others fail.
+# Number of distinct causes that are shown. A long list does not help: the first error has often caused the others.
 _SHOWN = 3
 
 
 class LayerParallelError(RuntimeError):
-    """A layer, the loss or the input of one rank made a solve impossible. All ranks of the layers raise it, and the group can go on.
+    """A layer, the loss or the input of one rank made a solve impossible.
 
-    With replicas, those of all replicas raise it where `layer_parallel.step` was given the wrapped net, and those of one replica otherwise.
+    All ranks of the layers raise it, and the group remains usable. With replicas, the ranks of all replicas raise it if
+    `layer_parallel.step` got the wrapped net. Otherwise the ranks of one replica raise it.
     """
 
 
 def described(error: BaseException) -> str:
-    """An exception in a line."""
+    """Describes an exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -30,8 +31,8 @@ def described(error: BaseException) -> str:
 def sentence(
     causes: Sequence[str | None], remedy: str = "No gradient was taken over; mend it and go on with the next batch."
 ) -> str:
-    """What all ranks say, given each rank's own cause."""
-    # One sentence for what is the same everywhere.
+    """Returns the message that all ranks raise, from each rank's own cause."""
+    # Ranks with the same cause share a sentence.
     of_cause: dict[str, list[int]] = {}
     for rank, cause in enumerate(causes):
         if cause is not None:

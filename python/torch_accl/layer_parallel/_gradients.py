@@ -1,6 +1,7 @@
-"""What is done with the gradients of all layers together.
+"""Operations on the gradients of all layers together.
 
-Owns norms over ranks, which are those of one rank by a bit: summed layer by layer, in their order; and that all ranks of a net leave out the same steps.
+Owns norms over ranks that equal the norm of one rank to the bit, because they are summed layer by layer, in order. Also
+owns that all ranks of a net skip the same steps.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ __all__ = ["GradScaler", "clip_grad_norm_"]
 
 
 def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over all layers of a net, on all of its ranks together. Returns the norm before, the same on all."""
+    """`torch.nn.utils.clip_grad_norm_` over all layers of a net, on all of its ranks together.
+
+    Returns the norm before clipping, the same on all ranks.
+    """
     if norm_type <= 0:
         raise ValueError(f"norm_type={norm_type}: give more than 0, or inf")
     wire, solver = net.wire, net.current
     count = len(solver.plans.net.layers)
     powers = [0.0] * count
-    # Whether a norm has 64 bits, by layer.
+    # For each layer, whether its norm has 64 bits.
     are_wide = [0.0] * count
     for layer, parameters in solver.layers.parts().items():
         found = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -48,9 +52,11 @@ def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, erro
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for the layers of a net: where a gradient of any rank is infinite or no number, all ranks leave the step out, and scale alike.
+    """`torch.amp.GradScaler` for the layers of a net, on all of its ranks.
 
-    `net.step(..., loss_scale=scaler.get_scale())`, then `scaler.step(optimizer)` and `scaler.update()`, on all ranks together. Other arguments are torch's.
+    If a gradient of any rank is infinite or NaN, all ranks skip the step and change the scale alike. On all ranks
+    together, call `net.step(..., loss_scale=scaler.get_scale())`, then `scaler.step(optimizer)` and `scaler.update()`.
+    Other arguments are torch's.
     """
 
     def __init__(self, net: Model, device: str = "cpu", **settings: Any) -> None:
@@ -58,15 +64,15 @@ class GradScaler(torch.amp.GradScaler):
         self._net = net
 
     def get_scale(self) -> float:
-        """The factor of the next gradients. It makes the scale, as `scale(loss)` would."""
+        """Returns the factor of the next gradients. Initializes the scale if needed, as `scale(loss)` would."""
         if self.is_enabled() and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         scale: float = super().get_scale()
         return scale
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides an optimizer's gradients by the scale, and finds out whether those of all ranks are finite."""
-        # A rank without a loss has not made the scale yet.
+        """Divides an optimizer's gradients by the scale, and checks whether the gradients of all ranks are finite."""
+        # A rank without a loss has not initialized the scale yet.
         self.get_scale()
         super().unscale_(optimizer)
         if not self.is_enabled():
@@ -77,14 +83,14 @@ class GradScaler(torch.amp.GradScaler):
         [count] = wire.together(
             torch.tensor([int(mine)], dtype=torch.int64, device=wire.device), "looking for infinite gradients"
         )
-        # A rank without gradients has nobody to tell otherwise.
+        # A rank without gradients has no entry yet; it needs one to learn the result.
         device = torch.device(self._device)
         found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         for value in found.values():
             value.fill_(float(count > 0))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps, unless a gradient of any rank is infinite or no number."""
+        """Steps, unless a gradient of any rank is infinite or NaN."""
         if self.is_enabled() and not self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)

@@ -1,6 +1,7 @@
-"""What all ranks know of each other's layers, once they have been asked.
+"""What all ranks know about each other's layers, after an exchange.
 
-Owns which layers are alike, and which parameters are one: those that the net ties, and those that are one object in several layers of a rank.
+Owns which layers are alike, and which parameters are one: parameters that the net ties, and objects that occur in
+several layers of a rank.
 """
 
 from __future__ import annotations
@@ -16,30 +17,33 @@ from ._stack import LayerParallel
 __all__ = ["Place", "check_net", "looked_at", "places_of", "slots_of"]
 
 
-# A parameter: its layer, and the place of the first of its names among all names of that one's parameters.
+# A parameter: its layer, and the index of its first name among all names of that layer's parameters.
 Place = tuple[int, int]
 
 
 def places_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of a layer by all of their names, in order."""
+    """Returns the parameters of a layer by all of their names, in order."""
     return list(module.named_parameters(remove_duplicate=False))
 
 
 def slots_of(module: nn.Module, places: Collection[int]) -> set[int]:
-    """Where those at some places are among a layer's parameters, each of which is there once."""
+    """Returns the indices of the parameters at some places, in the layer's list of parameters without duplicates."""
     named = places_of(module)
     wanted = {id(named[place][1]) for place in places}
     return {slot for slot, parameter in enumerate(module.parameters()) if id(parameter) in wanted}
 
 
 def check_net(net: object) -> None:
-    """Raises unless it is a net itself."""
+    """Raises `TypeError` unless `net` is a net itself, without a wrapper."""
     if not isinstance(net, LayerParallel):
         raise TypeError(f"net is {type(net).__name__}; give a LayerParallel, not what is wrapped around it")
 
 
 def looked_at(net: LayerParallel) -> tuple[list[int], list[list[Place]]]:
-    """A number for each layer, that alike layers have in common, and the groups of parameters that are one; all ranks call this together."""
+    """Returns a number for each layer, equal for layers that are alike, and the groups of parameters that are one.
+
+    All ranks call it together.
+    """
     layers, names = net._solver.layers, net._solver.names
 
     def own() -> tuple[dict[int, int], list[list[Place]], dict[str, Place]]:
@@ -63,7 +67,7 @@ def looked_at(net: LayerParallel) -> tuple[list[int], list[list[Place]]]:
 
 
 def _shared(modules: Mapping[int, nn.Module]) -> list[list[Place]]:
-    """What is one parameter in several layers of this rank."""
+    """Returns the groups of places that hold one parameter in several layers of this rank."""
     found: dict[int, list[Place]] = {}
     for layer, module in modules.items():
         for place, parameter in zip(dict.fromkeys(_first_places(module)), module.parameters()):
@@ -72,13 +76,13 @@ def _shared(modules: Mapping[int, nn.Module]) -> list[list[Place]]:
 
 
 def _first_places(module: nn.Module) -> list[int]:
-    """For each name of a parameter, the place of the first one that the same parameter has."""
+    """Returns for each parameter name the index of the first name of the same parameter."""
     first: dict[int, int] = {}
     return [first.setdefault(id(parameter), place) for place, (_, parameter) in enumerate(places_of(module))]
 
 
 def _joined(groups: Sequence[Sequence[Place]]) -> list[list[Place]]:
-    """Groups that have a member in common are one."""
+    """Merges groups that have a member in common."""
     found: list[set[Place]] = []
     for group in groups:
         own = set(group)

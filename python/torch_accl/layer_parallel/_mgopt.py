@@ -1,7 +1,10 @@
-"""Optimisation by multigrid over the depth of a net (MG/Opt; Nash, "A multigrid approach to discretized optimization problems", 2000).
+"""Optimisation by multigrid over the depth of a net (MG/Opt).
 
-Owns the V-cycle inside a batch: when which net takes a step, the correction that makes a shallower net's objective agree with the deeper one's to first order, and the
-search along what it suggests. What goes between two nets is in `_between.py`.
+The method is from Nash, "A multigrid approach to discretized optimization problems", 2000.
+
+Owns the V-cycle inside a batch: the order in which the nets take steps, the correction, and the line search along the
+suggested change. The correction makes a shallower net's objective agree to first order with the deeper net's.
+`_between.py` transfers values between two nets.
 """
 
 from __future__ import annotations
@@ -27,16 +30,19 @@ from ._stack import LayerParallel
 __all__ = ["Correction", "MGOpt"]
 
 
-# What a correction must gain at least, as a share of what its slope promises (Armijo's condition).
+# Minimum gain of a correction, as a share of the gain that its slope predicts (Armijo's condition).
 _GAIN = 1e-4
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What one coarse net did for the net above it in a batch, the same on all ranks.
+    """Effect of one coarse net on the net above it in a batch; the same on all ranks.
 
-    level: of the net that was corrected; 0 is the net itself. before, after: its objective. slope: the derivative along the suggested change, before any of it was
-    made. length: the share of the change that was made, 0 if none lowered the objective. trials: how many shares were tried.
+    level: level of the net that was corrected; 0 is the net itself.
+    before, after: objective of that net before and after.
+    slope: derivative along the suggested change, at the point before it.
+    length: share of the change that was made; 0 if no share lowered the objective enough.
+    trials: number of shares that were tried.
     """
 
     level: int
@@ -48,21 +54,36 @@ class Correction:
 
 
 class MGOpt:
-    """Trains a net by V-cycles over nets of different depth inside each batch; `step` takes the place of `zero_grad`, `net.step` and `optimizer.step`.
+    """Trains a net by V-cycles over nets of different depth inside each batch.
 
-    A net takes steps of its optimiser; a net of every `factor`-th layer begins where it is, takes steps on the same batch towards less of its own loss plus a linear term
-    that gives it the gradient of the deeper net there; what it has changed is interpolated, and as much of it is made as lowers the deeper net's loss; then the
-    deeper net takes steps again. The coarse net does the same with one coarser still.
+    `step` replaces `zero_grad`, `net.step` and `optimizer.step`. It does the following:
 
-    net, optimizer: what is trained, on all ranks of the layers, and the optimiser of its parameters; a rank without any may give None.
-    levels, factor: how many nets there are, the given one among them, and how many layers of one are a layer of the next.
-    interpolation: of changes, `"constant"` or `"linear"` in layer time; gradients go the transposed way.
-    pre, post: steps of the optimiser before and after a correction; coarse: those of the last net.
-    trials: so many shares of a correction are tried, 1, 1/2, 1/4 ..., before none of it is made. Each takes a batch's work; the gradient of the one that is taken is that of the next step.
-    coarse_optimizer: makes the optimiser of a coarse net of its parameters and its level (1, 2, ...). By default each has the class, options and moments of the one above, anew in each batch.
-    settings: what is to be other in the coarse nets: `mode`, `fwd` and all that `coarsened` takes but `placement`.
+    - The net takes steps of its optimiser.
+    - A coarse net of every `factor`-th layer starts at the same point and takes steps on the same batch. It minimizes
+      its own loss plus a linear term, which gives it the gradient of the deeper net at that point.
+    - The change of the coarse net is interpolated. The deeper net makes the largest tried share of it that lowers its
+      loss.
+    - The deeper net takes steps again.
 
-    Parameters of the optimiser that are not the net's take part in its `pre` and `post` steps alone. Which parameters want a gradient stays as it is.
+    The coarse net does the same with a still coarser net.
+
+    net, optimizer: the net to train, on all ranks of the layers, and the optimiser of its parameters. A rank without
+        parameters may give None.
+    levels: number of nets, including the given one.
+    factor: number of layers of one net that make one layer of the next.
+    interpolation: interpolation of changes, `"constant"` or `"linear"` in layer time. Gradients are transferred by its
+        transpose.
+    pre, post: steps of the optimiser before and after a correction.
+    coarse: steps of the last net.
+    trials: maximum number of shares of a correction that are tried (1, 1/2, 1/4, ...) before it is dropped. Each trial
+        takes the work of a batch. The next step uses the gradient of the accepted trial.
+    coarse_optimizer: makes the optimiser of a coarse net from its parameters and its level (1, 2, ...). By default each
+        coarse optimiser has the class, options and moments of the one above, which are copied in each batch.
+    settings: settings that differ in the coarse nets: `mode`, `fwd` and all others that `coarsened` takes except
+        `placement`.
+
+    Parameters of the optimiser that do not belong to the net change only in its `pre` and `post` steps. `requires_grad`
+    of a parameter must not change later.
     """
 
     def __init__(
@@ -106,13 +127,13 @@ class MGOpt:
         self._levels = [_Level(net, optimizer, ties)]
         self._trained = _are_trained(net)
         self._between: list[Between] = []
-        # Of the last batch, in the order in which they were made.
+        # The corrections of the last batch, in the order in which they were made.
         self.corrections: list[Correction] = []
         for level in range(1, levels):
             above = self._levels[-1]
             shown: dict[str, Any] = dict(audit_every=0, probe_every=0, evaluation="exact-wave") | settings
             if coarse_optimizer is None:
-                # Where another rank gives one.
+                # `coarsened` also returns an optimiser if only another rank gave one.
                 found: Any = coarsened(above.net, factor, above.optimizer, placement="kept", **shown)
                 made, of_made = found if isinstance(found, tuple) else (found, None)
                 if of_made is not None:
@@ -129,12 +150,12 @@ class MGOpt:
 
     @property
     def nets(self) -> list[LayerParallel]:
-        """The net and the coarse ones."""
+        """The net and the coarse nets."""
         return [level.net for level in self._levels]
 
     @property
     def optimizers(self) -> list[Optimizer | None]:
-        """Theirs."""
+        """The optimisers of the nets."""
         return [level.optimizer for level in self._levels]
 
     def step(
@@ -145,9 +166,10 @@ class MGOpt:
         *,
         side: dict[str, Any] | None = None,
     ) -> Tensor:
-        """A V-cycle with one batch, on all ranks together, given as to `LayerParallel.step`. Returns the loss before it, the same on all ranks.
+        """Runs a V-cycle with one batch, on all ranks together. It takes the arguments of `LayerParallel.step`.
 
-        The input and the side inputs get no gradients: a batch is evaluated at several points.
+        Returns the loss before the cycle, the same on all ranks. The input and the side inputs get no gradients,
+        because a batch is evaluated at several points.
         """
         finest = self._levels[0]
         net = finest.net
@@ -158,7 +180,7 @@ class MGOpt:
         finest.begin()
         try:
             point = finest.evaluate(batch)
-            # A batch is audited, or a probe, once.
+            # A batch is audited or probed only once.
             net._audit_every = net._probe_every = 0
             self._cycle(0, point, batch)
         finally:
@@ -168,10 +190,13 @@ class MGOpt:
         return point.shown
 
     def _check_trained(self) -> None:
-        """Nets of two depths have the same gradients, one by one."""
+        """Raises `ValueError` if `requires_grad` of a parameter has changed.
+
+        Gradients of two nets must match one by one.
+        """
         net = self._levels[0].net
         now = _are_trained(net)
-        # One more than its number, and 0 for none.
+        # Layer number plus one; 0 for no layer.
         last = max((layer + 1 for layer, flags in now.items() if flags != self._trained.get(layer)), default=0)
         (last,) = net._wire.together(
             torch.tensor([last], dtype=torch.int64, device=net._wire.device), "the start of a cycle", is_greatest=True
@@ -193,7 +218,7 @@ class MGOpt:
         level.relax(point, batch, self._post)
 
     def _corrected(self, at: int, point: _Point, batch: _Batch) -> _Point:
-        """Where a net is once the coarser one has been asked."""
+        """Returns the net's point after the correction by the coarser net."""
         level, below, between = self._levels[at], self._levels[at + 1], self._between[at]
         start = self._descend(at, point, batch)
         self._cycle(at + 1, start, batch)
@@ -224,7 +249,10 @@ class MGOpt:
         return found
 
     def _descend(self, at: int, point: _Point, batch: _Batch) -> _Point:
-        """Puts the coarser net where a net is, and gives it the linear term; its objective's gradient there is the restricted one."""
+        """Moves the coarser net to the point of the finer net and sets its linear term.
+
+        The gradient of the coarser objective there is the restricted gradient of the finer objective.
+        """
         above, below, between = self._levels[at], self._levels[at + 1], self._between[at]
         between.inject()
         if self._moments is not None and above.optimizer is not None and below.optimizer is not None:
@@ -233,7 +261,7 @@ class MGOpt:
         restricted = between.restricted(point.gradients)
         below.correction = None
         found = below.evaluate(batch)
-        # What the coarse net does not use has no gradient there.
+        # Parameters that the coarse net does not use have no gradient there.
         wanted = combined(restricted, found.gradients, lambda r, _: r)
         below.correction = combined(wanted, found.gradients, lambda r, g: r - g)
         below.origin = below.values()
@@ -246,38 +274,41 @@ class _Batch:
     target: Any
     loss_fn: LossFunction | None
     side: dict[str, Any] | None
-    # All evaluations draw the random numbers of this one.
+    # All evaluations draw the random numbers of the batch with this number.
     number: int
 
 
 @dataclass(frozen=True)
 class _Point:
-    """What is known of a net where it is."""
+    """Results of an evaluation of a net with its current parameters."""
 
-    # The loss and the linear term.
+    # The loss plus the linear term.
     objective: float
-    # The loss alone.
+    # The loss without the linear term.
     shown: Tensor
     gradients: Field
-    # As the evaluation has left them.
+    # The buffers after the evaluation.
     buffers: list[Tensor]
 
 
 class _Level:
-    """One of the nets."""
+    """A net of the V-cycle."""
 
     def __init__(self, net: LayerParallel, optimizer: Optimizer | None, ties: Sequence[Sequence[Place]]) -> None:
         self.net = net
-        # What is tied has one gradient, which counts once.
+        # Tied parameters have one gradient, which counts once.
         self._counted = [(layer, place) for group in ties for layer, place in group[1:]]
         self.optimizer = optimizer
-        # The linear term: its gradient, and where it is zero.
+        # The linear term: its gradient, and the point where it is zero.
         self.correction: Field | None = None
         self.origin: Field | None = None
         self._buffers: list[Tensor] = []
 
     def begin(self) -> None:
-        """Every evaluation of a batch begins with the buffers of now: statistics are taken once, in the last one."""
+        """Saves the buffers.
+
+        Each evaluation of a batch starts with them, so that only the last evaluation updates statistics.
+        """
         self._buffers = [buffer.clone() for buffer in self.net.buffers()]
 
     def restore(self, buffers: Sequence[Tensor]) -> None:
@@ -287,15 +318,15 @@ class _Level:
                 buffer.copy_(value)
 
     def values(self) -> Field:
-        """Copies of the parameters."""
+        """Returns copies of the parameters."""
         return copied(trained(self.net))
 
     def move(self, start: Field, change: Field, length: float) -> None:
-        """The parameters go this share of a change away from where they were."""
+        """Sets the parameters to `start + length * change`."""
         move(trained(self.net), start, change, length)
 
     def evaluate(self, batch: _Batch) -> _Point:
-        """Objective and gradients of the net where it is; all ranks call it."""
+        """Evaluates objective and gradients with the current parameters. All ranks call it."""
         net = self.net
         net.zero_grad(set_to_none=True)
         self.restore(self._buffers)
@@ -312,7 +343,7 @@ class _Level:
         return _Point(objective, loss, gradients, [buffer.clone() for buffer in net.buffers()])
 
     def product(self, one: Field, other: Field, what: str) -> float:
-        """The inner product of two fields, in which what is tied counts once."""
+        """Returns the inner product of two fields, in which tied parameters count once."""
         once = {layer: list(tensors) for layer, tensors in one.items()}
         parameters, modules = trained(self.net), self.net._solver.layers.modules
         for layer, place in self._counted:
@@ -324,13 +355,13 @@ class _Level:
         return dots(self.net, once, other, what)
 
     def relax(self, point: _Point, batch: _Batch, steps: int) -> None:
-        """Steps of the optimiser, the first with the gradients that are known."""
+        """Takes steps of the optimiser, the first with the known gradients of `point`."""
         for number in range(steps):
             if number:
                 point = self.evaluate(batch)
             for layer, parameters in trained(self.net).items():
                 for parameter, gradient in zip(parameters, point.gradients[layer]):
-                    # An optimiser may change it, and who knows the gradient may need it again.
+                    # The gradient is cloned: an optimiser may change it, and the point may be used again.
                     parameter.grad = None if gradient is None else gradient.clone()
             if self.optimizer is not None:
                 self.optimizer.step()
@@ -339,7 +370,7 @@ class _Level:
 def _made(
     coarse_optimizer: Callable[[Iterable[nn.Parameter], int], Optimizer], net: LayerParallel, level: int
 ) -> Optimizer | None:
-    """A coarse net's optimiser; ranks without parameters need none."""
+    """Makes a coarse net's optimiser; None on ranks without parameters."""
 
     def make() -> None:
         parameters = list(net.parameters())
@@ -352,13 +383,13 @@ def _made(
 
 
 def _are_trained(net: LayerParallel) -> dict[int, list[bool]]:
-    """Of this rank's layers, which parameters want a gradient."""
+    """Returns for each layer of this rank which parameters want a gradient."""
     modules = net._solver.layers.modules
     return {layer: [p.requires_grad for p in module.parameters()] for layer, module in modules.items()}
 
 
 def _keep_own(optimizer: Optimizer, net: LayerParallel) -> None:
-    """Leaves out what is not the net's: it takes no steps of a coarse net."""
+    """Removes parameters that do not belong to the net: a coarse optimiser does not change them."""
     own = {id(parameter) for parameter in net.parameters()}
     for group in optimizer.param_groups:
         are_own = [id(parameter) in own for parameter in group["params"]]
@@ -370,5 +401,5 @@ def _keep_own(optimizer: Optimizer, net: LayerParallel) -> None:
 
 
 def _still(value: Any) -> Any:
-    """The same without a graph behind it."""
+    """Returns the same value with tensors detached."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)

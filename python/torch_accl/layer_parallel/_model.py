@@ -1,7 +1,7 @@
-"""What users see of every layer-parallel net.
+"""The user interface of every layer-parallel net.
 
-Owns modes, cycles, audits, and the ways to run a batch: `step`, `forward` with `backward`, and `evaluate`. What layers there are is in `_stack.py` and `_recurrent.py`, what
-happens to a batch in `_run.py`.
+Owns modes, cycles, audits, and the methods that run a batch: `step`, `forward` with `backward`, and `evaluate`.
+`_stack.py` and `_recurrent.py` define the layers, and `_run.py` runs a batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _KEPT_AUDITS = 1000
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The losses of a batch that nothing is learnt from: exact, and as the training mode computes it; and how far that one's output is off, relative, in the 2-norm."""
+    """Losses of a batch that is not trained on: exact, and as the training mode computes it.
+
+    output_error: relative error of the training mode's output, in the 2-norm.
+    """
 
     loss: float
     mode_loss: float
@@ -56,7 +59,7 @@ class Evaluated:
 class Model(nn.Module):
     """A net whose layers are spread over ranks."""
 
-    # What can be saved in its place.
+    # The object to save instead, for an error message.
     instead_of_pickling: ClassVar[str]
 
     def __init__(
@@ -80,16 +83,16 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self._wire = wire
-        # Also where nets are made on the meta device.
+        # A CPU tensor, also if the net is built on the meta device.
         self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._can_be_cut = True
         self.norms = Norms()
-        # What the last batch's output looks like, known to all ranks.
+        # Form of the last batch's output, known to all ranks.
         self.output_form: Form | None = None
         self._cycles = {"forward": fwd, "adjoint": bwd}
         self._schedule = schedule
         self._micro_batches = wire.size if micro_batches is None else micro_batches
-        # Only who has given a number of micro-batches has said that a loss may be a mean over them.
+        # A loss may be a mean over micro-batches only if the user has given their number.
         self._may_be_cut = micro_batches is not None
         usual: tuple[Mode, ...] = (
             ("exact-wave", "inexact") if micro_batches is None else ("exact-wave", "exact-pipeline", "inexact")
@@ -100,9 +103,9 @@ class Model(nn.Module):
         if not self._auto_modes:
             raise ValueError("auto_modes is empty; give at least one mode")
         self._choices: dict[int, Choice] = {}
-        # What they hold for; None: for the layers as they are at the next batch.
+        # State of the layers that the choices hold for. None: the state at the next batch.
         self._state_of_choices: int | None = None
-        # What was chosen for the last batch in the mode `"auto"`.
+        # The choice for the last batch in the mode `"auto"`.
         self.choice: Choice | None = None
         if self._micro_batches < 1:
             raise ValueError(f"micro_batches={micro_batches}: give 1 or more")
@@ -125,14 +128,14 @@ class Model(nn.Module):
         self._probe_every, self._on_stall = probe_every, on_stall
         self.probes: deque[Probe] = deque(maxlen=_KEPT_AUDITS)
         self._tolerance, self._max_iterations, self._checkpoint = tolerance, max_iterations, checkpoint
-        # The last ones, the newest last.
+        # The last audits, the newest last.
         self.audits: deque[Audit] = deque(maxlen=_KEPT_AUDITS)
         self._mode: Mode = mode
         self._evaluation: Mode = "exact-wave"
-        # How the net was built, for who compares it with others.
-        # Of parameters of which several ranks have a copy, where there are any.
+        # Copies of parameters that several ranks have; None if there are none.
         self._copies: Copies | None = None
         self.register_load_state_dict_post_hook(_compared)  # type: ignore[no-untyped-call]
+        # How the net was built, for the comparison between ranks.
         self._settings = f"audits {audit_every} {audit_limit} {on_excess}; probes {probe_every} {on_stall}; tolerance {tolerance} {max_iterations}; checkpoint {checkpoint}; auto_modes {self._auto_modes}"
         self._solver: Solver
 
@@ -154,14 +157,14 @@ class Model(nn.Module):
         return made
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises: layers can be compiled, and the net as a whole cannot.
+        """Raises: layers can be compiled, the net as a whole cannot.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(TRACED)
 
-    # ---- what a batch asks
+    # ---- needed by a batch
 
     @property
     def wire(self) -> Wire:
@@ -170,17 +173,20 @@ class Model(nn.Module):
 
     @property
     def solver(self) -> SolverState:
-        """What a run that is resumed goes on from, besides weights and the optimizer: `net.solver.state_dict()` and `net.solver.load_state_dict(state)`, as an optimizer has them."""
+        """The state that a resumed run needs in addition to weights and the optimizer.
+
+        `net.solver.state_dict()` and `net.solver.load_state_dict(state)` work as for an optimizer.
+        """
         return SolverState(self)
 
     @property
     def current(self) -> Solver:
-        """What is there for all batches of the last one's plan."""
+        """The solver of the last batch's plan."""
         return self._solver
 
     @property
     def anchor(self) -> Tensor:
-        """Something that wants a gradient, for ranks that have nothing else."""
+        """A tensor that wants a gradient, for ranks that have no other."""
         return self._anchor
 
     @property
@@ -190,11 +196,14 @@ class Model(nn.Module):
     # ---- parameters of which several ranks have a copy
 
     def copied(self) -> list[Copied]:
-        """Those parameters, the same on all ranks but for the tensors."""
+        """Returns the parameters with copies. The list is the same on all ranks, except for the tensors."""
         return []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; before that, FSDP2 has its shards where all see them."""
+        """Calls the module as torch does.
+
+        Before that, remembers FSDP2's shards while the parameters still hold them.
+        """
         if self._copies is not None:
             self._copies.look()
         return super().__call__(*args, **kwargs)
@@ -203,7 +212,7 @@ class Model(nn.Module):
 
     @property
     def mode(self) -> Mode:
-        """How batches are run. Changing it, on all ranks, moves no parameter and no optimiser state."""
+        """The mode in which batches run. Change it on all ranks; parameters and optimiser state stay where they are."""
         return self._mode
 
     @mode.setter
@@ -213,7 +222,7 @@ class Model(nn.Module):
 
     @property
     def evaluation(self) -> Mode:
-        """How batches are run in evaluation: `"exact-wave"` unless it is changed."""
+        """The mode in which batches run in evaluation, by default `"exact-wave"`."""
         return self._evaluation
 
     @evaluation.setter
@@ -222,13 +231,16 @@ class Model(nn.Module):
         self._evaluation = mode
 
     def check_evaluation(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
-        """Raises for a mode that is none of evaluation."""
+        """Raises `ValueError` for a mode that evaluation cannot use."""
         self.check_mode(mode, cycles)
         if mode in ("exact-pipeline", "auto"):
             raise ValueError(f"evaluation={mode!r}: give one of the other modes")
 
     def check_mode(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
-        """Raises for a mode that there is not, or not for this net with these cycles, by default its own."""
+        """Raises `ValueError` for a mode that does not exist, or that this net cannot use with `cycles`.
+
+        `cycles` of None are the net's own.
+        """
         cycles = self._cycles if cycles is None else cycles
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: give one of {', '.join(MODES)}")
@@ -241,7 +253,7 @@ class Model(nn.Module):
             self.check_cycle(cycles["adjoint"])
 
     def check_cycle(self, cycle: Cycle) -> None:
-        """Raises for more levels than the net has."""
+        """Raises `ValueError` for more levels than the net has, or for coarser states without `spatial`."""
         _native.layer_levels(list(self._plans.net.layers), cycle.factors())
         if any(cycle.coarser_levels()) and self._solver.shared.spatial is None:
             raise ValueError(
@@ -250,7 +262,7 @@ class Model(nn.Module):
 
     @property
     def fwd(self) -> Cycle:
-        """How the forward pass is solved where it is not exact."""
+        """The cycle of the forward pass where it is not exact."""
         return self._cycles["forward"]
 
     @fwd.setter
@@ -260,7 +272,7 @@ class Model(nn.Module):
 
     @property
     def bwd(self) -> Cycle:
-        """How the backward pass is solved where it is not exact."""
+        """The cycle of the backward pass where it is not exact."""
         return self._cycles["adjoint"]
 
     @bwd.setter
@@ -271,7 +283,11 @@ class Model(nn.Module):
 
     @property
     def batch(self) -> int:
-        """The number of the next batch in training, which random numbers, audits and probes go by. `net.solver.state_dict()` has it, with what else a resumed run needs."""
+        """The number of the next batch in training.
+
+        Random numbers, audits and probes depend on it. `net.solver.state_dict()` contains it, with the other state that
+        a resumed run needs.
+        """
         return self._solver.shared.number
 
     @batch.setter
@@ -282,7 +298,11 @@ class Model(nn.Module):
 
     @property
     def guess(self) -> Guess | None:
-        """A function from the number of a point to a state like that of the point, which a solve with `Cycle(start="guess")` begins with. Each rank is asked for those of its layers."""
+        """A function from the number of a point to a state of the same form. None without a guess.
+
+        A solve with `Cycle(start="guess")` begins with its states. Each rank calls it for the C-points after its own
+        layers.
+        """
         return self._solver.shared.guess
 
     @guess.setter
@@ -302,21 +322,21 @@ class Model(nn.Module):
     # ---- audits
 
     def is_audited(self, mode: str, number: int) -> bool:
-        """Whether a batch is to be run a second time."""
+        """Returns whether a batch is to be run a second time, exactly."""
         is_exact = mode in ("exact-wave", "exact-pipeline")
         return self._audit_every > 0 and not is_exact and number % self._audit_every == 0
 
     def take_over(self, audit: Audit) -> None:
-        """Keeps an audit, and does what is to be done about it: the same on all ranks, since all have the same figures."""
+        """Keeps an audit and reacts to it. All ranks have the same figures, so they react alike."""
         self.audits.append(audit)
         if audit.exact_loss is not None and not math.isfinite(audit.exact_loss):
-            # Nothing is better than that.
+            # No setting would improve this.
             self._change("warn", f"{audit}: exactly, too, it is no finite number")
         elif not audit.gradient_error <= self._audit_limit:
             self._change(self._on_excess, f"{audit}, which is over {self._audit_limit:.2%}")
 
     def take_norms(self, solve: Solve, way: Way) -> None:
-        """Keeps the norms of a batch whose passes are over, and looks at them if it was a probe."""
+        """Keeps the norms of a batch whose passes have completed. Reacts to them if the batch was a probe."""
         self.norms = solve.norms
         if "limit" in (solve.norms.forward_end, solve.norms.backward_end) and self.is_first:
             warnings.warn(
@@ -342,7 +362,8 @@ class Model(nn.Module):
             fwd, bwd = self._cycles["forward"].iterations, self._cycles["adjoint"].iterations
             remedy = f"from now on there are {fwd} forward and {bwd} backward iterations"
         elif what == "exact":
-            # Batches like this one that cannot be cut go one rank after the other, and those whose loss may be no mean.
+            # The exact mode is a wave if batches like this one cannot be split, or if the loss may not be a mean over
+            # micro-batches.
             self.mode = "exact-pipeline" if self._may_be_cut and self._can_be_cut else "exact-wave"
             remedy = f"from now on the mode is {self._mode}"
         if self.is_first:
@@ -359,19 +380,24 @@ class Model(nn.Module):
         side: dict[str, Any] | None = None,
         loss_scale: float = 1.0,
     ) -> Tensor:
-        """Forward, loss and backward of one batch, on all ranks together; the gradients are added to `.grad`.
+        """Runs forward, loss and backward of one batch, on all ranks together, and adds the gradients to `.grad`.
 
-        x counts on the first rank, target and loss_fn on the last. Returns the same detached loss on all ranks. `side`, on the first rank: what
-        layers are given beside the state, by the names of their arguments. `loss_scale` multiplies the gradients, for a gradient scaler. A wrapper
-        such as DistributedDataParallel is given to `layer_parallel.step`.
+        x: input, read on the first rank.
+        target, loss_fn: read on the last rank.
+        side: side inputs by the names of the layers' arguments, read on the first rank.
+        loss_scale: factor of the gradients, for a gradient scaler.
+
+        Returns the detached loss, the same on all ranks. For a wrapper such as DistributedDataParallel, call
+        `layer_parallel.step` instead.
         """
         return step(self, x, target, loss_fn, side=side, loss_scale=loss_scale)
 
     def forward(self, x: Any = None, side: dict[str, Any] | None = None) -> Any:
-        """The net of x, which counts on the first rank. The last rank gets its output; the others get a number without meaning, to call `backward()` on.
+        """Evaluates the net for x, which is read on the first rank.
 
-        In training the passes are solved as the mode says, and a pipeline goes all forward before it goes backward. In evaluation all is exact, unless
-        `evaluation` says otherwise.
+        The last rank gets the output. The other ranks get a meaningless number to call `backward()` on.
+        In training, the passes are solved as the mode says, and a pipeline completes all of forward before backward. In
+        evaluation everything is exact, unless `evaluation` says otherwise.
         """
         refuse_traced()
         with outside_of_transforms():
@@ -385,7 +411,7 @@ class Model(nn.Module):
                 anchor: Tensor = Everything.apply(run, x, self._anchor, len(run.given), *run.given, *run.parameters)
                 return anchor
             except Exception as error:
-                # The forward pass of a wrapper comes to its end in all replicas alike; `step` raises.
+                # The forward pass of a wrapper must complete in all replicas alike. `step` raises the error.
                 x.found.error = error
                 return self._anchor.detach().clone().requires_grad_()
         run = self.run(x, side)
@@ -409,7 +435,10 @@ class Model(nn.Module):
         *,
         side: dict[str, Any] | None = None,
     ) -> Evaluated:
-        """The loss of a batch in evaluation, on all ranks: exact, and as the mode of training computes it, so that both can be compared. Arguments as `step` has them."""
+        """Returns the loss of a batch in evaluation, on all ranks: exact, and as the training mode computes it.
+
+        It takes the arguments of `step`.
+        """
         if self.training:
             raise RuntimeError("evaluate() of a net in training; call eval() before, and train() afterwards")
         run = self.run(x, side, call="evaluate()")
@@ -420,28 +449,31 @@ class Model(nn.Module):
             return Evaluated(*solve.compared((self._plans.solve("forward", WAVE), trained.forward), job.loss_of))
 
     def run(self, x: Any, side: dict[str, Any] | None, *, call: str = "forward()") -> Run:
-        """A batch that begins."""
+        """Begins a batch."""
         return Run(self, x, side, call=call)
 
     def settled(self, solve: Solve) -> None:
-        """Brings what ranks know of gradients together, when both passes are over."""
+        """Completes gradients that need several ranks, after both passes."""
         solve.settle()
 
     def exact_passes(self) -> tuple[Passes, Passes]:
-        """A wave there, and one back."""
+        """Returns the passes of an exact wave, forward and backward."""
         return self._plans.solve("forward", WAVE), self._plans.solve("adjoint", WAVE)
 
     def way(self, run: Run) -> Way:
-        """How a batch is run."""
+        """Returns how a batch is run."""
         mode = self._mode if self.training else self._evaluation
         return self.way_of(self._fastest(run) if mode == "auto" else mode)
 
     def _fastest(self, run: Run) -> Mode:
-        """The mode that is fastest for batches like this one. The first of a kind is measured; the choice is one rank's."""
+        """Returns the fastest mode for batches like this one.
+
+        The first batch of a kind is measured on all ranks, and rank 0 chooses.
+        """
         wire, key = self._wire, -1
         state = self._solver.layers.state()
         if wire.rank == 0:
-            # Who cannot say what the input is like says why when the batch begins.
+            # If the input has no key, the error is reported when the batch begins.
             with contextlib.suppress(Exception):
                 key = run.key()
         has_changed = self._state_of_choices not in (None, state)
@@ -465,14 +497,15 @@ class Model(nn.Module):
                 candidates = self._candidates(parts)
                 found = chosen(candidates, known) if wire.rank == 0 and known is not None and candidates else None
                 found = wire.pass_on(found, 0)
-            # What cannot be measured is run in the first mode that there is, and says what is wrong, if anything is.
+            # If the net cannot be measured, the batch runs in the first mode. That run reports the error, if there is
+            # one.
             self._choices[key] = found or Choice(self._auto_modes[0], {})
         self.choice = self._choices[key]
         mode: Mode = self.choice.mode  # type: ignore[assignment]
         return mode
 
     def _parts(self, solve: Solve) -> int:
-        """Micro-batches of a pipeline, if a batch like this one can be cut into them; else 0."""
+        """Returns the number of micro-batches, or 0 if a batch like this one cannot be split into them."""
         return self._micro_batches if "exact-pipeline" in self._auto_modes and self._is_divided(solve) else 0
 
     def _is_divided(self, solve: Solve) -> bool:
@@ -485,7 +518,7 @@ class Model(nn.Module):
             try:
                 way = self.way_of(mode, may_probe=False)
             except ValueError:
-                # This net, or a sequence of this length, has no such plan.
+                # This net, or a sequence of this length, has no plan in this mode.
                 continue
             if way.pipeline is None:
                 programs = (way.forward, way.adjoint)
@@ -500,14 +533,14 @@ class Model(nn.Module):
         return is_due and mode in ("inexact", "exact-forward")
 
     def way_of(self, mode: Mode, *, may_probe: bool = True) -> Way:
-        """How a batch is run in a mode."""
+        """Returns how a batch is run in a mode."""
         plans, micro_batches, pipeline = self._plans, 1, None
         fwd, bwd = self._cycles["forward"], self._cycles["adjoint"]
         forward_starts_with_a_guess = (
             mode in ("inexact", "converged") and fwd.start == "guess" and len(fwd.factors()) > 0
         )
         if is_probe := may_probe and self._is_probe(mode):
-            # So many that there are two norms.
+            # At least three iterations, so that there are two norms.
             fwd, bwd = (replace(cycle, iterations=max(2 * cycle.iterations, 3)) for cycle in (fwd, bwd))
         forward, adjoint = self.exact_passes()
         if mode == "exact-pipeline":
@@ -553,7 +586,7 @@ class Model(nn.Module):
         )
 
     def _kept(self, cycle: Cycle) -> frozenset[int]:
-        """The layers whose graphs the coarse steps of the adjoint pass go by, again and again."""
+        """Returns the layers whose graphs the coarse steps of the adjoint pass use repeatedly."""
         factors = cycle.factors()
         if not factors:
             return frozenset()
@@ -564,14 +597,17 @@ class Model(nn.Module):
 
 
 def _compared(net: Model, incompatible: Any) -> None:
-    """What was loaded is compared on all ranks."""
+    """Compares loaded parameters on all ranks."""
     if net._copies is not None:
         what = "load_state_dict() of a net of which ranks have copies of parameters, which all ranks of the layers call together"
         net._copies.check(what)
 
 
 def replica_of(ranks: Sequence[int]) -> int:
-    """The place of a group, by the ranks that it has of all, among the groups of as many ranks with the same stride that all fall into."""
+    """Returns the index of a group among the groups of equal size and stride into which all ranks are divided.
+
+    `ranks` are the ranks of the group in the default process group.
+    """
     if len(ranks) < 2:
         return ranks[0]
     stride = ranks[1] - ranks[0]
@@ -579,7 +615,7 @@ def replica_of(ranks: Sequence[int]) -> int:
 
 
 def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | Literal["alone"] | None) -> dist.ProcessGroup | None:
-    """The ranks that layers lie on, as a user has given them; None: this one alone."""
+    """Returns the group of ranks that the layers lie on, from a user's arguments. None: this rank alone."""
     if isinstance(group, str) and group != "alone":
         raise ValueError(f"group={group!r}: give a process group, or 'alone' for this rank by itself")
     if mesh is not None and group is not None:

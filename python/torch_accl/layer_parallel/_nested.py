@@ -1,6 +1,7 @@
-"""Nested iteration: a trained net becomes a deeper one of the same differential equation, or a shallower one.
+"""Nested iteration: makes a trained net deeper, or shallower, for the same differential equation.
 
-Owns what a new layer and its share of the optimiser are made of. Which layer comes from which is in `_origins.py`, and how layers get to other ranks in `_parcels.py`.
+Owns how a new layer and its optimiser entries are made. `_origins.py` decides which layer comes from which, and
+`_parcels.py` sends layers to other ranks.
 """
 
 from __future__ import annotations
@@ -79,19 +80,24 @@ def refined(
     moments: Moments = "scaled",
     **settings: Any,
 ) -> LayerParallel | tuple[LayerParallel, Optimizer]:
-    """A net of `factor` layers for each step, with steps as much shorter, and the optimiser for it; all ranks call it together. The net itself stays as it is.
+    """Returns a net with `factor` shorter steps for each step, and the optimiser for it.
 
-    interpolation: the new layers' parameters are those of the step that they are of, or with `"linear"` go from it to the next one, among neighbours of the
-        same classes, shapes and types. Plain layers and all buffers are copied.
-    residual: what becomes of `residual` and `custom` layers, whose steps have no dt: `"scaled"` puts a `Scaled` around each, with `by=1/factor`, so that the net
-        computes about what it did; `"copied"` copies them, so that it has `factor` times the increments.
-    optimizer: it gives the class, the options of each parameter's group, and the state. A rank that has no parameters may give None where others give one, and
-        gets one as well. What it has besides the net's parameters stays in it.
-    moments: a layer that is one of `factor` has gradients a `factor`-th as large; `"scaled"` moments are such that the optimiser goes on as if they had always been,
-        `"copied"` ones are as they were, and `"none"` begins anew.
-    settings: what is to be other than in `net`: `placement`, `fwd` and all that `LayerParallel` takes but its ranks, and `evaluation`. `placement="kept"`
-        leaves new layers with the rank of the step that they are of, as it is where the net's placement is a list. `buffer_layers` replaces the marks of layers that are apart; else the layers
-        of such a layer are.
+    Each new step has a `factor`-th of the length. All ranks call it together. `net` itself does not change.
+
+    interpolation: `"constant"` copies the parameters of a step to its new layers. `"linear"` interpolates from the step
+        to the next one, among neighbours of the same classes, shapes and types. Plain layers and all buffers are
+        copied.
+    residual: treatment of `residual` and `custom` layers, whose steps have no dt. `"scaled"` wraps each in a `Scaled`
+        with `by=1/factor`, so that the net computes about the same. `"copied"` copies them, so that the net has
+        `factor` times the increments.
+    optimizer: gives the class, the options of each parameter's group, and the state. A rank without parameters may give
+        None where others give an optimiser; it gets one as well. Parameters that do not belong to the net stay in it.
+    moments: a layer that is one of `factor` has gradients a `factor`-th as large. `"scaled"` scales moments as if
+        gradients had always been of that size, `"copied"` keeps them, and `"none"` drops them.
+    settings: settings that differ from `net`: `placement`, `fwd` and all others that `LayerParallel` takes except its
+        ranks, and `evaluation`. `placement="kept"` leaves new layers on the rank of the step that they come from. That
+        is the default if the net's placement is a list. `buffer_layers` replaces the marks of layers that are apart.
+        Without it, layers that come from a layer that is apart are apart.
     """
     wanted = _Wanted("refined", factor, interpolation, residual, moments, settings)
     return _answer(*_derived(net, wanted, optimizer))
@@ -130,10 +136,11 @@ def coarsened(
     moments: Moments = "scaled",
     **settings: Any,
 ) -> LayerParallel | tuple[LayerParallel, Optimizer]:
-    """The converse of `refined`: a net of every `factor`-th step, with steps as much longer. Of a refined net, by whatever interpolation, it is the net before.
+    """The converse of `refined`: returns a net of every `factor`-th step, with steps `factor` times as long.
 
-    `factor` must divide every run of steps with the same classes, shapes and types. A layer is apart where one of those that it is for was. The rest is as for
-    `refined`.
+    For a refined net, with either interpolation, the result is the net before refinement. `factor` must divide every
+    run of steps with the same classes, shapes and types. A layer is apart if one of the layers that it replaces was.
+    Otherwise as `refined`.
     """
     wanted = _Wanted("coarsened", factor, "constant", residual, moments, settings)
     return _answer(*_derived(net, wanted, optimizer))
@@ -145,7 +152,7 @@ def _answer(net: LayerParallel, optimizer: Optimizer | None) -> LayerParallel | 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is asked for, on all ranks the same."""
+    """The arguments of a call, the same on all ranks."""
 
     call: Literal["refined", "coarsened"]
     factor: int
@@ -155,7 +162,7 @@ class _Wanted:
     settings: Mapping[str, Any]
 
     def check(self) -> None:
-        """Raises for what cannot be."""
+        """Raises `ValueError` for invalid arguments."""
         if isinstance(self.factor, bool) or not isinstance(self.factor, int) or self.factor < 1:
             raise ValueError(f"factor={self.factor!r}: give a whole number from 1")
         choices = {
@@ -179,16 +186,16 @@ class _Wanted:
 
     @property
     def ratio(self) -> float:
-        """How large the gradient of a step is beside that of the layer that it comes from."""
+        """Size of a step's gradient, relative to the gradient of the layer that the step comes from."""
         return 1 / self.factor if self.call == "refined" else float(self.factor)
 
     @property
     def by(self) -> Fraction:
-        """How long its step is beside that of the layer that it comes from."""
+        """Length of a new step, relative to the step of the layer that it comes from."""
         return Fraction(1, self.factor) if self.call == "refined" else Fraction(self.factor)
 
     def origins(self, net: LayerParallel, makes: Sequence[int]) -> list[Origin]:
-        """Of all layers of the new net."""
+        """Returns the origin of each layer of the new net."""
         kinds = net._solver.layers.kinds
         if self.call == "coarsened":
             return coarser(kinds, makes, self.factor)
@@ -196,7 +203,7 @@ class _Wanted:
 
 
 def _shown(value: Any) -> str:
-    """A setting as it reads on every rank."""
+    """Returns a setting as text that is the same on every rank."""
     if callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
     return repr(sorted(value)) if isinstance(value, set | frozenset) else repr(value)
@@ -239,7 +246,7 @@ def _derived(
     names = {key: name for each in agreed(wire, what, _NOTHING, build) for key, name in each.items()}
     settings = {"tie": _followed(ties, origins, names)} | shape.settings
     new = _made(_blocks(net, wanted, shape, origins, kept[0]), settings)
-    # Random numbers and audits go on.
+    # The new net continues the count of batches, which random numbers and audits depend on.
     new._solver.shared.number = net._solver.shared.number
     new.training, new.layers.training = net.training, net.layers.training
     if cls is None or made is None:
@@ -267,7 +274,7 @@ def _derived(
 def _followed(
     ties: Sequence[Sequence[Place]], origins: Sequence[Origin], names: Mapping[tuple[int, int], str]
 ) -> list[list[str]]:
-    """The names of what is tied in the new net: all that come from one group."""
+    """Returns the groups of tied names in the new net: each group's members come from one tied group of the old net."""
     groups = []
     for group in ties:
         members = [
@@ -282,7 +289,7 @@ def _followed(
 
 
 def _optimizer_of_all(of_all: Sequence[tuple[Made | None, bool]], own: Optimizer | None) -> Made | None:
-    """The optimiser that all ranks have but those without parameters, which need none yet."""
+    """Returns the optimiser that all ranks have, or None. A rank without parameters does not need one yet."""
     given = [made for made, _ in of_all if made is not None]
     if not given:
         return None
@@ -308,7 +315,7 @@ def _optimizer_of_all(of_all: Sequence[tuple[Made | None, bool]], own: Optimizer
 
 @dataclass(frozen=True)
 class _Shape:
-    """Who has which layer of the new net, which are apart, and what it is made with."""
+    """Shape of the new net: the owner of each layer, the layers that are apart, and the settings."""
 
     owners: list[int]
     are_apart: list[bool]
@@ -326,7 +333,7 @@ def _shaped(net: LayerParallel, wanted: _Wanted, origins: Sequence[Origin]) -> _
         ends = [origin.layer for origin in origins[1:]] + [len(before.layers)]
         for at, (origin, end) in enumerate(zip(origins, ends)):
             are_apart[at] = any(apart for _, apart in before.layers[origin.layer : max(end, origin.layer + 1)])
-    # A net without anything in its layers knows where they go, and refuses settings before anything has moved.
+    # A net of empty layers computes the placement, and raises for wrong settings before any layer is sent.
     kinds = net._solver.layers.kinds
     hollow = [
         Block(lambda number: nn.Identity(), kinds[origin.layer], apart) for origin, apart in zip(origins, are_apart)
@@ -346,12 +353,12 @@ def _made(blocks: Sequence[Block], settings: Mapping[str, Any]) -> LayerParallel
 
 
 def _guess_of(guess: Guess, points: Sequence[int]) -> Guess:
-    """One by the points of the net before."""
+    """Returns a guess that translates points of the new net to points of the old one."""
     return lambda point: guess(points[point])
 
 
 def _settings_of(net: LayerParallel) -> dict[str, Any]:
-    """What another net like this one is made with."""
+    """Returns the settings with which another net like this one is built."""
     return dict(
         group="alone" if net._wire.group is None else net._wire.group,
         horizon=net._horizon,
@@ -383,7 +390,7 @@ def _settings_of(net: LayerParallel) -> dict[str, Any]:
 
 @dataclass
 class _Layers:
-    """The new layers of this rank, and what the new optimiser is to have for their parameters."""
+    """New layers of this rank, and the optimiser entries of their parameters."""
 
     modules: dict[int, nn.Module]
     carried: list[Carried]
@@ -405,7 +412,7 @@ def _copied(
         kind, own = kinds[origin.layer], parcels[origin.layer]
         other = None if origin.towards is None else parcels[origin.towards]
         module = named(origin.layer, names, "copied", lambda: copy.deepcopy(own.module))  # noqa: B023
-        # What is tied stays as it is, or it would not be.
+        # Tied parameters keep their values, because interpolation would make them differ.
         fixed = slots_of(module, tied.get(origin.layer, ()))
         if other is not None:
             _mix(module, other.module, origin.share, fixed)
@@ -431,14 +438,14 @@ def _blocks(net: LayerParallel, wanted: _Wanted, shape: _Shape, origins: Sequenc
 
 
 def _class_of(optimizer: Optimizer | None, made: Made | None) -> tuple[type[Optimizer] | None, Mapping[str, Any]]:
-    """Of what the new optimiser is made, and with which defaults."""
+    """Returns the class and defaults of the new optimiser."""
     if made is None:
         return None, {}
     return made.loaded() if optimizer is None else (type(optimizer), optimizer.defaults)
 
 
 def _absent(name: str) -> Callable[[int], nn.Module]:
-    """In place of a layer of another rank."""
+    """Returns a builder that takes the place of a layer of another rank."""
 
     def absent(number: int) -> nn.Module:
         raise RuntimeError(f"layer {number} is another rank's")
@@ -464,12 +471,12 @@ def _carried(
     ratio: float,
     fixed: Collection[int],
 ) -> list[Carried]:
-    """The parameters of a new layer, with what the optimiser is to have for each."""
+    """Returns the parameters of a new layer, each with its optimiser entry."""
     found = []
     others: Sequence[Entry | None] = [None] * len(own.entries) if other is None else other.entries
     for slot, ((name, parameter), entry, towards) in enumerate(zip(module.named_parameters(), own.entries, others)):
         theirs = None if towards is None or slot in fixed else towards.state
-        # All that are tied have the sum of their gradients, however many they are.
+        # Tied parameters get the sum of their gradients, however many they are, so their gradients keep their size.
         size = 1.0 if slot in fixed else ratio
         state = moved_state(cls, entry.state, theirs, share, size, parameter.shape)
         found.append(Carried(f"layers.{number}.{name}", parameter, Entry(entry.group, entry.options, state)))

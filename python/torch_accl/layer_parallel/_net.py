@@ -1,7 +1,7 @@
-"""Evaluating layers: for now, for good, and the other way.
+"""Evaluation of layers: temporary (`for_now`), final (`for_good`), and backward (`pulled_back`).
 
-Owns what surrounds a call of a layer: its random numbers, its buffers, the graph of an evaluation for good, and the gradients that come of it.
-Which layer is evaluated at what, and when, is in the plan; what it is given beside the state is somebody else's.
+Owns the surroundings of a layer's call: its random numbers, its buffers, the graph of a final evaluation, and its
+gradients. The plan decides which layer is evaluated where and when. Subclasses of `Beside` give layers further inputs.
 """
 
 from __future__ import annotations
@@ -41,43 +41,46 @@ __all__ = [
 
 States = list[Tensor]
 
-# Just below what glibc learns from.
+# Just below 32 MiB, the largest block from whose release glibc adapts its thresholds.
 _KEPT_BYTES = (32 << 20) - (1 << 16)
 
 
-# Those that want a gradient, each once, and for each layer the names and places of its own.
+# The parameters that want a gradient, each once, and for each layer the names and indices of its own.
 Parameters = tuple[list[Tensor], dict[int, list[tuple[str, int]]]]
 
 
 @dataclass
 class Extra:
-    """What one layer is given beside the state: tensors, and how they make arguments, those before the state and those by name."""
+    """Inputs of one layer in addition to the state.
+
+    `arguments` makes positional and named arguments from the leaves. The positional arguments come before the state.
+    """
 
     leaves: States
     arguments: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
-    # Which of the leaves want a gradient, by their places.
+    # Indices of the leaves that want a gradient.
     wanted: Sequence[int] = ()
 
 
 class Beside:
-    """What layers are given beside the state: nothing."""
+    """Inputs of layers in addition to the state. This base class has none."""
 
     def again(self) -> Beside:
-        """The same for a second run of the batch, with gradients of its own."""
+        """Returns the same inputs for a second run of the batch, with separate gradients."""
         return self
 
     def of(self, layer: int, micro_batch: int) -> Extra | None:
-        """Of a layer of this rank."""
+        """Returns the inputs of a layer of this rank, or None."""
         return None
 
     def add(self, layer: int, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of the leaves that want one, once a batch for each layer."""
+        """Takes the gradients of the leaves that want one, once per batch for each layer."""
 
     def made(self, layer: int, micro_batch: int, states: States) -> None:
-        """Is told of the state after a layer, when it has been evaluated for good."""
+        """Receives the state after a layer, from its final evaluation."""
 
     def source(self, layer: int, micro_batch: int) -> States | None:
-        """A gradient that the state after a layer gets from elsewhere than from the layers after it."""
+        """Returns a gradient of the state after a layer that does not come from the layers after it, or None."""
         return None
 
 
@@ -92,25 +95,25 @@ class Graph:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """All that may want a gradient."""
+        """All tensors that may want a gradient."""
         return self.inputs + self.parameters + self.extras
 
 
 @dataclass
 class Record:
-    """What evaluating a layer for good has left for its adjoint."""
+    """Data of a layer's final evaluation that its adjoint needs."""
 
     states: States
     constants: States
     before: Form
     after: Form
-    # Of the step itself, unless that is to be recorded anew.
+    # The graph of the step itself. None if it is recorded again in the adjoint pass.
     graph: Graph | None = None
-    # Of coarse steps, by the number of layers that they span.
+    # The graphs of coarse steps, by the number of layers that they span.
     coarse: dict[int, Graph] = field(default_factory=dict)
-    # The same on coarser meshes of states, whose graphs are all among the coarse ones.
+    # Records on coarser meshes of states. All their graphs are in `coarse`.
     meshes: dict[int, Record] = field(default_factory=dict)
-    # As the layer had them, where its graph is to be made anew.
+    # Copies of the buffers before the evaluation, if the graph is recorded again.
     buffers: dict[str, Tensor] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
 
@@ -123,24 +126,24 @@ class Layers:
         self.kinds = kinds
         self.dt = dt
         self.seed = seed
-        # Parameters that are one with another, by layer and name.
+        # Parameters that are the same as an earlier one, by layer and name.
         self.not_counted: set[tuple[int, str]] = set()
-        # The modules at the last look, and how often others stood in their places.
+        # The modules that `state` last saw, and how often it found others in their places.
         self._seen: list[weakref.ref[nn.Module]] = []
         self._changes = 0
-        # Those that have drawn no random numbers when they were evaluated for good.
+        # Layers that drew no random numbers in their final evaluations.
         self.quiet: set[int] = set()
-        # Those of which nothing drew what is drawn again in a recomputation, while `state` has been the same.
+        # Layers whose random numbers no recomputation draws again, as far as seen since `state` last changed.
         self.plainly_drawing: set[int] = set()
         self._state = 0
 
     @property
     def modules(self) -> dict[int, nn.Module]:
-        """By their numbers, as they are now: somebody may have put another one in a place."""
+        """The current modules by layer number. A user may have replaced a module."""
         return {int(number): module for number, module in self._holder.items()}
 
     def state(self) -> int:
-        """What the types and shapes depend on that layers return: another number is another state."""
+        """Returns a hash of all that determines the dtypes and shapes that layers return."""
         modules = list(self._holder.modules())
         if len(modules) != len(self._seen) or any(seen() is not module for seen, module in zip(self._seen, modules)):
             self._seen = [weakref.ref(module) for module in modules]
@@ -164,7 +167,7 @@ class Layers:
         return now
 
     def check(self) -> None:
-        """Raises for what would leave parameters without gradients."""
+        """Raises `TypeError` for a layer in `fully_shard` by itself, which would leave parameters without gradients."""
         fsdp = sys.modules.get("torch.distributed.fsdp")
         kind = getattr(fsdp, "FSDPModule", None)
         for number, layer in self._holder.items():
@@ -174,11 +177,11 @@ class Layers:
                 )
 
     def is_counted(self, layer: int) -> bool:
-        """Whether this rank speaks for a layer where something is summed over all."""
+        """Returns whether this rank contributes a layer to sums over all layers."""
         return True
 
     def parts(self) -> dict[int, list[nn.Parameter]]:
-        """The parameters that this rank speaks for where something is summed over all of them, by layer; each once."""
+        """Returns the parameters that this rank contributes to sums over all parameters, by layer, each once."""
         seen: set[int] = set()
         found: dict[int, list[nn.Parameter]] = {}
         for layer, module in self.modules.items():
@@ -190,7 +193,10 @@ class Layers:
         return found
 
     def parameters(self) -> Parameters:
-        """Those that want a gradient, each once, and for each layer the names and places of its own."""
+        """Returns the parameters that want a gradient, each once.
+
+        Also returns for each layer the names and indices of its own.
+        """
         places: dict[int, int] = {}
         found: list[Tensor] = []
         of_layer: dict[int, list[tuple[str, int]]] = {}
@@ -206,7 +212,7 @@ class Layers:
 
 
 class Evaluation:
-    """What one batch does with the layers of a rank."""
+    """The evaluations of a rank's layers in one batch."""
 
     def __init__(
         self,
@@ -231,41 +237,47 @@ class Evaluation:
         self.tape: dict[tuple[int, int], Record] = {}
         self.key = key
         self.beside = Beside() if beside is None else beside
-        # Of which layers the graph is kept until the adjoint pass, and not made anew there; all, if nobody says.
+        # Returns whether a layer's graph is kept until the adjoint pass instead of recorded again there. None: all are
+        # kept.
         self.keeps_graph = keeps_graph
         self._key = mixed(layers.seed, *key)
         self._seeds: dict[tuple[int, int], int] = {}
-        # The layers that have drawn from a generator of ours.
+        # The layers that have drawn from our own generator.
         self._drew: set[int] = set()
-        # The last evaluation, and the states of generators after it: None before there is one, and empty once they have been looked at.
+        # The last evaluation and the generators' states after it. None before the first one; empty once the states were
+        # compared.
         self._left: tuple[int, int, States] | tuple[()] | None = None
-        # A backward pass may run where autocast is another one.
+        # The autocast settings of the forward pass; other settings may be active around the backward pass.
         self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self._buffered: dict[int, bool] = {}
 
     # ---- forward
 
     def for_now(self, layer: int, span: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
-        """What a layer returns; it leaves no trace."""
+        """Evaluates a layer without a trace: no graph, no change of its buffers. Returns the layer's result."""
         with torch.no_grad():
             extra = self.beside.of(layer, micro_batch)
             given = [] if extra is None else extra.leaves
             arguments = self._arguments(layer, span, form, states, constants, extra, given)
             quiet, default = self.layers.quiet, torch.default_generator
             if layer in quiet and own_generator() is not None:
-                # It has never drawn on the CPU, and most layers never do.
+                # The layer has never drawn on the CPU, as most layers never do. A comparison of the generator's state
+                # is cheaper than watching every operation.
                 self._begin_drawing(layer, micro_batch)
                 before = default.get_state()
                 returned = self._call(layer, span, *arguments, self._copies(layer))
                 if torch.equal(before, default.get_state()):
                     return returned
-                # Another thread has, or the layer: then this was not to be.
+                # The layer or another thread has drawn. The result is dropped, and the layer is watched from now on.
                 quiet.discard(layer)
             with self._drawing(layer, micro_batch):
                 return self._call(layer, span, *arguments, self._copies(layer))
 
     def for_good(self, layer: int, micro_batch: int, form: Form, after: Form, states: States, constants: States) -> Any:
-        """What a layer returns, with the graph that its adjoint needs if there will be one."""
+        """Evaluates a layer finally, with the graph that its adjoint needs if there will be one.
+
+        Returns the layer's result.
+        """
         if not self.is_recorded or not self._keeps(layer):
             with torch.no_grad():
                 extra = self.beside.of(layer, micro_batch)
@@ -287,7 +299,7 @@ class Evaluation:
         return returned
 
     def keep(self, layer: int, micro_batch: int, outputs: States) -> States:
-        """Takes over what was returned for good, once it is known to be in order; gives it without the graph."""
+        """Takes over the outputs of a final evaluation once they are checked. Returns them without the graph."""
         record = self.tape.get((layer, micro_batch))
         if record is None or record.graph is None:
             return outputs
@@ -300,7 +312,7 @@ class Evaluation:
     def _recorded(
         self, layer: int, span: int, micro_batch: int, record: Record, *, leaves_trace: bool
     ) -> tuple[Graph, Any]:
-        """The graph of a step, whose outputs are not known to be in order yet, and what the layer returned."""
+        """Records a step. Returns its graph, whose outputs are not checked yet, and the layer's result."""
         own = self._of_layer[layer]
         graph = Graph(
             [state.detach().requires_grad_() for state in record.states],
@@ -308,19 +320,21 @@ class Evaluation:
             [],
         )
         others: dict[str, Tensor] = {}
-        # A hook of a parameter is for the gradient that it gets in the end, and for no part of it.
+        # A parameter's hook is for its complete gradient, not for the part that this step adds. Aliases have no hooks.
         if any(parameter._backward_hooks for parameter in graph.parameters):
             graph.parameters = [parameter.detach().requires_grad_() for parameter in graph.parameters]
             others = {name: alias for (name, _), alias in zip(own, graph.parameters)}
         if not leaves_trace:
-            # Those of torch.func.functional_call have left the module with that call.
+            # The forward pass may have run in `torch.func.functional_call`, whose parameters have left the module
+            # since.
             now = dict(self.modules[layer].named_parameters())
             for (name, _), parameter in zip(own, graph.parameters):
                 if now.get(name) is not parameter:
                     others.setdefault(name, parameter)
             kept = {name: buffer.clone() for name, buffer in record.buffers.items()}
             others |= kept or self._copies(layer)
-        # Anew, it is to be as it was, whatever autocast is around the backward pass.
+        # A repeated evaluation uses the autocast settings of the first, whatever settings are active around the
+        # backward pass.
         kind, (enabled, dtype) = self.device.type, self._autocast
         autocast: AbstractContextManager[Any] = (
             nullcontext() if leaves_trace else torch.autocast(kind, dtype, enabled=enabled)
@@ -369,7 +383,7 @@ class Evaluation:
         return functional_call(module, others, arguments, named) if others else module(*arguments, **named)
 
     def _copies(self, layer: int) -> dict[str, Tensor]:
-        """The buffers of a layer for an evaluation that leaves no trace in them."""
+        """Returns copies of a layer's buffers, for an evaluation that must not change them."""
         if layer not in self._buffered:
             self._buffered[layer] = next(self.modules[layer].buffers(), None) is not None
         if not self._buffered[layer]:
@@ -380,11 +394,12 @@ class Evaluation:
     def _drawing(
         self, layer: int, micro_batch: int, *, is_final: bool = False, has_graph: bool = False
     ) -> Iterator[None]:
-        """A call of a layer draws the numbers that are its own in this batch."""
+        """Inside the context, a layer draws its own random numbers of this batch."""
         self._look_for_other_threads(layer, micro_batch)
         seed = self._begin_drawing(layer, micro_batch)
         if own_generator() is not None and any(_is_compiled(module) for module in self.modules[layer].modules()):
-            # Its operations cannot be seen one by one: the default generator is its own for as long as it runs.
+            # Operations of a compiled module cannot be watched one by one. While it runs, the default generator has the
+            # layer's seed.
             before = torch.default_generator.get_state()
             torch.default_generator.manual_seed(seed)
             try:
@@ -409,7 +424,7 @@ class Evaluation:
             self.layers.quiet.add(layer)
 
     def _begin_drawing(self, layer: int, micro_batch: int) -> int:
-        """The seed of a layer. What is changed here is put back when the solve is over."""
+        """Seeds the layer and returns the seed. The end of the solve restores the changed state."""
         seed = self._seeds.get((layer, micro_batch))
         if seed is None:
             seed = self._seeds[layer, micro_batch] = mixed(self._key, layer, micro_batch)
@@ -419,7 +434,10 @@ class Evaluation:
         return seed
 
     def _look_for_other_threads(self, layer: int, micro_batch: int) -> None:
-        """Between a layer and the next one nothing of ours draws. Once in a batch, that is cheap to see."""
+        """Warns if another thread draws: our code draws nothing between a layer and the next one.
+
+        Two states are compared once per batch, which is cheap.
+        """
         if not self._left:
             return
         before, part, states = self._left
@@ -428,15 +446,15 @@ class Evaluation:
                 warn_of_other_threads()
             self._left = ()
         else:
-            # Another pair, then.
+            # Not the next layer: wait for another pair.
             self._left = None
 
     def _default_states(self) -> States:
-        """Of the default generators that layers draw from."""
+        """Returns the states of the default generators that layers draw from."""
         states = [] if own_generator() is not None else [torch.default_generator.get_state()]
         return [*states, torch.cuda.get_rng_state()] if self.device.type == "cuda" else states
 
-    # ---- the other way
+    # ---- backward
 
     def pulled_back(
         self,
@@ -448,11 +466,14 @@ class Evaluation:
         is_final: bool,
         there: Record | None = None,
     ) -> States:
-        """The vector-Jacobian product of a layer, or of what it does on a coarser mesh; for good, its parameters get their gradients."""
+        """Returns the vector-Jacobian product of a layer, or of the layer on a coarser mesh (`there`).
+
+        If `is_final`, the layer's parameters get their gradients.
+        """
         record = self.tape[layer, micro_batch] if there is None else there
         source = self.beside.source(layer, micro_batch)
         if source is not None:
-            # A coarse step has those of all states that it spans, as if they were alike.
+            # A coarse step gets the sources of all states that it spans, as if they were equal.
             cotangents = [cotangent + span * more for cotangent, more in zip(cotangents, source)]
         graph = self.graph_of(layer, span, micro_batch, record, is_kept=there is not None)
         wanted = graph.leaves if is_final else graph.inputs
@@ -475,7 +496,7 @@ class Evaluation:
         return [torch.zeros_like(state) if gradient is None else gradient for state, gradient in states]
 
     def graph_of(self, layer: int, span: int, micro_batch: int, record: Record, *, is_kept: bool = False) -> Graph:
-        """That of a step, or of a coarse step, at the state at which the layer was evaluated for good."""
+        """Returns the graph of a step or a coarse step, at the state of the layer's final evaluation."""
         known = record.coarse.get(span) or (record.graph if span == 1 else None)
         if known is not None:
             return known
@@ -489,7 +510,10 @@ class Evaluation:
         return graph
 
     def _scale(self, layer: int) -> float:
-        """The plan goes from the increment to the state by a product that the layer does not know of."""
+        """Returns the factor of a layer's gradients.
+
+        For `ode` it is dt, because the plan multiplies the increment by dt outside of the layer.
+        """
         return self.layers.dt if self.layers.kinds[layer] == "ode" else 1.0
 
     def _add(self, layer: int, slots: Sequence[int], found: Sequence[Tensor | None]) -> None:
@@ -503,13 +527,19 @@ class Evaluation:
             self.gradients[slot] = gradient if before is None else before + gradient
 
     def slot_of(self, layer: int, name: str) -> int | None:
-        """The place of a parameter, by any of its names, among those that want a gradient."""
+        """Returns the index of a parameter, by any of its names, among the parameters that want a gradient.
+
+        None if it wants none.
+        """
         parameter = parameter_of(self.modules[layer], name)
         own = self._of_layer[layer]
         return next((slot for other, slot in own if other == name or self.parameters[slot] is parameter), None)
 
     def gradients_of(self, layer: int) -> list[Tensor | None]:
-        """Those of a layer's parameters; of what several layers share, those of the first."""
+        """Returns the gradients of a layer's parameters.
+
+        A parameter that several layers share counts for the first of them.
+        """
         if not self.layers.is_counted(layer):
             return []
         first: dict[int, int] = {}
@@ -519,19 +549,25 @@ class Evaluation:
         return [self.gradients[slot] for _, slot in self._of_layer.get(layer, []) if first[slot] == layer]
 
     def forget(self, layer: int, micro_batch: int) -> None:
-        """Lets the graph of a layer go."""
+        """Releases the graph of a layer."""
         self.tape.pop((layer, micro_batch), None)
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor:
-    """One by its name: the tensor in its place, within a call of `torch.func.functional_call` as well."""
+    """Returns the parameter with this name.
+
+    Inside `torch.func.functional_call` it is the tensor that replaces the parameter.
+    """
     path, _, last = name.rpartition(".")
     found = module.get_submodule(path)._parameters.get(last)
     return module.get_parameter(name) if found is None else found
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a number in the arguments of a module would be compiled into it, so that every level has graphs of its own."""
+    """Returns whether a module is compiled.
+
+    Then numbers among its arguments would be compiled in, with one graph per level.
+    """
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
@@ -548,14 +584,20 @@ class _Coarse(nn.Module):
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """States come and go by the hundred. glibc gives each back to the system, page by page, until it has seen a larger block freed: from then on it keeps
-    up to twice as much, 64 MiB at most, and a batch takes a tenth less time. Whoever has freed a tensor of 30 MB has that already.
+    """Makes glibc keep freed memory, because hundreds of states are allocated and freed in a batch.
+
+    glibc returns each freed block to the system, page by page, until it has seen a larger block freed. From then on it
+    keeps up to twice that size, 64 MiB at most, and a batch takes a tenth less time. A process that has freed a tensor
+    of 30 MB already has this effect.
     """
     torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def states_of(returned: Any, form: Form, who: str, *, may_be_states: bool) -> tuple[States, States]:
-    """The states and constants of what a layer has returned, which must look like `form`; with `may_be_states` it may be that of its states alone."""
+    """Returns the states and constants of a layer's result, which must have the form `form`.
+
+    With `may_be_states`, the result may consist of the states alone.
+    """
     states, constants = [], []
     for leaf, like in _matched(returned, form, who, may_be_states=may_be_states):
         if not isinstance(leaf, Tensor):
@@ -577,12 +619,12 @@ def states_of(returned: Any, form: Form, who: str, *, may_be_states: bool) -> tu
         if leaf.dtype != like.dtype and torch.promote_types(leaf.dtype, like.dtype) != like.dtype:
             raise TypeError(f"{who} returned {leaf.dtype}, and {like.dtype} was planned")
         states.append(leaf)
-    # An increment says nothing of whole numbers.
+    # An increment has no meaning for integer leaves.
     return states, [] if may_be_states else constants
 
 
 def _matched(returned: Any, form: Form, who: str, *, may_be_states: bool) -> list[tuple[Any, Leaf]]:
-    """The leaves of what was returned, with what they are to be like."""
+    """Returns the leaves of a result, each with the planned leaf."""
     if form.is_single and isinstance(returned, Tensor):
         return [(returned, form.leaves[0])]
     leaves, tree = pytree.tree_flatten(returned)
@@ -590,7 +632,7 @@ def _matched(returned: Any, form: Form, who: str, *, may_be_states: bool) -> lis
         return list(zip(leaves, form.leaves))
     if may_be_states and isinstance(returned, Tensor) and len(form.states) == 1:
         return [(returned, form.states[0])]
-    # By their names or places, in whatever order.
+    # Leaves are matched by their names or indices, in any order.
     found = dict(pytree.tree_flatten_with_path(returned)[0])
     planned = dict(pytree.tree_flatten_with_path(pytree.tree_unflatten(list(form.leaves), form.tree))[0])
     if may_be_states and found.keys() != planned.keys():
@@ -601,5 +643,5 @@ def _matched(returned: Any, form: Form, who: str, *, may_be_states: bool) -> lis
 
 
 def form_returned(returned: Any, layer: int, name: str) -> Form:
-    """The form of what a plain layer has returned."""
+    """Returns the form of a plain layer's result."""
     return form_of(returned, f"what layer {layer} ({name}) returned")[0]

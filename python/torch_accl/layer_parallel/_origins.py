@@ -1,6 +1,6 @@
-"""Which layers of a net those of a deeper or a shallower one come from.
+"""The origin of each layer when a net is made deeper or shallower.
 
-Owns the two rules, of refining and of coarsening, and what makes layers alike. It moves nothing.
+Owns the two rules, for refining and for coarsening, and the criterion that layers are alike. It moves nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ __all__ = ["Origin", "coarser", "finer", "following", "make_of"]
 
 @dataclass(frozen=True)
 class Origin:
-    """A layer comes from `layer`, of which it is a copy, but that its parameters go the share `share` of the way to those of `towards`."""
+    """A new layer is a copy of `layer`.
+
+    Its parameters are interpolated by `share` towards `towards`, if that is not None.
+    """
 
     layer: int
     towards: int | None = None
@@ -28,12 +31,15 @@ class Origin:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """All layers that it comes from."""
+        """All layers that the new layer comes from."""
         return (self.layer,) if self.towards is None else (self.layer, self.towards)
 
 
 def finer(kinds: Sequence[Kind], makes: Sequence[int], factor: int, *, is_linear: bool) -> list[Origin]:
-    """Of a net of `factor` layers for each step. Its every `factor`-th step is a copy, so that coarsening it gives the same net again."""
+    """Returns the origins for a net with `factor` layers for each step.
+
+    Every `factor`-th step is a copy, so that coarsening gives the same net again.
+    """
     found = []
     for layer, kind in enumerate(kinds):
         if kind == "plain":
@@ -47,7 +53,7 @@ def finer(kinds: Sequence[Kind], makes: Sequence[int], factor: int, *, is_linear
 
 
 def coarser(kinds: Sequence[Kind], makes: Sequence[int], factor: int) -> list[Origin]:
-    """Of a net of every `factor`-th step."""
+    """Returns the origins for a net of every `factor`-th step."""
     found: list[Origin] = []
     layer = 0
     while layer < len(kinds):
@@ -69,7 +75,7 @@ def coarser(kinds: Sequence[Kind], makes: Sequence[int], factor: int) -> list[Or
 
 
 def following(net: Net, origins: Sequence[Origin]) -> list[int]:
-    """How many layers each rank has where all stay with the rank of the layer that they come from."""
+    """Returns the number of layers of each rank if all layers stay on the rank of the layer that they come from."""
     counts = [0] * net.ranks
     for origin in origins:
         counts[net.owner(origin.layer)] += 1
@@ -77,7 +83,7 @@ def following(net: Net, origins: Sequence[Origin]) -> list[int]:
 
 
 def make_of(module: nn.Module, kind: Kind) -> int:
-    """A number that two layers have in common if they are alike but for the values of their parameters."""
+    """Returns a number that two layers share if they are alike except for the values of their parameters."""
     classes = [f"{type(each).__module__}.{type(each).__qualname__}" for each in module.modules()]
     parameters = [
         (name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad)

@@ -1,7 +1,7 @@
-"""Random numbers of layers while other threads draw from torch's default generator, which belongs to the whole process.
+"""Random numbers of layers while other threads draw from torch's default generator, which the whole process shares.
 
-Owns when that is so, and the generator from which layers draw then: their masks do not depend on what other threads do, and what those draw is theirs. The numbers are the
-same bits as those of the default generator.
+Owns the detection of other threads, and the generator from which layers then draw. So their masks do not depend on
+other threads, and other threads draw their own numbers. The own generator gives the same bits as the default one.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["SEEDING_THEMSELVES", "OwnNumbers", "own_generator", "warn_of_other_threads", "with_own_generator"]
 
 
-# Operators that are tagged as random and draw from no default generator.
+# Operators that are tagged as random but do not draw from a default generator.
 SEEDING_THEMSELVES: set[str] = set()
 
 _now: ContextVar[torch.Generator | None] = ContextVar("torch_accl_own_generator", default=None)
 
 
 def own_generator() -> torch.Generator | None:
-    """What layers draw from on a CPU in place of the default generator; None while this thread is the only one."""
+    """Returns the generator that replaces the default generator for layers on a CPU.
+
+    None while this thread is the only one.
+    """
     return _now.get()
 
 
 @contextmanager
 def with_own_generator() -> Iterator[bool]:
-    """Layers draw from a generator of their own meanwhile, if there are other threads; says whether it is so."""
-    # Of threads that run Python, each once.
+    """Inside the context, layers draw from their own generator if there are other threads. Yields whether there are."""
+    # `_current_frames` has one entry for each thread that runs Python.
     has_others = len(sys._current_frames()) > 1
     token = _now.set(torch.Generator("cpu") if has_others else None)
     try:
@@ -45,22 +48,26 @@ def with_own_generator() -> Iterator[bool]:
 
 
 class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Random operations on a CPU, of this thread, draw from one generator."""
+    """Makes random operations of this thread on a CPU draw from one generator."""
 
     def __init__(self, generator: torch.Generator, *, has_graph: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generator = generator
         self._has_graph = has_graph
-        # The default generator's state while that one follows.
+        # The default generator's state while it follows the own generator.
         self._followed: Tensor | None = None
-        # Whether any was drawn where a backward pass computes it again, as in a checkpoint: the default generator's state is kept for that.
+        # Whether numbers were drawn that a backward pass draws again, as in a checkpoint. Such code saves the default
+        # generator's state.
         self.is_recomputed = False
-        # Whether there was any.
+        # Whether any numbers were drawn.
         self.has_drawn = False
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """The default generator has the state of ours meanwhile, for what keeps its state and draws from it again."""
+        """Inside the context, the default generator has the own generator's state.
+
+        This is for code that saves the default generator's state and draws from it again.
+        """
         before = torch.default_generator.get_state()
         self._follow()
         try:
@@ -88,7 +95,7 @@ class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self.has_drawn = True
         if kwargs.get("generator") is not None or any(isinstance(each, torch.Generator) for each in args):
-            # One that the layer has chosen.
+            # The layer has chosen a generator itself.
             return func(*args, **kwargs)
         if self._has_graph and _is_recomputed():
             self.is_recomputed = True
@@ -115,14 +122,17 @@ class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._swapped(lambda: func(*args, **kwargs)) if found is NotImplemented else found
 
     def _dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-        """As torch has it on a CPU, with a generator."""
+        """Dropout as torch computes it on a CPU, but with a generator."""
         if train is False:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=self._generator)
         return x.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
     def _swapped(self, call: Callable[[], Any]) -> Any:
-        """Of an operation that takes no generator: the default one is ours for as long as it runs."""
+        """Runs an operation that takes no generator.
+
+        While it runs, the default generator has the own generator's state.
+        """
         default = torch.default_generator
         before = default.get_state()
         default.set_state(self._generator.get_state())
@@ -134,7 +144,10 @@ class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_recomputed() -> bool:
-    """Whether, while autograd records, what runs now is kept for a recomputation: `torch.utils.checkpoint` has hooks of saved tensors, or records nothing."""
+    """Returns whether the running code will be recomputed, in a forward pass that autograd records.
+
+    A sign of it is that `torch.utils.checkpoint` has set hooks of saved tensors, or records nothing.
+    """
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -145,7 +158,7 @@ def _is_random(func: Any) -> bool:
 
 @functools.cache
 def _taking_generator(func: Any) -> Any:
-    """The operation, or an overload of it, with an argument `generator`."""
+    """Returns the operation, or an overload of it, that takes a `generator`; None if there is none."""
     own = {argument.name for argument in func._schema.arguments}
     if "generator" in own:
         return func
@@ -166,7 +179,7 @@ def _is_on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
 
 @functools.cache
 def warn_of_other_threads() -> None:
-    """Once in a process."""
+    """Warns once in a process."""
     warnings.warn(
         "layer-parallel training: another thread draws from torch's default generator while layers are evaluated, so masks of dropout differ between iterations and that "
         "thread's numbers repeat; let it draw from a torch.Generator of its own",

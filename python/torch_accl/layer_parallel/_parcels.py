@@ -1,6 +1,7 @@
-"""Layers on their way to other ranks, with what an optimiser has for them.
+"""Transfer of layers to other ranks, together with their optimiser entries.
 
-Owns that each goes once from the rank that has it to each that needs it, as bytes, and to the device of that one; what stays is not copied here.
+Owns that each layer is sent once from its rank to each rank that needs it, as bytes, and arrives on that rank's device.
+Layers that stay are not copied here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOVING = "Layers that go to another rank must be picklable; placement='kept' le
 
 @dataclass
 class Parcel:
-    """A layer, and what the optimiser has for each of its parameters."""
+    """A layer, and the optimiser's entry for each of its parameters."""
 
     module: nn.Module
     entries: list[Entry]
@@ -38,7 +39,10 @@ class Parcel:
 def delivered(
     net: LayerParallel, optimizer: Optimizer | None, origins: Sequence[Origin], owners: Sequence[int]
 ) -> dict[int, Parcel]:
-    """What this rank's new layers come from: its own layers, and others', which their ranks send. `owners` has the ranks of the new layers."""
+    """Returns the layers from which this rank's new layers are made, its own and others that their ranks send.
+
+    `owners` has the rank of each new layer.
+    """
     wire, before, modules = net._wire, net._plans.net, net._solver.layers.modules
     needed = sorted({(layer, to) for origin, to in zip(origins, owners) for layer in origin.sources})
     moves = [(layer, before.owner(layer), to) for layer, to in needed if before.owner(layer) != to]
@@ -82,7 +86,7 @@ def delivered(
 
 
 def _here(modules: Mapping[int, nn.Module]) -> Callable[[Any, str], Any]:
-    """Where what was on another rank's device goes: to this rank's."""
+    """Returns the `map_location` that moves tensors from another rank's device to this rank's device."""
     own = {p.device.type: p.device for module in modules.values() for p in module.parameters()}
 
     def located(storage: Any, location: str) -> Any:
@@ -96,7 +100,7 @@ def _here(modules: Mapping[int, nn.Module]) -> Callable[[Any, str], Any]:
 
 
 def named(layer: int, names: Sequence[str], what: str, call: Callable[[], Any]) -> Any:
-    """Calls; an error says which layer it is about."""
+    """Runs `call`; an error names the layer."""
     try:
         return call()
     except Exception as error:

@@ -1,7 +1,8 @@
 """Layers as bytes.
 
-Owns that layers with parametrizations, such as weight_norm and spectral_norm, can be sent to other ranks, although torch refuses to pickle them: their classes are made while
-a program runs, and are made again where the bytes arrive.
+Owns that layers with parametrizations, such as weight_norm and spectral_norm, can be sent to other ranks, although
+torch refuses to pickle them. Their classes are created while a program runs, and are created again where the bytes
+arrive.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from torch.nn.utils import parametrize
 __all__ = ["pickled", "saved"]
 
 
-# What weight_norm registers for checkpoints of its predecessor: a function within a function, of a parameter's name.
+# The hook that weight_norm registers for checkpoints of its predecessor. It is a nested function over a parameter's
+# name.
 _HOOK = "weight_norm.<locals>._weight_norm_compat_hook"
 
 
 class Pickler(pickle.Pickler):
-    """pickle's own, for modules with parametrizations too."""
+    """pickle's pickler, extended to modules with parametrizations."""
 
     def reducer_override(self, value: Any) -> Any:
-        """A parametrized module is its original class and its attributes; everything else is as ever."""
+        """Reduces a parametrized module to its original class and its attributes.
+
+        Everything else is pickled as usual.
+        """
         if isinstance(value, FunctionType) and value.__qualname__ == _HOOK:
             return _hook_of, tuple(cell.cell_contents for cell in value.__closure__ or ())
         if not isinstance(value, nn.Module) or not parametrize.is_parametrized(value):
@@ -36,21 +41,21 @@ class Pickler(pickle.Pickler):
 
 
 def pickled(value: Any) -> bytes:
-    """For `pickle.loads`."""
+    """Pickles a value for `pickle.loads`."""
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
 def saved(value: Any) -> bytes:
-    """For `torch.load`, which can put tensors on another device."""
+    """Saves a value for `torch.load`, which can put tensors on another device."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_Module)
     return buffer.getvalue()
 
 
 class _Module:
-    """What `torch.save` takes for the module `pickle`."""
+    """The object that `torch.save` takes instead of the module `pickle`."""
 
     Pickler = Pickler
 

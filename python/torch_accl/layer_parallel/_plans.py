@@ -1,7 +1,7 @@
-"""The lists that ranks walk, made once for each way to solve.
+"""Plans of a net for one rank, built once for each way to solve it.
 
-Owns what is asked of the native planner and what a rank needs of the answer beside the list: which messages bring constants along, and
-in what order receives are to be posted.
+Owns the requests to the native planner, and what a rank needs in addition to its list of operations. That is which
+messages include constants, and the order in which receives are posted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Lot", "Net", "Plans", "Program", "Receive"]
 
 
 Op = tuple[Any, ...]
-# Which constants: those of a segment (0, or a plain layer's number and one more), and of a micro-batch.
+# Key of constants: a segment and a micro-batch. A segment is 0, or the number of a plain layer plus one.
 Lot = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Net:
-    """What a plan depends on: the layers, each by kind and whether it is apart, and how many each rank has."""
+    """All that a plan depends on: kind of each layer and whether it is apart, and the number of layers of each rank."""
 
     layers: tuple[tuple[str, bool], ...]
     counts: tuple[int, ...]
@@ -35,7 +35,7 @@ class Net:
         return len(self.counts)
 
     def owner(self, layer: int) -> int:
-        """The rank that has a layer."""
+        """Returns the rank that has a layer."""
         for rank, count in enumerate(self.counts):
             if layer < count:
                 return rank
@@ -43,42 +43,43 @@ class Net:
         raise IndexError(layer)
 
     def owned(self, rank: int) -> range:
-        """The layers of a rank."""
+        """Returns the layers of a rank."""
         first = sum(self.counts[:rank])
         return range(first, first + self.counts[rank])
 
 
 @dataclass(frozen=True)
 class Receive:
-    """A state that comes from another rank."""
+    """A state that another rank sends."""
 
     pass_: str
     source: int
     value: int
-    # The constants that come before it.
+    # Key of the constants that arrive before the state; None if none do.
     lot: Lot | None
 
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's share of a plan."""
+    """One rank's part of a plan."""
 
     plan: _native.LayerPlan
     ops: list[Op]
     points: list[int]
-    # By value, on which mesh of states it is.
+    # The mesh of states that each value is on.
     meshes: list[int]
-    # The coarsest of these.
+    # The coarsest mesh.
     coarsest: int
     inputs: list[int]
     outputs: list[int]
-    # What a guess gives, with the points that these are states of, and what C-points have at the end where there is no final sweep: the same ones.
+    # guesses: values that a guess provides, each a state of the point `points[value]`.
+    # states: final values of the same points if there is no final sweep.
     guesses: list[int]
     states: list[int]
     receives: list[Receive]
-    # By the position of a send: the lot whose constants go along.
+    # For the position of a send: the key of the constants that are sent with it.
     carrying: dict[int, Lot]
-    # Whether states are differences of one another somewhere.
+    # Whether no state is ever a difference of other states, as in a wave or a pipeline.
     is_exact: bool
 
 
@@ -94,11 +95,14 @@ class Plans:
         self._made: dict[Any, Program] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plans:
-        """Those of the same net."""
+        """Returns the plans themselves: a copy of the net has the same plans."""
         return self
 
     def segment(self, point: int) -> int:
-        """Which plain layer has made the form of a point's state: its number and one more, 0 for the input."""
+        """Returns the segment of a point.
+
+        It is the number plus one of the plain layer that made the form of the point's state, or 0 for the input.
+        """
         return self._segments[point]
 
     def solve(
@@ -110,7 +114,10 @@ class Plans:
         start: str | None = None,
         is_whole: bool = True,
     ) -> Program:
-        """A solve by multigrid; of one level a wave. Not whole, it ends with states of C-points, without the sweep that counts."""
+        """Returns a solve by multigrid; with one level it is a wave.
+
+        If not `is_whole`, it ends with states of C-points, without the final sweep.
+        """
         iterations = cycle.iterations if iterations is None else iterations
         start = cycle.start if start is None else start
         key = (pass_, cycle, iterations, start, is_whole)
@@ -132,7 +139,7 @@ class Plans:
         return self._made[key]
 
     def pipeline(self, schedule: str, micro_batches: int) -> Program:
-        """A pipeline of so many micro-batches."""
+        """Returns a pipeline with `micro_batches` micro-batches."""
         key = (schedule, micro_batches)
         if key not in self._made:
             plan = _native.LayerPlan.pipeline(list(self.net.layers), list(self.net.counts), schedule, micro_batches)
@@ -147,7 +154,7 @@ class Plans:
         micro_batch = 0
         for position, op in enumerate(ops):
             if op[0] == "phase":
-                # Those of a pipeline are micro-batches, each with constants of its own.
+                # In a pipeline, these phases are of one micro-batch each, which has its own constants.
                 micro_batch = op[3] if op[1] in ("chunk", "loss") else 0
             elif op[0] in ("send", "recv"):
                 name, pass_, peer, value = op

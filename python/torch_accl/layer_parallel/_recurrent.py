@@ -1,7 +1,8 @@
-"""A recurrent net over ranks that each have a part of the sequence.
+"""A recurrent net over ranks, each of which has a part of the sequence.
 
-Owns that every step is a layer with the same weights, which all ranks have: the inputs of steps, the outputs and gradients of their own, and the sum of the
-weights' gradients over all ranks. What a cell computes is in `_cells.py`.
+Owns that every step is a layer with the same weights, which all ranks have. Also owns the inputs of the steps, their
+outputs with the outputs' gradients, and the sum of the weights' gradients over all ranks. `_cells.py` defines what a
+cell computes.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ from ._wire import Wire
 
 __all__ = ["RecurrentParallel"]
 
-# Plans of so many lengths are remembered.
+# Maximum number of sequence lengths whose plans are kept.
 _REMEMBERED = 64
 
 
 class RecurrentParallel(Model):
-    """A recurrent net whose sequence is spread over ranks, which all work on it at once.
+    """A recurrent net whose sequence is spread over ranks, all of which work on it at once.
 
-    cell: `nn.GRU` or `nn.LSTM` (of any number of layers, batch first), their cells, or a module as `layer_parallel.Cell` describes one, with a `coarse_step` for
-        the inexact modes. All ranks have the same weights, and get the same gradients.
-    tail: a module of the last step's output, on the last rank; its parameters are that rank's.
-    mesh, group: the ranks that the sequence lies on, in order; every rank gives its own part of it, of any length.
-    Everything else is as for `LayerParallel`; every step is a layer.
+    cell: `nn.GRU` or `nn.LSTM` (any number of layers, batch first), their cells, or a module as `layer_parallel.Cell`
+        describes it, with a `coarse_step` for the inexact modes. All ranks have the same weights, and get the same
+        gradients.
+    tail: a module that takes the last step's output, on the last rank. Its parameters belong to that rank.
+    mesh, group: the ranks that the sequence lies on, in order. Every rank gives its own part of it, of any length.
+
+    All other arguments have the same meaning as in `LayerParallel`; every step is a layer.
     """
 
     instead_of_pickling = "net.state_dict(), or net.cell and net.tail, which are ordinary modules"
@@ -103,9 +106,10 @@ class RecurrentParallel(Model):
         self._seed = seed
         self._replica = replica_of(self._wire.ranks) if replica is None else replica
         self._shared = Shared()
-        # After the last step of the last batch: the rank that has it, its form and device, and there itself.
+        # The state after the last step of the last batch: the owner's rank, form, device, and on the owner the state
+        # itself.
         self._last: tuple[int, Form, torch.device, tuple[States, States] | None] | None = None
-        # For each way in which a sequence lies on the ranks, all that a batch needs: several may be under way.
+        # A solver for each division of a sequence among the ranks. Several batches may be in flight.
         self._solvers: dict[tuple[int, ...], Solver] = {}
         self._solver = self._solver_of((1,) * self._wire.size)
         self._settings += f"; cell {type(cell).__name__}; seed {seed}"
@@ -113,12 +117,12 @@ class RecurrentParallel(Model):
         self._compare_cells()
 
     def copied(self) -> list[Copied]:
-        """The cell's parameters."""
+        """Returns the cell's parameters."""
         ranks = tuple(range(self._wire.size))
         return [Copied(f"cell.{name}", ranks, [parameter]) for name, parameter in self.cell.named_parameters()]
 
     def _compare_cells(self) -> None:
-        """Refuses cells that differ, on all ranks."""
+        """Raises `ValueError` on all ranks if cells differ."""
         if self._wire.size == 1:
             return
         shapes = [
@@ -132,13 +136,14 @@ class RecurrentParallel(Model):
                 )
         if shapes:
             remedy = "seed torch alike on all ranks before the cell is built, or give all the same weights"
-            # One seed gives other last bits on another processor, and a rank may save its own cell after a step of the optimizer.
+            # Values may round: one seed gives other last bits on another processor, and a rank may save its own cell
+            # after a step of the optimizer.
             self._copies = Copies(self._wire, self.copied, remedy, may_round=True)
             self._copies.check("building the net")
 
     @property
     def step_cell(self) -> nn.Module:
-        """The cell as it is stepped."""
+        """The cell in the form in which it is stepped."""
         return self._steps[0]
 
     def check_mode(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
@@ -149,7 +154,7 @@ class RecurrentParallel(Model):
             )
 
     def check_cycle(self, cycle: Cycle) -> None:
-        """How many levels there are depends on the length of a sequence."""
+        """Does nothing: the number of levels depends on the length of a sequence."""
 
     # ---- a batch
 
@@ -162,26 +167,33 @@ class RecurrentParallel(Model):
         state: Any = None,
         loss_scale: float = 1.0,
     ) -> Tensor:
-        """Forward, loss and backward of one batch, on all ranks together; the gradients are added to `.grad`.
+        """Runs forward, loss and backward of one batch, on all ranks together, and adds the gradients to `.grad`.
 
-        x, of shape (batch, steps, ...), is each rank's own part of the sequence; a tuple, list or dict of such tensors works as well. target and loss_fn count on the
-        last rank, where the loss is that of the last step's output, through `tail`. `state`, on the first rank, is that before the first step; by
-        default the cell's own. Returns the same detached loss on all ranks.
+        x: each rank's own part of the sequence, of shape (batch, steps, ...), or a tuple, list or dict of such tensors.
+        target, loss_fn: read on the last rank. The loss takes the last step's output, through `tail`.
+        state: state before the first step, read on the first rank; by default the cell's own.
+        loss_scale: factor of the gradients, for a gradient scaler.
+
+        Returns the detached loss, the same on all ranks.
         """
         return step(self, x, target, loss_fn, side={"state": state}, loss_scale=loss_scale)
 
     def forward(self, x: Any, state: Any = None) -> Any:  # type: ignore[override]
-        """The outputs of this rank's steps, of shape (batch, steps, ...), and on the last rank the last step's through `tail`; elsewhere a number without meaning.
+        """Returns the outputs of this rank's steps, of shape (batch, steps, ...), and a second value.
 
-        All ranks call `backward()` on something that depends on one of the two; gradients are those of the sum of what they call it on.
+        On the last rank, the second value is the last step's output through `tail`; on the others it is a meaningless
+        number.
+        All ranks call `backward()` on a value that depends on at least one of the two. The gradients are the gradients
+        of the sum of these values.
         """
         return super().forward(x, {"state": state})
 
     def last_state(self) -> Any:
-        """The state after the last step of the last batch, detached, on all ranks, which call this together. Given as `state` of the next window, it goes on from there.
+        """Returns the state after the last step of the last batch, detached, on all ranks. All ranks call it together.
 
-        It is as torch's module returns it: `h`, or `(h, c)`, of all layers, of shape (layers, batch, hidden); of `GRUCell` and `LSTMCell` of shape (batch, hidden); and of any other cell as
-        that one has it.
+        Give it as `state` of the next window to continue from there. It has the form that torch's module returns: `h`
+        or `(h, c)` of all layers, of shape (layers, batch, hidden). For `GRUCell` and `LSTMCell` the shape is (batch,
+        hidden). Any other cell has its own form.
 
         Raises:
             RuntimeError: no batch has been run.
@@ -199,7 +211,7 @@ class RecurrentParallel(Model):
         return super().evaluate(x, target, loss_fn, side={"state": state})
 
     def run(self, x: Any, side: dict[str, Any] | None, *, call: str = "forward()") -> Run:
-        """A batch that begins: ranks tell one another how many steps they have."""
+        """Begins a batch. Ranks exchange their numbers of steps."""
         state = None if side is None else side.get("state")
         wrong: BaseException | None = None
         rows, count = -1, -1
@@ -212,7 +224,7 @@ class RecurrentParallel(Model):
         return SequenceRun(self, x, state, call)
 
     def _look_at_modules(self) -> None:
-        """Somebody may have put another cell or tail in the place of the first."""
+        """Rebuilds the steps if the user has replaced the cell or the tail."""
         seen = (self.cell, self.tail)
         if any(a is not b for a, b in zip(seen, self._seen)):
             self._seen = seen
@@ -261,7 +273,7 @@ class RecurrentParallel(Model):
         return self._solvers[counts]
 
     def settled(self, solve: Solve) -> None:
-        """Makes the cell's gradients those of the whole sequence, the same on all ranks."""
+        """Sums the cell's gradients over the whole sequence, the same on all ranks."""
         evaluation = solve.batch.evaluation
         sequence = evaluation.beside
         assert isinstance(sequence, Inputs)
@@ -302,7 +314,7 @@ class RecurrentParallel(Model):
                 evaluation.gradients[slot] = whole.to(parameter.dtype)
 
     def way(self, run: Run) -> Way:
-        """How a batch is run; what is trained is compared, too."""
+        """Returns how a batch is run. The names of trained parameters are compared between ranks too."""
         way = super().way(run)
         if self._wire.size == 1:
             return way
@@ -311,7 +323,7 @@ class RecurrentParallel(Model):
         return replace(way, settings=f"{way.settings}; {shown}")
 
     def way_of(self, mode: Mode, *, may_probe: bool = True) -> Way:
-        """How a batch is run in a mode, with as many levels as its length allows."""
+        """Returns how a batch is run in a mode, with as many levels as its length allows."""
         before = self._cycles
         self._cycles = {name: self._fitting(cycle) for name, cycle in before.items()}
         try:
@@ -338,7 +350,7 @@ def _wide(parameter: Tensor) -> torch.dtype:
 
 
 def _sizes_of(x: Any) -> tuple[int, int]:
-    """Rows and steps."""
+    """Returns the number of rows and of steps."""
     leaves = pytree.tree_leaves(x)
     if not leaves or any(not isinstance(leaf, Tensor) or leaf.dim() < 2 for leaf in leaves):
         raise ValueError("there is no input; give every rank its part of the sequence, of shape (batch, steps, ...)")
@@ -349,11 +361,11 @@ def _sizes_of(x: Any) -> tuple[int, int]:
 
 
 class Tail(nn.Module):
-    """The output of the last step, and what comes after it."""
+    """The output of the last step, and the tail after it."""
 
     def __init__(self, cell: nn.Module, tail: nn.Module | None) -> None:
         super().__init__()
-        # No module of this one: it has no part in the tail's parameters.
+        # A tuple hides the cell from torch, so that its parameters are not the tail's.
         self._cell = (cell,)
         self.tail = tail
 
@@ -364,7 +376,7 @@ class Tail(nn.Module):
 
 
 class Steps(Layers):
-    """The steps of one rank, all the same module, and after the last one the tail."""
+    """The steps of one rank, all the same module, and on the last rank the tail."""
 
     def __init__(self, model: RecurrentParallel, cell: nn.Module, tail: Tail, seed: int, counts: Sequence[int]) -> None:
         kinds: list[Kind] = ["custom"] * sum(counts)
@@ -379,14 +391,14 @@ class Steps(Layers):
 
     @property
     def modules(self) -> dict[int, nn.Module]:
-        """By their numbers."""
+        """The modules by layer number."""
         found: dict[int, nn.Module] = dict.fromkeys(self.own, self._cell)
         if self._is_last:
             found[self.end] = self._tail
         return found
 
     def parts(self) -> dict[int, list[nn.Parameter]]:
-        """Those of the cell on the first rank, and of the tail what the cell has not."""
+        """Returns the cell's parameters on the first rank, and the tail's parameters that are not the cell's."""
         own = list(self._cell.parameters())
         found = {0: own} if self._rank == 0 else {}
         if self._is_last:
@@ -395,14 +407,17 @@ class Steps(Layers):
         return found
 
     def is_counted(self, layer: int) -> bool:
-        """All ranks have the same gradients of the cell."""
+        """Returns True for the tail, and on the first rank for all steps.
+
+        All ranks have the same gradients of the cell.
+        """
         return layer == self.end or self._rank == 0
 
     def check(self) -> None:
-        """Nothing is distributed by parts here."""
+        """Does nothing: no step can be sharded by itself."""
 
     def parameters(self) -> Parameters:
-        """Those of the cell first, once for all steps."""
+        """Returns the parameters that want a gradient: the cell's first, once for all steps."""
         found: list[Tensor] = []
         names: list[tuple[str, int]] = []
         for name, parameter in self._cell.named_parameters():
@@ -422,12 +437,12 @@ class Steps(Layers):
         return found, of_layer
 
     def shared(self) -> range:
-        """The places of the cell's parameters."""
+        """Returns the indices of the cell's parameters."""
         return range(sum(parameter.requires_grad for parameter in self._cell.parameters()))
 
 
 class Inputs(Beside):
-    """The inputs of this rank's steps in one batch, and the gradients of those and of the outputs."""
+    """The inputs of this rank's steps in one batch, and the gradients of the inputs and of the outputs."""
 
     def __init__(
         self,
@@ -456,7 +471,7 @@ class Inputs(Beside):
             first = pytree.tree_unflatten([leaf.transpose(0, 1) for leaf in self._given], self._tree)
             prepared = self._prepared(first)
         self._ready, self._ready_tree = pytree.tree_flatten(prepared)
-        # By steps, so that one of them lies in one piece.
+        # The first dimension is the steps, so that the input of a step is contiguous.
         self._lent = [leaf.detach().contiguous() for leaf in self._ready]
         self._wanted = [place for place, leaf in enumerate(self._ready) if leaf.requires_grad]
         self._gradients: dict[int, Tensor] = {}
@@ -469,7 +484,7 @@ class Inputs(Beside):
             return x
         if not any(parameter._backward_hooks for parameter in self._parameters):
             return self._cell.prepare(x)
-        # A hook of a parameter is for the gradient that it gets in the end.
+        # A parameter's hook is for its complete gradient, not for the part from `prepare`.
         self._aliases = [parameter.detach().requires_grad_() for parameter in self._parameters]
         names = [name for name, parameter in self._cell.named_parameters() if parameter.requires_grad]
         return functional_call(
@@ -477,7 +492,7 @@ class Inputs(Beside):
         )
 
     def again(self) -> Inputs:
-        """The same for a second run, with gradients of its own and the same of outputs."""
+        """Returns the same inputs for a second run, with separate gradients but the same gradients of outputs."""
         other = object.__new__(Inputs)
         other.__dict__ = self.__dict__ | {"_gradients": {}, "_states": {}}
         return other
@@ -511,7 +526,7 @@ class Inputs(Beside):
         return self._sources.get((layer, micro_batch))
 
     def finish(self, evaluation: Evaluation) -> None:
-        """From the gradients of what steps were given to those of the input, and of what has made the one of the other."""
+        """Propagates gradients of the steps' inputs to the net's input, and to the parameters that `prepare` used."""
         asked = [leaf for leaf in self._given if is_state(leaf) and leaf.requires_grad]
         ready = [self._ready[place] for place in self._gradients]
         has_steps = len(self._steps.own) > 0
@@ -534,17 +549,17 @@ class Inputs(Beside):
     # ---- outputs
 
     def after(self, layer: int, solve: Solve) -> tuple[States, States]:
-        """The state after one of this rank's steps, detached, of all micro-batches together, and its constants."""
+        """Returns the detached state after one of this rank's steps, all micro-batches together, and its constants."""
         batch = solve.batch
         micro_batches, segment = range(batch.micro_batches), batch.segment(layer + 1)
         states = solve.together([self._states[layer, micro] for micro in micro_batches])
         constants = solve.together([batch.constants.get((segment, micro), []) for micro in micro_batches])
         leaves = batch.forms[layer + 1].states
-        # Dense, as they are sent.
+        # Tensors are dense, because they are sent.
         return [ordered(state.detach().to(leaf.dtype), leaf) for state, leaf in zip(states, leaves)], constants
 
     def outputs(self, solve: Solve, output: Callable[[Any], Tensor]) -> Tensor:
-        """Those of this rank's steps, with the graph back to their states."""
+        """Returns the outputs of this rank's steps, with the graph back to their states."""
         micro_batches = solve.batch.micro_batches
         if not self._steps.own:
             return torch.zeros(self._leaves[0].shape[0], 0, dtype=torch.get_default_dtype(), device="cpu")
@@ -565,7 +580,10 @@ class Inputs(Beside):
         return torch.stack(by_step, 1)
 
     def take_sources(self, outputs: Tensor, cotangent: Tensor | None) -> None:
-        """The gradient of outputs becomes that of their states, each of which is another's besides."""
+        """Converts the gradient of the outputs to gradients of their states.
+
+        The adjoint pass adds them to the gradients from the next steps.
+        """
         if cotangent is None or not outputs.requires_grad:
             return
         keys = list(self._states)
@@ -620,7 +638,7 @@ class SequenceRun(Run):
 
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
         try:
-            # What is drawn here depends on the seed and the batch as everything else does.
+            # Random numbers that are drawn here depend on the seed and the batch, as all others do.
             is_training = self._net.training
             number = self.solver.shared.due(is_training=is_training)
             with seeded(

@@ -1,7 +1,7 @@
-"""Replicas of a net, each on ranks of its own: in DistributedDataParallel, FSDP2 or FullyShardedDataParallel.
+"""Replicas of a net, each on its own ranks, in DistributedDataParallel, FSDP2 or FullyShardedDataParallel.
 
-Owns that a batch which fails in one replica fails in all. One replica that raised while others go on into the reduction of gradients would leave them waiting there,
-and have its next batch reduced with their last.
+Owns that a batch which fails in one replica fails in all. Otherwise the other replicas would wait in the reduction of
+gradients, and the failed replica's next batch would be reduced with their last.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from ._wire import Wire
 __all__ = ["agree"]
 
 
-# Of each model that was given to `step`: its class, which FSDP2 changes, and the groups that bring its replicas together.
+# For each model given to `step`: its class, which FSDP2 changes, and the groups that connect its replicas.
 _known: WeakKeyDictionary[nn.Module, tuple[type, list[dist.ProcessGroup]]] = WeakKeyDictionary()
-# So many replicas that failed are shown.
+# Maximum number of failed replicas that are shown.
 _SHOWN = 3
 
 
 def agree(model: nn.Module, solver: Solver, error: Exception | None) -> None:
-    """Raises on all replicas if the batch failed in any: `error` says why it did in this one. All replicas call it together.
+    """Raises on all replicas if the batch failed in any. All replicas call it together.
+
+    `error` is the failure of this replica, or None.
 
     Raises:
-        LayerParallelError: what failed, with replica, ranks and cause. An error that all replicas have in common is raised as it is.
+        LayerParallelError: what failed, with replica, ranks and cause. If all replicas have the same error, it is
+            raised unchanged.
     """
-    # The ranks of a process that is lost cannot be asked any more.
+    # If a process is lost, its ranks cannot answer.
     is_lost = isinstance(error, dist.DistError)
     groups = [] if is_lost else _groups_of(model)
     what = f"replicas comparing how a batch went, before batch {solver.shared.number}"
@@ -52,7 +55,7 @@ def agree(model: nn.Module, solver: Solver, error: Exception | None) -> None:
     found = [(solver.replica, solver.wire.ranks, cause, solver.shared.number)]
     for group in groups:
         found = [each for part in Wire(group).gathered(found) for each in part]
-    # A replica that failed before it began has counted one batch less.
+    # A replica that failed before its batch began has counted one batch less.
     solver.shared.number = max(number for *_, number in found)
     failed = sorted((replica, ranks, cause) for replica, ranks, cause, _ in found if cause is not None)
     if error is not None and len(failed) == len(found) and len({cause for *_, cause in failed}) == 1:
@@ -71,7 +74,7 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     if kind is not type(model):
         found = [group for group in _found_groups(model) if group.size() > 1]
         _known[model] = type(model), found
-    # In `join()`, a replica without data left takes part in the reductions that it knows, and in no other.
+    # In `join()`, a replica without remaining data takes part only in the reductions that `join()` knows.
     if found and any(getattr(getattr(module, "_join_config", None), "enable", False) for module in _wrappers(model)):
         return []
     return found

@@ -1,6 +1,7 @@
-"""What a run that is resumed needs to know of a net besides its weights and the optimizer's state.
+"""State that a resumed run needs, in addition to a net's weights and the optimizer's state.
 
-Owns the form in which mode, cycles and batch are saved. Audits and probes may have changed them since the net was built, so the arguments of the net do not give them.
+Owns the form in which mode, cycles and batch are saved. Audits and probes may have changed them since the net was
+built, so the net's arguments do not determine them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _KEYS = ("mode", "evaluation", "fwd", "bwd", "batch", "evaluations", "choices")
 
 
 class SolverState:
-    """How a net is solved from the next batch on: mode, cycles, the numbers of batches, and the choices of the mode `auto`. The same on all ranks.
+    """The solver settings from the next batch on: mode, cycles, batch numbers, and the choices of the mode `auto`.
 
-    It has what `torch.distributed.checkpoint` asks of an object that it saves, and `torch.save` takes its `state_dict()`.
+    It is the same on all ranks. It has the interface that `torch.distributed.checkpoint` requires of an object to save,
+    and `torch.save` takes its `state_dict()`.
     """
 
     def __init__(self, net: Model) -> None:
@@ -41,11 +43,11 @@ class SolverState:
 
     @property
     def shared(self) -> Shared:
-        """What does not depend on the form of a batch."""
+        """The state that does not depend on the form of a batch."""
         return self._net.current.shared
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, texts and tuples. Parameters are not among them: `net.state_dict()` has those."""
+        """Returns plain numbers, strings and tuples. Parameters are not included; `net.state_dict()` has them."""
         net, shared = self._net, self.shared
         return {
             "format": _FORMAT,
@@ -55,15 +57,15 @@ class SolverState:
             "bwd": _plain(net.bwd),
             "batch": shared.number,
             "evaluations": shared.evaluations,
-            # No dict of keys that differ between runs: a checkpoint is read by the keys that are there.
+            # Not a dict, because its keys would differ between runs, and a checkpoint is loaded by the keys that exist.
             "choices": tuple((key, c.mode, tuple(c.seconds.items())) for key, c in net._choices.items()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on as the net did that was saved. All ranks load the same.
+        """Continues as the saved net would have. All ranks load the same state.
 
         Raises:
-            ValueError: a state of another format, or one that does not fit this net, which stays as it was.
+            ValueError: the state has another format, or does not fit this net. The net stays as it was.
         """
         if state.get("format") != _FORMAT:
             raise ValueError(
@@ -78,7 +80,7 @@ class SolverState:
         try:
             cycles = {"forward": _cycle(state["fwd"]), "adjoint": _cycle(state["bwd"])}
             for name, cycle in cycles.items():
-                # What an exact mode leaves alone may be of more levels than the net has.
+                # An unchanged cycle is not checked: in an exact mode it may have more levels than the net.
                 if cycle != net._cycles[name]:
                     net.check_cycle(cycle)
             check_backward(cycles["adjoint"])
@@ -96,7 +98,7 @@ class SolverState:
         net._cycles, net._mode, net._evaluation = cycles, state["mode"], state["evaluation"]
         net.batch, self.shared.evaluations = batch, evaluations
         net._choices = choices
-        # They hold for the net as it is at its next batch.
+        # The choices hold for the net as it is at its next batch.
         net._state_of_choices = None
 
 

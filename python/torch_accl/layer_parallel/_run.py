@@ -1,7 +1,7 @@
-"""One batch, from the call of a user to the solver and back.
+"""One batch, from the user's call to the solver and back.
 
-Owns what autograd sees of a batch: a function whose inputs are the parameters and what the user gave, in which the passes are made. Modes and settings are in
-`_model.py`, and what a solve does in `_solve.py`.
+Owns what autograd sees of a batch: functions whose inputs are the parameters and the user's tensors, in which the
+passes run. `_model.py` has modes and settings, and `_solve.py` the solve.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """How a batch is run."""
+    """Plans and settings of one batch."""
 
     mode: str
     forward: Passes
     adjoint: Passes
     micro_batches: int
-    # Both passes of all micro-batches at once, where `step` has one program for that.
+    # One program for both passes of all micro-batches, for `step`. None if the mode is not a pipeline.
     pipeline: Program | None
     settings: str
-    # Whether the forward pass begins with what the net's `guess` gives.
+    # Whether the forward pass begins with the states of the net's `guess`.
     needs_guess: bool = False
-    # Whether it has more iterations than others, to see how they converge.
+    # Whether the batch has more iterations than others, to measure how they converge.
     is_probe: bool = False
-    # How often states become coarser themselves, from the finest level to the coarsest.
+    # How often states become coarser, from the finest level to the coarsest.
     meshes: int = 0
-    # Of which layers the graph is kept until the adjoint pass; None: of all.
+    # Returns whether a layer's graph is kept until the adjoint pass. None: all are kept.
     keeps_graph: Callable[[int], bool] | None = None
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is iterated."""
+        """Whether the mode has no iterations."""
         return self.mode in ("exact-wave", "exact-pipeline")
 
 
 class Runs(Protocol):
-    """What a batch needs of its net."""
+    """The interface of a net that a batch needs."""
 
     norms: Norms
     training: bool
@@ -69,29 +69,29 @@ class Runs(Protocol):
 
     @property
     def current(self) -> Solver:
-        """What is there for all batches of the plan."""
+        """The solver for all batches of the plan."""
 
     @property
     def anchor(self) -> Tensor:
-        """Something that wants a gradient."""
+        """A tensor that wants a gradient."""
 
     def way(self, run: Run) -> Way:
-        """How a batch is run."""
+        """Returns how a batch is run."""
 
     def exact_passes(self) -> tuple[Passes, Passes]:
-        """How the same batch is run exactly."""
+        """Returns the passes that run the same batch exactly."""
 
     def settled(self, solve: Solve) -> None:
-        """Brings what ranks know of gradients together, when both passes are over. All ranks do it."""
+        """Completes gradients that need several ranks, after both passes. All ranks call it."""
 
     def is_audited(self, mode: str, number: int) -> bool:
-        """Whether a batch is to be audited."""
+        """Returns whether a batch is to be audited."""
 
     def take_norms(self, solve: Solve, way: Way) -> None:
-        """Keeps the norms of a batch whose passes are over."""
+        """Keeps the norms of a batch whose passes have completed."""
 
     def take_over(self, audit: Audit) -> None:
-        """Keeps an audit, and does what is to be done about it."""
+        """Keeps an audit and reacts to it."""
 
 
 def step(
@@ -103,10 +103,11 @@ def step(
     side: dict[str, Any] | None = None,
     loss_scale: float = 1.0,
 ) -> Tensor:
-    """`LayerParallel.step` for a wrapped net: `model` is one in DistributedDataParallel, or in FSDP2.
+    """`LayerParallel.step` for a wrapped net: `model` is a net in DistributedDataParallel or FSDP2.
 
-    All is done in the wrapper's forward pass, and the gradients are handed out in its backward pass, each once. Before that replicas agree: what goes wrong in one of
-    them is raised in all, and none takes over a gradient. All replicas call it equally often.
+    The whole batch runs in the wrapper's forward pass, and its backward pass returns each gradient once. Before that,
+    replicas compare results: an error in one replica is raised in all, and no replica takes over a gradient. All
+    replicas must call it equally often.
 
     Raises:
         LayerParallelError: the batch failed in this replica or another.
@@ -118,7 +119,7 @@ def step(
         try:
             agree(model, found.net.current, found.error)
         finally:
-            # Its traceback has the job.
+            # The error's traceback refers to the job.
             found.error = None
     if not isinstance(anchor, Tensor) or found.loss is None:
         raise TypeError(
@@ -129,7 +130,7 @@ def step(
 
 
 class Found:
-    """What a job has come to, in which net."""
+    """The result of a job, and the net that ran it."""
 
     def __init__(self) -> None:
         self.net: Runs | None = None
@@ -139,18 +140,18 @@ class Found:
 
 @dataclass
 class Job:
-    """A batch of `step`, on its way through whatever wraps the net."""
+    """A batch of `step`, passed through the modules that wrap the net."""
 
     x: Any
     target: Any
     loss_fn: LossFunction | None
     side: dict[str, Any] | None
     loss_scale: float
-    # A wrapper that casts its arguments makes a job of its own, which has this in common with the first.
+    # A wrapper that casts its arguments makes a new job. The new job shares this object with the first.
     found: Found = field(default_factory=Found)
 
     def loss_of(self, y: Any, micro_batch: int, micro_batches: int) -> Tensor:
-        """Of the output of a micro-batch: its share of the batch's loss."""
+        """Returns a micro-batch's share of the batch's loss, from the output of the micro-batch."""
         assert self.loss_fn is not None
         target = self.target
         if micro_batches > 1:
@@ -158,7 +159,7 @@ class Job:
         return self.loss_fn(y, target) * (1 / micro_batches) if micro_batches > 1 else self.loss_fn(y, target)
 
     def wrong(self, wire: Wire, micro_batches: int) -> BaseException | None:
-        """What the last rank cannot begin with."""
+        """Returns the error that keeps the last rank from beginning, or None."""
         if not wire.is_last:
             return None
         if self.loss_fn is None:
@@ -195,7 +196,7 @@ class Run:
         self.found: Parameters = self.solver.layers.parameters()
         self.parameters = self.found[0]
         self.solve: Solve
-        # What came out of the forward pass, for an audit.
+        # States at the end of the forward pass, for an audit.
         self.states: Sequence[States] = []
         self.audit: Audit | None = None
         self.is_over = False
@@ -213,12 +214,13 @@ class Run:
             self.solver.layers.check()
         except TypeError as error:
             self.wrong = error
-        # The leaves that the user gave and that may want a gradient.
+        # Leaves from the user that may want a gradient.
         self.given: list[Tensor] = []
         beside = [side[name] for name in sorted(side)] if isinstance(side, dict) else []
         self.given = [leaf for leaf in pytree.tree_leaves((x, beside)) if is_state(leaf)]
         if model.wire.rank > 0:
-            # They get no gradient here. But who asks for it gets torch's exception after the pass, and keeps no other rank waiting in it.
+            # Inputs of these ranks get no gradient. If the caller asks for one, torch raises after the pass, so no
+            # other rank is left waiting in it.
             self.given = [leaf for leaf in self.given if leaf.requires_grad]
         elif x is None:
             self.wrong = self.wrong or ValueError("there is no input; give one on the first rank")
@@ -228,17 +230,17 @@ class Run:
         self.add(self.way)
 
     def add(self, way: Way) -> None:
-        """The batch goes this way as well."""
+        """Prepares the batch to be run in this way as well."""
         self.way = replace(self.way, meshes=max(self.way.meshes, way.meshes))
         if way.needs_guess and self.solver.shared.guess is None:
             self.wrong = ValueError("Cycle(start='guess') and no guess; give the net one on every rank")
 
     def key(self) -> int:
-        """What the first rank's input has in common with those of other batches."""
+        """Returns the key of the first rank's input, which inputs of the same kind share."""
         return self.solver.key_of(self._x, self._side)
 
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
-        """The solve."""
+        """Opens the solve."""
         way = self.way
         settings = f"{way.settings}; called by {self._call} with gradients {'on' if is_recorded else 'off'}"
         return self.solver.batch(
@@ -256,21 +258,21 @@ class Run:
         )
 
     def beside(self, *, is_recorded: bool) -> Beside | None:
-        """What layers are given beside the state, if that is no side input."""
+        """Returns inputs of layers in addition to the state, if they are not side inputs; None without any."""
         return None
 
     def done(self) -> None:
-        """The forward pass is over, and nothing went wrong in it on any rank."""
+        """Called when the forward pass has completed without an error on any rank."""
 
     # ---- what autograd sees
 
     def outputs(self, found: Sequence[States]) -> list[Tensor]:
-        """What the forward pass gives on this rank."""
-        # Ranks without output have something to call `backward()` on.
+        """Returns the outputs of the forward pass on this rank."""
+        # Ranks without output get a tensor to call `backward()` on.
         return self.solve.shown(found) if found else [self.model.anchor.detach().clone()]
 
     def tried_outputs(self, found: Sequence[States]) -> list[Tensor]:
-        """The same; what goes wrong here is said on all ranks when the solve is over."""
+        """Returns the same as `outputs`. All ranks raise an error here when the solve closes."""
         batch = self.solve.batch
         try:
             return self.outputs(found) if batch.cause is None else []
@@ -279,36 +281,36 @@ class Run:
             return []
 
     def value(self, outputs: Sequence[Tensor]) -> Any:
-        """The same as the user gets it."""
+        """Returns the outputs in the form that the user gets."""
         return self.solve.joined(outputs) if self.model.wire.is_last else outputs[0]
 
     def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """From the gradients of what the forward pass gave to those of what the user gave."""
+        """Returns the gradients of the user's tensors, from the gradients of the outputs."""
         solve, model = self.solve, self.model
         given = solve.cut(cotangents) if model.wire.is_last else []
         found = solve.backward(self.way.adjoint, given)
         model.settled(solve)
         if model.is_audited(self.way.mode, solve.batch.number):
-            # The loss is the caller's: both have its gradient as it came.
+            # The caller computes the loss, so both runs use the caller's gradient of the output.
             self.audit = solve.audit(self.states, model.exact_passes(), model.settled, lambda *_: given, has_loss=False)
         return self.of_given(solve, found)
 
     def of_given(self, solve: Solve, found: Sequence[States]) -> list[Tensor | None]:
-        """The gradients of what the user gave, with those of the states before the first layer."""
+        """Returns the gradients of the user's tensors, including the states before the first layer."""
         if not found:
             return [None] * len(self.given)
         return [*solve.together(found), *solve.side_gradients]
 
 
 class Through(torch.autograd.Function):
-    """The forward pass of a net, and in its backward pass the adjoint."""
+    """Autograd function of a net: the forward pass, and in its backward pass the adjoint."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, anchor: Tensor, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         with run.begun(is_recorded=True) as solve:
             run.solve = solve
             found = solve.forward(run.way.forward)
-            # Aliases: what is returned would keep its own graph, which keeps this.
+            # Aliases, because an output tensor refers to its graph, which refers to `run`.
             run.states = [[state.detach() for state in states] for states in found]
             outputs = run.tried_outputs(found)
         run.done()
@@ -327,7 +329,7 @@ class Through(torch.autograd.Function):
         run.is_over = True
         refusal = of_backward(cotangents)
         if refusal is not None:
-            # Other ranks learn it when the pass is over, on which this one goes with zeros.
+            # Other ranks learn of the refusal at the end of the pass. This rank runs it with zeros.
             run.solve.batch.fail(f"the backward pass, batch {run.solve.batch.number}", refusal)
             cotangents = (None,) * len(cotangents)
         with torch.no_grad(), outside_of_transforms(), undisturbed():
@@ -340,7 +342,10 @@ class Through(torch.autograd.Function):
 
 
 class Everything(torch.autograd.Function):
-    """A whole batch in the forward pass; the backward pass hands its gradients out."""
+    """Autograd function of a whole batch.
+
+    Its forward pass runs both passes of the net, and its backward pass returns the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Run, job: Job, anchor: Tensor, given: int, *tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The same net on one rank, without any solver.
+"""The same net on one rank, without a solver.
 
 Owns the loop over layers that exact modes are compared with, and to which a trained net is exported.
 """
@@ -19,7 +19,10 @@ __all__ = ["Serial", "advanced"]
 
 
 class Serial(nn.Module):
-    """Layers one after the other, as an `exact-wave` has them; its parameters have the names of `LayerParallel`, `layers.<number>...`."""
+    """Layers one after the other, with the result of an `exact-wave`.
+
+    Its parameters have the names of `LayerParallel`, `layers.<number>...`.
+    """
 
     def __init__(
         self, layers: Sequence[nn.Module], kinds: Sequence[Kind], dt: float, ties: Sequence[Sequence[str]] = ()
@@ -34,21 +37,24 @@ class Serial(nn.Module):
         self.dt = dt
 
     def forward(self, x: Any, side: Mapping[str, Any] | None = None) -> Any:
-        """The net of x, and of side inputs."""
+        """Returns the net's output for x and side inputs."""
         for layer, kind in zip(self.layers, self.kinds):
             named = {name: side[name] for name in names_taken(layer, side)} if side else {}
-            # What `timed` returns, and the others, is the state after.
+            # All kinds but `ode` return the state after the layer.
             returned = layer(x, self.dt, **named) if kind == "timed" else layer(x, **named)
             x = advanced(x, returned, self.dt) if kind == "ode" else returned
         return x
 
     def blocks(self) -> list[Block]:
-        """What `LayerParallel` is made of."""
+        """Returns the blocks from which `LayerParallel` is built."""
         return [Block(layer, kind) for layer, kind in zip(self.layers, self.kinds)]
 
 
 def advanced(state: Any, increment: Any, dt: float) -> Any:
-    """`state + dt * increment`, leaf by leaf; whole numbers stay, and an increment may be that of the other leaves alone."""
+    """Returns `state + dt * increment`, leaf by leaf.
+
+    Integer and bool leaves stay. An increment may consist of the other leaves alone.
+    """
     leaves, tree = pytree.tree_flatten(state)
     changes = pytree.tree_leaves(increment)
     if len(changes) == len(leaves):

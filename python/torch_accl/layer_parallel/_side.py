@@ -1,7 +1,7 @@
-"""Side inputs: what several layers are given beside the state, a mask or the memory of an encoder.
+"""Side inputs: inputs of several layers in addition to the state, such as a mask or the memory of an encoder.
 
-Owns which layer takes which of them, how they reach all ranks, and the gradients that all layers give them together. The first rank gives them; a layer
-takes those whose names its `forward` has.
+Owns which layer takes which side inputs, how they reach all ranks, and the sum of their gradients over all layers. The
+first rank gives them. A layer takes those whose names its `forward` has as arguments.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["NO_SIDE", "Side", "SideForm", "names_taken", "side_of"]
 
 @dataclass(frozen=True)
 class SideForm:
-    """What the side inputs of a batch look like; all of it is known to all ranks."""
+    """The form of a batch's side inputs, known to all ranks."""
 
     names: tuple[str, ...] = ()
-    # Of each name: its leaves, and how they make it.
+    # For each name, the tree structure and its leaves.
     trees: tuple[pytree.TreeSpec, ...] = ()
     leaves: tuple[tuple[Leaf, ...], ...] = ()
-    # Which of them want a gradient.
+    # For each leaf, whether it wants a gradient.
     wants: tuple[tuple[bool, ...], ...] = ()
 
     def flat(self) -> list[tuple[int, Leaf, bool]]:
-        """All leaves: by which name, of what form, and whether it wants a gradient."""
+        """Returns all leaves: index of the name, form, and whether the leaf wants a gradient."""
         return [
             (index, leaf, wants)
             for index, (leaves, wanted) in enumerate(zip(self.leaves, self.wants))
@@ -46,7 +46,7 @@ NO_SIDE = SideForm()
 
 
 def side_of(side: dict[str, Any] | None) -> tuple[SideForm, States]:
-    """The form of the first rank's side inputs, and all their leaves."""
+    """Returns the form of the first rank's side inputs, and all their leaves."""
     if not side:
         return NO_SIDE, []
     if not isinstance(side, dict) or not all(isinstance(name, str) for name in side):
@@ -63,10 +63,10 @@ def side_of(side: dict[str, Any] | None) -> tuple[SideForm, States]:
 
 
 def names_taken(module: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Those of the names that a layer's `forward` has beside its first argument."""
+    """Returns the names that a layer's `forward` has as arguments after its first one."""
     if not names:
         return frozenset()
-    # A module that stands around another one takes what that one takes.
+    # A module that wraps another one takes the inputs of the wrapped one.
     module = getattr(module, "_orig_mod", module)
     if around := getattr(module, "stands_around", None):
         return names_taken(around, names)
@@ -114,7 +114,7 @@ class Side(Beside):
         ]
 
     def again(self) -> Side:
-        """The same for a second run, with gradients of its own."""
+        """Returns the same side inputs for a second run, with separate gradients."""
         other = object.__new__(Side)
         other.__dict__ = self.__dict__ | {"_sums": {}}
         return other
@@ -137,11 +137,15 @@ class Side(Beside):
             if gradient is None:
                 continue
             lot = micro_batch if self._is_split(place) else 0
-            # Into memory of its own, in one order on all ranks: a gradient may be somebody else's tensor, and lie in any way.
+            # Sums have their own memory, in one layout on all ranks. A gradient may be another owner's tensor, in any
+            # layout.
             self._sums.setdefault((place, lot), self._zero(place, lot)).add_(gradient)
 
     def gradients(self, wire: Wire) -> list[Tensor | None]:
-        """Those of all leaves that are computed with, summed over all layers, on the first rank. All ranks call this together."""
+        """Returns the gradients of all floating-point and complex leaves, summed over all layers, on the first rank.
+
+        All ranks call it together.
+        """
         found: list[Tensor | None] = []
         for place, (_, leaf, wants) in enumerate(self._flat):
             if not wants:

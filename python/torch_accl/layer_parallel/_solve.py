@@ -1,7 +1,7 @@
 """One batch through the net, on all ranks together.
 
-Owns how a solve opens and ends: what must be the same on all ranks is compared, the forms of all states are agreed on, and what went wrong
-on one rank is raised on all. Between the two everybody walks.
+Owns how a solve opens and closes: it compares what must be the same on all ranks and agrees on the forms of all states.
+It raises an error of one rank on all. Between opening and closing, all ranks walk their lists.
 """
 
 from __future__ import annotations
@@ -33,53 +33,59 @@ from ._wire import Wire, bits_of, numbers_of
 __all__ = ["Converging", "Guess", "Norms", "Passes", "Shared", "Solve", "Solver", "split"]
 
 
-# Forms of so many kinds of input are remembered.
+# Maximum number of kinds of input whose forms are kept.
 _REMEMBERED = 256
 _LEAST = -(1 << 63)
-# In so many batches, the first and the last rank's inputs are compared, if both were given one.
+# Number of batches at the beginning in which the first and the last rank's inputs are compared, if both have one.
 _LOOKED_AT = 2
-# Numbers of batches are compared up to here, so that sums of their squares have room.
+# Batch numbers are compared modulo this number, so that sums of their squares do not overflow.
 _COMPARED = 1 << 20
-# Of losses.
+# dtypes of losses.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-# The loss of an output, of a micro-batch of so many: its share of the batch's.
+# Returns a micro-batch's share of the batch's loss, from its output, its number and the number of micro-batches.
 Loss = Callable[[Any, int, int], Tensor]
-# The state of a point, before anything of the batch is known.
+# Returns the state of a point, before the batch is known.
 Guess = Callable[[int], Any]
-# A factor by which a norm falls that is as good as none.
+# A residual norm has stalled if it is at least this share of the norm before.
 _STALLED = 0.9
 
 
 @dataclass
 class Norms:
-    """Residual norms of the last solve, by iteration: how far the states of C-points are from those that their layers give."""
+    """Residual norms of the last solve, by iteration.
+
+    The residual is the difference between the states of C-points and the states that their layers compute.
+    """
 
     forward: dict[int, float] = field(default_factory=dict)
     backward: dict[int, float] = field(default_factory=dict)
-    # Why a pass that goes on until it has converged came to its end: `"converged"`, `"stalled"` or `"limit"`.
+    # Why a converging pass ended: `"converged"`, `"stalled"` or `"limit"`. None for other passes.
     forward_end: str | None = None
     backward_end: str | None = None
 
 
 @dataclass(frozen=True)
 class Converging:
-    """A pass that goes on until its residual is small: a beginning and more of it, which end with states of C-points, and the sweep that counts."""
+    """A pass that continues until its residual is small.
+
+    `first` and `more` end with states of C-points, and `last` is the final sweep.
+    """
 
     first: Program
     more: Program
     last: Program
-    # In place of all of it, where more iterations do not help.
+    # Replaces the whole pass if more iterations do not help.
     exact: Program
-    # Of the first norm, and most iterations.
+    # tolerance: share of the first norm at which the pass has converged. limit: maximum number of iterations.
     tolerance: float
     limit: int
-    # Of the first program, and of each one more.
+    # Numbers of iterations of `first` and of each `more`.
     iterations: tuple[int, int]
 
     @property
     def is_exact(self) -> bool:
-        """Whether states are never differences of one another."""
+        """Whether no state is ever a difference of other states."""
         return self.first.is_exact
 
     @property
@@ -92,34 +98,40 @@ Passes = Program | Converging
 
 
 class _Inputs(Protocol):
-    """What a pass begins with on this rank, in the types that it works in."""
+    """A function that returns a pass's first values on this rank, in the dtypes in which the pass works."""
 
     def __call__(self, *, is_exact: bool) -> list[States]: ...
 
 
 @dataclass
 class Shared:
-    """What a net's solvers have in common, where it has several."""
+    """State that several solvers of a net share."""
 
-    # Of the next batch, as the first rank counts.
+    # Number of the next batch; the first rank's count is used.
     number: int = 0
-    # What the states of C-points begin with, where a cycle begins with a guess.
+    # Gives the first states of C-points if a cycle begins with a guess.
     guess: Guess | None = None
-    # The names of side inputs of which a micro-batch gets a part.
+    # Names of the side inputs that are split into micro-batches.
     per_sample: Collection[str] = ()
-    # Of the next batch in evaluation.
+    # Number of the next batch in evaluation.
     evaluations: int = 0
-    # How states become coarser on coarser levels.
+    # Makes states coarser on coarser levels; None without it.
     spatial: Spatial | None = None
 
     def due(self, *, is_training: bool) -> int:
-        """The number of the next batch: what is evaluated between two batches of training changes nothing of the second."""
+        """Returns the number of the next batch.
+
+        Evaluation has its own count, so it does not change later training batches.
+        """
         return self.number if is_training else self.evaluations
 
 
 @dataclass
 class _Kind:
-    """What batches of a kind have in common: what states and side inputs look like, and meshes by how often states become coarser."""
+    """Data that batches of one kind share.
+
+    That is the forms of states and side inputs, and meshes by how often states become coarser.
+    """
 
     forms: list[Form]
     side: SideForm
@@ -127,7 +139,7 @@ class _Kind:
 
 
 class Solver:
-    """What a rank has for all batches of one plan."""
+    """A rank's data for all batches of one plan."""
 
     def __init__(
         self, wire: Wire, plans: Plans, layers: Layers, names: Sequence[str], replica: int, shared: Shared | None = None
@@ -138,10 +150,10 @@ class Solver:
         self.plans = plans
         self.layers = layers
         self.names = names
-        # Of parameters of which several ranks have a copy; None: somebody else looks after them, or there are none.
+        # Copies of parameters that several ranks have. None if there are none, or the net itself compares them.
         self.copies: Copies | None = None
         self._kinds: dict[int, _Kind] = {}
-        # What they hold for.
+        # State of the layers that the kinds hold for.
         self._state = 0
         keep_freed_memory()
 
@@ -161,7 +173,10 @@ class Solver:
         meshes: int = 0,
         is_training: bool = True,
     ) -> Iterator[Solve]:
-        """A solve, from its header to the status that ends it. `x` and `side` count on the first rank; `wrong` is what this rank cannot begin with."""
+        """Opens a solve, and closes it at the end of the context.
+
+        `x` and `side` are read on the first rank. `wrong` is an error that keeps this rank from beginning.
+        """
         with undisturbed():
             solve = self._open(
                 x,
@@ -180,10 +195,13 @@ class Solver:
             self.close(solve)
 
     def close(self, solve: Solve) -> None:
-        """Ends a solve, or a part of one: the loss is known on all ranks, and so is what went wrong on any."""
+        """Closes a solve or one of its passes.
+
+        All ranks then know the loss, and an error of any rank is raised on all.
+        """
         batch = solve.batch
-        # Whole numbers, each zero on all ranks but one.
-        # And the numbers of the batches, which are all the same if the mean of their squares is the square of their mean.
+        # All are integers. Loss and dtype are zero on all ranks but one, so that sums are exact.
+        # Batch numbers are equal on all ranks if the mean of their squares is the square of their mean.
         numbers = [batch.number % _COMPARED, (batch.number % _COMPARED) ** 2]
         status = torch.tensor(
             [int(batch.cause is not None), *bits_of([solve.loss]), solve.loss_dtype, *numbers],
@@ -192,11 +210,12 @@ class Solver:
         )
         failed, bits, solve.loss_dtype, first, second = self.wire.together(status, f"the end of batch {batch.number}")
         if failed:
-            # What a layer returns may have changed in a way that its parameters do not show: the next batch looks again.
+            # A layer may return other forms than before, although its parameters do not show it. The next batch
+            # determines the forms again.
             self._kinds.clear()
             causes = self.wire.gathered(batch.cause)
             if batch.error is not None and not isinstance(batch.error, Exception):
-                # Somebody wants this process to end.
+                # An interrupt or another request to end this process.
                 raise batch.error
             raise LayerParallelError(sentence(causes)) from batch.error
         if first**2 != self.wire.size * second:
@@ -264,7 +283,7 @@ class Solver:
                 stacklevel=2,
             )
         if has_changed:
-            # On some rank; then the forms may be others.
+            # If the layers of any rank have changed, the forms may have changed too.
             self._kinds.clear()
             self._state = state
         given = [tensor for lot in lots[:1] for tensor in (*lot[0], *lot[1])]
@@ -312,7 +331,7 @@ class Solver:
         )
 
     def _seen(self, x: Any) -> int | None:
-        """What the first and the last rank were given as input, if that is alike where their batches are."""
+        """Returns a hash of the input on the first and the last rank, for which equal batches give equal hashes; else None."""
         if self.wire.size == 1 or not (self.wire.rank == 0 or self.wire.is_last):
             return None
         leaves = pytree.tree_leaves(x)
@@ -324,11 +343,11 @@ class Solver:
             return None
 
     def _on_meshes(self, kind: _Kind, count: int, device: torch.device) -> Meshes:
-        # Whether they are known is the same on all ranks.
+        # Whether meshes are known is the same on all ranks.
         if count in kind.meshes:
             return kind.meshes[count]
         if count == 0:
-            # Nobody's functions are called.
+            # No function of the user is called.
             kind.meshes[0] = Meshes(None, kind.forms, 0, device)
             return kind.meshes[0]
         made: list[Meshes] = []
@@ -347,12 +366,12 @@ class Solver:
         return made[0]
 
     def key_of(self, x: Any, side: dict[str, Any] | None) -> int:
-        """What batches of a kind have in common."""
+        """Returns the key that batches of one kind share."""
         form, _ = split(x, 1)
         return digest(packed((form, side_of(side)[0], _autocast(), self.plans.net.counts)))
 
     def _check_names(self, side_form: SideForm) -> None:
-        """A side input that no layer takes is a misspelt one."""
+        """Raises `ValueError` for a side input that no layer takes, which is usually a misspelt name."""
         if not side_form.names:
             return
         mine = {name for module in self.layers.modules.values() for name in names_taken(module, side_form.names)}
@@ -364,13 +383,16 @@ class Solver:
             )
 
     def _remember(self, key: int, kind: _Kind) -> None:
-        # All ranks forget the same ones: they have had the same batches.
+        # All ranks forget the same kind, because they have run the same batches.
         if len(self._kinds) >= _REMEMBERED:
             self._kinds.pop(next(iter(self._kinds)))
         self._kinds[key] = kind
 
     def _forms_from(self, form: Form, lots: Sequence[tuple[States, States]], evaluation: Evaluation) -> list[Form]:
-        """The form of each point's state. Only plain layers change it; their owners try that out."""
+        """Returns the form of each point's state.
+
+        Only plain layers change it, and their owners evaluate them to find it.
+        """
         forms = [form]
         for layer, (kind, _) in enumerate(self.plans.net.layers):
             if kind == "plain":
@@ -397,32 +419,32 @@ class Solver:
 
 
 class Solve:
-    """One batch on its way."""
+    """One batch in progress."""
 
     def __init__(self, solver: Solver, batch: Batch, lots: Sequence[tuple[States, States]]) -> None:
         self.solver = solver
         self.batch = batch
         self.norms = Norms()
         self.loss = 0.0
-        # By its place.
+        # Index in `_DTYPES`.
         self.loss_dtype = 0
-        # Of each micro-batch, on the first rank.
+        # States and constants of each micro-batch, on the first rank.
         self._lots = lots
-        # Of the side inputs, on the first rank, when both passes are over.
+        # Gradients of the side inputs, on the first rank, after both passes.
         self.side_gradients: list[Tensor | None] = []
 
     @property
     def output_form(self) -> Form:
-        """Of what the last layer returns."""
+        """Form of the last layer's result for a micro-batch."""
         return self.batch.forms[-1]
 
     @property
     def returned_form(self) -> Form:
-        """Of what the net returns, all micro-batches together."""
+        """Form of the net's result, all micro-batches together."""
         return self.whole(self.output_form)
 
     def whole(self, form: Form) -> Form:
-        """The form of all micro-batches together, from that of one."""
+        """Returns the form of all micro-batches together, from the form of one."""
         count = self.batch.micro_batches
         if count == 1:
             return form
@@ -431,16 +453,19 @@ class Solve:
 
     @property
     def known_loss(self) -> Tensor:
-        """The loss as the last rank has it."""
+        """The loss, in the dtype that it has on the last rank."""
         return torch.tensor(self.loss, dtype=_DTYPES[self.loss_dtype], device="cpu")
 
     def forward(self, passes: Passes) -> list[States]:
-        """The states of the last point, on the last rank, of each micro-batch."""
+        """Returns the states of the last point for each micro-batch, on the last rank."""
         outputs, self.norms.forward, self.norms.forward_end = self._pass(passes, self._inputs)
         return outputs
 
     def backward(self, passes: Passes, cotangents: Sequence[States]) -> list[States]:
-        """From the gradient of the last point's states, on the last rank, to that of the input, on the first."""
+        """Returns the gradient of the input, on the first rank.
+
+        `cotangents` is the gradient of the last point's states, on the last rank.
+        """
         leaves = self.output_form.states
 
         def given(*, is_exact: bool) -> list[States]:
@@ -450,7 +475,7 @@ class Solve:
         return outputs
 
     def _pass(self, passes: Passes, inputs: _Inputs) -> tuple[list[States], dict[int, float], str | None]:
-        """What comes out, the norms by iteration, and why it ended."""
+        """Runs a pass. Returns its outputs, the norms by iteration, and why it ended."""
         batch, wire = self.batch, self.solver.wire
         given = inputs(is_exact=passes.is_exact)
         if isinstance(passes, Program):
@@ -460,7 +485,7 @@ class Solve:
         states = walk.run(given, self._guesses(passes.first))
         norms = dict(walk.norms)
         done, step = passes.iterations
-        # All ranks know the same norms, to the bit, and come to the same end.
+        # All ranks know the same norms to the bit, so they end alike.
         while (end := _end_of(list(norms.values()), passes.tolerance)) is None and done + step <= passes.limit:
             walk = Walk(passes.more, batch, wire)
             states = walk.run(given, states)
@@ -471,7 +496,7 @@ class Solve:
         return Walk(passes.last, batch, wire).run(given, states), norms, end or "limit"
 
     def _guesses(self, program: Program) -> list[States]:
-        """What a program begins with beside its input."""
+        """Returns the states with which a program begins in addition to its input."""
         found = []
         for value in program.guesses:
             point = program.points[value]
@@ -491,11 +516,11 @@ class Solve:
         return found
 
     def compared(self, passes: tuple[Passes, Passes], loss: Loss) -> tuple[float, float, float]:
-        """The losses of a batch solved in two ways, and how far the output of the second is from that of the first, relative, in the 2-norm."""
+        """Returns the losses of a batch solved in two ways, and the second output's relative error in the 2-norm."""
         losses: list[float] = []
         outputs: list[list[States]] = []
         for way in passes:
-            # Each has made its own whole numbers.
+            # Each run makes its own constants.
             self.batch.constants.clear()
             self.batch.coarse_constants.clear()
             outputs.append(self.forward(way))
@@ -513,18 +538,18 @@ class Solve:
         return exact, other, relative(difference, square)
 
     def settle(self) -> None:
-        """Brings together what all layers know of the gradients of side inputs. All ranks call it when both passes are over."""
+        """Sums the gradients of side inputs over all layers. All ranks call it after both passes."""
         beside = self.batch.evaluation.beside
         if isinstance(beside, Side):
             self.side_gradients = beside.gradients(self.solver.wire)
 
     def pipeline(self, program: Program, loss: Loss, scale: float) -> list[States]:
-        """Both passes of all micro-batches; gives the gradients of the inputs, on the first rank."""
+        """Runs both passes of all micro-batches. Returns the gradients of the inputs, on the first rank."""
         walk = Walk(program, self.batch, self.solver.wire, lambda micro, states: self._lost(micro, states, loss, scale))
         return walk.run(self._inputs(is_exact=program.is_exact))
 
     def lost(self, micro_batch: int, states: States, loss: Loss, scale: float) -> States:
-        """The gradient of the loss of the last point's states, times `scale`; its value is added up."""
+        """Returns the gradient of the loss for the last point's states, times `scale`. Adds the loss to the sum."""
         if self.batch.cause is None:
             try:
                 return self._lost(micro_batch, states, loss, scale)
@@ -533,7 +558,7 @@ class Solve:
         return [torch.zeros_like(state) for state in states]
 
     def _value(self, micro_batch: int, outputs: States, loss: Loss) -> Tensor:
-        """The loss of what comes out."""
+        """Returns the loss of the outputs."""
         y = self.output_form.joined(outputs, self._constants_at_end(micro_batch))
         found = loss(y, micro_batch, self.batch.micro_batches)
         if not isinstance(found, Tensor) or found.numel() != 1:
@@ -547,14 +572,14 @@ class Solve:
             outputs = [state.detach().to(leaf.dtype).requires_grad_() for state, leaf in zip(states, leaves)]
             found = self._value(micro_batch, outputs, loss)
             self._check_leaves(found, outputs)
-            # The scale goes in at the top: what it keeps from underflow is below.
+            # The scale is applied to the loss itself, because it keeps the gradients below it from underflow.
             gradients = torch.autograd.grad(found, outputs, torch.full_like(found, scale), allow_unused=True)
         self.loss += float(found)
         self.loss_dtype = _DTYPES.index(found.dtype) if found.dtype in _DTYPES else 0
         return [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, gradients)]
 
     def _check_leaves(self, found: Tensor, outputs: Sequence[Tensor]) -> None:
-        """What else the loss depends on would get no gradient."""
+        """Raises `ValueError` if the loss depends on another parameter, which would get no gradient."""
         own = {id(output) for output in outputs}
         todo, seen = [] if found.grad_fn is None else [found.grad_fn], set()
         while todo:
@@ -579,9 +604,10 @@ class Solve:
         *,
         has_loss: bool,
     ) -> Audit:
-        """Runs the batch once more, exactly, with the same random numbers and without a trace, and compares. All ranks call it after both passes.
+        """Runs the batch again exactly, with the same random numbers and without a trace, and compares.
 
-        `cotangents_of` gives the gradients of what comes out, of the solve and its outputs: by its loss, if there is one.
+        All ranks call it after both passes. `cotangents_of` returns the gradients of the outputs from the solve and its
+        outputs, with the solve's loss if there is one.
         """
         first = self.batch.evaluation
         again = Solve(self.solver, self.batch.again(), self._lots)
@@ -604,25 +630,25 @@ class Solve:
     # ---- what callers see
 
     def shown(self, found: Sequence[States]) -> States:
-        """The states of the last point as the net returns them, micro-batches one after the other."""
+        """Returns the states of the last point in the net's dtypes, all micro-batches together."""
         states = self.together(found)
         return [state.to(leaf.dtype) for state, leaf in zip(states, self.output_form.states)]
 
     def together(self, lots: Sequence[States]) -> States:
-        """The states of all micro-batches in one."""
+        """Concatenates the states of all micro-batches."""
         return list(lots[0]) if len(lots) == 1 else [torch.cat(parts) for parts in zip(*lots)]
 
     def joined(self, states: Sequence[Tensor]) -> Any:
-        """What the net returns."""
+        """Returns the net's result from its states."""
         lots = [self._constants_at_end(micro) for micro in range(self.batch.micro_batches)]
         return self.output_form.joined(states, self.together(lots))
 
     def output(self, found: Sequence[States]) -> Any:
-        """The same of states of the last point."""
+        """Returns the net's result from the states of the last point."""
         return self.joined(self.shown(found))
 
     def cut(self, cotangents: Sequence[Tensor | None]) -> list[States]:
-        """The gradient of what the net has returned, for each micro-batch; zero where nothing depends on it."""
+        """Returns the gradient of the net's result for each micro-batch; zeros where nothing depends on the result."""
         count = self.batch.micro_batches
         lots: list[States] = [[] for _ in range(count)]
         for cotangent, leaf in zip(cotangents, self.output_form.states):
@@ -647,7 +673,7 @@ class Solve:
 
 
 def split(x: Any, micro_batches: int) -> tuple[Form, list[tuple[States, States]]]:
-    """The form of a micro-batch of an input, and the states and constants of each."""
+    """Returns the form of a micro-batch of an input, and the states and constants of each micro-batch."""
     if micro_batches == 1:
         form, states, constants = form_of(x, "the input")
         return form, [(states, constants)]
@@ -668,12 +694,12 @@ def split(x: Any, micro_batches: int) -> tuple[Form, list[tuple[States, States]]
 
 
 def _end_of(norms: Sequence[float], tolerance: float) -> str | None:
-    """Whether a solve with these norms is over, and why."""
+    """Returns why a solve with these norms ends, or None if it continues."""
     if not norms:
         return None
     if norms[-1] <= tolerance * norms[0]:
         return "converged"
-    # One step that does not help may be followed by one that does.
+    # An iteration that does not help may be followed by one that does, so two must stall.
     has_stalled = len(norms) > 2 and all(not norms[-i] < _STALLED * norms[-i - 1] for i in (1, 2))
     return "stalled" if has_stalled or not math.isfinite(norms[-1]) else None
 
@@ -695,12 +721,12 @@ def _device(layers: Layers) -> torch.device:
 
 
 def _autocast() -> tuple[Any, ...]:
-    """What changes the types that layers return."""
+    """Returns the autocast settings, which change the dtypes that layers return."""
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 def _difference(of_all: Sequence[str]) -> str:
-    """Which ranks have other settings than the first."""
+    """Describes how the settings of another rank differ from the first rank's."""
     other = next(rank for rank, settings in enumerate(of_all) if settings != of_all[0])
     theirs, ours = of_all[other].split("; "), of_all[0].split("; ")
     pairs = [f"`{a}` and `{b}`" for a, b in zip(ours, theirs) if a != b] or ["their number"]

@@ -1,6 +1,7 @@
-"""States that become coarser themselves on coarser levels: fewer pixels, or fewer elements.
+"""States that become coarser on coarser levels: fewer pixels, or fewer elements.
 
-Owns how a state gets to another mesh and back, and what it looks like there. On which levels it does is in `_cycle.py`.
+Owns the transfer of a state to another mesh and back, and its form there. `_cycle.py` says on which levels states
+become coarser.
 """
 
 from __future__ import annotations
@@ -19,29 +20,33 @@ __all__ = ["Meshes", "Spatial"]
 
 @dataclass(frozen=True)
 class Spatial:
-    """How states become coarser and finer.
+    """Functions that make states coarser and finer.
 
-    coarsen: from a state to one with fewer elements; what there is nothing to be made coarser of, as the output of a tail, it returns as it is.
-    refine: `refine(x, like)`, the other way: x as a state that looks like `like`, whose values do not count. Both should be linear; of differences and cotangents they are
-        called as well as of states. Whole numbers and bools among the leaves are made coarser by `coarsen`, and those that `refine` returns do not count.
+    coarsen: returns a state with fewer elements. It returns a state that it cannot make coarser, such as the output of
+        a tail, unchanged.
+    refine: `refine(x, like)`, the opposite direction: returns x as a state with the form of `like`. The values of
+        `like` have no meaning.
+
+    Both functions should be linear, because they are also called with differences and cotangents. `coarsen` also makes
+    integer and bool leaves coarser; those that `refine` returns are ignored.
     """
 
     coarsen: Callable[[Any], Any]
     refine: Callable[[Any, Any], Any]
 
-    # What a net asks; `mesh` is the finer one of both, and 0 the finest.
+    # A net calls these methods. `mesh` is the finer of both meshes; 0 is the finest of all.
 
     def to_coarser(self, x: Any, mesh: int) -> Any:
-        """A state on the next coarser mesh."""
+        """Returns a state on the next coarser mesh."""
         return self.coarsen(x)
 
     def to_finer(self, x: Any, like: Any, mesh: int) -> Any:
-        """A state on the next finer mesh."""
+        """Returns a state on the next finer mesh."""
         return self.refine(x, like)
 
 
 class Meshes:
-    """What the states of all points look like on each mesh, and the way from one to the other."""
+    """The form of all points' states on each mesh, and the transfer between meshes."""
 
     def __init__(self, spatial: Spatial | None, forms: Sequence[Form], count: int, device: torch.device) -> None:
         self._spatial = spatial
@@ -54,7 +59,7 @@ class Meshes:
 
     def _coarser_form(self, form: Form, mesh: int) -> Form:
         made, _, _ = form_of(self._coarser(form.joined(*zeros(form, self._device)), mesh), "what `coarsen` returned")
-        # Under autocast states may come out narrower; they stay what they are.
+        # Under autocast, `coarsen` may return narrower dtypes. States keep their dtypes.
         leaves = tuple(
             replace(leaf, dtype=like.dtype) if leaf.is_state and like.is_state else leaf
             for leaf, like in zip(made.leaves, form.leaves)
@@ -73,17 +78,17 @@ class Meshes:
             return self._spatial.to_coarser(x, mesh)
 
     def form(self, point: int, mesh: int) -> Form:
-        """Of the state of a point."""
+        """Returns the form of a point's state on a mesh."""
         return self.forms[mesh][point]
 
     def coarsened(self, point: int, mesh: int, states: States, constants: States) -> tuple[States, States]:
-        """States and constants on the next coarser mesh than the one that is given."""
+        """Returns states and constants on the mesh that is next coarser than `mesh`."""
         before, after = self.forms[mesh][point], self.forms[mesh + 1][point]
         found = self._coarser(before.joined(states, constants), mesh)
         return _worked(found, after, states, f"`coarsen`, of the state of point {point},")
 
     def refined(self, point: int, mesh: int, states: States, constants: States) -> States:
-        """States on the next finer mesh than the one that is given."""
+        """Returns states on the mesh that is next finer than `mesh`."""
         assert self._spatial is not None
         before, after = self.forms[mesh][point], self.forms[mesh - 1][point]
         like = after.joined(*(self._nothing(leaves) for leaves in (after.states, after.constants)))
@@ -92,14 +97,17 @@ class Meshes:
         return _worked(found, after, states, f"`refine`, of the state of point {point},")[0]
 
     def _nothing(self, leaves: Sequence[Leaf]) -> States:
-        """Zeros that take no room, and cannot be written to."""
+        """Returns zeros that take no memory and cannot be written to."""
         return [torch.zeros((), dtype=leaf.dtype, device=self._device).expand(leaf.shape) for leaf in leaves]
 
 
 def _worked(returned: Any, form: Form, like: States, who: str) -> tuple[States, States]:
-    """What a function returned of states that are worked on in wider types than the net's."""
+    """Returns the states and constants of a function's result.
+
+    States may be computed in wider dtypes than the net's.
+    """
     types = iter(state.dtype for state in like)
     wide = Form(tuple(replace(leaf, dtype=next(types)) if leaf.is_state else leaf for leaf in form.leaves), form.tree)
     states, constants = states_of(returned, wide, who, may_be_states=False)
-    # Under autocast it may be narrower.
+    # Under autocast, the result may be narrower.
     return [ordered(state.to(leaf.dtype), leaf) for state, leaf in zip(states, wide.states)], constants

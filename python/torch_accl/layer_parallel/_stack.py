@@ -1,6 +1,7 @@
 """A list of layers over ranks.
 
-Owns the net's construction, its placement, parameters that ranks share, and its way to one rank and back. How it is run is in `_model.py`.
+Owns the net's construction, its placement, parameters that ranks share, and its conversion to one rank and back.
+`_model.py` runs it.
 """
 
 from __future__ import annotations
@@ -35,36 +36,51 @@ __all__ = ["LayerParallel"]
 
 
 class LayerParallel(Model):
-    """A net whose layers are spread over ranks, which all work on one batch at once. All of these ranks build it together.
+    """A net whose layers are spread over ranks, all of which work on one batch at once.
 
-    layers: one entry a layer, on all ranks the same: `ode(f)`, `timed(f)`, `residual(block)`, `custom(layer)`, `plain(layer)`, or a module, which is a plain layer.
-        Each takes a module, or a function of the layer's number that builds it; then only the owner builds it, from a seed of its own.
-    mesh, group: the ranks that the layers lie on, in order: a mesh of one dimension, or a process group; `"alone"`: this rank by itself. Without either, the
-        default group.
-    horizon: the length of time that all steps of `ode` and `timed` layers make together; dt is that divided by their number and that of
-        `residual` and `custom` ones.
-    seed: what the layers are built from and draw from, with their number.
-    mode: `"inexact"`, `"exact-forward"`, `"converged"`, `"exact-wave"`, `"exact-pipeline"` or `"auto"`; it may be changed between batches.
-    fwd, bwd: how the passes of the inexact modes are solved.
-    guess: what `Cycle(start="guess")` begins with: a function from the number of a point, i before layer i, to a state.
-    spatial: how states become coarser and finer, `Spatial(coarsen, refine)`, on the levels that `Cycle(coarser=...)` names.
-    buffer_layers: so many steps at the beginning and at the end are never part of a coarse step.
+    All of these ranks build it together.
+
+    layers: one entry per layer, the same on all ranks: `ode(f)`, `timed(f)`, `residual(block)`, `custom(layer)`,
+        `plain(layer)`, or a module, which is a plain layer. Each takes a module, or a function that builds one from the
+        layer's number. Only the owner calls such a function, with a seed of its own.
+    mesh, group: the ranks that the layers lie on, in order: a mesh of one dimension, or a process group. `"alone"` is
+        this rank by itself. The default is the default process group.
+    horizon: length of time of all steps together. dt is `horizon` divided by the number of layers that are not plain.
+    seed: seed from which layers are built and draw random numbers, together with their number.
+    mode: `"inexact"`, `"exact-forward"`, `"converged"`, `"exact-wave"`, `"exact-pipeline"` or `"auto"`. It may be
+        changed between batches.
+    fwd, bwd: cycles of the forward and the backward pass in inexact modes.
+    guess: first states for `Cycle(start="guess")`: a function from the number of a point to a state. Point i is before
+        layer i.
+    spatial: `Spatial(coarsen, refine)`, which makes states coarser and finer on the levels that `Cycle(coarser=...)`
+        names.
+    buffer_layers: numbers of steps at the beginning and at the end that are never part of a coarse step.
     placement: `"aligned"`, `"even"`, or the number of layers of each rank.
-    micro_batches, schedule: of `"exact-pipeline"`: into how many parts a batch is split, by default one for each rank, and `"1f1b"` or `"gpipe"`.
-    side_per_sample: names of side inputs of which a micro-batch gets its part of the first dimension, as of the input; of others all.
-    checkpoint: keep of every layer but the first of each coarse step only its input, and evaluate it anew in the backward pass.
-    auto_modes: what `"auto"` chooses from, by measured times: by default `"exact-wave"` and `"inexact"`, and `"exact-pipeline"` if `micro_batches` is given. The
-        first one is taken unless another is faster by 3 %.
-    tolerance, max_iterations: of `"converged"`: a pass goes on until its residual norm is at most that share of its first one, or falls no more, or for so many iterations.
-    tie: groups of names of parameters, `("layers.0.weight", "layers.9.weight")`, that are one: they begin with the first one's values, and each gets the sum of
-        their gradients. What is one parameter in several of the modules given is tied without being named.
-    replica: which of the data-parallel copies this is, each of which draws other random numbers; by default its place among groups like `group`.
-    audit_every: every so many batches of an inexact mode `step` runs the batch a second time, exactly, with the same random numbers, and says in `audits` how wrong
-        it was; it takes the time of a wave and the memory of a second set of gradients. 0: never.
-    audit_limit, on_excess: where gradients are further off than this share, `"warn"` says so, `"more"` adds an iteration to both passes as well, and
-        `"exact"` goes on in `exact-pipeline`.
-    probe_every, on_stall: every so many batches of an inexact mode there are twice as many iterations, at least three, and `probes` says by what the last one made residuals smaller;
-        where it made them no smaller, what is done is as for `on_excess`.
+    micro_batches: number of parts into which `"exact-pipeline"` splits a batch, by default one for each rank.
+    schedule: schedule of `"exact-pipeline"`, `"1f1b"` or `"gpipe"`.
+    side_per_sample: names of side inputs that are split into micro-batches along their first dimension, as the input
+        is. Other side inputs are given whole.
+    checkpoint: keeps only the input of every layer but the first of each coarse step, and evaluates the layer again in
+        the backward pass.
+    auto_modes: modes from which `"auto"` chooses by measured times. By default these are `"exact-wave"` and
+        `"inexact"`, and `"exact-pipeline"` if `micro_batches` is given. The first one is taken unless another is faster
+        by 3 %.
+    tolerance, max_iterations: limits of `"converged"`. A pass ends when its residual norm is at most `tolerance` times
+        its first one, or after `max_iterations` iterations. If the norm stalls, the pass is run exactly instead.
+    tie: groups of names of parameters, `("layers.0.weight", "layers.9.weight")`, that are one. They start with the
+        first one's values, and each gets the sum of their gradients. A parameter that occurs in several of the given
+        modules is tied without being named.
+    replica: index of this data-parallel copy, each of which draws other random numbers. By default, the index of
+        `group` among the groups like it.
+    audit_every: in every `audit_every`-th batch of an inexact mode, `step` runs the batch again, exactly, with the same
+        random numbers. `audits` then says how wrong the batch was. That takes the time of a wave and the memory of a
+        second set of gradients. 0: never.
+    audit_limit, on_excess: reaction if gradients are wrong by more than this share. `"warn"` warns. `"more"` also adds
+        an iteration to both passes. `"exact"` also changes to `exact-pipeline` if `micro_batches` is given, otherwise
+        to `exact-wave`.
+    probe_every, on_stall: every `probe_every`-th batch of an inexact mode has twice as many iterations, at least three.
+        `probes` then says by which factor the last one made residuals smaller. If it did not make them smaller,
+        `on_stall` says what to do, as `on_excess` does.
     """
 
     instead_of_pickling = "net.state_dict(), or net.to_serial(), the whole net as a module of one rank"
@@ -157,20 +173,23 @@ class LayerParallel(Model):
         return self._plans.net.owned(self._wire.rank)
 
     def owner(self, layer: int) -> int:
-        """The rank of the layers that has one."""
+        """Returns the rank that has a layer, as a rank of the net."""
         return self._plans.net.owner(layer)
 
     def copied(self) -> list[Copied]:
-        """The tied parameters."""
+        """Returns the tied parameters."""
         return self._ties.copied(self._solver.layers.modules)
 
     def tied_names(self) -> dict[str, str]:
-        """For each tied parameter of this rank, the first name of its group: what is compressed of copies has that name in common."""
+        """Returns the first name of the group for each tied parameter of this rank.
+
+        Compression of all copies goes by that name.
+        """
         own = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         return {name: names[0] for names in self._ties.names for name in names if name in own}
 
     def settled(self, solve: Solve) -> None:
-        """Brings what ranks know of the gradients of tied parameters and of side inputs together."""
+        """Sums the gradients of tied parameters and of side inputs over ranks."""
         try:
             self._ties.add_up(solve.batch.evaluation, f"batch {solve.batch.number}")
         except ValueError as error:
@@ -181,7 +200,11 @@ class LayerParallel(Model):
 
     @classmethod
     def from_serial(cls, layers: Serial | nn.ModuleList, kind: Kind = "residual", **settings: Any) -> LayerParallel:
-        """A net of these layers, on all ranks the same: what `to_serial` has returned, or a list, all of one kind. The others' layers are let go."""
+        """Builds a net of these layers, which are the same on all ranks.
+
+        `layers` is the result of `to_serial`, or a list of layers of one kind. Each rank releases the layers of the
+        others.
+        """
         if isinstance(layers, Serial):
             blocks = layers.blocks()
             settings.setdefault("horizon", layers.dt * max(sum(k != "plain" for k in layers.kinds), 1))
@@ -190,7 +213,10 @@ class LayerParallel(Model):
         return cls(blocks, **settings)
 
     def to_serial(self) -> Serial:
-        """A copy of the whole net, on all ranks, which call this together: parameters, buffers, dt."""
+        """Returns a copy of the whole net, with parameters, buffers and dt, on all ranks.
+
+        All ranks call it together.
+        """
         layers = self._solver.layers
         if self._copies is not None:
             self._copies.make_equal("to_serial()")
@@ -211,7 +237,7 @@ class LayerParallel(Model):
 
 
 def _made_equal(net: LayerParallel, prefix: str, keep_vars: bool) -> None:
-    """What is saved has copies that are equal: they were last compared before the last step of the optimizer."""
+    """Makes copies equal before they are saved. They were last compared before the last step of the optimizer."""
     if net._copies is not None:
         net._copies.make_equal(
             "state_dict() of a net with tied parameters, which all ranks of the layers call together"

@@ -1,7 +1,7 @@
-"""Parameters that are one and lie on several ranks, as an embedding and the last layer of a language model.
+"""Tied parameters that lie on several ranks, such as an embedding and the last layer of a language model.
 
-Owns which ones are tied, that they begin with the same values, and the sum of their gradients, which all of them get. Only the ranks that have some of them take part.
-That they stay equal is a matter of `_copies.py`.
+Owns which parameters are tied, that they start with the same values, and the sum of their gradients, which all of them
+get. Only ranks that have some of them take part. `_copies.py` keeps them equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Ties", "shared_names"]
 
 @dataclass(frozen=True)
 class _Member:
-    """One of the tied parameters: `layers.<layer>.<name>`, and who has it."""
+    """One of the tied parameters, `layers.<layer>.<name>`, and the rank that has it."""
 
     layer: int
     name: str
@@ -32,7 +32,7 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a member brings: its gradient, and whether it wants one."""
+    """A member's contribution: its gradient, and whether it wants one."""
 
     gradient: Tensor | None
     is_trained: bool
@@ -54,16 +54,16 @@ class Ties:
 
     @property
     def names(self) -> list[list[str]]:
-        """Of each group."""
+        """The names of each group's parameters."""
         return [[f"layers.{member.layer}.{member.name}" for member in group] for group in self._groups]
 
     @property
     def not_counted(self) -> set[tuple[int, str]]:
-        """All but the first of each group, by layer and name: where something is summed over parameters, they are one."""
+        """All parameters but the first of each group, by layer and name. Sums over parameters count a group once."""
         return {(member.layer, member.name) for group in self._groups for member in group[1:]}
 
     def copied(self, modules: dict[int, nn.Module]) -> list[Copied]:
-        """Each group as a parameter of which ranks have copies, with those of this rank."""
+        """Returns each group as a parameter of which ranks have copies, with this rank's copies."""
         found = []
         for group, names in zip(self._groups, self.names):
             own = [
@@ -74,13 +74,16 @@ class Ties:
         return found
 
     def add_up(self, evaluation: Evaluation, what: str) -> None:
-        """Every one gets the sum of all gradients of its group, added up in the order in which they are named. Raises where some are not trained."""
+        """Gives every parameter the sum of all gradients of its group, added in the order of the group's names.
+
+        Raises `ValueError` if some of a group want a gradient and others do not.
+        """
         brought = [
             self._bring(group, own, evaluation, what)
             for group in self._groups
             if (own := [member for member in group if member.owner == self._wire.rank])
         ]
-        # Nothing is raised before all groups have exchanged what they have: other ranks are in others of them.
+        # All groups exchange their gradients before an error is raised, because other ranks take part in other groups.
         for group, slots, of_all in brought:
             names = ", ".join(f"layers.{member.layer}.{member.name}" for member in group)
             if len({part.is_trained for part in of_all.values()}) > 1:
@@ -96,13 +99,13 @@ class Ties:
     def _bring(
         self, group: Sequence[_Member], own: Sequence[_Member], evaluation: Evaluation, what: str
     ) -> tuple[Sequence[_Member], set[int], dict[_Member, _Part]]:
-        """A group, the places of this rank's gradients, and what all members have."""
+        """Returns a group, the indices of this rank's gradients, and the contributions of all members."""
         mine: dict[_Member, _Part] = {}
         slots: set[int] = set()
         for member in own:
             slot = evaluation.slot_of(member.layer, member.name)
             gradient = None
-            # Of what is one parameter under two names, the second has no gradient of its own.
+            # If one parameter has two names, only the first one contributes a gradient.
             if slot is not None and slot not in slots:
                 slots.add(slot)
                 gradient = evaluation.gradients[slot]
@@ -113,7 +116,10 @@ class Ties:
     def _exchanged(
         self, group: Sequence[_Member], mine: dict[_Member, _Part], like: Tensor, what: str
     ) -> dict[_Member, _Part]:
-        """What all members have: each rank sends its own to the others that have some."""
+        """Exchanges contributions: each rank sends its own to the other ranks of the group.
+
+        Returns the contributions of all members.
+        """
         wire = self._wire
         others = sorted({member.owner for member in group} - {wire.rank})
         works = []
@@ -166,7 +172,7 @@ class Ties:
                 raise ValueError(f"tie={names}: they differ in shape or type: {shown}")
 
     def _begin_alike(self, group: Sequence[_Member], modules: dict[int, nn.Module]) -> None:
-        """The first one's values become those of all."""
+        """Copies the first parameter's values to all others."""
         wire, first = self._wire, group[0]
         own = [modules[member.layer].get_parameter(member.name) for member in group if member.owner == wire.rank]
         own = [parameter for parameter in own if not parameter.is_meta]
@@ -184,7 +190,7 @@ class Ties:
 
 
 def shared_names(modules: Sequence[Any], owner: Callable[[int], int]) -> list[list[str]]:
-    """The groups of names of what is one parameter in layers of several ranks, where all of these are given as modules."""
+    """Returns the groups of names of one parameter in layers of several ranks, if all of these are given as modules."""
     names: dict[int, list[str]] = {}
     owners: dict[int, set[int]] = {}
     for layer, module in enumerate(modules):
@@ -207,7 +213,7 @@ def _member(name: str, owner: Callable[[int], int]) -> _Member:
 
 
 def _merged(groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Groups that have a name in common are one."""
+    """Merges groups that have a name in common."""
     found: list[list[str]] = []
     for group in groups:
         names = list(dict.fromkeys(group))

@@ -1,6 +1,7 @@
-"""States: which of the leaves of what passes from layer to layer are computed with, and what they look like.
+"""States: the leaves that are passed from layer to layer and computed with, and their form.
 
-Owns the form of a point's state. Floating-point and complex leaves are the state; integer and bool ones are constants of a solve.
+Owns the form of a point's state. Floating-point and complex leaves are the state; integer and bool leaves are constants
+of a solve.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SHORT = {torch.float16, torch.bfloat16}
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a state."""
+    """The form of one tensor of a state."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -32,11 +33,11 @@ class Leaf:
 
     @property
     def is_state(self) -> bool:
-        """Whether it is computed with."""
+        """Whether the tensor is computed with."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def work_dtype(self, *, is_exact: bool) -> torch.dtype:
-        """What the solver computes in: differences of states need more than 16 bits."""
+        """Returns the dtype in which the solver computes: differences of states need more than 16 bits."""
         return torch.float32 if self.dtype in _SHORT and not is_exact else self.dtype
 
     def __str__(self) -> str:
@@ -45,32 +46,32 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Form:
-    """The state of a point."""
+    """The form of a point's state."""
 
     leaves: tuple[Leaf, ...]
     tree: pytree.TreeSpec
 
     def __reduce__(self) -> tuple[type[Form], tuple[Any, ...]]:
-        # Without what is kept of it: its bytes are the same on all ranks.
+        # Cached properties are left out, so that the bytes are the same on all ranks.
         return Form, (self.leaves, self.tree)
 
     @functools.cached_property
     def states(self) -> list[Leaf]:
-        """Those leaves that are computed with."""
+        """The leaves that are computed with."""
         return [leaf for leaf in self.leaves if leaf.is_state]
 
     @functools.cached_property
     def constants(self) -> list[Leaf]:
-        """The others."""
+        """The leaves that are constants."""
         return [leaf for leaf in self.leaves if not leaf.is_state]
 
     @functools.cached_property
     def is_single(self) -> bool:
-        """Whether it is a tensor by itself, which is a state."""
+        """Whether the value is a single tensor, which is a state."""
         return self.tree.is_leaf() and self.leaves[0].is_state
 
     def joined(self, states: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
-        """What a layer is given."""
+        """Returns the value that a layer gets."""
         if self.is_single:
             return states[0]
         left, right = iter(states), iter(constants)
@@ -81,12 +82,12 @@ class Form:
 
 
 def is_state(value: Any) -> bool:
-    """Whether a leaf is computed with."""
+    """Returns whether a leaf is computed with."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def form_of(value: Any, what: str) -> tuple[Form, list[Tensor], list[Tensor]]:
-    """The form of a value, its states and its constants."""
+    """Returns the form of a value, its states and its constants."""
     leaves, tree = pytree.tree_flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -97,7 +98,7 @@ def form_of(value: Any, what: str) -> tuple[Form, list[Tensor], list[Tensor]]:
 
 
 def format_of(tensor: Tensor) -> torch.memory_format:
-    """The order of its elements that is kept."""
+    """Returns the memory format of a tensor that is preserved."""
     if tensor.is_contiguous():
         return torch.contiguous_format
     for dims, other in ((4, torch.channels_last), (5, torch.channels_last_3d)):
@@ -107,24 +108,27 @@ def format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def ordered(tensor: Tensor, leaf: Leaf) -> Tensor:
-    """The same in the order of its leaf, so that what a layer computes does not depend on where its input comes from."""
+    """Returns the tensor in the memory format of its leaf.
+
+    A layer's result then does not depend on the source of its input.
+    """
     if leaf.dtype.is_complex:
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous(memory_format=leaf.format) else tensor.contiguous(memory_format=leaf.format)
 
 
 def packed(forms: Any) -> bytes:
-    """Forms as bytes, for other ranks of the same program."""
+    """Pickles forms for other ranks of the same program."""
     return pickle.dumps(forms)
 
 
 def digest(data: bytes) -> int:
-    """63 bits of some bytes."""
+    """Returns 63 bits of a hash."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 def zeros(form: Form, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """States and constants of this form, all zero."""
+    """Returns states and constants of this form, all zero."""
     made = [
         torch.zeros(leaf.shape, dtype=leaf.dtype, device=device).contiguous(memory_format=leaf.format)
         for leaf in form.leaves

@@ -1,7 +1,7 @@
 """Requests of autograd and of torch's transforms that a layer-parallel net cannot serve.
 
-Owns how such a request is recognized, and the sentence that refuses it. The passes of a net leave no graph that could be differentiated again, and states that are sent to
-other ranks carry no tangent and no batch of vmap.
+Owns the detection of such a request, and the message that refuses it. The passes of a net leave no graph that could be
+differentiated again. States that are sent to other ranks have no tangent and no batch dimension of vmap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRACED = (
 
 
 def of_forward(tensors: Iterable[Tensor]) -> Exception | None:
-    """The refusal of a forward pass with these inputs and parameters, if a transform has wrapped one of them."""
+    """Returns the refusal of a forward pass if a transform has wrapped one of its tensors; otherwise None."""
     is_dual = forward_ad._current_level >= 0
     for tensor in tensors:
         if _is_wrapped(tensor):
@@ -38,9 +38,9 @@ def of_forward(tensors: Iterable[Tensor]) -> Exception | None:
 
 
 def of_backward(cotangents: Iterable[Tensor | None]) -> Exception | None:
-    """The refusal of a backward pass, if autograd wants more than its gradients once."""
+    """Returns the refusal of a backward pass if autograd asks for more than first derivatives, once; otherwise None."""
     if torch.is_grad_enabled():
-        # autograd switches gradients on in a backward pass for this alone.
+        # autograd enables gradients in a backward pass only for `create_graph=True`.
         return _refusal("create_graph=True, as gradient penalties, hessian() and functional.jvp() need it,")
     if any(_is_wrapped(cotangent) for cotangent in cotangents if cotangent is not None):
         return _refusal("is_grads_batched=True, or jacobian(vectorize=True),")
@@ -48,7 +48,10 @@ def of_backward(cotangents: Iterable[Tensor | None]) -> Exception | None:
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward pass of an autograd function that no other rank takes part in; raises for what it cannot serve."""
+    """Decorates the backward pass of an autograd function in which no other rank takes part.
+
+    The decorated function raises for a request that it cannot serve.
+    """
 
     @functools.wraps(backward)
     def checked(ctx: Any, *cotangents: Tensor | None) -> Any:
@@ -61,14 +64,14 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outside_of_transforms() -> AbstractContextManager[Any]:
-    """torch.func's transforms do not see what happens meanwhile: messages between ranks are plain tensors."""
+    """Inside the context, torch.func's transforms see nothing: messages between ranks are plain tensors."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 def refuse_traced() -> None:
-    """Raises if the caller is being compiled, exported or traced."""
+    """Raises `NotImplementedError` if the caller is being compiled, exported or traced."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         _refuse_traced()
 
@@ -77,7 +80,8 @@ def _refuse_traced() -> NoReturn:
     raise NotImplementedError(TRACED)
 
 
-# As `torch.compiler.disable` has it, whose import takes seconds: the graph ends here, and the exception is ours.
+# Does what `torch.compiler.disable` does, whose import takes seconds. The graph ends here, and our own exception is
+# raised.
 _refuse_traced._torchdynamo_disable = True  # type: ignore[attr-defined]
 _refuse_traced._torchdynamo_disable_msg = TRACED  # type: ignore[attr-defined]
 

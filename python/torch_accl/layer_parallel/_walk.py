@@ -1,7 +1,7 @@
-"""Walking one rank's list of a plan.
+"""Execution of one rank's list of a plan.
 
-Owns the values on their way through the list, when receives are posted, that a rank on which something goes wrong walks on with zeros, and
-what an error of the group is told to be about. What an operation means is in the crate `accl-multigrid`.
+Owns the values during execution, the posting of receives, and the context that is added to errors of the group. Also
+owns that a rank with an error continues with zeros. The crate `accl-multigrid` defines the operations.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ._wire import Wire, tried
 __all__ = ["Batch", "Walk", "moved"]
 
 
-# So many receives are posted before their place in the list: who sends a state needs not wait for us to come there.
+# Number of receives that are posted before their position in the list, so that a sender does not wait for this rank.
 _AHEAD = 3
 _WIDE = (torch.float32, torch.float64)
-# Squares of float32 are added up in rows of so many, and the rows in float64.
+# Squares of float32 are summed in rows of this length, and the rows in float64.
 _ROW = 512
 
-# Gives the gradient of the loss of a micro-batch's output.
+# Returns the gradient of the loss, from a micro-batch's number and its output.
 Loss = Callable[[int, States], States]
 
 
 @dataclass
 class Batch:
-    """What all walks of one batch share."""
+    """Data that all walks of one batch share."""
 
     number: int
     forms: Sequence[Form]
@@ -48,14 +48,14 @@ class Batch:
     micro_batches: int
     meshes: Meshes
     constants: dict[Lot, States] = field(default_factory=dict)
-    # Those on coarser meshes, by mesh.
+    # Constants on coarser meshes, by key and mesh.
     coarse_constants: dict[tuple[Lot, int], States] = field(default_factory=dict)
-    # What went wrong first on this rank.
+    # The first error on this rank, described and as raised.
     cause: str | None = None
     error: BaseException | None = None
 
     def again(self) -> Batch:
-        """The same batch for a second run, which leaves no trace."""
+        """Returns the same batch for a second run, which leaves no trace."""
         first = self.evaluation
         evaluation = Evaluation(
             first.layers,
@@ -72,7 +72,7 @@ class Batch:
         )
 
     def constants_of(self, point: int, micro_batch: int, mesh: int) -> States:
-        """The whole numbers that come with the state of a point."""
+        """Returns the constants that belong to the state of a point."""
         lot = (self.segment(point), micro_batch)
         found = self.constants.get(lot, [])
         if mesh == 0 or not found:
@@ -84,13 +84,13 @@ class Batch:
         return self.coarse_constants[lot, mesh]
 
     def fail(self, where: str, error: BaseException) -> None:
-        """Remembers the first thing that goes wrong."""
+        """Remembers an error unless there is an earlier one."""
         if self.cause is None:
             self.cause, self.error = f"{where}: {described(error)}", error
 
 
 class Walk:
-    """One rank's way through a program."""
+    """One rank's execution of a program."""
 
     def __init__(self, program: Program, batch: Batch, wire: Wire, loss: Loss | None = None) -> None:
         self.program = program
@@ -103,13 +103,13 @@ class Walk:
         self._leaving: list[tuple[list[dist.Work], States]] = []
         self._posted = 0
         self._received = 0
-        # What part of the solve it is in: name, level, iteration.
+        # The current phase of the solve: name, level, iteration.
         self._part: tuple[str, int, int] = ("start", 0, 0)
         self._squares: Tensor | None = None
         self._reductions: dict[int, tuple[Tensor, dist.Work | None]] = {}
 
     def run(self, inputs: Sequence[States], guesses: Sequence[States] = ()) -> list[States]:
-        """All of it; the inputs of this rank, its guesses and its outputs, or states, are in the order that the plan has them."""
+        """Executes the whole list. Inputs, guesses and outputs (or states) of this rank are in the plan's order."""
         self._values.update(zip(self.program.inputs, inputs))
         self._values.update(zip(self.program.guesses, guesses))
         self._post_ahead()
@@ -124,7 +124,7 @@ class Walk:
             self._wait(works, "sending")
         return outputs
 
-    # ---- what operations are
+    # ---- operations
 
     def _phase(self, name: str, level: int, iteration: int) -> None:
         self._part = (name, level, iteration)
@@ -139,24 +139,24 @@ class Walk:
                 return self._forward(layer, span, micro_batch, mesh, states, is_final)
             there = self._on_mesh(layer, micro_batch, mesh) if mesh > 0 else None
             pulled = evaluation.pulled_back(layer, span, micro_batch, states, is_final=is_final, there=there)
-            # Of the type that this pass works in, which need not be that of the pass before.
+            # This pass may work in another dtype than the pass before.
             return [self._worked(state, leaf) for state, leaf in zip(pulled, self._form(dst).states)]
 
         self._make(dst, lambda: f"layer {layer} ({self.batch.names[layer]}), {pass_} pass", found)
 
     def _make(self, dst: int, what: Callable[[], str], found: Callable[[], States]) -> None:
-        """A value of this rank; zeros once something has gone wrong here, so that nobody waits for it."""
+        """Makes a value of this rank. After an error the value is zeros, so that no rank waits for it."""
         if self.batch.cause is None:
             try:
                 self._values[dst] = found()
                 return
-            # An interrupt, too, is raised when the others have what they wait for.
+            # An interrupt, too, is raised only after other ranks have received what they wait for.
             except BaseException as error:
                 self.batch.fail(f"{what()}, {self._where()}", error)
         self._values[dst] = self._zeros(dst)
 
     def _on_mesh(self, layer: int, micro_batch: int, mesh: int) -> Record:
-        """What a layer was evaluated at for good, on a coarser mesh."""
+        """Returns the record of a layer's final evaluation, on a coarser mesh."""
         record = self.batch.evaluation.tape[layer, micro_batch]
         if mesh not in record.meshes:
             finer = record if mesh == 1 else self._on_mesh(layer, micro_batch, mesh - 1)
@@ -169,7 +169,7 @@ class Walk:
         batch, evaluation = self.batch, self.batch.evaluation
         form, after = batch.meshes.form(layer, mesh), batch.meshes.form(layer + 1, mesh)
         constants = batch.constants_of(layer, micro_batch, mesh)
-        # Tensors of inference mode do not count.
+        # Tensors created in inference mode have no version counter.
         extra = evaluation.beside.of(layer, micro_batch)
         lent = states if extra is None else states + extra.leaves
         before = [(state, state._version) for state in lent if not state.is_inference()]
@@ -190,7 +190,7 @@ class Walk:
         if is_final:
             found = evaluation.keep(layer, micro_batch, found)
             evaluation.beside.made(layer, micro_batch, found)
-        # An increment stays as it is: what is added to a state takes its form there.
+        # An increment keeps its form. When it is added to a state, the result takes the state's form.
         return found if kind == "ode" else [self._worked(state, leaf) for state, leaf in zip(found, after.states)]
 
     def _keep_constants(self, lot: Lot, made: States) -> None:
@@ -252,7 +252,7 @@ class Walk:
         squares, self._squares = self._squares, None
         if squares is None:
             squares = torch.zeros(self.program.plan.intervals, dtype=torch.float64, device="cpu")
-        # As whole numbers: each is zero on all ranks but one, and nothing rounds or compresses it.
+        # The squares are sent as integers. Each is zero on all ranks but one, so nothing rounds or compresses them.
         bits = squares.view(torch.int64).to(self.wire.device)
         self._reductions[iteration] = (bits, self._tried("adding up a norm", lambda: self.wire.add_up(bits)))
 
@@ -260,7 +260,7 @@ class Walk:
         bits, work = self._reductions.pop(iteration)
         if work is not None:
             self._wait([work], "adding up a norm")
-        # In the order of intervals, on however many ranks.
+        # The sum is in the order of intervals, for any number of ranks.
         self.norms[iteration] = sum(bits.cpu().view(torch.float64).tolist()) ** 0.5
 
     def _loss(self, micro_batch: int, src: int, dst: int) -> None:
@@ -270,13 +270,13 @@ class Walk:
 
     def _send(self, position: int, pass_: str, to: int, value: int) -> None:
         form = self._form(value)
-        # Who receives them has room in the order of their leaves.
+        # The receiver's buffers have the memory format of the leaves.
         tensors = [ordered(state, leaf) for state, leaf in zip(self._read(value), form.states)]
         if (lot := self.program.carrying.get(position)) is not None:
             tensors = self._constants(lot, value) + tensors
         what = f"sending the state of point {self.program.points[value]} to rank {to} of the layers"
         works = self._tried(what, lambda: [self.wire.send(tensor, to, pass_) for tensor in tensors])
-        # What leaves must stay as it is, whoever else needs it no more.
+        # The tensors are kept until the send completes, even if no other code needs them.
         self._leaving = [kept for kept in self._leaving if not all(work.is_completed() for work in kept[0])]
         self._leaving.append((works, tensors))
 
@@ -309,11 +309,11 @@ class Walk:
         return self.batch.meshes.form(self.program.points[value], self.program.meshes[value])
 
     def _constant_leaves(self, value: int) -> list[Leaf]:
-        """Those that travel, which are of the finest mesh whatever mesh the value is on: coarser ones are made of them."""
+        """Returns the constants that are sent. They are on the finest mesh; each rank makes coarser ones from them."""
         return self.batch.forms[self.program.points[value]].constants
 
     def _worked(self, state: Tensor, leaf: Leaf) -> Tensor:
-        """A state as the solver works on it."""
+        """Returns a state in the dtype and memory format in which the solver works."""
         return ordered(state.to(leaf.work_dtype(is_exact=self.program.is_exact)), leaf)
 
     def _zeros(self, value: int) -> States:
@@ -330,7 +330,7 @@ class Walk:
         leaves = self._constant_leaves(value)
         if lot in self.batch.constants:
             return [ordered(constant, leaf) for constant, leaf in zip(self.batch.constants[lot], leaves)]
-        # The layer that makes them has failed.
+        # The layer that makes the constants has failed.
         return [tensor.zero_() for tensor in self._empty(leaves)]
 
     # ---- messages
@@ -362,7 +362,7 @@ class Walk:
 
 @dataclass
 class _Coming:
-    """A state that is on its way here."""
+    """A state that is being received."""
 
     receive: Receive
     works: list[dist.Work]
@@ -371,17 +371,18 @@ class _Coming:
 
 
 def moved(state: Tensor, change: Tensor, scale: float) -> Tensor:
-    """`state + scale * change`, in the type of the state, with two roundings as it is written."""
+    """Returns `state + scale * change` in the state's dtype, rounded after the product and after the sum."""
     if change.dtype != state.dtype:
         return (state + change * scale).to(state.dtype)
-    # A product with a power of two does not round, unless it is too small for a normal number: one way through memory gives the same.
+    # A product with a power of two does not round, unless the result is subnormal. Then one pass over memory gives the
+    # same.
     if state.dtype in _WIDE and math.frexp(scale)[0] == 0.5:
         return torch.add(state, change, alpha=scale)
     return torch.mul(change, scale).add_(state)
 
 
 def square_norm(tensor: Tensor) -> float:
-    """The square of a tensor's 2-norm."""
+    """Returns the square of a tensor's 2-norm."""
     if tensor.dtype in (torch.float64, torch.complex128):
         return float(torch.linalg.vector_norm(tensor)) ** 2
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()

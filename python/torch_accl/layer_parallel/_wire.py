@@ -1,7 +1,7 @@
-"""Messages of a solve over a process group, or over none.
+"""Messages of a solve over a process group, or without one on a single rank.
 
-Owns how states travel: leaf by leaf, in order for each pair of ranks and pass, by `isend` and `irecv` of whatever backend there is; and the
-three small reductions of a solve, which are of whole numbers, so that nothing rounds or compresses them.
+Owns how states are sent: leaf by leaf, in order for each pair of ranks and pass, by `isend` and `irecv` of any backend.
+Also owns the three small reductions of a solve. They are of integers, so nothing rounds or compresses them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Wire", "bits_of", "numbers_of", "tried"]
 
 _T = TypeVar("_T")
 
-# Passes are told apart by their tags. A backend that knows no tags runs one pass at a time.
+# Tags distinguish the passes. A backend without tags runs one pass at a time.
 TAGS = {"forward": 0, "adjoint": 1}
 
 
@@ -38,16 +38,16 @@ class Wire:
 
     @property
     def ranks(self) -> list[int]:
-        """Their numbers among all."""
+        """The ranks in the default process group."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wire:
-        """The same ranks."""
+        """Returns the object itself: a copy of the net has the same ranks."""
         return self
 
     @property
     def device(self) -> torch.device:
-        """Where small messages lie."""
+        """The device of small messages."""
         if self.group is None:
             return torch.device("cpu")
         devices = self.group._device_types
@@ -55,19 +55,19 @@ class Wire:
         return cpu if cpu in devices or not devices else devices[0]
 
     def send(self, tensor: Tensor, to: int, pass_: str) -> dist.Work:
-        """Begins to send; the tensor stays as it is until that is over."""
+        """Starts a send. The tensor must not change until the send completes."""
         work = dist.isend(_flat(tensor), group=self.group, group_dst=to, tag=TAGS[pass_])
         assert work is not None
         return work
 
     def receive(self, tensor: Tensor, source: int, pass_: str) -> dist.Work:
-        """Begins to receive."""
+        """Starts a receive."""
         work = dist.irecv(_flat(tensor), group=self.group, group_src=source, tag=TAGS[pass_])
         assert work is not None
         return work
 
     def together(self, numbers: Tensor, what: str, *, is_greatest: bool = False) -> list[int]:
-        """Whole numbers of all ranks: their sums, or the greatest."""
+        """Returns the sums of integers over all ranks, or their maxima with `is_greatest`."""
         work = self._reduce(numbers, dist.ReduceOp.MAX if is_greatest else dist.ReduceOp.SUM)
         if work is not None:
             tried(what, work.wait)
@@ -75,11 +75,11 @@ class Wire:
         return found
 
     def known(self, numbers: Sequence[float], what: str) -> list[float]:
-        """Numbers of which each is zero on all ranks but one, on all of them, to the bit."""
+        """Makes numbers known to all ranks, to the bit. Each number must be zero on all ranks but one."""
         return numbers_of(self.together(torch.tensor(bits_of(numbers), dtype=torch.int64, device=self.device), what))
 
     def add_up(self, numbers: Tensor) -> dist.Work | None:
-        """Whole numbers of all ranks are added up in place."""
+        """Starts to sum integers over all ranks, in place. Returns None without a group."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
 
     def _reduce(self, numbers: Tensor, operator: Any) -> dist.Work | None:
@@ -88,7 +88,7 @@ class Wire:
         return dist.all_reduce(numbers, operator, group=self.group, async_op=True)
 
     def spread(self, tensor: Tensor, what: str, source: int = 0) -> None:
-        """One rank's tensor, byte by byte, on all ranks in its place."""
+        """Copies one rank's tensor to all ranks, in place, byte by byte."""
         if self.group is not None and tensor.numel() > 0:
             flat = _flat(tensor).reshape(-1)
             work = dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=source, async_op=True)
@@ -96,20 +96,23 @@ class Wire:
             tried(what, work.wait)
 
     def sum_on_first(self, tensor: Tensor, what: str) -> None:
-        """The sum over all ranks, in place on the first. In double precision, which no compression of the group touches."""
+        """Sums over all ranks, in place on the first.
+
+        `tensor` is in double precision, which compression of the group does not change.
+        """
         if self.group is not None:
             work = dist.reduce(_flat(tensor), op=dist.ReduceOp.SUM, group=self.group, group_dst=0, async_op=True)
             assert work is not None
             tried(what, work.wait)
 
     def sum_on_all(self, tensor: Tensor, what: str) -> None:
-        """The same on all."""
+        """Sums over all ranks, in place on all. `tensor` is in double precision."""
         work = self._reduce(_flat(tensor), dist.ReduceOp.SUM)
         if work is not None:
             tried(what, work.wait)
 
     def gathered(self, mine: Any) -> list[Any]:
-        """One object of each rank, on all of them."""
+        """Returns one object of each rank, on all ranks."""
         if self.group is None:
             return [mine]
         of_all: list[Any] = [None] * self.size
@@ -117,7 +120,7 @@ class Wire:
         return of_all
 
     def pass_on(self, mine: Any, source: int) -> Any:
-        """An object of one rank, on all of them."""
+        """Returns one rank's object on all ranks."""
         if self.group is None:
             return mine
         objects = [mine]
@@ -126,10 +129,10 @@ class Wire:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The same elements as a backend takes them: dense, real."""
+    """Returns the elements as a backend takes them: dense and real."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    # What is dense in another order travels in that; the other side has the same.
+    # A tensor that is dense in another order is sent in that order. The other side has the same order.
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)
@@ -137,7 +140,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def tried(what: str, call: Callable[[], _T]) -> _T:
-    """Calls the group; an error of it is told what for."""
+    """Runs a call of the group, and adds `what` to the text of its error."""
     try:
         return call()
     except RuntimeError as error:
@@ -145,10 +148,10 @@ def tried(what: str, call: Callable[[], _T]) -> _T:
 
 
 def bits_of(numbers: Sequence[float]) -> list[int]:
-    """As whole numbers, which add up to themselves with zeros."""
+    """Returns the bits of floats as integers. Sums with zeros leave them unchanged."""
     return list(struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers)))
 
 
 def numbers_of(bits: Sequence[int]) -> list[float]:
-    """The other way."""
+    """Returns the floats whose bits these integers are: the inverse of `bits_of`."""
     return list(struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits)))
