@@ -1,7 +1,7 @@
 """A recurrent net on torchbraid's API, as its users would write it after changing the imports.
 
-Sequences are spread over several ranks; tail and loss are on rank 0. `test_compat_torchbraid.py` runs this script under
-torchrun and mpirun. Rank 0 prints its results as JSON at the end.
+Sequences are spread over several ranks; tail and loss are on rank 0. `test_compat_torchbraid.py` runs this script on
+two ranks. Rank 0 prints its results as JSON at the end.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Nested iteration over nets of increasing depth (two by default), then MG/Opt, on torchbraid's API.
 
-A script as torchbraid's users would write it after changing the imports. `test_compat_torchbraid.py` runs it under
-torchrun and mpirun. Rank 0 prints its results as JSON at the end.
+A script as torchbraid's users would write it after changing the imports. `test_compat_torchbraid.py` runs it on two
+ranks. Rank 0 prints its results as JSON at the end.
 """
 
 import argparse
