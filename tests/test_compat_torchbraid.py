@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # optimizers import it, which takes seconds: imported here once instead of in every rank
+import torch._dynamo  # imported once here: optimizers load it, which takes seconds in every rank
 import torch.distributed as dist
 from support import BACKEND, gloo_group, on_ranks, run_file, run_script
 from support.launchers import COMMANDS, OF_A_JOB, run_under
