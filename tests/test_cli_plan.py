@@ -48,8 +48,8 @@ def test_coarser_states_leave_of_a_coarse_step_what_their_share_is(ranks, factor
     assert less["speedup"] > fine["speedup"]
     # Nothing is shared between meshes, so states of the same size gain nothing.
     assert same["speedup"] <= fine["speedup"]
-    # Coarse steps: the first march, then right-hand sides and marches of a cycle. The adjoint's coarse steps are
-    # recorded first and need only a march.
+    # Coarse steps: the first march (coarsest-level solve), then right-hand sides and marches of a cycle. The adjoint's
+    # coarse steps are recorded first and need only a march.
     coarse = 64 // factor
     least = 64 * 3 / (64 / ranks * (1 + 1 + 2) + 0.1 * (coarse + coarse / ranks + coarse + 3 * coarse))
     assert less["speedup"] >= least * 0.999

@@ -119,7 +119,7 @@ def test_info_measures_once_and_says_from_where(tmp_path):
 def test_a_fresh_start_warns_of_nothing_and_info_names_constants_that_are_not_determined(tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path), "ACCL_CALIBRATION": "auto"}
     assert "contradicts" not in accl("info", **env).stderr
-    # As measured on a two-core Sapphire Rapids, where every measurement gives these four.
+    # Constants measured on a two-core Sapphire Rapids, where every measurement leaves these four undetermined.
     path = tmp_path / "machine.txt"
     kept = (CALIBRATIONS / "sapphire-rapids-two-cores.txt").read_text()
     path.write_text(kept + "at_bounds = shm_call_ps, shm_latency_ps, tcp_latency_ps, switch_ps\n")

@@ -659,7 +659,7 @@ def test_functions_and_levels_are_given_together():
     ):
         with pytest.raises(error, match=text):
             net(**arguments)
-    # As in scripts where an argument controls coarsening.
+    # Scripts pass an empty list if an argument controls coarsening.
     assert net(levels_to_coarsen=[]).fwd_app.coarsened == ()
     assert net(spatial_ref_funcs=three, levels_to_coarsen=[]).body.solver.shared.spatial is None
     made, _ = pooled([5], layer=lambda: Convolution(9))

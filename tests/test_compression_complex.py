@@ -121,7 +121,7 @@ def test_complex_parameters_are_in_the_figures_as_what_they_are(rank, world):
 def test_buckets_of_complex_parameters_travel_in_calls_of_the_size_that_is_wanted(rank, world):
     exact = gradients(rank, DistributedDataParallel(made("mixed", torch.complex64)), torch.complex64)
     ddp = DistributedDataParallel(made("mixed", torch.complex64))
-    # So low a limit gives each tensor a call of its own.
+    # With this low limit each tensor has a call of its own.
     state = compression.CompressionState(settings("maxmin:2", fusion_bytes=64), ddp)
     ddp.register_comm_hook(state, compression.ddp_hook)
     found = gradients(rank, ddp, torch.complex64)

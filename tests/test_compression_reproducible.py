@@ -1,4 +1,4 @@
-"""Reproducible sums: the same bits with every algorithm and split, and near the exact sums."""
+"""Reproducible sums: the same bits whatever computes them, and near the exact sums."""
 
 import itertools
 import os

@@ -92,7 +92,7 @@ def test_a_group_that_is_not_that_of_the_model_is_refused(rank, world):
     for given in (None, pair):
         with pytest.raises(ValueError, match="make a state for each"):
             compression.CompressionState(Compression(), both, given)
-    # As in torch, the default is the group of all ranks.
+    # The default is the group of all ranks, as in torch.
     assert compression.CompressionState(Compression(), One()).process_group is dist.group.WORLD
     assert compression.CompressionState(Compression(), One(), pair).process_group is pair
 
@@ -314,7 +314,7 @@ def test_a_model_with_a_hook_is_saved_and_loaded_whole(rank, world):
     assert other.process_group is dist.group.WORLD and other.codec_of("up.weight").startswith("maxmin:2")
     assert [row.name for row in other.measures()] == [row.name for row in state.measures()]
     assert other.measures() == state.measures() and other.traffic == state.traffic
-    # As in torch, copies of DistributedDataParallel have no hook until one is registered.
+    # Copies of DistributedDataParallel have no hook until one is registered, as in torch.
     loaded.register_comm_hook(other, hook)
     for net in (ddp, loaded):
         steps(rank, net, range(2, 5))

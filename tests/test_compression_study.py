@@ -24,7 +24,7 @@ from benches import compression_errors as errors
 
 PAGE = ROOT / "docs" / "compression.md"
 FIGURES = ROOT / "docs" / "compression"
-# A quarter of the program's samples: the errors of so many samples are within a percent of those for more.
+# A quarter of the program's samples. More samples change the errors by less than a percent.
 FEWER = errors.SAMPLES // 4
 # Longer than for other tests: these compute for seconds, and ranks share cores.
 DEADLINE = 120

@@ -14,7 +14,7 @@ TIMEOUT = timedelta(seconds=30)
 
 @dataclasses.dataclass
 class Death:
-    """When a rank dies in its first life: before the first request beyond `moment` kinds of requests for a group."""
+    """When a rank dies in its first life: after `moment` kinds of store requests for `group`, before a new kind."""
 
     rank: int
     group: str
