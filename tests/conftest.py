@@ -1,13 +1,14 @@
-"""Settings that must hold before torch is imported, the markers, and the end of the rank pools."""
+"""Sets environment variables before torch is imported, defines the markers, and closes the rank pools at the end."""
 
 import os
 import sys
 from pathlib import Path
 
-# Ranks are forked from this process: it must have one thread, and ranks share two cores.
+# Ranks are forked from this process, so it must have one thread. The ranks share two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TORCH_NUM_THREADS", "1")
-# Without it the machine at hand would choose the algorithms. A test that is about calibrations says so and sets its own.
+# If this were unset, the machine's own calibration would choose the algorithms. A test about calibrations sets its own
+# value.
 os.environ.setdefault("ACCL_CALIBRATION", "off")
 # At a process's first failure torch would write the flight recorder's stacks with their symbols, which takes seconds.
 os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
@@ -59,13 +60,16 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def no_engine_in_this_process():
-    """Ranks are forked from this process and would inherit the log level of an engine that a test creates here."""
+    """Fails a test that creates an engine in this process.
+
+    Ranks are forked from this process and would inherit the log level of such an engine.
+    """
     yield
     assert not _has_engine(), "the test created a group in pytest's own process: use on_ranks(1) or run_ranks"
 
 
 def _has_engine() -> bool:
-    """Whether this process has the shared memory that every engine wakes its threads by."""
+    """Whether this process holds an engine's shared memory, which every engine creates to wake its threads."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:accl"):

@@ -19,10 +19,10 @@ from support import (
 )
 from support.oracle import COMPLEX, FLOAT8, FLOATS, offered
 
-# No world divides it; more than a cache line, less than a segment.
+# No world size here divides it; larger than a cache line, smaller than a segment.
 COUNT = 1009
 
-# Around the borders at which something changes: nothing, one element, fewer than ranks, a segment, an eager window.
+# Counts around thresholds: nothing, one element, fewer elements than ranks, a segment, an eager window.
 COUNTS = [0, 1, 2, 3, 5, 7, 63, 64, 65, 1023, 4099, 16_384, 16_385, 65_537, 262_147, 1_048_583]
 
 
@@ -151,7 +151,7 @@ def test_the_average_of_bool_is_refused_and_the_group_works_on(rank, world):
 
 @on_ranks(1, 2, 3)
 def test_the_average_of_integers_is_the_sum_divided_towards_zero(rank, world):
-    # Lightning averages counters so on every backend but gloo.
+    # Lightning averages counters this way on every backend but gloo.
     for dtype in (torch.int32, torch.int64):
         tensor = torch.tensor([7, -7, 1, -1, 0, 100], dtype=dtype) if rank == 0 else torch.zeros(6, dtype=dtype)
         dist.all_reduce(tensor, dist.ReduceOp.AVG)
@@ -202,7 +202,7 @@ def test_a_tensor_that_stands_twice_in_a_coalesced_call_is_summed_as_often_as_by
 
 
 def batch_of(*calls):
-    """The work of several calls made as one batch."""
+    """Returns the work of several calls issued as one batch."""
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     backend._start_coalescing()
     for call in calls:
@@ -247,7 +247,7 @@ def test_a_wait_for_a_batch_has_one_deadline(rank, world):
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("timeout", [timedelta(days=150_000), timedelta.max], ids=["410 years", "the longest"])
 def test_a_wait_for_longer_than_clocks_count_waits(rank, world, timeout):
-    """Nanoseconds of more than 292 years do not fit into 64 bits: a wait for a batch ended after 1 ms."""
+    """A wait for a batch once ended after 1 ms, because nanoseconds of more than 292 years do not fit into 64 bits."""
     store = dist.distributed_c10d._get_default_store()
     tensors = [torch.ones(10) for _ in range(3)]
     if rank == 1:

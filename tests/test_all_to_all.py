@@ -8,7 +8,7 @@ from support.oracle import MOVED
 
 
 def block(source, target, shape, dtype="float32"):
-    """What `source` sends to `target`."""
+    """The block that `source` sends to `target`."""
     return contribution(source, shape, dtype, seed=target)
 
 
@@ -40,7 +40,7 @@ def test_single_moves_every_count(rank, world, count):
 
 
 def uneven(source, target):
-    """Rows from `source` to `target`: all different, some none, some many."""
+    """Number of rows from `source` to `target`: all different, some zero, some large."""
     return 0 if (source + target) % 3 == 2 else 1 + 10 * source + 500 * target
 
 

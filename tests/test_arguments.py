@@ -1,4 +1,4 @@
-"""Wrong arguments: each is refused by the call with its class and sentence, on one rank alone, and the group works on."""
+"""Wrong arguments: the call refuses each with its class and message, on one rank alone, and the group stays usable."""
 
 import pickle
 from datetime import timedelta
@@ -12,7 +12,7 @@ ONES, OTHER = torch.ones(3), torch.ones(3, dtype=torch.int32)
 
 
 def resized(count, nbytes):
-    """A tensor whose storage was resized under it."""
+    """Returns a tensor whose storage was resized after the tensor was created."""
     tensor = torch.ones(count)
     tensor.untyped_storage().resize_(nbytes)
     return tensor
@@ -23,7 +23,7 @@ def backend():
 
 
 def wrong(world):
-    """Name, call, class and pattern of the sentence."""
+    """For each case name, returns the call, the exception class and a pattern of the message."""
     many, meta = torch.ones(3 * world), torch.ones(3, device="meta")
     parts = [torch.ones(3) for _ in range(world)]
     group = dist.group.WORLD
@@ -142,7 +142,8 @@ def wrong(world):
             ValueError,
             "all_gather.*invalid tensor type at index 0",
         ),
-        # Of an empty list the backend hears only when it is asked itself: torch picks the backend by the first tensor.
+        # torch picks the backend by the first tensor. An empty list reaches the backend only if the backend is called
+        # directly.
         "no_tensor": (lambda: backend().allreduce([]), ValueError, "all_reduce.*requires non-empty tensor list"),
         "no_coalesced_tensor": (
             lambda: backend().allreduce_coalesced([]),
@@ -197,11 +198,11 @@ def test_a_wrong_argument_is_refused_by_the_call_and_the_group_works_on(rank, wo
     if world == 1 and case in ("all_gather_list_too_short", "splits_negative"):
         return  # one rank has a list of one
     call, kind, sentence = wrong(world)[case]
-    # Only one rank is wrong: had its call been numbered, the sums below would not match.
+    # Only one rank is wrong: if its call had taken a sequence number, the sums below would not match.
     if rank == world - 1:
         with pytest.raises(kind, match=sentence) as caught:
             call()
-        # gloo has no other class for arguments, so scripts catch it.
+        # gloo has no separate class for arguments, so scripts catch RuntimeError.
         assert isinstance(caught.value, RuntimeError)
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
@@ -218,7 +219,7 @@ def test_a_refused_argument_has_one_class_for_those_who_catch_gloos_and_those_wh
         dist.all_to_all_single(torch.ones_like(tensor), tensor)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
-    # The same through the operators that compiled graphs call.
+    # The same holds for the operators that compiled graphs call.
     with pytest.raises(RuntimeError) as caught:
         functional.wait_tensor(functional.all_to_all_single(tensor, [1] * (world + 1), [1] * world, dist.group.WORLD))
     assert isinstance(caught.value, ValueError)
@@ -285,7 +286,7 @@ def test_a_message_about_an_argument_names_the_call_in_lower_case_without_full_s
 
 @on_ranks(2)
 def test_an_expanded_tensor_with_more_bytes_than_an_address_has_is_refused(rank, world):
-    # One element in memory, and 2^62 to be sent.
+    # One element in memory, but 2^62 elements to send.
     with pytest.raises((RuntimeError, MemoryError), match="more bytes than an address has"):
         dist.send(torch.zeros(1).expand(2**62), 1 - rank)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""barrier and monitored barrier, with the times and sentences that torch's own suite pins."""
+"""barrier and monitored barrier, with the times and messages that torch's own suite checks."""
 
 import re
 import time

@@ -1,7 +1,7 @@
 """Collectives under every calibration of `calibrations/` and under the built-in constants.
 
-The cost model chooses other algorithms under each, and no result may show it beyond what is documented: exact results are
-exact, all ranks end with the same bits, and errors of encoded sums stay within their bound.
+The cost model chooses other algorithms under each calibration. Results may depend on the choice only as documented:
+exact results are exact, all ranks end with the same bits, and errors of encoded sums stay within their bound.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ HERE = Path(__file__).parent / "calibrations"
 FILES = sorted(HERE.glob("*.txt"))
 EVERY = pytest.mark.parametrize("calibration", [*map(str, FILES), "off"], ids=[*(path.stem for path in FILES), "off"])
 
-# Elements of a call: one, few, many, and several MiB. Neither 2 nor 3 divides them.
+# Elements of a call: one, few, many, and several MiB. Neither 2 nor 3 divides the larger counts.
 COUNTS = (1, 1001, 40_001, 1_500_001)
 
-# Layers that travel together: small ones beside large ones, so that the whole has another size than its parts.
+# Sizes of layers sent in one call: small and large layers together, so that the call's size differs from each layer's.
 LAYERS = (1000, 40, 2000, 16, 3000, 70_001)
 
 BITS = 8
@@ -35,7 +35,7 @@ BITS = 8
 
 @contextlib.contextmanager
 def group_under(calibration, backend="accl", **options):
-    """The default group of these ranks, which choose by this calibration."""
+    """Creates the default group of these ranks under this calibration, and destroys it at the end."""
     os.environ["ACCL_CALIBRATION"] = calibration
     init_group(backend, **options)
     yield
@@ -43,8 +43,11 @@ def group_under(calibration, backend="accl", **options):
 
 
 def most(tensors):
-    """The most by which an encoded sum of these may be off: of each contribution and of the sum half a step of the widest bucket
-    that there can be, and some rounding of float32."""
+    """The largest error of an encoded sum of these tensors.
+
+    Each contribution and the sum may be off by half a step of the widest possible bucket. A factor of 1.01 allows for
+    rounding in float32.
+    """
     steps = [(tensor.max() - tensor.min()).item() / (2**BITS - 1) for tensor in tensors]
     of_sum = (sum(steps) * (2**BITS - 1) + sum(steps)) / (2**BITS - 1)
     return 1.01 * (sum(steps) + of_sum) / 2
@@ -108,7 +111,7 @@ def test_every_collective_is_exact(rank, world, calibration):
             result = torch.empty(world * count)
             dist.all_to_all_single(result, blocks[rank])
             assert torch.equal(result, torch.cat([block.split(count)[rank] for block in blocks])), count
-            # Every rank keeps and sends another number of elements.
+            # Every rank keeps and sends a different number of elements.
             parts = [[block[to : (to + 1) * count // world] for to in range(world)] for block in blocks]
             results = [torch.empty_like(parts[other][rank]) for other in range(world)]
             dist.all_to_all(results, parts[rank])
@@ -153,7 +156,7 @@ def test_every_encoded_collective_is_the_same_on_all_and_within_its_bound(rank, 
             result = given[rank].clone()
             compression.all_reduce_quantized(result, compression=codec, key="sum", step=0)
             assert same_on_all(result) and 0 < (result - exact).abs().max() <= bound, count
-            # The same call has the same bits again, whether it is waited for or not.
+            # The same call gives the same bits again, also as an asynchronous call.
             again = given[rank].clone()
             compression.all_reduce_quantized(again, async_op=True, compression=codec, key="sum", step=0).wait()
             assert torch.equal(again, result), count
@@ -169,7 +172,7 @@ def test_every_encoded_collective_is_the_same_on_all_and_within_its_bound(rank, 
 
 
 def together(collective, outputs, inputs, ids):
-    """Tensors of one encoded call, as the hooks make it."""
+    """Runs one encoded call on several tensors, as the hooks do."""
     codec = f"maxmin:{BITS},bucket=64"
     with encoded(codecs_of(tuple((codec, codec, codec, id) for id in ids)), 0, 0):
         if collective == "all_reduce":
@@ -182,7 +185,7 @@ def together(collective, outputs, inputs, ids):
 
 
 def in_one_call_and_alone(rank, world, collective, given):
-    """The results of layers that travel together, and of each in a call of its own."""
+    """Returns the results of layers sent in one call, and the results of one call for each layer."""
 
     def call(places):
         own = [given[place][rank] for place in places]
@@ -235,6 +238,7 @@ def test_registered_layers_are_within_the_bound_of_each(rank, world, calibration
         parts = zip(*(tensor.split(LAYERS) for tensor in (result, *given)), strict=True)
         for count, (part, *of_layer) in zip(LAYERS, parts, strict=True):
             off = (part - sum(tensor.double() for tensor in of_layer)).abs().max()
-            # Travels as it is: asked for, or no larger than the least that is compressed.
+            # Sent without compression: layer 2000 by registration (32 bits), layer 16 because it does not exceed the
+            # minimum size.
             is_raw = count in (2000, 16)
             assert (off < 1e-6 * world) if is_raw else (0 < off <= most(of_layer)), count

@@ -1,4 +1,4 @@
-"""`accl bench`: what it prints, what it refuses, and how its ranks end. Nothing here looks at a time."""
+"""`accl bench`: its output, what it refuses, and how its ranks end. No test here checks a time."""
 
 import contextlib
 import json
@@ -19,19 +19,19 @@ from support.oracle import offered
 BENCH = [sys.executable, "-m", "torch_accl_cli", "bench"]
 BRIEF = ["--iterations", "3", "--alternations", "2", "--warmup", "1"]
 TIMEOUT_S = 90
-# Enough for the ranks to be in the middle of it when they are disturbed.
+# Enough iterations for the ranks to be in the middle of the run when the test disturbs them.
 LONG = ["--sizes", "4", "--iterations", "10000000"]
 
 
 def bench(*arguments: str, status: int = 0, env: dict | None = None) -> str:
-    """What the command prints when it ends with `status`."""
+    """Runs the command, which must end with `status`, and returns its output."""
     ended = command(*arguments, env=env)
     assert ended.returncode == status, ended.stderr
     return ended.stdout
 
 
 def command(*arguments: str, env: dict | None = None) -> subprocess.CompletedProcess:
-    """The command, where torch is loaded already."""
+    """Runs the command in a process that has already loaded torch."""
     return run_command(["bench", *arguments], env, TIMEOUT_S)
 
 
@@ -89,7 +89,7 @@ def test_every_collective_gives_right_results_and_a_row_of_its_own_size():
     for cell in document["cells"]:
         assert cell["backends"]["accl"]["wrong"] == 0
         sizes.setdefault(cell["collective"], []).append(cell["size_bytes"])
-    # Whole elements of 4 bytes, and where there are blocks as many for each of three ranks.
+    # Whole elements of 4 bytes; collectives with blocks have equally many elements for each of three ranks.
     whole = {name: [4, 1024, 2048, 4096] for name in ("all_reduce", "broadcast", "reduce")}
     names = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
     assert sizes == whole | {name: [12, 1020, 2040, 4092] for name in names} | {"barrier": [0]}
@@ -110,7 +110,7 @@ def test_the_json_document_has_every_round_of_every_backend():
         assert (cell["op"] is None) == (cell["collective"] == "broadcast")
         assert mine["wrong"] == 0 and mine["time_us"] > 0 and mine["iterations"] == 3
         assert len(mine["rounds_us"]) == 2
-        # gloo knows no int16, and says so instead of ending the run.
+        # gloo does not know int16. The document reports that instead of ending the run.
         if cell["dtype"] == "int16":
             assert list(theirs) == ["refused"]
         else:
@@ -142,7 +142,7 @@ def test_try_all_compares_every_algorithm_that_the_ranks_can_run():
 
 @pytest.mark.slow
 def test_a_wrong_result_is_counted_and_is_status_1():
-    # In place of a broken backend: one element is spoiled on one rank.
+    # Stands in for a broken backend: one element is spoiled on one rank.
     spoil = """
         import sys
         from torch_accl import cli
@@ -176,7 +176,7 @@ def reduced(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     return result
 
 
-# What torch itself computes with; complex numbers are averaged in another type there.
+# Reductions that torch itself computes with; it averages complex numbers in another type.
 COMPUTED = [
     (op.lower(), dtype) for op, dtype in offered() if not dtype.startswith(("uint16", "uint32", "uint64", "complex"))
 ]
@@ -195,7 +195,8 @@ def test_the_check_accepts_the_right_reduction_and_counts_a_wrong_element(op, dt
         for rank in ranks:
             rank.target.copy_(result)
             assert rank.wrong() == 0
-        # Of a float's highest byte a bit of the exponent: more than rounding.
+        # Flips a bit in the highest byte of the last element; in a float it belongs to the exponent, so the change
+        # exceeds rounding.
         ranks[-1].target.view(torch.uint8)[-1] ^= 1 if dtype == "bool" else 64
         assert ranks[-1].wrong() == 1
 
@@ -217,7 +218,7 @@ def test_the_check_notices_blocks_that_change_places():
             assert rank.wrong() > 300
 
 
-# Arguments, and words that the sentence has.
+# The arguments of a wrong command line, and words that its error message contains.
 WRONG = {
     "collective": (["allreduce"], "unknown collective 'allreduce' (did you mean all_reduce?)"),
     "negative size": (["--sizes", "-4"], "'-4' is not a size above zero"),
@@ -252,7 +253,10 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, tuple[int, str, str]]:
-    """Status and output of every wrong command line, all in one process: loading torch takes longer than refusing."""
+    """Runs every wrong command line and returns its status, standard output and standard error.
+
+    All run in one process, because loading torch takes longer than refusing.
+    """
     script = """
         import contextlib, importlib.util, io, json, sys
         from torch_accl import cli
@@ -350,13 +354,16 @@ def test_ranks_on_several_hosts_without_an_address_are_told_what_is_missing():
 
 
 def at_a_terminal() -> None:
-    # A shell that runs the tests in the background has SIGINT ignored, which would be inherited.
+    # A shell that runs the tests in the background ignores SIGINT, and the command would inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., tuple[subprocess.Popen, list[int]]]]:
-    """Starts a run in a process group of its own; gives it in the middle of its first case, with the processes of its ranks."""
+    """A function that starts a run in a process group of its own.
+
+    It returns the run in the middle of its first case, and the process IDs of the ranks.
+    """
     commands = []
 
     def start(*arguments: str) -> tuple[subprocess.Popen, list[int]]:
@@ -369,7 +376,7 @@ def start() -> Iterator[Callable[..., tuple[subprocess.Popen, list[int]]]]:
             preexec_fn=at_a_terminal,
         )
         commands.append(command)
-        # The last line before the first case.
+        # The last line before the first case contains "ranks".
         while "ranks" not in (line := command.stdout.readline()):
             assert line, command.communicate()
         with open(f"/proc/{command.pid}/task/{command.pid}/children") as children:

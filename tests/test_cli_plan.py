@@ -7,7 +7,7 @@ from support import BACKEND, run_command
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-# No message takes any time, as in the model that the closed formula is of.
+# No message takes any time, as in the model of the closed formula.
 FREE = ("--link", "100Tbit/s,0us", "--layer", "1ms,1ms,2ms,2ms")
 
 
@@ -46,9 +46,10 @@ def test_coarser_states_leave_of_a_coarse_step_what_their_share_is(ranks, factor
     fine = settings(*arguments)[key]
     same, less = (settings(*arguments, "--coarser", "1", "--share", share)[key] for share in ("1", "0.1"))
     assert less["speedup"] > fine["speedup"]
-    # Nothing is shared between meshes, so that states of the same size gain nothing.
+    # Nothing is shared between meshes, so states of the same size gain nothing.
     assert same["speedup"] <= fine["speedup"]
-    # The first march, then right-hand sides and marches of a cycle; the adjoint, whose coarse steps are recorded first, has a march alone.
+    # Coarse steps: the first march (coarsest-level solve), then right-hand sides and marches of a cycle. The adjoint's
+    # coarse steps are recorded first and need only a march.
     coarse = 64 // factor
     least = 64 * 3 / (64 / ranks * (1 + 1 + 2) + 0.1 * (coarse + coarse / ranks + coarse + 3 * coarse))
     assert less["speedup"] >= least * 0.999
@@ -60,7 +61,7 @@ def test_the_text_draws_each_rank_in_each_pass():
     assert lines[0].startswith("# 64 layers on 4 ranks; serial on one: 192.00 ms")
     bars = [line.split()[1] for line in lines if line[:5].strip().isdigit()]
     assert len(bars) == 8 and all(len(bar) == 96 and set(bar) <= set(".mrcfS") for bar in bars)
-    # The march goes from the first rank to the last, and all end with their layers.
+    # The march goes from the first rank to the last, and all ranks end with their layers.
     assert bars[0].startswith("m") and bars[3].startswith(".") and bars[3].endswith("S")
 
 
@@ -95,7 +96,7 @@ def test_of_several_worlds_the_best_setting_of_each_is_shown():
         assert {row["name"] for row in world["settings"]} == {"multigrid"}
         best = max(world["settings"], key=lambda row: row["speedup"])
         assert line.split()[:3] == [str(world["ranks"]), str(best["factor"]), str(best["levels"])]
-        # One world by itself has the same.
+        # A single world gives the same result.
         alone = settings(*arguments[:2], "--ranks", str(world["ranks"]), *arguments[4:])
         assert alone["multigrid", best["factor"], best["levels"]]["speedup"] == best["speedup"]
 

@@ -1,4 +1,4 @@
-"""`accl run`: which cores ranks get, what they see, and how all end when one does."""
+"""`accl run`: which cores ranks get, what they see, and how all ranks end if one ends."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 
 def cores(nodes: int, each: int, threads: int = 2) -> list[Core]:
-    """Cores whose second hardware threads are numbered after all first ones."""
+    """Cores whose second hardware threads are numbered after all first threads."""
     count = nodes * each
     return [
         Core(node, node, number, tuple(node * each + number + count * thread for thread in range(threads)))
@@ -77,7 +77,7 @@ def test_the_topology_is_the_systems(tmp_path):
         Core(1, 1, 0, (2,)),
         Core(1, 1, 1, (3, 7)),
     ]
-    # A system that says nothing: each thread is a core.
+    # If the system provides no topology, each thread counts as a core.
     assert [core.threads for core in topology([3, 1], tmp_path / "nothing")] == [(1,), (3,)]
 
 
@@ -117,7 +117,7 @@ def run(*arguments, cwd, env=None, timeout=TIMEOUT_S):
     )
 
 
-# In one write: those of several ranks go to one pipe.
+# One write per line, because several ranks write to the same pipe.
 SAY = """import os, signal, sys, time
 def say(*what):
     os.write(1, (" ".join(map(str, what)) + "\\n").encode())
@@ -133,7 +133,7 @@ SHOW = f"say(*[os.environ[name] for name in {VARIABLES}], os.environ['MASTER_ADD
 
 
 def test_ranks_see_what_torchrun_would_tell_them(tmp_path):
-    # None of these is ours, although `--n` could be short for several.
+    # None of these options belongs to `accl run`, although `--n` could abbreviate several of its options.
     theirs = ["--lr", "0.1", "-n", "--n", "3", "--no-python"]
     ended = run("-n", 2, script(tmp_path, SHOW), *theirs, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -325,7 +325,7 @@ def test_an_interrupt_ends_ranks_on_hosts(tmp_path, ssh):
 
 def test_hosts_whose_agent_ends_before_it_has_started_anything_are_a_failure(tmp_path, ssh):
     ended = run("-n", 1, "--hosts", "a,dies", "--ssh", ssh, script(tmp_path, "time.sleep(60)"), cwd=tmp_path)
-    # Before all hosts have answered, or after.
+    # The loss is noticed either before or after all hosts have answered.
     said = ("dies: the connection ended", "the connection to dies ended, and with it rank 1")
     assert ended.returncode == 1 and any(words in ended.stderr for words in said), ended.stderr
 
@@ -384,7 +384,7 @@ agent._SILENCE_S, agent.ALIVE_S = 2.0, 0.2
 
 
 def impatient(tmp_path):
-    """The environment in which agents and whoever starts them take seconds for minutes."""
+    """Returns an environment in which agents and their starter wait for seconds instead of minutes."""
     (tmp_path / "patched").mkdir()
     (tmp_path / "patched" / "sitecustomize.py").write_text(IMPATIENT)
     return {**os.environ, "PYTHONPATH": str(tmp_path / "patched")}
@@ -427,7 +427,7 @@ def test_an_agent_that_nobody_speaks_to_says_so_and_ends_its_ranks(tmp_path, ssh
 
 @pytest.mark.parametrize("more", [[], ["--master-addr", "no.such.name.invalid"]])
 def test_a_meeting_place_without_an_address_is_named_before_anything_runs(more, tmp_path, ssh):
-    # The name of the first host is ssh's alone, and the second one is elsewhere.
+    # The name of the first host is known only to ssh, and the second host is another machine.
     start = time.monotonic()
     ended = run(
         "-n", 1, "--hosts", "loop.invalid,b", *more, "--ssh", ssh, script(tmp_path, "open('ran', 'w')"), cwd=tmp_path
@@ -440,7 +440,7 @@ def test_a_meeting_place_without_an_address_is_named_before_anything_runs(more, 
 
 @pytest.fixture
 def real_ssh(tmp_path):
-    """A command like ssh that reaches this host as `a` and `b`, through a server of its own."""
+    """Returns an ssh command that reaches this host as `a` and `b`, through a server that this fixture starts."""
     server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if server is None or shutil.which("ssh") is None:
         pytest.skip("there is no sshd or no ssh on this machine (Debian's openssh-server and openssh-client)")

@@ -1,4 +1,4 @@
-"""`accl simulate` and what `accl info` says about calibration."""
+"""`accl simulate`, and what `accl info` reports about calibration."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_the_table_marks_the_choice_of_each_size():
 def test_columns_of_long_times_stay_apart():
     arguments = ("--ranks", "4096", "--ranks-per-host", "8", "--link", "1Gbit/s,2us", "--sizes", "64MiB")
     _, head, row = accl("simulate", *arguments).stdout.splitlines()
-    # The size is a number and a unit.
+    # The size takes two columns: a number and a unit.
     assert len(row.split()) == len(head.split()) + 1 and len(row.rstrip()) <= len(head), (head, row)
 
 
@@ -108,7 +108,7 @@ def test_info_measures_once_and_says_from_where(tmp_path):
     for _ in range(2):
         calibration = json.loads(accl("info", "--json", **env).stdout)["calibration"]
         assert len(calibration["constants"]["shm_sent_ps_per_kib"]) == 5
-        # A machine too busy to be measured takes the built-in constants and says so.
+        # A machine too busy to be measured uses the built-in constants and reports that.
         if calibration["source"] != "built in":
             assert calibration["source"].startswith(str(tmp_path / "torch-accl")) and calibration["age_s"] < 600
             assert len(list((tmp_path / "torch-accl").iterdir())) == 1
@@ -119,7 +119,7 @@ def test_info_measures_once_and_says_from_where(tmp_path):
 def test_a_fresh_start_warns_of_nothing_and_info_names_constants_that_are_not_determined(tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path), "ACCL_CALIBRATION": "auto"}
     assert "contradicts" not in accl("info", **env).stderr
-    # As met on a two-core Sapphire Rapids, whose every measurement gives these four.
+    # Constants measured on a two-core Sapphire Rapids, where every measurement leaves these four undetermined.
     path = tmp_path / "machine.txt"
     kept = (CALIBRATIONS / "sapphire-rapids-two-cores.txt").read_text()
     path.write_text(kept + "at_bounds = shm_call_ps, shm_latency_ps, tcp_latency_ps, switch_ps\n")
@@ -129,7 +129,7 @@ def test_a_fresh_start_warns_of_nothing_and_info_names_constants_that_are_not_de
     assert marked == ["shm_call_ps", "shm_latency_ps", "tcp_latency_ps", "switch_ps"]
 
 
-# As an earlier version kept it after a measurement that contradicted itself.
+# The cache of an earlier version, which kept a measurement that contradicted itself.
 DEGENERATE = "shm_call_ps = 0\ntcp_latency_ps = 0\nswitch_ps = 369800\n"
 
 
@@ -144,7 +144,7 @@ def test_a_degenerate_cache_is_measured_anew_once(tmp_path):
     assert constants["shm_call_ps"] > 0 and constants["tcp_latency_ps"] > 0
     kept = cache.read_text()
     if kept == DEGENERATE:
-        # A machine too busy to be measured takes built-in constants in the place of those, and says so.
+        # A machine too busy to be measured replaces these constants by built-in ones and reports that.
         assert "no machine has shm_call_ps and tcp_latency_ps of 0" in first.stderr
     else:
         assert json.loads(accl("info", "--json", **env).stdout)["calibration"]["constants"] == constants
@@ -178,7 +178,7 @@ def test_info_under_a_launcher_shows_the_ranks_their_links_and_what_they_would_c
     asked = ["--connect-all"] if connect_all else []
 
     def ended(*more):
-        # With the variables that torchrun sets. It would load torch for each of them.
+        # Uses the variables that torchrun sets. torchrun itself would load torch for each rank.
         ranks = run_script(command_code(["info", *asked, *more]), world=6, timeout=60)
         assert [rank.exitcode for rank in ranks] == [0] * 6, ranks[0].stderr
         assert not any(rank.stdout for rank in ranks[1:])
@@ -189,7 +189,7 @@ def test_info_under_a_launcher_shows_the_ranks_their_links_and_what_they_would_c
         {rank["pid"] for rank in job["ranks"]}
     ) == 6
     unlinked = [[link["rank"] for link in rank["links"] if link["link"] is None] for rank in job["ranks"]]
-    # Without, the barrier may have made some more.
+    # Without --connect-all only the link to the opposite rank may be missing; the barrier may have created it.
     assert (
         unlinked == [[]] * 6 if connect_all else all(far in ([], [(rank + 3) % 6]) for rank, far in enumerate(unlinked))
     )

@@ -1,4 +1,4 @@
-"""Scripts of ACCL's process group after changing the import: its functions and workloads, every argument and every refusal."""
+"""Scripts of ACCL's process group after changing the import: functions, workloads, every argument and every refusal."""
 
 import inspect
 import json
@@ -22,19 +22,19 @@ pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package on
 
 DESIGN = accl.ACCLDesign
 HALF = {accl.DataType.float32: accl.DataType.float16}
-# Nobody listens at port 1: engines are in the ranks' own processes.
+# No process listens at port 1, so the engines run in the ranks' own processes.
 NOBODY = 1
 
 
 def places(world, port=NOBODY, segment=1024):
-    """Ranks at successive ports; at the port where nobody listens, at successive addresses."""
+    """Ranks at successive ports. At port `NOBODY` they have successive addresses instead."""
     if port == NOBODY:
         return [accl.Rank(f"127.0.0.{rank + 1}", NOBODY, rank, segment) for rank in range(world)]
     return [accl.Rank("127.0.0.1", port + rank, rank, segment) for rank in range(world)]
 
 
 def accl_group(world, create=accl.create_simulate_process_group, *arguments, **named):
-    """The group that a script makes; the text of its device."""
+    """Creates the group as a script does, and returns the URL of its device."""
     create(places(world), *arguments, **named)
     init_group("ACCL")
     return device_line().split(": ", 1)[0].removeprefix("device ")
@@ -44,7 +44,7 @@ def numbers(rank, count, dtype=torch.float32):
     return (torch.arange(count) % 97 + rank + 1).to(dtype)
 
 
-# The plain workload: every collective that ACCL had, and what it had not.
+# The plain workload: every collective of ACCL, and collectives that ACCL lacks.
 
 
 @on_ranks(1, 2, 3, init=False)
@@ -98,7 +98,7 @@ def test_every_collective_of_a_group_that_was_created_first_is_right_and_on_the_
         dist.reduce_scatter_tensor(tensor, given)
         assert torch.equal(tensor, sum(numbers(10 * other + rank, 5, dtype) for other in range(world)))
         counts(f"reduce_scatter {kind} SUM")
-    # What a device does not do, the host does.
+    # The host runs what the device does not support.
     tensor = numbers(rank, 9)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     assert torch.equal(tensor, numbers(world - 1, 9))
@@ -152,7 +152,7 @@ def test_compressed_sums_keep_within_the_tolerances_of_the_workload(rank, world,
     assert accl.get_compression() == HALF
     init_group("ACCL")
     assert accl.get_compression() == HALF and "compression=fp16" in device_line()
-    # ACCL's test takes float16's rounding for 1e-3 of a value and 5e-3 beyond it.
+    # ACCL's test allows 1e-3 of a value plus 5e-3 for the rounding of float16.
     generator = torch.Generator().manual_seed(5)
     inputs = torch.rand(world, 2000, generator=generator)
     tensor = inputs[rank].clone()
@@ -161,7 +161,7 @@ def test_compressed_sums_keep_within_the_tolerances_of_the_workload(rank, world,
     tensor = inputs[rank].clone()
     dist.reduce(tensor, 0)
     assert rank != 0 or torch.allclose(tensor, inputs.sum(0), rtol=1e-3, atol=5e-3)
-    # What is only moved, and what is of another type, stays exact.
+    # Calls that only move data, and calls with another type, stay exact.
     tensor = inputs[rank].clone()
     dist.broadcast(tensor, 1)
     assert torch.equal(tensor, inputs[1])
@@ -195,7 +195,7 @@ def test_compression_of_a_group_that_there_is_cannot_change(rank, world):
     dist.destroy_process_group()
 
 
-# The segmentation workload: more than fits into an rx buffer, in any shape.
+# The segmentation workload: tensors larger than an rx buffer, in any shape.
 
 
 @on_ranks(2, 3, init=False)
@@ -243,11 +243,11 @@ def test_any_size_of_rx_buffers_is_right(rank, world, bufsize):
     dist.destroy_process_group()
 
 
-# Creation: the text of the device.
+# Creation: the URL of the device.
 
 
 def text_of(create, *arguments, listens=False, **named):
-    """What a creation asks for, without making a group."""
+    """Returns the device URL that a creation function requests, without creating a group."""
     accl.reset()
     create(*arguments, **named)
     text = accl._wanted[0].text(listens=listens)
@@ -298,7 +298,7 @@ def test_sizes_are_the_devices_own_unless_they_are_given():
     assert keys(bufsize=1, world=9) == "rx_bytes=128&eager=8192"
     assert keys(bufsize=4 << 20, nbufs=18) == "rx_buffers=18&rx_bytes=4194304&eager=4194304"
     assert keys(bufsize=8 << 20) == "rx_bytes=8388608&eager=8388608"
-    # A segment more would be refused: the number here is the device's.
+    # One more segment would be refused, so the number of segments here is the device's maximum.
     torch_accl.Options(device=f"sim://?{keys(bufsize=1024)}")
     with pytest.raises(ValueError, match="more than 64 segments"):
         torch_accl.Options(device="sim://?rx_bytes=1024&eager=66560")
@@ -413,7 +413,7 @@ def test_a_card_of_a_tcp_design_gets_the_sessions_that_its_ranks_name(rank, worl
     accl.create_process_group(ranks, __file__, 0, DESIGN.tcp)
     with pytest.raises((NotImplementedError, dist.DistError), match="(?i)xrt") as error:
         init_group("ACCL")
-    # It was the card that did not open, or its library.
+    # The error comes from the card that did not open, or from its library, and not from the sessions.
     assert "sessions" not in str(error.value)
     with accl._wanted[0]._ranks_file() as path:
         sessions = [line["session"] for line in json.loads(Path(path).read_text())["ranks"]]
@@ -451,7 +451,7 @@ def test_what_was_created_holds_until_it_is_reset_and_options_win(rank, world):
 def test_ranks_sleep_for_a_debugger_before_they_make_the_group(rank, world):
     begin = time.monotonic()
     accl_group(world, accl.create_process_group, DESIGN.udp, simulation=True, profiling_ranks=[1], profiling_timeout=1)
-    # The others wait for it, who ever began first.
+    # The other ranks wait for rank 1, whichever rank began first.
     assert 0.9 < time.monotonic() - begin < 10
     dist.destroy_process_group()
 
@@ -481,7 +481,7 @@ def test_initialisation_and_queue_pairs_are_the_engines_matter(rank, world):
     dist.destroy_process_group()
 
 
-# A script, for which nobody listens or emulators do.
+# A script for ranks whose ports have emulators or no listeners.
 SCRIPT = """
 import os, torch, torch.distributed as dist
 from torch_accl.compat import accl_process_group as accl

@@ -1,4 +1,4 @@
-"""Scripts of torch-ccl: its name, its variables, and what its examples do."""
+"""Scripts of torch-ccl: its backend name, its variables, and the steps of its examples."""
 
 import textwrap
 
@@ -108,7 +108,7 @@ os.write(1, (" ".join(map(str, said)) + chr(10)).encode())
 dist.destroy_process_group()
 """
 
-# The steps of the first example of torch-ccl's README: the address is the script's, rank and size are handed over.
+# The steps of the first example of torch-ccl's README: the script sets the address and passes rank and size.
 USAGE = """
 import os
 import torch
@@ -127,7 +127,7 @@ os.write(1, f"{dist.get_rank()} {dist.get_world_size()} {tensor.sum().item()}\\n
 dist.destroy_process_group()
 """
 
-# Those of the second: what the profiler says of calls of two sizes.
+# The steps of the second example: what the profiler shows for calls of two sizes.
 PROFILED = """
 import os
 import torch
@@ -173,7 +173,7 @@ def test_the_demo_of_onecls_guide_trains_in_the_environment_of_each_launcher(lau
 @pytest.mark.parametrize("name", sorted(launchers.COMMANDS))
 def test_the_examples_of_torch_ccl_run_under_a_launcher_that_is_installed(name, tmp_path):
     usage = USAGE.replace("FREE_ONE", str(free_port()))
-    # The one that names an address comes last: the others have none.
+    # The script that sets an address comes last, because the other scripts set none.
     ended = launchers.run_under(name, TRAIN + PROFILED + usage, 2, tmp_path)
     assert ended.returncode == 0, ended.stderr
     shapes = "[('[[2, 2]]', 10), ('[[4, 4]]', 10)] 20"

@@ -1,4 +1,4 @@
-"""Scripts of torch_cgx after changing the import: its variables, functions and hook, with its tests as a floor."""
+"""Scripts of torch_cgx after changing the import: its variables, functions and hook; its own tests are the minimum."""
 
 import functools
 import os
@@ -31,7 +31,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def cgx_ranks(*worlds, **env):
-    """Ranks of a group of the name cgx, with these variables."""
+    """Runs the body on ranks with a default group of backend cgx, with these environment variables."""
 
     def decorate(body):
         return on_ranks(*worlds, init=False, env=env)(in_cgx_group(body))
@@ -50,21 +50,21 @@ def in_cgx_group(body):
 
 
 def exact_sum(world, count=5003, dtype=torch.float32):
-    """As accl adds without compression."""
+    """The exact sum, in float64, of all ranks' contributions in `dtype`."""
     return sum(contribution(other, count).to(dtype).double() for other in range(world))
 
 
 def summed(tensor, **how):
-    """The sum over all ranks, of a copy."""
+    """Returns the sum over all ranks, computed on a copy."""
     tensor = tensor.clone()
     dist.all_reduce(tensor, **how)
     return tensor
 
 
 def encoded_with(codec, tensor, group):
-    """The sum as a codec gives it, whatever the variables say."""
+    """Returns the sum as encoded by `codec`, whatever the variables say."""
     tensor = tensor.clone()
-    # What is audited travels, too, and would make it another size of call.
+    # An audit would send additional data and so change the size of the call.
     compression.all_reduce_quantized(tensor, group=group, compression=Compression(codec, inner=codec, audit=0))
     return tensor
 
@@ -85,7 +85,7 @@ def test_a_group_keeps_its_store_and_splits_or_says_that_this_torch_cannot(rank,
     assert tensor.tolist() == [2.0] * 8
 
 
-# CGX's own tests: exact where it is, and its bound where it is not.
+# CGX's own tests: exact results where CGX is exact, and its error bound elsewhere.
 
 
 @cgx_ranks(1, 2, 3, 4)
@@ -112,7 +112,7 @@ def test_sums_of_ramps_keep_within_the_bound_of_cgx(rank, world, bucket):
             found = [summed(ramp * (rank + 1)) for _ in range(10 if count < 10**6 else 2)]
             assert all(torch.equal(again, found[0]) for again in found)
             assert (found[0] - exact).abs().max() < bound, (bits, count)
-            # So coarse a step loses something of every ramp.
+            # At so few bits a step is coarse enough to change every ramp.
             if bits <= 4:
                 assert (found[0] - exact).abs().max() > bound / 64, (bits, count)
             assert same_on_all(found[0])
@@ -167,7 +167,7 @@ def test_what_is_no_sum_of_floats_in_one_tensor_travels_as_it_is(rank, world):
         (contribution(rank).double(), dist.ReduceOp.SUM),
         (torch.arange(5000) + rank, dist.ReduceOp.SUM),
         (torch.view_as_complex(contribution(rank, 5000).view(-1, 2)), dist.ReduceOp.SUM),
-        # No more than the minimal size.
+        # Not larger than the minimal size.
         (contribution(rank, 16), dist.ReduceOp.SUM),
     ]
     for tensor, op in calls:
@@ -191,7 +191,7 @@ def test_what_is_no_sum_of_floats_in_one_tensor_travels_as_it_is(rank, world):
 def test_layers_of_no_more_than_the_minimal_size_travel_as_they_are(rank, world):
     for count, is_exact in ((100, True), (101, False)):
         assert (error(summed(contribution(rank, count)), exact_sum(world, count)) < 1e-6) == is_exact
-    # It is read when a group is made.
+    # A group reads the variable when it is created.
     os.environ[MINIMAL] = "0"
     assert error(summed(contribution(rank, 100)), exact_sum(world, 100)) < 1e-6
     small = dist.new_group()
@@ -216,7 +216,7 @@ def test_every_way_of_calling_is_compressed_alike(rank, world):
     tensor = contribution(rank)
     dist.group.WORLD.allreduce([tensor], dist.ReduceOp.SUM).wait()
     assert torch.equal(tensor, expected)
-    # This one and the next come from C++.
+    # This call and the next one come from C++.
     result = functional.all_reduce(contribution(rank), "sum", dist.group.WORLD)
     assert torch.equal(functional.wait_tensor(result), expected)
     strided = torch.zeros(5003, 2)
@@ -234,7 +234,7 @@ def test_what_a_caller_says_of_compression_counts(rank, world):
     compression.all_reduce_quantized(expected, compression="maxmin:8", group=other)
     assert torch.equal(tensor, expected)
     compression.CompressionState(Compression(), nn.Linear(2, 2))
-    # A hook of torch_accl's own is a hook, too.
+    # A hook of torch_accl's own also counts as a hook.
     assert torch.equal(summed(contribution(rank)), summed(contribution(rank), group=other))
 
 
@@ -362,7 +362,7 @@ def test_a_wrong_variable_is_named_when_a_call_is_made(rank, world):
 
 
 def warned(**env):
-    """What is said when a group is made with these variables, and the sum of ones of two ranks."""
+    """Returns the warnings of creating a group with these variables, and the all-reduced contribution."""
     os.environ.update(env)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -503,7 +503,7 @@ def test_layers_are_registered_in_order_and_every_setter_reads_back():
     assert cgx.registered() == cgx.Registered((), (), ())
 
 
-# The same bits as alone are promised of `direct` only: others choose and cut by the size of the whole call.
+# Only `direct` promises the same bits as separate calls: other algorithms depend on the size of the whole call.
 @cgx_ranks(2, 3, CGX_COMPRESSION_QUANTIZATION_BITS="8", ACCL_ALGORITHM="all_reduce=direct")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_registered_layers_have_bits_and_buckets_of_their_own(rank, world, dtype):
@@ -523,7 +523,7 @@ def test_registered_layers_have_bits_and_buckets_of_their_own(rank, world, dtype
     for part, wanted in zip(result.split(counts), expected(), strict=True):
         assert torch.equal(part, wanted)
     assert same_on_all(result)
-    # As a call that is not waited for, its future has the whole.
+    # The future of an asynchronous call returns the whole tensor.
     work = dist.all_reduce(again := tensor.clone(), async_op=True)
     assert [whole.shape for whole in work.get_future().wait()] == [tensor.shape] and work.wait()
     assert work.is_completed() and torch.equal(again, result)
@@ -531,11 +531,11 @@ def test_registered_layers_have_bits_and_buckets_of_their_own(rank, world, dtype
     cgx.set_quantization_bucket_size(0, 0, 64)
     codecs[0] = f"maxmin:6,bucket=64,meta={kind},rounding=nearest"
     assert torch.equal(summed(tensor).split(counts)[0], expected()[0])
-    # What is no bucket is exact, however many elements it has.
+    # A tensor that is not a registered bucket is exact, however many elements it has.
     for count in (1000, 5003, 16, 10**5):
         foreign = contribution(rank, count).to(dtype)
         assert torch.equal(summed(foreign), summed(foreign, group=other))
-    # The same in a tensor that cannot be cut.
+    # A strided tensor cannot be cut into layers, so the same bucket is exact in it.
     strided = torch.zeros(sum(counts), 2, dtype=dtype)
     strided[:, 0] = tensor
     dist.all_reduce(strided[:, 0])
@@ -560,7 +560,7 @@ def test_a_size_that_two_buckets_have_is_exact_unless_they_are_alike(rank, world
     assert rank != 0 or "2 registered buckets are of 6000 elements with different layers" in said[0]
 
 
-# Models by name.
+# Models registered by name.
 
 
 def made(seed=7, **options):
@@ -576,7 +576,7 @@ def hooked(seed=7, bits=4, bucket_size=64, layer_min_size=1024, **options):
 
 
 def step(rank, model, number=0):
-    """Gradients of one step, by name."""
+    """Returns the gradients of one step, by name."""
     generator = torch.Generator().manual_seed(1000 * rank + number)
     inputs, targets = torch.randn(8, 48, generator=generator), torch.randn(8, 5, generator=generator)
     model.zero_grad()
@@ -585,7 +585,7 @@ def step(rank, model, number=0):
 
 
 def coarse(gradients, exact):
-    """The names of those that were compressed."""
+    """Returns the names of the gradients that were compressed, which differ from the exact ones."""
     return {name for name, gradient in gradients.items() if not torch.equal(gradient, exact[name])}
 
 
@@ -619,13 +619,13 @@ def test_registered_models_are_compressed_and_other_calls_are_not(rank, world):
     cgx.register_model(weights_in_order(model.module))
     cgx.register_model(weights_in_order(model.module))
     assert cgx.registered().names == tuple(name for name, _ in weights_in_order(model.module))
-    # DistributedDataParallel makes its buckets anew after the first step.
+    # DistributedDataParallel rebuilds its buckets after the first step.
     for _ in range(3):
         gradients = step(rank, model)
         assert coarse(gradients, exact) >= {"up.weight", "down.weight"}
     for count in (1000, 5003, 10**5):
         assert torch.equal(summed(contribution(rank, count)), summed(contribution(rank, count), group=other))
-    # A bucket with an excluded layer cannot be taken apart without a hook; the others are compressed.
+    # Without a hook, a bucket with an excluded layer cannot be taken apart; the other buckets are compressed.
     cgx.exclude_layer("head.bias")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -668,7 +668,7 @@ def test_with_a_hook_excluded_layers_are_exact_by_name_or_by_size(rank, world):
     cgx.exclude_layer("down")
     assert coarse(step(rank, model), exact) == {"up.weight"}
     cgx.reset()
-    # Both have as many elements: which is which is not known, so neither is compressed.
+    # Both weights have equally many elements. Sizes alone do not identify the excluded one, so neither is compressed.
     cgx.register_model(weights_in_order(model.module))
     cgx.exclude_layer("down")
     assert coarse(step(rank, model), exact) == set()
@@ -706,7 +706,7 @@ def test_the_hook_compresses_large_matrices_from_the_first_step_on(rank, world):
     assert coarse(step(rank, hooked(layer_min_size=50)[0]), exact) == {"up.weight", "down.weight", "head.weight"}
     assert coarse(step(rank, hooked(layer_min_size=5000)[0]), exact) == set()
     assert coarse(step(rank, hooked(bits=32)[0]), exact) == set()
-    # Bits of the environment, and 32 without it; the bucket of a state is 1024 by default.
+    # Bits come from the environment, and are 32 without it. The default bucket size of a state is 1024.
     model = made()
     state = cgx.CGXState()
     model.register_comm_hook(state, cgx.cgx_hook)
@@ -751,7 +751,7 @@ def test_setters_change_what_the_hook_does_and_read_back(rank, world):
     cgx.set_quantization_bits(*place("up.weight"), 2)
     cgx.set_quantization_bucket_size(*place("down.weight"), 1024)
     cgx.set_quantization_bits(*place("up.bias"), 4)
-    # Buckets are made anew now, and what was said of a gradient stays with it.
+    # DistributedDataParallel rebuilds its buckets now; the settings of a gradient stay with it.
     for _ in range(3):
         after = step(rank, model)
     assert layer("up.weight") == cgx.Layer(4608, 2, 64)
@@ -770,7 +770,7 @@ def test_setters_change_what_the_hook_does_and_read_back(rank, world):
 def test_registered_layers_count_in_the_hook_where_sizes_fit(rank, world):
     exact = step(rank, made())
     model, state = hooked(bits=8)
-    # After the first step, gradients are in another order.
+    # After the first step, gradients are in a different order.
     for _ in range(2):
         step(rank, model)
     for index, row in enumerate(state.layers[0]):
@@ -779,7 +779,7 @@ def test_registered_layers_count_in_the_hook_where_sizes_fit(rank, world):
         warnings.simplefilter("error")
         for _ in range(3):
             assert coarse(step(rank, model), exact) == {"head.weight"}
-    # Of the only bucket, the table has other layers than there are.
+    # The table describes other layers for the only bucket than it has.
     cgx.reset()
     cgx.register_layer(0, 0, 10, 4, 64)
     with pytest.warns(UserWarning, match=r"layers registered for bucket 0 have \[10\] elements"):
@@ -797,7 +797,7 @@ def test_two_models_have_a_state_each_and_foreign_calls_stay_exact(rank, world):
         for (model, _), optimizer in zip(pairs, optimizers, strict=True):
             step(rank, model, number)
             optimizer.step()
-            # As many elements as a bucket has, and in a group of its own.
+            # Metrics with as many elements as a bucket, in the default group and in a group of their own.
             metrics = contribution(rank, sum(p.numel() for p in model.parameters()))
             assert torch.equal(summed(metrics), summed(metrics, group=other))
             assert torch.equal(summed(metrics, group=subgroup), summed(metrics, group=other))
@@ -807,7 +807,7 @@ def test_two_models_have_a_state_each_and_foreign_calls_stay_exact(rank, world):
         cgx.set_quantization_bits(0, 0, 4)
     pairs[0][1].set_quantization_bits(0, 0, 3)
     assert pairs[0][1].layers[0][0].bits == 3 and pairs[1][1].layers[0][0].bits != 3
-    # Until everything is forgotten.
+    # After a reset nothing is registered, so calls are compressed again.
     cgx.reset()
     assert not torch.equal(summed(metrics), summed(metrics, group=other))
 
@@ -827,11 +827,11 @@ def test_a_wrong_state_is_refused(rank, world):
     other = gloo_group()
     with pytest.raises(RuntimeError, match="this one has gloo"):
         cgx.CGXState(other)
-    # A state that was not made leaves calls as they were.
+    # A state whose creation failed does not change how calls are compressed.
     assert not compression.CompressionState.is_any_made
 
 
-# Without the facade.
+# Without the `cgx` module.
 
 PLAIN = """
 import torch, torch.distributed as dist

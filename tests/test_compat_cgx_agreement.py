@@ -1,4 +1,4 @@
-"""Ranks whose CGX variables differ are told which, in their own words, and none waits for another."""
+"""Ranks whose CGX variables differ: each rank gets an error that names the variable and both values, and none hangs."""
 
 import os
 
@@ -24,7 +24,7 @@ def told(first, second):
     return f"different settings: rank 0 has {first}, and rank 1 has {second}; give all ranks the same"
 
 
-# By variable: the values of rank 0 and 1.
+# The values of rank 0 and rank 1, by variable.
 OF_GROUPS = {
     "CGX_INTRA_COMPRESS": ("1", "0"),
     "CGX_DEBUG_DUMMY_COMPRESSION": ("1", "0"),
@@ -38,13 +38,13 @@ OF_GROUPS = {
 @pytest.mark.parametrize("variable", list(OF_GROUPS))
 def test_a_variable_that_differs_is_named_when_a_group_of_cgx_is_made(rank, world, variable):
     os.environ[variable] = OF_GROUPS[variable][rank]
-    # That of the algorithm is one of accl's settings, which ranks compare when they meet.
+    # The algorithm variable becomes a setting of accl, which ranks compare at rendezvous.
     is_of_accl = "REDUCTION" in variable
     with pytest.raises(ValueError if is_of_accl else RuntimeError) as caught:
         init_group("cgx")
     said = told(*(f"{variable}={value}" for value in OF_GROUPS[variable]))
     assert (f"{variable}=Ring stands for" if is_of_accl else said) in str(caught.value)
-    # The ranks go on together with a group that the variable says nothing of.
+    # The ranks continue together with a group that ignores the variable.
     init_group("accl")
     with pytest.raises((RuntimeError, ValueError), match=variable):
         dist.new_group(backend="cgx")
@@ -56,7 +56,7 @@ def test_a_variable_that_differs_is_named_when_a_group_of_cgx_is_made(rank, worl
 @pytest.mark.parametrize("variable", [name for name in OF_GROUPS if "REDUCTION" not in name])
 def test_a_variable_that_differs_is_named_by_the_hook_in_a_group_of_accl(rank, world, variable):
     os.environ[variable] = OF_GROUPS[variable][rank == 1]
-    # As the minimal size, which counts only where it is more than layer_min_size.
+    # The minimal size counts only where it exceeds layer_min_size, so one side reports layer_min_size.
     first, second = (f"{variable}={value}" for value in OF_GROUPS[variable])
     if "MINIMAL" in variable:
         first = "layer_min_size=1024"

@@ -1,4 +1,5 @@
-"""Scripts of torchbraid after changing their imports: nets, setters, communicators, and each thing that breaks in the original."""
+"""Scripts of torchbraid after changing their imports: nets, setters, communicators, and cases that fail in
+torchbraid."""
 
 import contextlib
 import copy
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # what optimizers load, which takes seconds: here once, and not in every rank
+import torch._dynamo  # imported once here: optimizers load it, which takes seconds in every rank
 import torch.distributed as dist
 from support import BACKEND, gloo_group, on_ranks, run_file, run_script
 from support.launchers import COMMANDS, OF_A_JOB, run_under
@@ -36,7 +37,7 @@ WIDTH = 6
 
 
 class Step(nn.Module):
-    """One whose weights depend on torch's random numbers alone."""
+    """A layer whose weights depend only on torch's random numbers."""
 
     def __init__(self, width=WIDTH):
         super().__init__()
@@ -54,7 +55,7 @@ def net(layer=Step, steps=8, Tf=1.0, comm=MPI.COMM_WORLD, levels=1, iters=10, se
 
 
 def inexact(layer=Step, steps=8, **options):
-    """As its examples have it: two iterations forward, one backward, the down-cycle skipped."""
+    """A net as in torchbraid's examples: two iterations forward, one backward, the down-cycle skipped."""
     made = net(layer, steps, levels=2, **options)
     made.setFwdMaxIters(2)
     made.setBwdMaxIters(1)
@@ -68,26 +69,26 @@ def batch(count=5, width=WIDTH, dtype=torch.float32, seed=1):
 
 
 def serial(made, x):
-    """The same net on one rank, and its output on all of them."""
+    """Returns the same net as a serial net, and its output, on all ranks."""
     whole = made.body.to_serial()
     return whole, whole(x)
 
 
 def gradients(made):
-    """Of all layers, by name, on all ranks."""
+    """Returns the gradients of all layers, by name, on all ranks."""
     mine = {name: parameter.grad for name, parameter in made.body.named_parameters()}
     return {name: gradient for part in made.ranks.allgather(mine) for name, gradient in part.items()}
 
 
 @contextlib.contextmanager
 def warnings_anew():
-    """What a warning says once for a process it says here, too."""
+    """Records torchbraid's warnings, including those that are normally given once per process."""
     said = set(_has_said)
     _has_said.clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield found
-    # Torch has warnings of its own.
+    # Drop torch's own warnings.
     found[:] = [one for one in found if str(one.message).startswith("torchbraid: ")]
     _has_said.update(said)
 
@@ -125,7 +126,7 @@ def test_results_do_not_depend_on_the_number_of_ranks(rank, world):
         made = inexact(lambda: Step().double(), 10, comm=comm)
         y = made(batch(dtype=torch.float64))
         (y.square().sum() if comm.Get_rank() == 0 else y.sum()).backward()
-        # On the last rank the gradient that it gives itself counts for nothing.
+        # The gradient that ranks other than 0 pass has no effect.
         found.append((y, gradients(made), made.getFwdStats(), made.getBwdStats()))
     (y, grads, *stats), (right, alone, *others) = found
     assert rank != 0 or torch.equal(y, right)
@@ -198,7 +199,7 @@ def test_a_stand_in_is_zero_whatever_it_stands_for():
 
 
 class Fails(Step):
-    # By the number of evaluations.
+    # Number of evaluations until the layer fails; None: never.
     when: int | None = None
 
     def forward(self, x):
@@ -240,7 +241,7 @@ def test_an_exception_of_the_backward_pass_is_raised_on_all_ranks(rank, world):
     y = made(batch(), is_bad=True)
     with pytest.raises(LayerParallelError, match=r"layer \d.*no way back"):
         y.sum().backward()
-    # What the layers were given for that batch is nothing to the next one.
+    # Arguments that the layers received for that batch do not affect the next batch.
     made(batch()).sum().backward()
 
 
@@ -251,7 +252,7 @@ def test_other_lengths_and_batch_sizes_are_planned_anew(rank, world):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         y = made(x if rank == 0 else torch.tensor(shape[0]))
         assert y.shape == shape
-        # A small batch is not filled up, and so is what it is by itself.
+        # A small batch is not padded, so its backward pass has the batch's own size.
         y.sum().backward()
 
 
@@ -268,7 +269,7 @@ class Dropping(nn.Module):
 
 
 def masks(made):
-    """The last mask of each layer, all evaluations having had the same."""
+    """Returns the last mask of each layer; all evaluations of a layer must have had the same mask."""
     found = {}
     for number, layer in made.body.layers.items():
         assert all(torch.equal(mask, layer.seen[0]) for mask in layer.seen), number
@@ -286,7 +287,7 @@ def test_dropout_has_a_mask_for_each_batch_layer_and_sample_and_one_for_all_eval
     assert torch.equal(torch.random.get_rng_state(), state), "torch's own numbers are left alone"
     rows = [tuple(row.tolist()) for mask in first.values() for row in mask]
     assert len(set(rows)) == len(rows) == 64, "no two layers or samples have one mask"
-    # Two modules in a layer draw for themselves: a quarter is kept.
+    # The two modules in a layer draw independently, so a quarter is kept.
     kept = torch.stack(list(first.values()))
     assert set(kept.unique().tolist()) == {0.0, 4.0} and 0.2 < (kept > 0).float().mean() < 0.3
     made(batch(3)).sum().backward()
@@ -306,7 +307,7 @@ def test_dropout_does_not_depend_on_how_a_batch_is_cut(rank, world):
     parts(batch(8)).sum().backward()
     for number, layer in whole.body.layers.items():
         pieces = parts.body.layers[number].seen
-        # A try with zeros, of the forms, may come before.
+        # A trial evaluation with zeros, which determines shapes, may come before.
         assert torch.equal(torch.cat(pieces[-2:]), layer.seen[-1])
 
 
@@ -373,7 +374,7 @@ def test_an_export_has_the_running_statistics(rank, world):
     for layer in made.layer_models:
         assert layer.norm.mean is layer.norm.running_mean and layer.norm.var is layer.norm.running_var
         if made.body.owner(0) == rank and layer is made.layer_models[0]:
-            # The first layer's inputs are those of the net.
+            # The first layer's inputs are the inputs of the net.
             right = nn.BatchNorm1d(WIDTH)
             for number in range(5):
                 right(batch(seed=number))
@@ -451,7 +452,10 @@ def test_splines_are_refused():
 
 
 class Pixels:
-    """As scripts have them: functions that look at the level themselves, of odd images whose sizes are halved. They know how they were called."""
+    """Functions for coarser states, written as in scripts: they check the level themselves and halve odd image sizes.
+
+    `calls` records how they were called.
+    """
 
     def __init__(self, levels, **others):
         self.levels, self.calls = levels, []
@@ -471,7 +475,7 @@ class Pixels:
         return functional.interpolate(img, (size, size), mode="bilinear", align_corners=True)
 
     def shape(self, shape, level):
-        # What it is given is its own.
+        # The function may modify its argument.
         if level in self.levels and len(shape) == 4:
             shape[2:] = [(length + 1) // 2 for length in shape[2:]]
         return shape
@@ -494,7 +498,7 @@ def images(size=9, rows=3):
 
 
 def pooled(levels=(0,), pixels=None, steps=16, max_levels=3, iters=9, **options):
-    """One whose states become coarser, and the functions that do so."""
+    """Returns a net whose states become coarser, and the functions that do so."""
     pixels = pixels or Pixels(list(levels))
     made = net(
         options.pop("layer", Convolution),
@@ -526,7 +530,7 @@ def test_states_become_coarser_on_the_levels_that_are_named(rank, world, levels)
     for norms in (made.body.norms.forward, made.body.norms.backward):
         first, *_, last = norms.values()
         assert last < 1e-3 * first
-    # A level that the net has not is none.
+    # Levels that the net does not have are ignored.
     called = {(name, level) for name, level, _ in pixels.calls}
     assert called == {(name, level) for name in ("coarsen", "refine") for level in levels if level < 2}
     sizes = {level: size for name, level, size in pixels.calls if name == "coarsen"}
@@ -567,7 +571,8 @@ class Joined(nn.Module):
 
 @on_ranks(1, 2)
 def test_single_layers_that_pool_and_states_of_two_tensors_become_coarser_too(rank, world):
-    # As many iterations as there are intervals are exact. States after the pooling look like coarser ones before it.
+    # With as many iterations as intervals the solve is exact. States after the pooling look like coarser states before
+    # it.
     pixels = Pixels([0, 1])
     made = net(
         [TwoImages, Pool, TwoImages, Joined],
@@ -626,7 +631,7 @@ def test_functions_that_are_wrong_are_named_on_all_ranks(rank, world):
 
 @on_ranks(1)
 def test_levels_whose_states_look_alike_are_told_apart(rank, world):
-    # As many iterations as there are intervals are exact, whatever the functions do.
+    # With as many iterations as intervals the solve is exact, whatever the functions do.
     said = []
 
     def scaled(by):
@@ -654,7 +659,7 @@ def test_functions_and_levels_are_given_together():
     ):
         with pytest.raises(error, match=text):
             net(**arguments)
-    # As scripts have it that leave it to an argument.
+    # Scripts pass an empty list if an argument controls coarsening.
     assert net(levels_to_coarsen=[]).fwd_app.coarsened == ()
     assert net(spatial_ref_funcs=three, levels_to_coarsen=[]).body.solver.shared.spatial is None
     made, _ = pooled([5], layer=lambda: Convolution(9))
@@ -704,7 +709,7 @@ def test_states_of_points_are_there_without_diagnostics_until_the_backward_pass(
     other(batch())
     right_times, right = other.getFineTimePoints()
     assert times == right_times and len(times) == len(made.layer_models) + (rank == 0)
-    # At a C-point an inexact solve has a state, and what the layer before makes of it.
+    # At a C-point, an inexact solve has both a state and the preceding layer's result, which differ slightly.
     near = {"rtol": 1e-2, "atol": 1e-2} if make is inexact else {}
     for state, expected in zip(states, right):
         assert isinstance(state, torchbraid.BraidVector) and not state.tensor().requires_grad
@@ -831,7 +836,7 @@ class Timed(nn.Module):
 
 
 class Knows(nn.Module):
-    """A single layer that wants to know dt."""
+    """A single layer that takes dt."""
 
     def forward(self, x, dt):
         return x * dt
@@ -886,7 +891,7 @@ def test_extra_arguments_are_given_to_each_layer(rank, world, layer):
     assert rank != 0 or not torch.allclose(right, other)
     with pytest.raises(LayerParallelError, match="extra argument of forward wants a gradient"):
         made(batch(), torch.ones((), requires_grad=True), shift=0.5)
-    # Nothing of them is left.
+    # No hooks for the extra arguments remain.
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in made.layer_models)
 
 
@@ -976,7 +981,7 @@ class FastCell(ImplicitCell):
 
 
 class Pair(nn.Module):
-    """A cell of two states of different shapes."""
+    """A cell with two states of different shapes."""
 
     def __init__(self):
         super().__init__()
@@ -990,7 +995,10 @@ class Pair(nn.Module):
 
 
 def recurrent(cell, count, world=None, rank=0, Tf=1.0, levels=1, comm=MPI.COMM_WORLD):
-    """The net of a sequence, and the part of it of this rank: as many steps as divide, and the rest on the last."""
+    """Returns the net of a sequence, and the slice of steps that belongs to this rank.
+
+    Each rank has `count // world` steps; the last rank also has the remainder.
+    """
     world = comm.Get_size() if world is None else world
     first = count // world
     own = first if rank < world - 1 else count - first * (world - 1)
@@ -1026,7 +1034,7 @@ def test_a_sequence_of_one_level_is_the_serial_loop(rank, world, kind):
         for a, b in zip([found] if len(h) == 1 else found, [expected] if len(h) == 1 else expected):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
         total = sum(a.square().sum() for a in ([found] if len(h) == 1 else found))
-        # What the others call it on counts for nothing.
+        # The gradient that ranks other than 0 pass has no effect.
         (total if rank == 0 else 3 * total).backward()
         sum(b.square().sum() for b in ([expected] if len(h) == 1 else expected)).backward()
         torch.testing.assert_close(mine.grad, theirs.grad[:, own], rtol=1e-10, atol=1e-14)
@@ -1067,7 +1075,7 @@ def test_a_sequence_is_solved_by_multigrid_each_way_as_it_was_asked_for(rank, wo
         "after as many iterations as there are intervals, and one for the output, all is exact"
     )
     assert cell.times == {(0, 0.25), (1, 1.0)}
-    # Exact forward, and only then is the backward pass as inexact as before.
+    # The forward pass is now exact. The backward pass stays inexact until its own levels are set.
     made.fwd_app.max_levels = 1
     found = errors(1, 1)
     assert found[0] < 1e-12 and found[1] > 1e-6
@@ -1092,7 +1100,7 @@ def test_a_sequence_may_have_another_length(rank, world):
 def test_dt_is_the_time_by_the_steps_of_the_batch_and_not_by_the_declared_ones(rank, world):
     cell = FastCell().double()
     with warnings_anew() as said:
-        # As scripts have it that give each rank the whole part of its share: 27 steps, of which 2 ranks declare 13 each.
+        # Scripts may give each rank only the integer part of its share: 27 steps, of which 2 ranks declare 13 each.
         made = torchbraid.GRU_Parallel(MPI.COMM_WORLD, cell, 13, HIDDEN, LAYERS, 27 * 0.25)
         x = sequence(27)
         state = torch.zeros(LAYERS, 4, HIDDEN, dtype=torch.float64)
@@ -1101,7 +1109,7 @@ def test_dt_is_the_time_by_the_steps_of_the_batch_and_not_by_the_declared_ones(r
         assert made.dt == 0.25
         torch.testing.assert_close(y, right, rtol=1e-12, atol=1e-12)
         grads = torch.autograd.grad(right.square().sum(), cell.parameters(), allow_unused=True)
-        # Another batch goes forward before the first goes back.
+        # Another batch goes forward before the first batch goes backward.
         made(x[:, :9])
         assert made.dt == 27 * 0.25 / 18
         y.square().sum().backward()
@@ -1250,7 +1258,7 @@ def test_a_first_guess_is_taken():
     exact.diagnostics(True)
     right = exact(batch())
     times, values = exact.getFineTimePoints()
-    # Of single samples, each a class of its own.
+    # Stores single samples, each in a class of its own.
     storage = utils.MeanInitialGuessStorage(5, 1.0)
     for time, value in zip(times, values):
         storage.addState(time, value.tensors(), range(5))
@@ -1271,7 +1279,7 @@ def test_a_first_guess_is_taken():
     assert torch.equal(made(batch()), plain)
 
 
-# ---- what becomes of a batch
+# ---- what happens to a batch
 
 
 @on_ranks(2)
@@ -1297,7 +1305,7 @@ def test_timers_are_of_passes_and_of_each_evaluation(rank, world, tmp_path):
     MPI.COMM_WORLD.Barrier()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bwd_0000.txt", "bwd_0001.txt"]
     assert "BckWD::runBraid" in (tmp_path / f"bwd_{rank:04d}.txt").read_text()
-    # Nobody takes the folder away while another looks.
+    # No rank may remove the folder while another rank reads it.
     MPI.COMM_WORLD.Barrier()
 
 
@@ -1472,7 +1480,7 @@ def test_a_count_that_stands_with_a_buffer_limits_what_a_call_moves(rank, world)
     assert buffer.tolist() == [world, rank + 1, rank + 1]
     comm.Reduce([mine(4), (1, 3)], [buffer := numpy.zeros(4), 1], root=root)
     assert buffer.tolist() == [total if rank == root else 0, 0, 0, 0]
-    # A count is that of one rank's block, as MPI has it.
+    # A count is the count of one rank's block, as in MPI.
     comm.Allgather([mine(4), 1], [buffer := numpy.zeros(world + 2), (1, 1)])
     assert buffer.tolist() == [0, *(other + 1 for other in ranks), 0]
     block = numpy.zeros(world)
@@ -1595,7 +1603,7 @@ def test_methods_of_mpi4py_that_are_missing_say_what_to_use():
 def test_messages_are_found_by_source_and_tag(rank, world):
     comm = MPI.COMM_WORLD
     after, before = (rank + 1) % world, (rank - 1) % world
-    # All send first, as MPI lets them.
+    # All ranks send before they receive, as MPI allows.
     comm.send({"from": rank}, dest=after, tag=7)
     comm.send("second", dest=after, tag=8)
     comm.Send(torch.full((5,), float(rank)), dest=after, tag=9)
@@ -1646,7 +1654,7 @@ def test_communicators_are_split(rank, world):
 
 
 class Foreign:
-    """A communicator of mpi4py's kind."""
+    """A communicator with the interface of mpi4py."""
 
     def __init__(self, rank, size):
         self._of = rank, size
@@ -1850,7 +1858,7 @@ def test_levels_are_counted_and_the_root_prints(capsys):
 # ---- nested iteration and MG/Opt
 
 DOUBLE = torch.float64
-# With it a coarse objective agrees with the finer one to first order.
+# With this option a coarse objective agrees with the finer objective to first order.
 TRANSPOSED = "accl_transposed_interp_params"
 BACKTRACK = ("tb_simple_backtrack_ls", {"ls_params": {"n_line_search": 4, "alpha": 1.0, "c1": 1e-4}})
 
@@ -1866,7 +1874,7 @@ class Smooth(nn.Module):
 
 
 class Whole(nn.Module):
-    """A model as scripts have it: a head, a LayerParallel, a tail."""
+    """A model as in scripts: a head, a LayerParallel, a tail."""
 
     def __init__(self, global_steps, layer=Smooth, comm=MPI.COMM_WORLD, cfactor=0):
         super().__init__()
@@ -1886,7 +1894,7 @@ class Whole(nn.Module):
 
 
 def samples(count=3, rows=8):
-    """Batches, as a loader gives them; a loader is any such list."""
+    """A list of batches, which serves as a loader."""
     generator = torch.Generator().manual_seed(5)
     return [
         (torch.randn(rows, 4, generator=generator, dtype=DOUBLE), torch.randint(3, (rows,), generator=generator))
@@ -1899,7 +1907,7 @@ SGD = ("pytorch_sgd", {"lr": 0.1, "momentum": 0.9})
 
 def hierarchy(steps=(2, 4), epochs=0, make=Whole, loader=None, seed=7, **options):
     solver = mgopt.mgopt_solver()
-    # The finest first.
+    # The finest level comes first.
     networks = [("Factory", {"global_steps": count}) for count in reversed(steps)]
     given = {"optims": SGD, "seed": seed, "mgopt_printlevel": 0, **options}
     solver.initialize_with_nested_iteration(
@@ -1909,11 +1917,11 @@ def hierarchy(steps=(2, 4), epochs=0, make=Whole, loader=None, seed=7, **options
 
 
 def body_of(model):
-    """The same net of `layer_parallel`: the head and the tail are its first and last layer."""
+    """Returns the same net built with `layer_parallel`, with head and tail as its first and last layer."""
     inner = model.parallel_nn.body
     serial_, rank = inner.to_serial(), model.parallel_nn.ranks.rank
     head, tail = copy.deepcopy(model.parallel_nn.ranks.bcast((model.open_nn, model.close_nn) if rank == 0 else None))
-    # The last thing was a test.
+    # The last pass was a test, which left the layers in evaluation mode.
     made = Body(
         [head, *(ode(layer) for layer in serial_.layers), tail], group=inner.wire.group or "alone", mode="exact-wave"
     )
@@ -1921,7 +1929,7 @@ def body_of(model):
 
 
 def all_values(model):
-    """Parameters and buffers of the whole net, on all ranks, by the names that `body_of` has for them."""
+    """Returns parameters and buffers of the whole net, on all ranks, by the names that `body_of` gives them."""
     count = len(model.parallel_nn.body.to_serial().layers)
     found = {}
     for name, value in model.state_dict().items():
@@ -1988,7 +1996,7 @@ def test_a_v_cycle_is_that_of_the_core(rank, world, how):
     assert_alike(solver.levels[0].model, body)
     lengths = [[each.length for each in cycle.corrections if each.level == level][-1] for level in (0, 1)]
     assert [each.out_ls_step[-1] for each in solver.levels[:2]] == lengths
-    # That of the last step, and that of the first.
+    # `mgopt_solve` reports the loss of a cycle's last step, and `MGOpt.step` the loss of its first step.
     assert len(losses) == 3 and all(found < before for found, before in zip(losses, wanted))
 
 
@@ -2067,7 +2075,7 @@ def test_objectives_of_two_levels_change_alike_to_first_order(rank, world, how):
                 values.append(level.objective(batch))
             level.move(begun, change, 0.0)
             slopes.append((values[1] - values[0]) / 2e-5)
-        # Central differences are off by the square of the length, and by rounding over it.
+        # The error of central differences grows with the square of the length, and with rounding divided by the length.
         assert slopes[0] == pytest.approx(slopes[1], rel=1e-5, abs=1e-8)
         assert fine.product(point.gradients, there, "a test") == pytest.approx(slopes[1], rel=1e-5, abs=1e-8)
         assert coarse.product(again.gradients, direction, "a test") == pytest.approx(slopes[0], rel=1e-5, abs=1e-8)
@@ -2088,7 +2096,7 @@ def test_injected_gradients_are_those_of_every_second_layer_and_linear_ones_are_
         numbers = {layer: float(each[0].mean()) for layer, each in found.items() if layer >= 0}
         shown[how] = {k: v for part in fine.comm.allgather(numbers) for k, v in part.items()}
     assert shown["injection"] == {0: 1, 1: 100, 2: 10000}
-    # The first layer is as it is.
+    # The first layer's value is taken unchanged.
     assert shown["linear"] == {0: 1, 1: 2.5 + 50 + 250, 2: 250 + 5000 + 25000}
     assert shown["transposed"] == {0: 11, 1: 1100, 2: 110000}
 
@@ -2150,7 +2158,7 @@ def test_what_fails_on_one_rank_in_mgopt_is_raised_on_all(rank, world):
 
     def tired(output, target):
         calls.append(1)
-        # The model, the coarse one twice, and then along the correction.
+        # The calls: one for the model, two for the coarse model, and then those along the correction.
         if len(calls) == 4:
             raise ArithmeticError("it is tired")
         return functional.cross_entropy(output, target)
@@ -2159,7 +2167,7 @@ def test_what_fails_on_one_rank_in_mgopt_is_raised_on_all(rank, world):
         each.criterions = (tired, {})
     with pytest.raises(LayerParallelError, match="ArithmeticError: it is tired"):
         solver.mgopt_solve(samples(1), None, nrelax_pre=0, nrelax_coarse=2, mgopt_printlevel=0, line_search=BACKTRACK)
-    # The model is where it was, but for what its norms have counted.
+    # The model is unchanged, except for the counters and running statistics of its norms.
     after = all_values(solver.levels[0].model)
     assert all(
         torch.equal(after[name], value)
@@ -2170,7 +2178,7 @@ def test_what_fails_on_one_rank_in_mgopt_is_raised_on_all(rank, world):
 
 
 class Numbers(Whole):
-    """One whose loss is of numbers."""
+    """A model whose output is one number per sample, for a regression loss."""
 
     def forward(self, x):
         return super().forward(x)[:, :1] if MPI.COMM_WORLD.Get_rank() == 0 else super().forward(x)
@@ -2224,7 +2232,7 @@ def test_a_hierarchy_shows_itself_on_rank_0(rank, world):
         print(repr(solver))
     text = out.getvalue()
     total, trained, counts, of_trained = solver.operator_complexity()
-    # A layer has weights, biases, and a norm's both.
+    # A layer has weights and biases, and its norm has both too.
     assert counts == of_trained == [4 * 54 + 51, 2 * 54 + 51] and total == trained == sum(counts) / counts[0]
     if rank != 0:
         assert not text.strip() and repr(solver) == ""
@@ -2240,7 +2248,7 @@ def test_a_hierarchy_shows_itself_on_rank_0(rank, world):
         "optims: pytorch_sgd (lr=0.1, momentum=0.9)",
     ):
         assert wanted in text, (wanted, text)
-    # No second epoch follows a loss that is small enough.
+    # If the loss is small enough, no second epoch follows.
     assert text.count("epoch 1") > 0 and "epoch 2" not in text
 
 
@@ -2292,7 +2300,10 @@ def test_the_world_is_that_of_mpirun(name, tmp_path):
 
 
 def results(name, launcher, *arguments):
-    """What rank 0 of a script of two ranks says at its end; without a launcher, of ranks that find torchrun's variables."""
+    """Runs a script on two ranks and returns the JSON that rank 0 prints at the end.
+
+    Without a launcher, `run_file` starts the ranks with torchrun's variables.
+    """
     if launcher is None:
         ended = run_file(SCRIPTS / name, *arguments, world=2)
     else:
@@ -2314,7 +2325,7 @@ SETTINGS = {
 
 
 def under_mpirun(name):
-    """The same under the first launcher of MPI that there is; None without one."""
+    """Runs the script under the first MPI launcher that is installed; returns None if there is none."""
     launcher = next((command for command in COMMANDS.values() if shutil.which(command[0])), None)
     return None if launcher is None else results(name, [*launcher, "-n", "2", sys.executable], *SETTINGS[name])
 
@@ -2335,7 +2346,7 @@ def test_a_script_like_the_mnist_example_runs_under_torchrun_and_mpirun(tmp_path
     assert mpi is None or (mpi["losses"], mpi["correct"]) == (found["losses"], found["correct"])
 
 
-# One script under launchers of torch and MPI is enough: each of their processes takes seconds to load torch.
+# Only the MNIST-like script runs under torchrun and MPI launchers: each of their processes takes seconds to load torch.
 @pytest.mark.slow
 def test_a_script_like_the_gru_example_runs():
     name = "torchbraid_gru.py"
@@ -2351,9 +2362,9 @@ def test_a_script_like_the_mgopt_example_runs():
     name = "torchbraid_mgopt.py"
     found = results(name, None, *SETTINGS[name])
     losses, text = found["losses"], found["text"]
-    # Six batches an epoch.
+    # Six batches per epoch.
     assert len(losses) == 12 and losses[-1] < losses[0] / 4
     assert found["levels"] == [8, 4] and len(found["lengths"]) == 12 and max(found["lengths"]) > 0
-    # A test of each model, and of the finest after each epoch.
+    # One test of each model, and one of the finest model after each epoch.
     assert len(found["right"]) == 4 and found["right"][-1] > 0.9 * found["of"]
     assert "nested iteration, model 2 of 2: 8 steps" in text and text.count("nrelax_coarse: 3") == 1

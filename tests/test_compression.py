@@ -1,4 +1,4 @@
-"""Compressed calls and hooks: the same bits on all ranks, near the exact result, and nothing else compressed."""
+"""Compressed calls and hooks: the same bits on all ranks, near the exact result, while other calls stay exact."""
 
 import warnings
 
@@ -26,7 +26,7 @@ CODECS = (
 )
 
 
-# Twice what one encoding of Gaussian data has, and that of rounding to the type.
+# Twice the error of one encoding of Gaussian data, plus the error of rounding to the type.
 BOUNDS = {"raw": 0.005, "bf16": 0.01, "maxmin:8": 0.03, "maxmin:4,bucket=64": 0.3, "maxmin:2,bucket=64": 2.0}
 
 
@@ -96,7 +96,7 @@ def test_other_calls_stay_exact_beside_compressed_ones(rank, world):
         first.wait()
         second.wait()
         assert torch.equal(metric, expected)
-    # A call that is refused leaves nothing behind.
+    # A refused call has no effect on later calls.
     with pytest.raises(ValueError, match="expanded"):
         compression.all_reduce_quantized(torch.ones(1, 4).expand(4, 4))
     metric = contribution(rank)
@@ -229,7 +229,7 @@ def test_a_group_of_another_backend_is_refused(rank, world):
         compression.all_reduce_quantized(torch.ones(4), group=group)
 
 
-# Fresh ranks: torch's coalescing manager does not forget a call that raised.
+# Fresh ranks, because torch's coalescing manager keeps a call that raised.
 @on_ranks(2, fresh=True)
 def test_calls_that_cannot_be_compressed_say_so(rank, world):
     with pytest.raises(ValueError, match="only tensors on the CPU are compressed, and this one is on meta"):
@@ -366,7 +366,7 @@ def test_ddp_trains_alike_on_all_ranks_and_near_plain_training(rank, world, opti
     large = sum(p.numel() for p in ddp.parameters() if p.dim() > 1 and p.numel() >= 1024)
     everything = 4 * sum(p.numel() for p in ddp.parameters())
     assert state.traffic.raw == 4 * everything
-    # A byte an element, the metadata of buckets, headers of tiles and the rest as it is.
+    # One byte per element, the metadata of buckets, the headers of tiles, and the parameters sent without compression.
     assert state.traffic.sent / 4 == pytest.approx(everything - 3 * large, rel=0.03)
 
 
@@ -392,7 +392,7 @@ def test_ranks_with_fewer_batches_join_those_with_more(rank, world, feedback):
     settings = Compression("maxmin:8,bucket=64", error_feedback=feedback)
     ddp, state = compressed_ddp(settings, models())
     joined(ddp)
-    # A rank that has joined sends zeros, and gets the weights of the last one at the end.
+    # A rank that has joined sends zeros, and at the end gets the weights of the last rank to join.
     weights = [p.detach().clone() for p in ddp.parameters()]
     assert same_on_all(*weights) and state.step == 3 + 2 * (world - 1)
     dist.broadcast_object_list(shared := [exact], world - 1)
@@ -426,7 +426,7 @@ def test_a_name_that_fits_nothing_is_a_warning(rank, world):
 
 
 class Sparse(nn.Module):
-    """An embedding with sparse gradients before a layer that is compressed."""
+    """An embedding with sparse gradients before layers that are compressed."""
 
     def __init__(self):
         super().__init__()
@@ -472,7 +472,7 @@ def test_hooks_say_what_travels_as_it_is_also_where_all_calls_are_compressed(ran
 
 
 def carried(saved):
-    """Of a `state_dict`, what the rank carries over of contributions, by name."""
+    """Returns the rank's residuals of contributions in a `state_dict`, by name."""
     [(_, _, losses, _)] = saved["residuals"].values()
     return dict(losses)
 
@@ -532,7 +532,7 @@ def test_a_parameter_that_came_later_is_an_error(rank, world):
 
 
 def distance(weights, others):
-    """Root of the sum of squares of what they differ by."""
+    """Root of the sum of squared differences."""
     return sum((a - b).double().square().sum() for a, b in zip(weights, others, strict=True)).sqrt().item()
 
 
@@ -548,16 +548,16 @@ def test_error_feedback_brings_two_bits_nearer_to_plain_training(rank, world):
     assert found[True] < found[False] / 1.5, found
 
 
-# Bit for bit with `direct`: DistributedDataParallel orders its first bucket otherwise than later ones, and other algorithms cut
-# where the order says.
+# Equal bits need `direct`. DistributedDataParallel orders its first bucket differently from later ones, and other
+# algorithms split a call by that order.
 @on_ranks(2, fresh=True, env={"ACCL_ALGORITHM": "all_reduce=direct"})
 def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(rank, world):
     settings = Compression("maxmin:2,bucket=64", error_feedback=True)
-    # Where buckets begin decides what a rank adds up itself, and so the last bits: they stay as they are.
+    # Bucket boundaries decide which part a rank adds up itself, and so the last bits. They stay fixed here.
     fixed = {"find_unused_parameters": True}
     through, _ = compressed_ddp(settings, models(), **fixed)
     expected = train(rank, through, steps=6)
-    # The same six steps, cut in the middle, with a plain optimizer of its own in each half.
+    # The same six steps in two halves, each with a plain optimizer of its own.
     first, state = compressed_ddp(settings, models(), **fixed)
     optimizer = torch.optim.SGD(first.parameters(), lr=0.05, momentum=0.9)
 
@@ -571,7 +571,7 @@ def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(rank, world):
     steps(first, optimizer, range(3))
     saved = state.state_dict()
     assert saved["step"] == 3 and set(carried(saved)) == {"up.weight", "down.weight"}
-    # What a rank adds up itself is not encoded, and may be all of a layer.
+    # A part that a rank adds up itself is not encoded, and may be all of a layer.
     assert any(loss.abs().sum() > 0 for loss in carried(saved).values())
     second, state = compressed_ddp(settings, models(), **fixed)
     second.load_state_dict(first.state_dict())
@@ -621,7 +621,7 @@ def test_a_single_call_takes_every_codec_and_all_ranks_end_alike(rank, world):
         codec = f"{row['name']}:4" if "bits" in row["settings"] else row["name"]
         result = parts[rank].clone()
         compression.all_reduce_quantized(result, compression=codec)
-        # Less than nothing at all; twice what four bits lose, as shares of squares.
+        # Relative error: below 1 (a result of zeros) where feedback is needed, else twice the error of four bits.
         limit = 1.0 if row["needs_feedback"] else 0.3
         assert same_on_all(result) and error(result, exact) < limit, codec
 
@@ -657,7 +657,7 @@ def test_fsdp2_trains_near_plain_training(rank, world, options):
 
 
 class Partly(nn.Module):
-    """A module of which one parameter is frozen and one is not used."""
+    """A module with one frozen parameter and one unused layer."""
 
     def __init__(self):
         super().__init__()
@@ -685,7 +685,7 @@ def test_fsdp2_rows_have_the_parameters_that_torch_puts_there(rank, world):
     exact, coarse = found
     assert exact.keys().isdisjoint({"frozen", "idle.weight", "idle.bias"})
     for name, gradient in exact.items():
-        # What is excluded is exact, whatever lies before it in the row.
+        # Excluded parameters are exact, whatever precedes them in the row.
         assert torch.equal(coarse[name], gradient) == (name != "first.weight"), name
 
 
@@ -723,13 +723,13 @@ def test_fsdp2_divides_by_the_factor_that_it_was_given(rank, world):
         (model(inputs) - targets).square().mean().backward()
         return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
-    # With the world as factor, torch takes AVG, and PREMUL_SUM with any other.
+    # With the number of ranks as factor, torch uses AVG; with any other factor it uses PREMUL_SUM.
     for factor in (3.0, 1.0, 0.5, 7.0):
         exact = gradients(None, factor)
         coarse = gradients(Compression("maxmin:8,bucket=64", exclude=["norm"], min_elements=64), factor)
         for name, gradient in exact.items():
             if "norm" in name or "bias" in name:
-                # Three numbers that are added in another order.
+                # Three numbers, added in another order.
                 assert torch.allclose(coarse[name], gradient, rtol=1e-5, atol=1e-7), name
             else:
                 assert 1e-4 < error(coarse[name], gradient) < 0.03, name

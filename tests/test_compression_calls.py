@@ -1,4 +1,4 @@
-"""Figures of the explicit calls: near what can be seen from outside, by key, and not of calls that travel as they are."""
+"""Figures of the explicit calls: near values computed outside, listed by key, and absent for calls without a codec."""
 
 import gc
 from datetime import timedelta
@@ -82,7 +82,7 @@ def test_what_is_scattered_gathered_and_exchanged_is_told_too(rank, world):
     compression.all_gather_quantized(gathered, output, compression=settings, key="w")
     exchanged = torch.empty(world * count)
     compression.all_to_all_quantized(exchanged, whole, compression=settings, key="w")
-    # Of rows, and of another number for each rank.
+    # Rows of two elements, with a different number of rows for each rank.
     sizes = [64 * (1 + other) for other in range(world)]
     uneven = torch.empty(world * 64 * (1 + rank), 2)
     matrix = contribution(rank, 2 * sum(sizes)).view(-1, 2)
@@ -96,7 +96,7 @@ def test_what_is_scattered_gathered_and_exchanged_is_told_too(rank, world):
     assert scattered.bits == pytest.approx(9, abs=0.1)
     assert collected.bits == pytest.approx(5, abs=0.1) == pytest.approx(sent.bits, abs=0.1)
     assert scattered.codec.startswith("maxmin:8") and collected.codec.startswith("maxmin:4")
-    # Nothing is added up.
+    # These calls add nothing up, so they have no error figure.
     assert collected.error is sent.error is None and collected.codec_seconds > 0 and sent.codec_seconds > 0
 
 

@@ -1,4 +1,4 @@
-"""The table of codecs as Python sees it: what is asked of a codec is answered by its row, and what lists codecs has all of them."""
+"""The table of codecs as Python sees it: properties come from a codec's row, and every list of codecs is complete."""
 
 import pytest
 from support import BACKEND
@@ -12,7 +12,7 @@ ROWS = _native.codecs()
 
 
 def variants(row):
-    """A row's codec with all the bits that it accepts."""
+    """Returns a row's codec with each number of bits that the row accepts."""
     return (
         [f"{row['name']}:{bits}" for bits in range(row["bits"][0], row["bits"][1] + 1)]
         if row["bits"]

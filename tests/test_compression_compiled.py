@@ -1,4 +1,4 @@
-"""The hook in DistributedDataParallel's reducer in Python, which hands it gradients one by one."""
+"""The hook in DistributedDataParallel's Python reducer, which passes gradients to it one by one."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch_accl.compression import Compression
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-# Compiling takes a while on a machine that does other things, too.
+# Compiling takes long on a machine that is busy with other work.
 DEADLINE = 120.0
 
 
@@ -48,14 +48,14 @@ def test_the_reducer_in_python_hands_over_gradients_one_by_one(rank, world, back
         ddp = DistributedDataParallel(model())
         state = compression.CompressionState(settings, ddp)
         ddp.register_comm_hook(state, compression.ddp_hook)
-        # The backward pass is compiled where it is part of what is compiled.
+        # The backward pass is compiled only as part of a compiled function.
         run = forward_and_backward if backend is None else torch.compile(forward_and_backward, backend=backend)
         weights = steps(rank, ddp, run=run)
     assert same_on_all(*weights)
     assert state.step == 3 and state.traffic.ratio > 1.5
     rows = {row.name: row for row in state.measures()}
     assert rows["up.weight"].calls == 3 and rows["up.weight"].codec.startswith("maxmin:4")
-    # What travels as it is has a call of its own here, and no figures.
+    # A gradient without a codec has a call of its own here, and no figures.
     assert "head.weight" not in rows
     if backend is not None:
         assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] > 0

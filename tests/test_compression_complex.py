@@ -1,10 +1,11 @@
-"""Gradients of complex parameters in hooks: DistributedDataParallel hands over a real buffer of them, of twice as many elements."""
+"""Gradients of complex parameters in hooks: DistributedDataParallel passes a real buffer with twice as many
+elements."""
 
 import itertools
 
 import pytest
 import torch
-import torch._dynamo  # what DistributedDataParallel loads, which takes seconds: here once, and not in every rank
+import torch._dynamo  # imported once here: DistributedDataParallel loads it, which takes seconds in every rank
 import torch.distributed as dist
 from support import BACKEND, init_group, on_ranks
 from support.training import error, same_on_all
@@ -21,7 +22,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 
 
 class Mixed(nn.Module):
-    """A real layer between complex ones; their gradients are in buckets of their own."""
+    """A real layer between complex layers. Real and complex gradients are in separate buckets."""
 
     def __init__(self, dtype=torch.complex64):
         super().__init__()
@@ -61,7 +62,10 @@ def batch(rank, step, dtype):
 
 
 def gradients(rank, model, dtype, steps=1):
-    """By name, of some steps whose gradients are added up. The first one makes the buckets anew."""
+    """Returns gradients by name, accumulated over `steps` steps.
+
+    DistributedDataParallel rebuilds its buckets after the first step.
+    """
     for step in range(steps):
         model(batch(rank, step, dtype)).abs().square().sum().backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -82,7 +86,7 @@ def test_every_gradient_of_a_complex_parameter_is_reduced(rank, world, hook):
         ddp.register_comm_hook(*HOOKS[hook](ddp))
         found = gradients(rank, ddp, dtype, 2)
         assert same_on_all(*found.values())
-        # Those of complex parameters are exact, whatever the codec is.
+        # Gradients of complex parameters are exact, whatever the codec.
         coarse = {name for name, gradient in found.items() if distance(gradient, exact[name]) > 1e-3}
         may_be = {"module.real.weight"} if kind == "mixed" and hook in ("maxmin:2", "cgx", "auto") else set()
         assert coarse == may_be or (hook == "auto" and not coarse), (dtype, kind, view)
@@ -117,7 +121,7 @@ def test_complex_parameters_are_in_the_figures_as_what_they_are(rank, world):
 def test_buckets_of_complex_parameters_travel_in_calls_of_the_size_that_is_wanted(rank, world):
     exact = gradients(rank, DistributedDataParallel(made("mixed", torch.complex64)), torch.complex64)
     ddp = DistributedDataParallel(made("mixed", torch.complex64))
-    # Each tensor has a call of its own.
+    # With this low limit each tensor has a call of its own.
     state = compression.CompressionState(settings("maxmin:2", fusion_bytes=64), ddp)
     ddp.register_comm_hook(state, compression.ddp_hook)
     found = gradients(rank, ddp, torch.complex64)
@@ -126,7 +130,7 @@ def test_buckets_of_complex_parameters_travel_in_calls_of_the_size_that_is_wante
 
 @on_ranks(2, 3)
 def test_a_complex_gradient_by_itself_is_reduced(rank, world):
-    # As DistributedDataParallel's reducer in Python hands it over.
+    # DistributedDataParallel's Python reducer passes gradients this way.
     for dtype in COMPLEX:
         model = nn.Linear(16, 16, dtype=dtype)
         state = compression.CompressionState(settings("maxmin:2"), model)
@@ -178,7 +182,7 @@ def test_fsdp2_reduces_complex_gradients(rank, world):
 
 
 class Bucket:
-    """One whose views are not the whole buffer, as that of a torch that cuts it in another way."""
+    """A bucket whose gradients are not views of the whole buffer, as if a torch version cut the buffer differently."""
 
     def __init__(self, parameters, buffer, gradients):
         self._found = parameters, buffer, gradients

@@ -1,4 +1,4 @@
-"""Gradients on another device than the CPU, which another backend of the group would reduce uncompressed, are refused by name."""
+"""Gradients on a device other than the CPU, which another backend would reduce uncompressed, are refused by name."""
 
 import types
 
@@ -16,7 +16,7 @@ from torch_accl import compression
 from torch_accl.compat import cgx
 from torch_accl.compression import Compression
 
-# What a machine with such a device has; of a fake tensor, all but the memory.
+# Error message on a machine with such a device. A fake tensor has all of the device but the memory.
 TOLD = r"on cuda:0, which the group reduces with gloo: they would travel as they are; train on the CPU, or leave"
 
 
@@ -46,7 +46,7 @@ def test_a_bucket_of_ddp_on_another_device_is_refused(rank, world, kind):
     hook = compression.ddp_hook if kind == "state" else cgx.cgx_hook
     with pytest.raises(RuntimeError, match=TOLD):
         hook(state, bucket_of(elsewhere(5000)))
-    # Nothing was sent, and nothing counts as sent.
+    # The hook sent nothing, and counts nothing as sent.
     assert (state.step, state.traffic.raw) == (0, 0)
     dist.barrier(group)
 
@@ -84,7 +84,7 @@ def test_rows_of_fsdp2_on_another_device_are_refused(rank, world):
 def test_a_model_that_is_sharded_over_other_devices_is_refused_by_apply_fsdp2(rank, world):
     model = fully_shard(Model(), mesh=init_device_mesh("cpu", (world,)))
     state = compression.CompressionState(Compression("maxmin:4"), model)
-    # With parameters offloaded to the CPU, only their mesh tells where gradients are reduced.
+    # With parameters offloaded to the CPU, only their mesh shows where gradients are reduced.
     mesh = next(model.parameters()).device_mesh
     mesh._device_type = "cuda"
     try:

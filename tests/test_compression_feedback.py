@@ -1,4 +1,5 @@
-"""Error feedback loses nothing: what gradients were, results are, or is carried over, whatever becomes of a parameter."""
+"""Error feedback loses nothing: the results and the residuals together hold the gradients, whatever happens to a
+parameter."""
 
 import warnings
 
@@ -14,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_accl import compression
 from torch_accl.compression import Compression, _feedback, _state
 
-# Sums that are sent back are encoded, too, and what that loses is carried over with 2 bits.
+# This algorithm also encodes the sums that it sends back. With 2 bits the loss is kept as a residual of sums.
 TWO_PHASES = {"ACCL_ALGORITHM": "all_reduce=direct_two_phase"}
 SETTINGS = Compression("maxmin:2,bucket=64,rounding=nearest", error_feedback=True)
 
 
 class Branches(nn.Module):
-    """Only those branches take part that are named."""
+    """Two branches, of which only those named in `used` take part."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +42,7 @@ def inputs(rank, step):
 
 
 class Book:
-    """What gradients of all ranks were, and what became of them, by parameter. Weights stay as they are."""
+    """The gradients of all ranks minus the results, by parameter. The weights stay unchanged."""
 
     def __init__(self, world):
         self.world = world
@@ -49,7 +50,7 @@ class Book:
         self.owed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.plain.named_parameters()}
 
     def add(self, step, used_by, found):
-        """A step of which these are the results; `used_by` tells the branches that each rank used."""
+        """Adds a step with the results `found`; `used_by` lists the branches that each rank used."""
         for rank, used in enumerate(used_by):
             if used:
                 gradients = torch.autograd.grad(
@@ -62,7 +63,10 @@ class Book:
                 self.owed[name] -= gradient.double()
 
     def check(self, state, bound=1e-4):
-        """Whether all that is missing is carried over, but for a share: rounding, or what finer codecs do not carry over."""
+        """Checks that the residuals hold everything that the results lack, except for the share `bound`.
+
+        That share covers rounding, or the loss of finer codecs, which keep no residuals.
+        """
         saved = carried_over(state)
         for name, owed in self.owed.items():
             kept = torch.zeros_like(owed)
@@ -89,7 +93,10 @@ def stepped(ddp, rank, step, used_by):
 
 
 def on_any(said):
-    """Whether it is so on any rank: which of them adds up what goes by places in a call."""
+    """Returns whether `said` is true on any rank.
+
+    The rank that adds up a parameter depends on the parameter's position in the call.
+    """
     found = torch.tensor([float(said)])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found)
@@ -120,7 +127,7 @@ def test_a_rank_that_does_not_use_a_parameter_keeps_what_it_carries_over(rank, w
     ddp, state = hooked(find_unused_parameters=True)
     book = Book(world)
     for step in range(6):
-        # Each rank is without it now and then.
+        # Each rank leaves out the branch in some steps.
         used_by = [("left",) if step and step % world == other else BOTH for other in range(world)]
         before = carried_over(state)["residuals"].get("right.weight")
         found = stepped(ddp, rank, step, used_by)
@@ -143,7 +150,7 @@ def test_a_parameter_that_falls_back_to_raw_gets_once_what_was_carried_over(rank
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(10):
-            # In the first raw call, nobody has used it: the result will be thrown away.
+            # No rank uses the parameter in the first raw call, so its result will be discarded.
             used = ("left",) if step == 4 else BOTH
             book.add(step, [used] * world, stepped(ddp, rank, step, [used] * world))
             book.check(state)
@@ -163,7 +170,7 @@ def test_what_was_lost_of_sums_is_not_lost_where_they_are_encoded_more_finely(ra
             finer = ("raw", "maxmin:8,bucket=64", "maxmin:8,bucket=64")
             decide(state, {"right.weight": finer})
         book.add(step, [BOTH] * world, stepped(ddp, rank, step, [BOTH] * world))
-        # What 8 bits lose of a sum is not carried over; what 2 bits lost of it was a hundred times as much.
+        # 8 bits keep no residual of their loss in a sum. The loss of 2 bits was a hundred times as large.
         book.check(state, 1e-4 if step < 2 else 0.02)
     assert set(carried_over(state)["residuals_of_sums"]) == {"left.weight"}
 
@@ -205,7 +212,7 @@ def test_shards_of_fsdp2_that_fall_back_to_raw_get_what_was_carried_over(rank, w
             decide(state, {"weight": None, "weight (replicas)": None})
         exact += gradient(plain, step)
         found += gradient(coarse, step)
-    # All that was carried over went with the last one.
+    # The last step sent all residuals.
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5 * exact.abs().max().item())
     assert not carried_over(state)["residuals"] and not carried_over(state)["residuals_of_sums"]
 

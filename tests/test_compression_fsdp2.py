@@ -1,4 +1,4 @@
-"""Compression of what FSDP2 sends between replicas, and what it needs of torch's inside."""
+"""Compression of FSDP2's traffic between replicas, and the torch internals that it needs."""
 
 import ast
 import inspect
@@ -40,7 +40,7 @@ def backward(rank, model, number=0):
 
 
 def gradients(rank, model, number=0):
-    """Whole gradients of one step, by name."""
+    """Returns the whole gradients of one step, by name."""
     model.zero_grad()
     backward(rank, model, number)
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -58,7 +58,7 @@ def check_only_what_is_said_is_coarse(coarse, exact):
 
 @on_ranks(2, fresh=True)
 def test_the_all_reduce_between_replicas_of_fsdp2_is_compressed(rank, world):
-    # No two ranks share a model: the all_reduce is all that is sent.
+    # No model is sharded here, so the all_reduce between replicas is the only communication.
     mesh = mesh_of(world, 1)
     exact = gradients(rank, made(fully_shard, mesh=mesh))
     model, state = compressed(SETTINGS, made(fully_shard, mesh=mesh))
@@ -141,7 +141,8 @@ def test_a_mesh_of_replicas_has_the_same_bits_in_calls_of_any_size(rank, world):
         found.append(gradients(rank, model))
     for others in found[1:]:
         for name, gradient in found[0].items():
-            # The sum of two has one order, whatever travels beside it; what a rank encodes of it does depend on the call.
+            # A sum of two contributions has one order in every call. What a rank encodes of the sum does depend on the
+            # call.
             assert error(others[name], gradient) < 0.03, name
 
 
@@ -229,7 +230,7 @@ def test_a_torch_without_a_way_to_the_all_reduce_is_refused(rank, world):
             compression.apply_fsdp2(model, state)
     finally:
         dist.all_reduce = plain
-    # A name that torch no longer has is told with the torch that is running.
+    # If torch no longer has a name, the error reports the name and the running torch.
     assert _torch_names.asks_torch_function()
     with pytest.raises(RuntimeError, match=r"has no object\.fsdp_params \(the parameters of a group\)"):
         _torch_names._get(object(), "fsdp_params")
@@ -276,7 +277,7 @@ def test_names_of_torch_that_are_not_public_are_those_of_the_table(rank, world):
         for row in _torch_names.NAMES:
             assert hasattr(things[row.of], row.name) == (versions.NAME in row.versions), row
     assert _torch_names.asks_torch_function()
-    # What is public is there, too.
+    # The public names exist too.
     for name in ("set_custom_reduce_scatter", "set_all_reduce_hook", "set_requires_all_reduce"):
         assert hasattr(sharded, name)
 

@@ -1,4 +1,5 @@
-"""Gradients that travel in calls of at most so many bytes: which travel together, and that their sums stay the same."""
+"""Gradients sent in calls of at most `fusion_bytes` bytes: which gradients share a call, and that sums stay the
+same."""
 
 import os
 import re
@@ -20,11 +21,12 @@ from torch_accl.compression._together import WorkOfSeveral, future_of
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-# Both matrices of the model that are compressed have so many bytes.
+# Size in bytes of each of the model's two compressed matrices.
 MATRIX = 4 * 48 * 96
 
-# Every rank adds up the encoded contributions of all. In others the rank that adds up a part has its own as it is, and which
-# part that is goes by the call's size, as does the choice of an algorithm.
+# With these algorithms every rank adds up the encoded contributions of all ranks. With others, the rank that adds up a
+# part uses its own contribution unencoded. Which part that is, and which algorithm is chosen, depends on the size of
+# the call.
 SAME_ALGORITHM = {"ACCL_ALGORITHM": "all_reduce=direct,reduce_scatter=direct"}
 CODEC = "maxmin:2,bucket=64,rounding=stochastic"
 
@@ -42,7 +44,7 @@ def ddp(settings, **options):
 
 
 def watched(state):
-    """Of each call of the state: bytes of its tensors, how many they are, whether it was encoded."""
+    """Records for each call of the state: bytes of its tensors, number of tensors, whether it was encoded."""
     made, send = [], state.send
 
     def sending(plan, step, call, *rest):
@@ -65,7 +67,7 @@ def test_tensors_are_cut_where_the_next_one_has_no_room():
     assert parts([8, 8, 8, 8], 32) == [[8, 8, 8, 8]]
     assert parts([8, 8, 8, 8], 31) == [[8, 8, 8], [8]]
     assert parts([8, 8, 8, 8], 8) == parts([8, 8, 8, 8], 4) == [[8], [8], [8], [8]]
-    # One that is larger has a call of its own, whatever is beside it.
+    # A tensor above the limit has a call of its own, whatever its neighbours are.
     assert parts([4, 100, 4, 4], 16) == [[4], [100], [4, 4]]
     assert parts([100, 100], 16) == [[100], [100]]
     assert parts([100, 0, 4], 16) == [[100], [0, 4]]
@@ -85,7 +87,7 @@ def test_a_wrong_bound_is_refused(wrong):
 def test_ddp_has_the_same_bits_in_calls_of_any_size(rank, world, feedback):
     settings = {"layers": {"down": "maxmin:8,bucket=128"}, "error_feedback": feedback, "audit": 16}
     expected, figures = None, None
-    # Four steps of one bucket, with eight gradients.
+    # Four steps with one bucket of eight gradients.
     for bound, calls in ((None, [4]), (1 << 20, [4]), (MATRIX + 512, range(5, 32)), (2048, range(5, 32)), (4, [32])):
         model, state, made = ddp(Compression(CODEC, fusion_bytes=bound, **settings))
         weights = train(rank, model)
@@ -131,7 +133,7 @@ def test_what_is_not_compressed_is_bounded_too(rank, world):
     for settings in ({"codec": "raw"}, {"codec": "maxmin:2", "start_step": 4}):
         model, state, made = ddp(Compression(**settings, fusion_bytes=2048))
         weights = train(rank, model)
-        # Two numbers have one sum, in whatever order they are added.
+        # A sum of two numbers is the same in either order.
         assert all(torch.equal(a, b) for a, b in zip(weights, exact, strict=True))
         assert state.traffic.ratio == 1.0 and len(made) > 4 and not any(is_encoded for *_, is_encoded in made)
         assert sum(size for size, *_ in made) == 4 * sum(p.nbytes for p in model.parameters())
@@ -146,7 +148,7 @@ def test_no_call_waits_for_another(rank, world):
 
     def sending(plan, step, call):
         works = send(plan, step, call)
-        # The other rank has made none of them yet.
+        # The other rank has issued none of the calls yet.
         seen.append([work.is_completed() for work in works])
         store.set("all are made", "yes")
         return works
@@ -241,7 +243,7 @@ def test_fsdp2_has_the_same_bits_in_calls_of_any_size(rank, world, feedback):
 
 
 class Call:
-    """A Work of a call that ends when it is told to."""
+    """A Work whose call completes when the test sets its future."""
 
     def __init__(self):
         self.future = torch.futures.Future()
@@ -269,7 +271,7 @@ def test_several_calls_are_done_when_the_last_is_and_have_the_first_error():
     whole, work = future_of(calls, lambda: "whole"), WorkOfSeveral(calls, [])
     calls[2].future.set_exception(ValueError("third"))
     calls[1].future.set_exception(ValueError("second"))
-    # What is still under way writes to its tensors.
+    # A call that is still in flight writes to its tensors.
     assert not whole.done() and not work.is_completed()
     calls[0].future.set_result(1)
     assert whole.done() and work.is_completed()
@@ -279,7 +281,7 @@ def test_several_calls_are_done_when_the_last_is_and_have_the_first_error():
         work.wait()
 
 
-# The facade of CGX.
+# The CGX compatibility module.
 
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 FUSION = "CGX_FUSION_BUFFER_SIZE_MB"
@@ -288,7 +290,7 @@ FUSION = "CGX_FUSION_BUFFER_SIZE_MB"
 @on_ranks(2, 3, fresh=True, init=False, env={**SAME_ALGORITHM, BITS: "2"})
 def test_the_hook_of_cgx_has_the_same_bits_in_calls_of_any_size(rank, world):
     found = {}
-    # At least 2,048 bytes; 64 MiB by default.
+    # The minimum is 2,048 bytes, and the default is 64 MiB.
     for mebibytes, calls in (("", 1), ("64", 1), ("0", 4), ("1", 1)):
         os.environ[FUSION] = mebibytes
         with warnings.catch_warnings():
@@ -302,7 +304,7 @@ def test_the_hook_of_cgx_has_the_same_bits_in_calls_of_any_size(rank, world):
         assert state.traffic.ratio > 2 and same_on_all(*found[mebibytes])
         assert (len(made) > 4) == (calls > 1), (mebibytes, made)
         assert all(size <= 2048 or tensors == 1 for size, tensors, _ in made) or mebibytes != "0", made
-        # Biases and norms go together.
+        # Biases and norms share a call.
         assert mebibytes != "0" or len(made) < 4 * 8
         dist.destroy_process_group()
     for weights in found.values():
@@ -343,7 +345,7 @@ def test_registered_layers_are_summed_in_calls_of_any_size(rank, world):
 @on_ranks(2, fresh=True, init=False, env={BITS: "4"})
 def test_ranks_with_different_buffers_of_cgx_are_both_named(rank, world):
     os.environ[FUSION] = "0" if rank else "64"
-    # In the unit of the variable.
+    # The message uses the unit of the variable.
     told = f"rank 0 has {FUSION}=64, and rank 1 has {FUSION}=0; give all ranks the same"
     with pytest.raises(RuntimeError, match=told):
         init_group("cgx")

@@ -1,4 +1,4 @@
-"""What is decided while training goes on, and what is measured: the same on all ranks, near what can be seen from outside."""
+"""Decisions during training, and measurements: the same on all ranks, and near values computed outside."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ from torch_accl.compression._codecs import facts
 
 
 class Model(nn.Module):
-    """Large enough for the audit to see much of it."""
+    """A model large enough for the audit to compare many of its elements."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ def compressed(settings, net=None):
 
 
 def gradients(rank, ddp, step):
-    """One backward pass; the gradients afterwards."""
+    """Runs one backward pass and returns the gradients."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     ddp.zero_grad()
     ddp(torch.randn(32, 64, generator=generator)).square().mean().backward()
@@ -77,7 +77,7 @@ def test_the_error_of_each_parameter_is_told(rank, world):
         row, known = rows[name], error["module." + name] / square["module." + name]
         assert row.calls == 10 and row.codec.startswith("maxmin:4" if name == "first.weight" else "maxmin:2")
         assert row.error == pytest.approx(known, rel=0.1)
-        # Half of the elements, in the mean.
+        # On average the audit compares half of the elements.
         assert row.compared == pytest.approx(10 * 32768 / 2, rel=0.1)
         assert row.raw_bytes == 10 * 4 * 32768 and row.sent_bytes * 32 == pytest.approx(row.bits * row.raw_bytes)
         assert row.bits == pytest.approx(4.5 if name == "first.weight" else 3.0, abs=0.1)
@@ -133,7 +133,7 @@ def test_an_error_beyond_the_limit_ends_compression_of_that_parameter_on_all_ran
             found = gradients(rank, ddp, step)
         told += [(step, str(warning.message)) for warning in caught]
         exact = gradients(rank, plain, step)
-    # DistributedDataParallel makes its buckets anew after the first step.
+    # Step 6 and not 5, because DistributedDataParallel rebuilds its buckets after the first step.
     assert [step for step, _ in told] == [6], told
     assert "sums of second.weight by maxmin:1" in told[0][1] and "error_limit is 0.1" in told[0][1]
     assert torch.equal(found["module.second.weight"], exact["module.second.weight"])
@@ -141,7 +141,7 @@ def test_an_error_beyond_the_limit_ends_compression_of_that_parameter_on_all_ran
     assert state.codec_of("second.weight") is None and state.codec_of("first.weight").startswith("maxmin:8")
     rows = by_name(state)
     assert rows["second.weight"].calls == 6 and rows["second.weight"].error > 0.1 and rows["first.weight"].calls == 14
-    # It is saved.
+    # The decision is saved with the state.
     again = compressed(settings)[1]
     again.load_state_dict(state.state_dict())
     assert again.codec_of("second.weight") is None
@@ -150,7 +150,7 @@ def test_an_error_beyond_the_limit_ends_compression_of_that_parameter_on_all_ran
 @on_ranks(2, fresh=True)
 def test_bits_are_raised_where_what_is_carried_over_grows(rank, world, monkeypatch):
     monkeypatch.setattr(_state, "LOOK_EVERY", 10)
-    # Two bits, large buckets, one value above all others: an encoding loses many times what there is.
+    # With two bits, large buckets and one value above all others, an encoding loses many times the gradient.
     settings = Compression("maxmin:2,bucket=8192,rounding=stochastic", error_feedback=True, exclude=["first"])
     ddp, state = compressed(settings)
 
@@ -169,7 +169,7 @@ def test_bits_are_raised_where_what_is_carried_over_grows(rank, world, monkeypat
     told = [message for number in range(40) for message in step(number)]
     assert told and all("what is carried over of second.weight is" in message for message in told), told
     assert "maxmin:2,bucket=8192" in told[0] and "it takes maxmin:3,bucket=8192" in told[0]
-    # Once for each raise: every warning names another number of bits.
+    # One warning for each raise: every warning names another number of bits.
     assert len(told) == len({message.split("it takes ")[1] for message in told})
     assert int(state.codec_of("second.weight")[len("maxmin:")]) == 2 + len(told)
     assert all(float(re.search(r"is ([0-9.e+]+) times its gradient", message)[1]) > 10 for message in told)
@@ -191,7 +191,7 @@ TCP = {"ACCL_TRANSPORTS": "tcp"}
 @pytest.mark.slow
 @on_ranks(3, fresh=True, env=TCP)
 def test_auto_takes_what_is_fastest_within_the_budget_and_stays_with_it(rank, world, monkeypatch):
-    # Times are given: what is measured here says nothing about links.
+    # The times are fixed, because times measured here would show nothing about links.
     times = {
         "raw": 32.0,
         "bf16": 16.0,
@@ -222,7 +222,7 @@ def test_auto_takes_what_is_fastest_within_the_budget_and_stays_with_it(rank, wo
         row = by_name(state).get("first.weight")
         if expected is not None:
             assert row.calls == 4 and row.error < budget
-            # What was predicted is what happens.
+            # The predicted error is the measured error.
             assert row.error == pytest.approx(state._choices["first.weight"].errors[chosen], rel=0.3)
         line = state.explain().splitlines()[0]
         assert line.startswith(f"first.weight: {chosen or 'raw'} (raw 32.00 ns an element with error 0, bf16 16.00 ns")
@@ -230,7 +230,8 @@ def test_auto_takes_what_is_fastest_within_the_budget_and_stays_with_it(rank, wo
         again = compressed(Compression("auto", error_budget=budget, start_step=2))[1]
         again.load_state_dict(saved)
         assert again.codec_of("first.weight") == chosen and again.explain() == state.explain()
-    # Once for each state and size of calls, not for each bucket or step; two bits only where the budget was raised.
+    # Times are measured once for each state and call size, not for each bucket or step. Two bits are measured only
+    # where the budget was raised.
     assert [len(codecs) for codecs in measured] == [4, 4, 4, 4, 5]
 
 
@@ -266,7 +267,7 @@ def test_auto_times_calls_of_about_the_size_that_it_decides_about(elements, most
 
 @on_ranks(2, fresh=True, env=TCP)
 def test_auto_chooses_for_small_and_for_large_calls_by_their_own_times(rank, world, monkeypatch):
-    # What packs bits pays where bytes count, and not where it is latency.
+    # A codec that packs bits pays off where bytes dominate the time, and not where latency does.
     asked = []
 
     def measure(codecs, size, dtype, group):
@@ -356,7 +357,7 @@ def test_a_codec_that_loses_more_than_there_is_is_a_warning(rank, world):
         # In large buckets 2 bits lose more than the sign does.
         ("sign,bucket=64,meta=float32", "maxmin:3,bucket=64,meta=float32,rounding=nearest"),
         ("topk:5,bucket=512", "topk:4,bucket=512,meta=float32"),
-        # Of 64 elements, one is kept with 6 bits and with 8.
+        # With 6 to 8 bits, one of 64 elements is kept.
         ("topk:8,bucket=64", "topk:5,bucket=64,meta=float32"),
         ("topk:1,bucket=512", "bf16"),
         ("mxfp4", "bf16"),

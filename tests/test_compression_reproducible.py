@@ -1,4 +1,4 @@
-"""Reproducible sums: the same bits however they are made, near the exact ones."""
+"""Reproducible sums: the same bits whatever computes them, and near the exact sums."""
 
 import itertools
 import os
@@ -31,7 +31,10 @@ def top_of(bits, world):
 
 
 def expected(contributions, bits=8, bucket=512, is_mean=False):
-    """What the module's head says; float64 has the products of integers of 16 bits exactly."""
+    """Computes the sum as the head of `_reproducible.py` describes it.
+
+    float64 holds the products of 16-bit integers exactly.
+    """
     dtype, count, world = contributions[0].dtype, contributions[0].numel(), len(contributions)
     padded = [torch.nn.functional.pad(one.float(), (0, -count % bucket)).view(-1, bucket) for one in contributions]
     greatest = torch.stack([rows.abs().amax(1, keepdim=True) for rows in padded]).amax(0)
@@ -184,7 +187,7 @@ def test_ranks_with_different_settings_are_told_so(rank, world, name, usual, oth
     sentence = f"since ranks have different settings: {name} from {min(usual, other)} to {max(usual, other)}; give all"
     with pytest.raises(RuntimeError, match=sentence):
         compression.all_reduce_reproducible(contribution(rank, 500), **{name: other if rank == 1 else usual})
-    # The group goes on.
+    # The group stays usable.
     tensor = contribution(rank)
     compression.all_reduce_reproducible(tensor)
     assert same_on_all(tensor)

@@ -1,4 +1,4 @@
-"""What the state of a hook is made of and for: its group and device, saved and copied states, a gradient scaler."""
+"""The state of a hook: its group and device, saved and copied states, and a gradient scaler."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ from torch_accl.compression import Compression
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-# Buckets that stay as they are: where they begin decides what a rank adds up itself, and so the last bits.
+# Keeps bucket boundaries fixed. They decide which part a rank adds up itself, and so the last bits.
 FIXED = {"find_unused_parameters": True}
 FEEDBACK = Compression("maxmin:2,bucket=64,rounding=nearest", error_feedback=True)
 
@@ -49,7 +49,7 @@ def steps(rank, net, which, optimizer=None):
 
 
 def losses(state):
-    """What the state carries over of contributions, by name."""
+    """Returns the state's residuals of contributions, by name."""
     [(_, _, contributions, _)] = state.state_dict()["residuals"].values()
     return dict(contributions)
 
@@ -58,7 +58,7 @@ def losses(state):
 
 
 class One(nn.Module):
-    """Its gradient is its input."""
+    """A model whose gradient is its input."""
 
     def __init__(self):
         super().__init__()
@@ -86,13 +86,13 @@ def test_a_group_that_is_not_that_of_the_model_is_refused(rank, world):
     assert compression.CompressionState(Compression(), net, pair).process_group is pair
     with pytest.raises(ValueError, match="DistributedDataParallel of ranks .* and process_group has ranks"):
         compression.CompressionState(Compression(), net, dist.group.WORLD)
-    # Inside of something else, too.
+    # The model may also be inside another module.
     assert compression.CompressionState(Compression(), nn.Sequential(net)).process_group is pair
     both = nn.ModuleList([net, DistributedDataParallel(One())])
     for given in (None, pair):
         with pytest.raises(ValueError, match="make a state for each"):
             compression.CompressionState(Compression(), both, given)
-    # torch's convention.
+    # The default is the group of all ranks, as in torch.
     assert compression.CompressionState(Compression(), One()).process_group is dist.group.WORLD
     assert compression.CompressionState(Compression(), One(), pair).process_group is pair
 
@@ -114,7 +114,7 @@ def test_parameters_on_another_device_are_refused_when_the_state_is_made(rank, w
         RuntimeError, match=r"gradients on the CPU, and these are on cuda:0, which the group has no backend for"
     ):
         compression.CompressionState(Compression(), net)
-    # What has no memory yet may get it on the CPU.
+    # A parameter without memory may still get its memory on the CPU.
     compression.CompressionState(Compression(), nn.Linear(8, 8, device="meta"))
 
 
@@ -122,7 +122,7 @@ def test_parameters_on_another_device_are_refused_when_the_state_is_made(rank, w
 
 
 def old(state):
-    """As versions before the first that had a number saved it."""
+    """Returns the state in the format of versions before saved states had a version number."""
     saved = state.state_dict()
     [(_, _, contributions, sums)] = saved["residuals"].values()
     return {
@@ -224,7 +224,7 @@ def test_what_was_pickled_in_a_newer_version_is_refused_and_in_an_older_one_read
     made = compression.CompressionState.__new__(compression.CompressionState)
     with pytest.raises(ValueError, match="pickled in version 2; this version of torch_accl knows up to 1"):
         made.__setstate__({**parts, "version": 2})
-    # As it was before it had a number.
+    # A state as it was pickled before it had a version number.
     older = {name: value for name, value in parts.items() if name != "version"}
     older["_losses"], older["_losses_of_sums"] = older.pop("_residuals"), older.pop("_residuals_of_sums")
     made.__setstate__(older)
@@ -241,7 +241,7 @@ def test_settings_pickled_in_a_newer_version_are_refused_and_in_an_older_one_rea
         made.__setstate__({**parts, "codec": "later:4"})
     made.__setstate__({name: value for name, value in parts.items() if name != "version"})
     assert made == FEEDBACK == pickle.loads(pickle.dumps(FEEDBACK)) == copy.deepcopy(FEEDBACK)
-    # One that names no codec goes on to take that of its group.
+    # Settings that name no codec still use the codec of their group.
     assert pickle.loads(pickle.dumps(Compression())).of_group("bf16").codec == "bf16"
 
 
@@ -314,7 +314,7 @@ def test_a_model_with_a_hook_is_saved_and_loaded_whole(rank, world):
     assert other.process_group is dist.group.WORLD and other.codec_of("up.weight").startswith("maxmin:2")
     assert [row.name for row in other.measures()] == [row.name for row in state.measures()]
     assert other.measures() == state.measures() and other.traffic == state.traffic
-    # Copies of DistributedDataParallel have no hook until one is registered, as torch has it.
+    # Copies of DistributedDataParallel have no hook until one is registered, as in torch.
     loaded.register_comm_hook(other, hook)
     for net in (ddp, loaded):
         steps(rank, net, range(2, 5))
@@ -428,9 +428,9 @@ def test_a_hook_that_names_no_codec_takes_that_of_its_group(rank, world):
         assert state.compression.error_feedback == (given is not None and given.error_feedback)
     assert compression.CompressionState(model=net).codec_of("up.weight").startswith("maxmin:8,bucket=64,")
     assert compression.CompressionState(Compression("maxmin:3"), net).codec_of("up.weight").startswith("maxmin:3,")
-    # Of a group that says nothing: the variable.
+    # For a group without a codec setting, the variable applies.
     assert compression.CompressionState(None, model()).codec_of("up.weight").startswith("maxmin:6,")
-    # Explicit calls alike.
+    # Explicit calls behave the same.
     tensor = torch.linspace(-1, 1, 5000)
     compression.all_reduce_quantized(tensor, group=group, compression=Compression(audit=16), key="k")
     assert compression.call_measures(group)[0].codec.startswith("maxmin:8,bucket=64,")
@@ -482,10 +482,10 @@ def test_what_is_carried_over_follows_the_scale_of_a_gradient_scaler(rank, world
     found, by_hand = trained(scales, scaler), trained(scales, None, rescale=True)
     assert scaler.asked == 4
     assert all(torch.equal(loss, losses(by_hand)[name]) for name, loss in losses(found).items())
-    # A power of two changes no bit.
+    # Scaling by a power of two does not change the significand.
     plain = losses(trained([1.0] * 4, None))
     assert all(torch.equal(loss, 4.0 * plain[name]) for name, loss in losses(found).items())
-    # Of what is loaded the scale is known.
+    # A loaded state knows the scale of its residuals.
     again = compression.CompressionState(FEEDBACK, model(), scaler=scaler)
     again.load_state_dict(found.state_dict())
     scaler.scale = 16.0
@@ -512,7 +512,7 @@ def test_bits_are_of_the_type_that_travels(rank, world):
     compression.apply_fsdp2(net, state)
     train(rank, net, steps=2)
     [row] = [row for row in state.measures() if row.name == "up.weight"]
-    # 8, and 32 for each 64, and a header of 16 bytes for each rank's part.
+    # 8 bits, plus 32 bits for each 64 elements, plus a header of 16 bytes for each rank's part.
     assert row.bits == pytest.approx(8.5, abs=0.2)
     assert row.raw_bytes == 2 * 2 * 48 * 96
 

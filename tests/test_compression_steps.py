@@ -1,4 +1,4 @@
-"""Numbers of the calls that are not given one: the same on all ranks of a group, whatever else a rank does."""
+"""Step numbers of calls that pass none: the same on all ranks of a group, whatever else a rank does."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ COUNT = 20_000
 
 
 def alone(rank, world):
-    """A group of this rank and no other."""
+    """Returns a group that contains only this rank."""
     return [dist.new_group([other]) for other in range(world)][rank]
 
 
@@ -54,7 +54,7 @@ def test_calls_are_counted_by_group_and_key(rank, world):
     other = dist.new_group()
     for step in range(3):
         assert torch.equal(summed(rank), summed(rank, step))
-        # Neither of these is a call of that group on that key.
+        # None of these calls counts for this group and key.
         summed(rank, key="another")
         summed(rank, step=77)
         summed(rank, group=other)
@@ -89,7 +89,7 @@ def test_a_key_that_was_forgotten_does_not_begin_anew(rank, world, monkeypatch):
     summed(rank)
     for key in ("a", "b", "c", "d"):
         summed(rank, key=key)
-    # Its first number was used.
+    # The key's first number was used before, and is not used again.
     found = summed(rank)
     assert not torch.equal(found, summed(rank, 0)) and same_on_all(found)
 
@@ -142,7 +142,7 @@ def test_a_refusal_inside_the_coalescing_manager_leaves_nothing_behind(rank, wor
                     REFUSED[call]()
                 else:
                     compression.all_reduce_quantized(torch.ones(4), group=used)
-        # Later calls are made, and the manager works.
+        # Later calls run, and the manager works.
         tensor = torch.ones(4)
         dist.all_reduce(tensor, group=used)
         assert torch.equal(tensor, torch.full((4,), 2.0))

@@ -1,4 +1,5 @@
-"""What codecs lose, and what that does to training: the bars of `compression_errors` and `compression_study`, and their page."""
+"""The loss of codecs and its effect on training: the targets of `compression_errors` and `compression_study`, and their
+page."""
 
 import json
 import math
@@ -23,9 +24,9 @@ from benches import compression_errors as errors
 
 PAGE = ROOT / "docs" / "compression.md"
 FIGURES = ROOT / "docs" / "compression"
-# A quarter of what the program takes: errors of so many numbers are within a percent of those of more.
+# A quarter of the program's samples. More samples change the errors by less than a percent.
 FEWER = errors.SAMPLES // 4
-# More than other tests: these compute for seconds, and ranks share cores.
+# Longer than for other tests: these compute for seconds, and ranks share cores.
 DEADLINE = 120
 BY_SETTING = {setting.name: setting for setting in SETTINGS}
 
@@ -49,7 +50,8 @@ def test_one_encoding_loses_what_it_must(rank, world):
     formats = [codec for codec in errors.FORMATS if errors.is_known(codec)]
     for codec in formats:
         found["format"][codec] = errors.error_once(codec, own)
-    # Of nine rows seven nearest and seven ratios, of twelve rows all bits beside their variance, and two shapes of each format.
+    # Nine rows have seven values of nearest rounding and seven ratios. Twelve rows compare each of 8 bit widths with
+    # its variance. Each format has two shapes.
     assert_met(errors.checks(found), 9 * 7 + 9 * 7 + 12 * 8 + 2 * len(formats))
 
 
@@ -78,7 +80,8 @@ def test_two_bits_change_how_the_digits_end_and_error_feedback_undoes_it(rank, w
         losses[name] = run["loss"]
     exact, without, feedback = losses.values()
     assert abs(without - exact) >= 3e-4, losses
-    # With error feedback a seed is off by up to 2e-4, as it is with other roundings of float32; without by 1.5e-3.
+    # With error feedback the loss of a seed differs by up to 2e-4, as with other roundings of float32. Without it, the
+    # loss differs by 1.5e-3.
     assert abs(feedback - exact) <= abs(without - exact) / 3, losses
 
 
@@ -97,9 +100,9 @@ def test_an_error_that_is_not_what_it_must_be_is_a_miss():
 
 def test_parity_is_near_zero_in_the_mean_of_pairs():
     exact = [1.0, 1.1, 1.2, 1.3, 1.4]
-    # Far apart from seed to seed, and no nearer to one side: within two standard errors.
+    # The differences vary from seed to seed, and their mean is within two standard errors of zero.
     assert verdict([1.3, 0.8, 1.5, 1.0, 1.5], exact).holds
-    # The same on each seed: beyond two standard errors, and within a quarter of the spread of 0.158, or not.
+    # Equal differences on each seed exceed two standard errors. They pass within a quarter of the spread of 0.158.
     assert verdict([loss + 0.039 for loss in exact], exact).holds
     assert not verdict([loss + 0.041 for loss in exact], exact).holds
     assert not verdict([loss - 0.041 for loss in exact], exact).holds
@@ -107,7 +110,7 @@ def test_parity_is_near_zero_in_the_mean_of_pairs():
 
 
 def record(**losses):
-    """A model's results with these losses of seeds by setting."""
+    """Returns the results of a model, with the given losses by setting and seed."""
     runs = [
         {
             "setting": BY_SETTING[name.replace("_", " ")].name,
@@ -136,7 +139,7 @@ def test_the_study_fails_where_parity_does(tmp_path, capsys, four_bits, status):
     said = capsys.readouterr()
     assert ("4 bits is" in said.err) == bool(status) and ("**missed**" in said.out) == bool(status)
     assert (tmp_path / "study.svg").stat().st_size > 1000
-    # With Adam it is shown and not judged.
+    # With Adam the result is shown but not judged.
     results["models"] = {"language_adam": results["models"]["digits"]}
     assert study.finish(results, study.arguments(["--models", "language_adam", "--out", str(tmp_path)])) == 0
 

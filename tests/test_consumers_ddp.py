@@ -1,4 +1,4 @@
-"""DistributedDataParallel and its relatives give what they give over gloo, bit for bit with two ranks."""
+"""DistributedDataParallel and related wrappers give the same results as over gloo, bit for bit with two ranks."""
 
 import pytest
 import torch
@@ -72,12 +72,12 @@ def test_ddp_with_three_ranks_trains_to_the_same_weights_but_for_the_order_of_su
     def consumer(rank, world):
         return train(rank, DistributedDataParallel(model(torch.float64), bucket_cap_mb=0.001), dtype=torch.float64)
 
-    # Two half units a sum and step, amplified by at most 1e4 by batch normalisation of 18 rows and momentum.
+    # Two half units per sum and step, amplified by at most 1e4 by batch normalisation of 18 rows and momentum.
     same_as_gloo(consumer, rank, world, tolerance=STEPS * 2 * 2**-53 * 1e4)
 
 
 class Branches(nn.Module):
-    """Uses one of two branches, another one on every rank and step."""
+    """Uses one of two branches, a different one on every rank and step."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ def _powersgd():
 @pytest.mark.parametrize("hook", list(HOOKS))
 def test_a_stock_communication_hook_trains_to_the_same_weights(rank, world, hook):
     def consumer(rank, world):
-        # PowerSGD in one bucket: the calls that its callbacks make for several race, and over gloo such a run hangs too.
+        # PowerSGD gets one bucket: with several, the calls of its callbacks race, and such a run hangs over gloo too.
         ddp = DistributedDataParallel(model(), bucket_cap_mb=25 if hook == "powersgd" else 0.004)
         HOOKS[hook](ddp)
         return train(rank, ddp)
@@ -230,13 +230,13 @@ def test_local_sgd_averages_to_the_same_weights(rank, world):
 
 
 def _own():
-    """A group of this rank alone, made by all ranks together."""
+    """Creates a group for each rank alone, and returns the group of this rank. All ranks must call it."""
     return dist.new_subgroups(group_size=1)[0]
 
 
 @on_ranks(2, fresh=True, init=False)
 def test_gathered_quantised_gradients_are_the_same(rank, world):
-    # The stock quantization hooks move their observers to CUDA; what they do with the group is this.
+    # The stock quantization hooks move their observers to CUDA. This hook uses the group as they do.
     def consumer(rank, world):
         def hook(state, bucket):
             tensor = bucket.buffer()
@@ -256,7 +256,8 @@ def test_gathered_quantised_gradients_are_the_same(rank, world):
 
             return gathered.then(gather_values).then(average)
 
-        # One bucket: with several, as with the stock hooks, the second gather of one and the first of the next race.
+        # One bucket: with several, as with the stock hooks, the second gather of one bucket and the first of the next
+        # race.
         ddp = DistributedDataParallel(model())
         ddp.register_comm_hook(None, hook)
         return train(rank, ddp)

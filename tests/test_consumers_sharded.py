@@ -1,4 +1,4 @@
-"""FSDP2, tensor parallelism, DTensor, pipelines and checkpoints give what they give over gloo."""
+"""FSDP2, tensor parallelism, DTensor, pipelines and checkpoints give the same results as over gloo."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ STEPS = 3
 
 
 class Block(nn.Module):
-    """Widths that neither 2 nor 3 ranks divide, so that shards are uneven and padded."""
+    """A block whose widths neither 2 nor 3 ranks divide, so that shards are uneven and padded."""
 
     def __init__(self, width=9, inner=23):
         super().__init__()
@@ -76,7 +76,7 @@ def test_fsdp2_trains_to_the_same_weights(rank, world, options):
 
 @on_ranks(2, fresh=True, init=False)
 def test_fsdp2_with_a_custom_divide_factor_sums_premultiplied_gradients(rank, world):
-    # gloo has no PREMUL_SUM: compared with the average, of which it is a multiple.
+    # gloo has no PREMUL_SUM, so the result is compared with the average, of which it is a multiple.
     from support import init_group
 
     def gradients(factor):

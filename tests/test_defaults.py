@@ -1,4 +1,7 @@
-"""Main paths under a default device that holds no numbers, other default types and other state of torch: each returns what it returns without."""
+"""Main paths under other states of torch, such as a default device without memory or another default type.
+
+Each path must return what it returns without that state.
+"""
 
 import contextlib
 import copy
@@ -10,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-import torch._dynamo  # what optimizers load, which takes seconds: here once, and not in every rank
+import torch._dynamo  # imported once here: optimizers load it, which takes seconds in every rank
 import torch.distributed as dist
 from support import BACKEND, init_group, on_ranks
 from support.training import Model, batch, contribution
@@ -31,7 +34,7 @@ F32 = {"dtype": torch.float32, "device": "cpu"}
 
 @contextlib.contextmanager
 def defaults(device, dtype):
-    """torch's default device and default type are others."""
+    """Sets torch's default device and default type."""
     before = torch.get_default_dtype()
     torch.set_default_device(device)
     torch.set_default_dtype(dtype)
@@ -44,7 +47,7 @@ def defaults(device, dtype):
 
 @contextlib.contextmanager
 def strict():
-    """torch refuses algorithms that are not deterministic, and looks for anomalies of backward passes."""
+    """Makes torch refuse nondeterministic algorithms and detect anomalies in backward passes."""
     torch.use_deterministic_algorithms(True)
     try:
         with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly():
@@ -53,13 +56,13 @@ def strict():
         torch.use_deterministic_algorithms(False)
 
 
-# A default device and a default type at once: each is wrong wherever it comes in.
+# A default device and a default type. Either gives a wrong result wherever code picks it up.
 DEFAULTS = {
     "meta and bfloat16": lambda: defaults("meta", torch.bfloat16),
     "float64": lambda: defaults(None, torch.float64),
 }
 STATES = {**DEFAULTS, "strict": strict}
-# For what makes no gradients.
+# States for code that computes no gradients.
 OF_CALLS = {
     **STATES,
     "no_grad": torch.no_grad,
@@ -69,7 +72,10 @@ OF_CALLS = {
 
 
 def check_states_are_ignored(prepare, states=STATES):
-    """`prepare` makes what a program brings, and what it returns does the same in any state of torch, to the bit, and draws no random numbers."""
+    """Checks that a program returns the same bits in any state of torch, and draws no random numbers.
+
+    `prepare` creates the program's inputs and returns a function that runs it.
+    """
     wanted = pytree.tree_leaves(prepare()())
     for name, state in states.items():
         run = prepare()
@@ -96,7 +102,7 @@ def check_same(found, wanted):
 
 def test_the_gate_knows_what_the_default_device_of_torch_changes():
     factory = runpy.run_path(str(Path(__file__).parent.parent / ".ci/check_factories"))["FACTORY"]
-    # torch knows functions of its parts by other names, and `fill` fills a tensor that is given.
+    # torch gives functions of its submodules other names, and `fill` fills a given tensor.
     names = {call.__name__.replace("fft_", "fft.", 1) for call in _device_constructors()} - {"fill"}
     names = {f"nested.{name}" if "nested" in name else name for name in names}
     assert len(names) > 30 and [name for name in sorted(names) if not factory.fullmatch(name)] == []
@@ -232,7 +238,7 @@ def test_hooks_of_ddp(rank, world, hook):
             for inputs, targets in batches:
                 (ddp(inputs) - targets).square().mean().backward()
             gradients = [parameter.grad for parameter in ddp.parameters()]
-            # Which codec is the fastest may change from run to run.
+            # The fastest codec may change from run to run.
             return [gradient.dtype for gradient in gradients] if hook == "auto" else gradients
 
         return run
@@ -314,7 +320,7 @@ def test_steps_of_layer_parallel_nets(rank, world, mode):
             (output.sum() if net.is_last else output).backward()
             found += [norm, output.detach(), *gradients_of(net).values()]
             evaluated = net.eval().evaluate(x, target, squared)
-            # Which mode is the fastest may change from run to run.
+            # The fastest mode may change from run to run.
             if mode == "auto":
                 return [one.dtype for one in found]
             return [found, evaluated.loss, net.norms.forward, net.norms.backward]
@@ -334,7 +340,7 @@ def test_the_norm_of_clipped_gradients_has_the_type_of_their_norm(rank, world, d
             net = LayerParallel(copy.deepcopy(made), mode="exact-wave")
             net.step(x, target, squared)
             norm = layer_parallel.clip_grad_norm_(net, 0.1)
-            # That of torch has 16 bits with bfloat16, of which this one is not made.
+            # With bfloat16, torch's norm has 16 bits. This norm is not computed from such norms.
             assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
             return norm
 
@@ -347,7 +353,7 @@ def test_the_norm_of_clipped_gradients_has_the_type_of_their_norm(rank, world, d
 def test_scaled_steps_tied_layers_and_saved_nets(rank, world):
     def prepare():
         made, x, target = layers(torch.float32), seeded(1, 8, 4), seeded(2, 8, 3)
-        # One on each rank.
+        # Ties two layers that are on different ranks.
         made[6].module.inner.weight = made[1].module[0].weight
 
         def run():
@@ -408,7 +414,7 @@ def test_recurrent_nets(rank, world, mode, kind):
             loss = net.step(x, target, squared)
             outputs, last = net(x)
             (outputs.sum() + last.sum()).backward()
-            # Without steps there are no outputs, of the default type.
+            # A rank without steps has no outputs; its empty tensor has the default type.
             return [loss, outputs.detach() if counts[rank] else 0, *gradients_of(net).values()]
 
         return run
@@ -416,7 +422,7 @@ def test_recurrent_nets(rank, world, mode, kind):
     check_states_are_ignored(prepare)
 
 
-# ---- the facade of torchbraid
+# ---- the compatibility module of torchbraid
 
 
 @on_ranks(2)

@@ -1,6 +1,7 @@
-"""Groups with a device: engines in software, in the ranks' processes or behind an emulator's sockets.
+"""Groups with a device: software engines in the ranks' processes, or behind the sockets of an emulator.
 
-`ACCL_TEST_DEVICE=all` runs the whole matrix (`make test-device`); without it a part is run in which each two of its values meet.
+`ACCL_TEST_DEVICE=all` runs the whole matrix (`make test-device`). By default only a part runs, in which every pair of
+values occurs.
 """
 
 import copy
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package on
 
 DESIGNS = ["udp", "tcp", "cyt_rdma"]
 PLACES = ["sim", "emulator", "faithful"]
-# Small enough for counts around them to be quick.
+# Small limits, so that calls with counts around them are quick.
 EAGER, RENDEZVOUS = 4096, 65536
 LIMITS = f"rx_bytes=1KiB&rx_buffers=32&eager={EAGER}&rendezvous={RENDEZVOUS}"
 
@@ -66,13 +67,13 @@ def device_line():
 
 
 def device_calls():
-    """How many calls the device of this rank has done, by what they were."""
+    """Returns the number of calls that the device of this rank has run, by kind of call."""
     counts = re.findall(r"(\w+ \w+(?: [A-Z_]+)?) (\d+)(?:,|$)", device_line().split(" calls", 1)[1].lstrip(":"))
     return {what: int(count) for what, count in counts}
 
 
 def message_of(call):
-    """The kind and message of the error that a call ends with, and how long it took."""
+    """Returns the kind and message of the error that a call raises, and the seconds that the call took."""
     begin = time.monotonic()
     try:
         call()
@@ -82,7 +83,7 @@ def message_of(call):
 
 
 def emulator_of(place, ranks, design):
-    """The emulator of a case with its text; none for engines in the ranks' processes."""
+    """Returns the emulator of a case and the device URL; the emulator is None for engines in the ranks' processes."""
     if place == "sim":
         return None, f"sim://?design={design}&{LIMITS}"
     given = ["--faithful"] if place == "faithful" else []
@@ -192,7 +193,7 @@ def test_ddp_on_a_device_trains_to_the_weights_of_the_host(world):
         for one, other in zip(on_device, on_host, strict=True):
             if world == 2:
                 assert bytes_equal(one, other)
-            # Two additions each of a step's gradients, and what ten steps make of them.
+            # Two additions for each step's gradients, and their effect over ten steps.
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
     check(run_ranks(body, world, init=False))
@@ -258,7 +259,8 @@ def test_groups_are_made_one_after_the_other_on_the_same_emulator():
 @pytest.mark.slow
 @on_ranks(1, init=False)
 def test_an_emulator_is_free_although_a_forked_process_has_the_connection_of_its_last_group(rank, world):
-    """A group was told that its device is in use by this very process, as soon as a DataLoader had forked a worker."""
+    """A group once failed because its device was in use by this very process, after a DataLoader had forked a
+    worker."""
     with Emulator(1, "udp") as emulator:
         init_group(pg_options=options(emulator.url))
         dist.all_reduce(torch.ones(10))
@@ -338,7 +340,7 @@ def test_ranks_with_different_devices_make_no_group():
 
 
 def silent(port, answers=b""):
-    """Somebody who listens at a port, and is no emulator."""
+    """A listener at a port that is not an emulator; it sends `answers` to each client."""
     server = socket.create_server(("127.0.0.1", port))
 
     def serve():

@@ -1,4 +1,4 @@
-"""Ranks that disagree: a catchable error on every rank that names both ranks and both calls; never a hang."""
+"""Ranks that disagree get a catchable error that names both ranks and both calls; no rank hangs."""
 
 import time
 
@@ -20,7 +20,7 @@ def flat(count=5):
     return ones(count * dist.get_world_size())
 
 
-# What the last rank calls against what all others call, and what of each every message must show.
+# The call of all other ranks, the call of the last rank, and a text for each call that every message must contain.
 CASES = {
     "kind_all_reduce_broadcast": (
         lambda: dist.all_reduce(ones()),
@@ -108,7 +108,8 @@ CASES = {
 
 
 def first_error(calls):
-    """Runs the calls until one raises; what returned early is told by a later one."""
+    """Runs the calls until one raises, and returns its message. If a call returns early, a later call reports its
+    error."""
     for call in calls:
         try:
             call()
@@ -211,7 +212,7 @@ def test_a_message_of_another_dtype_than_expected_is_an_error_on_the_receiver(ra
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("count", [3, 100_000])
 def test_splits_that_two_ranks_see_differently_are_an_error_on_both(rank, world, count):
-    # Rank 0 sends `count` rows to rank 1, which expects one more.
+    # Rank 0 sends `count` rows to rank 1, which expects one row more.
     into = [count, count] if rank == 0 else [count + 1, count]
     with pytest.raises(dist.DistBackendError, match=r"(?s)rank 0\b.*rank 1\b|rank 1\b.*rank 0\b"):
         dist.all_to_all_single(ones(sum(into)), ones(2 * count), into, [count, count])

@@ -1,13 +1,14 @@
-"""The calibrations of machines that there are not: one thing costs nothing, or all that there is.
+"""Calibrations of extreme machines that do not exist, in which one thing costs nothing or dominates the cost.
 
-Owns the files `extreme-*.txt` beside it; run it to write them. What a file leaves out is built in.
+Owns the files `extreme-*.txt` in this directory; run this script to write them. Constants that a file omits keep their
+built-in values.
 """
 
 from pathlib import Path
 
 HERE = Path(__file__).parent
 
-# As many numbers as there are sizes of calls for which they are measured.
+# Number of call sizes for which a constant is measured.
 SIZES = 5
 
 LATENCIES = [
@@ -22,12 +23,12 @@ RATES = [
     "copied_ps_per_kib",
 ]
 
-# A thousand times the built-in one.
+# A thousand times the built-in value.
 DEAR_PS_PER_KIB = 20_000_000
 
 
 def files() -> dict[str, str]:
-    """The text of each file by its name."""
+    """The content of each file, by file name."""
     nothing = [0] * SIZES
     return {
         "extreme-latency-nothing.txt": _text("Only bytes take time.", {name: [0] for name in LATENCIES}),

@@ -1,6 +1,7 @@
 """Command line of the peers suite; see `--help`.
 
-One process loads the suite for one backend and one world, so several of either are run as children of this one.
+One process loads the suite for one backend and one world. With several backends or worlds, this process runs the others
+as children.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from typing import Any
 from . import compare
 
 BASELINES = Path(__file__).parent / "baseline"
-# What a backend is taken for, so that the suite does not skip by name what the backend can do.
+# Names that each backend answers to, so that the suite does not skip by name tests that the backend can run.
 ALIASES = {"accl": "gloo,mpi"}
 
 
 def main() -> int:
-    """Runs what was asked for; 1 when a test is lost."""
+    """Runs the requested tests; returns 1 if a test is lost."""
     args = _arguments()
     # Ranks share the cores of one machine. Set before torch is loaded, here and in every child.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
-    # Nor does the machine at hand choose the algorithms, unless a calibration is named.
+    # The machine's own calibration must not choose the algorithms, unless the caller names one.
     os.environ.setdefault("ACCL_CALIBRATION", "off")
     os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
     if len(args.world) == 1:
@@ -42,7 +43,7 @@ def main() -> int:
 
 
 def _print_comparison(args: argparse.Namespace) -> None:
-    """One line per world and backend, out of what the children have written."""
+    """Prints one line per world and backend, read from the JSON files that the children wrote."""
     print(f"{'world':>5}  {'backend':<8} {'pass':>5} {'skip':>5} {'fail':>5} {'seconds':>8}")
     alias = ALIASES.get(args.backend, "") if args.alias is None else args.alias
     aliases = tuple(filter(None, alias.split(",")))
@@ -182,7 +183,7 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
 
 
 def _mpirun(text: str | None) -> str | None:
-    """The command, after this process was set up for the transport."""
+    """Returns the mpirun command after preparing this process for the `mpi` transport; None if `text` is None."""
     if text is None:
         return None
     mpirun, _, folder = text.partition(":")

@@ -1,7 +1,7 @@
-"""A backend name that the stock suite takes for another one.
+"""A backend name that the stock suite takes for another name.
 
-The suite compares its `BACKEND` with literals ("gloo", "mpi") while its classes are being defined. An `Alias` answers
-yes to those comparisons; its text stays the real name.
+The suite compares its `BACKEND` with literals ("gloo", "mpi") while its classes are being defined. An `Alias` compares
+equal to those literals; its text stays the real name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Alias(str):
         return not self == other
 
     def __hash__(self) -> int:
-        # `BACKEND in {...}` looks the hash up before it compares, and an object has only one hash.
+        # `BACKEND in {...}` looks up the hash before it compares, and an object has only one hash.
         return hash(self.aliases[0]) if self.aliases else str.__hash__(self)
 
 

@@ -1,6 +1,7 @@
-"""Started by mpirun in place of a rank that is forked elsewhere: lends that its place in the MPI job, and ends when the rank has.
+"""Placeholder that mpirun starts instead of a rank, which is forked elsewhere.
 
-`attach.py SOCKET`. Imports nothing that takes time.
+Lends its place in the MPI job to that rank, and exits after the rank has exited. Usage: `attach.py SOCKET`. Imports
+only modules that load quickly.
 """
 
 import array
@@ -9,7 +10,7 @@ import os
 import socket
 import sys
 
-# What launchers and their libraries tell a process.
+# Prefixes of the environment variables that launchers and their libraries set for a process.
 PREFIXES = (
     "OMPI_",
     "OPAL_",
@@ -28,13 +29,13 @@ PREFIXES = (
 
 def main() -> int:
     told = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
-    # hydra speaks to its processes over a descriptor that they inherit.
+    # hydra communicates with its processes over a descriptor that they inherit.
     descriptors = [int(told["PMI_FD"])] if "PMI_FD" in told else []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(sys.argv[1])
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         connection.sendmsg([json.dumps(told).encode()], passed)
-        # The other end is closed when the rank has ended.
+        # The other end of the socket is closed once the rank has exited.
         while connection.recv(1):
             pass
     return 0

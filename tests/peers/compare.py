@@ -1,4 +1,4 @@
-"""What a run means: counts, known failures, targets, and what is lost or gained against the gloo baseline.
+"""Evaluates a run: counts, known failures, targets, and which tests are lost or gained against the gloo baseline.
 
 Reads and writes the JSON of a run. Loads neither torch nor the suite.
 """
@@ -13,15 +13,16 @@ from typing import Any
 KINDS = ("pass", "skip", "fail", "error", "timeout")
 BAD = ("fail", "error", "timeout")
 
-# Tests that fail for a reason outside the backend. A known failure that passes is reported, so that the row goes away.
+# Tests that fail for a reason outside the backend. If a known failure passes, the run fails, so that its row is
+# removed.
 KNOWN = {
     "accl": {
         "test_ddp_logging_data_cpu": "wants torch's type name for every plug-in backend (custom) to equal get_backend()",
     },
 }
 
-# Tests of `dist.monitored_barrier`, which torch before this version refuses to every name but gloo. The group has it, so
-# a run with --direct-monitored-barrier must pass them.
+# Tests of `dist.monitored_barrier`. Before this version torch refuses it to every backend name but gloo. The group
+# itself has the method, so a run with --direct-monitored-barrier must pass these tests.
 MONITORED_BARRIER_SINCE = (2, 14)
 MONITORED_BARRIER = {
     f"test_monitored_barrier_{test}": "dist.monitored_barrier of torch before 2.14 refuses every name but gloo"
@@ -32,7 +33,7 @@ MONITORED_BARRIER = {
 TARGETS = {
     "accl": {2: (99, 185, 1), 3: (99, 185, 1), 4: (102, 182, 1)},
 }
-# The same where `dist.monitored_barrier` is refused by name.
+# The same counts where torch refuses `dist.monitored_barrier` by backend name.
 TARGETS_WITHOUT_MONITORED_BARRIER = {
     "accl": {2: (97, 185, 3), 3: (97, 185, 3), 4: (100, 182, 3)},
 }
@@ -43,7 +44,7 @@ def _refuses_monitored_barrier(torch_version: str, direct: bool) -> bool:
 
 
 def known(backend: str, torch_version: str, direct_monitored_barrier: bool) -> dict[str, str]:
-    """The known failures of a backend on a torch, with their reasons."""
+    """The known failures of a backend on a torch version, with their reasons."""
     rows = KNOWN.get(backend, {})
     if rows and _refuses_monitored_barrier(torch_version, direct_monitored_barrier):
         return rows | MONITORED_BARRIER
@@ -51,60 +52,60 @@ def known(backend: str, torch_version: str, direct_monitored_barrier: bool) -> d
 
 
 def target(backend: str, torch_version: str, world: int, direct_monitored_barrier: bool) -> tuple[int, int, int] | None:
-    """What a whole run must count, where that is laid down."""
+    """The counts that a whole run must reach (passes, skips, known failures), or None if the tables set no target."""
     refused = _refuses_monitored_barrier(torch_version, direct_monitored_barrier)
     table = TARGETS_WITHOUT_MONITORED_BARRIER if refused else TARGETS
     return table.get(backend, {}).get(world)
 
 
 def counts(tests: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """How many tests ended in which way."""
+    """The number of tests per outcome."""
     return {kind: sum(test["outcome"] == kind for test in tests.values()) for kind in KINDS}
 
 
 def named(run: dict[str, Any], *kinds: str) -> set[str]:
-    """The tests of a run that ended in one of `kinds`."""
+    """The tests of a run whose outcome is one of `kinds`."""
     return {name for name, test in run["tests"].items() if test["outcome"] in kinds}
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A run written earlier."""
+    """Reads a run that was written earlier."""
     run: dict[str, Any] = json.loads(path.read_text())
     return run
 
 
 def save(run: dict[str, Any], path: Path) -> None:
-    """Writes a run, sorted, so that two of them can be compared by eye."""
+    """Writes a run with sorted keys, so that two runs can be compared by eye."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run, indent=1, sort_keys=True) + "\n")
 
 
 def slim(run: dict[str, Any]) -> dict[str, Any]:
-    """A run without times and texts: what is kept in the repository as a baseline."""
+    """Returns a run without times and texts, as the repository stores a baseline."""
     tests = {name: {"outcome": test["outcome"]} for name, test in run["tests"].items()}
     return {key: value for key, value in run.items() if key != "seconds"} | {"tests": tests}
 
 
 def reusable(baseline: dict[str, Any], torch_version: str, world: int, gpus: int) -> bool:
-    """Whether an earlier baseline says something about this torch, world and machine."""
+    """Whether an earlier baseline applies to this torch version, world and machine."""
     return minor(baseline["torch"]) == minor(torch_version) and baseline["world"] == world and baseline["gpus"] == gpus
 
 
 def minor(version: str) -> str:
-    """`2.15.0+cu132` is `2.15`."""
+    """Shortens a version to major and minor: `2.15.0+cu132` becomes `2.15`."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
 @dataclass
 class Verdict:
-    """The comparison of one run; `bad` is empty when it may pass as a gate."""
+    """The comparison of one run. If `bad` is empty, the run passes as a gate."""
 
     lines: list[str] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
 
 
 def judge(run: dict[str, Any], baseline: dict[str, Any] | None) -> Verdict:
-    """Compares a run with the baseline, the known failures and, when it is a whole one, with the targets."""
+    """Compares a run with the baseline and the known failures, and a whole run also with the targets."""
     verdict = Verdict()
     failing = known(run["backend"], run["torch"], run["direct_monitored_barrier"])
     broken = named(run, *BAD)

@@ -1,7 +1,7 @@
 """Places in an MPI job for ranks that are forked from a process that has loaded torch.
 
-To MPI a forked rank would be a job of one. So mpirun starts processes that do nothing (`attach.py`), each of which lends what it was told,
-its environment and its descriptor, to one rank. Owns the launch and the handing over; which rank is which is mpirun's word.
+MPI would treat a forked rank as a job of one process. So mpirun starts idle processes (`attach.py`). Each lends its
+launcher variables and its descriptor to one rank. Owns the launch and the handover; mpirun decides the rank numbers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ATTACH = Path(__file__).with_name("attach.py")
-# What a message may have.
+# Limits of one message.
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 16, 4
 LIMIT_S = 30
-# mpirun refuses to run as root, and more ranks than cores, unless it is told to.
+# By default mpirun refuses to run as root, and refuses more ranks than cores.
 ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @dataclass
 class Place:
-    """What one process of the job was told."""
+    """The launcher variables and descriptors of one process of the job."""
 
     told: dict[str, str]
     descriptors: list[int]
@@ -37,7 +37,7 @@ class Place:
         return int(self.told.get("OMPI_COMM_WORLD_RANK") or self.told["PMI_RANK"])
 
     def adopt(self) -> None:
-        """This process has the place from now on."""
+        """Gives this process the place in the job."""
         os.environ.update(self.told)
         if self.descriptors:
             os.environ["PMI_FD"] = str(self.descriptors[0])
@@ -46,14 +46,14 @@ class Place:
 
 @dataclass
 class Job:
-    """A job that mpirun has started, by rank."""
+    """A job that mpirun has started; `places` is sorted by rank."""
 
     launcher: subprocess.Popen[bytes]
     places: list[Place] = field(default_factory=list)
     connections: list[socket.socket] = field(default_factory=list)
 
     def end(self) -> None:
-        """The ranks have ended, and so does the job."""
+        """Ends the job. Call this after its ranks have exited."""
         for connection in self.connections:
             connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -63,10 +63,10 @@ class Job:
 
 
 def start(mpirun: str, world: int) -> Job:
-    """Starts a job of so many processes, and waits until each has said what it was told.
+    """Starts a job of `world` processes, and waits until each has sent its launcher variables.
 
     Raises:
-        TimeoutError: they do not.
+        TimeoutError: a process did not connect or send them within `LIMIT_S` seconds.
     """
     options = ["--oversubscribe", "--bind-to", "none"] if "openmpi" in os.path.basename(mpirun) else []
     with tempfile.TemporaryDirectory(prefix="accl-peers-mpi-") as folder:

@@ -1,8 +1,8 @@
 """Loads `torch.testing._internal.distributed.distributed_test` for one backend and one world, and runs single tests.
 
-The suite reads its environment while its classes are being defined, so one process can load it once only: for another
-backend or world start another process (`__main__.py` does). Every test runs in a forked child that leads its own
-process group; its ranks are forked from there. Nothing here compares results, see `compare.py`.
+The suite reads its environment while its classes are being defined, so one process can load it only once. For another
+backend or world, start another process (`__main__.py` does). Every test runs in a forked child, which leads its own
+process group and forks the ranks. Nothing here compares results; see `compare.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from . import mpi
 from .alias import Alias, plain
 
 MODULE = "torch.testing._internal.distributed.distributed_test"
-# How much of a failing test's output is kept.
+# Number of characters kept from the end of a failing test's output.
 LOG_TAIL_CHARS = 6000
-# What the supervisor grants beyond the suite's own time limit, so that the suite can print its stacks first.
+# Seconds that the supervisor waits beyond the suite's own time limit, so that the suite can print its stacks first.
 GRACE_S = 20.0
 _TOKEN = "peers-backend-under-test"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What one process runs."""
+    """The settings of one process."""
 
     backend: str
     aliases: tuple[str, ...]
@@ -44,13 +44,13 @@ class Setup:
     timeout_s: float
     gaps: tuple[str, ...] = ()
     direct_monitored_barrier: bool = False
-    # The command that starts MPI jobs, where ranks have places in one.
+    # Command that starts MPI jobs; None if the ranks have no places in an MPI job.
     mpirun: str | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one test ended: `pass`, `skip`, `fail`, `error` or `timeout`."""
+    """Result of one test: `kind` is `pass`, `skip`, `fail`, `error` or `timeout`."""
 
     kind: str
     seconds: float
@@ -116,7 +116,7 @@ def _child(case: type[unittest.TestCase], name: str, writer: int, log_path: str)
         test = case(name)
         test.run(result)
         kind, reason = _verdict(test, result)
-    except BaseException as error:  # whatever it is, the supervisor must hear of it
+    except BaseException as error:  # whatever the error is, the supervisor must receive it
         kind, reason = "error", repr(error)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -136,16 +136,16 @@ def _verdict(test: unittest.TestCase, result: unittest.TestResult) -> tuple[str,
         return "pass", "expected failure"
     if result.unexpectedSuccesses:
         return "fail", "unexpected success"
-    # Stock classes whose world is the number of GPUs start no process without one, and would count as passed.
+    # Stock classes whose world is the number of GPUs start no process without a GPU, and would count as passed.
     if not getattr(test, "started", 0):
         return "skip", "started no process"
     return "pass", ""
 
 
 def _read_until_end(reader: int, deadline: float) -> bytes | None:
-    """Everything up to the end of file, or None when the deadline passes first.
+    """Returns everything up to the end of file, or None if the deadline passes first.
 
-    A rank that inherited the pipe keeps it open, so a complete answer counts as the end too.
+    A rank that inherited the pipe keeps it open, so a complete answer also counts as the end.
     """
     data = b""
     while True:
@@ -174,7 +174,7 @@ def _load(setup: Setup, scratch: str) -> ModuleType:
     os.environ.update(
         WORLD_SIZE=str(setup.world),
         TEMP_DIR=scratch,
-        # Replaced in each rank; it only has to be a file for the tests that re-initialise to be loaded.
+        # Replaced in each rank. It must name a file, else the tests that re-initialise are not loaded.
         INIT_METHOD=f"file://{scratch}/unused",
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(int(setup.timeout_s)),
         BACKEND=_TOKEN,
@@ -200,14 +200,14 @@ def _load(setup: Setup, scratch: str) -> ModuleType:
 
 
 def _register(backend: str) -> None:
-    """Imports the package of the backend, so that parent and ranks know it whatever the torch version discovers."""
+    """Imports the backend's package, so that parent and ranks know the backend even if torch does not discover it."""
     if backend == "accl":
         importlib.import_module("torch_accl")
 
 
 def _allow(cases: Any, alias: Alias) -> None:
     for feature in ("gpu", "cuda", "ddp", "subgroup", "plugin"):
-        # Both: the sets are asked for the alias, and for the plain name that `dist.Backend(...)` returns.
+        # Both names: the sets are searched for the alias and for the plain name that `dist.Backend(...)` returns.
         cases.backend_feature[feature].update({alias, str(alias)})
 
 
@@ -223,7 +223,7 @@ def _environment_shows(token: str, alias: Alias) -> Iterator[None]:
 
 
 def _keep_alias_out_of_torch() -> None:
-    """Group creation sees the real name: torch compares it with the same literals as the suite does."""
+    """Passes the real name to group creation, because torch compares it with the same literals as the suite does."""
     dist = importlib.import_module("torch.distributed")
 
     def unaliased(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,13 +238,13 @@ def _keep_alias_out_of_torch() -> None:
 
 
 def _replace_monitored_barrier() -> None:
-    """torch 2.13 refuses `dist.monitored_barrier` by backend name; the group itself has it."""
+    """Calls the group's own method, because torch 2.13 refuses `dist.monitored_barrier` by backend name."""
     dist = importlib.import_module("torch.distributed")
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             return None
-        # A timeout of zero is one, not none.
+        # A timeout of zero is a timeout, unlike None.
         timeout = dist.default_pg_timeout if timeout is None else timeout
         return (group or dist.group.WORLD).monitored_barrier(timeout, wait_all_ranks)
 
@@ -261,7 +261,7 @@ def _case_class(module: ModuleType, mpirun: str | None) -> type[unittest.TestCas
         def setUp(self) -> None:
             super().setUp()
             if mpirun is not None:
-                # Before the ranks, which are forked with the places of all and take their own.
+                # Start the job before the ranks: they are forked with the places of all ranks, and each adopts its own.
                 jobs.append(mpi.start(mpirun, int(self.world_size)))
             self._start_processes(multiprocessing.get_context("fork").Process)
             self.started = len(self.processes)

@@ -1,6 +1,7 @@
-"""A script as torchbraid's users have it, after changing its imports: a recurrent net over sequences that lie on several ranks, tail and loss on rank 0.
+"""A recurrent net on torchbraid's API, as its users would write it after changing the imports.
 
-Run by `test_compat_torchbraid.py` under torchrun and mpirun. Rank 0 prints its results as JSON at the end.
+Sequences are spread over several ranks; tail and loss are on rank 0. `test_compat_torchbraid.py` runs this script on
+two ranks. Rank 0 prints its results as JSON at the end.
 """
 
 import argparse
@@ -41,7 +42,10 @@ class ImplicitGRU(nn.Module):
 
 
 class Sequences(torch.utils.data.TensorDataset):
-    """A direction for each class, which sways, under noise."""
+    """Sequences whose angle depends on the class and oscillates over time, with noise.
+
+    Rank 0 creates the sequences and gives each rank one part of them.
+    """
 
     def __init__(self, comm, count, length, seed):
         if comm.Get_rank() == 0:

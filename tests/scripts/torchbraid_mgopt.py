@@ -1,6 +1,7 @@
-"""A script as torchbraid's users have it, after changing its imports: nested iteration over nets of three depths, and then MG/Opt.
+"""Nested iteration over nets of increasing depth (two by default), then MG/Opt, on torchbraid's API.
 
-Run by `test_compat_torchbraid.py` under torchrun and mpirun. Rank 0 prints its results as JSON at the end.
+A script as torchbraid's users would write it after changing the imports. `test_compat_torchbraid.py` runs it on two
+ranks. Rank 0 prints its results as JSON at the end.
 """
 
 import argparse
@@ -22,7 +23,7 @@ CLASSES = 4
 
 
 class Images(torch.utils.data.Dataset):
-    """A template of each class, under noise."""
+    """A fixed template for each class, with noise."""
 
     def __init__(self, count, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -104,7 +105,7 @@ def main():
     procs, rank = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
     device, _ = getDevice(MPI.COMM_WORLD)
 
-    # In another order on each rank, of which rank 0's counts.
+    # Each rank shuffles in its own order; only the order of rank 0 counts.
     train_loader = torch.utils.data.DataLoader(Images(120, 1), batch_size=20, shuffle=True)
     test_loader = torch.utils.data.DataLoader(Images(60, 2), batch_size=20, shuffle=True)
     ni_steps = np.array([args.steps // args.ni_rfactor ** (args.ni_levels - i - 1) for i in range(args.ni_levels)])

@@ -1,6 +1,8 @@
-"""A script as torchbraid's users have it, after changing its imports: images like MNIST's, an ODE net over ranks, head, tail and loss on rank 0.
+"""An image classifier on torchbraid's API, with an ODE net over ranks and head, tail and loss on rank 0.
 
-Run by `test_compat_torchbraid.py` under torchrun and mpirun. Rank 0 prints its results as JSON at the end.
+The images are random and resemble MNIST's. The script is written as torchbraid's users would write it after
+changing the imports. `test_compat_torchbraid.py` runs it under torchrun and mpirun. Rank 0 prints its results as JSON
+at the end.
 """
 
 import argparse
@@ -20,7 +22,7 @@ CLASSES = 10
 
 
 class Images(torch.utils.data.Dataset):
-    """A smooth template of each class, moved and under noise."""
+    """A smooth template for each class, shifted and with noise."""
 
     def __init__(self, count, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -160,7 +162,7 @@ def main():
     device, host = torchbraid.utils.getDevice(comm=comm)
     torch.manual_seed(torchbraid.utils.seed_from_rank(1, rank))
 
-    # The last batch of each is smaller.
+    # The last batch of each loader is smaller.
     train_set, test_set = Images(330, 1), Images(130, 2)
     train_loader = torch.utils.data.DataLoader(train_set, batch_size=50, shuffle=False)
     test_loader = torch.utils.data.DataLoader(test_set, batch_size=50, shuffle=False)

@@ -1,6 +1,6 @@
-"""What the tests share: ranks as forked processes, seeded inputs with their exact results, and scripts with a real exit.
+"""Shared helpers of the tests: ranks as forked processes, seeded inputs with exact results, scripts with a real exit.
 
-Start with `runner.on_ranks`, the decorator that turns a test body into a body run by every rank.
+Start with `runner.on_ranks`, the decorator that turns a test body into a body that every rank runs.
 """
 
 from .oracle import (

@@ -1,7 +1,7 @@
-"""Runs every test of a module twice: with the torch that is installed, and as if it had been built for the CPU alone.
+"""Runs every test of a module twice: with the installed torch, and as if torch had been built for the CPU alone.
 
-A CUDA build names an accelerator also where there is none, and torch asks for it in places that concern every backend. A
-module takes part by importing the fixture.
+A CUDA build reports an accelerator even on a machine without one, and torch asks for it in places that concern every
+backend. A module takes part by importing the fixture.
 """
 
 import pytest
@@ -13,7 +13,7 @@ PATCH = "import torch; torch.accelerator.current_accelerator = lambda check_avai
 
 @pytest.fixture(autouse=True, params=["as_built", "cpu_build"])
 def accelerator(request):
-    """Whether ranks and scripts of this test see an accelerator in torch."""
+    """Sets whether ranks and scripts of this test see an accelerator in torch."""
     runner.is_cpu_build = request.param == "cpu_build"
     scripts.prelude = PATCH if runner.is_cpu_build else ""
     yield

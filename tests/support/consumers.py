@@ -1,4 +1,4 @@
-"""Runs what is built on torch.distributed over the backend and over gloo, in the same processes, and compares."""
+"""Runs code that builds on torch.distributed over the backend and over gloo, in the same processes, and compares."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from .runner import BACKEND, init_group
 
 
 def over(backend: str, consumer, rank: int, world: int):
-    """What `consumer(rank, world)` returns when the default group is one of `backend`."""
+    """Returns the result of `consumer(rank, world)` with a default group of `backend`."""
     torch.manual_seed(1)
     init_group(backend)
     result = consumer(rank, world)
@@ -19,11 +19,14 @@ def over(backend: str, consumer, rank: int, world: int):
 
 
 def same_as_gloo(consumer, rank: int, world: int, tolerance: float = 0.0):
-    """The consumer returns tensors and numbers, in any nesting: equal bits, or within a relative tolerance.
+    """Compares the consumer's results over the backend with its results over gloo.
 
-    With two ranks a sum has one order, so bits are equal wherever both round at the same places. With more ranks the
-    orders may differ: each of a step's sums may then be off by (ranks - 1) half units in the last place of the largest
-    summand, and the caller derives its tolerance from that and the number of steps.
+    The consumer returns tensors and numbers, in any nesting. They must have equal bits, or agree within a relative
+    tolerance.
+
+    With two ranks a sum has one order, so bits are equal wherever both backends round at the same places. With more
+    ranks the orders may differ. Each of a step's sums may then be off by (ranks - 1) half units in the last place of
+    the largest summand. The caller derives its tolerance from that and the number of steps.
     """
     mine, theirs = over(BACKEND, consumer, rank, world), over("gloo", consumer, rank, world)
     mine, shape = pytree.tree_flatten(mine)

@@ -1,9 +1,12 @@
-"""Runs a part of the tests. Of each matrix: as few cases as have every pair of values, or every value, of its parameters once.
-Of the tests marked `slow`: every sixth, or none.
+"""Runs a part of the tests.
 
-`ACCL_TEST_COVER` says which part: `all` (the default), `pairs` or `values`. A test with two parameters keeps all of its cases under `pairs`.
-Which of several parts is chosen depends on `ACCL_TEST_COVER_SEED`, a number that the scripts take from the date of the commit: over the days
-every case has its turn, and a commit always gets the same part. Owns the choice only; `conftest.py` applies it.
+Each matrix runs as few cases as contain every pair of values, or every value, of its parameters once. Of the tests
+marked `slow`, every sixth or none runs.
+
+`ACCL_TEST_COVER` selects the part: `all` (the default), `pairs` or `values`. A test with two parameters keeps all of
+its cases under `pairs`. `ACCL_TEST_COVER_SEED` decides which of several possible parts runs. The scripts derive this
+number from the date of the commit, so every case has its turn over the days, and a commit always gets the same part.
+Owns the choice only; `conftest.py` applies it.
 """
 
 import itertools
@@ -14,16 +17,18 @@ from typing import TypeVar
 T = TypeVar("T")
 
 STRENGTH = {"values": 1, "pairs": 2}
-# Of so many slow tests one is run; no number: none of them.
+# One of this many slow tests runs; None means that no slow test runs.
 TURNS = {"values": None, "pairs": 6}
 
-# Of these every case counts: what they hold is a table of its own, not a product of properties.
+# Files whose every case counts: their parameters are rows of a table, not a product of properties.
 WHOLE = ("test_surface.py",)
 
 
 def covering(cases: Sequence[dict[str, Hashable]], strength: int, seed: int) -> list[int]:
-    """The indices of as few cases as a greedy choice finds that have every combination of `strength` parameters' values which
-    occurs, in ascending order."""
+    """Returns the indices of few cases that cover every combination of values of `strength` parameters that occurs.
+
+    The choice is greedy and the indices are in ascending order.
+    """
 
     def combinations(case: dict[str, Hashable]) -> set[tuple]:
         return set(itertools.combinations(sorted(case.items()), min(strength, len(case))))
@@ -34,7 +39,7 @@ def covering(cases: Sequence[dict[str, Hashable]], strength: int, seed: int) -> 
     missing = set().union(*left.values())
     chosen = []
     while missing:
-        # The first of the best in a shuffled order: the seed decides between cases that add as much.
+        # Takes the first of the best cases in a shuffled order: the seed decides between cases that add equally much.
         best = max(order, key=lambda index: len(left[index] & missing))
         chosen.append(best)
         missing -= left[best]
@@ -42,7 +47,7 @@ def covering(cases: Sequence[dict[str, Hashable]], strength: int, seed: int) -> 
 
 
 def select(items: Iterable[T], cover: str, seed: int) -> tuple[list[T], list[T]]:
-    """The items of pytest that are run and those that are left out."""
+    """Returns the pytest items that run and the items that are left out."""
     items = list(items)
     if cover == "all":
         return items, []
@@ -57,7 +62,8 @@ def select(items: Iterable[T], cover: str, seed: int) -> tuple[list[T], list[T]]
         if all(hasattr(case, "callspec") for case in cases) and cases[0].path.name not in WHOLE:
             wanted = covering([_values(case) for case in cases], STRENGTH[cover], seed)
         kept.update(id(cases[index]) for index in wanted)
-    # Numbered before the choice above, whose size changes from day to day, and whatever the order: else a test could miss its turns.
+    # Numbers come from the whole list, sorted by name, and not from the choice above, whose size changes from day to
+    # day. Otherwise a test could miss its turns.
     slow = sorted((item for item in items if item.get_closest_marker("slow")), key=lambda item: item.nodeid)
     turns = TURNS[cover]
     kept.difference_update(id(item) for number, item in enumerate(slow) if turns is None or (number + seed) % turns)
@@ -65,5 +71,5 @@ def select(items: Iterable[T], cover: str, seed: int) -> tuple[list[T], list[T]]
 
 
 def _values(item) -> dict[str, Hashable]:
-    # Arguments of one mark have one index and are one value.
+    # Arguments of one mark have one index and count as one value.
     return dict(item.callspec.indices)

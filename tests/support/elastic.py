@@ -1,7 +1,7 @@
-"""Launchers in small: ranks that are forked over a store which outlives them, die at a chosen moment, and are started anew.
+"""Small launchers: ranks forked over a store that outlives them, which die at a chosen moment and are restarted.
 
-`survive` is one case; what a rank does is in `train`. Moments are counted in the questions that a rank asks its store, so
-that a case is the same on every machine.
+`survive` runs one case; `train` is the work of each rank. Moments are counted in requests that a rank makes to its
+store, so that a case is the same on every machine.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from .mortal import TIMEOUT, Death, Mortal
 from .runner import BACKEND, RankProcess, _attempt
 
 WORLD = 3
-# From the last process's connection to the store until all ranks train. (A client of a TCPStore asks for the name of its
-# server's address first, which takes seconds where a name server does not answer.)
+# Seconds from the last process's connection to the store until all ranks must have trained. (A client of a TCPStore
+# asks for the name of its server's address first, which takes seconds where a name server does not answer.)
 SOON = 5.0
 
-# The kinds of launchers: which ranks are on which, and whether one that restarts makes the others restart.
+# The kinds of launchers: the ranks of each agent, and whether a restart in one agent restarts the ranks of all.
 LAUNCHERS = {
     "one": ([[0, 1, 2]], False),
     "two-static": ([[0, 1], [2]], False),
@@ -31,7 +31,10 @@ LAUNCHERS = {
 
 
 def train(rank: int, store: dist.Store) -> int:
-    """What each rank does: the job's group, a sub-group of all, one of two; the number of keys that are left."""
+    """The work of each rank: a reduction in the default group, in a group of all ranks and in a group of two.
+
+    Returns the number of keys that are left in the store.
+    """
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
     assert _sum() == WORLD
     everybody = dist.new_group(list(range(WORLD)))
@@ -50,7 +53,7 @@ def _sum(group=None) -> float:
 
 
 class _Surviving:
-    """The store's server in a process of its own, as a launcher has it; or a file."""
+    """A store that outlives the ranks: a server in a process of its own, as a launcher has it, or a file."""
 
     def __init__(self, kind: str):
         self.kind, self.server = kind, None
@@ -83,7 +86,7 @@ class _Surviving:
 
 
 def survive(launchers: str, death: Death, store: str = "tcp"):
-    """Starts the ranks and restarts them as launchers do until all have trained; fails when that is not soon."""
+    """Starts the ranks and restarts them as launchers do until all have trained; fails if that takes too long."""
     agents, restarts_all = LAUNCHERS[launchers]
     agents = [[rank for agent in agents for rank in agent]] if restarts_all else agents
     surviving = _Surviving(store)
@@ -98,7 +101,7 @@ def survive(launchers: str, death: Death, store: str = "tcp"):
             own = surviving.store()
             pipe.send(("connected", None, ""))
             pipe.send(_attempt(train, {"rank": rank, "store": Mortal(own, death) if mortal else own}))
-            # Until the launcher has heard all: who goes may be missed.
+            # Stay until the launcher has received everything, because the message of a rank that exits may be lost.
             with contextlib.suppress(EOFError):
                 pipe.recv()
             return 0

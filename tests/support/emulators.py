@@ -1,4 +1,4 @@
-"""Emulated engines behind sockets, as processes of a test."""
+"""Emulated engines behind sockets, as child processes of a test."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ START_S = 60
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row at which nobody listens."""
+    """The first of `count` consecutive ports on which no process listens."""
     for _ in range(1000):
         first = random.randrange(20_000, 32_000 - count)
         with contextlib.ExitStack() as stack:
@@ -27,7 +27,10 @@ def free_ports(count: int) -> int:
 
 
 class Emulator:
-    """A process with the engines of `ranks` ranks from `port` on, `own` of which are in it."""
+    """An emulator process with the engines of `ranks` ranks, listening from `port` on.
+
+    `comms` is the design. `arguments` are further options of `accl emulator`.
+    """
 
     def __init__(self, ranks: int, comms: str, *arguments: str, port: int | None = None):
         self.port = free_ports(4 * ranks) if port is None else port
@@ -41,11 +44,11 @@ class Emulator:
         self.url = f"emulator://127.0.0.1:{self.port}?design={comms}"
 
     def stop(self):
-        """Lets it answer nobody any more, with its sockets open."""
+        """Stops the process: it answers no more requests, but its sockets stay open."""
         self.process.send_signal(signal.SIGSTOP)
 
     def kill(self):
-        """Ends it as the system would."""
+        """Ends the process as the system would."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
 
@@ -59,7 +62,7 @@ class Emulator:
 
 
 def wait_until(what: str, is_so, patience_s: float = 20):
-    """Waits for something that another process does."""
+    """Waits until another process has made `is_so()` true; fails after `patience_s` seconds."""
     end = time.monotonic() + patience_s
     while not is_so():
         if time.monotonic() > end:

@@ -1,7 +1,7 @@
-"""A warm interpreter that forks itself for every script it is asked to run; see `scripts.py`.
+"""A warm interpreter that forks itself for every script that it is asked to run; see `scripts.py`.
 
-The child leaves the serving loop and runs the code at the top level of this very file, so that it ends as any script
-does. The parent holds no threads and makes no group, and reports each child's exit status.
+The child leaves the serving loop and runs the code at the top level of this very file, so that it exits as any script
+does. The parent has one thread and creates no group, and reports each child's exit status.
 """
 
 import ctypes
@@ -18,7 +18,10 @@ import torch.distributed as dist
 
 
 def _serve(channel: socket.socket) -> dict | None:
-    """Forks children until the channel closes; returns in each child with what it has to run."""
+    """Forks children until the channel closes.
+
+    Returns in each child with the child's request, and in the parent with None at the end.
+    """
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -63,7 +66,7 @@ def _reaped():
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
-# The collections at a child's exit would touch, and so copy, every object that came with torch.
+# Garbage collections at a child's exit would touch, and so copy, every object that came with torch.
 gc.collect()
 gc.freeze()
 _job = _serve(socket.socket(fileno=int(sys.argv[1])))

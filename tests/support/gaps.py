@@ -1,4 +1,4 @@
-"""What gloo is known not to do. Read only when the tests run with ACCL_TEST_BACKEND=gloo, to prove the tests themselves.
+"""Known gaps of gloo. Read only when the tests run with ACCL_TEST_BACKEND=gloo, which checks the tests themselves.
 
 A row never applies to accl.
 """
@@ -7,7 +7,7 @@ import re
 
 _UNKNOWN_DTYPES = r"(?<![a-z])(int16|uint16|uint32|uint64|float8_\w+)(?!\w)"
 
-# (pattern in file and test name, pattern in the parameters, reason)
+# (pattern in the names of file and test, pattern in the parameters, reason)
 GLOO = [
     ("^test_(arguments|disagreement|lost_peers)", "", "has other classes and sentences, hangs, or ends the process"),
     ("^test_exit.*(ctrl_c|leaving|uncaught)", "", "aborts now and then, and does not look for signals"),
@@ -55,7 +55,7 @@ GLOO = [
 
 
 def gloo_gap(nodeid: str) -> str | None:
-    """The reason why gloo is not asked to pass the test, if there is one."""
+    """The reason why gloo is not required to pass the test, or None."""
     name, _, parameters = nodeid.rsplit("/", 1)[-1].partition("[")
     rows = (row for row in GLOO if re.search(row[0], name) and re.search(row[1], parameters))
     return next((reason for _, _, reason in rows), None)

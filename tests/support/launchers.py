@@ -1,4 +1,4 @@
-"""Scripts under the launchers of MPI that are installed, for which ranks are processes of nobody here."""
+"""Runs scripts under the MPI launchers that are installed; their ranks are not children of the test process."""
 
 import os
 import shutil
@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-# Each with what it needs to start more ranks than the machine has cores; before `-n`.
+# Each command with the options that let it start more ranks than the machine has cores; `-n` follows.
 COMMANDS = {
     "mpirun.mpich": ["mpirun.mpich"],
     "mpirun.openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"],
     "mpiexec.hydra": ["mpiexec.hydra"],
 }
-# What torchrun, or a test, may have set around this one.
+# Variables that torchrun, or a test, may have set for this process.
 OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# For scripts that `support.scripts` starts: as those that no torchrun has started.
+# For scripts that `support.scripts` starts: hides these variables, as if torchrun had not started them.
 UNSET = dict.fromkeys(OF_A_JOB, "")
 
 
 def run_under(name: str, code: str, ranks: int, folder: Path, **env: str) -> subprocess.CompletedProcess:
-    """Runs the code as a script of so many ranks; skips the test where the launcher is not installed."""
+    """Runs the code as a script of `ranks` ranks; skips the test if the launcher is not installed."""
     command = COMMANDS[name]
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")

@@ -1,4 +1,5 @@
-"""A store that kills its process at a chosen question. Needs nothing but torch: launched scripts import it by itself."""
+"""A store that kills its process at a chosen request. Needs only torch, because launched scripts import it by
+itself."""
 
 import dataclasses
 import os
@@ -13,7 +14,7 @@ TIMEOUT = timedelta(seconds=30)
 
 @dataclasses.dataclass
 class Death:
-    """A rank's end in its first life: before the n-th new kind of question that it asks for a group."""
+    """When a rank dies in its first life: after `moment` kinds of store requests for `group`, before a new kind."""
 
     rank: int
     group: str
@@ -28,7 +29,7 @@ class Mortal(dist.Store):
         self.store, self.death, self.asked = store, death, set()
 
     def _live(self, what: str, key: str):
-        # Of names that are made up on the spot only the length counts.
+        # Generated names are long and differ between runs, so each part of 24 or more characters counts as the same.
         kind = (what, *(part if len(part) < 24 else "-" for part in key.split("/")))
         # torch names the groups of a job by numbers: their keys begin with 0//, 0//1//, 0//2//.
         names = re.match(r"\d+(//\d+)*(?=/)", key)
@@ -73,7 +74,7 @@ class Mortal(dist.Store):
         self._live("delete_key", key)
         return self.store.delete_key(key)
 
-    # torch's trampoline for stores that are written in Python looks for the C++ name.
+    # torch's trampoline for stores that are written in Python looks up the C++ name.
     deleteKey = delete_key
 
     def num_keys(self):

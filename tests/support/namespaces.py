@@ -1,6 +1,6 @@
-"""Network namespaces that meet at a bridge, so that a rank's host can vanish from the network without a word.
+"""Network namespaces connected by a bridge, so that a rank's host can vanish from the network without disconnecting.
 
-Owns their names and addresses, and the end of all of it. What runs there is not known here.
+Owns the namespaces' names and addresses, and removes the namespaces. Knows nothing about the programs in them.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 
-# Of the block that is set aside for benchmarks (RFC 2544), so nobody else's route goes there.
+# From the block reserved for benchmarks (RFC 2544), so no other route leads there.
 NETWORK = "198.18.0.0/28"
 CLONE_NEWNET = 0x40000000
 
@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 def lacking() -> str | None:
-    """Why there can be no namespaces here."""
+    """The reason why namespaces cannot be created here, or None."""
     if os.geteuid() != 0:
         return "only root can make network namespaces"
     if shutil.which("ip") is None:
@@ -32,13 +32,13 @@ def lacking() -> str | None:
 
 
 class Hosts:
-    """Namespaces at one bridge, by number."""
+    """Namespaces at one bridge, addressed by number."""
 
     def __init__(self, names: list[str], bridge: str):
         self.names, self.bridge = names, bridge
 
     def enter(self, number: int) -> str:
-        """Code that moves the thread that runs it, and those that it starts, to a namespace."""
+        """Returns code that moves the thread that runs it, and threads that it starts later, to a namespace."""
         return (
             "import ctypes, os\n"
             f"fd = os.open('/run/netns/{self.names[number]}', os.O_RDONLY)\n"
@@ -46,13 +46,13 @@ class Hosts:
         )
 
     def vanish(self, number: int):
-        """From now on nothing gets to this host or comes from it; its own interface and those of others stay up."""
+        """Cuts this host off from the network; its own interface and the other hosts' interfaces stay up."""
         _run("ip", "netns", "exec", self.bridge, "ip", "link", "set", f"port{number}", "down")
 
 
 @contextlib.contextmanager
 def hosts(count: int):
-    """Makes the namespaces, and removes them."""
+    """Creates `count` namespaces, and removes them at the end."""
     prefix = f"accl-test-{os.getpid()}-{next(_numbers)}"
     bridge, names = f"{prefix}-bridge", [f"{prefix}-{number}" for number in range(count)]
     try:

@@ -1,8 +1,8 @@
-"""Seeded contributions of every rank, and what a reduction of them must be.
+"""Seeded contributions of every rank, and the expected results of their reductions.
 
-Every rank can make every other rank's input, so that each computes the expected result locally, with numpy for the
-integers (it wraps as the hardware does and knows the unsigned types). Floats are drawn so that the exact result is
-representable in every order of summation; where a test wants rounding, `bound` gives the most that it may cost.
+Every rank can make every other rank's input, so each rank computes the expected result locally. For integers it uses
+numpy, which wraps as the hardware does and knows the unsigned types. Floats are drawn so that the exact result is
+representable in every order of summation. Where a test wants rounding, `bound` gives the maximum error.
 """
 
 import functools
@@ -37,12 +37,12 @@ def reduce_op(name: str) -> dist.ReduceOp:
 
 
 def premul_sum(factor) -> dist.ReduceOp:
-    """PREMUL_SUM with a number or a one-element tensor."""
+    """PREMUL_SUM with a number or a one-element tensor as factor."""
     return dist._make_nccl_premul_sum(factor)
 
 
 def contribution(rank: int, shape, dtype: str, op: str = "SUM", seed: int = 0) -> torch.Tensor:
-    """What `rank` brings: the same on whatever rank it is computed, different for every rank and seed."""
+    """The input of `rank`: the same on every rank that computes it, different for every rank and seed."""
     kind = getattr(torch, dtype)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     random = np.random.default_rng([seed, rank, *dtype.encode(), *op.encode()])
@@ -52,10 +52,10 @@ def contribution(rank: int, shape, dtype: str, op: str = "SUM", seed: int = 0) -
         limits = np.iinfo(dtype)
         return torch.from_numpy(np.asarray(random.integers(limits.min, limits.max, shape, dtype=dtype, endpoint=True)))
     if dtype in FLOAT8:
-        # Any bit pattern must arrive; NaNs too, since only bytes are compared.
+        # Any bit pattern must arrive. NaNs are allowed too, since only bytes are compared.
         return torch.from_numpy(np.asarray(random.integers(0, 256, shape, dtype=np.uint8))).view(kind)
     if dtype == "bcomplex32":
-        # torch cannot convert to it.
+        # torch cannot convert to bcomplex32.
         return (
             torch.from_numpy(np.asarray(random.integers(0, 256, (*shape, 4), dtype=np.uint8))).view(kind).reshape(shape)
         )
@@ -86,20 +86,20 @@ _NUMPY_BOOL = {**_NUMPY, "SUM": np.logical_or, "PRODUCT": np.logical_and, "MIN":
 
 
 def expected_reduction(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction of the ranks' tensors in rank order; exact for what `contribution` draws."""
+    """The reduction of the ranks' tensors in rank order; exact for tensors of `contribution`."""
     dtype = tensors[0].dtype
     if dtype.is_complex:
         return torch.view_as_complex(expected_reduction([torch.view_as_real(t) for t in tensors], op))
     if dtype.is_floating_point:
         wide = [t.to(torch.float64) for t in tensors]
         if op == "AVG":
-            # Divided in float32 for all that is narrower, and only then rounded.
+            # AVG divides in float32 for all narrower types, and rounds only after that.
             total = sum(wide[1:], wide[0]).to(torch.float64 if dtype == torch.float64 else torch.float32)
             return (total / len(tensors)).to(dtype)
         combine = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}[op]
         return functools.reduce(combine, wide).to(dtype)
     if op == "AVG":
-        # The sum wraps as SUM does, and the quotient goes towards zero, as NCCL has it; Python's own integers are exact.
+        # The sum wraps as SUM does, and the quotient rounds towards zero as in NCCL. Python's own integers are exact.
         total = expected_reduction(tensors, "SUM").numpy()
         quotients = [abs(int(x)) // len(tensors) * (1 if x >= 0 else -1) for x in total.flat]
         return torch.from_numpy(np.asarray(quotients, dtype=total.dtype).reshape(total.shape))
@@ -109,10 +109,10 @@ def expected_reduction(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def bound(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The most by which a sum of these tensors in any order may differ from the exact one, elementwise.
+    """The largest elementwise difference between a sum of these tensors in any order and the exact sum.
 
-    Each of the n - 1 additions may round once to the type, by at most half an ulp of a partial sum, which is no larger
-    than the sum of magnitudes; the factor 1 + n u covers the growth of the partial sums themselves.
+    Each of the n - 1 additions may round once to the type, by at most half an ulp of a partial sum. A partial sum is no
+    larger than the sum of magnitudes. The factor 1 + n u covers the growth of the partial sums themselves.
     """
     n = len(tensors)
     unit = torch.finfo(tensors[0].dtype).eps / 2
@@ -122,7 +122,7 @@ def bound(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def bytes_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shape, dtype and bits: NaN equals itself and -0.0 differs from 0.0."""
+    """Whether shape, dtype and bits are equal: NaN equals itself and -0.0 differs from 0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.numel() == 0:
@@ -132,12 +132,12 @@ def bytes_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def contributions(world: int, shape, dtype: str, op: str = "SUM", seed: int = 0) -> list[torch.Tensor]:
-    """What every rank of a world brings, by rank."""
+    """The inputs of all ranks of a world, by rank."""
     return [contribution(rank, shape, dtype, op, seed) for rank in range(world)]
 
 
 def noise(world: int, count: int, dtype: str, seed: int = 0) -> list[torch.Tensor]:
-    """Every rank's normally distributed numbers, whose sums do round."""
+    """Normally distributed numbers of every rank, whose sums do round."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(count, generator=generator, dtype=torch.float64).to(getattr(torch, dtype)) for _ in range(world)

@@ -1,10 +1,10 @@
 """Runs a test body on every rank of a world, each rank a process forked from the warm pytest process.
 
-Two ways: a *pool* keeps one set of rank processes per world size with a live default group between tests, so that a
-test costs milliseconds; *fresh* ranks are forked for one test and may exit, be killed, or poison their group. A rank
-that overruns the deadline is told to dump its stacks and is killed; a pool in which anything failed is thrown away.
+There are two ways. A *pool* keeps one set of rank processes per world size, with a live default group between tests, so
+that a test costs milliseconds. *Fresh* ranks are forked for one test and may exit, be killed, or abort their group.
 
-Nothing here starts a thread: forking is safe only while the pytest process has one.
+A rank that overruns the deadline gets a signal to dump its stacks and is killed. A pool in which anything failed is
+discarded. Nothing here starts a thread: forking is safe only while the pytest process has one thread.
 """
 
 import ctypes
@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 BACKEND = os.environ.get("ACCL_TEST_BACKEND", "accl")
 
-# Timeout of the groups: shorter than the deadline of a test, so that a backend that notices a hang can say so itself.
+# Timeout of the groups in seconds. Shorter than the deadline of a test, so that a backend that notices a hang can
+# report it.
 GROUP_TIMEOUT = 20.0
 DEADLINE = 40.0
 
@@ -43,7 +44,7 @@ _HARNESS_FRAMES = re.compile(rf'(?:  File "{re.escape(__file__)}".*\n)(?:  File 
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of one rank: `status` is ok, failed, skipped, died or hung."""
+    """Result of one rank: `status` is ok, failed, skipped, died or hung."""
 
     rank: int
     pid: int
@@ -62,10 +63,10 @@ class Outcome:
 
 
 class Rendezvous:
-    """The meeting place of one world: a file, or a listening socket that rank 0's TCPStore takes over.
+    """Rendezvous of one world: a file, or a listening socket that rank 0's TCPStore takes over.
 
-    A file unless a test is about the other: every client of a TCPStore asks for the name of its server's address, which
-    takes seconds where no name server answers.
+    The default is a file: every client of a TCPStore asks for the name of its server's address, which takes seconds
+    where no name server answers.
     """
 
     def __init__(self, kind: str):
@@ -83,7 +84,7 @@ class Rendezvous:
         if rank == 0:
             fd = os.dup(self.listener.fileno())
             return dist.TCPStore("127.0.0.1", self.port, world, True, timeout, False, master_listen_fd=fd)
-        # Held open here, it would keep accepting for a rank 0 that is gone.
+        # If this rank kept the socket open, it would accept connections for a rank 0 that has exited.
         self.listener.close()
         return dist.TCPStore("127.0.0.1", self.port, world, False, timeout, False)
 
@@ -96,7 +97,7 @@ class Rendezvous:
 
 @dataclasses.dataclass
 class Seat:
-    """This process as a rank; `None` in the pytest process itself."""
+    """The settings of this process as a rank. `_seat` is None in the pytest process itself."""
 
     rank: int
     world: int
@@ -117,7 +118,7 @@ def _build_as(cpu: bool):
 
 
 def init_group(backend: str | None = None, **options) -> None:
-    """Makes the default group of this rank; may be called again after a destroy, over the same store."""
+    """Creates the default group of this rank; may be called again after a destroy, over the same store."""
     seat = _seat
     if seat.store is None:
         seat.store = seat.rendezvous.store(seat.rank, seat.world)
@@ -130,21 +131,24 @@ def init_group(backend: str | None = None, **options) -> None:
 
 
 def stderr_to(path):
-    """From now on what this process writes to standard error, native code's lines as well, goes to that file alone."""
+    """Redirects this process's standard error to a file, including lines that native code writes."""
     with open(path, "w") as file:
         os.dup2(file.fileno(), 2)
 
 
 def gloo_group() -> dist.ProcessGroup:
-    """A group of gloo's beside the default one. Ranks of gloo connect with each other for as long as one of them makes it: who
-    ends before takes it from the others, and so nobody goes on until all have it."""
+    """Creates a gloo group in addition to the default group.
+
+    Ranks of gloo connect with each other during creation. A rank that exits early breaks the creation on the others, so
+    every rank waits until all ranks have the group.
+    """
     group = dist.new_group(backend="gloo")
     dist.barrier()
     return group
 
 
 class RankProcess:
-    """One forked rank with a pipe for jobs and results and a file for what it prints."""
+    """One forked rank, with a pipe for jobs and results and a file for its output."""
 
     def __init__(self, rank: int, world: int, rendezvous: Rendezvous, serve):
         self.rank = rank
@@ -186,7 +190,7 @@ class RankProcess:
         self.log.truncate()
 
     def stacks(self) -> str:
-        """Asks for the Python stacks (into the log) and lists where the native threads sleep."""
+        """Requests the Python stacks (they go to the log) and returns where the native threads sleep."""
         lines = []
         try:
             for task in sorted(os.listdir(f"/proc/{self.pid}/task")):
@@ -226,7 +230,7 @@ def _become_rank(rank, world, rendezvous, log, parent_pipe):
 
 
 def _attempt(body, arguments) -> tuple[str, object, str]:
-    """Runs the body and says how it ended, in values that go through a pipe."""
+    """Runs the body and returns status, value and trace, which all go through a pipe."""
     try:
         torch.manual_seed(0)
         value = body(**arguments)
@@ -247,7 +251,7 @@ def _trace(error: BaseException) -> str:
 
 
 def _collect(ranks: list[RankProcess], deadline: float) -> list[Outcome]:
-    """Waits for one result from every rank, at most until the deadline, and kills who has none by then."""
+    """Waits for one result from every rank, at most until the deadline, and kills ranks that have none by then."""
     outcomes: dict[int, Outcome] = {}
     by_pipe = {process.pipe: process for process in ranks}
     end = time.monotonic() + deadline
@@ -262,7 +266,7 @@ def _collect(ranks: list[RankProcess], deadline: float) -> list[Outcome]:
                 outcomes[process.rank] = Outcome(process.rank, process.pid, status, value, trace)
             except (EOFError, ConnectionResetError):
                 outcomes[process.rank] = Outcome(process.rank, process.pid, "died", exitcode=process.reap())
-        # Once a rank failed, the others usually wait for it: give them time to notice, not the whole deadline.
+        # Once a rank has failed, the others usually wait for it: give them time to notice, not the whole deadline.
         if any(o.status == "failed" for o in outcomes.values()):
             end = min(end, time.monotonic() + GROUP_TIMEOUT / 2)
     if by_pipe:
@@ -299,7 +303,7 @@ _pools: dict[int, Pool] = {}
 
 
 def close_pools():
-    """Ends all pools; the next test makes new ones."""
+    """Closes all pools; the next test creates new ones."""
     while _pools:
         _pools.popitem()[1].close()
 
@@ -319,7 +323,7 @@ def _in_pool(body, **arguments):
     if not dist.is_initialized():
         init_group()
     value = body(**arguments)
-    # A subgroup left behind would be met by the next test.
+    # A subgroup left behind would affect the next test.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -327,9 +331,10 @@ def _in_pool(body, **arguments):
 
 
 def run_ranks(body, world, arguments=None, *, init=True, deadline=DEADLINE, store="file", env=None) -> list[Outcome]:
-    """Runs `body(rank, **arguments)` on `world` fresh ranks and reports on each; raises nothing.
+    """Runs `body(rank, **arguments)` on `world` fresh ranks and returns each rank's outcome; a failure does not raise.
 
-    With `init` each rank has its default group before the body and destroys it after. `env` is set in each rank first.
+    With `init` each rank has its default group before the body and destroys it after the body. `env` is set in each
+    rank first.
     """
     rendezvous = Rendezvous(store)
 
@@ -342,7 +347,7 @@ def run_ranks(body, world, arguments=None, *, init=True, deadline=DEADLINE, stor
     try:
         outcomes = _collect(ranks, deadline)
     finally:
-        # A rank that reported may still be leaving; give it a moment before the kill.
+        # A rank that reported may still be exiting; give it a moment before the kill.
         end = time.monotonic() + 2
         for process in ranks:
             while process.exitcode is None and time.monotonic() < end:
@@ -371,7 +376,7 @@ def _in_fresh(body, arguments, init, env):
 
 
 def check(outcomes: list[Outcome]) -> list:
-    """The ranks' values, or a test failure that shows every rank."""
+    """Returns the ranks' values, or fails the test with a report of every rank."""
     if all(outcome.status == "ok" for outcome in outcomes):
         return [outcome.value for outcome in outcomes]
     bad = [outcome for outcome in outcomes if outcome.status not in ("ok", "skipped")]
@@ -383,10 +388,10 @@ def check(outcomes: list[Outcome]) -> list:
 def on_ranks(
     *worlds: int, fresh: bool = False, init: bool = True, deadline: float = DEADLINE, store: str = "file", env=None
 ):
-    """Makes a test of a body that every rank of each of `worlds` runs.
+    """Turns a body that every rank of each of `worlds` runs into a test.
 
     The body takes `rank`, may take `world`, and any parameters and fixtures with picklable values. It has the default
-    group unless `init` is false. `fresh` forks ranks for this test only; anything that ends a group needs it.
+    group unless `init` is false. `fresh` forks ranks for this test only; a body that ends a group needs it.
     """
 
     def decorate(body):

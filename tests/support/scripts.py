@@ -1,7 +1,7 @@
-"""Scripts that end as a user's do: through the interpreter's own exit, `atexit` hooks and static destructors included.
+"""Scripts that end as a user's script does: the interpreter's own exit, with `atexit` hooks and static destructors.
 
-`run_script` forks each rank from a small warm interpreter (`fork_server.py`) that has only torch imported, and lets the
-child run the code as `__main__`. Environment, limits and rendezvous are set in the child before the code runs.
+`run_script` forks each rank from a small warm interpreter (`fork_server.py`) that has imported only torch. The child
+runs the code as `__main__`. It sets environment, limits and rendezvous before the code runs.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Script:
     exitcode: int | None = None
 
     def wait(self, timeout: float = 30.0) -> int:
-        """The exit status (negative: the signal); kills the script and fails when it takes too long."""
+        """Returns the exit status (negative: the signal); kills the script and fails if it takes too long."""
         end = time.monotonic() + timeout
         while self.exitcode is None:
             _fork_server().poll()
@@ -122,7 +122,7 @@ def close_scripts():
         _the_fork_server = None
 
 
-# Run before the code of every script, on its first line; see `accelerators.py`.
+# Prepended to the first line of every script's code; see `accelerators.py`.
 prelude = ""
 
 
@@ -134,7 +134,8 @@ def free_port() -> int:
 def start_script(code: str, world: int = 1, env: dict | None = None, limits: dict | None = None) -> list[Script]:
     """Starts `code` on `world` ranks, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as torchrun sets them.
 
-    A value in `env` may be a list with one value a rank. `limits` names soft limits of `resource`, such as RLIMIT_NOFILE.
+    A value in `env` may be a list with one value per rank. `limits` names soft limits of `resource`, such as
+    RLIMIT_NOFILE.
     """
     shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     scripts = []
@@ -160,9 +161,10 @@ def run_script(code: str, world: int = 1, timeout: float = 30.0, **options) -> l
 
 
 def run_file(path: Path, *arguments: str, world: int = 1, timeout: float = 120.0) -> subprocess.CompletedProcess:
-    """Runs a file as `torchrun path arguments` does, on ranks that have torch already: loading it takes seconds in each of torchrun's processes.
+    """Runs a file as `torchrun path arguments` does, but on ranks that have already loaded torch.
 
-    The result has the first status that is not 0, and what all ranks have printed, rank by rank.
+    Loading torch takes seconds in each of torchrun's processes. The result has the first status that is not 0, and the
+    output of all ranks, rank by rank.
     """
     line = [str(path), *map(str, arguments)]
     code = f"import runpy, sys; sys.argv = {line!r}; sys.path[0:0] = [{str(path.parent)!r}]; runpy.run_path({str(path)!r}, run_name='__main__')"
@@ -175,12 +177,12 @@ def run_file(path: Path, *arguments: str, world: int = 1, timeout: float = 120.0
 
 
 def command_code(arguments: list[str]) -> str:
-    """A script that is the `accl` command with these arguments."""
+    """Returns a script that runs the `accl` command with these arguments."""
     return f"import sys, torch_accl_cli; sys.exit(torch_accl_cli.main({arguments!r}))"
 
 
 def run_command(arguments: list[str], env: dict | None = None, timeout: float = 60.0) -> subprocess.CompletedProcess:
-    """Runs the `accl` command in a child that has torch, which takes longer to load than most commands to answer."""
+    """Runs the `accl` command in a child that has loaded torch, because loading takes longer than most commands."""
     request = {
         "code": command_code(arguments),
         "rank": 0,

@@ -1,9 +1,11 @@
-"""Several pytest processes share a run: each takes the next file of tests that none of them has begun.
+"""Several pytest processes share a run: each takes the next test file that no process has begun.
 
-Much of a run waits for who was killed or is late, and another process works meanwhile. `.ci/pytest` starts the processes, and names a
-directory of theirs in `ACCL_TEST_SHARED`: a file is taken by making its name there. Tests marked `alone` come last, one after the other
-in one process, when the others have nothing left. Owns the choice of the process. (Workers of pytest-xdist have a second thread, and ranks are
-forked from the process that runs the tests.)
+Much of a run waits for ranks that were killed or are late; another process works in the meantime. `.ci/pytest` starts
+the processes and passes them a shared directory in `ACCL_TEST_SHARED`. A process takes a file by creating its name in
+that directory. Tests marked `alone` run last, one after the other in one process, when no other process has work left.
+
+Owns the choice of the process. (Workers of pytest-xdist have a second thread, and ranks are forked from the process
+that runs the tests.)
 """
 
 import fcntl
@@ -12,7 +14,7 @@ import sys
 
 import pytest
 
-# Those that take longest begin first, so that no process is left with one when the others have ended.
+# The files that take longest begin first, so that no process is left with one when the others have finished.
 LONG = [
     "test_exit.py",
     "test_layer_parallel.py",
@@ -26,12 +28,13 @@ LONG = [
 
 
 class Sharing:
-    """A pytest plugin: of all tests that were collected, those that this process runs."""
+    """A pytest plugin that selects, from all collected tests, those that this process runs."""
 
     def __init__(self, directory: str):
         self.directory = directory
         self.is_mine: dict[str, bool] = {}
-        # Held by all who run what is shared, and then by one after the other.
+        # Processes that run shared files hold a shared lock. A process that runs tests marked `alone` holds an
+        # exclusive one.
         self.lock = os.open(os.path.join(directory, "lock"), os.O_CREAT | os.O_RDWR)
         fcntl.lockf(self.lock, fcntl.LOCK_SH)
         self.is_alone = False
@@ -44,12 +47,12 @@ class Sharing:
 
         items.sort(key=place)
 
-    # Around the time limit of the test, too.
+    # Wraps the test's time limit too, so that waiting for the lock does not count towards it.
     @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_runtest_protocol")
     def wait_until_alone(self, item):
         if _is_alone(item) and not self.is_alone:
             sys.stdout.flush()
-            # Who held on to the first while it asks for the second would wait for who does the same.
+            # Release the first lock before asking for the second: two processes that both held on to it would deadlock.
             fcntl.lockf(self.lock, fcntl.LOCK_UN)
             fcntl.lockf(self.lock, fcntl.LOCK_EX)
             self.is_alone = True
@@ -57,7 +60,7 @@ class Sharing:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):
-        # Anything but None: nobody has to run it here.
+        # Any value other than None makes pytest skip the test in this process.
         return None if self._takes(item.path.name + (".alone" if _is_alone(item) else "")) else True
 
     def _takes(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tensors and a model for tests of compression, and how results of ranks are compared."""
+"""Tensors and a model for tests of compression, and comparisons of ranks' results."""
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,12 @@ def same_on_all(*tensors):
 
 
 def error(result, exact):
-    """Norm of the error over that of the exact result."""
+    """Norm of the error divided by the norm of the exact result."""
     return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 class Model(nn.Module):
-    """Two layers that are large enough to be compressed, and small ones that are not."""
+    """Two layers that are large enough to be compressed, and small layers that are not."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def batch(rank, step):
 
 
 def train(rank, model, steps=4):
-    """Whole parameters after some steps."""
+    """Trains for `steps` steps and returns the whole parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(steps):
         inputs, targets = batch(rank, step)
@@ -58,7 +58,7 @@ def train(rank, model, steps=4):
 
 
 def carried_over(state):
-    """What a state of compression carries over now: of contributions, and of sums, by name."""
+    """Copies of the error-feedback residuals that a compression state holds: of contributions and of sums, by name."""
     return {
         "residuals": {name: residual.clone() for name, residual in state._residuals.items()},
         "residuals_of_sums": {name: residual.clone() for name, residual in state._residuals_of_sums.items()},
@@ -66,6 +66,6 @@ def carried_over(state):
 
 
 def decide(state, codecs):
-    """Lets a state of compression treat parameters so from now on, as it does itself where measures say so."""
+    """Sets the codecs of parameters from now on, as a compression state does itself after measuring errors."""
     state._decided.update(codecs)
     state._keep_figures(state._plans)

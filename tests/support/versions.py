@@ -1,7 +1,7 @@
-"""Where the torch versions that we serve differ, as far as tests see it. Compared here and in no test.
+"""Differences between the supported torch versions, as far as tests see them. No test compares versions itself.
 
-One spelling that works on all of them where there is one, and `needs` where an older torch has no way. On the newest
-torch nothing here changes what a test does.
+Offers one spelling that works on all versions where one exists, and `needs` where an older torch lacks the feature. On
+the newest torch nothing here changes a test.
 """
 
 import pytest
@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 MINOR = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-# `2.15`.
+# For example `2.15`.
 NAME = ".".join(map(str, MINOR))
 
-# What older versions lack: the first that has it, and what is missing before. It is missing for gloo as well, except
-# where the text speaks of plug-ins.
+# Features that older versions lack: the first version with the feature, and what is missing before. It is missing for
+# gloo as well, except where the text speaks of plug-ins.
 _FIRST_WITH = {
     "numbers of works": ((2, 14), "Work binds no _get_sequence_number"),
     "numbers of plug-in groups": ((2, 14), "ProcessGroup refuses sequence numbers to plug-ins"),
@@ -28,29 +28,29 @@ _FIRST_WITH = {
 
 
 def needs(feature: str) -> pytest.MarkDecorator:
-    """Skips the test where torch itself lacks the feature."""
+    """Skips the test if torch itself lacks the feature."""
     first, why = _FIRST_WITH[feature]
     return pytest.mark.skipif(first > MINOR, reason=f"torch {NAME}: {why} before {'.'.join(map(str, first))}")
 
 
 def has(feature: str) -> bool:
-    """Whether torch has the feature, for a test of which a part needs it."""
+    """Whether torch has the feature, for a test that needs it only in part."""
     return _FIRST_WITH[feature][0] <= MINOR
 
 
-# Modules of ours that `import torch` brings: 2.13 finds plug-ins in no other way.
+# Modules of this project that `import torch` loads: torch 2.13 has no other way to find plug-ins.
 LOADED_WITH_TORCH = [] if MINOR >= (2, 14) else ["torch_accl_autoload"]
 
-# In scripts, which have only torch at hand: the default group's monitored barrier without arguments.
+# For scripts, which have only torch: the default group's monitored barrier without arguments.
 MONITORED_BARRIER = "dist.monitored_barrier()" if MINOR >= (2, 14) else "dist.group.WORLD.monitored_barrier()"
 
 
 def monitored_barrier(group=None, timeout=None, wait_all_ranks=False) -> None:
-    """`dist.monitored_barrier`, which torch 2.13 refuses to every name but gloo; its groups have it."""
+    """`dist.monitored_barrier`, which torch 2.13 refuses to every backend name but gloo; its groups have the method."""
     if MINOR >= (2, 14):
         dist.monitored_barrier(group, timeout, wait_all_ranks)
     else:
-        # A timeout of zero is one, not none.
+        # A timeout of zero is a timeout, unlike None.
         timeout = dist.default_pg_timeout if timeout is None else timeout
         (group or dist.group.WORLD).monitored_barrier(timeout, wait_all_ranks)
 
@@ -64,5 +64,5 @@ def set_timeout(timeout, group) -> None:
 
 
 def but_this(*versions: str) -> list[str]:
-    """Those that a build for this torch must refuse."""
+    """The versions that a build for this torch must refuse."""
     return [version for version in versions if not version.startswith(f"{NAME}.")]
