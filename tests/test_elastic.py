@@ -18,7 +18,8 @@ from support import BACKEND
 from support.elastic import LAUNCHERS, WORLD, Death, survive
 from support.scripts import free_port
 
-# A rank makes fewer kinds of store requests for one group than this number. The last moments therefore never come.
+# Number of moments, which are counted in kinds of store requests. A rank makes fewer kinds for one group, so the last
+# moments never come.
 MOMENTS = 12
 STORES = ["tcp", "file"]
 # The default process group, a group of the same ranks, and a group of two ranks.

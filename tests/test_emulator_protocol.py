@@ -214,8 +214,8 @@ def test_whatever_other_clients_do_an_engine_goes_on_answering(context):
         ]
         assert [engine.ask(**request)["status"] for request in refused] == [1] * len(refused)
         assert engine.ask(type=6, ctrl_id=9)["status"] == -1
-        # Four other clients: one disconnects with a request in flight, one has a socket type that sends no requests,
-        # one wants a password, and one stays connected and idle.
+        # Four other clients. The first disconnects with a request in flight, and the second has a socket type that
+        # sends no requests. The third wants a password, and the fourth stays connected and idle.
         gone = Engine(context, emulator.port)
         gone.socket.send_string(json.dumps(dict(type=2, addr=0, len=1 << 19, host=False)))
         gone.socket.close()

@@ -1,6 +1,4 @@
-"""The device examples with their smallest settings, what they report about a device, and that a wrong result gets a bad
-verdict.
-"""
+"""The device examples with their smallest settings, their reports on devices, and bad verdicts for wrong results."""
 
 import argparse
 import gzip

@@ -191,8 +191,7 @@ ALONE = {"PMIX_NAMESPACE": str(os.getpid()), "SLURM_JOB_ID": str(os.getpid())}
 
 
 def by_name(environments: list[dict[str, str]], **others: str) -> dict[str, list[str]]:
-    """Returns environment variables in the form that `run_script` takes: a list with one value per rank for each name.
-    """
+    """Returns environment variables as `run_script` takes them: for each name, a list with one value per rank."""
     names = set().union(launchers.UNSET, *environments, others)
     whole = [launchers.UNSET | environment | others for environment in environments]
     return {name: [one.get(name, "") for one in whole] for name in names}

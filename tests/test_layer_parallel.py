@@ -14,8 +14,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-# Optimizers load `torch._dynamo`, which takes seconds. It is loaded once here rather than in every rank.
-import torch._dynamo
+import torch._dynamo  # optimizers load it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
 from support import gloo_group, on_ranks, run_ranks
 from support.runner import check
@@ -1230,7 +1229,7 @@ def test_an_audit_of_a_callers_loss_goes_by_the_gradient_that_came(rank, world):
         (squared(y, target) if each.is_last else y).backward()
     (audit,) = net.audits
     assert audit.loss is None and audit.exact_loss is None and "that was given" in str(audit)
-    # With this output gradient, the adjoint is linear and its only error is that of its solve. An exact adjoint has no
+    # With this output gradient, the adjoint is linear and its only error comes from its solve. An exact adjoint has no
     # error.
     assert 1e-6 < audit.gradient_error < 0.5 and 0 < audit.output_error < 0.1
     for name, gradient in gradients_of(net).items():

@@ -1,13 +1,10 @@
-"""V-cycles over nets of different depth: first-order consistency, what they gain, and independence of the number of
-ranks.
-"""
+"""V-cycles over nets of different depth: first-order consistency, gain, and independence of the number of ranks."""
 
 import copy
 
 import pytest
 import torch
-# Optimizers load `torch._dynamo`, which takes seconds. It is loaded once here rather than in every rank.
-import torch._dynamo
+import torch._dynamo  # optimizers load it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
 from support import on_ranks
 from torch import nn
@@ -80,8 +77,7 @@ def sgd(net, **options):
 
 
 def begun(net, cycle, data):
-    """Runs a cycle down to the start of the coarsest net. Returns one point per level, the finest first, and the batch.
-    """
+    """Runs a cycle down to the start of the coarsest net. Returns one point per level, finest first, and the batch."""
     made = _Batch(*data, squared, None, 0)
     points = []
     for at, level in enumerate(cycle._levels):
@@ -130,7 +126,8 @@ def test_the_coarse_objective_has_the_restricted_gradient_of_the_fine_one(rank, 
                     sums = [a + 0.5 * b for a, b in zip(sums, wanted[pairs[at - 1][1]])]
                 restricted[len(coarse)] = sums
                 coarse.append(None)
-        # Compare the gradients at the point, and those of another evaluation of the corrected objective there.
+        # Compare the point's gradients, and the gradients from another evaluation of the corrected objective at the
+        # point.
         again = cycle._levels[level].evaluate(made)
         assert points[level].objective == pytest.approx(again.objective, rel=1e-15)
         for layer in cycle.nets[level].owned:

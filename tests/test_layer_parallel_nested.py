@@ -1,5 +1,5 @@
-"""Deeper and shallower nets made from trained ones: what they compute, what they take over, and independence of the
-number of ranks.
+"""Deeper and shallower nets made from trained nets: their results, the state that they take over, and independence of
+the number of ranks.
 """
 
 import copy
@@ -9,8 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-# Optimizers load `torch._dynamo`, which takes seconds. It is loaded once here rather than in every rank.
-import torch._dynamo
+import torch._dynamo  # optimizers load it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
 from support import gloo_group, on_ranks
 from torch import nn
@@ -292,7 +291,8 @@ def test_residual_blocks_make_shares_of_their_steps_or_are_copied(rank, world):
             assert torch.equal(outputs[1], blocks[1](blocks[1](blocks[0](blocks[0](x)))))
             assert torch.equal(outputs[2], blocks[1](blocks[0](x)))
     for module in scaled.layers.values():
-        # If one `Scaled` wrapped another one, layer numbers would become part of names.
+        # Refining twice must not put one `Scaled` around another, because parameter names would then depend on the
+        # number of refinements.
         assert isinstance(module, Scaled) and module.by == Fraction(1, 6) and isinstance(module.block, Skip)
     assert all(isinstance(module, Skip) for made in (copied, one) for module in made.layers.values())
 
@@ -451,7 +451,7 @@ def test_buffers_training_and_frozen_parameters_are_kept(rank, world):
                 module.norm.eval()
     state = of_ranks(net, {number: module.state_dict() for number, module in net.layers.items()})
     finer = refined(net, 2, placement="even")
-    # Each pair of layers comes from one step.
+    # Layers 18 and 19 come from step 10, layers 20 and 21 from step 11.
     for number in (18, 19, 20, 21):
         if str(number) in finer.layers:
             module, before = finer.layers[str(number)], state[str(10 + (number - 18) // 2)]

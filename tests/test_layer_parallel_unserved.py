@@ -8,8 +8,7 @@ import pickle
 
 import pytest
 import torch
-# Loading `torch._dynamo` takes seconds. It is loaded once here rather than in every rank.
-import torch._dynamo
+import torch._dynamo  # loading it takes seconds: load it once here, not in every rank
 from support import on_ranks
 from torch import nn
 from torch.autograd import forward_ad

@@ -155,7 +155,7 @@ def test_collectives_over_mpi_are_right_at_every_level_of_thread_support(library
     said = job.said()
     assert sorted(each["rank"] for each in said) == list(range(world))
     assert all(": mpi, " in each["describe"] for each in said), said
-    # UCX warns about messages that no rank has received, Open MPI about requests.
+    # UCX warns about messages that no rank has received, Open MPI about requests that are left.
     assert "WARN" not in job.stdout + job.stderr, job.stdout + job.stderr
 
 

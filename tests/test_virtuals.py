@@ -1,7 +1,7 @@
-"""Every virtual function of torch's backend and work classes, and what this package does about it.
+"""Every virtual function of torch's backend and work classes, and this package's answer to it.
 
-The functions are read from the headers of the torch that runs. A new version of torch therefore shows by itself what it
-has added.
+The functions are read from the headers of the torch that runs. A new version of torch therefore shows its additions by
+itself.
 """
 
 import re
