@@ -37,7 +37,7 @@ COUNT_AT, SIZE_AT, TABLE_AT, CONFIGURED_AT, CODE_AT = 0x0, 0x4, 0x8, 0x1FF4, 0x1
 SPARES = (0x1FD8, 0x1FE0, 0x1FE8)
 TUNING = {0x1FC4: 2, 0x1FC8: 32768, 0x1FCC: 3, 0x1FD0: 4, 0x1FD4: 32768}
 RX_BUFFERS, RX_BYTES, EAGER_BYTES, RENDEZVOUS_BYTES = 16, 1024, 4096, 1 << 20
-# For each dtype: element sizes, then the numbers of the compressor, the decompressor, SUM and MAX.
+# For each dtype: element sizes, then the function numbers of the compressor, the decompressor, SUM and MAX.
 ARITHMETIC = {
     torch.float32: (4, 4, 0, 0, 0, 2, 0, 0, 5),
     torch.float64: (8, 8, 0, 0, 0, 2, 0, 1, 6),

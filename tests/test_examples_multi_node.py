@@ -34,7 +34,7 @@ def two_hosts():
     )
     if lacking is not None:
         pytest.skip(lacking)
-    # A prefix of its own avoids hosts that a user may have made by hand.
+    # A unique prefix keeps the test's hosts apart from hosts that a user has made by hand.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTS_PREFIX", f"accl-test-{os.getpid()}")
         subprocess.run([HOSTS, "make"], check=True, timeout=30)

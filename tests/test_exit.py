@@ -203,7 +203,7 @@ print("ends", flush=True)
         assert script.exitcode is None
         os.kill(script.pid, signal.SIGINT)
     for script in scripts:
-        # The limit is well before the callback returns. Any exit code is accepted, because Python exits while a thread
+        # 10 s end well before the callback would return. Any exit code is accepted, because Python exits while a thread
         # runs Python code.
         script.wait(10)
 
@@ -498,8 +498,8 @@ def test_what_a_child_has_sent_arrives_although_it_ends_10_times_of_10(end, tmp_
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 @pytest.mark.parametrize("end", ["destroy", "return"])
 def test_what_a_child_has_sent_waits_for_a_receiver_that_comes_4_s_late(end, tmp_path):
-    # The first run counts the sends that complete at once. The second run sends one less, so that the last part of the
-    # data waits in the child's own buffer. All sends complete long before the receiver comes.
+    # The first run counts the sends that complete at once. The second run sends one less. A part of the data then waits
+    # in the child's own buffer, but all sends complete long before the receiver comes.
     assert give_and_take(tmp_path / "first", "count", 1, 0, 60_000) == [0, 0]
     fitting = int((tmp_path / "first.fitting").read_text())
     assert give_and_take(tmp_path / "second", end, 4, fitting - 1, 60_000) == [0, 0]

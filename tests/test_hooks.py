@@ -1,4 +1,4 @@
-"""Hooks that torch registers: abort hooks, completion hooks, and the flight recorder, which uses both."""
+"""Notifications about the end of calls: abort hooks, completion hooks, and the flight recorder, which uses both."""
 
 import json
 import os

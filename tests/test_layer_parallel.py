@@ -1108,7 +1108,7 @@ def test_layers_with_norms_of_weights_are_exported_and_refined(rank, world):
         for name, parameter in net.named_parameters():
             mine = whole.get_parameter(name)
             assert mine.grad is not None and torch.equal(mine, parameter), (kind, name)
-        # Here too, layers of other ranks arrive as bytes.
+        # Here, as in `to_serial`, the layers of other ranks arrive as bytes.
         finer = layer_parallel.refined(net.train(), 2)
         coarser = layer_parallel.coarsened(finer, 4)
         coarser.step(x, target, squared)
@@ -1229,8 +1229,8 @@ def test_an_audit_of_a_callers_loss_goes_by_the_gradient_that_came(rank, world):
         (squared(y, target) if each.is_last else y).backward()
     (audit,) = net.audits
     assert audit.loss is None and audit.exact_loss is None and "that was given" in str(audit)
-    # With this output gradient, the adjoint is linear and its only error comes from its solve. An exact adjoint has no
-    # error.
+    # For a given output gradient the adjoint is linear, so its only error is the error of its solve. An exact adjoint
+    # has no error.
     assert 1e-6 < audit.gradient_error < 0.5 and 0 < audit.output_error < 0.1
     for name, gradient in gradients_of(net).items():
         assert torch.equal(gradient, gradients_of(other)[name])
@@ -1253,8 +1253,8 @@ def test_gradients_that_are_too_far_off_are_told_and_something_is_done(rank, wor
     assert len(texts) == (1 if rank == 0 else 0)
     assert all("gradients" in text and "% off (cosine" in text for text in texts)
     assert (net.fwd.iterations, net.bwd.iterations) == ((3, 2) if on_excess == "more" else (2, 1))
-    # A batch is not cut unless the caller set `micro_batches`, because its loss may be no mean over the batch. The mode
-    # is therefore exact-wave.
+    # A batch is not split into micro-batches unless the caller set `micro_batches`, because its loss may be no mean
+    # over the batch. The mode is therefore exact-wave.
     assert net.mode == ("exact-wave" if on_excess == "exact" else "inexact")
     before = net.audits[-1].gradient_error
     with warnings.catch_warnings():

@@ -71,7 +71,7 @@ def batch(net, number, replicas, part):
     """Returns the rows of replica `part` out of `replicas`. For a recurrent net, they contain only the steps of this
     rank.
     """
-    # The numbers come from integers, which are the same on all processors.
+    # Random integers are the same on all processors.
     generator = torch.Generator().manual_seed(number)
     rows = slice(part * ROWS, (part + 1) * ROWS)
     if isinstance(net, RecurrentParallel):
@@ -300,7 +300,7 @@ def test_copies_that_are_loaded_and_differ_are_refused_on_all_ranks(rank, world,
     with pytest.raises(ValueError, match=f"start of batch 0: copies of .*{name}"):
         net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
     if make is tied:
-        # Saving refuses the same copies.
+        # Saving the refused values is refused as well.
         with pytest.raises(ValueError, match=rf"state_dict.*copies of .*{name}.* have different values"):
             net.state_dict()
     net.load_state_dict(make().state_dict())

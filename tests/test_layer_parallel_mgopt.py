@@ -107,7 +107,7 @@ def test_the_coarse_objective_has_the_restricted_gradient_of_the_fine_one(rank, 
     whole = LayerParallel(mixed_list(), group=alone(), mode="exact-wave")
     whole.step(*batch(), squared)
     wanted = {layer: [p.grad for p in parameters] for layer, parameters in trained(whole).items()}
-    # Layers of each run of steps of one kind, and of the plain layers.
+    # Layer numbers by run: each run of steps of one kind, and each plain layer.
     runs = [[0], [*range(1, 9)], [*range(9, 13)], [*range(13, 17)], [17], [*range(18, 22)], [22]]
     for level in (1, 2):
         coarse, restricted = [], {}

@@ -217,7 +217,7 @@ def test_a_guess_that_is_right_leaves_no_residual(rank, world):
     net = LayerParallel(layers, fwd=Cycle(start="guess", iterations=1), guess=guess)
     net.step(x, target, squared)
     assert next(iter(net.norms.forward.values())) < 1e-13
-    # Each rank is asked for the points at the end of its own layers.
+    # Each rank is asked for the points that follow its own layers.
     assert asked == [point for point in (4, 8, 12, 16) if point - 1 in net.owned]
     net.fwd = Cycle(start="guess", iterations=0)
     net.step(x, target, squared)
@@ -415,7 +415,8 @@ def test_the_fastest_mode_is_chosen_once_for_each_kind_of_batch(rank, world):
         x, target = batch(rows=rows)
         before = [layer.module.calls if hasattr(layer, "module") else layer.calls for layer in net.layers.values()]
         found = net.step(x if net.is_first else None, target if net.is_last else None, squared)
-        # Without a measurement, an evaluation of the layer is repeated at most once. A measurement takes many calls.
+        # A batch evaluates a step of the coarsest-level solve at most once more than other steps. A measurement takes
+        # many calls.
         calls = max(layer.calls - count for layer, count in zip(net.layers.values(), before))
         assert (calls > 3) == (rows != 8 or before[0] == 0), (rows, calls)
         assert set(net.choice.seconds) == {"exact-wave", "inexact"}
@@ -547,7 +548,7 @@ def test_a_kind_of_layer_is_compiled_twice_however_many_layers_and_levels_there_
     ):
         blocks = make()
         graphs, losses = graphs_of(blocks, cycle)
-        # One graph is recorded for autograd, the other is not.
+        # One graph serves calls that autograd records, the other serves calls without a record.
         assert graphs == 2, (type(blocks[0].module), graphs)
         x, target = batch()
         net = LayerParallel(make(), fwd=cycle, bwd=cycle)

@@ -532,7 +532,7 @@ def test_what_is_tied_stays_tied(rank, world, how, interpolation):
     torch.testing.assert_close(loss, right.detach())
     for name, parameter in finer.named_parameters():
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
-    # Two tied parameters are left of six.
+    # Two of the six tied biases are left.
     back = coarsened(finer, 3)
     assert [len(group) for group in sorted(back._ties.names)] == [2, 2]
     # One of the two tied biases goes, so the other is tied to nothing.
@@ -572,7 +572,8 @@ def test_settings_are_kept_unless_others_are_given(rank, world):
         probe_every=5,
         on_stall="exact",
     )
-    # All other parameters of `LayerParallel` are not settings, or, as `buffer_layers` and `tie`, belong to the layers.
+    # The other parameters: `layers` and `guess` are no settings, and `mesh` and `group` give the ranks. `buffer_layers`
+    # and `tie` are properties of the layers.
     assert set(inspect.signature(LayerParallel).parameters) == {
         "layers",
         "mesh",

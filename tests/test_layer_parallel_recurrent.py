@@ -240,7 +240,7 @@ def test_backpropagation_over_windows_begins_each_with_the_last_state_of_the_one
             torch.testing.assert_close(loss.detach(), wanted.detach(), rtol=1e-12, atol=0)
         last = net.last_state()
         state = tuple(leaf.detach() for leaf in state) if isinstance(state, tuple) else state.detach()
-        # The last state has the form of torch's own, on every rank.
+        # The last state has the form and the values of torch's own, on every rank.
         torch.testing.assert_close(last, state, rtol=1e-12, atol=1e-14)
         for optimizer in optimizers:
             optimizer.step()
@@ -336,7 +336,7 @@ def test_a_cell_or_tail_that_is_put_in_the_place_of_another_is_used(rank, world)
 
 
 class Breaking(nn.Module):
-    """A cell that raises in the function named by `where`, on the first rank only."""
+    """A cell that raises at the place named by `where`, on the first rank only."""
 
     def __init__(self, where, rank):
         super().__init__()

@@ -146,8 +146,8 @@ def test_another_batch_may_have_others(rank, world):
 
 
 class Adding(nn.Module):
-    """Its gradient of the memory is the same tensor as the gradient of its state, an expanded scalar, or a transposed
-    tensor.
+    """A layer whose gradient of the memory is, by `way`: the gradient of its state itself, an expanded scalar, or a
+    transposed tensor.
     """
 
     def __init__(self, way):

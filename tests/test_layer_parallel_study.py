@@ -1,4 +1,4 @@
-"""The study of inexact layer-parallel training: it has every run and a picture, the rules for continuing exactly, and
+"""The study of inexact layer-parallel training: its runs and pictures, the rules by which runs continue exactly, and
 its page.
 """
 

@@ -242,7 +242,7 @@ def test_a_forked_data_loader_beside_a_live_group_changes_nothing(rank, world, c
 @pytest.mark.skipif(BACKEND != "accl", reason="gloo notices the loss in its own time and words")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_live_data_loader_does_not_hide_that_its_rank_died(transport):
-    # DataLoader workers hold copies of every descriptor unless the child closed them.
+    # DataLoader workers hold copies of every descriptor unless the child closes them.
     def body(rank):
         loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True)
         batches = iter(loader)

@@ -1,4 +1,4 @@
-"""Every virtual function of torch's backend and work classes, and this package's answer to it.
+"""Every virtual function of torch's backend and work classes: overridden by this package, or left for a reason.
 
 The functions are read from the headers of the torch that runs. A new version of torch therefore shows its additions by
 itself.
