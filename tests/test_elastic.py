@@ -1,7 +1,7 @@
-"""Elastic restarts: ranks die while groups are made over a store that outlives them, and the next attempt trains.
+"""Elastic restarts: ranks die while groups are created over a store that outlives them, and the next attempt trains.
 
-`ACCL_TEST_ELASTIC=all .ci/pytest tests/test_elastic.py` runs every rank, moment, group, store and kind of launcher; without
-it a subset is run in which each pair of these occurs.
+`ACCL_TEST_ELASTIC=all .ci/pytest tests/test_elastic.py` runs every combination of rank, moment, group, store and kind
+of launcher. Without it, a subset runs that contains each pair of these values.
 """
 
 import itertools
@@ -18,17 +18,18 @@ from support import BACKEND
 from support.elastic import LAUNCHERS, WORLD, Death, survive
 from support.scripts import free_port
 
-# More kinds of questions than a rank asks for a group: the last moments never come.
+# Number of moments, which are counted in kinds of store requests. A rank makes fewer kinds for one group, so the last
+# moments never come.
 MOMENTS = 12
 STORES = ["tcp", "file"]
-# The job's own group, one of the same ranks, and one of two.
+# The default process group, a group of the same ranks, and a group of two ranks.
 GROUPS = ["0", "1", "2"]
 
 EVERYTHING = list(itertools.product(LAUNCHERS, range(WORLD), GROUPS, STORES, range(MOMENTS)))
 
 
 def _pairwise(cases):
-    """A subset in which each pair of two values of a case occurs that occurs in some case."""
+    """Returns a subset of `cases` that contains each pair of values that occurs together in some case."""
     pairs = [{(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)} for case in cases]
     wanted, chosen = set().union(*pairs), []
     order = list(range(len(cases)))
@@ -80,7 +81,9 @@ WORKER = """
 
 
 def _torchrun(tmp_path, moment, *, nodes, **options):
-    """Runs the worker on `nodes` launchers; what the ranks of the attempt that trained have printed."""
+    """Runs the worker under `nodes` launchers. Returns the rank and the sum that each rank of the successful attempt
+    printed.
+    """
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
     support = os.path.join(os.path.dirname(os.path.abspath(__file__)), "support")
@@ -106,13 +109,13 @@ def _torchrun(tmp_path, moment, *, nodes, **options):
     assert codes == [0] * nodes, text[-6000:]
     trained = re.findall(r"TRAINED (\d) (\d+\.\d+) (\d+\.\d+) (\d+\.\d+)", text)
     starts, ends = [float(line[2]) for line in trained], [float(line[3]) for line in trained]
-    # Five seconds where nothing else runs; in any case far from every deadline.
+    # This takes five seconds on an idle machine. The limit is far from every deadline in any case.
     assert max(ends) - max(starts) < 20, trained
     return sorted((int(rank), float(value)) for rank, value, *_ in trained)
 
 
-# With real launchers most of the time goes into starting torch: two of them, which restart together, stand for all but in `make test-elastic`.
-# One launcher whose ranks leave is among the cases above.
+# With real launchers most of the time goes into starting torch. By default one case stands for all: two launchers that
+# restart together. `make test-elastic` runs the others. The cases above already cover one launcher whose ranks leave.
 @pytest.mark.skipif(not ALL, reason="one launcher of torch's own: make test-elastic")
 @pytest.mark.parametrize("moment", [0, 3], ids=["before", "during"])
 def test_torchrun_restarts_when_a_rank_leaves_before_or_during_init(tmp_path, moment):

@@ -1,6 +1,8 @@
-"""An ordinary ZeroMQ client against `accl emulator`: libzmq's own sockets, and nothing of this package but the emulator.
+"""An ordinary ZeroMQ client against `accl emulator`. It uses libzmq's own sockets and nothing of this package except
+the emulator.
 
-The client is written from the protocol alone, so it holds what the driver and the emulator could both have wrong.
+The client is written from the protocol alone. It therefore finds errors that the driver and the emulator have in
+common.
 """
 
 import json
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package on
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed: libzmq's sockets are not tried")
 
 ANSWER_MS = 10_000
-# Operations and functions of calls, as hosts write them.
+# Numbers of operations and functions, as hosts write them into calls.
 CONFIG, BROADCAST, SCATTER, GATHER, REDUCE, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL = (
     0,
     5,
@@ -35,7 +37,7 @@ COUNT_AT, SIZE_AT, TABLE_AT, CONFIGURED_AT, CODE_AT = 0x0, 0x4, 0x8, 0x1FF4, 0x1
 SPARES = (0x1FD8, 0x1FE0, 0x1FE8)
 TUNING = {0x1FC4: 2, 0x1FC8: 32768, 0x1FCC: 3, 0x1FD0: 4, 0x1FD4: 32768}
 RX_BUFFERS, RX_BYTES, EAGER_BYTES, RENDEZVOUS_BYTES = 16, 1024, 4096, 1 << 20
-# By type: sizes, then where the compressor, the decompressor, SUM and MAX are.
+# For each dtype: element sizes, then the function numbers of the compressor, the decompressor, SUM and MAX.
 ARITHMETIC = {
     torch.float32: (4, 4, 0, 0, 0, 2, 0, 0, 5),
     torch.float64: (8, 8, 0, 0, 0, 2, 0, 1, 6),
@@ -51,7 +53,7 @@ def context():
 
 
 class Engine:
-    """A rank's engine, over one socket."""
+    """One rank's engine, reached over one socket."""
 
     def __init__(self, context, port, kind=zmq.REQ, **options):
         self.socket = context.socket(kind)
@@ -92,7 +94,7 @@ class Engine:
         return torch.tensor(got, dtype=torch.int8).view(like.dtype)
 
     def call(self, scenario, count=0, function=0, root=0, dtype=None, first=0, result=0):
-        """Makes a call and waits for it; its return code."""
+        """Issues a call, waits for it to complete and returns its return code."""
         words = dict(count=count, function=function, root_src_dst=root, comm=0, arithcfg=0, tag=0xFFFFFFFF)
         if dtype is not None:
             words.update(comm=self.communicator, arithcfg=self.arithmetic[dtype])
@@ -131,7 +133,9 @@ class Engine:
 
 
 def together(engines, act):
-    """What `act` gives for each rank, all at once: a call ends once others have made it."""
+    """Runs `act` for all ranks at the same time, because a call completes only after other ranks have issued it.
+    Returns the result of each rank.
+    """
     results, errors = [None] * len(engines), []
 
     def of(rank):
@@ -155,12 +159,12 @@ def together(engines, act):
 def test_an_ordinary_client_gets_every_collective(context, comms):
     ranks = 3
     with Emulator(ranks, comms) as emulator:
-        # Both kinds of sockets that ask.
+        # REQ and DEALER are the two socket types that can send requests.
         engines = [Engine(context, emulator.port + rank, (zmq.REQ, zmq.DEALER)[rank % 2]) for rank in range(ranks)]
         together(engines, lambda rank, engine: engine.set_up(rank, ranks))
         for dtype in ARITHMETIC:
             for count in (1, ranks, 250, 3000):
-                # What is larger than an eager message takes queue pairs.
+                # Payloads larger than an eager message need queue pairs, which only `cyt_rdma` has.
                 if count * dtype.itemsize > EAGER_BYTES and comms != "cyt_rdma":
                     continue
                 given = [torch.arange(count * ranks).remainder(97).add(rank).to(dtype) for rank in range(ranks)]
@@ -210,7 +214,8 @@ def test_whatever_other_clients_do_an_engine_goes_on_answering(context):
         ]
         assert [engine.ask(**request)["status"] for request in refused] == [1] * len(refused)
         assert engine.ask(type=6, ctrl_id=9)["status"] == -1
-        # One that vanishes with a request under way, one that is of no kind that asks, one that wants a password, and one that is alive and silent.
+        # Four other clients. The first disconnects with a request in flight, and the second has a socket type that
+        # sends no requests. The third wants a password, and the fourth stays connected and idle.
         gone = Engine(context, emulator.port)
         gone.socket.send_string(json.dumps(dict(type=2, addr=0, len=1 << 19, host=False)))
         gone.socket.close()

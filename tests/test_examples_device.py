@@ -1,4 +1,4 @@
-"""The device examples: each with its smallest settings, what they say of a device, and that their verdict can be a bad one."""
+"""The device examples with their smallest settings, their reports on devices, and bad verdicts for wrong results."""
 
 import argparse
 import gzip
@@ -24,7 +24,7 @@ import device_resnet
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-# What each needs to run at all.
+# Smallest arguments with which each example runs.
 SMALLEST = {
     "collectives": ["--elements", "1000", "--repeat", "2"],
     "mnist": ["--steps", "3"],
@@ -35,14 +35,14 @@ SUM = "all_reduce float32 SUM"
 
 
 def run(name, *arguments, launcher=()):
-    """The process of an example that has ended."""
+    """Runs an example to its end and returns the completed process."""
     script = str(EXAMPLES / f"device_{name}.py")
     command = [sys.executable, *launcher, script, *SMALLEST[name], *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=90)
 
 
 def figures(tmp_path, name, *arguments, **how):
-    """What an example writes of its runs."""
+    """Runs an example successfully and returns the figures that it wrote as JSON."""
     path = tmp_path / "figures.json"
     done = run(name, "--json", path, *arguments, **how)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,7 +62,7 @@ def test_two_ranks_end_with_the_bits_of_the_host_path(tmp_path, name):
     assert host["losses"] == sim["losses"] and sim["calls"][SUM] > 0
     assert host["collectives"] == sim["collectives"] >= sum(sim["calls"].values())
     if name == "dlrm":
-        # Of each step and of the test: indices and rows; of each step: gradients.
+        # Indices and rows are exchanged in each step and in the test, gradients in each step.
         assert sim["calls"]["all_to_all int64"] == 5 and sim["calls"]["all_to_all float32"] == 9
 
 
@@ -116,7 +116,7 @@ def test_help_says_what_is_on_the_device(module, monkeypatch, capsys):
     assert "n the device" in said and "--device" in said and "emulator://" in said
 
 
-# The verdict.
+# ---- the verdict
 
 
 def runs_with(device, weights, losses=(1.0, 1.0), exact=(3.0,), calls=1):
@@ -148,7 +148,7 @@ def test_a_wrong_weight_or_an_idle_device_is_found(is_good, world, runs, part, c
     assert ("Verified: " in said) == is_good and ("Wrong: " in said) != is_good
 
 
-# Data and networks.
+# ---- data and networks
 
 
 def idx(magic, tensor):

@@ -1,4 +1,4 @@
-"""The examples of layer-parallel training, with their smallest settings."""
+"""The examples of layer-parallel training with their smallest settings."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def test_digits_are_learnt_in_every_mode_and_drawn(tmp_path):
     runs = {found["mode"]: found for found in json.loads(ended.stdout)}
     exact, pipeline, inexact = (runs[mode] for mode in ("exact-wave", "exact-pipeline", "inexact"))
     assert pipeline["losses"] == pytest.approx(exact["losses"], rel=1e-2)
-    # From the same weights, and not the same arithmetic.
+    # All modes begin with the same weights, but the inexact mode computes differently.
     assert inexact["losses"][0] == pytest.approx(exact["losses"][0], rel=1e-2)
     assert inexact["losses"] != exact["losses"] and inexact["residuals"] and not exact["residuals"]
     for found in runs.values():
@@ -55,11 +55,11 @@ def test_nested_iteration_is_studied_with_the_same_work_for_every_way(tmp_path):
         assert found["work"] == sorted(found["work"]) and found["losses"][-1] < found["losses"][0] / 2
         assert abs(found["work"][-1] - runs["deepest"]["work"][-1]) < 8
         assert found["accuracies"][-1] > 0.5
-    # A net that has just become deeper is about as good as it was.
+    # A net that has just become deeper is about as good as the net before it.
     pairs = list(zip(runs["constant"]["depths"], runs["constant"]["losses"]))
     jumps = [(a, b) for a, b in itertools.pairwise(pairs) if a[0] != b[0]]
     assert len(jumps) == 2 and all(after < 1.5 * before for (_, before), (_, after) in jumps)
-    # On one rank the same to the last digit.
+    # One rank gives the same figures to the last digit.
     alone = start("layer_parallel_nested.py", *arguments, "--ways", "linear", ranks=1)
     assert alone.returncode == 0, alone.stderr
     assert json.loads(alone.stdout) == [runs["linear"]]

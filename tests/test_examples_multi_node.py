@@ -34,7 +34,7 @@ def two_hosts():
     )
     if lacking is not None:
         pytest.skip(lacking)
-    # Not those that somebody may have made by hand.
+    # A unique prefix keeps the test's hosts apart from hosts that a user has made by hand.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTS_PREFIX", f"accl-test-{os.getpid()}")
         subprocess.run([HOSTS, "make"], check=True, timeout=30)
@@ -55,7 +55,7 @@ def start(command: list[str]) -> subprocess.Popen:
 
 
 def check(*commands: list[str]):
-    """All end well, and rank 0 has said what it must."""
+    """Checks that all commands exit with status 0 and that rank 0 reported the agreement and the TCP link."""
     running = [start(command) for command in commands]
     try:
         ended = [(*one.communicate(timeout=LIMIT_S), one.returncode) for one in running]

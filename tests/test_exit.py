@@ -1,4 +1,4 @@
-"""How a process ends: without destroy, with calls in flight, on errors, and by Ctrl-C."""
+"""How a process exits: without a destroy call, with calls in flight, after errors, and by Ctrl-C."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import BACKEND, run_script, start_script
-from support.accelerators import accelerator  # noqa: F401  each test runs twice
+from support.accelerators import accelerator  # noqa: F401  this autouse fixture runs each test twice
 from support.versions import MONITORED_BARRIER
 
 HEAD = f"""
@@ -62,7 +62,9 @@ def test_leaving_takes_no_time():
 @pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 def test_works_of_many_groups_that_are_dropped_last_do_not_hold_up_the_end():
-    """Each waited for room in Python's queue of pending calls, and the main thread, which empties it, for them: half a minute."""
+    """Regression: each Work waited for room in Python's queue of pending calls. Only the main thread empties that
+    queue, and it waited for the works. The exit took half a minute.
+    """
     code = """
 import torch, torch.distributed as dist, torch_accl
 def main():
@@ -94,7 +96,8 @@ for _ in range(1000):
     assert first.exitcode == 1 and "rank 1" in first.stderr, first.stderr
 
 
-# What arrives only after all ranks have attached something to it, so that a completion thread runs that.
+# `later` posts receives whose messages arrive only after all ranks have attached callbacks. A completion thread
+# therefore runs the callbacks.
 LATE = """
 def later(count):
     works = [dist.irecv(torch.ones(1), 1 - rank) for _ in range(count)]
@@ -109,7 +112,9 @@ def serve(count):
 
 @pytest.mark.slow
 def test_a_callback_that_outlives_the_group_ends_before_the_process():
-    """It ran into the end of the interpreter, which aborted the process, and its future never got its value."""
+    """Regression: the callback was still running when the interpreter shut down. That aborted the process, and the
+    callback's future never got its value.
+    """
     code = (
         HEAD
         + LATE
@@ -138,7 +143,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass", "sys.exit(0)"])
 def test_a_rank_that_ends_lets_its_asynchronous_calls_end(end):
-    """The others' calls failed, although this rank had made them."""
+    """Regression: the calls of the other ranks failed although this rank had issued its part."""
     code = (
         HEAD
         + f"""
@@ -198,7 +203,8 @@ print("ends", flush=True)
         assert script.exitcode is None
         os.kill(script.pid, signal.SIGINT)
     for script in scripts:
-        # Well before the callback ends. The code may be any: Python ends while a thread runs Python.
+        # 10 s end well before the callback would return. Any exit code is accepted, because Python exits while a thread
+        # runs Python code.
         script.wait(10)
 
 
@@ -297,7 +303,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 def test_ctrl_c_in_wait_leaves_the_call_running_and_a_later_wait_succeeds():
-    # `Work.wait` is only a wait: what poisons is an interrupt inside a blocking call.
+    # `Work.wait` only waits. An interrupt aborts the group only inside a blocking call.
     code = (
         HEAD
         + """
@@ -328,7 +334,8 @@ dist.barrier()
     assert "interrupted" in first.stdout
 
 
-# Registered before torch's backend, and so before everything that ends a group by itself.
+# The function is registered before torch's backend is loaded, and therefore before everything that closes a group by
+# itself.
 BEFORE = """
 import atexit
 
@@ -360,7 +367,9 @@ def test_functions_that_were_registered_before_the_group_may_use_it_at_exit(end)
 
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 def test_a_rank_that_dies_of_an_error_lets_its_peers_know_before_functions_of_its_exit(tmp_path):
-    """The peer learned of it once the functions had run that were registered before the group, however long they took."""
+    """Regression: the peer learned of the death only after all functions had run that were registered before the group,
+    however long they took.
+    """
     os.mkfifo(tmp_path / "go_on")
     code = (
         f"import atexit\natexit.register(lambda: print(open('{tmp_path}/go_on').read(), flush=True))"
@@ -411,7 +420,7 @@ def test_an_exit_function_that_cannot_be_compared_does_not_keep_the_engine_from_
 
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 def test_a_rank_that_ends_does_not_wait_for_a_child_that_waits_for_it(tmp_path):
-    """multiprocessing waits for its children at exit, and this one waits for a message of its parent."""
+    """At exit, multiprocessing waits for its children. This child waits for a message from its parent."""
     code = f"""
 import multiprocessing, torch, torch.distributed as dist
 
@@ -463,7 +472,7 @@ def take(meet, late, count, size):
 
 
 def give_and_take(meet, end, late, count, size):
-    """The exit codes of two children of multiprocessing, which leave by `os._exit`."""
+    """Runs `give` and `take` in two children of multiprocessing, which exit by `os._exit`. Returns their exit codes."""
     fork = multiprocessing.get_context("fork")
     children = [
         fork.Process(target=give, args=(meet, end, count, size)),
@@ -489,7 +498,8 @@ def test_what_a_child_has_sent_arrives_although_it_ends_10_times_of_10(end, tmp_
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 @pytest.mark.parametrize("end", ["destroy", "return"])
 def test_what_a_child_has_sent_waits_for_a_receiver_that_comes_4_s_late(end, tmp_path):
-    # So much that a part of it waits in the child's own buffer, and no more: the sends are done long before the receiver comes.
+    # The first run counts the sends that complete at once. The second run sends one less. A part of the data then waits
+    # in the child's own buffer, but all sends complete long before the receiver comes.
     assert give_and_take(tmp_path / "first", "count", 1, 0, 60_000) == [0, 0]
     fitting = int((tmp_path / "first.fitting").read_text())
     assert give_and_take(tmp_path / "second", end, 4, fitting - 1, 60_000) == [0, 0]

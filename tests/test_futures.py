@@ -1,4 +1,4 @@
-"""The future of a call: its value, `then` from any thread, and callbacks that submit and block."""
+"""The future of a call: its value, `then` from any thread, and callbacks that issue calls and block."""
 
 import os
 import signal
@@ -109,7 +109,8 @@ def test_callbacks_may_submit_and_block_in_a_chain_8_deep(rank, world):
 
 @on_ranks(2)
 def test_many_callbacks_may_block_at_the_same_time(rank, world):
-    # Each callback waits for a call on a group of its own, which the other rank's callback of the same index makes.
+    # Each callback waits for a call on a group of its own. The callback with the same index on the other rank issues
+    # that call.
     groups = [dist.new_group() for _ in range(6)]
     late = [torch.zeros(3) for _ in groups]
 
@@ -138,7 +139,7 @@ def test_a_callback_that_hangs_does_not_stop_the_progress_of_other_calls(rank, w
         entered.set()
         return release.wait(LIMIT)
 
-    # Attached before the call can be done, so that it is not this thread that runs it.
+    # The callback is attached before the call can complete, so another thread than this one runs it.
     receive = dist.irecv(late, 1 - rank, tag=77)
     first = receive.get_future().then(hang)
     dist.barrier()
@@ -212,7 +213,7 @@ def test_wait_returns_after_the_callbacks_ran(rank, world, late):
 @on_ranks(2)
 def test_a_work_is_not_completed_before_its_callbacks_ran_and_asking_does_not_wait(rank, world):
     seen, entered, release = [], threading.Event(), threading.Event()
-    # Attached before the call can be done, so that it is not this thread that runs it.
+    # The callback is attached before the call can complete, so another thread than this one runs it.
     work = dist.irecv(torch.zeros(3), 1 - rank, tag=78)
     work.get_future().then(slow_callback(seen, entered, release))
     dist.barrier()
@@ -221,7 +222,7 @@ def test_a_work_is_not_completed_before_its_callbacks_ran_and_asking_does_not_wa
     start = time.monotonic()
     assert not any(work.is_completed() for _ in range(50))
     assert time.monotonic() - start < 1
-    # The wait's own time passes as ever, and the call may be waited for again.
+    # The wait's own timeout applies as usual, and the caller may wait for the call again.
     with pytest.raises(dist.DistBackendError, match="(?i)timed out.*callback"):
         work.wait(timedelta(milliseconds=100))
     assert seen == []
@@ -269,7 +270,7 @@ def test_callbacks_may_wait_for_each_others_works(rank, world):
 
 @on_ranks(2)
 def test_a_future_asked_for_while_its_call_ends_is_completed_once(rank, world):
-    # The flight leaves the list of those in flight at that moment.
+    # The call leaves the list of calls in flight at that moment.
     stop, failures = threading.Event(), []
     works = []
 
@@ -298,7 +299,7 @@ def test_a_future_asked_for_while_its_call_ends_is_completed_once(rank, world):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @on_ranks(2)
 def test_a_future_in_a_forked_child_is_an_error_and_no_wait_without_end(rank, world):
-    # The completion thread that this leaves is not in the child.
+    # This call starts a completion thread, which does not exist in the forked child.
     dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
     if rank == 1:
         dist.recv(torch.ones(1), 0)

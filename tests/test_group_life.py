@@ -1,4 +1,6 @@
-"""Groups: sequence numbers, timeouts, error state, abort, shutdown, splitting, sub-groups and starting anew."""
+"""Groups: sequence numbers, timeouts, error state, abort, shutdown, splitting, sub-groups, and creating the default
+group again.
+"""
 
 import os
 import signal
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import BACKEND, init_group, on_ranks, run_ranks, runner
-from support.accelerators import accelerator  # noqa: F401  each test runs twice
+from support.accelerators import accelerator  # noqa: F401  this autouse fixture runs each test twice
 from support.runner import check
 from support.versions import needs, set_timeout
 from torch._C._distributed_c10d import ErrorType
@@ -290,7 +292,7 @@ def test_abort_while_another_thread_is_in_a_batch_is_aborted_there(rank, world):
 
 @on_ranks(2)
 def test_aborts_and_batches_of_many_threads_end_in_errors_and_not_in_a_crash(rank, world):
-    # The list of a batch lies where another thread's abort could free it.
+    # The list of a batch must not be freed by another thread's abort while the batch uses it.
     for _ in range(20):
         group = dist.new_group()
         dist.barrier()
@@ -333,7 +335,7 @@ def test_after_a_destroy_that_reports_a_disagreement_a_group_can_be_made(rank, w
     group = dist.new_group() if which == "group" else None
     named = dist.group.WORLD if which == "world_by_name" else group
     dist.barrier(group)
-    # The root of a broadcast is through before the other rank can disagree.
+    # The root's broadcast completes before the other rank can report a disagreement.
     if rank == 0:
         dist.broadcast(torch.ones(5), 0, group=group)
         end = time.monotonic() + 10
@@ -427,7 +429,8 @@ def test_split_group_makes_a_group_of_ours_on_the_cpu(rank, world):
     assert dist.get_process_group_ranks(group) == mine and dist.get_backend(group) == BACKEND
     assert backend_of(group).options._timeout == timedelta(seconds=7)
     sums(group, len(mine))
-    # The parent keeps its own timeout and works on, and the child goes through the tables of torch.
+    # The parent group keeps its own timeout and stays usable. torch's tables contain the child group, so
+    # `destroy_process_group` accepts it.
     assert backend_of().options._timeout == timedelta(seconds=20)
     sums()
     dist.destroy_process_group(group)
@@ -447,7 +450,7 @@ def test_an_ephemeral_timeout_holds_until_the_first_call_after_it_is_over(rank, 
     if not blocking:
         assert work.timeout == timedelta(milliseconds=15_300)
         second = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-        # On the late rank the first may be over by now.
+        # On the late rank, the first call may already have completed.
         assert rank == 1 or second.timeout == timedelta(milliseconds=15_300)
         work.wait()
         second.wait()
@@ -539,7 +542,8 @@ def test_a_snapshot_says_what_the_calls_of_a_group_have_sent_and_waited_for():
         dist.all_reduce(torch.ones(10_000))
         dist.barrier()
         before = backend.snapshot()
-        # Not over the links: nothing is sent before both have looked.
+        # Synchronize through the store rather than over links, because no rank may send before both have taken a
+        # snapshot.
         store = dist.distributed_c10d._get_default_store()
         store.set(f"looked{rank}", "")
         store.wait([f"looked{1 - rank}"])
@@ -580,11 +584,12 @@ def test_a_snapshot_after_the_end_has_no_group():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_snapshot_in_a_forked_child_waits_for_no_thread_of_its_parent():
-    # A thread that spins has the engine's lock most of the time, and so at the moment of one fork or another.
+    # A spinning thread holds the engine's lock most of the time, so it holds the lock at some of these forks.
     def in_child(backend):
         pid = os.fork()
         if pid == 0:
-            # Not the handler of a test's own time limit: it would wait for the interpreter.
+            # The test's own time limit installs a handler, which would wait for the interpreter. Restore the default
+            # action.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(3)
             found = backend.snapshot()
@@ -607,12 +612,12 @@ def test_a_snapshot_in_a_forked_child_waits_for_no_thread_of_its_parent():
         waiter.join()
         return ends
 
-    # A child that waits for the lock is ended by its alarm.
+    # If a child waits for the lock, its alarm kills it.
     assert check(run_ranks(body, 2, env={"ACCL_SPIN_US": "1000000"}))[0] == [0] * 12
 
 
 class Wrapped(dist.Store):
-    """A store as users write one in Python, around another."""
+    """A store written in Python around another store, as users write one."""
 
     def __init__(self, store, fails=None):
         super().__init__()
@@ -657,14 +662,16 @@ def test_a_store_that_cannot_compare_is_asked_once(rank, world, error):
 
 @on_ranks(2, fresh=True, init=False)
 def test_a_comparison_that_fails_is_the_error_of_the_store(rank, world):
-    """Any error of `compare_set` counted as that of a store which cannot compare: the next answers could be too old."""
+    """Regression: every error of `compare_set` was taken to mean that the store cannot compare. The answers that follow
+    could then be too old.
+    """
     store = Comparing(runner._seat.rendezvous.store(rank, world), ConnectionError("reset by peer"))
     with pytest.raises(RuntimeError, match="reset by peer"):
         init_group(store=store)
 
 
 def make_beside(rank, folder, world=3):
-    """As frameworks make a group of trainers and engines: with torch's helper, over a store of its own."""
+    """Creates a group of trainers and engines as frameworks do: with torch's helper function and a separate store."""
     store = dist.PrefixStore("weights", dist.FileStore(f"{folder}/weights", world))
     group, _ = c10d._new_process_group_helper(
         world, rank, [], dist.Backend(BACKEND), store, "weights", timeout=timedelta(seconds=20)
@@ -675,7 +682,7 @@ def make_beside(rank, folder, world=3):
 
 @on_ranks(3, init=False)
 def test_a_group_of_trainers_and_an_engine_does_not_take_the_place_of_the_job(rank, world, tmp_path):
-    """The end of the engine, rank 1 of its own job, was taken for that of the second trainer."""
+    """Regression: the exit of the engine, rank 1 of its own job, was taken for the exit of the second trainer."""
     if rank != 1:
         store = dist.FileStore(f"{tmp_path}/trainers", 2)
         dist.init_process_group(BACKEND, store=store, rank=rank // 2, world_size=2)
@@ -685,7 +692,7 @@ def test_a_group_of_trainers_and_an_engine_does_not_take_the_place_of_the_job(ra
     assert weights.eq(0).all()
     if rank == 1:
         return
-    # It ends.
+    # The engine process (rank 1) exits.
     with pytest.raises(RuntimeError):
         dist.recv(weights, 1, group=group)
     if rank == 2:

@@ -1,4 +1,4 @@
-"""What torch is told of ends: abort hooks, completion hooks, and the flight recorder that lives on both."""
+"""Notifications about the end of calls: abort hooks, completion hooks, and the flight recorder, which uses both."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def until(condition, seconds=10.0):
 
 
 def hooked(timeout=timedelta(milliseconds=300)):
-    """A group and the list of what its abort hook saw."""
+    """Returns a new group and a list to which its abort hook appends the thread that runs it."""
     group = dist.new_group(timeout=timeout)
     dist.barrier()
     seen = []
@@ -107,7 +107,8 @@ def test_abort_hooks_leave_refused_arguments_expired_waits_and_the_end_alone(ran
 @on_ranks(2)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_disagreement_waits_for_no_abort_hook(rank, world, is_async):
-    # torch's flight recorder takes seconds where a lost peer or a disagreement is known in milliseconds.
+    # Abort hooks run only after a timeout. torch's flight recorder takes seconds, while a lost peer or a disagreement
+    # is known in milliseconds.
     group, seen = hooked(timedelta(seconds=20))
     op = dist.ReduceOp.SUM if rank == 0 else dist.ReduceOp.MAX
     with pytest.raises(RuntimeError, match="disagree"):
@@ -134,7 +135,7 @@ def test_an_abort_hook_that_raises_hides_no_error(rank, world):
 
 
 def trace(group=None):
-    """The flight recorder's entries of calls of accl, oldest first."""
+    """Returns the flight recorder's entries of accl calls in `group`, oldest first."""
     entries = json.loads(c10d._dump_fr_trace_json(backend="accl")).get("entries", [])
     name = (group or dist.group.WORLD).group_name
     return [entry for entry in entries if entry["process_group"][0] == name]
@@ -152,7 +153,7 @@ def test_the_flight_recorder_tells_what_is_over_from_what_is_not(rank, world):
     future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
     future.wait()
     for _ in range(3):
-        dist.all_reduce(torch.ones(3), group=group, async_op=True)  # dropped
+        dist.all_reduce(torch.ones(3), group=group, async_op=True)  # the handle is dropped
     dist.barrier(group)
     hung = dist.irecv(torch.zeros(3), 1 - rank, group=group, tag=5)
     assert until(lambda: [e["state"] for e in trace(group)[:6]] == ["completed"] * 6), trace(group)
@@ -221,7 +222,7 @@ def test_torchs_analyzer_of_dumps_names_the_rank_that_is_missing(rank, world, is
             work = dist.all_reduce(torch.ones(5), group=group, async_op=is_async)
             work.wait()
     else:
-        # It hangs elsewhere, where somebody asks it for a dump.
+        # This rank hangs elsewhere, where a user requests a dump from it.
         with open(os.path.join(folder, f"dump_rank_{rank}"), "wb") as dump:
             dump.write(c10d._dump_fr_trace(backend="accl"))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Sizes at which 32-bit arithmetic breaks. Run where the memory allows it."""
+"""Sizes at which 32-bit arithmetic overflows. The tests run only where enough memory is free."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def pattern(position: int) -> int:
 
 
 def check_ends(tensor, factor: int):
-    """A few elements on both sides of every border that a 31- or 32-bit count could wrap at."""
+    """Checks a few elements on both sides of every position at which a 31-bit or 32-bit count could wrap."""
     for position in (0, 1, 4095, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, tensor.numel() - 1):
         assert tensor[position].item() == pattern(position) * factor % 256
 

@@ -1,6 +1,7 @@
-"""One script under every launcher: ranks from what it says, and a meeting without an address.
+"""One script under every launcher: ranks from the launcher's variables, and a rendezvous without an address.
 
-`launchers/` has what launchers set, recorded from each; where one is installed, it is run as well.
+`launchers/` contains the variables that launchers set, recorded from each launcher. A launcher that is installed is run
+as well.
 """
 
 import json
@@ -21,13 +22,14 @@ RECORDINGS = {
     path.stem: json.loads(path.read_text())["ranks"] for path in (Path(__file__).parent / "launchers").glob("*.json")
 }
 
-# Launcher, local rank and local world of ranks 0, 1 and 2; what starts no ranks has none.
+# Expected launcher name, then local rank and local world size of ranks 0, 1 and 2. A recording without ranks has
+# `None`.
 ON_ONE_HOST = [(0, 3), (1, 3), (2, 3)]
 EXPECTED = {
     "intel": ("PMI", ON_ONE_HOST),
     "mpich": ("PMI", ON_ONE_HOST),
     "mpich_in_salloc": ("PMI", ON_ONE_HOST),
-    # Its hosts take turns.
+    # MPICH assigns ranks to the two hosts in turn.
     "mpich_two_hosts": ("PMI", [(0, 2), (0, 1), (1, 2)]),
     "openmpi": ("Open MPI", ON_ONE_HOST),
     "openmpi_in_salloc": ("Open MPI", ON_ONE_HOST),
@@ -93,7 +95,7 @@ def test_a_launcher_that_a_rank_starts_counts_and_not_the_copies_of_that_ranks_n
     outer = outer | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1"}
     copies = {"RANK": "0", "WORLD_SIZE": "1"}
     assert seat(place(outer | copies | inner))[:3] == ("Open MPI", 2, 3)
-    # What the script itself says is another matter.
+    # If the script itself sets `RANK` and `WORLD_SIZE`, its values take precedence.
     assert seat(place(outer | inner | {"RANK": "4", "WORLD_SIZE": "5"}))[:3] == ("torchrun", 4, 5)
     code = "import os, torch_accl; print(*[os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')])"
     started = launchers.UNSET | outer | inner | copies | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -144,7 +146,7 @@ def test_what_contradicts_within_a_family_is_named(environment, said):
         {"WORLD_SIZE": "2"},
         {"PMI_RANK": "0"},
         {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"},
-        # A shell of salloc that is a step of its own, and a batch script's.
+        # Step IDs of an interactive salloc shell, of a batch script, and an empty one.
         STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA)},
         STEP | {"SLURM_STEP_ID": str(0xFFFFFFFB)},
         STEP | {"SLURM_STEP_ID": ""},
@@ -184,12 +186,12 @@ os.write(1, (" ".join(said) + chr(10)).encode())
 """
 
 
-# As those of a job that nobody else on this machine has.
+# Job identifiers that no other job on this machine has.
 ALONE = {"PMIX_NAMESPACE": str(os.getpid()), "SLURM_JOB_ID": str(os.getpid())}
 
 
 def by_name(environments: list[dict[str, str]], **others: str) -> dict[str, list[str]]:
-    """What `run_script` takes: a list of values for each name."""
+    """Returns environment variables as `run_script` takes them: for each name, a list with one value per rank."""
     names = set().union(launchers.UNSET, *environments, others)
     whole = [launchers.UNSET | environment | others for environment in environments]
     return {name: [one.get(name, "") for one in whole] for name in names}
@@ -214,7 +216,7 @@ def test_ranks_of_one_host_meet_without_an_address_again_and_again(name):
 @pytest.mark.parametrize("has_port", [False, True], ids=["", "port"])
 @pytest.mark.parametrize("name", ["srun_two_nodes", "srun_pmi2"])
 def test_ranks_of_a_step_on_several_nodes_meet_on_its_first_again_and_again(name, has_port):
-    # Names of nodes that this machine knows.
+    # The ranks meet on the first node, so this machine must be able to resolve its name.
     others = {"SLURM_STEP_NODELIST": "localhost,a2"} | ({"MASTER_PORT": str(free_port())} if has_port else {})
     ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name], **ALONE, **others))
     assert [rank.exitcode for rank in ranks] == [0] * 3, "\n".join(rank.stderr for rank in ranks)
@@ -234,7 +236,7 @@ except Exception as error:
 
 
 def refusal(environments: list[dict[str, str]], seconds: float = 20, more: str = "", **others: str) -> list[str]:
-    """What ranks that are refused say."""
+    """Runs ranks that must be refused and returns the last line that each prints on standard error."""
     code = REFUSED.format(seconds=seconds, more=more and f", {more}")
     ranks = run_script(code, len(environments), env=by_name(environments, **others))
     assert [rank.exitcode for rank in ranks] == [3] * len(ranks), "\n".join(rank.stdout + rank.stderr for rank in ranks)
@@ -345,7 +347,7 @@ dist.all_reduce(tensor)
 dist.destroy_process_group()
 print(tensor.item())
 """
-    # As with mp.spawn in the one task of `srun -n 1`.
+    # This is the situation of mp.spawn in the single task of `srun -n 1`.
     one = MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = run_script(code, 2, env=by_name([one | {"GIVEN": "0"}, one | {"GIVEN": "1"}], **address))
@@ -373,7 +375,9 @@ def seats(world: int) -> list[Place]:
 
 
 def asking(told: list, *meetings: meeting.Meeting) -> list[threading.Thread]:
-    """Threads in which ranks ask; what each hears, or why not, is in `told`."""
+    """Starts one thread per meeting, in which a rank asks for the port. Each thread appends the answer, or the error
+    text, to `told`.
+    """
 
     def ask(one: meeting.Meeting) -> None:
         try:

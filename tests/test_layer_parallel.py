@@ -1,4 +1,4 @@
-"""Nets whose layers lie on several ranks: the solver's figures, gradients, modes, and what goes wrong."""
+"""Nets whose layers are distributed over several ranks: the solver's residual norms, gradients, modes, and failures."""
 
 import copy
 import gc
@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-import torch._dynamo  # what optimizers load, which takes seconds: here once, and not in every rank
+import torch._dynamo  # optimizers load it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
 from support import gloo_group, on_ranks, run_ranks
 from support.runner import check
@@ -32,11 +32,11 @@ RANKS = (1, 2, 3, 4)
 
 
 def alone():
-    """A group of this rank, for the same net on one."""
+    """Returns a group that contains this rank only, to run the same net on one rank."""
     return dist.new_subgroups(group_size=1)[0]
 
 
-# ---- the net whose figures are known: 64 convolutional blocks
+# ---- the reference net with known residual norms: 64 convolutional blocks
 
 
 def convolutions(number):
@@ -60,11 +60,12 @@ def deep(dtype=torch.float32, **settings):
 
 
 def backward(net, y, gradient):
-    """From a gradient of the output, as a caller gives it."""
+    """Runs the backward pass from the output gradient `gradient`, as a caller does."""
     (torch.sum(y * gradient) if net.is_last else y).backward()
 
 
-# The first five norms of a forward solve, and of a backward solve after one.
+# First residual norms of a forward solve (`FORWARD` in float64, `SINGLE` in float32), and of the backward solve after
+# it.
 FORWARD = {
     "F": (Cycle(iterations=8), [6.820099, 1.694539e-1, 3.052365e-3, 4.662189e-5, 6.215192e-7]),
     "FCF": (Cycle(iterations=8, relax="FCF"), [6.628741, 1.449026e-1, 2.109763e-3, 2.386647e-5, 1.990545e-7]),
@@ -83,7 +84,8 @@ SINGLE_BACKWARD = [9.618204e-1, 2.291462e-2, 4.354674e-4, 9.00e-6]
 
 def check_single(norms, known):
     found = list(norms.values())
-    # The third is rounding in good part: the textbook's own scheme is up to 1.8e-5 off on another processor than the figures are from.
+    # The third norm is largely rounding. Even the textbook scheme is up to 1.8e-5 off on a processor other than the one
+    # that gave these figures.
     for value, right, tolerance in zip(found, known, (2e-6, 2e-6, 3e-5, 1e-2)):
         assert value == pytest.approx(right, rel=tolerance)
     assert len(found) == 7 and found[-1] < 1e-5
@@ -113,7 +115,11 @@ def test_residuals_are_the_known_ones(rank, world, setting):
 
 
 def textbook(steps, coarse, jumps, x, relaxations, iterations):
-    """MGRIT on two levels as it is written down: `steps[i](u)` a fine step, `coarse[i](u)` one over all of interval i of length `jumps[i]`."""
+    """Solves by MGRIT on two levels, written as in the textbook.
+
+    `steps[i](u)` is a fine step. `coarse[i](u)` is one coarse step over the whole interval i, which has `jumps[i]` fine
+    steps. Returns the states by point, and the residual norm of each iteration.
+    """
     starts = [sum(jumps[:i]) for i in range(len(jumps))]
     ends = [*starts[1:], sum(jumps)]
     u = {0: x}
@@ -170,7 +176,7 @@ def test_the_adjoint_is_that_of_an_independent_solver(rank, world, relax):
 
     back = [lambda w, layer=layer: w + dt * pull(layer, w) for layer in reversed(range(count))]
     far = [lambda w, layer=layer: w + factor * dt * pull(layer, w) for layer in range(count - factor, -1, -factor)]
-    # A coarse step of the adjoint takes the first layer of what it spans.
+    # A coarse step of the adjoint uses the first layer of the interval that it spans.
     cotangents, back_norms = textbook(back, far, jumps, gradient, len(relax) // 2, 3)
     cycle = Cycle(factor=factor, iterations=3, relax=relax)
     net = LayerParallel([ode(copy.deepcopy(m)) for m in modules], fwd=cycle, bwd=cycle)
@@ -220,7 +226,7 @@ class Skip(nn.Module):
 
 
 def mixed_list():
-    """Every kind of layer, and shapes that change."""
+    """Returns layers of every kind, with shapes that change between them."""
     torch.manual_seed(5)
 
     layers = [nn.Linear(4, 6)]
@@ -241,7 +247,7 @@ def squared(y, target):
 
 
 def serial(net, layers, x):
-    """The same layers one after the other."""
+    """Applies the same layers one after the other."""
     dt = 1 / sum(isinstance(layer, layer_parallel.Block) and layer.kind != "plain" for layer in layers)
     for layer in layers:
         kind = layer.kind if isinstance(layer, layer_parallel.Block) else "plain"
@@ -278,7 +284,7 @@ def test_exact_modes_give_what_the_layers_give_one_after_the_other(rank, world, 
     assert float(found) == pytest.approx(float(loss), rel=1e-14 if mode == "exact-pipeline" else 0)
     for name, gradient in gradients_of(net).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-14)
-    # Through the caller's own loss, too, which is of the whole batch.
+    # Check a loss that the caller computes as well. It is the loss of the whole batch.
     net.zero_grad()
     y = net(x if rank == 0 else None)
     if net.is_last:
@@ -295,7 +301,7 @@ def test_a_step_is_added_as_it_is_written_by_a_bit(dtype, scale):
     generator = torch.Generator().manual_seed(1)
 
     def numbers():
-        # Of many magnitudes, and zeros.
+        # Numbers of many magnitudes, and zeros.
         found = torch.randn(4097, dtype=torch.float64, generator=generator)
         found *= 2.0 ** torch.randint(-8, 9, (4097,), generator=generator)
         return torch.where(torch.rand(4097, generator=generator) < 0.1, 0, found).to(dtype)
@@ -354,7 +360,7 @@ def test_enough_iterations_are_exact(rank, world):
 
 
 class Tokens(nn.Module):
-    """A head that makes a state of two leaves, one a mask of whole numbers."""
+    """A head that makes a state of two leaves. One leaf is a mask of integers."""
 
     def __init__(self):
         super().__init__()
@@ -365,7 +371,7 @@ class Tokens(nn.Module):
 
 
 class Masked(nn.Module):
-    """The increment of the first leaf; the mask stays."""
+    """Returns the increment of the first leaf. The mask does not change."""
 
     def __init__(self):
         super().__init__()
@@ -412,7 +418,7 @@ def test_whole_numbers_are_constants_that_reach_every_rank(rank, world, mode):
 
 
 class Pair(nn.Module):
-    """A state of two leaves of different shapes and types, one of them complex."""
+    """A state of two leaves with different shapes and dtypes, one of them complex."""
 
     def __init__(self):
         super().__init__()
@@ -492,7 +498,7 @@ def test_the_order_of_elements_is_the_inputs_on_every_rank(rank, world):
 
 
 class Turned(nn.Module):
-    """Returns, and pulls back, tensors whose elements lie in another order."""
+    """Its outputs and its gradients are tensors with another memory layout."""
 
     def __init__(self):
         super().__init__()
@@ -503,7 +509,7 @@ class Turned(nn.Module):
 
 
 class Summed(nn.Module):
-    """Its gradient is one element seen many times."""
+    """Its gradient is an expanded view: one element of memory serves many positions."""
 
     def forward(self, x):
         return x.sum(1)
@@ -555,7 +561,7 @@ def test_constants_that_lie_in_another_order_arrive_in_the_right_one(rank, world
 
 
 class Named(nn.Module):
-    """Its leaves in another order, without the mask."""
+    """Returns its leaves in another order, without the mask."""
 
     def forward(self, state):
         return {"b": 2 * state["b"], "a": -state["a"]}
@@ -620,18 +626,18 @@ def test_a_head_of_another_size_is_taken_for_batch_sizes_seen_before(rank, world
         if net.is_last:
             net.layers[head] = nn.Linear(6, size)
         assert torch.isfinite(net.step(x, torch.ones(4, size), squared))
-    # One of the same size, and one without parameters.
+    # A head of the same size, then two heads without parameters.
     for layer, size in ((nn.Linear(6, 4), 4), (nn.AvgPool1d(2), 3), (nn.AvgPool1d(3), 2)):
         if net.is_last:
             net.layers[head] = layer
         net.step(x, torch.ones(4, size), squared)
-    # What is changed within a layer is seen once a batch has failed.
+    # A change inside a layer is detected only after a batch has failed.
     if net.is_last:
         net.layers[head].kernel_size = net.layers[head].stride = (2,)
     with pytest.raises(LayerParallelError, match=r"returned the shape \[4, 3\], and \[4, 2\] was planned"):
         net.step(x, torch.ones(4, 3), squared)
     net.step(x, torch.ones(4, 3), squared)
-    # A part of a step.
+    # Replace a part of a step.
     if int(body) in net.owned:
         old = net.layers[body][0]
         net.layers[body][0] = nn.Linear(old.in_features, old.out_features, bias=False)
@@ -667,21 +673,23 @@ def test_masks_are_the_same_in_every_iteration_and_new_in_every_batch(rank, worl
         y, wanted, right = net(x), one(x), exact(x)
         assert torch.equal(before, torch.random.get_rng_state())
         if net.is_last:
-            # Enough iterations are exact only if every evaluation of a layer draws the same.
+            # Many iterations give the exact result only if every evaluation of a layer draws the same numbers.
             torch.testing.assert_close(y, right, rtol=1e-4, atol=1e-5)
             assert torch.equal(y, wanted)
             outputs.append(y.detach())
     if net.is_last:
         assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
     for layer in net.owned:
-        # Statistics are taken once a batch, however often a layer is evaluated.
+        # Each batch updates the statistics once, however often a layer is evaluated.
         norm = net.layers[str(layer)].norm
         assert norm.num_batches_tracked == 3
         torch.testing.assert_close(norm.running_mean, one.layers[str(layer)].norm.running_mean, rtol=0, atol=0)
 
 
 class Drawing(nn.Module):
-    """It draws in several ways: by operations that take a generator, that have an overload with one, and that have neither."""
+    """Draws in several ways: by operations that take a generator, that have an overload with a generator, and that have
+    neither.
+    """
 
     def __init__(self):
         super().__init__()
@@ -696,7 +704,7 @@ class Drawing(nn.Module):
 
 @contextmanager
 def drawing_thread():
-    """Another thread draws from the default generator; gives the numbers that it has drawn."""
+    """Runs a thread that draws from the default generator. Yields the list of the numbers that the thread has drawn."""
     is_over, drawn = threading.Event(), []
 
     def draw():
@@ -719,7 +727,7 @@ def test_masks_do_not_depend_on_what_other_threads_draw(rank, world, checkpoint)
     found = []
     for is_beside in (False, True):
         torch.manual_seed(5)
-        # Built from seeds of their own, too.
+        # The layers are also built from seeds of their own.
         with drawing_thread() if is_beside else nullcontext([]) as drawn:
             net = LayerParallel(
                 [ode(lambda number: Drawing()) for _ in range(8)], fwd=Cycle(factor=2), checkpoint=checkpoint
@@ -729,7 +737,7 @@ def test_masks_do_not_depend_on_what_other_threads_draw(rank, world, checkpoint)
             with torch.inference_mode():
                 y = net(x)
         if is_beside:
-            # Nothing is drawn twice.
+            # The thread never draws the same numbers twice.
             assert len({tuple(numbers.tolist()) for numbers in drawn}) == len(drawn) > 0
         else:
             assert torch.equal(before, torch.random.get_rng_state())
@@ -738,7 +746,7 @@ def test_masks_do_not_depend_on_what_other_threads_draw(rank, world, checkpoint)
 
 
 class Sometimes(nn.Module):
-    """It draws in some batches, which is not known before."""
+    """Draws in some batches only, which nothing announces in advance."""
 
     def __init__(self):
         super().__init__()
@@ -763,13 +771,13 @@ def test_a_layer_that_begins_to_draw_while_other_threads_do_is_found_out(rank, w
         if is_beside:
             is_over.set()
             thread.join()
-            # The last batch's were in its last sweep.
+            # The layers drew in the final sweep of the last batch, so no layer counts as quiet.
             assert not net.current.layers.quiet
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 class Checkpointed(nn.Module):
-    """Draws before a checkpoint, in it and after it."""
+    """Draws before a checkpoint, inside it and after it."""
 
     def __init__(self):
         super().__init__()
@@ -805,7 +813,7 @@ def test_a_checkpoint_in_a_layer_draws_the_same_again_while_there_are_other_thre
         assert torch.equal(before, torch.random.get_rng_state())
         if is_beside:
             assert not net.current.layers.plainly_drawing
-            # One that begins with it unseen is refused, once.
+            # If a layer begins to draw in a checkpoint unnoticed, that one batch is refused.
             for layer in net.layers.values():
                 layer.is_plain = True
             net.step(x, x, squared)
@@ -858,7 +866,7 @@ def test_a_thread_that_cannot_be_kept_apart_is_warned_of_once(rank, world):
     def disturbed(self, *arguments, **named):
         with drawing(self, *arguments, **named):
             yield
-        # As a thread does that runs no Python.
+        # Simulates a thread that runs no Python code.
         torch.rand(1)
 
     warn_of_other_threads.cache_clear()
@@ -949,7 +957,7 @@ def test_gradients_have_the_scale_and_the_loss_has_not(rank, world, mode):
     for one, scaled in zip(nets[0].parameters(), nets[1].parameters()):
         torch.testing.assert_close(scaled.grad, 1024 * one.grad)
     if rank == 0:
-        # What has made the input gets its gradient as well.
+        # The tensor from which the input was computed gets its gradient as well.
         torch.testing.assert_close(inputs[1].grad, 1024 * inputs[0].grad)
         assert inputs[0].grad.abs().sum() > 0
 
@@ -1055,7 +1063,7 @@ def test_two_replicas_on_two_ranks_each_train_like_one_on_one(rank, world, optio
         one.step(x, target, squared)
         mine = slice(4 * dp, 4 * dp + 4)
         if step == 1:
-            # The caller's own loss.
+            # In this step, the caller computes the loss itself.
             y = wrapped(x[mine])
             (squared(y, target[mine]) if net.is_last else y).backward()
         else:
@@ -1100,7 +1108,7 @@ def test_layers_with_norms_of_weights_are_exported_and_refined(rank, world):
         for name, parameter in net.named_parameters():
             mine = whole.get_parameter(name)
             assert mine.grad is not None and torch.equal(mine, parameter), (kind, name)
-        # Other ranks' layers come as bytes here as well.
+        # Here, as in `to_serial`, the layers of other ranks arrive as bytes.
         finer = layer_parallel.refined(net.train(), 2)
         coarser = layer_parallel.coarsened(finer, 4)
         coarser.step(x, target, squared)
@@ -1122,7 +1130,7 @@ def test_a_net_is_exported_to_one_rank_and_taken_back(rank, world):
     with torch.no_grad():
         y = again(x)
         assert not net.is_last or torch.equal(y, whole(x))
-    # A checkpoint has the names of all layers, whoever has them.
+    # A checkpoint contains the names of all layers, on whichever rank they are.
     names = [name for part in net._wire.gathered(list(net.state_dict())) for name in part]
     assert sorted(names) == sorted(whole.state_dict())
     net.load_state_dict({name: value for name, value in whole.state_dict().items() if name in net.state_dict()})
@@ -1187,7 +1195,7 @@ def test_an_audit_says_how_wrong_gradients_are(rank, world):
         for module in (exact, plainly, net, one):
             module.zero_grad()
         exact_loss, loss = exact.step(x, target, squared), plainly.step(x, target, squared)
-        # An audit leaves no trace: same loss, same gradients, statistics taken once.
+        # An audit has no side effects: loss and gradients are the same, and statistics are taken once.
         assert torch.equal(net.step(x, target, squared), loss)
         one.step(x, target, squared)
         for name, parameter in net.named_parameters():
@@ -1204,7 +1212,7 @@ def test_an_audit_says_how_wrong_gradients_are(rank, world):
             assert audit.gradient_error == pytest.approx(float((found - right).norm() / right.norm()), rel=1e-3)
             assert audit.cosine == pytest.approx(float(torch.cosine_similarity(found, right, dim=0)), rel=1e-5)
             assert 0 < audit.output_error < 1 and len(audit.residuals) == 1
-            # The same on any number of ranks.
+            # The audit is the same on any number of ranks.
             assert audit == one.audits[-1]
         for name, parameter in exact.named_parameters():
             parameter.data.copy_(plainly.get_parameter(name))
@@ -1221,7 +1229,8 @@ def test_an_audit_of_a_callers_loss_goes_by_the_gradient_that_came(rank, world):
         (squared(y, target) if each.is_last else y).backward()
     (audit,) = net.audits
     assert audit.loss is None and audit.exact_loss is None and "that was given" in str(audit)
-    # With that gradient a linear adjoint is as wrong as its solve; an exact one has none of it.
+    # For a given output gradient the adjoint is linear, so its only error is the error of its solve. An exact adjoint
+    # has no error.
     assert 1e-6 < audit.gradient_error < 0.5 and 0 < audit.output_error < 0.1
     for name, gradient in gradients_of(net).items():
         assert torch.equal(gradient, gradients_of(other)[name])
@@ -1244,7 +1253,8 @@ def test_gradients_that_are_too_far_off_are_told_and_something_is_done(rank, wor
     assert len(texts) == (1 if rank == 0 else 0)
     assert all("gradients" in text and "% off (cosine" in text for text in texts)
     assert (net.fwd.iterations, net.bwd.iterations) == ((3, 2) if on_excess == "more" else (2, 1))
-    # What may be no mean over the batch is not cut unless somebody has said so.
+    # A batch is not split into micro-batches unless the caller set `micro_batches`, because its loss may be no mean
+    # over the batch. The mode is therefore exact-wave.
     assert net.mode == ("exact-wave" if on_excess == "exact" else "inexact")
     before = net.audits[-1].gradient_error
     with warnings.catch_warnings():
@@ -1252,15 +1262,15 @@ def test_gradients_that_are_too_far_off_are_told_and_something_is_done(rank, wor
         net.step(x, target, squared)
     if on_excess == "more":
         assert net.audits[-1].gradient_error < before
-    # An exact batch is not audited.
+    # Exact batches are not audited.
     assert len(net.audits) == (1 if on_excess == "exact" else 2)
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 class Breaks(nn.Module):
-    """Does something wrong in one evaluation."""
+    """Misbehaves in the way that `how` names."""
 
     def __init__(self, how):
         super().__init__()
@@ -1327,7 +1337,7 @@ def test_what_a_layer_does_wrong_is_raised_on_every_rank_and_the_next_batch_is_r
         modules[broken].how = how
         owner = net.owner(broken)
         said = f"rank {owner} of the layers failed in layer {broken} .Breaks..*({WRONG[how]})"
-        # What is to end a process ends that one alone.
+        # `SystemExit` ends only the process of the rank that raised it.
         is_exit = how == "exits" and rank == owner
         with pytest.raises(SystemExit) if is_exit else pytest.raises(LayerParallelError, match=said):
             net.step(x, target, squared)
@@ -1487,6 +1497,6 @@ def test_a_rank_killed_in_mid_cycle_is_named_by_the_others_at_once(world, pass_)
     assert outcomes[world - 1].status == "died", outcomes[world - 1].describe()
     for text, seconds in check(outcomes[: world - 1]):
         assert f"rank {world - 1}" in text and str(outcomes[world - 1].pid) in text, text
-        # Where in the solve it was noticed.
+        # The text says where in the solve the loss was noticed.
         assert re.search(r"\[.*(level \d, iteration \d, batch \d+|the (start|end) of batch \d+)\]", text), text
         assert seconds < 1

@@ -1,4 +1,4 @@
-"""Parameters of which several ranks of a net have a copy: tied ones, and the cell of a recurrent net."""
+"""Parameters of which several ranks of a net have a copy: tied parameters, and the cell of a recurrent net."""
 
 import copy
 import warnings
@@ -26,7 +26,7 @@ from torch_accl.layer_parallel._copies import hash_of
 WORDS, WIDTH, STEPS, ROWS = 331, 96, 20, 6
 TIE = [("layers.0.weight", "layers.5.weight")]
 HIDDEN, PARTS = 33, 3
-# Batches after which copies are compared.
+# Number of batches at the start after which the copies are compared.
 LOOKED = 3
 
 
@@ -68,12 +68,14 @@ def recurrent(**settings):
 
 
 def batch(net, number, replicas, part):
-    """The rows of one of several replicas; of a recurrent net, this rank's steps of them."""
-    # Of whole numbers, which are the same on all processors.
+    """Returns the rows of replica `part` out of `replicas`. For a recurrent net, they contain only the steps of this
+    rank.
+    """
+    # Random integers are the same on all processors.
     generator = torch.Generator().manual_seed(number)
     rows = slice(part * ROWS, (part + 1) * ROWS)
     if isinstance(net, RecurrentParallel):
-        # As many steps on any number of ranks.
+        # The total number of steps does not depend on the number of ranks.
         x = torch.randint(-3, 4, (replicas * ROWS, 2 * PARTS, WORDS), generator=generator).float()
         count = 2 * PARTS // net.wire.size
         x = x[rows, net.wire.rank * count : (net.wire.rank + 1) * count]
@@ -87,13 +89,13 @@ def alone():
 
 
 def grid(dp, lp):
-    """The mesh, and which replica this rank is of."""
+    """Returns the mesh and the index of this rank's replica."""
     mesh = init_device_mesh("cpu", (dp, lp), mesh_dim_names=("dp", "lp"))
     return mesh, mesh.get_local_rank("dp")
 
 
 def copies_of(net):
-    """All copies of all ranks of the layers, by the name of what they are copies of."""
+    """Returns the copies on all ranks of the layers, by the name of the parameter."""
     if isinstance(net, RecurrentParallel):
         mine = [(name, value) for name, value in net.cell.named_parameters()]
     else:
@@ -108,13 +110,15 @@ def copies_of(net):
 
 
 def are_equal(net):
-    """Bit for bit: zeros have signs."""
+    """Returns whether all copies are equal bit for bit. Zeros of different sign count as different."""
     bits = [[copy.view(torch.int32) for copy in copies] for copies in copies_of(net).values()]
     return all(torch.equal(copies[0], other) for copies in bits for other in copies[1:])
 
 
 def trained(net, wrapped, replicas=1, part=0, rate=0.5, count=STEPS):
-    """The losses of some batches, and whether copies ever differed between two."""
+    """Trains for `count` batches. Returns the losses, and whether the copies ever differed after one of the first
+    batches.
+    """
     optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
     losses, drifted = [], False
     for number in range(count):
@@ -127,14 +131,14 @@ def trained(net, wrapped, replicas=1, part=0, rate=0.5, count=STEPS):
 
 
 def settled(net):
-    """Ends with a batch that is only evaluated: it opens as any."""
+    """Runs one evaluation batch, which makes the copies equal at its start as every batch does."""
     net.eval()
     with torch.no_grad():
         net(batch(net, 0, 1, 0)[0])
 
 
 def serial(make, replicas, rate=0.5):
-    """The net after the same training on one rank, with all rows in one batch."""
+    """Returns the net after the same training on one rank, with the rows of all replicas in one batch."""
     net = make(group=alone())
     optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
     for number in range(STEPS):
@@ -145,7 +149,8 @@ def serial(make, replicas, rate=0.5):
     return net
 
 
-# Sums of float32 in another order are 1e-7 off, and momentum adds up those of ten steps; training itself makes differences larger.
+# A float32 sum in another order is 1e-7 off. Momentum adds up the errors of ten steps, and training itself enlarges
+# them.
 ROUNDING = dict(rtol=1e-3, atol=1e-5)
 
 
@@ -179,12 +184,12 @@ def test_compressed_gradients_of_replicas_leave_copies_equal(rank, world, make, 
     assert drifted
     settled(nets[0])
     assert are_equal(nets[0])
-    # Replicas as well.
+    # The replicas must be equal as well.
     flat = torch.cat([parameter.detach().flatten() for parameter in nets[0].parameters()])
     both = [torch.empty_like(flat) for _ in range(2)]
     dist.all_gather(both, flat, group=group)
     assert torch.equal(*both)
-    # A gradient of 4 bits is at most 1/30 of its bucket's range off, and errors of 20 steps have a mean of zero.
+    # A 4-bit gradient is off by at most 1/30 of its bucket's range, and the errors of 20 steps have a mean of zero.
     wanted, _ = trained(nets[1], exact, 2, dp, rate=0.1)
     torch.testing.assert_close(losses, wanted, rtol=2e-3, atol=0)
 
@@ -295,7 +300,7 @@ def test_copies_that_are_loaded_and_differ_are_refused_on_all_ranks(rank, world,
     with pytest.raises(ValueError, match=f"start of batch 0: copies of .*{name}"):
         net.step(*batch(net, 0, 1, 0), functional.cross_entropy)
     if make is tied:
-        # What was refused is not saved, either.
+        # Saving the refused values is refused as well.
         with pytest.raises(ValueError, match=rf"state_dict.*copies of .*{name}.* have different values"):
             net.state_dict()
     net.load_state_dict(make().state_dict())
@@ -321,7 +326,7 @@ def test_what_is_saved_after_a_step_that_rounded_can_be_loaded(rank, world, make
         with torch.no_grad():
             net.get_parameter(name).view(torch.int32)[3, 4] ^= 1
     if make is recurrent:
-        # Each rank saves its own, alone.
+        # `state_dict` of a recurrent net is not collective: one rank may call it alone.
         assert rank == 0 or net.state_dict()
     other.load_state_dict(net.state_dict())
     assert are_equal(other)
@@ -376,7 +381,7 @@ def test_a_net_from_the_meta_device_is_saved_where_a_rank_has_no_copy(rank, worl
         net = tied()
     assert all(value.is_meta for value in net.state_dict().values())
     net.to_empty(device="cpu")
-    # As a checkpoint is loaded in place.
+    # Fill the tensors in place, as loading a checkpoint does.
     for value in (found := net.state_dict()).values():
         value.fill_(1.0)
     net.load_state_dict(found)
@@ -498,7 +503,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_copy_of_which_one_bit_or_all_signs_differ_has_another_hash(dtype):
-    # One table of several rows, and less than a row after it.
+    # A table of several rows, followed by less than one row.
     count = (3 * 2048 + 256) // dtype.itemsize
     real = torch.randn(
         count * (2 if dtype.is_complex else 1),
@@ -508,7 +513,7 @@ def test_a_copy_of_which_one_bit_or_all_signs_differ_has_another_hash(dtype):
     whole = torch.view_as_real(value).flatten() if dtype.is_complex else value
     bits = whole.view(INTEGERS[whole.itemsize])
     before = hash_of(value)
-    # Each place of an element in a word, in the table and after it.
+    # Flip bits at each position that an element can have in a word, inside the table and after it.
     for place in [*range(16), *range(len(bits) - 16, len(bits))]:
         for bit in range(8 * bits.itemsize):
             flip = torch.tensor(1, dtype=bits.dtype) << bit
@@ -520,7 +525,7 @@ def test_a_copy_of_which_one_bit_or_all_signs_differ_has_another_hash(dtype):
             bits[(place + 101) % len(bits)] ^= flip
             assert before not in (one, both) and one != both, (place, bit)
     assert hash_of(value) == before
-    # Of any length: a table of one, two or four rows as well.
+    # Other lengths: tables of one, two, four and 64 rows.
     for rows in (1, 2, 4, 64):
         long = torch.ones(rows * 2048 // dtype.itemsize, dtype=dtype)
         bits = (torch.view_as_real(long).flatten() if dtype.is_complex else long).view(INTEGERS[whole.itemsize])

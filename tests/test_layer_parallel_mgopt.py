@@ -1,10 +1,10 @@
-"""V-cycles over nets of different depth: consistency to first order, what they gain, and that ranks do not matter."""
+"""V-cycles over nets of different depth: first-order consistency, gain, and independence of the number of ranks."""
 
 import copy
 
 import pytest
 import torch
-import torch._dynamo  # what optimizers load, which takes seconds: here once, and not in every rank
+import torch._dynamo  # optimizers load it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
 from support import on_ranks
 from torch import nn
@@ -26,7 +26,7 @@ DOUBLE = torch.float64
 
 
 def alone():
-    """A group of this rank, for the same net on one."""
+    """Returns a group that contains this rank only, to run the same net on one rank."""
     return dist.new_subgroups(group_size=1)[0]
 
 
@@ -49,7 +49,7 @@ class Skip(nn.Module):
 
 
 def mixed_list(dtype=DOUBLE, seed=5):
-    """Every kind of step, a head, a tail, and one between."""
+    """Returns steps of every kind, a head, a tail, and a plain layer between steps."""
     torch.manual_seed(seed)
     layers = [nn.Linear(4, 6)]
     layers += [ode(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))) for _ in range(8)]
@@ -72,12 +72,12 @@ def squared(y, target):
 
 
 def sgd(net, **options):
-    """A rank without parameters has none."""
+    """Returns an optimizer, or `None` on a rank without parameters."""
     return torch.optim.SGD(net.parameters(), **{"lr": 0.05, **options}) if list(net.parameters()) else None
 
 
 def begun(net, cycle, data):
-    """A cycle as it is when the coarse net of each level is to begin: the net's point, and those of the coarse ones."""
+    """Runs a cycle down to the start of the coarsest net. Returns one point per level, finest first, and the batch."""
     made = _Batch(*data, squared, None, 0)
     points = []
     for at, level in enumerate(cycle._levels):
@@ -90,7 +90,7 @@ def begun(net, cycle, data):
 
 
 def directions(net, seed):
-    """A change of each trained parameter, which depends on its layer alone."""
+    """Returns a direction for each trained parameter, which depends only on its layer."""
     found = {}
     for layer, parameters in trained(net).items():
         generator = torch.Generator().manual_seed(1000 * seed + layer)
@@ -107,7 +107,7 @@ def test_the_coarse_objective_has_the_restricted_gradient_of_the_fine_one(rank, 
     whole = LayerParallel(mixed_list(), group=alone(), mode="exact-wave")
     whole.step(*batch(), squared)
     wanted = {layer: [p.grad for p in parameters] for layer, parameters in trained(whole).items()}
-    # The layers of each run of steps of one make, and those of the plain layers.
+    # Layer numbers by run: each run of steps of one kind, and each plain layer.
     runs = [[0], [*range(1, 9)], [*range(9, 13)], [*range(13, 17)], [17], [*range(18, 22)], [22]]
     for level in (1, 2):
         coarse, restricted = [], {}
@@ -118,14 +118,16 @@ def test_the_coarse_objective_has_the_restricted_gradient_of_the_fine_one(rank, 
                 continue
             pairs = [(run[at], run[at + 1]) for at in range(0, len(run), 2)]
             for at, (first, second) in enumerate(pairs):
-                # A step's own layer, and the one halfway to the next step, if there is one.
+                # Sum the gradients of the step's own layer and of the layer halfway to the next step, if there is a
+                # next step.
                 share = 0.5 if interpolation == "linear" and at + 1 < len(pairs) else 1.0
                 sums = [a + share * b for a, b in zip(wanted[first], wanted[second])]
                 if interpolation == "linear" and at > 0:
                     sums = [a + 0.5 * b for a, b in zip(sums, wanted[pairs[at - 1][1]])]
                 restricted[len(coarse)] = sums
                 coarse.append(None)
-        # At the point itself, and by another evaluation of the corrected objective there.
+        # Compare the point's gradients, and the gradients from another evaluation of the corrected objective at the
+        # point.
         again = cycle._levels[level].evaluate(made)
         assert points[level].objective == pytest.approx(again.objective, rel=1e-15)
         for layer in cycle.nets[level].owned:
@@ -162,11 +164,11 @@ def test_both_objectives_change_alike_to_first_order_and_not_to_second(rank, wor
                 values.append(level.evaluate(made).objective)
             level.move(start, direction, 0.0)
             slopes.append((values[1] - values[0]) / 2e-5)
-        # Central differences are off by the square of the length, and by rounding over it: 1e-16 / 1e-5.
+        # Central differences are off by the square of the length, and by rounding over the length: 1e-16 / 1e-5.
         assert slopes[0] == pytest.approx(slopes[1], rel=1e-6, abs=1e-9)
         assert dots(above.net, fine.gradients, there, "a test") == pytest.approx(slopes[1], rel=1e-6, abs=1e-9)
         assert dots(below.net, coarse.gradients, way, "a test") == pytest.approx(slopes[1], rel=1e-6, abs=1e-9)
-        # Further away they are two functions.
+        # Further away, the two functions differ to second order.
         differences = []
         for length in (0.01, 0.005):
             values = []
@@ -223,7 +225,7 @@ def test_nothing_depends_on_the_number_of_ranks_by_a_bit(rank, world, interpolat
         return net, found
 
     one, wanted = run(alone(), "aligned")
-    # Steps of one coarse layer lie on two ranks, and some ranks have none.
+    # In these placements, the steps of one coarse layer are on two ranks, or some ranks have no steps.
     for placement in ("even", [2] * (world - 1) + [25 - 2 * world], [0] * (world - 1) + [23]):
         net, found = run(None, placement)
         assert found == wanted
@@ -302,7 +304,7 @@ def test_coarse_optimizers_have_the_options_and_moments_of_the_one_above(rank, w
     optimizer.param_groups[0]["lr"] = 0.0
     before = {name: value.clone() for name, value in net.state_dict().items()}
     cycle.step(*batch(), squared)
-    # Nobody moves where the rate is zero.
+    # No level moves its parameters if the learning rate is zero.
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
     made = cycle.optimizers[1]
@@ -313,7 +315,7 @@ def test_coarse_optimizers_have_the_options_and_moments_of_the_one_above(rank, w
         first = next(at for at in range(23) if cycle._between[0]._origins[at].layer == layer)
         pairs = zip(cycle.nets[1].layers[str(layer)].parameters(), net.layers[str(first)].parameters())
         for parameter, finer in pairs:
-            # One step more than the fine one, from it.
+            # The state has one step more than the state of the fine net from which it comes.
             assert float(made.state[parameter]["step"]) == float(optimizer.state[finer]["step"]) + 1
     assert len(coarse._plans.net.layers) == 13
 
@@ -332,7 +334,7 @@ def test_side_inputs_reach_all_nets_and_nothing_given_gets_a_gradient(rank, worl
     torch.manual_seed(3)
     net = LayerParallel([residual(Masked()) for _ in range(8)], mode="exact-wave")
     cycle = MGOpt(net, sgd(net))
-    # One with a graph behind it, which could be gone through once alone.
+    # The input has a graph of its own, through which autograd could go backward only once.
     leaf = torch.randn(4, 6, requires_grad=True)
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], requires_grad=True)
     losses = [float(cycle.step(2 * leaf, torch.randn(4, 6), squared, side={"mask": mask})) for _ in range(2)]
@@ -356,7 +358,7 @@ def test_tied_parameters_of_plain_layers_count_once(rank, world, how):
     (fine, coarse), made = begun(net, cycle, data)
     level, below = cycle._levels
     for at, point in ((level, fine), (below, coarse)):
-        # Along the gradient, which changes both alike.
+        # Move along the gradient, which changes both copies alike.
         start, values = at.values(), []
         for length in (-1e-6, 1e-6):
             at.move(start, point.gradients, length)
@@ -394,7 +396,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_net_where_it_was(
 
     def loss(y, aim):
         calls.append(1)
-        # The net, the coarse net twice, and then the trial.
+        # Calls of the loss in order: the net, the coarse net twice, and then the trial.
         if len(calls) == 4:
             raise ArithmeticError("it is tired")
         return squared(y, aim)
@@ -429,7 +431,7 @@ def test_settings_that_cannot_be_are_refused(rank, world):
     ]:
         with pytest.raises(ValueError, match=said):
             MGOpt(net, sgd(net), **settings)
-    # One net alone takes the steps of its optimizer.
+    # With one level, the cycle takes plain steps of its optimizer.
     x, target = torch.randn(4, 6), torch.randn(4, 6)
     alone_, plainly = copy.deepcopy(net), copy.deepcopy(net)
     optimizer = sgd(plainly)
@@ -443,7 +445,7 @@ def test_settings_that_cannot_be_are_refused(rank, world):
 
 
 class Greedy(torch.optim.SGD):
-    """Changes gradients where they lie, as some optimizers do."""
+    """Modifies gradients in place, as some optimizers do."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -504,7 +506,7 @@ def test_moments_of_coarse_nets_are_what_is_asked_for(rank, world):
         cycle.step(*batch(), squared)
         below = cycle.optimizers[1].state[cycle.nets[1].layers["1"][0].weight]
         found[moments] = int(below["step"]), below["exp_avg_sq"]
-    # One step of the finer net, and one of its own.
+    # One step comes from the finer net, one is the coarse net's own.
     assert [steps for steps, _ in found.values()] == [2, 2, 1]
     (_, scaled), (_, copied), (_, none) = found.values()
     assert (scaled > copied).all() and (copied > none).all()

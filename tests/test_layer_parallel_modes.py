@@ -1,4 +1,6 @@
-"""Solves that go on until they have converged, guesses, steps with a coarse step of their own, checkpoints, and evaluation beside the mode of training."""
+"""Solves until convergence, initial guesses, steps with their own coarse step, checkpoints, and evaluation in another
+mode than training.
+"""
 
 import copy
 import shutil
@@ -29,7 +31,7 @@ from torch_accl.layer_parallel import (
 
 
 def alone():
-    """A group of this rank, for the same net on one."""
+    """Returns a group that contains this rank only, to run the same net on one rank."""
     return dist.new_subgroups(group_size=1)[0]
 
 
@@ -54,7 +56,10 @@ def steps(count=16):
 
 
 class Implicit(nn.Module):
-    """A step `x' = f(x) - 30 x` of a stiff equation, implicit in the stiff part: a coarse step by the fine one's increment would explode."""
+    """A step of the stiff equation `x' = f(x) - 30 x`, implicit in its stiff part.
+
+    A coarse step that scaled the increment of the fine step would diverge.
+    """
 
     def __init__(self, number, width=6, dt=1 / 16):
         super().__init__()
@@ -77,7 +82,7 @@ def gradients_of(net):
     return {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
-# ---- coarse steps of their own
+# ---- steps with their own coarse step
 
 
 @on_ranks(1, 2, 3)
@@ -134,7 +139,7 @@ def test_coarse_steps_of_their_own_do_not_depend_on_the_number_of_ranks_by_a_bit
     assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients_of(net).items())
 
 
-# ---- until it has converged
+# ---- solves until convergence
 
 
 @on_ranks(1, 2, 3)
@@ -164,7 +169,7 @@ def test_a_solve_that_cannot_converge_says_so(rank, world):
     cycle = Cycle(factor=2, iterations=2)
     net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, tolerance=0.0, max_iterations=30)
     net.step(x, target, squared)
-    # float32 has an end, and exact states have a residual of zero.
+    # float32 limits how far the residual falls, and exact states have a residual of zero.
     assert net.norms.forward_end in ("stalled", "converged")
     net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, tolerance=1e-12, max_iterations=3)
     with warnings.catch_warnings(record=True) as seen:
@@ -190,7 +195,7 @@ def test_a_layer_that_fails_ends_a_solve_that_goes_on(rank, world):
         net.step(x, target, squared)
 
 
-# ---- guesses
+# ---- initial guesses
 
 
 @on_ranks(1, 2, 3)
@@ -212,7 +217,7 @@ def test_a_guess_that_is_right_leaves_no_residual(rank, world):
     net = LayerParallel(layers, fwd=Cycle(start="guess", iterations=1), guess=guess)
     net.step(x, target, squared)
     assert next(iter(net.norms.forward.values())) < 1e-13
-    # Each rank is asked for the points after its own layers.
+    # Each rank is asked for the points that follow its own layers.
     assert asked == [point for point in (4, 8, 12, 16) if point - 1 in net.owned]
     net.fwd = Cycle(start="guess", iterations=0)
     net.step(x, target, squared)
@@ -232,11 +237,11 @@ def test_a_guess_of_another_shape_is_an_error_on_all_ranks(rank, world):
         net.bwd = Cycle(start="guess")
 
 
-# ---- graphs that are made anew
+# ---- recomputed graphs
 
 
 class Noisy(nn.Module):
-    """Dropout and statistics: what must be the same when it is evaluated again, and what must not happen twice."""
+    """Has dropout, which must be the same in a recomputation, and statistics, which must not be updated twice."""
 
     def __init__(self, number, width=6):
         super().__init__()
@@ -310,7 +315,7 @@ def test_graphs_that_are_made_anew_take_less_memory(rank, world):
         counts.append(len(graphs))
         squared(y, target).backward()
         held.clear()
-    # Of each coarse step the first.
+    # With checkpoints, only the first layer of each coarse step keeps a graph.
     assert counts == [16, 4]
 
 
@@ -381,11 +386,13 @@ def test_modes_run_over_gloo_too(rank, world):
     assert torch.equal(*losses)
 
 
-# ---- the mode that is fastest
+# ---- the fastest mode
 
 
 class Slow(nn.Module):
-    """A layer of small changes that takes its time, waiting: so do all ranks at once, however few cores there are."""
+    """A layer with a small increment that takes its time by sleeping. All ranks can sleep at once, however few cores
+    there are.
+    """
 
     def __init__(self, number, seconds):
         super().__init__()
@@ -408,11 +415,13 @@ def test_the_fastest_mode_is_chosen_once_for_each_kind_of_batch(rank, world):
         x, target = batch(rows=rows)
         before = [layer.module.calls if hasattr(layer, "module") else layer.calls for layer in net.layers.values()]
         found = net.step(x if net.is_first else None, target if net.is_last else None, squared)
-        # A step of the march is evaluated once more at most, and a measurement takes many calls.
+        # A batch evaluates a step of the coarsest-level solve at most once more than other steps. A measurement takes
+        # many calls.
         calls = max(layer.calls - count for layer, count in zip(net.layers.values(), before))
         assert (calls > 3) == (rows != 8 or before[0] == 0), (rows, calls)
         assert set(net.choice.seconds) == {"exact-wave", "inexact"}
-        # Four ranks with coarse steps of eight layers are faster than one after the other, whatever a layer takes; on one rank nothing is.
+        # Coarse steps of eight layers on four ranks beat serial execution, whatever a layer costs. On one rank nothing
+        # beats it.
         assert net.choice.mode == ("exact-wave" if world == 1 else "inexact"), net.choice
         other = copy.deepcopy(net)
         other.mode = net.choice.mode
@@ -431,7 +440,7 @@ def test_a_batch_in_the_chosen_mode_is_one_in_that_mode(rank, world, modes):
     losses = [net.step(x, target, squared) for _ in range(2)]
     plain_net.mode = net.choice.mode
     assert losses == [plain_net.step(x, target, squared) for _ in range(2)]
-    # The measurement has left no trace, in statistics neither.
+    # The measurement has no side effects, not even on the statistics.
     for (name, buffer), (_, other) in zip(net.named_buffers(), plain_net.named_buffers()):
         assert torch.equal(buffer, other), name
     for name, gradient in gradients_of(net).items():
@@ -506,7 +515,9 @@ def test_a_batch_that_cannot_be_cut_goes_on_as_a_wave(rank, world):
 
 
 def graphs_of(blocks, cycle):
-    """How many graphs torch.compile makes of these layers in training, evaluation and an exact mode."""
+    """Compiles these layers and runs them in training, evaluation and an exact mode. Returns the number of graphs that
+    torch.compile made, and the losses.
+    """
     made = []
 
     def backend(graph, inputs):
@@ -537,7 +548,7 @@ def test_a_kind_of_layer_is_compiled_twice_however_many_layers_and_levels_there_
     ):
         blocks = make()
         graphs, losses = graphs_of(blocks, cycle)
-        # With a record for autograd, and without one.
+        # One graph serves calls that autograd records, the other serves calls without a record.
         assert graphs == 2, (type(blocks[0].module), graphs)
         x, target = batch()
         net = LayerParallel(make(), fwd=cycle, bwd=cycle)
@@ -563,7 +574,7 @@ class Residual(Change):
 
 
 class Stretching(Change):
-    """A layer that is no small change of the state."""
+    """A layer whose increment is large."""
 
     def __init__(self, number):
         super().__init__(number)
@@ -611,7 +622,7 @@ def test_a_net_that_does_not_converge_is_found_out(rank, world, on_stall):
 
 
 class Exploding(nn.Module):
-    """Coarse steps of it end in no numbers, and its own do not."""
+    """Coarse steps of this layer overflow, while its fine steps do not."""
 
     def __init__(self):
         super().__init__()
@@ -636,7 +647,7 @@ def test_a_solve_that_ends_in_no_numbers_is_found_out_and_run_exactly(rank, worl
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         loss = net.step(x, torch.zeros(6, 6), squared)
-    # A probe has more iterations, which may be enough.
+    # A probe runs more iterations, which may be enough to converge.
     assert loss.isnan() or net.probes
     assert sum("layer-parallel" in str(each.message) for each in seen) == net.is_first
     assert net.mode == "exact-wave"
@@ -665,7 +676,7 @@ def test_a_pass_whose_iterations_do_not_help_is_run_exactly(rank, world):
         torch.testing.assert_close(gradient, exact.get_parameter(name).grad, rtol=1e-3, atol=1e-6)
 
 
-# ---- training that goes on
+# ---- training that continues
 
 
 class Dropping(nn.Module):
@@ -769,7 +780,7 @@ def test_a_run_that_has_fallen_back_is_resumed_in_what_it_fell_back_to(rank, wor
     train(net, 2)
     net.evaluation = "inexact"
     if how == "a chosen mode":
-        # As if it had been the fastest.
+        # Set the choice as if this mode had been the fastest.
         net._choices = {key: layer_parallel.Choice("inexact", {"inexact": 0.5}) for key in net._choices}
     else:
         assert (net.mode, net.fwd.iterations) != ("inexact", 2)

@@ -1,4 +1,6 @@
-"""Deeper and shallower nets of trained ones: what they compute, what they take over, and that ranks do not matter."""
+"""Deeper and shallower nets made from trained nets: their results, the state that they take over, and independence of
+the number of ranks.
+"""
 
 import copy
 import inspect
@@ -7,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-import torch._dynamo  # what optimizers load, which takes seconds: here once, and not in every rank
+import torch._dynamo  # optimizers load it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
 from support import gloo_group, on_ranks
 from torch import nn
@@ -32,7 +34,7 @@ RANKS = (1, 2, 3, 4)
 
 
 def alone():
-    """A group of this rank, for the same net on one."""
+    """Returns a group that contains this rank only, to run the same net on one rank."""
     return dist.new_subgroups(group_size=1)[0]
 
 
@@ -64,7 +66,7 @@ class Skip(nn.Module):
 
 
 class Implicit(nn.Module):
-    """A step of n times its length that may be asked for by its number."""
+    """A step with a coarse step of n times its length. It records each n for which it was called."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +82,7 @@ class Implicit(nn.Module):
 
 
 class Masked(nn.Module):
-    """A block beside the state of which something else is given."""
+    """A block that takes a mask in addition to the state."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +102,7 @@ class Normed(nn.Module):
 
 
 def mixed_list():
-    """Every kind of layer, a head, a tail, one between, and layers with buffers."""
+    """Returns layers of every kind, a head, a tail, a plain layer between steps, and layers with buffers."""
     torch.manual_seed(5)
     layers = [nn.Linear(4, 6)]
     layers += [ode(small(number)) for number in range(4)]
@@ -133,12 +135,12 @@ def trained(net, optimizer, steps=1):
 
 
 def optimizer_of(net, make=adam):
-    """A rank without parameters has none."""
+    """Returns an optimizer, or `None` on a rank without parameters."""
     return make(net.parameters()) if list(net.parameters()) else None
 
 
 def all_of(net, optimizer):
-    """Everything that belongs to the layers of this rank, by name."""
+    """Returns all values that belong to the layers of this rank, by name."""
     found = {name: value.clone() for name, value in net.state_dict().items()}
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     if optimizer is not None:
@@ -157,11 +159,11 @@ def assert_same(found, wanted):
 
 
 def of_ranks(net, mine):
-    """What all ranks have."""
+    """Returns the values of all ranks."""
     return {name: value for part in net._wire.gathered(mine) for name, value in part.items()}
 
 
-# ---- what a refined net computes
+# ---- results of a refined net
 
 KINDS = {
     "ode": lambda: ode(small(7)),
@@ -186,7 +188,7 @@ def test_refined_nets_converge_to_what_their_equation_gives(rank, world, kind):
         with torch.no_grad():
             outputs.append(finer(x))
     if net.is_last:
-        # The same function at first order: Euler's error halves with the steps.
+        # The function is the same to first order: Euler's error halves when the number of steps doubles.
         away = [float((a - b).norm()) for a, b in itertools.pairwise(outputs)]
         assert away[0] > 1e-3
         assert all(1.8 < a / b < 2.2 for a, b in itertools.pairwise(away))
@@ -210,7 +212,7 @@ def test_linear_interpolation_is_of_second_order_where_parameters_vary_with_time
         for count in (8, 16):
             finer = refined(at(count), 2, interpolation=interpolation)
             right = at(2 * count)
-            # The last interval has no neighbour to go towards.
+            # Leave out the last interval, which has no neighbour to interpolate towards.
             pairs = [(finer.layers[str(n)].weight, right.layers[str(n)].weight) for n in range(2 * count - 2)]
             errors[interpolation, count] = max(float((a - b).abs().max()) for a, b in pairs)
     assert 1.8 < errors["constant", 8] / errors["constant", 16] < 2.2
@@ -264,7 +266,8 @@ def test_parameters_of_any_type_are_rounded_once_and_whole_numbers_stay(rank, wo
             if name == "complex":
                 torch.testing.assert_close(found, between.to(x.dtype))
             else:
-                # In float32, which is exact enough for the next number of 16 bits but for a tie.
+                # The computation is in float32. That is exact enough to find the nearest 16-bit number, except for
+                # ties.
                 assert (found.to(dtype) != between.to(x.dtype).to(dtype)).sum() <= 2
         assert int(layer.whole) == 1 + (share == 1)
 
@@ -288,7 +291,8 @@ def test_residual_blocks_make_shares_of_their_steps_or_are_copied(rank, world):
             assert torch.equal(outputs[1], blocks[1](blocks[1](blocks[0](blocks[0](x)))))
             assert torch.equal(outputs[2], blocks[1](blocks[0](x)))
     for module in scaled.layers.values():
-        # One around another would make numbers of layers into names.
+        # Refining twice must not put one `Scaled` around another, because parameter names would then depend on the
+        # number of refinements.
         assert isinstance(module, Scaled) and module.by == Fraction(1, 6) and isinstance(module.block, Skip)
     assert all(isinstance(module, Skip) for made in (copied, one) for module in made.layers.values())
 
@@ -303,7 +307,7 @@ def test_steps_longer_than_a_layers_own_are_its_coarse_steps(rank, world):
         y = coarsened(net, 2)(x)
         if net.is_last:
             assert torch.equal(y, layers[2].coarse_step(layers[0].coarse_step(x, 2), 2))
-        # Three halves of a step.
+        # Coarse steps then have the length of three halves of a step.
         finer = refined(net, 2, mode="inexact", fwd=Cycle(factor=3), placement="kept")
         for module in finer.layers.values():
             module.block.asked.clear()
@@ -335,7 +339,7 @@ def test_shares_of_steps_are_given_what_the_block_takes_beside_the_state(rank, w
 def test_a_share_of_a_step_has_the_leaves_of_the_state():
     class Pair(nn.Module):
         def forward(self, state):
-            # In another order.
+            # The leaves are returned in another order.
             return {"mask": state["mask"], "x": state["x"] + 4 * state["mask"]}
 
     state = {"x": torch.zeros(3), "mask": torch.tensor([1, 0, 1])}
@@ -373,14 +377,14 @@ def test_nothing_depends_on_the_number_of_ranks_by_a_bit(rank, world, interpolat
         ([count - world + 1] + [1] * (world - 1), {"placement": "even"}),
         ([0] * (world - 1) + [count], {"placement": "even"}),
     ):
-        # One over another backend.
+        # One of the runs uses another backend.
         group = gloo_group() if world == 2 and placement == "aligned" else None
         net = LayerParallel(copy.deepcopy(layers), group=group, mode="exact-wave", placement=placement)
         optimizer = optimizer_of(net)
         trained(net, optimizer)
         finer, of_finer = refined(net, 3, optimizer, interpolation=interpolation, **wished)
         if wished.get("placement") == "kept" or (not wished and not isinstance(placement, str)):
-            # Wherever the step was that they are of.
+            # Each new layer is on the rank of the step from which it was made.
             assert {finer_one_origin(number) for number in finer.owned} == set(net.owned)
         mine = all_of(finer, of_finer)
         assert_same(mine, wanted)
@@ -391,7 +395,7 @@ def test_nothing_depends_on_the_number_of_ranks_by_a_bit(rank, world, interpolat
 
 
 def finer_one_origin(number):
-    """Of a layer of the mixed list refined by 3."""
+    """Returns the layer of the mixed list from which layer `number` of the list refined by 3 was made."""
     kinds = ["plain" if not isinstance(layer, Block) else layer.kind for layer in mixed_list()]
     origins = [at for at, kind in enumerate(kinds) for _ in range(1 if kind == "plain" else 3)]
     return origins[number]
@@ -404,11 +408,11 @@ def test_coarsening_a_refined_net_gives_the_net(rank, world, interpolation):
     optimizer = adam(net.parameters())
     trained(net, optimizer)
     before = all_of(net, optimizer)
-    # Powers of two do not round.
+    # Dividing by a power of two does not round.
     again, of_again = coarsened(*refined_pair(net, 4, optimizer, interpolation))
     assert_same(of_ranks(again, all_of(again, of_again)), of_ranks(net, before))
     assert again._solver.layers.dt == net._solver.layers.dt
-    # The net itself is as it was, and goes on.
+    # The original net is unchanged and can be trained further.
     assert_same(all_of(net, optimizer), before)
     assert torch.equal(trained(net, optimizer), trained(again, of_again))
 
@@ -447,7 +451,7 @@ def test_buffers_training_and_frozen_parameters_are_kept(rank, world):
                 module.norm.eval()
     state = of_ranks(net, {number: module.state_dict() for number, module in net.layers.items()})
     finer = refined(net, 2, placement="even")
-    # The steps before, and one each of two plain layers.
+    # Layers 18 and 19 come from step 10, layers 20 and 21 from step 11.
     for number in (18, 19, 20, 21):
         if str(number) in finer.layers:
             module, before = finer.layers[str(number)], state[str(10 + (number - 18) // 2)]
@@ -476,7 +480,7 @@ def test_a_checkpoint_of_a_refined_net_is_read_on_another_number_of_ranks(rank, 
         assert torch.equal(parameter, whole.get_parameter(name))
 
 
-# ---- what is tied
+# ---- tied parameters
 
 
 @on_ranks(1, 2, 3)
@@ -506,7 +510,8 @@ def test_what_is_tied_stays_tied(rank, world, how, interpolation):
         for group in ([head, tail], biases):
             assert all(torch.equal(found[name], found[group[0]]) for name in group)
         if step == 0:
-            # What lies between two of the same is the same, and towards others it does not go.
+            # Interpolation between two tied parameters gives the same values, and tied parameters are not interpolated
+            # towards others.
             assert torch.equal(found[head], before["layers.0.weight"])
             assert torch.equal(found[biases[0]], before["layers.1.inner.bias"])
             finer_moments = of_ranks(finer, moments_of(finer, of_finer))
@@ -518,7 +523,7 @@ def test_what_is_tied_stays_tied(rank, world, how, interpolation):
                 torch.testing.assert_close(finer_moments[new] * size, moments[old])
         finer.step(x, target, squared)
         of_finer.step()
-    # On one rank, with the same object in all places, gradients are the same.
+    # A serial net with the same object in all these positions gives the same gradients.
     whole = finer.to_serial()
     of_finer.zero_grad()
     loss = finer.step(x, target, squared)
@@ -527,10 +532,10 @@ def test_what_is_tied_stays_tied(rank, world, how, interpolation):
     torch.testing.assert_close(loss, right.detach())
     for name, parameter in finer.named_parameters():
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
-    # Two of each are left of six.
+    # Two of the six tied biases are left.
     back = coarsened(finer, 3)
     assert [len(group) for group in sorted(back._ties.names)] == [2, 2]
-    # One of two goes, and nothing is tied to the other.
+    # One of the two tied biases goes, so the other is tied to nothing.
     assert len(coarsened(back, 2)._ties.names) == 1
     assert refined(net, 2, tie=())._ties.names == []
 
@@ -567,7 +572,8 @@ def test_settings_are_kept_unless_others_are_given(rank, world):
         probe_every=5,
         on_stall="exact",
     )
-    # Those that are no settings, the ranks, and the marks, which layers have.
+    # The other parameters: `layers` and `guess` are no settings, and `mesh` and `group` give the ranks. `buffer_layers`
+    # and `tie` are properties of the layers.
     assert set(inspect.signature(LayerParallel).parameters) == {
         "layers",
         "mesh",
@@ -584,7 +590,7 @@ def test_settings_are_kept_unless_others_are_given(rank, world):
     assert settings_of(net)["dt"] == 0.3 / 8
     net.mode, net.fwd = "inexact", Cycle(factor=4)
     again = refined(net, 2, horizon=1.0, placement="aligned", bwd=Cycle(factor=8))
-    # A set has another order on every rank, and a function another address.
+    # A set has another order on every rank, and a function has another address. Neither may count as a difference.
     refined(net, 2, side_per_sample={"a", "b", "c", "d"}, guess=lambda point: point)
     assert refined(net, 2, evaluation="exact-wave").evaluation == "exact-wave"
     assert settings_of(again) == settings_of(net) | {
@@ -642,12 +648,12 @@ def test_layers_of_a_layer_that_is_apart_are_apart(rank, world):
     assert apart(refined(net, 2, buffer_layers=(1, 0))) == [0]
 
 
-# ---- optimisers
+# ---- optimizers
 
 
 @on_ranks(1, 2)
 def test_adams_next_step_of_each_layer_is_that_of_the_layer_it_comes_from(rank, world):
-    # Where a layer becomes several, its gradient is distributed over them.
+    # If a layer becomes several layers, its gradient is distributed over them.
     for make in (
         lambda parameters: torch.optim.Adam(parameters, lr=0.1, eps=0.0, amsgrad=True),
         lambda parameters: torch.optim.RMSprop(parameters, lr=0.1, eps=0.0, momentum=0.9, centered=True),
@@ -672,7 +678,7 @@ def test_adams_next_step_of_each_layer_is_that_of_the_layer_it_comes_from(rank, 
         for number in finer.owned:
             pairs = zip(finer.layers[str(number)].parameters(), net.layers[str(origins[number])].parameters())
             for parameter, before in pairs:
-                # By a bit: a fourth does not round.
+                # The values are equal bit for bit, because division by four does not round.
                 assert torch.equal(parameter, before), (type(optimizer), number)
 
 
@@ -728,7 +734,7 @@ def test_options_of_groups_go_with_the_parameters(rank, world):
     groups = [
         {"params": [("beside", beside)], "lr": torch.tensor(0.5)},
         {"params": weights, "lr": torch.tensor(0.25), "initial_lr": 1.0},
-        # One that ranks do not have at the same place.
+        # An additional group on one rank, so that later groups have different indices on different ranks.
         *([{"params": []}] if rank == 1 else []),
         {"params": biases, "weight_decay": 0.125},
     ]
@@ -745,7 +751,7 @@ def test_options_of_groups_go_with_the_parameters(rank, world):
     for group in of_finer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if name == "beside":
-                # What is not the net's stays.
+                # A parameter that does not belong to the net is kept as it is.
                 assert parameter is beside and float(of_finer.state[beside]["step"]) == 3
                 assert float(group["lr"]) == 0.5
                 continue
@@ -761,11 +767,11 @@ def test_options_of_groups_go_with_the_parameters(rank, world):
     of_finer.step()
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 class Local:
-    """Cannot be pickled, and can be copied."""
+    """An object that cannot be pickled but can be copied."""
 
     def __reduce_ex__(self, protocol):
         raise TypeError("it stays where it is")
@@ -806,7 +812,7 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_the_net_goes_on(rank, 
         is_raised("rank 1 of the layers failed in refined.*factor=0", net, 0 if rank == 1 else 2)
         other = torch.optim.SGD if rank else torch.optim.Adam
         is_raised("have optimizers of", net, 2, other(net.parameters()), error=ValueError)
-        # The first layer of the second rank goes to the first.
+        # The first layer of rank 1 is sent to rank 0.
         first = next(number for number in range(6) if net.owner(number) == 1)
         if net.owner(first) == rank:
             net.layers[str(first)].extra = Local()
@@ -834,7 +840,7 @@ def test_a_net_of_one_rank_beside_others_stays_alone(rank, world):
     deeper = refined(net, 2, placement="kept")
     assert deeper.owned == range(8) and coarsened(deeper, 2).owned == range(4)
     x = torch.ones(3, 6)
-    # On one rank alone, and nobody waits for the other.
+    # One rank steps alone, and no rank waits for the other.
     if rank == 1:
         deeper.step(x, x, squared)
 
@@ -878,7 +884,7 @@ def test_a_parameter_of_two_names_in_one_layer_is_tied_to_another_layer_in_a_dee
         each.step(x, x, squared)
     found = {name: each.grad for name, each in deeper.named_parameters()}
     serial = nn.Sequential(*(copy.deepcopy(each) for each in deeper.to_serial().layers))
-    # The sum of what all three places give.
+    # The expected gradient is the sum over all three uses of the weight.
     weight = weight.detach().clone().requires_grad_()
     y = torch.tanh(x @ weight) @ weight
     for layer in serial[1:-1]:

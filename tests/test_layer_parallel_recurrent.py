@@ -1,4 +1,4 @@
-"""Recurrent nets whose sequence lies on several ranks."""
+"""Recurrent nets whose sequence is distributed over several ranks."""
 
 import copy
 import itertools
@@ -17,7 +17,7 @@ STEPS, ROWS, WIDTH, HIDDEN = 13, 4, 3, 5
 
 
 def alone():
-    """A group of this rank, for the same net on one."""
+    """Returns a group that contains this rank only, to run the same net on one rank."""
     return dist.new_subgroups(group_size=1)[0]
 
 
@@ -44,7 +44,7 @@ def made(kind, dtype=torch.float64):
 
 
 def run_serially(rnn, x):
-    """The outputs of all steps, by torch's own code."""
+    """Returns the outputs of all steps, computed by torch's own code."""
     if isinstance(rnn, nn.RNNBase):
         return rnn(x)[0]
     state, outputs = None, []
@@ -55,7 +55,9 @@ def run_serially(rnn, x):
 
 
 def lengths(world, steps=STEPS):
-    """Parts that differ in length, the second of several without any step."""
+    """Returns the number of steps of each rank. The numbers differ, and with three or more ranks the second rank has no
+    steps.
+    """
     if world == 1:
         return [steps]
     return [4, 0, *([1] * (world - 3)), steps - 4 - (world - 3)] if world > 2 else [4, steps - 4]
@@ -84,7 +86,7 @@ def test_exact_modes_are_torchs_own_nets(rank, world, mode, kind):
     wanted = squared(tail(run_serially(rnn, x)[:, -1]), target)
     wanted.backward()
     torch.testing.assert_close(loss, wanted.detach(), rtol=1e-13, atol=0)
-    # All ranks have the gradients of the whole sequence, and inputs their own.
+    # All ranks have the gradients of the whole sequence. Each rank has the gradients of its own inputs.
     for name, gradient in gradients_of(net.cell).items():
         torch.testing.assert_close(gradient, rnn.get_parameter(name).grad, rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(mine.grad, part(x.grad, counts, rank), rtol=1e-12, atol=1e-15)
@@ -214,7 +216,7 @@ def test_backpropagation_over_windows_begins_each_with_the_last_state_of_the_one
     with pytest.raises(RuntimeError, match=r"last_state\(\) before the first batch"):
         net.last_state()
     state, last = None, None
-    # The last rank may have none of the steps of a window.
+    # In some windows the last rank has no steps.
     for window, counts in enumerate([lengths(world), lengths(world)[::-1], [2] + [0] * (world - 1)]):
         x, target = seeded(10 + window, ROWS, sum(counts), WIDTH), seeded(20 + window, ROWS, 2)
         for optimizer in optimizers:
@@ -238,13 +240,13 @@ def test_backpropagation_over_windows_begins_each_with_the_last_state_of_the_one
             torch.testing.assert_close(loss.detach(), wanted.detach(), rtol=1e-12, atol=0)
         last = net.last_state()
         state = tuple(leaf.detach() for leaf in state) if isinstance(state, tuple) else state.detach()
-        # As torch has it, on every rank.
+        # The last state has the form and the values of torch's own, on every rank.
         torch.testing.assert_close(last, state, rtol=1e-12, atol=1e-14)
         for optimizer in optimizers:
             optimizer.step()
     for name, parameter in net.cell.named_parameters():
         torch.testing.assert_close(parameter, rnn.get_parameter(name), rtol=1e-11, atol=1e-13)
-    # Evaluation goes on in the same way, and what is compared there does not count.
+    # Evaluation continues from a given state in the same way. `evaluate` does not change the last state.
     net.eval()
     with torch.no_grad():
         net.evaluate(part(x, counts, rank), target, squared)
@@ -334,7 +336,7 @@ def test_a_cell_or_tail_that_is_put_in_the_place_of_another_is_used(rank, world)
 
 
 class Breaking(nn.Module):
-    """A cell that raises where it is told to, on the first rank alone."""
+    """A cell that raises at the place named by `where`, on the first rank only."""
 
     def __init__(self, where, rank):
         super().__init__()
@@ -403,7 +405,7 @@ def test_weights_that_differ_in_order_or_in_what_is_trained_are_found_out(rank, 
 
 
 class Counter(nn.Module):
-    """A cell of somebody else: its state is a dict, its input a tuple, and it has no coarse step."""
+    """A cell as a user may write it: its state is a dict, its input a tuple, and it has no coarse step."""
 
     def __init__(self):
         super().__init__()
@@ -503,7 +505,7 @@ def test_what_is_wrong_is_said_on_all_ranks(rank, world):
         net.step(mine[:, :0], target, squared)
     expected = RecurrentParallel(copy.deepcopy(rnn), copy.deepcopy(tail), group=alone()).step(x, target, squared)
     assert torch.equal(net.step(mine, target, squared), expected)
-    # A cell that comes later is compared as well.
+    # A cell that is assigned later is compared as well.
     net.cell = copy.deepcopy(rnn)
     if rank == 1:
         with torch.no_grad():

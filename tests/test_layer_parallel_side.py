@@ -1,4 +1,4 @@
-"""Side inputs: what layers are given beside the state, and the gradients that all of them give it together."""
+"""Side inputs: inputs that layers take in addition to the state, and the sum of the gradients over these layers."""
 
 import copy
 
@@ -14,7 +14,7 @@ MODES = ["inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline"
 
 
 def alone():
-    """A group of this rank, for the same net on one."""
+    """Returns a group that contains this rank only, to run the same net on one rank."""
     return dist.new_subgroups(group_size=1)[0]
 
 
@@ -27,7 +27,7 @@ def seeded(number, shape):
 
 
 class Attending(nn.Module):
-    """A block of a decoder: it looks at a memory, and a mask says where."""
+    """A decoder block that attends to a memory under an attention mask."""
 
     def __init__(self, number, width=8):
         super().__init__()
@@ -146,7 +146,9 @@ def test_another_batch_may_have_others(rank, world):
 
 
 class Adding(nn.Module):
-    """Its gradient of the memory is the tensor that its state's gradient is."""
+    """A layer whose gradient of the memory is, by `way`: the gradient of its state itself, an expanded scalar, or a
+    transposed tensor.
+    """
 
     def __init__(self, way):
         super().__init__()
@@ -271,7 +273,7 @@ def test_what_is_wrong_with_them_is_said_on_all_ranks(rank, world):
     net = LayerParallel([Head(), *(ode(Changing()) for _ in range(8))])
     with pytest.raises(LayerParallelError, match="changes its input in place"):
         net.step(x, target, squared, side={"memory": side["memory"].detach()})
-    # And the next batch is right.
+    # The next batches give the right results.
     net = LayerParallel([plain(Optional()), *(ode(Optional()) for _ in range(8))])
     x, target = seeded(1, (4, 8)), seeded(2, (4, 8))
     first = net.step(x, target, squared)

@@ -1,4 +1,4 @@
-"""Levels whose states are coarser themselves: images of fewer pixels."""
+"""Levels on which the states themselves are coarser: images with fewer pixels."""
 
 import copy
 
@@ -55,7 +55,7 @@ def steps(way="ode", count=16, dtype=torch.float64):
 def batch(size=8, rows=3, dtype=torch.float64):
     generator = torch.Generator().manual_seed(3)
     draw = torch.randn(rows, 2, size, size, generator=generator, dtype=torch.float64)
-    # Smooth, as images are to be where they are made coarser.
+    # The images are smooth, as images should be if they are coarsened.
     x = functional.interpolate(functional.avg_pool2d(draw, 4), size=(size, size), mode="bilinear")
     return x.to(dtype), torch.ones_like(x).to(dtype)
 

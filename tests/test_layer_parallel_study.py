@@ -1,4 +1,6 @@
-"""The study of inexact layer-parallel training: that it has every run and a picture, when runs go on exactly, and its page."""
+"""The study of inexact layer-parallel training: its runs and pictures, the rules by which runs continue exactly, and
+its page.
+"""
 
 import copy
 import json
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package on
 
 
 def ran(folder, *arguments, ranks=None):
-    """The study on its own, in a process that starts others, or as one of the ranks of a launcher."""
+    """Runs the study in one process that starts others (`ranks=None`), or on `ranks` ranks of a launcher."""
     arguments = ["--quick", "--plot", str(folder), *arguments]
     if ranks is None:
         command = [sys.executable, str(EXAMPLE), *arguments]
@@ -40,19 +42,19 @@ def ran(folder, *arguments, ranks=None):
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """All studies, each run in a process of its own: where the figures are, and what was printed."""
+    """Runs all studies, each run in a process of its own. Returns the folder with the figures, and the printed text."""
     folder = tmp_path_factory.mktemp("quick")
     return folder, ran(folder).stdout
 
 
 def together(folder, study, ranks):
-    """The first seed's runs of a study, each on all ranks."""
+    """Returns the runs of a study with the first seed. Each run uses all ranks."""
     ended = ran(folder, "--study", study, "--seeds", "1", "--json", ranks=ranks)
     return json.loads(ended.stdout)["studies"][study]["runs"]
 
 
 def beside(quick, study):
-    """The same, each run in a process of its own."""
+    """Returns the same runs from `quick`, where each run had a process of its own."""
     found = json.loads((quick[0] / "study.json").read_text())["studies"][study]["runs"]
     return [run for run in found if run["seed"] == 0]
 
@@ -71,7 +73,7 @@ def test_a_quick_study_has_every_run_and_a_picture(quick):
                 assert all(value is not None for key, value in mark.items() if key != "loss" or mark["step"])
         assert f"**{task.title}**" in printed
         assert (folder / f"study-{task.name}.svg").stat().st_size > 1000
-        # All of a seed begin with the same weights, and see the same batches.
+        # All runs of a seed begin with the same weights and see the same batches.
         first = {(run["seed"], run["marks"][0]["held_loss"]) for run in runs}
         assert len(first) == task.seeds
 
@@ -91,7 +93,7 @@ def test_a_sequence_on_several_ranks_is_learnt_as_on_one_but_for_rounding(quick,
         for mark, same in zip(one["marks"], other["marks"], strict=True):
             for key in ("held_loss", "inexact_held_loss", "cosine"):
                 assert same[key] == pytest.approx(mark[key], rel=1e-5)
-            # Differences of numbers near 1, in float32.
+            # These figures are differences of numbers near 1 in float32, so their tolerance is wider.
             for key in ("gradient_error", "forward_factor", "backward_factor"):
                 assert same[key] == pytest.approx(mark[key], rel=1e-3, abs=1e-5)
 
@@ -208,7 +210,7 @@ def test_what_was_lost_is_told_and_drawn_with_the_rest(tmp_path):
         one.update(dict.fromkeys(("held_loss", "inexact_held_loss", "gradient_error", "backward_factor")))
     text = "\n".join(report.tables({"studies": {"transformer": found}}))
     (row,) = (line for line in text.splitlines() if line.startswith("| inexact |"))
-    # What is no number any more has passed every limit.
+    # A value that is no longer finite counts as over every limit.
     assert row == "| inexact | lost | lost | lost | lost | 2 | 2 | 2 |  |"
     report.draw(found, BY_NAME["transformer"], tmp_path / "lost.svg")
     assert (tmp_path / "lost.svg").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""Parameters that several ranks share, and steps that all ranks of a net leave out."""
+"""Parameters that several ranks share, and steps that all ranks of a net skip."""
 
 import copy
 
@@ -16,12 +16,12 @@ WORDS, WIDTH = 11, 6
 
 
 def alone():
-    """A group of this rank, for the same net on one."""
+    """Returns a group that contains this rank only, to run the same net on one rank."""
     return dist.new_subgroups(group_size=1)[0]
 
 
 class Unembedding(nn.Module):
-    """The last layer of a language model: its weight is that of the first."""
+    """The last layer of a language model, whose weight is tied to the weight of the first layer."""
 
     def __init__(self, weight=None):
         super().__init__()
@@ -32,7 +32,7 @@ class Unembedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """From shares of words to their vectors."""
+    """Maps shares of words to their vectors."""
 
     def __init__(self, number=0):
         super().__init__()
@@ -155,7 +155,7 @@ def test_names_that_cannot_be_tied_are_refused_on_all_ranks(rank, world):
 
 
 def three(**settings):
-    """Three layers of one parameter, each under a name of its own."""
+    """Builds a net of three layers with one parameter each."""
     torch.manual_seed(3)
     weights = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
     return LayerParallel([plain(layer) for layer in weights], mode="exact-wave", **settings)

@@ -1,4 +1,4 @@
-"""Layer-parallel nets with what others make of them: sharded over replicas, and with compressed gradients."""
+"""Layer-parallel nets under other wrappers: sharded over replicas, and with compressed gradients."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def batch(rows=8, dtype=torch.float32, width=32):
 
 
 def replicas():
-    """The mesh of two replicas of two ranks, and which this rank is of both."""
+    """Returns the mesh of two replicas with two ranks each, and the index of this rank's replica."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "lp"))
     return mesh, mesh.get_local_rank("dp")
 
@@ -93,7 +93,7 @@ def test_a_net_whose_replicas_share_its_parameters_trains_like_one_net(rank, wor
         for optimizer in optimizers:
             optimizer.step()
     for name, parameter in net.named_parameters():
-        # Each replica has one half of the rows.
+        # Each replica has half of the rows of the parameter.
         torch.testing.assert_close(
             parameter.to_local(), one.get_parameter(name).chunk(2)[dp].detach(), rtol=1e-6, atol=1e-8
         )
@@ -110,7 +110,7 @@ def test_a_layer_that_is_sharded_by_itself_is_refused_on_all_ranks(rank, world):
 
 
 class Failing(nn.Module):
-    """A layer that raises while it is asked to."""
+    """A layer that raises while `fails` is set."""
 
     def __init__(self, number):
         super().__init__()
@@ -152,7 +152,8 @@ def test_a_batch_that_fails_in_one_replica_fails_in_all_and_is_left_out(rank, wo
         layer_parallel.step(model, x[mine], target[mine], loss_fn)
         optimizer.step()
 
-    # What an evaluation leaves of FSDP2 says nothing of shards.
+    # After an evaluation, FSDP2 may leave whole parameters in place. Their state then does not show how they are
+    # sharded.
     nets[0].eval()
     with torch.no_grad():
         nets[0](x[mine])
@@ -175,7 +176,7 @@ def test_a_batch_that_fails_in_one_replica_fails_in_all_and_is_left_out(rank, wo
             ):
                 run(failing, optimizers[0], broken if dp == 0 else squared)
         if number == 3:
-            # Before the batch begins.
+            # This error occurs before the batch begins.
             if dp == 1:
                 nets[0].mode = "inexact" if rank == 2 else "exact-pipeline"
             with pytest.raises(
@@ -185,7 +186,7 @@ def test_a_batch_that_fails_in_one_replica_fails_in_all_and_is_left_out(rank, wo
                 run(failing, optimizers[0])
             nets[0].mode = "exact-wave"
         if number == 4:
-            # What all have done wrong is raised as it is.
+            # An error that all ranks have is raised unchanged.
             nets[0].mode = "inexact" if rank % 2 else "exact-wave"
             with pytest.raises(ValueError, match="ranks 0 and 1 of the layers differ"):
                 run(failing, optimizers[0])

@@ -1,4 +1,6 @@
-"""What autograd and torch's transforms ask of a layer-parallel net and it cannot serve: it is refused on all ranks, and never left out."""
+"""Requests of autograd and torch's transforms that a layer-parallel net cannot serve. They are refused on all ranks and
+never silently skipped.
+"""
 
 import copy
 import io
@@ -6,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-import torch._dynamo  # which takes seconds: here once, and not in every rank
+import torch._dynamo  # loading it takes seconds: load it once here, not in every rank
 from support import on_ranks
 from torch import nn
 from torch.autograd import forward_ad
@@ -26,7 +28,7 @@ def batch():
 
 
 def goes_on(net, x):
-    """The next batch is as ever."""
+    """Checks that the next batch works as usual."""
     y = net(x)
     y.sum().backward()
     assert all(parameter.grad is not None for parameter in net.parameters())
@@ -42,7 +44,7 @@ def test_a_gradient_penalty_is_refused_on_all_ranks_and_not_left_out(rank, world
     x = batch().requires_grad_()
     y = net(x)
     with pytest.raises(LayerParallelError, match=r"rank 0 .* create_graph=True.*to_serial\(\)"):
-        # The others do not know that the first rank wants more.
+        # The other ranks do not know that the first rank wants a graph of the gradients.
         torch.autograd.grad(y.sum(), x, create_graph=rank == 0)
     goes_on(net, x)
 

@@ -1,4 +1,4 @@
-"""What layer-parallel training could gain: plans beside the closed formula, and the page that has them."""
+"""Possible gains of layer-parallel training: plans compared with the closed formula, and the page that shows them."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from benches import blocks, layer_plans
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-# Layers, factor, levels; speed-ups on 2, 4, 8 ranks and so on, to a digit or two.
+# Layers, coarsening factor, levels, and the speed-ups on 2, 4, 8, ... ranks, rounded to one or two decimals.
 KNOWN = [
     (64, 4, 2, [0.96, 1.5, 2.0, 2.4]),
     (64, 8, 2, [1.17, 2.0, 3.0]),
@@ -33,7 +33,7 @@ def test_the_closed_formula_gives_the_known_speedups(layers, factor, levels, spe
     worlds = [2 << power for power in range(len(speedups) + 1)]
     found = [layer_plans.closed(layers, ranks, setting(factor, levels)) for ranks in worlds]
     assert found[:-1] == pytest.approx(speedups, abs=0.051)
-    # Then a rank has less than an interval.
+    # With twice as many ranks, a rank has less than one interval, and the formula does not apply.
     assert found[-1] is None
 
 
@@ -56,8 +56,8 @@ def test_a_plan_is_never_slower_than_the_formula(layers):
 def test_the_page_has_what_plans_say():
     page = layer_plans.PAGE.read_text()
     lines = page.splitlines()
-    # Those of large nets take long.
+    # Tables of large nets take long to compute.
     made = [line for line in layer_plans.tables(layers=(64, 256)) if line]
     assert [line for line in made if line not in lines] == []
-    # The block is between its marks.
+    # The block is between its markers.
     assert blocks.replaced(page, layer_plans.NAME, layer_plans.COMMAND, []) != page

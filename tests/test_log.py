@@ -1,4 +1,4 @@
-"""`ACCL_LOG` where standard error takes nothing: lines are lost, and nothing else is."""
+"""`ACCL_LOG` if writes to standard error fail: log lines are lost, and nothing else is."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Ranks that die, leave or never come: every survivor gets an error with rank and process, in bounded time."""
+"""Ranks that die, leave or never arrive: every survivor gets an error that names rank and process, in bounded time."""
 
 import os
 import re
@@ -19,13 +19,13 @@ TRANSPORTS = ["shm", "tcp"]
 
 
 def survivors(outcomes, dead):
-    """The values of the survivors, after checking that the right rank died and nobody else did."""
+    """Checks that rank `dead` died and no other rank did. Returns the values of the survivors."""
     assert outcomes[dead].status == "died", outcomes[dead].describe()
     return check([outcome for outcome in outcomes if outcome.rank != dead])
 
 
 def errors_of(call, limit=10.0):
-    """The message of the error that `call` ends with, and how long it took."""
+    """Returns class name and message of the error that `call` raises, and the seconds that it took."""
     start = time.monotonic()
     try:
         call()
@@ -39,7 +39,7 @@ def die():
 
 
 def wait_until_dead(pid):
-    """Returns when the process has ended, whether its parent has asked for its status or not."""
+    """Returns when the process has exited, even if its parent has not yet reaped it."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         try:
@@ -73,7 +73,7 @@ def test_a_killed_rank_is_named_with_its_process_by_every_survivor(world, transp
 
 
 def test_who_has_died_stands_on_standard_error_before_anybody_raises_it(tmp_path):
-    """Launchers that end all ranks when one has died leave no time for an exception's text."""
+    """Launchers that kill all ranks when one has died leave no time for an exception's text."""
 
     def body(rank):
         dist.all_reduce(torch.ones(3))
@@ -191,7 +191,7 @@ def test_a_rank_killed_in_the_middle_of_a_large_call_is_named(transport):
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 @pytest.mark.parametrize("moment", ["before", "while_it_waits"])
 def test_a_monitored_barrier_names_a_rank_that_was_killed(moment, wait_all_ranks, transport):
-    """It passed when the rank had arrived before it died."""
+    """Regression: the barrier passed if the rank had arrived before it died."""
 
     def body(rank):
         pid = torch.tensor([os.getpid()])
@@ -201,8 +201,9 @@ def test_a_monitored_barrier_names_a_rank_that_was_killed(moment, wait_all_ranks
                 die()
             threading.Timer(0.3, die).start()
         if rank == 2 and moment == "while_it_waits":
-            # However late the timer is: with all ranks there the barrier would be passed. Nothing shows when rank 0, which goes on to wait for
-            # this rank, has noticed.
+            # Arrive only after rank 1 is dead, however late its timer fires: with all ranks present the barrier would
+            # pass. Rank 0 does not show when it has noticed the death, because it goes on to wait for this rank. The
+            # sleep gives it time.
             wait_until_dead(pid.item())
             time.sleep(0.7)
         return errors_of(lambda: monitored_barrier(timeout=timedelta(seconds=8), wait_all_ranks=wait_all_ranks))
@@ -324,7 +325,7 @@ def test_a_world_that_stays_incomplete_lists_the_missing_ranks(present):
         assert kind in ("DistStoreError", "DistBackendError", "DistNetworkError"), kind
         for missing in range(present, 4):
             assert re.search(rf"\b{missing}\b", message), message
-        # Others fail with rank 0, whose second may have begun before theirs.
+        # Ranks above 0 fail together with rank 0. The timeout of rank 0, one second, may have begun before theirs.
         assert "rank" in message and seconds < 4 and (rank > 0 or seconds > 0.9)
 
 
@@ -371,7 +372,7 @@ def test_a_group_that_was_destroyed_refuses_calls():
 
 
 def in_forked_child(work):
-    """What `work` returns, or the error it ends with, when it runs in a fork of this process."""
+    """Runs `work` in a fork of this process. Returns the text of its result, or of the error that it raised."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -473,7 +474,9 @@ print("destroyed", time.monotonic() - start, flush=True)
 @pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "accl", reason="gloo waits for its timeout")
 def test_a_host_that_vanishes_is_found_by_the_least_deadline_on_its_link(tmp_path):
-    """What is under way to it is repeated by the system for a quarter of an hour, and the other call may take 5 minutes."""
+    """The operating system resends data in flight to the lost host for a quarter of an hour. The other call has a
+    timeout of 5 minutes.
+    """
     if reason := namespaces.lacking():
         pytest.skip(reason)
     with namespaces.hosts(2) as hosts:

@@ -153,7 +153,7 @@ def test_what_is_sent_is_left_as_it_was(rank, world):
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "uint1", "uint4", "int3", "bits1x8", "bits8", "bits16"])
 def test_packed_types_travel_as_bytes(rank, world, dtype):
-    # torch can neither copy nor compare most of these.
+    # torch can neither copy nor compare tensors of most of these dtypes.
     sent = torch.arange(4096, dtype=torch.int16).view(torch.uint8)
     got = sent.clone() if rank == 0 else torch.zeros_like(sent)
     dist.broadcast(got.view(getattr(torch, dtype)), 0)

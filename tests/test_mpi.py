@@ -1,7 +1,7 @@
-"""The transport `mpi`: whole jobs under mpirun, over the MPI library that each was built for.
+"""The transport `mpi`: whole jobs under mpirun, over the MPI library for which the package was built.
 
-`make test-mpi` builds the package for each library and says where in ACCL_TEST_MPI: `name=mpirun:folder,...`. Every job is a
-process tree of its own, and every test waits for one job at most.
+`make test-mpi` builds the package for each library and lists the builds in ACCL_TEST_MPI: `name=mpirun:folder,...`.
+Every job is a process tree of its own, and every test waits for one job at most.
 """
 
 import json
@@ -19,10 +19,10 @@ from support import BACKEND
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-# mpirun refuses to run as root unless it is told to; more ranks than cores are what this suite has.
+# Open MPI's mpirun refuses to run as root without these variables.
 ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 LIMIT_S = 90
-# Before what ranks say to their test: libraries print as well.
+# Prefix of the lines that ranks print for their test. Libraries print to the same stream.
 SAID = "said: "
 
 
@@ -35,7 +35,9 @@ class Library:
     folder: str
 
     def launch(self, world: int) -> list[str]:
-        """The command that starts so many ranks of what follows."""
+        """Returns the command that starts `world` ranks of the program that follows it. This suite has more ranks than
+        cores.
+        """
         options = ["--oversubscribe", "--bind-to", "none"] if self.name == "openmpi" else []
         return [self.mpirun, *options, "-n", str(world)]
 
@@ -68,7 +70,7 @@ class Job:
     seconds: float
 
     def said(self) -> list:
-        """What ranks have printed as JSON, in no order."""
+        """Returns the objects that ranks have printed as JSON, in no particular order."""
         return [json.loads(line.removeprefix(SAID)) for line in self.stdout.splitlines() if line.startswith(SAID)]
 
     def check(self) -> "Job":
@@ -94,7 +96,7 @@ def backend():
 def run(library: Library, code: str, world: int = 2, launch: list[str] | None = None, **env: str) -> Job:
     """Runs a script on `world` ranks of one job."""
     command = launch if launch is not None else library.launch(world)
-    # What this process was started with is no part of the job.
+    # The job must not inherit the launcher and package variables of this process.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "ACCL_"))}
     paths = os.pathsep.join(filter(None, [library.folder, os.environ.get("PYTHONPATH")]))
     begin = time.monotonic()
@@ -153,7 +155,7 @@ def test_collectives_over_mpi_are_right_at_every_level_of_thread_support(library
     said = job.said()
     assert sorted(each["rank"] for each in said) == list(range(world))
     assert all(": mpi, " in each["describe"] for each in said), said
-    # UCX tells of messages that nobody has received, Open MPI of requests.
+    # UCX warns about messages that no rank has received, Open MPI about requests that are left.
     assert "WARN" not in job.stdout + job.stderr, job.stdout + job.stderr
 
 
@@ -288,12 +290,14 @@ mpi = ctypes.CDLL({library!r}, mode=ctypes.RTLD_GLOBAL)
 provided = ctypes.c_int(-1)
 mpi.MPI_Init_thread(None, None, {level}, ctypes.byref(provided))
 """
-# As mpi.h of each library numbers the levels, which all do alike.
+# Thread levels, which mpi.h of each library numbers alike.
 SERIALIZED, MULTIPLE = 2, 3
 
 
 def run_shared(library: Library, level: int, code: str, world: int = 2, **env: str) -> Job:
-    """As `run`, of a script that has started MPI itself: `mpi` is the library, `provided` the level it grants."""
+    """Runs, like `run`, a script that has started MPI itself. In it, `mpi` is the library and `provided` the thread
+    level that MPI granted.
+    """
     return run(
         library, SHARED.format(library=library.shared_object(), level=level) + textwrap.dedent(code), world, **env
     )
@@ -322,7 +326,9 @@ def test_an_mpi_that_the_script_has_started_is_shared_and_left_to_it(library):
 
 
 def test_ranks_of_a_communicator_have_frames_of_their_own_while_others_do_something_else(library, tmp_path):
-    """`mpirun -n 1 sim : -n 2 python train.py`, in one script: rank 0 only splits off."""
+    """Simulates `mpirun -n 1 sim : -n 2 python train.py` in one script: rank 0 only takes part in splitting the
+    communicator.
+    """
     meeting = tmp_path / "meeting"
     job = run_shared(
         library,
@@ -430,7 +436,7 @@ def test_an_mpi_at_a_lower_level_is_shared_only_on_the_users_word(library, exclu
 @pytest.mark.parametrize("transports", ["mpi", "shm,tcp"])
 @pytest.mark.parametrize("level", ["multiple", "funneled"])
 def test_ranks_of_several_hosts_learn_by_mpi_where_rank_0_is(library, transports, level):
-    """As if each rank were on a host of its own, which is all that these launchers say of hosts."""
+    """Each rank appears to be alone on its host. These launchers report nothing else about hosts."""
     apart = (
         "OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0 MPI_LOCALNRANKS=1 MPI_LOCALRANKID=0 "
         'PMIX_LOCAL_RANK=0 exec "$@"'
@@ -474,7 +480,9 @@ def test_a_library_that_is_not_the_launchers_is_told_so(library):
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_a_child_of_a_rank_has_no_place_in_the_job(library, how, tmp_path):
-    """It has inherited everything that says so, and frames of it would be the rank's."""
+    """The child has inherited all variables that name a rank in the job. Frames that it sent would count as the rank's
+    own.
+    """
     script = tmp_path / "child.py"
     script.write_text(
         PRELUDE
@@ -564,7 +572,7 @@ def test_a_forked_child_makes_no_links_over_its_parents_mpi(library):
 
 
 def test_a_rank_that_sleeps_is_woken_by_one_that_makes_no_further_call(library):
-    """The frame and the word that its receiver sleeps may cross."""
+    """The frame may cross the receiver's message that it is asleep."""
     job = run(
         library,
         """
@@ -648,7 +656,7 @@ def test_a_value_that_a_variable_cannot_have_is_refused(library, name, value, te
 def test_without_the_package_the_transport_is_refused_with_what_would_install_it(monkeypatch):
     import torch_accl
 
-    # Whoever has installed it into this environment has it.
+    # Hide the package, which a developer may have installed into this environment.
     monkeypatch.setattr("torch_accl._transports.entry_points", lambda **_: [])
     with pytest.raises(ValueError, match=r"transport `mpi` is not installed: pip install 'torch-accl\[mpi\]'"):
         torch_accl.Options(transports="mpi,tcp")
@@ -709,7 +717,8 @@ def test_the_folder_of_each_library_has_the_entry_point(library):
     assert len(found) == 1 and "[torch_accl.transports]" in found[0].read_text()
 
 
-# Each through MPI and by the host, and the results compared: what MPI does not take is among them.
+# Runs each collective through MPI and on the host path, so that the results can be compared. The collectives that MPI
+# does not accept are among them.
 SIDESTEPPED = """
 rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -854,7 +863,8 @@ def test_ranks_that_disagree_learn_of_it_and_never_wait_in_mpi(library):
     assert job.seconds < 60
 
 
-# One rank stands still while MPI is at a sum of both, whose memory must not be given to anybody else from then on.
+# Rank 1 is stopped (SIGSTOP) while MPI runs an all_reduce of both ranks. From then on, the memory of the call must not
+# be reused.
 STANDS_STILL = """
 import threading
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Transports from other packages: the example in C, built with the header that is installed, and what is refused."""
+"""Transports from other packages: the example in C, built with the installed header, and packages that are refused."""
 
 import ctypes
 import json
@@ -24,7 +24,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "transport" / "datagrams.c
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The example as a shared library."""
+    """Builds the example and returns the path of the shared library."""
     import torch_accl
 
     compiler = os.environ.get("CC") or (sysconfig.get_config_var("CC") or "cc").split()[0]
@@ -108,7 +108,9 @@ def test_a_transport_is_registered_once(library):
 
 @pytest.fixture
 def package(library, tmp_path):
-    """A folder with a package that has the example, as an installed one is: a module, and a folder that says what its entry points are."""
+    """Returns a folder that contains the example as an installed package: a module, and a metadata folder with its
+    entry points.
+    """
     (tmp_path / "pigeons.py").write_text(
         "import ctypes, torch_accl\n"
         f"functions = ctypes.CDLL({library!r})\n"
@@ -142,7 +144,7 @@ print("summed" if values.eq(2).all() and ": datagrams, " in text else text, flus
 
 
 def command(package, transports, *arguments):
-    """`accl` in a Python of its own, which finds the package."""
+    """Runs `accl` in a separate Python process that finds the package."""
     env = {"ACCL_TRANSPORTS": transports, "PYTHONPATH": str(package), "ACCL_CALIBRATION": "off"}
     line = [sys.executable, "-m", "torch_accl_cli", *arguments]
     return subprocess.run(line, env=os.environ | env, capture_output=True, text=True, timeout=90)
@@ -159,7 +161,7 @@ def test_the_command_names_a_transport_of_a_package_without_loading_it(package):
     assert "datagrams,shm" in command(package, "datagrams,shm", "config").stdout
     simulated = command(package, "datagrams,shm", "simulate", "--ranks", "2", "--sizes", "4")
     assert simulated.returncode == 0, simulated.stderr
-    # What reads no settings does not mind them.
+    # A command that reads no settings accepts an unknown transport.
     assert command(package, "pigeons", "algorithms").returncode == 0
     refused = command(package, "pigeons", "info")
     assert refused.returncode == 1 and "there is no transport `pigeons`" in refused.stderr, refused.stderr

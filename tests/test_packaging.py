@@ -1,4 +1,4 @@
-"""What the build backend makes of maturin's wheels and of the source tree."""
+"""Output of the build backend, from maturin's wheels and from the source tree."""
 
 import sys
 import zipfile

@@ -1,4 +1,4 @@
-"""send and recv: order, tags, any source, oneself, batches, and independence from collectives."""
+"""send and recv: order, tags, any source, sends to oneself, batches, and independence from collectives."""
 
 import pytest
 import torch
@@ -165,7 +165,8 @@ def test_a_pending_receive_does_not_hold_up_a_later_collective(rank, world):
 
 @on_ranks(2)
 def test_a_pending_receive_does_not_hold_up_a_later_send(rank, world):
-    # Each waits for what the other sends only after its own send: the order that hangs a single queue.
+    # Each rank posts its receive before its send, and only that send completes the peer's receive. A single queue would
+    # hang in this order.
     answer = torch.zeros(4)
     receive = dist.irecv(answer, 1 - rank, tag=1)
     dist.send(torch.full((4,), float(rank)), 1 - rank, tag=1)
@@ -232,7 +233,7 @@ def test_an_operation_that_raises_in_a_batch_leaves_the_group_as_it_was(rank, wo
         with pytest.raises((ValueError, RuntimeError)):
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-        # The state that torch keeps of a batch made this return at once, with nothing done.
+        # Regression: the state that torch keeps of a batch made this call return at once without doing anything.
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [world] * 3

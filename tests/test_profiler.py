@@ -1,4 +1,4 @@
-"""What the profiler sees: one asynchronous event a call, with its title and shapes."""
+"""Events that the profiler records: one asynchronous event per call, with its title and shapes."""
 
 import json
 import time
@@ -106,7 +106,7 @@ def test_each_wait_for_an_asynchronous_call_is_an_event(rank, world):
     assert "accl:wait:all_reduce" in profile.key_averages().table(sort_by="self_cpu_time_total")
 
 
-# What torch-ccl's users look for, by the style of names.
+# Event names that users of torch-ccl look for, by naming style.
 STYLES = {
     "ccl": ("oneccl_bindings_for_pytorch::allreduce", "oneccl_bindings_for_pytorch::wait::cpu::allreduce"),
     "pg": ("pg::allreduce", "pg::wait::allreduce::sz:16"),
@@ -156,7 +156,7 @@ def test_execution_traces_have_what_a_call_was_made_with(rank, world, tmp_path):
     ], facts
     for each in facts:
         assert each["dtype"] == "Float" and each["pg_size"] == world, facts
-    # The tensors themselves are named, so that what made them is known.
+    # The events name the tensors themselves, so the operator that made each tensor is known.
     assert all("Tensor(float)" in str(node["inputs"]["types"]) for node in calls), calls
 
 
@@ -171,7 +171,7 @@ def test_calls_are_recorded_for_traces_under_a_profiler_alone(rank, world):
 
 
 def phases(profile, collective):
-    """Where the time of each such call went, in microseconds, by the events of a profile."""
+    """Returns, for each call of `collective` in the profile, the time per phase in microseconds."""
     found = [event for event in profile.function_events if event.name == f"accl:phases:{collective}"]
     for event in found:
         assert set(event.kwinputs) == {"queue_us", "peers_us", "transfer_us", "reduce_us"}, event.kwinputs
@@ -195,7 +195,8 @@ def test_who_asks_for_inputs_is_told_where_the_time_of_a_call_went(rank, world, 
     events = [event for event in profile.function_events if event.name == f"accl:{title}"]
     found = phases(profile, title)
     assert len(events) == len(found) == 2
-    # Together they are no longer than the event of the call. Two threads may close two events at once, so they are paired by length.
+    # The phases together are no longer than the event of the call. Two threads may close two events at once, so events
+    # are paired by length.
     lengths = sorted(event.time_range.elapsed_us() for event in events)
     for length, total in zip(lengths, sorted(sum(times.values()) for times in found)):
         assert 0 < total <= length + 1, (found, events)
@@ -215,7 +216,7 @@ def test_phases_are_the_whole_call_that_packs_tensors_too(rank, world, layout, a
             if async_op:
                 work.wait()
     calls = [event.time_range.elapsed_us() for event in profile.function_events if event.name == "accl:all_reduce"]
-    # Of one of them at least, since a thread may be put to sleep between the two.
+    # This holds for at least one call, because the operating system may suspend a thread between the two measurements.
     assert any(sum(times.values()) > 0.8 * call for call, times in zip(calls, phases(profile, "all_reduce"))), calls
 
 
@@ -267,7 +268,7 @@ def test_a_profile_that_ends_before_its_calls_do_does_not_crash_the_process(rank
     left = []
     for _ in range(30):
         with torch.autograd.profiler.profile(record_shapes=shapes) as profile:
-            # Also in a profile that has begun since.
+            # Wait also inside a profile that began after the calls.
             for work in left:
                 work.wait()
             left = ends_before_its_calls(how, tensors)

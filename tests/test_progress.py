@@ -1,4 +1,4 @@
-"""Who makes progress: threads, the GIL, groups in different orders, idle processes and many groups."""
+"""Threads that make progress, the GIL, groups in different orders, idle processes and many groups."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ def test_a_thread_that_holds_the_gil_does_not_stop_a_call(rank, world, count):
     work = dist.all_reduce(tensor, async_op=True)
     start = time.monotonic()
     if rank == 0:
-        # PyDLL keeps the GIL: for a second no other thread of this process runs any Python.
+        # PyDLL keeps the GIL, so for one second no other thread of this process runs Python code.
         ctypes.PyDLL(None).usleep(1_000_000)
         assert work.is_completed()
     else:
@@ -138,7 +138,7 @@ def test_four_bytes_do_not_wait_behind_64_mib_of_another_thread(rank, world):
         start = time.monotonic()
         dist.all_reduce(torch.ones(1), group=small)
         times.append(time.monotonic() - start)
-    # One such large call takes some 30 ms and more; two ranks with two threads each share the cores.
+    # One such large call takes at least about 30 ms. Two ranks with two threads each share the cores.
     assert sorted(times)[len(times) // 2] < 0.02
     thread.join()
 
@@ -172,7 +172,7 @@ def test_a_process_with_a_live_group_and_nothing_to_do_uses_no_cpu(pending):
     scripts = run_script(IDLE.format(backend=BACKEND, pending=late, finish=torch_late), world=2)
     for script in scripts:
         assert script.exitcode == 0, script.stderr
-        # Clock ticks are 10 ms; Python's own wake-up after the sleep may cost one.
+        # Clock ticks are 10 ms, and Python's own wake-up after the sleep may cost one tick.
         assert float(script.stdout.split()[1]) <= 0.02
 
 
@@ -242,7 +242,7 @@ def test_a_forked_data_loader_beside_a_live_group_changes_nothing(rank, world, c
 @pytest.mark.skipif(BACKEND != "accl", reason="gloo notices the loss in its own time and words")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_live_data_loader_does_not_hide_that_its_rank_died(transport):
-    # Workers hold copies of every descriptor unless those were closed in the child.
+    # DataLoader workers hold copies of every descriptor unless the child closes them.
     def body(rank):
         loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True)
         batches = iter(loader)
@@ -274,7 +274,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_list_of_calls():
             backend._add_ephemeral_timeout(timedelta(seconds=1))
             with contextlib.suppress(RuntimeError):
                 work.is_completed()
-            # The handle of a call that runs has the list watch the call.
+            # If the call is still running, dropping its handle makes the list of calls watch the call.
             del work
             os._exit(0)
         return os.waitpid(pid, 0)[1]
@@ -285,7 +285,8 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_list_of_calls():
             dist.recv(torch.ones(1), 0, tag=1)
             return []
         works, is_over = [dist.irecv(torch.ones(1), 1, tag=2)], False
-        # Each call adds up all of these under the lock, for which other threads queue: at a fork one of them holds it.
+        # Each call adds up all these timeouts under the list's lock, so other threads queue for the lock. At a fork,
+        # one of them holds it.
         for _ in range(200_000):
             backend._add_ephemeral_timeout(timedelta(milliseconds=1))
 

@@ -14,7 +14,7 @@ KINDS = ["all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "a
 
 
 def start(kind, seed, count, root, group, ranks, rank):
-    """Starts one call; returns its works and a function that checks the outcome."""
+    """Starts one call. Returns its works and a function that checks the result."""
     world, me = len(ranks), ranks.index(rank)
     tensors = contributions(world, count, "float32", seed=seed)
     own, total = tensors[me].clone(), None
@@ -58,7 +58,7 @@ def start(kind, seed, count, root, group, ranks, rank):
 
 
 def run_program(seed, steps, groups, rank):
-    """Runs the program of this seed. What is drawn for a step does not depend on the rank, the order of waiting does."""
+    """Runs the program of this seed. All ranks draw the same steps, but each rank draws its own order of waiting."""
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
     pending = []
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""reduce and reduce_scatter: operators, dtypes, roots, uneven and coalesced forms; inputs stay as they were."""
+"""reduce and reduce_scatter: operators, dtypes, roots, uneven and coalesced forms. Inputs stay unchanged."""
 
 import functools
 import itertools
@@ -41,7 +41,7 @@ def test_rows_that_collect_add_16_bit_floats_in_float32_by_rank_and_round_once(r
 
     rows = "all_reduce=direct_two_phase_collected", "reduce_scatter=direct_collected", "reduce=flat_collected"
     group = dist.new_group(pg_options=torch_accl.Options(algorithm=list(rows)))
-    # 1,009 elements leave parts of unequal size, 20,000 are several of them a segment.
+    # 1,009 elements give parts of unequal size. With 20,000 elements, several parts share a segment.
     for count, (op, divisor) in itertools.product((3, 1009, 20_000), (("SUM", 1), ("AVG", world))):
         tensors = noise(world, world * count, dtype)
         total = functools.reduce(torch.add, [tensor.float() for tensor in tensors]) / divisor

@@ -1,4 +1,4 @@
-"""How the backend is found, and how it refuses a torch that it was not built for."""
+"""How torch finds the backend, and how the backend refuses a torch for which it was not built."""
 
 import os
 import shutil
@@ -18,20 +18,22 @@ pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package on
 
 
 def found(name: str) -> Path:
-    """A file of the installed package, found without importing it."""
+    """Returns the path of a file of the installed package, without importing the package."""
     return next(Path(file.locate()) for file in distribution("torch-accl").files if str(file) == name)
 
 
 def in_one_process(code: str) -> str:
-    """What the code prints on a rank of a world of one, after ending with status 0."""
-    # Without backtraces: finding the symbols of torch takes seconds a panic.
+    """Runs the code on the only rank of a world of 1. Checks that it exits with status 0 and returns its standard
+    output.
+    """
+    # Backtraces are off, because resolving the symbols of torch takes seconds for each panic.
     (script,) = run_script(textwrap.dedent(code), env={"RUST_BACKTRACE": "0"})
     assert script.exitcode == 0, script.stderr
     return script.stdout
 
 
 def plain_python(code: str, **env) -> subprocess.CompletedProcess:
-    """The code in an interpreter of its own."""
+    """Runs the code in a new interpreter."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     command = [sys.executable, "-c", textwrap.dedent(code)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -201,13 +203,15 @@ def test_every_build_of_the_right_minor_version_is_taken(suffix):
 
 
 def native() -> Path:
-    """The native module of this torch."""
+    """Returns the path of the native module for this torch."""
     return found(f"torch_accl/_native_torch_{NAME.replace('.', '_')}{EXTENSION_SUFFIXES[0]}")
 
 
 @pytest.fixture
 def source_tree(tmp_path):
-    """The package as an editable installation has it: its sources, with the native modules that were built there beside them."""
+    """Returns a copy of the package's sources, as an editable installation has them. A test puts native modules next to
+    them.
+    """
     package = tmp_path / "torch_accl"
     shutil.copytree(
         found("torch_accl/__init__.py").parent, package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
@@ -216,7 +220,9 @@ def source_tree(tmp_path):
 
 
 def imported_from(tree: Path, before: str = "") -> str:
-    """What the import of the package in `tree` says, and whether its native module makes classes of torch's."""
+    """Imports the package in `tree`. Returns the error, or the native module's path, its torch and the base class of
+    its `Backend`.
+    """
     result = plain_python(
         f"""
         import sys, torch
@@ -246,7 +252,7 @@ def test_the_native_module_has_the_name_of_its_torch():
 @pytest.mark.slow
 def test_of_modules_for_several_torches_in_one_folder_that_of_the_running_one_is_taken(source_tree):
     shutil.copy(native(), source_tree)
-    # What was built last, and what an older release would have left: neither is looked at.
+    # Neither the module that was built last nor the module of an older release is opened.
     for name in (f"_native_torch_{OTHER.replace('.', '_')}", "_native_torch_9_9", "_native"):
         (source_tree / f"{name}{EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
     said = imported_from(source_tree)
@@ -316,7 +322,9 @@ def test_a_module_that_is_not_filled_has_nothing_of_torch():
 
 
 def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess:
-    """`accl` as its entry point starts it, after `before`; then whether torch was loaded."""
+    """Runs `accl` as its entry point does, after the code `before`. The last line on standard error says whether torch
+    was loaded.
+    """
     return plain_python(
         f"""
         import sys
@@ -509,7 +517,7 @@ for name in _native._bridged_functions():
     print(name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
-# What torch calls where nothing can be raised, or what only its background work calls.
+# Functions that torch calls where no error can be raised, or that only its background work calls.
 SILENT = {
     "group_shutdown",
     "group_first_error",
@@ -528,7 +536,7 @@ def test_a_panic_in_any_bridged_function_is_an_error_and_not_the_end():
     ends = dict(line.split() for line in in_one_process(PANICS).splitlines())
     assert len(ends) > 15
     assert {name: end for name, end in ends.items() if end not in ("3", "4")} == {}
-    # Without it nothing asks for the number.
+    # torch versions without this feature never ask for the sequence number.
     silent = SILENT if has("numbers of works") else {*SILENT, "ticket_seq"}
     assert {name for name, end in ends.items() if end == "4"} - silent == set()
 

@@ -1,4 +1,6 @@
-"""Settings by environment and by Options: what is refused, with which sentence, and that the argument wins."""
+"""Settings by environment and by `Options`: values that are refused, the error texts, and that the argument takes
+precedence.
+"""
 
 import contextlib
 import copy
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package on
 
 
 def refused(env=None, **options):
-    """Class and sentence of the error that making a group of one ends with."""
+    """Creates a group of one rank. Returns class name and text of the error, or `("made", "")`."""
 
     def body(rank):
         import torch_accl
@@ -53,10 +55,10 @@ def test_a_variable_that_is_not_ours_is_one_warning_on_rank_0_and_no_error():
     env = {"ACCL_DEVICE_ID": "0", "ACCL_PROFILER_OUTPUT_DIR": "/tmp", "ACCL_TX_DEPTH": "512", "ACCL_DB_PATH": "/tmp/db"}
 
     def body(rank):
-        # Each is the first rank of a group of its own.
+        # Each rank is the first rank of a group of its own.
         for alone in (0, 1):
             dist.new_group([alone])
-        # A second engine in this process repeats no warning.
+        # A second engine in this process does not repeat the warning.
         dist.destroy_process_group()
         init_group()
 
@@ -81,7 +83,7 @@ def test_variables_that_kubernetes_sets_for_services_are_silent():
     }
     services = ("ACCL", "ACCL_TRAIN", "ACCL_PORT", "ACCL_MIN")
     env = {name.format(service): value for service in services for name, value in of_service.items()}
-    # These have such a form too, and no such value: they may be meant for us.
+    # These names look like variables of a service, but they are not. They may be meant for this package.
     env |= {"ACCL_LISTEN_PORT": "29500", "ACCL_PORT_29500_TCPX": ""}
     (outcome,) = run_ranks(lambda rank: None, 1, env=env)
     check([outcome])
@@ -329,12 +331,12 @@ def test_every_setting_is_an_option_and_every_option_a_setting():
 
     parameters = set(inspect.signature(torch_accl.Options.__init__).parameters) - {"self"}
     options = {row["option"] for row in torch_accl._native.config_rows()}
-    # The deadline is torch's own, and `scope` the older name of `compressed_calls`.
+    # The deadline is torch's own `timeout`, and `scope` is the older name of `compressed_calls`.
     assert parameters - {"timeout", "scope"} == options
 
 
 def documented_options() -> dict[str, str]:
-    """The lines of the arguments in the documentation of `Options`, by name."""
+    """Returns the lines of the arguments in the documentation of `Options`, by name."""
     import torch_accl
 
     _, _, after = inspect.getdoc(torch_accl.Options).partition("\nArgs:\n")
@@ -365,10 +367,10 @@ def test_every_option_reaches_the_settings_of_its_group():
 
 
 def bound_threads() -> list[str]:
-    """The CPUs of those threads of progress in this process that do not run wherever it may."""
+    """Returns the CPUs of each progress thread whose affinity differs from the affinity of the process."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        # It may have ended.
+        # The thread may have exited.
         with contextlib.suppress(OSError):
             if (task / "comm").read_text().strip() == "accl-progress":
                 found.append(os.sched_getaffinity(int(task.name)))

@@ -1,4 +1,4 @@
-"""all_reduce of sparse COO tensors on CPU, as DDP calls it for sparse embeddings; sizes may differ between ranks."""
+"""all_reduce of sparse COO tensors on CPU, as DDP calls it for sparse embeddings. Sizes may differ between ranks."""
 
 import resource
 import time
@@ -74,7 +74,7 @@ def test_other_operators_on_sparse_tensors_are_refused_and_the_group_works_on(ra
 
 @on_ranks(1, 2)
 def test_a_sparse_result_has_another_version(rank, world):
-    # Its indices and values are other tensors than those that autograd may have saved.
+    # The result has new index and value tensors. Autograd may have saved the old ones.
     result = rows_of(rank, 3)
     before = result._version
     dist.all_reduce(result)
@@ -84,7 +84,9 @@ def test_a_sparse_result_has_another_version(rank, world):
 
 
 def error_of_sum(rank, tensor, how):
-    """The message of the error that the sum ends with, and how long it took; then every call of the group is refused."""
+    """Returns the message of the error that the sum raises, and the seconds that it took. Checks that later calls of
+    the group are refused.
+    """
     start = time.monotonic()
     with pytest.raises((RuntimeError, MemoryError)) as raised:
         if how == "blocking":
@@ -125,7 +127,8 @@ def test_a_sparse_sum_that_does_not_begin_on_one_rank_ends_on_all_ranks(how, fun
 
     def body(rank):
         dist.barrier()
-        # What ends the group may overtake a third rank's part of the barrier.
+        # The abort of the group may overtake a third rank's part of the barrier. Rank 1 therefore waits until all ranks
+        # have passed.
         store = dist.distributed_c10d._get_default_store()
         store.set(f"past the barrier {rank}", "yes")
         if rank == 1:

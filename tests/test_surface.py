@@ -1,4 +1,4 @@
-"""What each Python module offers to the others, and that the native module has what its stub says."""
+"""The names that each Python module offers to the others, and agreement of the native module with its stub."""
 
 import ast
 import inspect
@@ -13,7 +13,7 @@ from support import BACKEND
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
 SOURCES = Path(__file__).parent.parent / "python"
-# By the name of a module. One that is only run offers nothing.
+# Paths of the modules by module name. A module that is only run (`__main__`) offers no names.
 FILES = {
     ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__"): path
     for folder in ("torch_accl", "torch_accl_cli", "torch_accl_launch")
@@ -23,7 +23,7 @@ FILES = {
 
 
 def offered(module: str) -> list[str] | None:
-    """The `__all__` of a module; None without one."""
+    """Returns the `__all__` of a module, or `None` if it has none."""
     for node in ast.parse(FILES[module].read_text()).body:
         match node:
             case ast.Assign(targets=[ast.Name("__all__")], value=value) | ast.AnnAssign(
@@ -34,7 +34,7 @@ def offered(module: str) -> list[str] | None:
 
 
 def imports(module: str) -> Iterator[tuple[str, str]]:
-    """What a module imports from one of ours: that module, and the name."""
+    """Yields each import of a module from another module of this project: that module, and the name."""
     path = FILES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -51,7 +51,7 @@ def test_every_module_says_what_it_offers(module):
 
 @pytest.mark.parametrize("module", sorted(FILES))
 def test_a_module_imports_of_another_what_that_one_offers(module):
-    # A module is no name of its package's list, and a private name is for who knows it.
+    # Submodules are not part of their package's `__all__`. Private names are for modules that know them.
     names = [(of, name) for of, name in imports(module) if f"{of}.{name}" not in FILES and not name.startswith("_")]
     assert [f"{name} of {of}" for of, name in names if name not in (offered(of) or ())] == []
 
@@ -64,7 +64,7 @@ def test_imports_between_modules_are_seen():
 
 STUB = ast.parse((SOURCES / "torch_accl/_native.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
-# They say which keys a row has, and are not in the module.
+# These classes name the keys of a row. The native module does not contain them.
 ROWS = {
     name: {field.target.id for field in node.body if isinstance(field, ast.AnnAssign)}
     for name, node in CLASSES.items()
@@ -84,7 +84,7 @@ def is_special(name: str) -> bool:
 
 
 def members(cls: ast.ClassDef) -> dict[str, ast.FunctionDef | None]:
-    """What the stub says of a class: methods with their node, other attributes with None."""
+    """Returns the members that the stub gives a class: methods with their node, other attributes with `None`."""
     found: dict[str, ast.FunctionDef | None] = {}
     for node in cls.body:
         if isinstance(node, ast.AnnAssign):
@@ -96,7 +96,9 @@ def members(cls: ast.ClassDef) -> dict[str, ast.FunctionDef | None]:
 
 
 def arguments(node: ast.FunctionDef) -> list[tuple[str | None, bool]]:
-    """The arguments of the stub but `self`, and whether each may be left out; None for one without a name."""
+    """Returns the stub's arguments except `self`: the name, or `None` if there is none, and whether the argument is
+    optional.
+    """
     given = node.args
     assert not given.kwonlyargs and given.vararg is None and given.kwarg is None
     names = [*(None for _ in given.posonlyargs), *(argument.arg for argument in given.args)]
@@ -107,7 +109,9 @@ def arguments(node: ast.FunctionDef) -> list[tuple[str | None, bool]]:
 
 
 def native_arguments(thing: object) -> list[tuple[str | None, bool]]:
-    """The same of a function of the module. Those of C++ are told by the first line of their documentation."""
+    """Returns the same for a function of the native module. For C++ functions, it reads the first line of the
+    docstring.
+    """
     try:
         parameters = [each for each in inspect.signature(thing).parameters.values() if each.name != "self"]
         return [(each.name, each.default is not each.empty) for each in parameters]
@@ -119,7 +123,7 @@ def native_arguments(thing: object) -> list[tuple[str | None, bool]]:
 
 
 def test_the_stub_has_the_names_of_the_native_module():
-    # `__all__` and its kin are Python's own.
+    # Special names such as `__all__` come from Python itself.
     assert {*CLASSES, *FUNCTIONS} - {*ROWS} == {name for name in dir(native()) if not is_special(name)}
 
 
@@ -132,13 +136,13 @@ def test_the_stub_has_the_arguments_of_a_native_function(name):
 def test_the_stub_has_the_members_of_a_native_class(name):
     cls = getattr(native(), name)
     found, said = vars(cls), members(CLASSES[name])
-    # pybind11's own, by which its versions know one another.
+    # pybind11 adds `_pybind11_conduit_v1_`, by which its versions recognize one another.
     assert {member for member in said if not is_special(member)} == {
         member for member in found if not is_special(member) and member != "_pybind11_conduit_v1_"
     }
     for member, node in said.items():
         if member == "__init__":
-            # Those of Rust are made by `__new__`, whose arguments the class shows.
+            # Classes written in Rust are constructed by `__new__`. The class object shows its arguments.
             made = found.get("__init__", cls)
             assert arguments(node) == native_arguments(made)
         elif node is None:

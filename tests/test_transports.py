@@ -1,4 +1,4 @@
-"""The same calls over every transport, ring size and algorithm, with the same bits; nothing is left behind."""
+"""The same calls over every transport, ring size and algorithm, with the same bits. No files are left behind."""
 
 import contextlib
 import glob
@@ -55,7 +55,9 @@ def test_a_group_describes_its_links(transport):
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_line_printed_without_standard_streams_reaches_no_descriptor_of_the_group(transport):
-    """A process that was started without them gets their numbers first: the board of a rank was descriptor 1, which a line overwrote."""
+    """Regression: a process that starts without standard streams reuses their descriptors. The event bitmap of a rank
+    had descriptor 1, and a printed line overwrote it.
+    """
 
     def body(rank):
         for stream in (0, 1, 2):
@@ -85,9 +87,9 @@ def test_links_are_made_when_they_are_needed_or_all_at_once_when_asked():
         return [int(re.match(r"rank (\d+)", line)[1]) for line in text.splitlines()[3:] if line.endswith("no link yet")]
 
     def body(rank):
-        # 6 ranks: 1 and 2 before and behind, and 4, are the neighbours.
+        # With 6 ranks, the ranks at distance 1, 2 and 4 are linked at the start. Only the rank at distance 3 is not.
         first = unlinked(rank)
-        # A barrier makes links, so all look before any enters it.
+        # A barrier creates links, so all ranks look before any rank enters it.
         store = dist.distributed_c10d._get_default_store()
         store.set(f"looked/{rank}", "")
         store.wait([f"looked/{each}" for each in range(6)])
@@ -108,7 +110,7 @@ def test_links_are_made_when_they_are_needed_or_all_at_once_when_asked():
 
 
 def medley(rank, world):
-    """A bit of everything, checked; returns a digest of the rounded results."""
+    """Runs every kind of call and checks it. Returns a digest of the rounded results."""
     digest = hashlib.sha256()
     for count in (0, 1, 1000, 300_007):
         tensors = contributions(world, count, "float32", seed=count)
@@ -220,7 +222,8 @@ def test_the_log_follows_calls_and_at_trace_their_frames(level, transport):
         lines = outcome.output.splitlines()
         ended = [line for line in lines if re.search(rf"ended.* rank={rank} call=\"all_reduce\"", line)]
         seqs = [int(re.search(r"seq=(\d+)", line)[1]) for line in ended]
-        # Those of asynchronous calls are told by whoever made the progress, in any order, and before the process ends.
+        # The thread that made the progress logs the end of an asynchronous call. The lines have any order, but all come
+        # before the process exits.
         assert sorted(seqs) == list(range(5)), outcome.output
         assert all(re.search(r" us=\d+", line) for line in ended)
         begun = [line for line in lines if "begun" in line and 'call="all_reduce"' in line]
@@ -232,7 +235,7 @@ def test_the_log_follows_calls_and_at_trace_their_frames(level, transport):
 
 
 def test_a_quiet_run_prints_nothing():
-    # Of a calibration that cannot be true something is said.
+    # An implausible calibration is logged, so calibration is off here.
     outcomes = run_ranks(lambda rank: medley(rank, 2), 2, env={"ACCL_CALIBRATION": "off"})
     check(outcomes)
     assert [outcome.output for outcome in outcomes] == ["", ""]
@@ -318,7 +321,7 @@ def test_every_algorithm_that_can_run_gives_the_exact_result(rank, world, collec
         try:
             group = dist.new_group(pg_options=torch_accl.Options(algorithm=f"{collective}={row['name']}"))
         except ValueError as error:
-            # Only what needs several hosts may say no, and only on one.
+            # Only algorithms that need several hosts may be refused, and only on one host.
             assert row["name"] == "two_level" and hosts == "one_host" and "two_level" in str(error), error
             continue
         check_collective(collective, rank, world, group)

@@ -109,7 +109,9 @@ def test_every_collective_takes_empty_tensors(rank, world, shape):
 
 
 def _strided(values):
-    """The same values in every other element of a larger buffer, transposed where there are two dimensions."""
+    """Returns a view with the same values in every other element of a larger buffer, and a view of the elements between
+    them.
+    """
     room = torch.full((*values.shape[:-1], values.shape[-1] * 2), 77, dtype=values.dtype)
     room[..., ::2] = values
     return room[..., ::2], room[..., 1::2]
@@ -184,7 +186,7 @@ def test_negative_views_are_summed_with_their_sign(rank, world):
     lazy = torch._neg_view(tensors[rank].clone())
     assert lazy.is_neg()
     dist.all_reduce(lazy)
-    # Not the negative of the sum: that has another zero.
+    # The expected value is not the negative of the sum, whose zeros have the other sign.
     assert bytes_equal(lazy, expected_reduction([-tensor for tensor in tensors], "SUM"))
 
 
@@ -202,7 +204,8 @@ def test_negative_views_travel_with_their_sign(rank, world):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_conjugate_views_are_resolved(rank, world, dtype):
-    # torch itself refuses conjugate views in the calls that it turns into reals; these reach the backend as they are.
+    # torch itself refuses conjugate views in the calls that it turns into calls on real numbers. These calls reach the
+    # backend unchanged.
     tensors = contributions(world, 1009, dtype)
     lazy = tensors[rank].clone().conj()
     assert lazy.is_conj()
@@ -227,7 +230,9 @@ def test_the_imaginary_part_of_a_conjugate_is_a_negative_strided_view(rank, worl
 
 
 def interleaved(world, width=1):
-    """A matrix, and its columns in blocks of `width`: they share no element, and lie between each other."""
+    """Returns a matrix and its columns in blocks of `width`. The blocks share no element, but their address ranges
+    overlap.
+    """
     matrix = torch.full((5, world * width), -1.0)
     return matrix, list(matrix.split(width, 1))
 
@@ -239,7 +244,7 @@ COLUMNS = ["all_gather", "gather", "all_to_all", "all_gather_into_tensor", "all_
 @pytest.mark.parametrize("width", [1, 67])
 @pytest.mark.parametrize("how", COLUMNS)
 def test_outputs_may_be_columns_of_one_matrix(rank, world, how, width):
-    """They were refused, because their addresses lie between each other's."""
+    """Regression: such outputs were refused, because their address ranges overlap."""
     matrix, columns = interleaved(world, width)
     own = torch.full((5, width), float(rank))
     expected = torch.arange(world).float().repeat_interleave(width).expand(5, -1)
@@ -263,7 +268,7 @@ def test_outputs_may_be_columns_of_one_matrix(rank, world, how, width):
                 dist.all_reduce(column)
         expected = torch.full_like(matrix, sum(range(world)))
     else:
-        # What is sent is one of the outputs.
+        # The input is one of the outputs.
         columns[rank].copy_(own)
         dist.all_gather(columns, columns[rank])
     assert bytes_equal(matrix, expected.contiguous())
@@ -276,7 +281,7 @@ def test_what_is_sent_may_lie_between_the_outputs(rank, world):
     dist.all_gather(outputs, matrix[:, -1:])
     assert bytes_equal(matrix[:, :world].contiguous(), torch.arange(5.0)[:, None] + 10 * torch.arange(float(world)))
     assert bytes_equal(matrix[:, -1].contiguous(), torch.arange(5.0) + 10 * rank)
-    # An output between others that is also the input of another rank's block.
+    # An output between other outputs is also the input for another rank.
     matrix, columns = interleaved(world)
     matrix.copy_(torch.arange(5.0)[:, None] + 10 * rank + 100 * torch.arange(float(world)))
     dist.all_to_all(columns, list(reversed(columns)))
@@ -288,10 +293,10 @@ def test_what_is_sent_may_lie_between_the_outputs(rank, world):
 def test_outputs_that_have_one_element_in_common_are_refused(rank, world):
     room = torch.zeros(40)
     rows, sent = room.as_strided((5, 3), (7, 1)), [torch.ones(15 if rank == 0 else 6) for _ in range(world)]
-    # It has the last element of the third row.
+    # The view contains the last element of the third row.
     with pytest.raises(ValueError, match="share memory"):
         dist.all_to_all([rows, room.as_strided((2, 3), (7, 1), 16)], sent)
-    # It lies between rows.
+    # The view lies between the rows.
     between = room.as_strided((2, 3), (7, 1), 17)
     dist.all_to_all([rows, between], sent)
     assert (rows == 1).all() and (between == 1).all() and room.sum() == 21

@@ -1,4 +1,6 @@
-"""The kernels that let conjugate and negative views through: when they come, where, and that other backends see no change."""
+"""The kernels that let conjugate and negative views through: when and where they are registered. Other backends must
+see no change.
+"""
 
 import torch
 from support import BACKEND, on_ranks, run_script
@@ -34,7 +36,7 @@ def test_every_operation_of_c10d_that_moves_tensors_has_the_kernels(rank):
     if BACKEND != "accl":
         return
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")}
-    # These have no tensors of the user, or no group.
+    # These operations have no tensors of the user, or no group.
     for name in names - {"c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan"}:
         for key in ("Conjugate", "Negative"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)

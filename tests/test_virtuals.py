@@ -1,6 +1,7 @@
-"""Every virtual function of torch's backend and work classes, and what is done about it.
+"""Every virtual function of torch's backend and work classes: overridden by this package, or left for a reason.
 
-Read from the header of the torch that runs, so that a new version of torch says itself what it has added.
+The functions are read from the headers of the torch that runs. A new version of torch therefore shows its additions by
+itself.
 """
 
 import re
@@ -110,7 +111,7 @@ WORK = {
 
 
 def class_body(text, name):
-    """The text of a class between its braces, without comments."""
+    """Returns the text of a class between its braces, without comments."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
     start = re.search(rf"\b(class|struct)\s+(TORCH_API\s+)?{name}\b[^;{{]*\{{", text).end()
     depth, end = 1, start
@@ -122,7 +123,7 @@ def class_body(text, name):
 
 def virtuals(text, name):
     body = class_body(text, name)
-    # `Options` inside `Backend` has virtuals of its own.
+    # `Options` inside `Backend` has virtual functions of its own.
     inner = re.search(r"\bstruct\s+(TORCH_API\s+)?Options\b", body)
     if inner:
         body = body.replace(class_body(body, "Options"), "")
@@ -130,7 +131,7 @@ def virtuals(text, name):
 
 
 def overridden(name, base):
-    """The functions of `base` that our class declares."""
+    """Returns the functions of `base` that our class declares."""
     text = "".join((SHIM / file).read_text() for file in ("backend.h", "work.h"))
     return base & set(re.findall(r"(\w+)\s*\(", class_body(text, name)))
 
@@ -148,7 +149,8 @@ def test_every_virtual_of_this_torch_is_overridden_or_left_for_a_reason(header, 
 
 
 def test_the_forwarding_names_of_this_torch_reach_our_overrides():
-    # In each pair one name calls the other: one override serves both, and which of them depends on no version.
+    # In each pair, one name calls the other, so one override serves both. We override the same name for all torch
+    # versions.
     found = virtuals((HEADERS / "Backend.hpp").read_text(), "Backend")
     for name, why in BACKEND.items():
         if name in found and (target := re.match(r"forwards to (\w+)", why)):

@@ -1,4 +1,4 @@
-"""The rules of a `Work`: waiting, polling, results, failures, and what it does to the tensors."""
+"""Rules for a `Work`: waiting, polling, results, failures, and its effect on the tensors."""
 
 import gc
 import threading
@@ -19,7 +19,7 @@ COUNTS = [1, 4099, 500_009]
 
 
 def until(condition, seconds=5.0):
-    """Runs Python, as a training loop does, until the condition holds; says whether it did in time."""
+    """Runs Python code, as a training loop does, until the condition holds. Returns whether it held in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -167,7 +167,7 @@ def test_many_calls_in_flight_complete_in_any_order_of_waiting(rank, world):
 
 
 def all_outputs(rank, world):
-    """One call of each kind with the tensors it writes."""
+    """Yields the output tensors and the call, for one call of each kind."""
     flat = torch.zeros(world * 4)
     one, parts = torch.ones(4), [torch.zeros(4) for _ in range(world)]
     root = [torch.zeros(4) for _ in range(world)] if rank == 0 else None
@@ -212,7 +212,9 @@ def test_outputs_made_in_inference_mode_can_be_written(rank, world):
 
 
 def watched(count):
-    """A tensor over memory whose release can be seen: numpy's array lives as long as the tensor's storage."""
+    """Returns a tensor, and a weak reference to the numpy array that holds its memory. The array lives as long as the
+    tensor's storage.
+    """
     array = np.ones(count, dtype=np.float32)
     return torch.from_numpy(array), weakref.ref(array)
 
@@ -310,7 +312,7 @@ def test_the_memory_of_a_call_in_flight_stays_when_its_tensor_is_given_another(r
         others = [torch.full((100_000,), 7.0) for _ in range(8)]
         dist.send(torch.ones(1), 1)
         work.wait()
-        # Had the memory been freed, one of these would lie there now.
+        # If the memory had been freed, one of these tensors would now be in its place.
         assert all((other == 7.0).all() for other in others)
     else:
         dist.recv(torch.ones(1), 0)
@@ -324,7 +326,7 @@ def test_a_blocking_call_is_over_when_it_returns_and_has_no_work(rank, world):
     tensor = torch.ones(3)
     assert dist.group.WORLD.allreduce([tensor], options) is None
     assert tensor.tolist() == [world] * 3
-    # A compiled graph looks for the works of the calls that were made in it.
+    # A compiled graph looks up the works of the calls that were issued in it.
     with allow_inflight_collective_as_graph_input_ctx(True):
         work = dist.group.WORLD.allreduce([tensor], options)
     assert work.is_completed() and tensor.tolist() == [world * world] * 3
