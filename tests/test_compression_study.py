@@ -21,7 +21,7 @@ from study_report import Found, verdict
 from benches import blocks
 from benches import compression_errors as errors
 
-PAGE = ROOT / "docs" / "compression.md"
+PAGE = ROOT / "docs" / "compression-accuracy.md"
 FIGURES = ROOT / "docs" / "compression"
 # A quarter of what the program takes: errors of so many numbers are within a percent of those of more.
 FEWER = errors.SAMPLES // 4
