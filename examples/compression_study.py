@@ -49,6 +49,7 @@ ALGORITHM = "all_reduce=direct_two_phase"
 POINTS = 40
 TIMEOUT_S = 120
 DOCS = ROOT / "docs" / "compression"
+PAGE = ROOT / "docs" / "compression-accuracy.md"
 NAME = "study"
 COMMAND = "make study ARGS=--write-docs"
 ALT = "Losses on the way, and differences from float32 at the end"
@@ -203,7 +204,7 @@ def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
     draw(results, picture)
     print("\n".join(tables(results)))
     if asked.write_docs:
-        blocks.write(DOCS.with_suffix(".md"), NAME, COMMAND, block(results))
+        blocks.write(PAGE, NAME, COMMAND, block(results))
     print(f"picture: {picture}")
     if asked.quick:
         # So few steps and seeds say nothing about a loss; that ranks agree must hold.

@@ -22,7 +22,7 @@ from study_report import Found, verdict
 from benches import blocks
 from benches import compression_errors as errors
 
-PAGE = ROOT / "docs" / "compression.md"
+PAGE = ROOT / "docs" / "compression-accuracy.md"
 FIGURES = ROOT / "docs" / "compression"
 # A quarter of the program's samples. More samples change the errors by less than a percent.
 FEWER = errors.SAMPLES // 4

@@ -88,7 +88,7 @@ class Backend(_TorchBackend):
         """Returns facts about the group, one per line."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the group's state and counters; `docs/torch.md` lists the fields. It only costs the time to write them.
+        """Returns the group's state and counters; `docs/groups.md` lists the fields. It only costs the time to write them.
 
         `group`: calls issued and failed, bytes, waits, and calls in flight with the ranks that they wait for. `ranks`: for
         each rank its process, its link, and what was sent to it. `process`: cost of progress in all groups of the process.

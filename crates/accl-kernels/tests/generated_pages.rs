@@ -16,16 +16,13 @@ fn is_blessing() -> bool {
 
 #[test]
 fn the_table_of_codecs_in_the_page_is_current() {
-    let path = at("../../docs/compression.md");
+    let path = at("../../docs/codecs.md");
     let committed = fs::read_to_string(&path).unwrap();
-    let page = page_with_table(&committed).expect("docs/compression.md has the two lines around the table of codecs");
+    let page = page_with_table(&committed).expect("docs/codecs.md has the two lines around the table of codecs");
     if is_blessing() {
         fs::write(&path, &page).unwrap();
     } else {
-        assert!(
-            committed == page,
-            "docs/compression.md is stale; ACCL_BLESS=1 cargo test -p accl-kernels writes it anew"
-        );
+        assert!(committed == page, "docs/codecs.md is stale; ACCL_BLESS=1 cargo test -p accl-kernels writes it anew");
     }
 }
 

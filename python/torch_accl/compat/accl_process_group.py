@@ -18,7 +18,7 @@ called. `init_process_group(..., pg_options=torch_accl.Options(device=...))` win
 multiple of 64 that holds an element of each rank. Of `nbufs` there are at least so many as a message of 64 segments and 16 more need: with
 fewer, a message would not fit, or a rank that is a piece ahead would wait more often. `bufsize` cuts a sum into calls of up to 64 buffers, and never limits a tensor.
 
-`docs/torch.md` has what differs from ACCL's own.
+`docs/migrating-accl.md` has what differs from ACCL's own.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ taken for a bucket if it has as many elements, and cut into its layers; all othe
 no hook, an all_reduce is compressed if it has as many elements as successive layers of it, none of which is excluded. Where
 sizes do not tell which of several it is, it travels as it is, with a warning. Tables belong to the process: `reset` forgets them.
 
-`docs/compression.md` has every variable and function, and what differs from CGX.
+`docs/migrating-cgx.md` has every variable and function, and what differs from CGX.
 """
 
 from __future__ import annotations

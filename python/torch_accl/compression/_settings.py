@@ -50,7 +50,7 @@ class Compression:
     """How gradients are compressed.
 
     A codec is a text such as `bf16` or `maxmin:4,bucket=128,meta=float16,rounding=stochastic`: a name, bits if the codec has a
-    choice of them, and settings. `accl codecs` lists all codecs, and `docs/compression.md` says which to take. The elements of
+    choice of them, and settings. `accl codecs` lists all codecs, and `docs/codecs.md` says which to take. The elements of
     a `bucket` (default 512) share their metadata, whose type is `meta`. The default of `rounding` is `nearest` from 4 bits on
     and `stochastic` below. `correlated` is stochastic rounding whose errors balance between ranks.
 

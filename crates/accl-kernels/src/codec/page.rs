@@ -1,4 +1,4 @@
-//! The table of codecs in `docs/compression.md`, generated from their rows.
+//! The table of codecs in `docs/codecs.md`, generated from their rows.
 //!
 //! Owns the table's columns and its position in the page. Read [`page_with_table`] first.
 
