@@ -2,8 +2,8 @@
 
     python -m benches.layer_plans
 
-Owns the tables of docs/layer-parallel/tuning.md, and the closed formula that stands beside them. Nothing is computed or sent; how long a plan takes is the matter of the
-crate `accl-multigrid`.
+Owns the tables of docs/layer-parallel/tuning.md, and the closed formula that stands beside them. Nothing is computed or sent; how long a plan takes is the matter of
+the crate `accl-multigrid`.
 """
 
 from __future__ import annotations
