@@ -101,7 +101,7 @@ bench-against: ## all_reduce of this tree beside that of another commit, by turn
 scaling: ## what one more rank and one more group cost; ARGS=--write-docs for docs/scaling.md
 	@.ci/scaling $(ARGS)
 
-layer-plans: ## what layer-parallel training could gain on up to 4,096 ranks; ARGS=--write-docs for docs/layer-parallel.md
+layer-plans: ## what layer-parallel training could gain on up to 4,096 ranks; ARGS=--write-docs for docs/layer-parallel/tuning.md
 	@.ci/layer_plans $(ARGS)
 
 bench-peers: ## speed next to gloo, MPI, oneCCL and DeepSpeed: docs/performance.md; ARGS='--quick --sections all_reduce'

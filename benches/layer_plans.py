@@ -2,8 +2,8 @@
 
     python -m benches.layer_plans
 
-Owns the tables of docs/layer-parallel.md, and the closed formula that stands beside them. Nothing is computed or sent; how long a plan takes is the matter of the
-crate `accl-multigrid`.
+Owns the tables of docs/layer-parallel/tuning.md, and the closed formula that stands beside them. Nothing is computed or sent; how long a plan takes is the matter of
+the crate `accl-multigrid`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_accl_cli._package import load_native
 from . import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "layer-parallel.md"
+PAGE = ROOT / "docs" / "layer-parallel" / "tuning.md"
 COMMAND = "make layer-plans ARGS=--write-docs"
 NAME = "speed-ups"
 
@@ -134,7 +134,7 @@ def plain(value: float) -> str:
 def main() -> int:
     """Plans, prints, and writes the page if asked."""
     parser = argparse.ArgumentParser(prog="python -m benches.layer_plans", description=__doc__.splitlines()[0])
-    parser.add_argument("--write-docs", action="store_true", help="write the tables to docs/layer-parallel.md, too")
+    parser.add_argument("--write-docs", action="store_true", help="write the tables to docs/layer-parallel/tuning.md, too")
     asked = parser.parse_args()
     lines = list(tables())
     print("\n".join(lines))

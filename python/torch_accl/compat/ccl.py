@@ -16,7 +16,7 @@ rank 0 lists those that are set once. In the profiler its calls have torch-ccl's
 
 `ProcessGroupCCL(store, rank, size)`, which is also `torch.distributed.ProcessGroupCCL`, is such a group outside of torch's list of groups.
 
-What torch-ccl refuses works: send and recv, sub-groups, AVG and the bit operators, reduce_scatter; `docs/migrating.md` has a table.
+What torch-ccl refuses works: send and recv, sub-groups, AVG and the bit operators, reduce_scatter; `docs/migrating-torch-ccl.md` has a table.
 """
 
 from __future__ import annotations

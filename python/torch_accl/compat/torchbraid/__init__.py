@@ -12,7 +12,7 @@
 Scripts run under torchrun, and under mpirun or srun; neither MPI, XBraid nor Cython is needed. A net is one of `torch_accl.layer_parallel`, which stands in its
 `body`: an exception in a layer is raised on all ranks, results do not depend on their number, and states are of any type and shape.
 
-`docs/migrating.md` has every name, and what differs.
+`docs/migrating-torchbraid.md` has every name, and what differs.
 """
 
 from . import _mpi as MPI

@@ -42,7 +42,7 @@ class LayerParallel(Parallel):
     max_iters: of both passes, see `setMaxIters`.
     spatial_ref_funcs, levels_to_coarsen: `coarsen(tensor, level)`, `refine(tensor, level)` and `shape(lengths, level)`, which says what `coarsen` makes of a shape; and the
         levels from which states become coarser on the way to the next, 0 the finest. Levels that the net has not are none of them. Both passes do so.
-    user_mpi_buf: see `docs/migrating.md`; states are sent from the memory that they lie in.
+    user_mpi_buf: see `docs/migrating-torchbraid.md`; states are sent from the memory that they lie in.
 
     Raises:
         NotImplementedError: splines.
