@@ -51,12 +51,16 @@ def test_leaving_without_destroy_ends_with_code_0_each_time():
 
 @pytest.mark.alone
 def test_leaving_takes_no_time():
-    code = HEAD + "print(time.monotonic(), flush=True)"
-    scripts = start_script(code, world=2)
+    assert min(_seconds_of_leaving() for _ in range(3)) < 2, (
+        "a wait at the end takes as long each time, a busy machine does not"
+    )
+
+
+def _seconds_of_leaving():
+    scripts = start_script(HEAD + "print(time.monotonic(), flush=True)", world=2)
     for script in scripts:
         script.wait()
-    end = time.monotonic()
-    assert end - max(float(script.stdout.split()[-1]) for script in scripts) < 2
+    return time.monotonic() - max(float(script.stdout.split()[-1]) for script in scripts)
 
 
 @pytest.mark.slow
