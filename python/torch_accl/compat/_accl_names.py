@@ -38,7 +38,7 @@ class DataType(enum.Enum):
     int64 = 6
 
 
-# What `compression` accepts: a map from the tensors' type to the type on the wire, or the type on the wire alone.
+# Values that `compression` accepts: a map from the tensors' type to the type on the wire, or the type on the wire alone.
 Compression = Mapping[DataType, DataType] | DataType | None
 
 

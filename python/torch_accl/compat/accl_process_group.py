@@ -189,8 +189,7 @@ def create_process_group_coyote(
     rsfec: bool = False,
     initialize: bool = False,
 ) -> None:
-    """Chooses cards behind Coyote for the default process group. `create_process_group` lists the arguments and errors.
-    """
+    """Chooses cards behind Coyote for the default process group. See `create_process_group` for arguments and errors."""
     _check_switches(initialize=initialize)
     refuse_p2p(p2p_enabled)
     _check_design(design)
@@ -350,7 +349,7 @@ def _created(function: str) -> Wanted:
 
 def _group_text() -> str | None:
     """Returns the text of the default group's device; None if the group is not accl's or has no device."""
-    # In a program with one rank per device that torch does not know, the default group may have no backend for the CPU.
+    # The default group may have no backend for the CPU.
     try:
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     except RuntimeError:
