@@ -3,9 +3,9 @@
     python3 -m benches.against REVISION
 
 Owns the pairing. Each commit's own Rust bench `collectives` defines a call and times it. This program runs it for half
-a second at a time, this tree and the other alternately, and successive pairs start with different builds. Both run with the
-built-in constants, so that the choice of an algorithm differs only where the code differs. The ratio of a case, and its
-times, come from the median pair. The interval lies between two of the sorted ratios, and contains the true median
+a second at a time, this tree and the other alternately, and successive pairs start with different builds. Both run with
+the built-in constants, so that the choice of an algorithm differs only where the code differs. The ratio of a case, and
+its times, come from the median pair. The interval lies between two of the sorted ratios, and contains the true median
 with a probability of at least 95 %, for any distribution. A case whose whole interval lies above 1.02 is a loss, and
 the command fails. torch is not needed.
 """

@@ -1,10 +1,10 @@
 // C baseline, which shows what the machine can do: float32 sums in shared memory, and nothing else.
 //
-// It has no other types or operators, no error handling and no sleeping. It handles all sizes for two ranks, and small
-// ones for more.
+// It has no other types or operators, no error handling and no sleeping. Two ranks may have all sizes, more ranks only
+// small ones.
 //
-// Small: each rank writes data and then a flag into its own slot, and adds the data of the
-// others. It has two slots, used in turn. Large, two ranks: each rank owns a half and interleaves three streams over rings of slots. The first
+// Small: each rank writes data and then a flag into its own slot, and adds the data of the others. It has two slots,
+// used in turn. Large, two ranks: each rank owns a half and interleaves three streams over rings of slots. The first
 // copies out this rank's data of the other half. The second adds the other's data of this half, straight from its slot,
 // into the result and into a slot that goes back. The third copies in the finished other half.
 #define _GNU_SOURCE
