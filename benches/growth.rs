@@ -90,7 +90,7 @@ fn row(name: &str, fabric: Fabric, ranks: u32) -> String {
     row_of_calls(&format!("{name}, {ranks}"), fabric, world, ranks, 1)
 }
 
-/// Returns the cost of calls of a group of two, in a world with `groups` such groups, and of a sleep of one of the two.
+/// Returns the cost of calls of a group of two, in a world with `groups` such groups, and of one rank's sleep.
 /// The sleep is measured in a second, equal world whose ranks do not spin before they sleep.
 fn row_of_calls(name: &str, fabric: Fabric, busy: World, ranks: u32, groups: usize) -> String {
     let pairs = pairs_among(&busy, groups);

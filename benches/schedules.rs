@@ -68,8 +68,8 @@ fn resolve(program: &Program, shape: &CallShape) -> usize {
     program.ops.iter().map(spans).sum()
 }
 
-/// Returns the blocks of a call of [`BYTES`] bytes on a rank that is not the root. Broadcasts and similar calls have
-/// their data there too.
+/// Returns the blocks of a call of [`BYTES`] bytes on a rank that is not the root. Broadcast and reduce have
+/// the whole buffer on every rank.
 fn blocks(collective: Collective, world: u32) -> (Vec<Vec<Elems>>, Vec<Vec<Elems>>) {
     let case = Case { collective: Collective::AllGather, algorithm: None, dtype: Dtype::U8, bytes: BYTES };
     let whole = || vec![vec![Elems(BYTES)]];

@@ -36,8 +36,8 @@ pub struct Case {
     pub bytes: u64,
 }
 
-/// Returns the type for a collective: float32 for reductions; bytes for the others, so that any number of ranks can
-/// share a small buffer.
+/// Returns the type for a collective: float32 for reductions; bytes for the others, so that four bytes can be
+/// divided among several ranks.
 pub fn usual_dtype(collective: Collective) -> Dtype {
     if collective.reduces() { Dtype::F32 } else { Dtype::U8 }
 }
