@@ -1,5 +1,5 @@
-"""What additional ranks and groups cost ranks that do not use them: counters of the engine, and the creation time of a
-first group.
+"""Cost of additional ranks and groups for ranks that do not use them: counters of the engine, and the creation time of
+a first group.
 
     python -m benches.growth
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_accl  # noqa: F401, before the ranks are forked: what is timed is the making of a group
+import torch_accl  # noqa: F401, loaded before the ranks are forked, so that only the creation of a group is timed
 from torch_accl_cli.bench.processes import Failed, run_ranks
 
 from . import blocks

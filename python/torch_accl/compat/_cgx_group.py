@@ -141,7 +141,7 @@ class CGXProcessGroup(dist.ProcessGroup):
             )
         return super().split_group(*arguments, **named)
 
-    def allreduce(self, *arguments: Any, **named: Any) -> Work | None:  # type: ignore[override]  # torch's says no None
+    def allreduce(self, *arguments: Any, **named: Any) -> Work | None:  # type: ignore[override]  # torch's type excludes None
         """Sums tensors over all ranks, compressed where the settings say so."""
         # `super()` is called in this very function: torch recognises by its name that it must not call back into it.
         # Arguments follow torch: options, or an operator and a timeout; one tensor or a list.
