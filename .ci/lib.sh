@@ -13,7 +13,8 @@ TORCHES=(2.13.0 2.14.1 2.15.0)
 # TORCH may be 2.15 or 2.15.0; a wheel serves one minor.
 TORCH_MINOR=$(cut -d. -f1,2 <<<"$TORCH")
 export TORCH PYTHON VENV
-# Python buffers as it does for users, whatever the caller's settings: buffered output behaves differently in a pipe.
+# Python buffers output and writes bytecode as it does for users, whatever the caller's settings: buffered output
+# behaves differently in a pipe.
 unset PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE
 # Cargo and maturin ask the first python on the path, and pyo3 asks PYO3_PYTHON, for torch and for CPython's headers.
 if [ -x "$VENV/bin/python" ]; then

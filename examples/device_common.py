@@ -1,6 +1,6 @@
 """Shared code of the device examples: ranks, the group of each run, the device's calls, the table and the verdict.
 
-An example runs its body in the same processes once on the host path and once with the device, from the same seed, and
+An example runs its body in the same processes, from the same seed, once on the host path and once with the device. It
 compares the two runs. Start with `main_of`. The body gets a `Job`, fills its `Run`, and does not depend on the path.
 """
 

@@ -7,9 +7,10 @@ device.
     python examples/device_mnist.py --device emulator://127.0.0.1:5500
     torchrun --nproc-per-node 2 examples/device_mnist.py --mnist ~/data/MNIST/raw
 
-The images are the 1,797 digits of scikit-learn, scaled from 8x8 to 28x28, or MNIST's own, from a folder with its four
-IDX files, compressed or not. The device runs the sums of gradients, which DistributedDataParallel issues bucket by
-bucket during the backward pass, and the broadcasts at the start. The host computes the network and the optimizer.
+The images are the 1,797 digits of scikit-learn, scaled from 8x8 to 28x28. With --mnist they are MNIST's own, from a
+folder with its four IDX files, compressed or not. The device runs the sums of gradients, which DistributedDataParallel
+issues bucket by bucket during the backward pass, and the broadcasts at the start. The host computes the network and the
+optimizer.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@
     torchrun --nproc-per-node 2 examples/device_resnet.py
 
 The network is defined here: 25.6 million parameters for 1,000 classes, 23.5 million for two, so that each step sends
+The network is defined here: 25.6 million parameters for 1,000 classes, 23.5 million for two, so that each step sends
 about 94 MB of gradients. The script generates images of discs and stripes, or reads them from a folder with a folder
-for each class. The device runs the sums of gradients in buckets of 25 MiB, which may exceed its buffers, and the
-broadcasts with which DistributedDataParallel starts each step. The host computes the network and the optimizer. Each
-rank has its own batch statistics, and rank 0's are kept.
+for each class. The device runs the sums of gradients in buckets of 25 MiB, which may exceed its buffers. It also runs
+the broadcasts with which DistributedDataParallel starts each step. The host computes the network and the optimizer.
+Each rank has its own batch statistics, and rank 0's are kept.
 """
 
 from __future__ import annotations

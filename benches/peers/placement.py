@@ -2,8 +2,8 @@
 
 The host moves a virtual machine's cores: onto one physical core, onto two that share a cache, or onto two that do not.
 The same call then takes one, two or five times as long. So the smallest all_reduce of the C baseline is timed before
-and after each turn, and turns count when the cores are placed as in their usual best case. On a machine that leaves
-cores alone all turns count.
+and after each turn. A turn counts if the cores were placed as in their usual best case. On a machine that leaves cores
+alone all turns count.
 """
 
 from __future__ import annotations

@@ -386,8 +386,8 @@ def layer_costs(layers: Sequence[nn.Module], x: Tensor, gradient: Tensor) -> dic
 
 
 def message_costs(x: Tensor, group: Any) -> dict[str, float]:
-    """Returns the time that a rank needs to send a tiny message, and on the first rank half a round trip of it and of a
-    state."""
+    """Returns the time that a rank needs to send a tiny message. The first rank also returns half a round trip of it,
+    and of a state."""
     (empty, message), (state, _) = (trips(tensor, group) for tensor in (torch.zeros(1), x.clone()))
     return {"message": message, "empty_trip": 0.0 if RANK else empty, "state_trip": 0.0 if RANK else state}
 

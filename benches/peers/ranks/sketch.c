@@ -1,7 +1,7 @@
 // C baseline, which shows what the machine can do: float32 sums in shared memory, and nothing else.
 //
-// It has no other types or operators, no error handling and no sleeping. Two ranks may have all sizes, more ranks only
-// small ones.
+// There are no other types or operators, no error handling and no sleeping. Two ranks may have all sizes, more ranks
+// only small ones.
 //
 // Small: each rank writes data and then a flag into its own slot, and adds the data of the others. It has two slots,
 // used in turn. Large, two ranks: each rank owns a half and interleaves three streams over rings of slots. The first

@@ -1,6 +1,6 @@
 """The communication hook of the CGX facade, for DistributedDataParallel.
 
-The hook identifies gradients by their parameters and their places in buckets, so nothing depends on the order of calls,
+The hook identifies gradients by their parameters and their places in buckets. So nothing depends on the order of calls,
 and each model may have its own state. `compression.ddp_hook` does the averaging and encoding.
 
 The annotations of the hook are evaluated objects, because DistributedDataParallel compares them.

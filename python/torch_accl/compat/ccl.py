@@ -2,7 +2,7 @@
 or `import torch_ccl`.
 
 Importing registers the backend name `ccl` for CPU tensors. It also sets `PMI_RANK` and `PMI_SIZE` if they are unset and
-a launcher gave rank and size under other names, since scripts copy them to `RANK` and `WORLD_SIZE`:
+the launcher uses other names. Scripts copy them to `RANK` and `WORLD_SIZE`:
 
     from torch_accl.compat import ccl
 

@@ -13,11 +13,16 @@ tensor's type. Every rank ends with the same bits.
     state = torch_cgx.CGXState(None, compression_params={"bits": 4, "bucket_size": 1024})
     model.register_comm_hook(state, torch_cgx.cgx_hook)
 
-**With a hook**, once a state exists, all other all_reduces are exact. **With registered layers** and no hook, an
-all_reduce with as many elements as a registered bucket is taken for that bucket, and cut into its layers. All others
-are exact. **With a registered model** and no hook, an all_reduce is compressed if it has as many elements as successive
-layers of the model, none of which is excluded. If its size fits several with different settings, it is sent
-uncompressed, with a warning. Tables belong to the process: `reset` forgets them.
+**With a hook**, once a state exists, all other all_reduces are exact.
+
+**With registered layers** and no hook, an all_reduce that has as many elements as a registered bucket is cut into the
+layers of that bucket. All others are exact.
+
+**With a registered model** and no hook, an all_reduce is compressed if it has as many elements as successive layers of
+the model. None of these may be excluded.
+
+If the size fits several with different settings, the all_reduce is sent uncompressed, with a warning. Tables belong to
+the process: `reset` forgets them.
 
 `docs/compression.md` has every variable and function, and the differences from CGX.
 """

@@ -10,7 +10,7 @@
     compose(criterion, y, target).backward()  # on all ranks
 
 Scripts run under torchrun, mpirun or srun; neither MPI, XBraid nor Cython is needed. A net's `body` is a net of
-`torch_accl.layer_parallel`: an exception in a layer is raised on all ranks, results do not depend on the number of
+`torch_accl.layer_parallel`. An exception in a layer is raised on all ranks. Results do not depend on the number of
 ranks, and states have any type and shape.
 
 `docs/migrating.md` lists every name and the differences.
