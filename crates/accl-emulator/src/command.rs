@@ -40,7 +40,7 @@ struct Arguments {
     /// Taken and not looked at: how much the original logs.
     #[arg(short = 'l', long, hide = true)]
     log_level: Option<u32>,
-    /// What an engine has for kernels comes back to it.
+    /// Loops the data that an engine sends to kernels back to the engine.
     #[arg(short = 'b', long)]
     loopback: bool,
     /// Where this process listens.
@@ -58,7 +58,7 @@ struct Arguments {
     /// Clock of the engines, by which the counter register holds what a call would take.
     #[arg(long, value_name = "FREQUENCY", default_value = "250MHz")]
     clock: String,
-    /// The network between them: what it carries in a second, and what a message takes besides.
+    /// Network between the engines: its rate, and the fixed time of each message.
     #[arg(long, value_name = "RATE,TIME", default_value = "100Gbit/s,2us")]
     link: String,
     /// Writes everything down that goes in and out, a JSON object a line.
