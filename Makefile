@@ -1,10 +1,10 @@
-# The commands of the house. What each does stands in a script under .ci/, runnable by itself; `make help` lists them.
+# The commands of the repository. Each runs a script under .ci/, which can be run by itself; `make help` lists them.
 
-# Which torch to build against and to run with: a minor (2.15) or a version (2.15.0).
+# The torch to build against and to run with: a minor (2.15) or a version (2.15.0).
 TORCH ?= 2.15.0
-# The interpreter that .venv is made from.
+# The interpreter from which .venv is created.
 PYTHON ?= python3
-# How long fuzz-world searches.
+# Hours that fuzz-world searches.
 HOURS ?= 1
 # Passed on by the targets that take arguments, for example: make bench ARGS='all_reduce/ring'
 ARGS ?=

@@ -1,5 +1,5 @@
-# Shared by the scripts here: where things are, how keys are made, how a step is announced. Sourced, never run.
-# Own: names and paths. Not here: any step itself; one script per tool.
+# Shared by the scripts here: locations, keys and helpers. Sourced, never run. Owns names and paths. Steps are not here:
+# each tool has its own script.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,14 +7,16 @@ ROOT=$PWD
 TORCH=${TORCH:-2.15.0}
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-$ROOT/.venv}
-# What we build for, oldest first; CI runs the default, and a part of the tests with one of the others in turn.
+# The torch versions that are supported, oldest first. CI runs the default, and part of the tests with one of the others
+# in turn.
 TORCHES=(2.13.0 2.14.1 2.15.0)
-# Accepts 2.15 as well as 2.15.0; a wheel serves one minor.
+# TORCH may be 2.15 or 2.15.0; a wheel serves one minor.
 TORCH_MINOR=$(cut -d. -f1,2 <<<"$TORCH")
 export TORCH PYTHON VENV
-# Python writes as it does for users, whoever calls: what is buffered behaves otherwise in a pipe.
+# Python buffers output and writes bytecode as it does for users, whatever the caller's settings: buffered output
+# behaves differently in a pipe.
 unset PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE
-# Cargo and maturin ask the first python on the path, and pyo3 this one, for torch and for CPython's headers.
+# Cargo and maturin ask the first python on the path, and pyo3 asks PYO3_PYTHON, for torch and for CPython's headers.
 if [ -x "$VENV/bin/python" ]; then
   export VIRTUAL_ENV=$VENV PATH=$VENV/bin:$PATH PYO3_PYTHON=$VENV/bin/python
 fi
@@ -24,7 +26,8 @@ die() {
   exit 1
 }
 
-# The virtual environment that is a torch's own: the default one has .venv, which so stays as it is.
+# Prints the virtual environment for a version of torch: .venv for the default one, a separate one for others, so that
+# .venv does not change.
 venv_of() {
   case $1 in
   2.15 | 2.15.*) echo "$ROOT/.venv" ;;
@@ -32,29 +35,30 @@ venv_of() {
   esac
 }
 
-# Whether there is a libclang, with which the bindings to MPI read its header.
+# Whether libclang exists, with which the bindings to MPI read its header.
 has_libclang() {
   local pattern
   [ -z "${LIBCLANG_PATH:-}" ] || return 0
-  # Not libclang-cpp, which is another library.
+  # These patterns do not match libclang-cpp, which is another library.
   for pattern in '/usr/lib*/libclang' '/usr/lib/*/libclang' '/usr/lib/llvm*/lib/libclang'; do
     compgen -G "$pattern.so*" >/dev/null || compgen -G "$pattern-[0-9]*.so*" >/dev/null && return 0
   done
   return 1
 }
 
-# One line per key, hashed: `key a b c` names a state; equal keys mean that nothing has to be done.
+# Prints a hash of its arguments, which name a state: if the key is unchanged, nothing has to be done.
 key() {
   printf '%s\n' "$@" | sha256sum | cut -d' ' -f1
 }
 
-# Hash of the contents and names of all files below the given paths, leaving out what builds, Python and editors drop there.
+# Prints a hash of the contents and names of all files below the given paths, without files of builds, Python and
+# editors.
 tree_hash() {
   find "$@" -type f -not -path '*/__pycache__/*' -not -name '*.so' -not -name '*~' -print0 | LC_ALL=C sort -z |
     xargs -0 -r sha256sum | sha256sum | cut -d' ' -f1
 }
 
-# Whether `file` holds the key.
+# Whether file $1 holds the key $2.
 fresh() {
   [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]
 }

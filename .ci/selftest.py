@@ -1,4 +1,4 @@
-"""Shows that the checks refuse what they are for: a check that cannot fail is none. Needs nothing but Python."""
+"""Shows that the checks refuse what they must refuse: a check that cannot fail is useless. Needs only Python."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from benches.peers.sections import tcp, two_hosts
 
 
 def script(name: str, folder: Path = HERE) -> ModuleType:
-    """A script as a module: of this folder, or a file of a package that wants torch when it is imported whole."""
+    """Loads a script as a module: from this folder, or a file of a package whose import as a whole would need torch."""
     loader = importlib.machinery.SourceFileLoader(name, str(folder / name))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     sys.modules[name] = module
@@ -203,7 +203,7 @@ class Cover(unittest.TestCase):
         items = [Item(number) for number in range(20)]
         run = [cover.select(items, "pairs", seed)[0] for seed in range(6)]
         self.assertEqual(set(items), {item for part in run for item in part})
-        # Of the 16 slow ones two or three in each part, and the four others in all.
+        # Each part has two or three of the 16 slow tests, and all four others.
         self.assertEqual({len(part) for part in run}, {6, 7})
         self.assertEqual(len(cover.select(items, "values", 0)[0]), 4)
         self.assertEqual(cover.select(items, "all", 0), (items, []))

@@ -1,12 +1,13 @@
-"""Collectives of this tree beside those of another commit: both builds by turns, and the ratio of their times with its interval.
+"""Compares collectives of this tree and another commit: alternating runs of both builds, and the ratio of their times.
 
     python3 -m benches.against REVISION
 
-Owns the pairing. What a call is, and how it is timed, is the Rust bench `collectives`, each commit's own; here it is run for half a
-second at a time, this tree and the other by turns, begun by another each time. Both run with the built-in constants, so that the
-choice of an algorithm is the same wherever it has not changed. The ratio of a case, and its times, are those of the pair in the middle;
-the interval is between two of the sorted ratios, and holds the true median with a probability of at least 95 %, whatever their
-distribution. A case whose whole interval lies above 1.02 is a loss, and the command fails. It needs no torch.
+Owns the pairing. Each commit's own Rust bench `collectives` defines a call and times it. This program runs it for half
+a second at a time, this tree and the other alternately, and successive pairs start with different builds. Both run with
+the built-in constants, so that the choice of an algorithm differs only where the code differs. The ratio of a case, and
+its times, come from the median pair. The interval lies between two of the sorted ratios, and contains the true median
+with a probability of at least 95 %, for any distribution. A case whose whole interval lies above 1.02 is a loss, and
+the command fails. torch is not needed.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ TIMEOUT_S = 120
 
 
 def git(*words: str) -> str:
-    """What git prints."""
+    """Returns the output of a git command."""
     return subprocess.run(["git", *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def checked_out(revision: str) -> Path:
-    """The files of a commit, in a folder of its own that is kept."""
+    """Returns a folder with the files of a commit, which is kept for later runs."""
     commit = git("rev-parse", "--verify", f"{revision}^{{commit}}")
     tree = BUILDS / commit[:12]
     if not tree.exists():
@@ -57,7 +58,7 @@ def checked_out(revision: str) -> Path:
 
 
 def nanoseconds(program: str, case: str, seconds: float) -> float:
-    """The median time of one call, of calls for so long."""
+    """Returns the median time of one call in nanoseconds, measured for `seconds`."""
     command = [
         program,
         "--bench",
@@ -80,9 +81,10 @@ def nanoseconds(program: str, case: str, seconds: float) -> float:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Two of the values between which the median of what they were drawn from lies with at least `CONFIDENCE`, or the outermost."""
+    """Returns two of the values that enclose the median of their distribution with probability `CONFIDENCE`, or else
+    the outermost two."""
     values, count = sorted(values), len(values)
-    # As many of them lie below the median as heads fall in so many throws.
+    # The number of values below the median is distributed like the number of heads in `count` coin tosses.
     outside, cut = 0.0, 0
     while cut < (count - 1) // 2:
         outside += 2 * math.comb(count, cut) / 2**count
@@ -94,7 +96,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def compared(programs: list[str], case: str, pairs: int, seconds: float) -> dict[str, Any]:
-    """One case: the time of both builds, their ratio, and its interval."""
+    """Returns the times of both builds in one case, their ratio, and its interval."""
     for program in programs:
         nanoseconds(program, case, seconds / 4)
     turns = []
@@ -103,13 +105,14 @@ def compared(programs: list[str], case: str, pairs: int, seconds: float) -> dict
         times = {program: nanoseconds(program, case, seconds) for program in order}
         turns.append([times[program] for program in programs])
     low, high = interval([here / there for here, there in turns])
-    # The pair in the middle: cores may be near each other in one turn and far in the next, and medians of the two would not belong together.
+    # Take times from the median pair. Cores may be near each other in one turn and far in the next, so separate medians
+    # would not belong together.
     here, there = sorted(turns, key=lambda pair: pair[0] / pair[1])[pairs // 2]
     return {"case": case, "here_ns": here, "there_ns": there, "ratio": here / there, "low": low, "high": high}
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     verdict = "loss" if row["low"] > LOSS else "gain" if row["high"] < 1 else ""
     times = f"{row['here_ns'] / 1e3:.2f} | {row['there_ns'] / 1e3:.2f}"
     return f"| {row['case']} | {times} | {row['ratio']:.3f} | {row['low']:.3f} to {row['high']:.3f} | {verdict} |"

@@ -1,4 +1,4 @@
-"""Blocks of a page that a program writes, in a page that is otherwise written by hand. Owns their marks."""
+"""Generated blocks in pages that are otherwise written by hand. Owns the lines that mark them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def marks(name: str, command: str) -> tuple[str, str]:
-    """The lines before and behind a block; the first says which command writes it."""
+    """Returns the lines before and behind a block; the first names the command that writes it."""
     return f"<!-- {name}: written by `{command}`, not edited by hand -->", f"<!-- end of {name} -->"
 
 
 def replaced(page: str, name: str, command: str, lines: Iterable[str]) -> str:
-    """The text of a page with other lines in one of its blocks.
+    """Returns the text of a page with other lines in one of its blocks.
 
     Raises:
         ValueError: the page does not have the block's two marks once each, in their order.
@@ -26,9 +26,9 @@ def replaced(page: str, name: str, command: str, lines: Iterable[str]) -> str:
 
 
 def write(page: Path, name: str, command: str, lines: Iterable[str]) -> None:
-    """Replaces what is in a block of a page.
+    """Replaces a block of a page.
 
     Raises:
-        ValueError: as `replaced`.
+        ValueError: see `replaced`.
     """
     page.write_text(replaced(page.read_text(), name, command, lines))

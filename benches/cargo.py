@@ -1,4 +1,4 @@
-"""Programs of the Rust benches, built as they are released. Owns how one is asked for and found."""
+"""Programs of the Rust benches, in the release profile. Owns building and finding them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def built(tree: Path, bench: str) -> str:
-    """The program of a bench in a source tree, which has a build directory of its own.
+    """Builds a bench in a source tree, which has its own build directory, and returns the path of the program.
 
     Raises:
-        CalledProcessError: it cannot be built; cargo has said why.
+        CalledProcessError: the build fails; cargo has printed the cause.
     """
     command = ["cargo", "bench", "--locked", "--package", "accl-benches", "--bench", bench, "--no-run"]
     environment = {name: value for name, value in os.environ.items() if name != "CARGO_TARGET_DIR"}

@@ -1,7 +1,7 @@
-//! Codecs: elements per second, next to a copy of the same float32 (encoding) and to `y += x` (decoding).
+//! Codecs: elements per second, compared with a copy of the same float32 (encoding) and with `y += x` (decoding).
 //!
-//! Arguments: words of which one must be part of `isa/codec/bits/bucket/dtype/what/place`, and `--json`. Bits and
-//! bucket are `-` where a codec has no choice of them.
+//! Arguments: words, of which one must be part of `isa/codec/bits/bucket/dtype/what/place`, and `--json`. Bits and
+//! bucket are `-` if a codec does not have that setting.
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -17,16 +17,16 @@ use accl_kernels::codec::{CODECS, Codec, RngKey, Rounding, Row, Setting, Setting
 use accl_kernels::{Isa, available_isas};
 use accl_types::{Dtype, Rank};
 
-/// What is done with a slice.
+/// Operation on a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum What {
     Encode,
-    /// With stochastic rounding.
+    /// Encoding with stochastic rounding.
     EncodeDrawn,
-    /// With correlated rounding among eight ranks.
+    /// Encoding with correlated rounding among eight ranks.
     EncodeAmong,
     Decode,
-    /// Into sums in float32.
+    /// Decoding into sums in float32.
     DecodeAdd,
 }
 
@@ -61,7 +61,7 @@ struct Buffers {
 impl Buffers {
     fn new() -> Self {
         let count = Place::Dram.bytes() / 4;
-        // Small numbers of both signs in any of the types: the lower half of a word is a float of its own.
+        // Small numbers of both signs in each of the types: the lower half of a word is a valid 16-bit float, too.
         let mut state = 1u32;
         let mut next = || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -72,11 +72,11 @@ impl Buffers {
     }
 }
 
-/// What is measured.
+/// A combination to measure.
 struct Case {
     isa: Isa,
     codec: &'static Row,
-    /// If there is a choice of them.
+    /// `None` if the codec has no such setting; the same holds for `bucket`.
     bits: Option<u8>,
     bucket: Option<u32>,
     dtype: Dtype,
@@ -118,7 +118,7 @@ impl Case {
     }
 }
 
-/// Every combination that a codec has a choice of; the moderate set has the best instruction set, the usual bucket
+/// Returns every combination of the codecs' settings. The moderate set has the best instruction set, the default bucket
 /// and half of the widths.
 fn cases(sweep: Sweep) -> Vec<Case> {
     let isas = available_isas();
@@ -144,7 +144,7 @@ fn cases(sweep: Sweep) -> Vec<Case> {
     cases
 }
 
-/// Values of a setting, or none of them.
+/// Returns the values of a setting, or one `None` if the codec does not have the setting.
 fn choices<T: Copy>(codec: &Row, setting: Setting, values: &[T]) -> Vec<Option<T>> {
     if codec.has(setting) { values.iter().copied().map(Some).collect() } else { vec![None] }
 }
@@ -167,7 +167,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Elements per nanosecond of a case and of its reference, and how many times the one is of the other.
+/// Returns elements per nanosecond of a case and of its reference, and the ratio of the two.
 fn measure(buffers: &mut Buffers, case: &Case) -> (f64, f64, f64) {
     let Case { isa, dtype, what, place, .. } = *case;
     let codec = case.codec.build_with_isa(&case.settings(), isa).unwrap_or_else(|error| panic!("{error}"));
@@ -196,10 +196,12 @@ fn subject(buffers: &mut Buffers, codec: &Arc<dyn Codec>, what: What, dtype: Dty
     let others = &mut buffers.others[..count];
     match what {
         What::Encode | What::EncodeDrawn | What::EncodeAmong => {
-            // SAFETY: as many elements of up to four bytes are there, and nobody writes them.
+            // SAFETY: `buffers.floats` holds `count` elements of up to four bytes, and no other code writes them during
+            // the call.
             let _ = black_box(unsafe { codec.encode(encoded, slice, RngKey::keyed(&[1]).among(&[1], Rank(3), 8)) });
         }
-        // SAFETY: there is room for as many elements of four bytes, and nobody else uses it.
+        // SAFETY: `others` has room for `count` elements of up to four bytes, and no other code uses it during the
+        // call.
         What::Decode => unsafe { codec.decode(others.as_mut_ptr().cast(), dtype, black_box(encoded), dtype, count) },
         What::DecodeAdd => codec.decode_add(others, black_box(encoded), dtype),
     }

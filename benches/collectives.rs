@@ -1,7 +1,7 @@
 //! Every collective by every algorithm over shm and tcp, with a process per rank. Ids are
 //! `collective/algorithm/transport/ranks/bytes`; a table of algorithm and bus bandwidth follows.
 //!
-//! What one iteration is stands in `src/world.rs`; how to run and what is measured in README.md.
+//! `src/world.rs` defines an iteration; README.md says how to run the bench and what it measures.
 
 use std::time::Duration;
 
@@ -61,7 +61,7 @@ fn bench(
             }
             let mut ran = false;
             group.bench_function(BenchmarkId::from_parameter(bytes), |bencher| {
-                // Not inside, where the start of a world would count as warming up.
+                // Started here, because inside `iter_custom` the start of a world would count as warming up.
                 let world = worlds.get(transport, ranks);
                 if !std::mem::replace(&mut ran, true) {
                     world.check(case).unwrap_or_else(|error| panic!("{title}/{bytes}: {error}"));
@@ -78,7 +78,7 @@ fn bench(
     }
 }
 
-/// Prints the table, and keeps it beside Criterion's own results.
+/// Prints the table, and writes it next to Criterion's own results.
 fn report(table: &Table) {
     let results = sweep::results_dir();
     let text = table.to_text(&results);

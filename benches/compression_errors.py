@@ -1,17 +1,17 @@
-"""What codecs lose: of one encoding, and of sums of several ranks, beside what they must.
+"""Errors of codecs: of one encoding, and of sums over several ranks, compared with reference values.
 
     python -m benches.compression_errors
 
-Error is the squared error over the squared sum of what was sent, of a million random numbers. What it must be was measured with
-other implementations of the same arithmetic; the exit status is 1 when something is further from that than its tolerance.
-Owns the numbers and the tables; calls are made between processes of this machine, as users make them. Looks at no time.
+The error is the squared error over the sum of squares, of a million random numbers. The reference values were measured
+with other implementations of the same arithmetic. The exit status is 1 if a value is off by more than its tolerance.
+Owns the values and the tables. Calls run between processes of this machine, as in user programs. No times are measured.
 """
 
 from __future__ import annotations
 
 import os
 
-# Before numpy and torch are loaded: ranks share the machine, and are forked from this process.
+# Set before numpy and torch are loaded: ranks share the machine, and are forked from this process.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import argparse
@@ -48,7 +48,7 @@ ROW = 256
 
 BITS = range(1, 9)
 BUCKETS = (64, 128, 512, 1024, 2048, 8192)
-# By shape and bucket, of 1, 2, 3, 4, 5, 6 and 8 bits, rounded to nearest.
+# Reference values by shape and bucket, for `ONCE_BITS` bits, rounded to nearest.
 ONCE_BITS = (1, 2, 3, 4, 5, 6, 8)
 ONCE = {
     ("Gaussian", 64): (2.74, 0.203, 3.70e-2, 8.05e-3, 1.88e-3, 4.57e-4, 2.78e-5),
@@ -61,8 +61,8 @@ ONCE = {
     ("Laplace", 512): (12.8, 0.811, 0.131, 2.84e-2, 6.66e-3, 1.61e-3, 9.84e-5),
     ("Laplace", 1024): (16.4, 1.05, 0.161, 3.51e-2, 8.23e-3, 1.99e-3, 1.21e-4),
 }
-# By codec, of the first two shapes; a build need not have all. Of mixed scales nothing is expected: a few rows of the largest scale make most of the sum of
-# squares, and two draws of the scales differ by 5 %.
+# Reference values by codec, for the first two shapes; a build may lack some codecs. Mixed scales have none: a few rows
+# of the largest scale dominate the sum of squares, and two draws of the scales differ by 5 %.
 FORMATS = {
     "bf16": (2.8e-6, 2.7e-6),
     "maxmin:4,bucket=64,meta=float16": (8.05e-3, 1.23e-2),
@@ -80,19 +80,21 @@ FORMATS = {
 }
 WITHIN = 0.05
 RATIO, VARIANCE = "stochastic over nearest", "beside its variance"
-# Of the ratio of stochastic rounding to nearest, where `ONCE` has a row: twice from 3 bits on. With 2 bits many values are near a
-# level, and nearest is not what it is for values that lie anywhere between two; with larger buckets of Laplace still more so.
+# Limits of the ratio of stochastic rounding to nearest, for rows of `ONCE`: about 2 from 3 bits on. With 2 bits many
+# values are near a level instead of spread evenly between two, so the ratio differs. In large buckets of Laplace values
+# it differs even more.
 TWICE = (2.0 * 0.98, 2.0 * 1.02)
 TWO_BITS = (1.8, 2.02)
-# Of stochastic rounding, beside its variance with these very numbers.
+# Tolerance of stochastic rounding, relative to its variance for these very numbers.
 OF_VARIANCE = 0.02
 
 WORLDS = (2, 4, 8)
 SUM_BUCKET = 512
-# Of all_reduce; what takes each algorithm's part in `SUMS`, by its place there.
+# Algorithms of all_reduce. The columns of `SUMS` have the same order.
 ALGORITHMS = ("direct_two_phase", "ring", "rabenseifner", "double_binary_tree", "direct")
-# By bits, correlation between ranks, and ranks: two phases, ring, a binomial tree's partial sums (halving has the same), one
-# shot; then two phases with stochastic rounding. In a double binary tree sums take another way, and nothing is expected.
+# Reference values by bits, correlation between ranks, and number of ranks. Columns: two phases, ring, a binomial tree's
+# partial sums (halving has the same), double binary tree, one shot; then two phases with stochastic rounding. A double
+# binary tree adds in another order, so it has no reference.
 SUMS = {
     (4, 0.0, 2): (2.07e-2, 2.08e-2, 2.07e-2, None, 1.38e-2, 4.2e-2),
     (4, 0.0, 4): (2.42e-2, 3.50e-2, 2.76e-2, None, 1.38e-2, 4.9e-2),
@@ -108,7 +110,7 @@ SUMS = {
 
 @dataclass(frozen=True)
 class Check:
-    """A figure and the range in which it must be."""
+    """A value and its permitted range."""
 
     label: str
     value: float
@@ -117,7 +119,7 @@ class Check:
 
     @property
     def is_met(self) -> bool:
-        """Never for what is no number."""
+        """Whether the value is in the range; false for NaN."""
         return self.least <= self.value <= self.most
 
     def __str__(self) -> str:
@@ -125,12 +127,13 @@ class Check:
 
 
 def near(label: str, value: float, expected: float, within: float = WITHIN) -> Check:
-    """A figure that must be near another."""
+    """Returns a check that a value is near another."""
     return Check(label, value, expected * (1 - within), expected * (1 + within))
 
 
 def samples(count: int = SAMPLES) -> list[torch.Tensor]:
-    """Random numbers of each shape: with mixed scales, rows of Gaussian values of which each has a scale of its own."""
+    """Returns random numbers of each shape. With mixed scales, rows have Gaussian values, and each row its own
+    scale."""
     random = np.random.default_rng(SEED)
     found = [random.standard_normal(count), random.laplace(size=count)]
     scales = random.lognormal(sigma=1.5, size=(-(-count // ROW), 1))
@@ -139,20 +142,21 @@ def samples(count: int = SAMPLES) -> list[torch.Tensor]:
 
 
 def nmse(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Squared error over the squared sum."""
+    """Returns the squared error over the sum of squares."""
     wide = exact.double()
     return ((found.double() - wide).square().sum() / wide.square().sum()).item()
 
 
 def of_all(own: float, group: dist.ProcessGroup | None = None) -> list[float]:
-    """A figure of each rank, on all of them."""
+    """Returns each rank's value, on all ranks."""
     told = torch.empty(dist.get_world_size(group), dtype=torch.float64)
     dist.all_gather_into_tensor(told, torch.tensor([own], dtype=torch.float64), group)
     return told.tolist()
 
 
 def error_once(codec: str, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[float]:
-    """The error of one encoding of each rank's values, as the rank itself decodes them; all ranks decode the same."""
+    """Returns the error of one encoding of each rank's values, as that rank decodes them; all ranks decode the same
+    bits."""
     output = torch.empty(dist.get_world_size(group) * len(own))
     all_gather_quantized(output, own, group, compression=codec, step=0)
     place = dist.get_group_rank(group or dist.group.WORLD, dist.get_rank())
@@ -160,7 +164,8 @@ def error_once(codec: str, own: torch.Tensor, group: dist.ProcessGroup | None = 
 
 
 def stochastic_variance(values: torch.Tensor, bits: int, bucket: int) -> float:
-    """The error that stochastic rounding has on average: a value between two levels goes to each with the other's share."""
+    """Returns the mean error of stochastic rounding: a value between two levels rounds to each with the other's
+    relative distance as probability."""
     rows = values.double().view(-1, bucket)
     least = rows.amin(1, keepdim=True)
     unit = (rows.amax(1, keepdim=True) - least) / (2**bits - 1)
@@ -169,34 +174,36 @@ def stochastic_variance(values: torch.Tensor, bits: int, bucket: int) -> float:
 
 
 def error_of_sum(codec: str, correlation: float, count: int = SAMPLES, group: dist.ProcessGroup | None = None) -> float:
-    """The error of an all_reduce of Gaussian values that are correlated between ranks. The same on all ranks."""
+    """Returns the error of an all_reduce of Gaussian values that are correlated between ranks. The same on all
+    ranks."""
     shared, own = (np.random.default_rng([SEED, place]).standard_normal(count) for place in (0, 1 + dist.get_rank()))
     mine = torch.from_numpy((correlation**0.5 * shared + (1 - correlation) ** 0.5 * own).astype(np.float32))
     exact = mine.double()
-    # float64 travels as it is.
+    # float64 is sent uncompressed.
     dist.all_reduce(exact, group=group)
     all_reduce_quantized(mine, group=group, compression=codec, step=0)
     return nmse(mine, exact)
 
 
 def once_codec(bits: int, bucket: int, rounding: str) -> str:
-    """The codec of a cell of the table of one encoding."""
+    """Returns the codec of a cell in the table of one encoding."""
     return f"maxmin:{bits},bucket={bucket},rounding={rounding}"
 
 
 def listed() -> list[str]:
-    """Every codec of this build, by its usual settings, those with bits at 2, 4 and 8; then those that figures are known of."""
+    """Returns every codec of this build with default settings, with 2, 4 and 8 bits where bits apply, and all codecs of
+    `FORMATS`."""
     found = [codec for row in _native.codecs() for codec in variants(row["name"])]
     return list(dict.fromkeys([*found, *filter(is_known, FORMATS)]))
 
 
 def variants(name: str) -> list[str]:
-    """A codec as a setting, with bits where it needs them."""
+    """Returns a codec's settings: its name, or its name with 2, 4 and 8 bits if it needs them."""
     return [name] if is_known(name) else [codec for bits in (2, 4, 8) if is_known(codec := f"{name}:{bits}")]
 
 
 def is_known(codec: str) -> bool:
-    """Whether this build accepts it."""
+    """Returns whether this build accepts a codec."""
     try:
         _native.check_codec(codec)
     except ValueError:
@@ -205,13 +212,13 @@ def is_known(codec: str) -> bool:
 
 
 def bits_of(codec: str) -> float:
-    """Bits that travel for an element of a large tensor, headers included."""
+    """Returns the bits sent per element of a large tensor, headers included."""
     codecs = _native.Codecs([("raw", codec, codec, 0)])
     return 8 * codecs.encoded_bytes(0, "float32", SAMPLES)[0] / SAMPLES
 
 
 def calls() -> Iterator[tuple[str, Any]]:
-    """What is measured, in the order in which it is kept: kind and arguments."""
+    """Yields the measurements in their order: kind and arguments."""
     for bucket in BUCKETS:
         for bits in BITS:
             for rounding in ("nearest", "stochastic"):
@@ -226,7 +233,7 @@ def calls() -> Iterator[tuple[str, Any]]:
 
 
 def measure(rank: int, world: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
-    """All figures, by kind; on ranks that take no part in a call, what is missing is empty."""
+    """Returns all values by kind. Values of calls in which this rank takes no part are missing."""
     shapes = samples()
     few = dist.new_group(list(range(len(shapes))))
     groups = {
@@ -255,12 +262,12 @@ def measure(rank: int, world: int, tick: Callable[[int, int], None]) -> dict[str
 
 
 def sum_key(bits: int, correlation: float, world: int, algorithm: str, rounding: str) -> str:
-    """The name of a sum in the file of results."""
+    """Returns the key of a sum in the file of results."""
     return f"{bits} bits, correlation {correlation:g}, {world} ranks, {algorithm}, {rounding}"
 
 
 def checks(found: dict[str, Any]) -> list[Check]:
-    """Everything that must hold, of what was measured."""
+    """Returns all checks of the measured values."""
     made = []
     for (shape, bucket), row in ONCE.items():
         for bits, expected in zip(ONCE_BITS, row):
@@ -287,20 +294,20 @@ def checks(found: dict[str, Any]) -> list[Check]:
 
 
 def ratios(found: dict[str, Any]) -> Iterator[tuple[int, int, str, float]]:
-    """Bits, bucket and shape, and how many times the error of rounding to nearest stochastic rounding has."""
+    """Yields bits, bucket, shape, and the error of stochastic rounding over the error of rounding to nearest."""
     for bucket in BUCKETS:
         for bits in BITS:
             nearest, stochastic = (
                 found["once"].get(once_codec(bits, bucket, how)) for how in ("nearest", "stochastic")
             )
             if nearest and stochastic:
-                # Gaussian and Laplace; scales that differ do not matter to a ratio.
+                # Only Gaussian and Laplace: mixed scales do not affect a ratio.
                 for shape, above, below in list(zip(SHAPES, stochastic, nearest))[:2]:
                     yield bits, bucket, shape, above / below
 
 
 def tables(results: dict[str, Any]) -> list[str]:
-    """The results as Markdown."""
+    """Returns the results as Markdown."""
     found = results["figures"]
     made = checks(found)
     missed = [check for check in made if not check.is_met]
@@ -336,12 +343,12 @@ def tables(results: dict[str, Any]) -> list[str]:
 
 
 def is_of_others(check: Check) -> bool:
-    """Whether what is expected is a figure that others had."""
+    """Returns whether the expected value comes from other implementations."""
     return not check.label.endswith((RATIO, VARIANCE))
 
 
 def once_table(found: dict[str, Any]) -> Table:
-    """A row for each shape and bucket."""
+    """Returns a table with a row for each shape and bucket."""
     table = Table(("", *(f"{bits} bits" if bits > 1 else "1 bit" for bits in BITS)))
     for place, shape in enumerate(SHAPES[:2]):
         for bucket in BUCKETS:
@@ -351,7 +358,7 @@ def once_table(found: dict[str, Any]) -> Table:
 
 
 def ratio_table(found: dict[str, Any]) -> Table:
-    """As ranges over buckets."""
+    """Returns a table of the ratios as ranges over buckets."""
     table = Table(("", *(f"{bits} bits" if bits > 1 else "1 bit" for bits in BITS)))
     for shape in SHAPES[:2]:
         columns = [[one[3] for one in ratios(found) if (one[0], one[2]) == (bits, shape)] for bits in BITS]
@@ -360,7 +367,7 @@ def ratio_table(found: dict[str, Any]) -> Table:
 
 
 def format_table(results: dict[str, Any]) -> Table:
-    """A row for each codec, the fewest bits first."""
+    """Returns a table with a row for each codec, the fewest bits first."""
     table = Table(("", "bits an element", *SHAPES))
     found, bits = results["figures"]["format"], results["bits"]
     for codec in sorted(found, key=lambda codec: (bits[codec], codec)):
@@ -369,7 +376,7 @@ def format_table(results: dict[str, Any]) -> Table:
 
 
 def sum_table(found: dict[str, Any]) -> Table:
-    """A row for bits, correlation and ranks."""
+    """Returns a table with a row for each combination of bits, correlation and ranks."""
     table = Table(("", *(f"`{algorithm}`" for algorithm in ALGORITHMS), f"`{ALGORITHMS[0]}`, stochastic"))
     for bits, correlation, world in SUMS:
         keys = [sum_key(bits, correlation, world, algorithm, "nearest") for algorithm in ALGORITHMS]
@@ -380,12 +387,12 @@ def sum_table(found: dict[str, Any]) -> Table:
 
 
 def short(value: float) -> str:
-    """Three digits, as a power of ten where they are small."""
+    """Returns three digits, in scientific notation if the value is small."""
     return f"{value:.3g}" if value == 0 or value >= 0.1 else f"{value:.2e}".replace("e-0", "e-")
 
 
 def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
-    """Writes the figures and perhaps the page, prints the tables; the exit status."""
+    """Writes the values and, if asked, the page, and prints the tables. Returns the exit status."""
     asked.out.mkdir(parents=True, exist_ok=True)
     (asked.out / f"{NAME}.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
     lines = tables(results)
@@ -399,7 +406,7 @@ def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
 
 
 def run(place: Any, store: Any, asked: argparse.Namespace) -> int:
-    """What a rank does; the exit status, and on rank 0 all that is written."""
+    """Runs a rank. Returns the exit status; rank 0 also writes all results."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "accl",
@@ -424,12 +431,12 @@ def run(place: Any, store: Any, asked: argparse.Namespace) -> int:
 
 
 def bar(done: int, total: int) -> None:
-    """How far it is, on a line of its own."""
+    """Shows the progress on a line of its own."""
     print(f"\r{done} of {total} calls" + ("\n" if done == total else ""), end="", file=sys.stderr, flush=True)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benches.compression_errors",
         description=__doc__,
@@ -452,7 +459,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures, or writes again what there is; 1 when something is not where it must be."""
+    """Measures, or writes existing results again. Returns 1 if a value is out of its range."""
     asked = arguments()
     if asked.page_only:
         return finish(json.loads((asked.out / f"{NAME}.json").read_text()), asked)

@@ -1,10 +1,11 @@
-"""What ranks and groups cost those who have nothing to do with them: counts of the engine, and how long a first group takes.
+"""Cost of additional ranks and groups for ranks that do not use them: counters of the engine, and the creation time of
+a first group.
 
     python -m benches.growth
 
-Owns the tables of docs/scaling.md. The counts are those of the Rust bench `growth`, which puts all ranks into one process; here each
-world has a process of its own, so that none finds memory that another has used. First groups are made through torch, one process a
-rank, over accl and over gloo by turns.
+Owns the tables of docs/scaling.md. The counters come from the Rust bench `growth`, which runs all ranks in one process.
+Here each world has its own process, so that none finds memory that another has used. First groups are created through
+torch, one process per rank, over accl and gloo alternately.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_accl  # noqa: F401, before the ranks are forked: what is timed is the making of a group
+import torch_accl  # noqa: F401, loaded before the ranks are forked, so that only the creation of a group is timed
 from torch_accl_cli.bench.processes import Failed, run_ranks
 
 from . import blocks
@@ -41,7 +42,8 @@ FACTS = ("processor", "cores", "system")
 
 
 def bench(*, quick: bool) -> Iterator[list[str]]:
-    """What the Rust bench prints of each world, and of many groups: a Markdown table's lines at a time, heads included."""
+    """Yields the output of the Rust bench for each world, and for many groups: the lines of a Markdown table at a time,
+    with heads."""
     program = built(ROOT, "growth")
     for what in (*[world for world in WORLDS if not quick or int(world.split("/")[1]) <= 8], "groups"):
         print(f"growth: {what}", file=sys.stderr)
@@ -52,7 +54,7 @@ def bench(*, quick: bool) -> Iterator[list[str]]:
 
 
 def merged(tables: Iterator[list[str]]) -> list[list[str]]:
-    """Tables with the same head as one, and none without rows."""
+    """Merges tables with the same head, and drops tables without rows."""
     by_head: dict[str, list[str]] = {}
     for head, line, *rows in tables:
         by_head.setdefault(head, [head, line]).extend(rows)
@@ -60,13 +62,14 @@ def merged(tables: Iterator[list[str]]) -> list[list[str]]:
 
 
 def first_group(backend: str, world: int) -> float:
-    """Milliseconds until the last of so many ranks has its group, from when all have a store and torch is loaded."""
+    """Returns the milliseconds until the last of `world` ranks has its group, from when all have a store and torch is
+    loaded."""
     with tempfile.TemporaryDirectory() as folder:
 
         def body(place: Any, store: Any) -> int:
             torch.set_num_threads(1)
             store.add("ready", 1)
-            # Not by `wait`: its back-off is longer than what is measured.
+            # Polls instead of using `wait`, whose back-off is longer than the time measured here.
             while store.add("ready", 0) < world:
                 time.sleep(0.001)
             begin = time.monotonic()
@@ -89,7 +92,7 @@ def first_group(backend: str, world: int) -> float:
 
 
 def first_groups(*, quick: bool, samples: int) -> list[str]:
-    """The table of first groups."""
+    """Returns the table of first groups."""
     lines = ["| ranks | accl, ms | gloo, ms | accl / gloo |", "|---:|---:|---:|---:|"]
     for world in FIRST[: 2 if quick else None]:
         print(f"growth: first group of {world}", file=sys.stderr)

@@ -1,8 +1,9 @@
-//! What one more peer, and one more group, costs those who have nothing to do with it: by the engine's own counters.
+//! The cost of one more peer, and of one more group, for ranks that do not use it, by the engine's own counters.
 //!
-//! Every rank is an engine of its own, and all are in this process. The job's group has all of them; what is counted are the calls of
-//! a group of two among them, a sleep of one of the two, and a call of all. Prints Markdown. Arguments: parts of `TRANSPORT/RANKS/` such as
-//! `tcp/32/`, and `groups`; none means all. Memory is counted best by a process for each of them, as `make scaling` does.
+//! Every rank is a separate engine, and all engines are in this process. The default group has all ranks. The program
+//! counts the calls of a group of two ranks, a sleep of one of the two, and a call of all ranks. It prints Markdown.
+//! Arguments: parts of `TRANSPORT/RANKS/` such as `tcp/32/`, and `groups`; none means all. Memory counts are best with
+//! a process for each of them, as in `make scaling`.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use accl_types::ReduceOp;
 const FABRICS: &[(&str, Fabric)] = &[("shm", Fabric::Shm), ("tcp", Fabric::Tcp)];
 const RANKS: &[u32] = &[2, 8, 32, 128, 256];
 const GROUPS: &[usize] = &[1, 100, 1000];
-/// Ranks of the worlds in which groups are counted.
+/// Number of ranks in the worlds with many groups.
 const RANKS_WITH_GROUPS: u32 = 8;
 const CALLS: u32 = 100;
 const BATCHES: u32 = 20;
@@ -60,7 +61,7 @@ fn world(fabric: Fabric, ranks: u32, spin_us: Option<&str>) -> World {
     World::new(spin_us.into_iter().fold(options, |options, spin_us| options.with("spin_us", spin_us)))
 }
 
-/// One world: what it takes, as a line that is printed, and what calls cost, for the second table.
+/// Measures one world: prints a line with its resources, and returns the cost of calls as a line of the second table.
 fn row(name: &str, fabric: Fabric, ranks: u32) -> String {
     let before = Usage::now();
     let world = world(fabric, ranks, None);
@@ -89,13 +90,13 @@ fn row(name: &str, fabric: Fabric, ranks: u32) -> String {
     row_of_calls(&format!("{name}, {ranks}"), fabric, world, ranks, 1)
 }
 
-/// What calls of a group of two cost in a world in which there are so many such groups, and a sleep of one of the two in a world
-/// that is alike, but in which nobody looks again and again before.
+/// Returns the cost of calls of a group of two, in a world with `groups` such groups, and of one rank's sleep.
+/// The sleep is measured in a second, equal world whose ranks do not spin before they sleep.
 fn row_of_calls(name: &str, fabric: Fabric, busy: World, ranks: u32, groups: usize) -> String {
     let pairs = pairs_among(&busy, groups);
     let Some(pair) = pairs.last() else { return String::new() };
     together(pair, |member| sums(member, CALLS));
-    // The calmest of them: a rank that has to wait for its turn on a core lets the other look again and again.
+    // Take the batch with the fewest polls: if one rank waits for its turn on a core, the other polls repeatedly.
     let batches = (0..BATCHES).map(|_| {
         let before = busy.engines[0].snapshot();
         together(pair, |member| sums(member, CALLS));
@@ -103,7 +104,7 @@ fn row_of_calls(name: &str, fabric: Fabric, busy: World, ranks: u32, groups: usi
     });
     let call = batches.min_by(|one, other| one.links.total_cmp(&other.links)).unwrap_or_default();
     drop(pairs);
-    // Both at once would need too many descriptors.
+    // Both worlds at once would need too many descriptors.
     drop(busy);
 
     let sleepy = world(fabric, ranks, Some("0"));
@@ -130,7 +131,7 @@ fn row_of_calls(name: &str, fabric: Fabric, busy: World, ranks: u32, groups: usi
     )
 }
 
-/// So many groups of ranks 0 and 1.
+/// Creates `groups` groups of ranks 0 and 1.
 fn pairs_among(world: &World, groups: usize) -> Vec<Vec<Member>> {
     (0..groups).map(|index| world.run_ranks(&format!("pair {index}"), &[0, 1], |member| member)).collect()
 }
@@ -150,7 +151,7 @@ fn together(members: &[Member], body: impl Fn(&Member) + Sync) {
     std::thread::scope(|scope| members.iter().for_each(|member| drop(scope.spawn(|| body(member)))));
 }
 
-/// What happened between two moments.
+/// Differences of counters between two snapshots.
 #[derive(Default)]
 struct Cost {
     system_calls: f64,
@@ -177,7 +178,7 @@ impl Cost {
     }
 }
 
-/// What this process has.
+/// Resources of this process.
 struct Usage {
     descriptors: f64,
     shared_kib: f64,
@@ -192,7 +193,7 @@ impl Usage {
             line.and_then(|line| line.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0.0)
         };
         let descriptors = fs::read_dir("/proc/self/fd").map_or(0, Iterator::count) as f64;
-        // Both ends of every link are mapped here: each page counts twice.
+        // Both ends of every link are mapped here, so each page counts twice.
         Self { descriptors, shared_kib: field("RssShmem:") / 2.0, own_kib: field("RssAnon:") }
     }
 }

@@ -1,8 +1,8 @@
-//! Every reduction kernel next to a loop that reads and writes the same memory and computes next to nothing: what share
-//! of the machine's rate the kernel has.
+//! Every reduction kernel, compared with a loop that reads and writes the same memory and computes almost nothing: the
+//! kernel's share of the machine's rate.
 //!
-//! A share is the median over turns of both. Arguments: words of which one must be part of `isa/op/dtype/form/place`,
-//! and `--json`.
+//! A share is the median over alternating turns. Arguments: words, of which one must be part of
+//! `isa/op/dtype/form/place`, and `--json`.
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -16,11 +16,11 @@ use accl_benches::turns::{Beside, beside};
 use accl_kernels::{Finish, Isa, Reducer, available_isas, supports};
 use accl_types::{Dtype, ReduceOp};
 
-/// Sources of a reduction of many.
+/// Number of sources of a reduction of many.
 const MANY: usize = 4;
 const WORLD: u32 = 3;
 
-/// What a call reads and writes.
+/// Operands of a call.
 #[derive(Clone, Copy, Debug)]
 enum Form {
     /// `y = y op x`
@@ -46,7 +46,7 @@ impl Form {
 struct Buffers {
     sources: [Vec<u64>; MANY],
     result: Vec<u64>,
-    /// Of what type they have ones now.
+    /// Type of the ones that the buffers hold now.
     filled: Option<Dtype>,
 }
 
@@ -56,8 +56,8 @@ impl Buffers {
         Self { sources: std::array::from_fn(|_| words()), result: words(), filled: None }
     }
 
-    /// Ones: sums of them end where one more is rounded away, so that no dtype meets NaN, infinity or denormals, on which
-    /// processors may be slow.
+    /// Fills all buffers with ones. A growing sum stops when adding one is rounded away, so no dtype meets NaN,
+    /// infinity or denormals, which may be slow.
     fn fill(&mut self, dtype: Dtype) {
         if self.filled.replace(dtype) == Some(dtype) {
             return;
@@ -80,7 +80,7 @@ impl Buffers {
     }
 }
 
-/// What is measured.
+/// A combination to measure.
 struct Case {
     op: ReduceOp,
     dtype: Dtype,
@@ -95,7 +95,7 @@ impl Case {
         [isa.name(), op.name(), dtype.name(), form.name(), place.name()].join("/")
     }
 
-    /// Bytes of the result per nanosecond.
+    /// Returns bytes of the result per nanosecond.
     fn rate(&self, ns: f64) -> f64 {
         self.place.bytes() as f64 / ns
     }
@@ -138,7 +138,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Every kernel in every form and place.
+/// Returns every kernel in every form and place.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (op, dtype) in combinations() {
@@ -150,7 +150,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// PREMUL_SUM is the kernel of SUM.
+/// Returns the supported pairs of operator and type, without PREMUL_SUM, whose kernel is that for SUM.
 fn combinations() -> impl Iterator<Item = (ReduceOp, Dtype)> {
     let ops = ReduceOp::ALL.iter().filter(|&&op| op != ReduceOp::PremulSum);
     ops.flat_map(|&op| Dtype::ALL.iter().map(move |&dtype| (op, dtype))).filter(|&(op, dtype)| supports(op, dtype))
@@ -166,7 +166,8 @@ fn measure(buffers: &mut Buffers, case: &Case) -> Beside {
     let kernel = |buffers: &mut Buffers| {
         let dst = buffers.result.as_mut_ptr().cast::<u8>();
         let sources = buffers.sources.each_ref().map(|source| source.as_ptr().cast::<u8>());
-        // SAFETY: each buffer holds the bytes of every place, they are apart, and nobody else uses them meanwhile.
+        // SAFETY: each buffer holds the bytes of every place, the buffers do not overlap, and no other code uses them
+        // during the call.
         unsafe {
             match form {
                 Form::InPlace => reducer.pair(dst, dst, black_box(sources[0]), count, finish),

@@ -1,7 +1,8 @@
 //! Reductions, packing and unpacking, by dtype, operator and instruction set, against a copy and a plain `y += x`.
 //!
-//! Ids are `reduce_pair/isa/op/dtype/place`, likewise `reduce_many` (of four) and `scale`, `pack/shape/dtype/place`, and
-//! `reference/what/place`. Bytes are those of the result. `L2` means that all buffers of the call together fit there.
+//! Ids are `reduce_pair/isa/op/dtype/place`, likewise `reduce_many` (of four) and `scale`, `pack/shape/dtype/place`,
+//! and `reference/what/place`. Bytes count the result. `L2` means that all buffers of the call together fit into that
+//! cache.
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -14,7 +15,7 @@ use accl_kernels::{Finish, Isa, Reducer, StridedView, available_isas, pack, scal
 use accl_types::{Dtype, ReduceOp};
 use criterion::{BenchmarkId, Criterion, Throughput};
 
-/// Sources of the reductions of many.
+/// Number of sources of the reductions of many.
 const MANY: usize = 4;
 
 /// The buffers of all benches, aligned as words.
@@ -25,7 +26,7 @@ struct Buffers {
 
 impl Buffers {
     fn new() -> Self {
-        // Small integers and small floats at once: no dtype meets NaN or denormals.
+        // Words that are small integers and small floats at once: no dtype meets NaN or denormals.
         let words = || (0..Place::Dram.bytes() / 8).map(|i| 0x3f80_3f80_3f80_3f80 | (i as u64 & 1)).collect();
         Self { sources: std::array::from_fn(|_| words()), result: words() }
     }
@@ -52,7 +53,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// What the memory of this machine gives to code that has nothing to compute.
+/// Measures the rate of memory for code that computes nothing or a plain sum.
 fn references(criterion: &mut Criterion, buffers: &mut Buffers) {
     let mut group = criterion.benchmark_group("reference");
     for place in Place::ALL {
@@ -72,8 +73,8 @@ fn references(criterion: &mut Criterion, buffers: &mut Buffers) {
     group.finish();
 }
 
-/// Whether a combination belongs to the moderate set: sums of everything, other operators for the usual types, and the
-/// slower instruction sets for what is added most.
+/// Returns whether a combination belongs to the moderate set: sums of all types, other operators for the usual types,
+/// and the slower instruction sets for the types that are summed most.
 fn is_usual(isa: Isa, best: Isa, op: ReduceOp, dtype: Dtype) -> bool {
     let common = matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::I32);
     if isa == best { op == ReduceOp::Sum || common } else { op == ReduceOp::Sum && (common || dtype == Dtype::F16) }
@@ -104,7 +105,8 @@ fn reduction(criterion: &mut Criterion, buffers: &mut Buffers, (isa, op, dtype, 
     group.throughput(Throughput::Bytes(place.bytes() as u64));
     group.bench_function(place.name(), |bencher| {
         let (dst, a, b) = (buffers.result(), buffers.source(0), buffers.source(1));
-        // SAFETY: the three buffers hold the bytes of every place, are apart, and nobody else uses them meanwhile.
+        // SAFETY: the three buffers hold the bytes of every place, do not overlap, and no other code uses them during
+        // the call.
         bencher.iter(|| unsafe { reducer.pair(dst, black_box(a), black_box(b), count, Finish::Yes) });
     });
     group.finish();
@@ -113,7 +115,8 @@ fn reduction(criterion: &mut Criterion, buffers: &mut Buffers, (isa, op, dtype, 
     group.throughput(Throughput::Bytes(place.bytes() as u64));
     group.bench_function(place.name(), |bencher| {
         let (dst, a) = (buffers.result(), buffers.source(0));
-        // SAFETY: as above; the result may be an operand.
+        // SAFETY: both buffers hold the bytes of every place, and no other code uses them; `pair` allows `dst` as an
+        // operand.
         bencher.iter(|| unsafe { reducer.pair(dst, black_box(dst), black_box(a), count, Finish::No) });
     });
     group.finish();
@@ -123,7 +126,8 @@ fn reduction(criterion: &mut Criterion, buffers: &mut Buffers, (isa, op, dtype, 
     group.bench_function(place.name(), |bencher| {
         let dst = buffers.result();
         let sources: [*const u8; MANY] = std::array::from_fn(|index| buffers.source(index));
-        // SAFETY: as above, for all sources.
+        // SAFETY: the result and all sources hold the bytes of every place, do not overlap, and no other code uses
+        // them.
         bencher.iter(|| unsafe { reducer.many(dst, black_box(&sources), count, Finish::Yes) });
     });
     group.finish();
@@ -139,7 +143,7 @@ fn scales(criterion: &mut Criterion, buffers: &mut Buffers, sweep: Sweep) {
                 group.bench_function(place.name(), |bencher| {
                     let (dst, src) = (buffers.result(), buffers.source(0));
                     let count = place.bytes() / dtype.size_bytes();
-                    // SAFETY: both buffers hold the bytes of every place, are apart and used by nobody else.
+                    // SAFETY: both buffers hold the bytes of every place, do not overlap, and no other code uses them.
                     bencher.iter(|| unsafe { scale_with_isa(isa, dtype, dst, black_box(src), count, 0.5) });
                 });
                 group.finish();
@@ -148,7 +152,7 @@ fn scales(criterion: &mut Criterion, buffers: &mut Buffers, sweep: Sweep) {
     }
 }
 
-/// A layout to be packed, of roughly this many elements: name, sizes and strides, in what is at most twice the memory.
+/// Returns layouts to pack, of roughly `count` elements: name, sizes and strides. They span at most twice the memory.
 fn shapes(count: i64) -> [(&'static str, [i64; 2], [i64; 2]); 4] {
     let side = 1 << (count.ilog2() / 2);
     let rows = count / side;
@@ -179,14 +183,15 @@ fn packs(criterion: &mut Criterion, buffers: &mut Buffers, sweep: Sweep) {
 
                 let mut group = criterion.benchmark_group(format!("pack/{name}/{dtype}"));
                 group.throughput(Throughput::Bytes(bytes as u64));
-                // SAFETY: the view lies within a source, the result is as large, and nobody else uses them.
+                // SAFETY: the view lies within a source, the result is as large, and no other code uses them.
                 group.bench_function(place.name(), |bencher| bencher.iter(|| unsafe { pack(dense, black_box(&view)) }));
                 group.finish();
 
                 let mut group = criterion.benchmark_group(format!("unpack/{name}/{dtype}"));
                 group.throughput(Throughput::Bytes(bytes as u64));
                 group.bench_function(place.name(), |bencher| {
-                    // SAFETY: as above.
+                    // SAFETY: the view lies within a source, `dense` holds as many bytes as the view, and no other code
+                    // uses them.
                     bencher.iter(|| unsafe { unpack(black_box(&view), dense) });
                 });
                 group.finish();

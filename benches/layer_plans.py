@@ -1,9 +1,10 @@
-"""What layer-parallel training could gain on worlds that nobody has here: plans of nets of up to 4,096 layers on up to 4,096 ranks.
+"""Predicted speed-ups of layer-parallel training on worlds too large to measure here: up to 4,096 layers on up to 4,096
+ranks.
 
     python -m benches.layer_plans
 
-Owns the tables of docs/layer-parallel/tuning.md, and the closed formula that stands beside them. Nothing is computed or sent; how long a plan takes is the matter of
-the crate `accl-multigrid`.
+Owns the tables of docs/layer-parallel/tuning.md, and the closed formula that is printed next to the plans. Nothing is computed
+or sent; the crate `accl-multigrid` determines how long a plan takes.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ NAME = "speed-ups"
 
 LAYERS = (64, 256, 1024, 4096)
 WORLDS = tuple(1 << power for power in range(1, 13))
-# Factor and levels.
+# Factor and levels, by number of layers.
 SINGLE = {64: ((4, 2), (8, 2), (16, 2)), 256: ((4, 3), (16, 2)), 1024: ((8, 3),), 4096: ((8, 3),)}
 FORWARD, BACKWARD = 2, 1
-# F-relaxation on the finest level, FCF on those between.
+# F-relaxation on the finest level, FCF on the levels between.
 RELAX = (0, 1)
-# A layer forward, in picoseconds; backward it takes twice as long.
+# Time of a layer's forward pass in picoseconds; its backward pass takes twice as long.
 LAYER_PS = 1_000_000
 SLOW = 2
 SLOW_LAYERS = 1024
 
 
 def closed(layers: int, ranks: int, setting: Setting) -> float | None:
-    """The speed-up by counting evaluations, each part of a cycle after the other; nothing where ranks have less than an interval of the finest level."""
+    """Returns the speed-up by counting evaluations, each part of a cycle after the other; None if ranks have less than
+    an interval of the finest level."""
     factor, levels = setting.factor, setting.levels
     if ranks * factor > layers:
         return None
@@ -51,7 +53,7 @@ def closed(layers: int, ranks: int, setting: Setting) -> float | None:
     cycle = start
     for level in range(levels - 1):
         relaxed = 1 + RELAX[min(level, len(RELAX) - 1)]
-        # The coarse steps that what the next level solves is made of.
+        # Coarse steps that form the problem of the next level.
         cycle += relaxed * sweep(level, factor) + max(steps[level + 1] / ranks, 1)
     final = sweep(0, factor)
     forward = start + (setting.forward - 1) * cycle + final
@@ -60,30 +62,31 @@ def closed(layers: int, ranks: int, setting: Setting) -> float | None:
 
 
 class Net(Planner):
-    """A net of equal layers on so many ranks."""
+    """A net of equal layers on `ranks` ranks."""
 
     def __init__(self, layers: int, ranks: int, latency: int = 0) -> None:
         times = (LAYER_PS, LAYER_PS, 2 * LAYER_PS, 2 * LAYER_PS)
         super().__init__(load_native(), ranks, Costs([times] * layers, 1, latency=latency), RELAX)
 
     def speedup(self, setting: Setting) -> float:
-        """Of a step, over one process."""
+        """Returns the speed-up of a step over one process."""
         return self.costs.serial / sum(self.time(setting))
 
     def best(self) -> tuple[float, Setting]:
-        """The fastest setting, with its speed-up; of equals the one with the least levels, then with the least factor."""
+        """Returns the fastest setting with its speed-up; of equal ones, the one with the fewest levels, then with the
+        smallest factor."""
         found = [(self.speedup(setting), setting) for setting in self.multigrid(FORWARD, BACKWARD)]
         return max(found, key=lambda each: (each[0], -each[1].levels, -each[1].factor))
 
     def best_closed(self) -> tuple[float, Setting] | None:
-        """The same by the formula."""
+        """Returns the same by the formula; None if it applies to no setting."""
         every = self.multigrid(FORWARD, BACKWARD)
         found = [(value, setting) for setting in every if (value := closed(len(self.layers), self.ranks, setting))]
         return max(found, key=lambda each: (each[0], -each[1].levels, -each[1].factor), default=None)
 
 
 def tables(layers: Sequence[int] = LAYERS, worlds: Sequence[int] = WORLDS) -> Iterator[str]:
-    """The block of the page, line by line."""
+    """Yields the lines of the page's block."""
     yield from (*head("best setting", worlds),)
     for count in layers:
         yield from best(f"{count:,} layers", count, worlds)
@@ -102,7 +105,7 @@ def tables(layers: Sequence[int] = LAYERS, worlds: Sequence[int] = WORLDS) -> It
 
 
 def best(label: str, count: int, worlds: Sequence[int], slow: int = 0) -> Iterator[str]:
-    """Two rows: the best speed-ups, and their settings. The formula knows of no messages."""
+    """Yields two rows: the best speed-ups, and their settings. The formula ignores messages."""
     print(f"layer plans: {label}", file=sys.stderr)
     nets = [Net(count, ranks, slow * LAYER_PS) for ranks in worlds if ranks <= count]
     found = [(net.best(), None if slow else net.best_closed()) for net in nets]
@@ -112,22 +115,22 @@ def best(label: str, count: int, worlds: Sequence[int], slow: int = 0) -> Iterat
 
 
 def head(label: str, worlds: Sequence[int]) -> tuple[str, str]:
-    """Of a table."""
+    """Returns the head of a table."""
     return row(label, [f"{ranks:,} ranks" for ranks in worlds]), "|---" * (len(worlds) + 1) + "|"
 
 
 def row(label: str, entries: Sequence[str]) -> str:
-    """Of a table."""
+    """Returns a row of a table."""
     return "| " + " | ".join([label, *entries]) + " |"
 
 
 def shown(predicted: float, formula: float | None) -> str:
-    """What the plan takes, and what the formula says."""
+    """Returns the speed-up of the plan and, in brackets, of the formula."""
     return plain(predicted) + (f" ({plain(formula)})" if formula is not None else "")
 
 
 def plain(value: float) -> str:
-    """One digit behind the point, two where one would say little."""
+    """Returns the value with one decimal, below 2 with two."""
     return f"{value:.2f}" if value < 2 else f"{value:.1f}"
 
 

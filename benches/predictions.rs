@@ -1,7 +1,8 @@
-//! What the cost model predicts against what calls take, by every algorithm, and how good the choice is.
+//! Predictions of the cost model compared with the times of calls, for every algorithm, and the quality of the choice.
 //!
-//! The machine is calibrated first and then measured in the same run, since it may be another one tomorrow. Algorithms of
-//! a cell alternate. Arguments: `TRANSPORT/RANKS` such as `shm/4`, any number of them; none means all four.
+//! The machine is calibrated first and then measured in the same run, since its speed may change from day to day.
+//! Algorithms of a cell alternate. Arguments: `TRANSPORT/RANKS` such as `shm/4`, any number of them; none means all
+//! four.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -20,13 +21,14 @@ const PLACES: &[(&str, u32)] = &[("shm", 2), ("shm", 4), ("tcp", 2), ("tcp", 4)]
 const COLLECTIVES: &[Collective] =
     &[Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Broadcast];
 const SIZES: &[u64] = &[4, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20];
-/// How often each algorithm has its turn in a cell.
+/// Turns of each algorithm in a cell.
 const ROUNDS: usize = 5;
-/// About how long a turn takes.
+/// Approximate duration of a turn.
 const TURN: Duration = Duration::from_millis(4);
-/// A prediction that is off by no more than this share of the measurement is good.
+/// A prediction is good if it is off by no more than this share of the measurement.
 const CLOSE: f64 = 0.2;
-/// A choice that takes no more than this times the best, and so much more, is good.
+/// A choice is good if its time is at most the best time multiplied by the first number, plus the second in
+/// microseconds.
 const GOOD: (f64, f64) = (1.1, 0.2);
 
 fn main() -> ExitCode {
@@ -53,16 +55,16 @@ fn run() -> Result<()> {
     Ok(())
 }
 
-/// What was found in the cells of one place.
+/// Counts over the cells of one transport and number of ranks.
 #[derive(Default)]
 struct Score {
     cells: usize,
-    /// Predictions of the algorithm that was chosen that are close.
+    /// Good predictions of the chosen algorithm.
     close: usize,
-    /// Predictions of all algorithms.
+    /// Predictions of all algorithms; `all_close` counts the good ones.
     all: usize,
     all_close: usize,
-    /// Choices that are good.
+    /// Good choices.
     good: usize,
 }
 

@@ -1,7 +1,8 @@
-//! What a call costs before its first byte, when its plan is not cached: building the schedule, lowering it, laying it
+//! The cost of a call before its first byte, if its plan is not cached: building the schedule, lowering it, laying it
 //! out. Ids are `build/collective/algorithm/world`, likewise `lower` and `layout`.
 //!
-//! The rank in the middle builds: neither a root nor a leaf. Layout is of 1 MiB and resolves every span of the program.
+//! The rank in the middle builds, which is neither a root nor a leaf. Layout is for 1 MiB and resolves every span of
+//! the program.
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -22,7 +23,7 @@ fn main() -> ExitCode {
     let worlds = Sweep::chosen().pick(WORLDS, MORE_WORLDS);
     for row in ALGORITHMS {
         for &world in worlds {
-            // Rows that compose over hosts need several: four ranks on each.
+            // Algorithms that compose over hosts need several hosts: four ranks on each.
             let hosts = Topology::new((0..world).map(|rank| rank / 4).collect());
             let topology = [Topology::flat(world), hosts].into_iter().find(|hosts| (row.applies)(world, hosts));
             if let Some(topology) = topology {
@@ -67,7 +68,8 @@ fn resolve(program: &Program, shape: &CallShape) -> usize {
     program.ops.iter().map(spans).sum()
 }
 
-/// The blocks of a call of [`BYTES`] in bytes, on a rank that is not the root except for broadcasts and the like.
+/// Returns the blocks of a call of [`BYTES`] bytes on a rank that is not the root. Broadcast and reduce have
+/// the whole buffer on every rank.
 fn blocks(collective: Collective, world: u32) -> (Vec<Vec<Elems>>, Vec<Vec<Elems>>) {
     let case = Case { collective: Collective::AllGather, algorithm: None, dtype: Dtype::U8, bytes: BYTES };
     let whole = || vec![vec![Elems(BYTES)]];

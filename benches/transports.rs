@@ -1,7 +1,8 @@
-//! Links alone: round trips and streams of frames over loopback (between threads), shm and tcp (between processes).
+//! Links without an engine: round trips and streams of frames over loopback (between threads), shm and tcp (between
+//! processes).
 //!
-//! Ids are `round_trip/transport/bytes` and `stream/transport/bytes`; bytes are those of one frame. Each frame is written
-//! from one buffer and read into another, as a message is.
+//! Ids are `round_trip/transport/bytes` and `stream/transport/bytes`; bytes is the size of one frame. Each frame is
+//! written from one buffer and read into another, as a message is.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -20,16 +21,16 @@ use criterion::{BenchmarkId, Criterion, Throughput};
 
 /// Deadline of connecting, and of the next frame.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// How long the other side waits for the next bench.
+/// Maximum wait of the other side for the next bench.
 const IDLE: Duration = Duration::from_secs(600);
-/// Largest frame.
+/// Largest frame in bytes.
 const MAX_FRAME: usize = 1 << 20;
-/// Frames that a loopback link holds: as many bytes as a ring by default.
+/// Frames that a loopback link holds: as many bytes as a ring holds by default.
 const LOOPBACK_FRAMES: usize = 16;
-/// Looks at the link before parking.
+/// Polls of the link before parking.
 const LOOKS: u32 = 20_000;
 
-/// First word of a frame's head: what the other side shall do with it.
+/// First word of a frame's head: the order for the other side.
 const ECHO: u64 = 1;
 const KEEP: u64 = 2;
 const KEEP_AND_REPLY: u64 = 3;
@@ -75,10 +76,10 @@ fn bench(criterion: &mut Criterion, other: &mut Option<Other>, transport: &str, 
     run("stream", Wire::stream, 1);
 }
 
-/// The other end of the link, until dropped.
+/// The other end of the link; dropping it ends the other side.
 struct Other {
     wire: Wire,
-    // After the wire: what waits for the other side's end.
+    // Dropped after the wire, because these wait for the end of the other side.
     _thread: Option<Joined>,
     _ranks: Option<Ranks>,
     _pinned: Pinned,
@@ -109,7 +110,7 @@ impl Other {
         let pinned = Pinned::new(0, 2, &cores);
         let thread = std::thread::spawn(move || {
             let _pinned = Pinned::new(1, 2, &cores);
-            // The bench sees the end of the link and says what it waited for.
+            // An error closes the link, and the bench reports that it did not get its frame.
             let _ = Wire::new(theirs, Box::new(right)).serve();
         });
         let wire = Wire::new(ours, Box::new(left));
@@ -119,7 +120,7 @@ impl Other {
 
 impl Drop for Other {
     fn drop(&mut self) {
-        // The other side may be gone; closing tells it as well.
+        // The other side may have ended; closing the link ends it as well.
         let _ = self.wire.send(END, 64);
         let _ = self.wire.flush();
         self.wire.link.close();
@@ -131,7 +132,7 @@ fn serve_process(place: &Place) -> Result<()> {
     Wire::meet(place)?.serve()
 }
 
-/// A link with what is needed to wait for it.
+/// A link, and the poller to wait for it.
 struct Wire {
     poller: Poller,
     link: Box<dyn Watched>,
@@ -146,7 +147,7 @@ impl Wire {
         Self { poller, link, _endpoint: None, outgoing: vec![1; MAX_FRAME], incoming: vec![2; MAX_FRAME] }
     }
 
-    /// Meets the other process.
+    /// Connects to the other process.
     fn meet(place: &Place) -> Result<Self> {
         let mut config = Config::default();
         config.set_option("transports", &place.transport)?;
@@ -167,7 +168,7 @@ impl Wire {
         Ok(Self { _endpoint: Some(endpoint), ..Self::new(poller, link) })
     }
 
-    /// Frames there and back, one at a time.
+    /// Sends frames there and back, one at a time.
     fn round_trips(&mut self, bytes: usize, count: u64) -> Result<()> {
         for _ in 0..count {
             self.send(ECHO, bytes)?;
@@ -176,7 +177,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Frames there, one behind the other, until the last one is acknowledged.
+    /// Sends frames, one behind the other, and waits until the last one is acknowledged.
     fn stream(&mut self, bytes: usize, count: u64) -> Result<()> {
         for _ in 1..count {
             self.send(KEEP, bytes)?;
@@ -185,7 +186,7 @@ impl Wire {
         self.receive(DEADLINE).map(drop)
     }
 
-    /// Does what frames ask for until one says that it is over.
+    /// Carries out the orders of frames until one orders the end.
     fn serve(mut self) -> Result<()> {
         loop {
             match self.receive(IDLE)? {
@@ -213,7 +214,7 @@ impl Wire {
         }
     }
 
-    /// The order of the next frame, and its length.
+    /// Returns the order of the next frame, and its payload's length in bytes.
     fn receive(&mut self, patience: Duration) -> Result<(u64, usize)> {
         let mut waiting = Waiting::new(patience);
         loop {
@@ -229,7 +230,7 @@ impl Wire {
         }
     }
 
-    /// Until everything has left this process.
+    /// Waits until everything has left this process, for at most two seconds.
     fn flush(&mut self) -> Result<()> {
         let mut waiting = Waiting::new(Duration::from_secs(2));
         while !self.link.flush()? {
@@ -239,7 +240,7 @@ impl Wire {
     }
 }
 
-/// Looks for a while, then parks, and gives up in the end.
+/// Wait state: polls for a while, then parks, and fails after the deadline.
 struct Waiting {
     looks: u32,
     patience: Duration,

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""What compressed gradients do to training: small models, several settings, the same seeds for all of them.
+"""Effects of compressed gradients on training: small models, several settings, the same seeds for all settings.
 
     python examples/compression_study.py
 
-Trains each model in four processes with DistributedDataParallel over accl, once for each setting and seed. With one seed
-all settings have the same initial weights and batches, so that what is compared is the difference in final loss, pair by
-pair. The data are on the machine: handwritten digits that scikit-learn brings, and the sources of Python's own library.
-The exit status is 1 when a setting that must not change the loss does; `--help` says what is judged. `study_plan.py` has
-the models and settings, `study_report.py` the verdicts.
+Trains each model in four processes with DistributedDataParallel over accl, once for each setting and seed. With one
+seed all settings have the same initial weights and batches, so final losses are compared pair by pair. The data are on
+the machine: handwritten digits from scikit-learn, and the sources of Python's own library. The exit status is 1 if a
+setting that must not change the loss does change it; `--help` describes the criterion. `study_plan.py` has the models
+and settings, `study_report.py` the verdicts.
 """
 
 from __future__ import annotations
 
 import os
 
-# Before numpy and torch are loaded: four ranks share the machine, and processes are forked from this one.
+# Set before numpy and torch are loaded: four ranks share the machine, and processes are forked from this one.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import argparse
@@ -44,7 +44,7 @@ from benches import blocks
 
 SEEDS, QUICK_SEEDS = 5, 2
 QUICK_SHARE = 0.05
-# What may be sent is then the same on every machine; otherwise a cost model would choose, by the speed of this one.
+# A fixed algorithm sends the same messages on every machine; a cost model would choose one by this machine's speed.
 ALGORITHM = "all_reduce=direct_two_phase"
 POINTS = 40
 TIMEOUT_S = 120
@@ -56,7 +56,7 @@ ALT = "Losses on the way, and differences from float32 at the end"
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, reduction: str = "mean") -> tuple[Tensor, Tensor]:
-    """Cross entropy, and the scores."""
+    """Returns the cross entropy, and the scores."""
     scores = model(inputs)
     return functional.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction=reduction), scores
 
@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, reduction: str = 
 def train(
     task: Task, setting: Setting, seed: int, steps: int, tick: Callable[[float], None] = lambda loss: None
 ) -> dict[str, Any]:
-    """Trains once on the ranks of the default group; the figures are the same on all of them."""
+    """Trains once on the ranks of the default group; the figures are the same on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     data = task.data()
     torch.manual_seed(seed)
@@ -101,7 +101,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Mean loss and share of right answers; each rank takes its part of the rows."""
+    """Returns the mean loss and the share of correct answers; each rank evaluates its part of the rows."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sums = torch.zeros(3, dtype=torch.float64)
     for rows in torch.arange(len(inputs))[rank::world].split(256):
@@ -113,7 +113,7 @@ def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, 
 
 
 def curve(losses: list[float]) -> list[float]:
-    """The training loss over all ranks, as means of some steps each."""
+    """Returns the training loss over all ranks, as means over groups of steps."""
     found = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(found)
     parts = (found / dist.get_world_size()).tensor_split(min(POINTS, len(losses)))
@@ -121,7 +121,7 @@ def curve(losses: list[float]) -> list[float]:
 
 
 def same_on_all(model: nn.Module) -> bool:
-    """Whether all ranks have the same bits."""
+    """Returns whether the weights of all ranks have the same bits."""
     mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).view(torch.int32)
     rows = mine.new_empty(dist.get_world_size() * len(mine))
     dist.all_gather_into_tensor(rows, mine)
@@ -129,7 +129,7 @@ def same_on_all(model: nn.Module) -> bool:
 
 
 def offered(settings: Sequence[Setting] = SETTINGS) -> tuple[list[Setting], list[str]]:
-    """The settings that this build has, and why it lacks the others."""
+    """Returns the settings that this build offers, and the reasons why others are missing."""
     known = {row["name"] for row in _native.codecs()}
     found, reasons = [], []
     for setting in settings:
@@ -149,7 +149,7 @@ def offered(settings: Sequence[Setting] = SETTINGS) -> tuple[list[Setting], list
 def study(
     rank: int, tasks: Sequence[Task], settings: Sequence[Setting], seeds: int, share: float
 ) -> Iterator[tuple[Task, list[dict[str, Any]]]]:
-    """Trains everything that is wanted on the ranks of the default group; each model with its runs."""
+    """Trains all models on the ranks of the default group; yields each model with its runs."""
     steps = {task.name: steps_of(task, share) for task in tasks}
     watch = Watch(sum(steps.values()) * len(settings) * seeds, has_bar=rank == 0, has_lines=rank == 0)
     with watch.bar:
@@ -164,14 +164,14 @@ def study(
 
 
 def steps_of(task: Task, share: float) -> int:
-    """Steps of a run that is cut to a share of them."""
+    """Returns the steps of a run that is shortened to a share of them."""
     return max(2, round(task.steps * share))
 
 
 def run(place: Any, store: Any, asked: argparse.Namespace, settings: Sequence[Setting], facts: dict[str, Any]) -> int:
-    """What a rank does; the exit status, and on rank 0 all that is written."""
+    """Runs a rank. Returns the exit status; rank 0 also writes all results."""
     torch.set_num_threads(1)
-    # The same program in every run: differences in the weights are then the setting's.
+    # Every run is deterministic, so differences in the weights come from the setting.
     torch.use_deterministic_algorithms(True)
     dist.init_process_group(
         "accl",
@@ -187,19 +187,19 @@ def run(place: Any, store: Any, asked: argparse.Namespace, settings: Sequence[Se
         own = {"seeds": asked.seeds, "steps": steps_of(task, share), "data": task.data().description, "runs": runs}
         results["models"][task.name] = facts | own
         if place.rank == 0:
-            # After each model, so that a run that is ended has not been in vain.
+            # Saved after each model, so that an aborted run keeps its results.
             save(results, asked.out, NAME)
     dist.destroy_process_group()
     return finish(results, asked) if place.rank == 0 else 0
 
 
 def block(results: dict[str, Any]) -> list[str]:
-    """What the page has of them."""
+    """Returns the page's block for the results."""
     return [*tables(results), "", f"![{ALT}]({DOCS.name}/{NAME}.svg)"]
 
 
 def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
-    """Writes the picture and perhaps the page, prints the tables; the exit status."""
+    """Writes the picture and, if asked, the page, and prints the tables. Returns the exit status."""
     picture = asked.out / f"{NAME}.svg"
     draw(results, picture)
     print("\n".join(tables(results)))
@@ -207,7 +207,7 @@ def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
         blocks.write(PAGE, NAME, COMMAND, block(results))
     print(f"picture: {picture}")
     if asked.quick:
-        # So few steps and seeds say nothing about a loss; that ranks agree must hold.
+        # After so few steps and seeds, losses mean nothing, but ranks must still agree.
         print("nothing is judged after so few steps")
     complaints = [
         complaint
@@ -222,7 +222,7 @@ def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     words, _, description = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         description=words + description, epilog=JUDGED, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -252,7 +252,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(text: str) -> list[Task]:
-    """Models by name."""
+    """Parses a list of models by name."""
     for name in text.split(","):
         if name not in BY_NAME:
             raise argparse.ArgumentTypeError(f"unknown model `{name}`; expected some of {', '.join(BY_NAME)}")
@@ -260,14 +260,14 @@ def chosen(text: str) -> list[Task]:
 
 
 def main() -> int:
-    """Trains, or writes again what there is; 1 when something that must hold does not."""
+    """Trains, or writes existing results again. Returns 1 if a requirement is not met."""
     asked = arguments()
     if asked.page_only:
         return finish(kept(asked.out, NAME, "models"), asked)
     settings, missing = offered()
     for reason in missing:
         print(f"left out: {reason}", file=sys.stderr)
-    # Loaded here, once: ranks are forked from this process.
+    # Loaded here once, because ranks are forked from this process.
     for task in asked.models:
         task.data()
     known = facts() | {"missing": missing}

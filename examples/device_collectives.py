@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Makes every collective over the host path and over a device, and trains a toy model over both.
+"""Issues every collective over the host path and over a device, and trains a toy model over both.
 
     python examples/device_collectives.py                                  # two ranks, an engine in software in each
     python examples/device_collectives.py --device 'sim://?design=udp' --ranks 3
     python examples/device_collectives.py --device emulator://127.0.0.1:5500
     torchrun --nproc-per-node 2 examples/device_collectives.py
 
-The table has the median time of each call over both paths, and how many of them the device made. On the device are collectives of equal
-blocks: moves of every type, and sums of float16, float32, float64, int32 and int64. Other operators, uneven blocks, barriers, sends
-and receives are in the table as well: the host makes them, and the group need not know. Results are compared bit for bit; the numbers are
-whole and small, so that sums are exact in any order.
+The table has the median time of each call over both paths, and the number of calls that the device ran. The device runs
+collectives of equal blocks: moves of every type, and sums of float16, float32, float64, int32 and int64. The table also
+has other operators, uneven blocks, barriers, sends and receives: the host runs these, without any change to the
+program. Results are compared bit for bit. The numbers are small integers, so that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass
 class Case:
-    """A call: makes one, on what `inputs` has, and returns what came of it."""
+    """A call: `call` issues it with a tensor as input, and returns the result."""
 
     name: str
     call: Callable[[Job, Tensor], Tensor]
 
 
 def numbers(rank: int, count: int) -> Tensor:
-    """Whole numbers of a rank, as float32."""
+    """Returns integers that depend on the rank, as float32."""
     return (torch.arange(count) * (rank + 3) % 251 - 125).float()
 
 
 def in_place(call: Callable[[Tensor], object]) -> Callable[[Job, Tensor], Tensor]:
-    """A call that leaves its result in its tensor."""
+    """Returns a call that leaves its result in its tensor."""
 
     def made(job: Job, own: Tensor) -> Tensor:
         tensor = own.clone()
@@ -55,21 +55,21 @@ def in_place(call: Callable[[Tensor], object]) -> Callable[[Job, Tensor], Tensor
 
 
 def reduce(job: Job, own: Tensor) -> Tensor:
-    """To the last rank; what others have then is not said."""
+    """Reduces to the last rank; other ranks return their input, because their result is undefined."""
     tensor = own.clone()
     dist.reduce(tensor, job.world - 1)
     return tensor if job.rank == job.world - 1 else own
 
 
 def all_gather(job: Job, own: Tensor) -> Tensor:
-    """One tensor from all."""
+    """Gathers one tensor from all ranks."""
     tensor = own.new_empty(job.world * own.numel())
     dist.all_gather_into_tensor(tensor, own)
     return tensor
 
 
 def all_gather_uneven(job: Job, own: Tensor) -> Tensor:
-    """Tensors of several sizes from all."""
+    """Gathers tensors of several sizes from all ranks."""
     sizes = [own.numel() // (other + 1) for other in range(job.world)]
     parts = [own.new_empty(size) for size in sizes]
     dist.all_gather(parts, own[: sizes[job.rank]].clone())
@@ -77,28 +77,28 @@ def all_gather_uneven(job: Job, own: Tensor) -> Tensor:
 
 
 def gather(job: Job, own: Tensor) -> Tensor:
-    """To rank 0."""
+    """Gathers to rank 0."""
     parts = [torch.empty_like(own) for _ in range(job.world)] if job.rank == 0 else None
     dist.gather(own, parts, 0)
     return torch.cat(parts) if parts else own
 
 
 def scatter(job: Job, own: Tensor) -> Tensor:
-    """From rank 0."""
+    """Scatters from rank 0."""
     tensor = torch.empty_like(own)
     dist.scatter(tensor, [own + other for other in range(job.world)] if job.rank == 0 else None, 0)
     return tensor
 
 
 def reduce_scatter(job: Job, own: Tensor) -> Tensor:
-    """The sum of a block for each rank."""
+    """Returns the sum of this rank's block."""
     tensor = torch.empty_like(own)
     dist.reduce_scatter_tensor(tensor, torch.cat([own + other for other in range(job.world)]))
     return tensor
 
 
 def all_to_all(job: Job, own: Tensor) -> Tensor:
-    """A block from each rank to each."""
+    """Exchanges a block between each pair of ranks."""
     given = torch.cat([own + other for other in range(job.world)])
     tensor = torch.empty_like(given)
     dist.all_to_all_single(tensor, given)
@@ -106,7 +106,7 @@ def all_to_all(job: Job, own: Tensor) -> Tensor:
 
 
 def pass_on(job: Job, own: Tensor) -> Tensor:
-    """To the next rank, from the one before."""
+    """Sends to the next rank, and receives from the previous one."""
     tensor = torch.empty_like(own)
     to, source = (job.rank + 1) % job.world, (job.rank - 1) % job.world
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, own, to), dist.P2POp(dist.irecv, tensor, source)]):
@@ -143,13 +143,13 @@ class ToyModel(nn.Module):
         self.layers = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 64))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """What the layers make of some rows."""
+        """Returns the layers' output for some rows."""
         result: Tensor = self.layers(rows)
         return result
 
 
 def every_call(job: Job) -> None:
-    """Every call some times, and the training."""
+    """Issues every call several times, and trains the toy model."""
     args, run = job.args, job.run
     own = numbers(job.rank, args.elements)
     kept = []
@@ -183,7 +183,7 @@ def every_call(job: Job) -> None:
 
 
 def report(runs: list[Run], args: argparse.Namespace, console: Console, world: int) -> int:
-    """A line for each call, then the verdict."""
+    """Prints a line for each call, then the verdict."""
     table = Table(title=f"Collectives of {args.elements:,} elements a rank, {args.repeat} calls each, {world} ranks")
     table.add_column("")
     for run in runs:

@@ -1,7 +1,7 @@
-"""What the device examples share: ranks, the group of each run, what its device has done, the table and the verdict.
+"""Shared code of the device examples: ranks, the group of each run, the device's calls, the table and the verdict.
 
-An example runs its body in the same processes once on the host path and once with the device, from the same seed, and compares the two.
-Start with `main_of`; the body is given a `Job`, makes one `Run` and never sees which of the two it is.
+An example runs its body in the same processes, from the same seed, once on the host path and once with the device. It
+compares the two runs. Start with `main_of`. The body gets a `Job`, fills its `Run`, and does not depend on the path.
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ from torch_accl_cli.bench.processes import Failed, run_ranks
 
 TIMEOUT_S = 120
 HOST = "none"
-# With more than two ranks a device may add in another order, which changes the last bits of sums, and a model that learns carries that on:
-# weights may differ by so much of the largest. With float16 on the wire they drift apart, and losses by so much of the first one.
+# With more than two ranks a device may add in another order. That changes the last bits of sums, and training amplifies
+# the difference: weights may differ by SPREAD_OF_ORDER of the largest. With float16 on the wire, weights diverge, and
+# the last losses may differ by SPREAD_OF_HALF of the first one.
 SPREAD_OF_ORDER = 1e-2
 SPREAD_OF_HALF = 0.05
 
 
 @dataclass
 class Run:
-    """What the body gave over one path. `weights` are compared between the runs, in whatever order the body has put them, and `exact` with
-    them, which has the same bits whatever adds it."""
+    """Results of the body over one path.
+
+    `weights` are compared between the runs in the body's order. So is `exact`, which must have the same bits in any
+    order of sums.
+    """
 
     device: str
     losses: list[float] = field(default_factory=list)
@@ -59,9 +63,9 @@ class Job:
     """One rank of a run.
 
     Attributes:
-        run: what it gives.
+        run: the results to fill.
         args: the command line.
-        console: where rank 0 prints; silent on the others.
+        console: output of rank 0; silent on the others.
     """
 
     run: Run
@@ -72,7 +76,8 @@ class Job:
 
     @contextmanager
     def progress(self, total: int) -> Iterator[Callable[[str], None]]:
-        """A bar on rank 0; what is given is called after each step, with a text for it. The block's time is the run's."""
+        """Shows a progress bar on rank 0. Yields a function to call after each step, with a text for it. Adds the
+        block's time to the run."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         name = "host" if self.run.device == HOST else self.run.device
         with Progress(*columns, console=self.console, disable=self.rank != 0) as bar:
@@ -82,7 +87,7 @@ class Job:
             self.run.seconds += time.perf_counter() - begin
 
     def step(self, loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
-        """Forward, backward and optimizer, timed; the loss."""
+        """Times forward pass, backward pass and optimizer; returns the loss."""
         begin = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of()
@@ -93,17 +98,17 @@ class Job:
         return self.run.losses[-1]
 
     def keep(self, *modules: nn.Module) -> None:
-        """Copies the weights out, to be compared with those of the other run."""
+        """Copies the weights, for the comparison with the other run."""
         states = [value for module in modules for value in module.state_dict().values()]
         self.run.weights = torch.cat([value.detach().double().flatten() for value in states])
 
 
-# What is made of the runs on each rank; the exit status.
+# Reports the runs on each rank; returns the exit status.
 Report = Callable[[list[Run], argparse.Namespace, Console, int], int]
 
 
 def parser_of(text: str, ranks: int = 2) -> argparse.ArgumentParser:
-    """The arguments that all examples have."""
+    """Returns a parser with the arguments of all examples."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--device",
@@ -120,7 +125,7 @@ def parser_of(text: str, ranks: int = 2) -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """A number of at least 1, from the command line."""
+    """Parses a number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
@@ -128,7 +133,7 @@ def positive(text: str) -> int:
 
 
 def main_of(parser: argparse.ArgumentParser, body: Callable[[Job], None], report: Report) -> int:
-    """Runs the body on all ranks, over the host path and over the device; the exit status of the worst rank."""
+    """Runs the body on all ranks, over the host path and over the device; returns the worst rank's exit status."""
     args = parser.parse_args()
     try:
         Options(device=args.device)
@@ -157,7 +162,7 @@ def _be_rank(
     report: Report,
 ) -> int:
     torch.set_num_threads(1)
-    # The same program in both runs: a difference in the weights is then the device's.
+    # Both runs are deterministic, so a difference in the weights comes from the device.
     torch.use_deterministic_algorithms(True)
     console = Console(quiet=rank != 0)
     runs = []
@@ -180,19 +185,19 @@ def _be_rank(
         finally:
             dist.destroy_process_group()
         runs.append(job.run)
-    # Ranks hold different weights, such as tables: one that differs counts.
+    # Ranks may hold different weights, such as embedding tables, so one rank's failure counts for all.
     store.set(f"verdict {rank}", str(report(runs, args, console, world)))
     return max(int(store.get(f"verdict {other}")) for other in range(world))
 
 
 def backend_of_all() -> Backend:
-    """What the group of all ranks makes its collectives with."""
+    """Returns the backend of the default group."""
     backend: Backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     return backend
 
 
 def calls_now() -> tuple[str, dict[str, int]]:
-    """What the group's device says of itself, and its calls so far: `{"all_reduce float32 SUM": 6}`."""
+    """Returns the device's line of the group's description, and its calls so far: `{"all_reduce float32 SUM": 6}`."""
     line = next((line for line in backend_of_all().describe().splitlines() if line.startswith("device ")), "")
     found = re.search(r": \d+ calls: (.*)$", line)
     parts = found[1].split(", ") if found else []
@@ -200,7 +205,7 @@ def calls_now() -> tuple[str, dict[str, int]]:
 
 
 def slowest(times: list[float]) -> list[float]:
-    """Elementwise the largest over the ranks."""
+    """Returns the elementwise maximum over the ranks."""
     most = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     result: list[float] = most.tolist()
@@ -208,7 +213,7 @@ def slowest(times: list[float]) -> list[float]:
 
 
 def mean(values: list[float]) -> list[float]:
-    """Elementwise over the ranks."""
+    """Returns the elementwise mean over the ranks."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     result: list[float] = (total / dist.get_world_size()).tolist()
@@ -216,12 +221,12 @@ def mean(values: list[float]) -> list[float]:
 
 
 def median(values: list[float]) -> float:
-    """The middle value; nothing has none, which counts as 0."""
+    """Returns the middle value; 0 for an empty list."""
     return float(torch.tensor(values, dtype=torch.float64).median()) if values else 0.0
 
 
 def verdict_of(runs: list[Run], world: int) -> tuple[bool, str]:
-    """Whether the last run's weights are what the first one's lead to expect, and a sentence on it."""
+    """Returns whether the last run's results are as expected from the first run, and a sentence about it."""
     first, last = runs[0], runs[-1]
     if len(runs) == 1:
         return True, "nothing to compare with: this was the host path alone"
@@ -252,12 +257,13 @@ def verdict_of(runs: list[Run], world: int) -> tuple[bool, str]:
 
 
 def mean_of(values: list[float]) -> float:
-    """Of some losses."""
+    """Returns the mean."""
     return sum(values) / len(values)
 
 
 def report_training(title: str, host_only: str) -> Report:
-    """A report of runs that train: a table, what was on the device, the verdict. `host_only` says what never is."""
+    """Returns a report of training runs: a table, the device's calls, the verdict. `host_only` names work that always
+    stays on the host."""
 
     def report(runs: list[Run], args: argparse.Namespace, console: Console, world: int) -> int:
         table = Table(title=f"{title}, {world} ranks")
@@ -279,7 +285,7 @@ def report_training(title: str, host_only: str) -> Report:
 
 
 def conclude(runs: list[Run], args: argparse.Namespace, console: Console, world: int, host_only: str) -> int:
-    """Says what was where and what was verified, and writes the figures; 1 if it is not as it must be."""
+    """Prints where the work was done and what was verified, and writes the figures. Returns 1 if a result is wrong."""
     run = runs[-1]
     is_good, sentence = verdict_of(runs, world)
     if run.device != HOST:

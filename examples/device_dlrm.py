@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Trains a recommendation model like DLRM, its tables spread over the ranks, over the host path and over a device.
+"""Trains a recommendation model like DLRM, with embedding tables spread over the ranks, over the host path and over a
+device.
 
     python examples/device_dlrm.py                                  # two ranks, an engine in software in each
     python examples/device_dlrm.py --ranks 3 --tables 6 --batch 510 --steps 10
     python examples/device_dlrm.py --device 'emulator://127.0.0.1:5500?design=cyt_rdma'
     torchrun --nproc-per-node 2 examples/device_dlrm.py
 
-Each rank holds some of the embedding tables whole and a share of each batch. An all_to_all takes the indices of all samples to the tables,
-one takes the rows back to the samples, and in the backward pass one takes the gradients of rows to the tables; the two small networks below and
-above are copies on all ranks, whose gradients DistributedDataParallel adds. All of that is on the device: an all_to_all if the device
-reaches others by RDMA and each rank holds as many tables, else it stays on the host. The networks, the tables' look-ups and
-the optimizers are the host's. Samples are made by the script: a click follows from the rows of hidden tables.
+Each rank holds some of the embedding tables whole and a share of each batch. One all_to_all sends the indices of all
+samples to the tables, and another returns the rows to the samples. In the backward pass, one sends the gradients of
+rows to the tables. The two small networks, below and above, are copies on all ranks; DistributedDataParallel sums their
+gradients. The device runs all of these collectives, but an all_to_all only if the device uses RDMA and all ranks hold
+the same number of tables. The host computes the networks, the tables' look-ups and the optimizers. The script generates
+the samples: a click follows from the rows of hidden tables.
 """
 
 from __future__ import annotations
@@ -29,23 +31,24 @@ DENSE = 13
 
 
 class Exchange(torch.autograd.Function):
-    """An all_to_all of blocks whose gradient goes the way back."""
+    """An all_to_all of blocks, whose gradient is sent back the same way."""
 
     @staticmethod
     def forward(context: Any, blocks: Tensor, gives: list[int], takes: list[int]) -> Tensor:
-        """Rows of `blocks` to all ranks, as many as `gives` says; rows from all, as many as `takes` says."""
+        """Sends `gives[r]` rows of `blocks` to rank r, and receives `takes[r]` rows from it."""
         context.sizes = (gives, takes)
         return exchange(blocks, gives, takes)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """What came from a rank goes back to it."""
+        """Sends the gradients of received rows back to their ranks."""
         gives, takes = context.sizes
         return exchange(gradients[0].contiguous(), takes, gives), None, None
 
 
 def exchange(blocks: Tensor, gives: list[int], takes: list[int]) -> Tensor:
-    """An all_to_all along the first dimension; even blocks are said to be, since a device takes no others."""
+    """Runs an all_to_all along the first dimension. Even blocks are passed without sizes, since a device accepts no
+    others."""
     result = blocks.new_empty(sum(takes), *blocks.shape[1:])
     is_even = len(set(gives + takes)) == 1
     dist.all_to_all_single(result, blocks, None if is_even else takes, None if is_even else gives)
@@ -53,13 +56,13 @@ def exchange(blocks: Tensor, gives: list[int], takes: list[int]) -> Tensor:
 
 
 class Tables(nn.Module):
-    """The embedding tables of this rank, and the way to them."""
+    """The embedding tables of this rank, and the look-up in all tables."""
 
     def __init__(self, tables: int, rows: int, width: int, rank: int, world: int) -> None:
         super().__init__()
         self.counts = [tables // world + (other < tables % world) for other in range(world)]
         self.rank, self.width = rank, width
-        # Each has a seed of its own: what it begins with depends on no rank.
+        # Each table has its own seed, so its initial values do not depend on the ranks.
         first = sum(self.counts[:rank])
         self.own = nn.ModuleList()
         for number in range(first, first + self.counts[rank]):
@@ -69,11 +72,11 @@ class Tables(nn.Module):
             self.own.append(table)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """The rows of a rank's samples, samples x tables x width, by their indices, tables x samples."""
+        """Returns the rows of this rank's samples (samples x tables x width) for their indices (tables x samples)."""
         samples = indices.shape[1]
         world, own = len(self.counts), self.counts[self.rank]
         takes = [own] * world
-        # Of each rank's samples the indices into the tables that are here; then the rows, samples by samples.
+        # Get all ranks' indices into this rank's tables, then look up the rows.
         asked = exchange(indices, self.counts, takes).view(world, own, samples)
         found = [table(asked[:, number]) for number, table in enumerate(self.own)]
         rows = torch.stack(found, dim=1) if found else torch.empty(world, 0, samples, self.width, requires_grad=True)
@@ -82,7 +85,8 @@ class Tables(nn.Module):
 
 
 class Networks(nn.Module):
-    """What is the same on all ranks: a network for dense features, and one for how they and the rows meet."""
+    """The part that is the same on all ranks: a network for dense features, and one for their interactions with the
+    rows."""
 
     def __init__(self, tables: int, width: int) -> None:
         super().__init__()
@@ -93,7 +97,7 @@ class Networks(nn.Module):
         self.pairs: tuple[Tensor, Tensor] = (first, second)
 
     def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
-        """Whether each sample is a click, as a logit."""
+        """Returns a logit for each sample: whether it is a click."""
         below = self.below(dense)
         vectors = torch.cat([below.unsqueeze(1), rows], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
@@ -102,7 +106,7 @@ class Networks(nn.Module):
 
 
 class Clicks:
-    """Samples, the same whoever asks."""
+    """Samples, the same on every rank."""
 
     def __init__(self, tables: int, rows: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -111,17 +115,17 @@ class Clicks:
         self.dense = torch.randn(DENSE, generator=generator) / DENSE**0.5
 
     def batch(self, step: int, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Dense features, indices (tables x samples) and clicks of a whole batch."""
+        """Returns dense features, indices (tables x samples) and clicks of a whole batch."""
         generator = torch.Generator().manual_seed(self.seed * 100_003 + step)
         dense = torch.randn(samples, DENSE, generator=generator)
-        # Few rows are asked for often, as in life.
+        # A few rows are requested often, as in real data.
         indices = (torch.rand(self.tables, samples, generator=generator) ** 3 * self.rows).long()
         score = self.hidden.gather(1, indices).sum(0) / self.tables**0.5 + dense @ self.dense
         return dense, indices, (score > 0).float()
 
 
 def train(job: Job) -> None:
-    """Some steps; what is kept are this rank's tables and the networks."""
+    """Trains for some steps; keeps this rank's tables and the networks."""
     args = job.args
     if args.batch % job.world:
         raise ValueError(f"--batch is {args.batch}; expected a multiple of the {job.world} ranks")
@@ -139,7 +143,8 @@ def train(job: Job) -> None:
     def loss_of(step: int) -> Tensor:
         dense, indices, wanted = clicks.batch(step, args.batch)
         rows = tables(indices[:, own].contiguous())
-        # Gradients of networks are averaged over the ranks; those of rows come from all of them, and are added.
+        # Gradients of networks are averaged over the ranks. Gradients of rows come from all ranks and are added, so
+        # divide them.
         rows.register_hook(lambda gradient: gradient / job.world)
         return nn.functional.binary_cross_entropy_with_logits(networks(dense[own], rows), wanted[own])
 

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Trains a convolutional network on images of 28x28 digits with DistributedDataParallel, over the host path and over a device.
+"""Trains a convolutional network on images of 28x28 digits with DistributedDataParallel, over the host path and over a
+device.
 
     python examples/device_mnist.py                                  # two ranks, an engine in software in each
     python examples/device_mnist.py --device none                    # the host path alone
     python examples/device_mnist.py --device emulator://127.0.0.1:5500
     torchrun --nproc-per-node 2 examples/device_mnist.py --mnist ~/data/MNIST/raw
 
-The images are the 1,797 digits that scikit-learn brings, 8x8, drawn up to 28x28; or MNIST's own, from a folder with its four IDX
-files, packed or not. On the device are the sums of gradients, which DistributedDataParallel makes bucket by bucket while the
-backward pass runs, and the broadcasts with which it starts. The network itself and the optimizer are the host's.
+The images are the 1,797 digits of scikit-learn, scaled from 8x8 to 28x28. With --mnist they are MNIST's own, from a
+folder with its four IDX files, compressed or not. The device runs the sums of gradients, which DistributedDataParallel
+issues bucket by bucket during the backward pass, and the broadcasts at the start. The host computes the network and the
+optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 ACCURACY_WANTED = 0.9
 SIDE = 28
-# What an IDX file begins with: unsigned bytes in three dimensions, or in one.
+# First word of an IDX file: unsigned bytes in three dimensions, or in one.
 IMAGES, LABELS = 0x0803, 0x0801
 
 
@@ -46,13 +48,14 @@ class MnistNet(nn.Module):
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores of a batch of 1x28x28 images."""
+        """Returns class scores of a batch of 1x28x28 images."""
         scores: Tensor = self.head(self.features(images))
         return scores
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, then test images and labels, from scikit-learn; the same split on every rank."""
+    """Returns training images and labels, then test images and labels, from scikit-learn; the same split on every
+    rank."""
     from sklearn.datasets import load_digits
 
     raw = load_digits()
@@ -65,7 +68,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def mnist(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same from MNIST's files."""
+    """Returns the same from MNIST's files."""
     parts = []
     for part in ("train", "t10k"):
         parts.append(read_idx(folder, f"{part}-images", IMAGES).unsqueeze(1).float() / 255.0)
@@ -79,7 +82,7 @@ def mnist(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def read_idx(folder: Path, name: str, magic: int) -> Tensor:
-    """An IDX file of unsigned bytes, packed by gzip or not."""
+    """Reads an IDX file of unsigned bytes, compressed by gzip or not."""
     kind = "idx3" if magic == IMAGES else "idx1"
     names = [f"{name}{mark}{kind}-ubyte{packed}" for mark in "-." for packed in ("", ".gz")]
     path = next((folder / name for name in names if (folder / name).is_file()), None)
@@ -97,7 +100,7 @@ def read_idx(folder: Path, name: str, magic: int) -> Tensor:
 
 
 def train(job: Job) -> None:
-    """Some epochs, then the accuracy on the test images."""
+    """Trains for some epochs, then measures the accuracy on the test images."""
     args = job.args
     images, labels, test_images, test_labels = mnist(args.mnist) if args.mnist else digits()
     torch.manual_seed(args.seed)
@@ -122,7 +125,7 @@ def train(job: Job) -> None:
             loss = job.step(partial(loss_of, images[chosen], labels[chosen]), optimizer)
             advance(f"loss {loss:.4f}")
     with torch.no_grad():
-        # Each rank has a share of the test.
+        # Each rank evaluates a share of the test images.
         own = slice(job.rank, None, job.world)
         hits = model.module(test_images[own]).argmax(dim=1) == test_labels[own]
     found = mean([hits.sum().item()])[0] * job.world / len(test_labels)

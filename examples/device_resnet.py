@@ -6,10 +6,12 @@
     python examples/device_resnet.py --device emulator://127.0.0.1:5500 --steps 1
     torchrun --nproc-per-node 2 examples/device_resnet.py
 
-The network is written out here: 25.6 million parameters for 1,000 classes, 23.5 million for two, so that each step sends about 94 MB of
-gradients. Images are made by the script, discs and stripes; or they come from a folder with a folder for each class. On the device are the
-sums of gradients in buckets of 25 MiB, whatever a device's buffers hold, and the broadcasts with which DistributedDataParallel starts each
-step. The network and the optimizer are the host's; statistics of batches are each rank's own, and rank 0's are kept.
+The network is defined here: 25.6 million parameters for 1,000 classes, 23.5 million for two, so that each step sends
+The network is defined here: 25.6 million parameters for 1,000 classes, 23.5 million for two, so that each step sends
+about 94 MB of gradients. The script generates images of discs and stripes, or reads them from a folder with a folder
+for each class. The device runs the sums of gradients in buckets of 25 MiB, which may exceed its buffers. It also runs
+the broadcasts with which DistributedDataParallel starts each step. The host computes the network and the optimizer.
+Each rank has its own batch statistics, and rank 0's are kept.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ KINDS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm")
 # Blocks of each stage and the channels of their middle convolutions.
 STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
 EXPANSION = 4
-# Of ImageNet, by which such networks are fed.
+# Mean and deviation of ImageNet, by which inputs of such networks are normalised.
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 DEVIATION = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """A convolution that keeps the size, but for its stride, and its normalisation."""
+    """Returns a convolution that keeps the size, except for its stride, with normalisation."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False), nn.BatchNorm2d(outputs)
     )
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, beside a way around them."""
+    """1x1, 3x3 and 1x1 convolutions, with a shortcut around them."""
 
     def __init__(self, inputs: int, middle: int, stride: int) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Bottleneck(nn.Module):
         self.around: nn.Module = nn.Identity() if is_same else convolution(inputs, outputs, 1, stride)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The sum of both ways."""
+        """Returns the sum of both branches."""
         return nn.functional.relu(self.last(self.main(images)) + self.around(images))
 
 
@@ -79,17 +81,17 @@ class ResNet50(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         for block in blocks:
-            # Each begins as the way around it, by which so deep a network learns from its first step on.
+            # Each block starts as its shortcut alone, so that a deep network learns from its first step on.
             nn.init.zeros_(block.last.weight)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores of a batch of colour images."""
+        """Returns class scores of a batch of colour images."""
         scores: Tensor = self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
         return scores
 
 
 class Shapes:
-    """Images of the script's own: a disc or stripes, anywhere, in any colours."""
+    """Generated images: a disc or stripes, at any position, in any colours."""
 
     classes = ("disc", "stripes")
 
@@ -97,7 +99,7 @@ class Shapes:
         self.side, self.seed = side, seed
 
     def batch(self, numbers: range) -> tuple[Tensor, Tensor]:
-        """The images of these numbers and their classes."""
+        """Returns the images with these numbers and their classes."""
         pairs = [self._image(number) for number in numbers]
         return torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
 
@@ -133,12 +135,12 @@ class Folder:
         self.files, self.side = [found[number] for number in order], side
 
     def batch(self, numbers: range) -> tuple[Tensor, Tensor]:
-        """The images of these numbers, counted round and round, and their classes."""
+        """Returns the images with these numbers, modulo the number of files, and their classes."""
         chosen = [self.files[number % len(self.files)] for number in numbers]
         return torch.stack([self._read(path) for path, _ in chosen]), torch.tensor([label for _, label in chosen])
 
     def _read(self, path: Path) -> Tensor:
-        # Who trains on the script's own images needs no Pillow.
+        # Imported here, because the generated images do not need Pillow.
         from PIL import Image
 
         with Image.open(path) as image:
@@ -148,7 +150,7 @@ class Folder:
 
 
 def train(job: Job) -> None:
-    """Some steps; each rank takes its share of a batch."""
+    """Trains for some steps; each rank takes its share of a batch."""
     args = job.args
     source = Folder(args.images, args.side, args.seed) if args.images else Shapes(args.side, args.seed)
     torch.manual_seed(args.seed)

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node=2 examples/digits_ddp.py --backends accl --device sim
 
 The digits ship inside scikit-learn (1,797 real 8x8 images), so nothing is downloaded. All runs start from the same seed
-in the same processes: the group is destroyed and made again with the next backend. What is measured is defined in
-`MEASURED`, and printed under the table.
+in the same processes: the group is destroyed and created again with the next backend. `MEASURED` defines the measured
+quantities, and is printed under the table.
 """
 
 import argparse
@@ -40,7 +40,7 @@ MEASURED = {
 
 @dataclass
 class Run:
-    """What one backend's training gave."""
+    """Results of one backend's training."""
 
     backend: str
     losses: list[float] = field(default_factory=list)
@@ -68,13 +68,13 @@ class DigitsNet(nn.Module):
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(32 * 4 * 4, 96), nn.ReLU(), nn.Linear(96, 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores of a batch of 1x8x8 images."""
+        """Returns class scores of a batch of 1x8x8 images."""
         scores: Tensor = self.head(self.features(images))
         return scores
 
 
 def counted_all_reduce(buckets: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A DDP communication hook: averages each bucket by one all_reduce, and notes how many elements that moved.
+    """A DDP communication hook that averages each bucket by one all_reduce, and records its number of elements.
 
     DDP calls it as soon as a bucket is full, while the rest of the backward pass still runs.
     """
@@ -84,7 +84,7 @@ def counted_all_reduce(buckets: list[int], bucket: dist.GradBucket) -> torch.fut
 
 
 def communication_times(buckets: list[int], rounds: int = 200) -> list[float]:
-    """Milliseconds per round of reducing float32 buckets of these sizes, all in flight at once as DDP does it."""
+    """Returns milliseconds per round of reducing float32 buckets of these sizes, all in flight at once as in DDP."""
     buffers = [torch.zeros(size) for size in buckets]
     times = []
     for _ in range(rounds):
@@ -97,8 +97,8 @@ def communication_times(buckets: list[int], rounds: int = 200) -> list[float]:
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, then test images and labels; the same split on every rank."""
-    # Here, since who imports the model needs no data.
+    """Returns training images and labels, then test images and labels; the same split on every rank."""
+    # Imported here, because importing the model alone needs no data.
     from sklearn.datasets import load_digits
 
     raw = load_digits()
@@ -110,7 +110,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(backend: str, args: argparse.Namespace, console: Console, device: str | None = None) -> Run:
-    """Trains from the seed over one backend, on the ranks of this torchrun job; with a device on that device."""
+    """Trains from the seed over one backend, on the ranks of this torchrun job; on `device` if given."""
     run = Run(backend if device is None else f"{backend}, {device.partition(':')[0]}")
     timeout = datetime.timedelta(seconds=120)
     if device is None:
@@ -158,7 +158,7 @@ def train(backend: str, args: argparse.Namespace, console: Console, device: str 
 
 
 def calls_of_device() -> int:
-    """How many collectives the device of this rank has done."""
+    """Returns the number of collectives that this rank's device has run."""
     group = dist.distributed_c10d._get_default_group()
     facts: str = group._get_backend(torch.device("cpu")).describe()  # type: ignore[attr-defined]
     found = re.search(r"^device .*: (\d+) calls", facts, re.MULTILINE)
@@ -166,7 +166,7 @@ def calls_of_device() -> int:
 
 
 def summarise(run: Run, model: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """Averages the losses over the ranks, takes the slowest rank's times, tests, and copies the weights out."""
+    """Averages the losses over the ranks, takes the slowest rank's times, tests, and copies the weights."""
     losses = torch.tensor(run.losses, dtype=torch.float64)
     dist.all_reduce(losses)
     run.losses = (losses / dist.get_world_size()).tolist()
@@ -174,14 +174,14 @@ def summarise(run: Run, model: nn.Module, images: Tensor, labels: Tensor) -> Non
     run.communication_ms = slowest(run.communication_ms)
     with torch.no_grad():
         correct = (model(images).argmax(dim=1) == labels).double().mean()
-    # The least of all ranks: they hold the same weights, so a difference would show here.
+    # The minimum over all ranks: they hold the same weights, so a difference would show here.
     dist.all_reduce(correct, op=dist.ReduceOp.MIN)
     run.accuracy = correct.item()
     run.weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
 
 
 def slowest(times: list[float]) -> list[float]:
-    """Elementwise the largest over the ranks."""
+    """Returns the elementwise maximum over the ranks."""
     most = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     result: list[float] = most.tolist()
@@ -189,18 +189,18 @@ def slowest(times: list[float]) -> list[float]:
 
 
 def progress_bar(console: Console, rank: int) -> Progress:
-    """A bar on rank 0, none elsewhere."""
+    """Returns a progress bar, shown on rank 0 only."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, disable=rank != 0)
 
 
 def median(values: list[float]) -> float:
-    """The middle value."""
+    """Returns the middle value."""
     return float(torch.tensor(values, dtype=torch.float64).median())
 
 
 def report(run: Run, first: Run) -> dict[str, object]:
-    """The figures of one run, next to the first one."""
+    """Returns the figures of one run, compared with the first one."""
     difference = (run.weights - first.weights).abs().max().item()
     return {
         "backend": run.backend,
@@ -217,7 +217,7 @@ def report(run: Run, first: Run) -> dict[str, object]:
 
 
 def print_table(rows: list[dict[str, object]], console: Console) -> None:
-    """One column per run, one line per figure."""
+    """Prints one column per run, one line per figure."""
     table = Table(title="Handwritten digits, DistributedDataParallel")
     table.add_column("")
     for row in rows:
@@ -247,7 +247,7 @@ def print_table(rows: list[dict[str, object]], console: Console) -> None:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Loss curves on the left, times on the right."""
+    """Draws loss curves on the left, times on the right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -255,7 +255,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for index, run in enumerate(runs):
-        # Runs with equal weights lie on top of each other: later ones are thinner and dashed.
+        # Curves of runs with equal weights coincide, so later ones are thinner and dashed.
         left.plot(
             run.losses, label=run.backend, linewidth=3.0 - 1.8 * min(index, 1), linestyle="-" if not index else "--"
         )
@@ -275,7 +275,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="accl,gloo", help="backends, in order (default: accl,gloo)")
     parser.add_argument(
@@ -291,13 +291,13 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Trains once per backend; 1 when a run stays below the wanted accuracy."""
+    """Trains once per backend; returns 1 if a run stays below the wanted accuracy."""
     args = arguments()
     if "RANK" not in os.environ:
         print("start this with: torchrun --nproc-per-node=2 examples/digits_ddp.py", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    # The same program in every run: differences in the weights are then the backend's.
+    # Every run is deterministic, so differences in the weights come from the backend.
     torch.use_deterministic_algorithms(True)
     console = Console()
     runs = [train(backend, args, console) for backend in args.backends.split(",")]

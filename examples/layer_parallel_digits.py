@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Trains a deep residual net on handwritten digits with its layers spread over the ranks: exactly and by multigrid, and compares the runs.
+"""Trains a deep residual net on handwritten digits with its layers spread over the ranks, exactly and by multigrid, and
+compares the runs.
 
     torchrun --nproc-per-node=2 examples/layer_parallel_digits.py
     torchrun --nproc-per-node=4 examples/layer_parallel_digits.py --layers 64 --factor 8
 
-The digits ship inside scikit-learn (1,797 real 8x8 images), so nothing is downloaded. All runs start from the same weights and see the same
-batches. The picture has their losses, and the residual norms that say how inexact the last forward pass of each batch was.
+The digits ship inside scikit-learn (1,797 real 8x8 images), so nothing is downloaded. All runs start from the same
+weights and use the same batches. The picture shows their losses, and the residual norms, which show the error of each
+batch's last forward pass.
 """
 
 import argparse
@@ -29,33 +31,33 @@ MODES = ("exact-wave", "exact-pipeline", "inexact")
 
 @dataclass
 class Run:
-    """What one training gave."""
+    """Results of one training."""
 
     mode: str
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
-    # The last norm of each batch's forward pass.
+    # Last residual norm of each batch's forward pass.
     residuals: list[float] = field(default_factory=list)
     accuracy: float = 0.0
 
 
 def head(number: int) -> nn.Module:
-    """From an image to channels."""
+    """Maps an image to channels."""
     return nn.Sequential(nn.Conv2d(1, 12, 3, padding=1), nn.ReLU())
 
 
 def block(number: int) -> nn.Module:
-    """The increment of one step."""
+    """Computes the increment of one step."""
     return nn.Sequential(nn.Conv2d(12, 12, 3, padding=1), nn.Tanh(), nn.Conv2d(12, 12, 3, padding=1))
 
 
 def tail(number: int) -> nn.Module:
-    """From channels to digits."""
+    """Maps channels to digits."""
     return nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12 * 16, 10))
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1,497 images and labels to train with, and 300 to test with."""
+    """Returns 1,497 images and labels for training, and 300 for testing."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -67,7 +69,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(args: argparse.Namespace, mode: str, console: Console) -> Run:
-    """One training; all ranks call it."""
+    """Trains once; collective."""
     run = Run(mode)
     net = LayerParallel(
         [plain(head), *(ode(block) for _ in range(args.layers)), plain(tail)],
@@ -104,7 +106,7 @@ def train(args: argparse.Namespace, mode: str, console: Console) -> Run:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Losses, and residual norms."""
+    """Draws losses and residual norms."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +127,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def main() -> None:
-    """Trains in each mode, and shows."""
+    """Trains in each mode, and shows the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", default=",".join(MODES), help="of %(default)s, which are run")
     parser.add_argument("--layers", type=int, default=32, help="steps of the net")

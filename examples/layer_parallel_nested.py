@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Nested iteration: trains a shallow net on handwritten digits, makes it deeper again and again, and compares with training the deepest from the start.
+"""Nested iteration: trains a shallow net on handwritten digits and deepens it repeatedly.
+
+Compares this with training the deepest net from the start.
 
     torchrun --nproc-per-node=1 examples/layer_parallel_nested.py
     torchrun --nproc-per-node=2 examples/layer_parallel_nested.py --mode inexact
 
-The digits ship inside scikit-learn (1,797 real 8x8 images), so nothing is downloaded. All runs of a seed see the same batches, and get the same
-work: a layer evaluation is a layer's forward and backward pass over a batch of one training step, whatever mode it is done in, so that a step of a net of 64 steps is
-64 of them. The picture has loss and accuracy against work.
+The digits ship inside scikit-learn (1,797 real 8x8 images), so nothing is downloaded. All runs of a seed use the same
+batches and the same amount of work. Work is counted in layer evaluations: a layer's forward and backward pass over the
+batch of one training step, in any mode. A step of a net of 64 steps is 64 of them. The picture shows loss and accuracy
+against work.
 """
 
 import argparse
@@ -17,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
-# Before torch is loaded: ranks share the machine.
+# Set before torch is loaded: ranks share the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -30,22 +33,23 @@ from torch import Tensor, nn
 from torch_accl.layer_parallel import Cycle, LayerParallel, ode, plain, refined
 
 CHANNELS = 8
-# So many training images tell the loss, the same ones always.
+# Number of training images on which the loss is evaluated, always the same ones.
 LOOKED_AT = 500
 MODES = ("exact-wave", "exact-pipeline", "inexact")
-# The first two are interpolations of a shallower net.
+# The first two interpolate a shallower net.
 WAYS = ("constant", "linear", "deepest")
 
 
 @dataclass
 class Run:
-    """What one training gave."""
+    """Results of one training."""
 
     name: str
     seed: int
-    # Of the optimizer, each with one batch.
+    # Steps of the optimizer, each with one batch.
     steps: int = 0
-    # At each look: layer evaluations until then, steps of the net, loss over some training images, share of test images that are right.
+    # For each evaluation: layer evaluations so far, steps of the net, loss over some training images, share of correct
+    # test images.
     work: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -54,7 +58,7 @@ class Run:
 
 @dataclass
 class Digits:
-    """Images and labels to train with, and to test with."""
+    """Images and labels for training and for testing."""
 
     images: Tensor
     labels: Tensor
@@ -63,24 +67,24 @@ class Digits:
 
 
 def head(number: int) -> nn.Module:
-    """From an image to channels."""
+    """Maps an image to channels."""
     return nn.Sequential(nn.Conv2d(1, CHANNELS, 3, padding=1), nn.ReLU())
 
 
 def block(number: int) -> nn.Module:
-    """The increment of one step."""
+    """Computes the increment of one step."""
     return nn.Sequential(
         nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.Tanh(), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
     )
 
 
 def tail(number: int) -> nn.Module:
-    """From channels to digits."""
+    """Maps channels to digits."""
     return nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(CHANNELS * 16, 10))
 
 
 def digits() -> Digits:
-    """1,497 to train with, and 300 to test with."""
+    """Returns 1,497 images for training, and 300 for testing."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -92,7 +96,7 @@ def digits() -> Digits:
 
 
 def batches(data: Digits, size: int, seed: int) -> Iterator[Tensor]:
-    """The rows of one batch after the other, for ever."""
+    """Yields the rows of one batch after the other, without end."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(data.labels), generator=generator)
@@ -100,7 +104,7 @@ def batches(data: Digits, size: int, seed: int) -> Iterator[Tensor]:
 
 
 def net_of(args: argparse.Namespace, steps: int, seed: int) -> LayerParallel:
-    """A net before training."""
+    """Returns a net before training."""
     return LayerParallel(
         [plain(head), *(ode(block) for _ in range(steps)), plain(tail)],
         horizon=args.horizon,
@@ -113,7 +117,7 @@ def net_of(args: argparse.Namespace, steps: int, seed: int) -> LayerParallel:
 
 @torch.no_grad()
 def look(run: Run, net: LayerParallel, data: Digits, work: int, steps: int) -> None:
-    """Adds how good the net is now; all ranks call it."""
+    """Evaluates the net and adds the results to the run; collective."""
     net.eval()
     found = torch.zeros(2, dtype=torch.float64)
     y, y_test = net(data.images[:LOOKED_AT]), net(data.test_images)
@@ -129,7 +133,7 @@ def look(run: Run, net: LayerParallel, data: Digits, work: int, steps: int) -> N
 
 
 def train(args: argparse.Namespace, data: Digits, name: str, seed: int, tick: Callable[[Run, int], None]) -> Run:
-    """One training; all ranks call it. `deepest` begins with the deepest net, the others become it by interpolation."""
+    """Trains once; collective. `deepest` starts with the deepest net; the other runs reach it by interpolation."""
     run, work = Run(name, seed), 0
     per_epoch = len(data.labels) // args.batch
     depths = [args.depths[-1]] if name == "deepest" else args.depths
@@ -138,7 +142,7 @@ def train(args: argparse.Namespace, data: Digits, name: str, seed: int, tick: Ca
         if name == "deepest"
         else [steps * args.epochs * per_epoch for steps in args.depths]
     )
-    # A part of an epoch of the deepest net.
+    # Work between two evaluations: a part of an epoch of the deepest net.
     interval = max(1, args.depths[-1] * per_epoch // args.looks)
     net = net_of(args, depths[0], seed)
     optimizer: torch.optim.Optimizer = torch.optim.Adam(net.parameters(), lr=args.learning_rate)
@@ -168,13 +172,13 @@ def train(args: argparse.Namespace, data: Digits, name: str, seed: int, tick: Ca
 
 
 def spread(values: list[float], shown: str) -> str:
-    """A mean, and the standard deviation where there are several."""
+    """Returns a mean, and the standard deviation if there are several values."""
     text = format(mean(values), shown)
     return f"{text} ± {format(stdev(values), shown)}" if len(values) > 1 else text
 
 
 def first_below(run: Run, loss: float) -> int | None:
-    """The work until a run's deepest net has a loss."""
+    """Returns the work until a run's deepest net reaches a loss; None if it does not."""
     deepest = max(run.depths)
     return next(
         (work for work, found, steps in zip(run.work, run.losses, run.depths) if steps == deepest and found <= loss),
@@ -183,7 +187,7 @@ def first_below(run: Run, loss: float) -> int | None:
 
 
 def table_of(runs: list[Run], depths: list[int]) -> Table:
-    """A row for each way to train."""
+    """Returns a table with a row for each way to train."""
     table = Table(title=f"{' -> '.join(map(str, depths))} steps, all with the same work")
     for column in (
         "way",
@@ -214,7 +218,7 @@ def table_of(runs: list[Run], depths: list[int]) -> Table:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Loss and accuracy against work: a line for each seed, in the colour of its way."""
+    """Draws loss and accuracy against work: a line for each seed, in the colour of its way."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -242,7 +246,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", default="8,16,32,64", help="steps of the nets, each a multiple of the one before")
     parser.add_argument("--epochs", type=int, default=4, help="of each depth; the deepest net alone gets the same work")
@@ -275,7 +279,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains in each way, and shows."""
+    """Trains in each way, and shows the results."""
     args = arguments()
     dist.init_process_group(args.backend)
     torch.set_num_threads(1)

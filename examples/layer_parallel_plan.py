@@ -1,6 +1,6 @@
-"""What `layer_parallel_study.py` trains and compares: ways to solve a net's layers, nets, their data and optimizers.
+"""Tasks and settings of `layer_parallel_study.py`: ways to solve a net's layers, nets, their data and optimizers.
 
-Trains nothing, and owns no process. Read `TASKS` and `Setting` first.
+Trains nothing, and starts no process. Read `TASKS` and `Setting` first.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from study_plan import Data, Layer
 from torch import Tensor, nn
 from torch_accl.layer_parallel import Block, Cycle, LayerParallel, RecurrentParallel, ode, plain, residual
 
-# An audit above this share, and a convergence factor above this number, are reasons to go on exactly.
+# A gradient error above MOST_OFF, or a convergence factor above MOST_FACTOR, makes a run continue exactly.
 MOST_OFF, MOST_FACTOR = 0.5, 1.0
 
 
 def greatest_factor(mark: dict[str, Any]) -> float:
-    """The convergence factor of the pass that converges less; what is no number any more is beyond all."""
+    """Returns the convergence factor of the pass that converges less; infinity if a factor is not a number."""
     return max(math.inf if mark[key] is None else mark[key] for key in ("forward_factor", "backward_factor"))
 
 
 def gradient_error(mark: dict[str, Any]) -> float:
-    """How far gradients are off, relative, in the 2-norm."""
+    """Returns the relative error of the gradients in the 2-norm; infinity if it is not a number."""
     return math.inf if mark["gradient_error"] is None else mark["gradient_error"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the layers are solved in training: a mode, levels, so many steps to a coarse one, iterations of both passes, buffer layers at both ends.
+    """How the layers are solved in training: mode, levels, coarsening factor, iterations of both passes, and buffer
+    layers at both ends.
 
-    Some runs leave their mode for an exact one at the first probe that says so.
+    With `switch`, a run changes to an exact mode at the first evaluation that indicates it.
     """
 
     name: str
@@ -51,13 +52,13 @@ class Setting:
     switch: Literal["never", "factor", "audit"] = "never"
 
     def is_over(self, mark: dict[str, Any]) -> bool:
-        """Whether what a look at the net has seen is a reason to go on exactly."""
+        """Returns whether the evaluation `mark` of the net is a reason to continue exactly."""
         if self.switch == "factor":
             return greatest_factor(mark) > MOST_FACTOR
         return self.switch == "audit" and gradient_error(mark) > MOST_OFF
 
     def solve(self) -> dict[str, Any]:
-        """What every kind of net is told of it."""
+        """Returns the arguments of every kind of net for this setting."""
         forward, adjoint = (
             Cycle(levels=self.levels, factor=self.factor, iterations=iterations)
             for iterations in (self.forward, self.backward)
@@ -71,67 +72,71 @@ INEXACT = Setting("inexact")
 
 @dataclass(frozen=True)
 class Task:
-    """A net, what it is trained on, and how."""
+    """A net, its data, and its training."""
 
     name: str
     title: str
     text: str
-    # Of so many steps, solved in some way, from a seed, on which alone its weights depend: a net of the default group, or of this process by itself.
+    # Creates a net from its number of steps, a setting and a seed; its weights depend only on the seed. The net belongs
+    # to the default group, or to this process alone.
     net: Callable[[int, Setting, int], Net]
     depth: int
-    # Of a net of so many steps.
+    # Returns the data for a net with this number of steps.
     source: Callable[[int], Data]
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
     settings: tuple[Setting, ...]
     batch: int
-    # Rows that are held out, of those that there are.
+    # Number of held-out rows that are used.
     held: int
     steps: int
-    # So many steps are between two looks at the net.
+    # Number of steps between two evaluations of the net.
     every: int
     seeds: int
-    # What the picture has beside the training loss, and what it counts.
+    # Quantity shown in addition to the training loss, and the unit of its axis.
     shown: Literal["accuracy", "loss"]
     unit: Literal["epoch", "batch"]
-    # What the steps are.
+    # Name of the net's steps.
     layers: str = "layers between head and tail"
 
     def data(self) -> Data:
-        """The same object each time."""
+        """Returns the data, the same object each time."""
         return self.source(self.depth)
 
     def quick(self) -> Task:
-        """A shallow one with few steps."""
+        """Returns a shallow version with few steps."""
         return replace(self, depth=8, batch=4, held=16, steps=4, every=2, seeds=min(self.seeds, 2))
 
 
 @cache
 def images() -> Data:
-    """The digits as the example splits them."""
+    """Returns the digits with the example's split."""
     inputs, targets, held_inputs, held_targets = layer_parallel_digits.digits()
     words = f"{len(targets):,} images of 8x8, {len(held_targets)} held out"
     return Data(inputs, targets, held_inputs, held_targets, words)
 
 
 def convolutions(depth: int) -> list[Block]:
-    """The net of the example."""
+    """Returns the layers of the example's net."""
     steps = [ode(layer_parallel_digits.block) for _ in range(depth)]
     return [plain(layer_parallel_digits.head), *steps, plain(layer_parallel_digits.tail)]
 
 
 WIDTH, HEADS, CONTEXT, SYMBOLS = 48, 4, 64, 128
-# Of the recurrent net.
+# Width of the recurrent net's state.
 HIDDEN = 96
 
 
 @cache
 def topics(context: int) -> Data:
-    """What Python says to `help()` of its topics, as bytes: windows that begin anywhere, and in the last tenth, which is held out, one beside the other."""
+    """Returns the text of Python's `help()` topics as bytes.
+
+    Training windows start anywhere. The last tenth is held out, in windows next to each other.
+    """
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     symbols = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    # What is no ASCII is rare here, and all one symbol.
+    # Bytes outside of ASCII are rare here, and become one symbol.
     symbols[symbols >= SYMBOLS] = 0
     cut = len(symbols) * 9 // 10
     windows = symbols[:cut].unfold(0, context + 1, 1)
@@ -142,7 +147,7 @@ def topics(context: int) -> Data:
 
 
 class Symbols(nn.Module):
-    """Bytes, and their places in a window, as vectors."""
+    """Maps bytes, and their places in a window, to vectors."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -150,16 +155,17 @@ class Symbols(nn.Module):
         self.places = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Windows of vectors."""
+        """Returns windows of vectors."""
         vectors: Tensor = self.symbols(text) + self.places
         return vectors
 
 
 def transformer(depth: int) -> list[Block]:
-    """Blocks with the norm before, each of which is a step with its own skip connection, between an embedding and the scores of the next byte."""
+    """Returns pre-norm blocks, each a step with its own skip connection, between an embedding and the scores of the
+    next byte."""
 
     def block(number: int) -> nn.Module:
-        """With the weights that GPT-2 begins with: what a block adds to its input is the smaller, the more of them there are."""
+        """Returns a block with GPT-2's initial weights: the more blocks there are, the less each adds to its input."""
         made = Layer(WIDTH, HEADS)
         for linear in (part for part in made.modules() if isinstance(part, nn.Linear)):
             nn.init.normal_(linear.weight, std=0.02)
@@ -175,7 +181,10 @@ def transformer(depth: int) -> list[Block]:
 
 
 class Sequences(RecurrentParallel):
-    """A GRU between an embedding and the scores of the next byte. All ranks have all weights, and are given all of the text; each works on its part of the windows."""
+    """A GRU between an embedding and the scores of the next byte.
+
+    All ranks have all weights and get all of the text; each rank works on its part of the windows.
+    """
 
     def __init__(self, setting: Setting, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -190,16 +199,17 @@ class Sequences(RecurrentParallel):
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """What has weights."""
+        """Returns the modules with weights."""
         return {"symbols": self.symbols, "cell": self.cell, "scores": self.scores}
 
     @property
     def owned(self) -> range:
-        """The first rank speaks for all, since all have the same gradients."""
+        """The layers that this rank reports: all on the first rank, since all ranks have the same gradients."""
         return range(len(self.layers) if self.is_first else 0)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Scores of the byte after each: in training for this rank's part of the windows, in evaluation for all, on all ranks."""
+        """Returns scores of the byte after each: in training for this rank's part of the windows, in evaluation for all
+        windows on all ranks."""
         outputs, _ = super().forward(self.symbols(self.part(text)))
         if not torch.is_grad_enabled() and self.wire.size > 1:
             whole = outputs.new_zeros(*text.shape, HIDDEN)
@@ -210,20 +220,20 @@ class Sequences(RecurrentParallel):
         return scores
 
     def step(self, text: Tensor, targets: Tensor, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """As every net's: the loss of all windows, and in `.grad` its gradients."""
+        """Returns the loss of all windows, and stores its gradients in `.grad`, as in other nets."""
         own = self.part(targets)
         loss = loss_fn(self(text), own) * (own.numel() / targets.numel())
         loss.backward()
         loss = loss.detach()
         if self.wire.size > 1:
-            # The cell's are whole already.
+            # The cell's gradients are already summed.
             shares = [p.grad for module in (self.symbols, self.scores) for p in module.parameters()]
             for share in (loss, *shares):
                 dist.all_reduce(share)
         return loss
 
     def part(self, windows: Tensor) -> Tensor:
-        """This rank's steps of them."""
+        """Returns this rank's steps of the windows."""
         return windows.tensor_split(self.wire.size, 1)[self.wire.rank]
 
 
@@ -231,17 +241,17 @@ Net = LayerParallel | Sequences
 
 
 def stack(layers: Callable[[int], Sequence[Block]], horizon: float, depth: int, setting: Setting, seed: int) -> Net:
-    """A net of layers."""
+    """Returns a net of layers."""
     ends = (setting.buffer_layers, setting.buffer_layers)
     return LayerParallel(layers(depth), horizon=horizon, seed=seed, buffer_layers=ends, **setting.solve())
 
 
 def adam(parameters: Iterable[Tensor], rate: float) -> torch.optim.Optimizer:
-    """Adam with torch's own settings but for the rate."""
+    """Returns Adam with torch's default settings, except for the rate."""
     return torch.optim.Adam(parameters, lr=rate)
 
 
-# The longest runs first: processes that share the work then end together.
+# The longest runs come first, so that processes that share the work end at about the same time.
 TASKS = (
     Task(
         "transformer",
@@ -306,7 +316,7 @@ TASKS = (
         settings=(INEXACT, Setting("inexact, c = 8", factor=8), EXACT),
         batch=64,
         held=300,
-        # Eight times all images but those that fill no batch.
+        # Eight passes over all images, without those that do not fill a batch.
         steps=8 * 23,
         every=23,
         seeds=3,

@@ -1,6 +1,6 @@
-"""What `layer_parallel_study.py` found, as tables and pictures, from the file of figures.
+"""Tables and pictures of `layer_parallel_study.py`, from the file of figures.
 
-Owns when a run has departed from the exact one. Trains nothing.
+Owns the definition of a departure from the exact run. Trains nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from layer_parallel_plan import EXACT, MOST_FACTOR, MOST_OFF, TASKS, Task, gradi
 from benches.peers.pictures import save
 from benches.peers.tables import Table, plain
 
-# A loss this far above that of the exact run of the same seed has departed from it.
+# A run has departed if its loss is this much above the loss of the exact run of the same seed.
 DEPARTED = 0.05
 
 SAID = f"""\
@@ -36,31 +36,32 @@ class Found:
             self.runs.setdefault(run["setting"], []).append(run)
 
     def last(self, setting: str, key: str) -> list[float]:
-        """What the last look at each seed's net has seen."""
+        """Returns a figure of the last evaluation, for each seed."""
         return [number(run["marks"][-1][key]) for run in self.runs[setting]]
 
     def beside(self, setting: str, key: str) -> list[float]:
-        """The same less that of the exact run of the same seed."""
+        """Returns its difference from the exact run of the same seed."""
         return [value - exact for value, exact in zip(self.last(setting, key), self.last(EXACT.name, key), strict=True)]
 
     def departed(self, setting: str) -> list[int | None]:
-        """The batch from which on each seed's loss is that of the exact run no more."""
+        """Returns, for each seed, the batch from which on the loss stays away from the exact run's; None if it does
+        not."""
         found = []
         for run, exact in zip(self.runs[setting], self.runs[EXACT.name], strict=True):
             first = None
             for mark, other in zip(run["marks"][1:], exact["marks"][1:], strict=True):
-                # What is no number is above all.
+                # NaN counts as above everything.
                 is_near = number(mark["loss"]) - number(other["loss"]) <= DEPARTED
                 first = None if is_near else first if first is not None else mark["step"]
             found.append(first)
         return found
 
     def first(self, setting: str, is_seen: Callable[[dict[str, Any]], bool]) -> list[int | None]:
-        """The first look at each seed's net at which something was seen."""
+        """Returns, for each seed, the first evaluation for which `is_seen` holds; None if there is none."""
         return [next((mark["step"] for mark in run["marks"] if is_seen(mark)), None) for run in self.runs[setting]]
 
     def over_seeds(self, setting: str, key: str) -> list[tuple[int, float, float, float]]:
-        """A figure on the way: batch, mean, least, greatest."""
+        """Returns the course of a figure: batch, mean, least, greatest."""
         rows = []
         for marks in zip(*(run["marks"] for run in self.runs[setting])):
             values = [number(mark[key]) for mark in marks]
@@ -69,12 +70,12 @@ class Found:
 
 
 def number(value: float | None) -> float:
-    """Not a number where there was none."""
+    """Returns the value; NaN for None."""
     return math.nan if value is None else value
 
 
 def tables(results: dict[str, Any], picture: Callable[[Task], str] | None = None) -> list[str]:
-    """The results as Markdown: a table for each study, and perhaps its picture."""
+    """Returns the results as Markdown: a table for each study, and its picture if asked."""
     lines = [SAID.replace("\n", " "), ""]
     for task in TASKS:
         if record := results["studies"].get(task.name):
@@ -86,7 +87,7 @@ def tables(results: dict[str, Any], picture: Callable[[Task], str] | None = None
 
 
 def table(found: Found, task: Task) -> Table:
-    """A row for each setting, the exact one first."""
+    """Returns a table with a row for each setting, the exact one first."""
     is_share = task.shown == "accuracy"
     key = f"held_{task.shown}"
     head = ("", "training loss", f"held out: {task.shown}", "by iterations", "less that of exact", "departs at batch")
@@ -109,7 +110,7 @@ def table(found: Found, task: Task) -> Table:
 
 
 def spread(values: Sequence[float], *, is_share: bool = False) -> str:
-    """The mean, and the range if there are several."""
+    """Returns the mean, and the range if there are several values, as text."""
     if not all(map(math.isfinite, values)):
         return "lost"
     shown = (lambda value: f"{value:.1%}") if is_share else plain
@@ -118,12 +119,12 @@ def spread(values: Sequence[float], *, is_share: bool = False) -> str:
 
 
 def steps(found: Iterable[int | None]) -> str:
-    """Batches, one of each seed."""
+    """Returns batches, one for each seed, as text."""
     return ", ".join("never" if step is None else f"{step:,}" for step in dict.fromkeys(found))
 
 
 def measured(record: dict[str, Any], task: Task) -> str:
-    """When and with what."""
+    """Returns the date and conditions of the measurement as text."""
     seeds = "1 seed" if record["seeds"] == 1 else f"{record['seeds']} seeds"
     words = (
         f"{record['depth']} {task.layers}, {record['steps']:,} batches, looked at every {record['every']}, {seeds}; "
@@ -132,11 +133,12 @@ def measured(record: dict[str, Any], task: Task) -> str:
 
 
 def draw(record: dict[str, Any], task: Task, target: Path) -> None:
-    """Training loss, what was held out, convergence factors, errors of gradients; means over seeds, with ranges."""
+    """Draws training loss, held-out results, convergence factors and errors of gradients: means over seeds, with
+    ranges."""
     import matplotlib
 
     matplotlib.use("Agg")
-    # Text stays text and names do not change from run to run.
+    # Keep text as text, and names the same in every run.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "accl", "font.size": 9})
     from matplotlib import pyplot
 

@@ -1,24 +1,28 @@
 #!/usr/bin/env python3
-"""What inexact layer-parallel training does to what a net learns: runs from the same weights, on the same batches, exactly and by multigrid.
+"""Effects of inexact layer-parallel training on what a net learns.
+
+Compares runs from the same weights, on the same batches, exactly and by multigrid.
 
     python examples/layer_parallel_study.py
     torchrun --nproc-per-node=2 examples/layer_parallel_study.py
 
-A net of convolutions learns handwritten digits, that scikit-learn brings; a transformer of many blocks, and a GRU on long windows, the text of Python's own help.
-On the way each run is looked at: what it has learnt, evaluated exactly and by the iterations of its training; how far its
-gradients are from exact ones; and its convergence factor, the ratio of the last two residual norms of a batch with twice the
-iterations. Where that passes 1 more iterations do not help; two runs go on exactly once the factor, or the error of the gradients, says so.
+A net of convolutions learns the handwritten digits of scikit-learn. A transformer with many blocks, and a GRU on long
+windows, learn the text of Python's own help. During training each run is evaluated: its losses, computed exactly and by
+the iterations of its training; the error of its gradients relative to exact ones; and its convergence factor. That
+factor is the ratio of the last two residual norms of a batch with twice the iterations. Above 1, more iterations do not
+help. Two runs continue exactly once the factor, or the error of the gradients, is too large.
 
-Results do not depend on the number of ranks by a bit; the GRU's do by rounding, as ranks add up its gradients. So processes share the runs here, each with all layers of its nets, which is
-faster than one run on all of them; under torchrun and other launchers each net lies on all ranks. `layer_parallel_plan.py` has
-nets and settings, `layer_parallel_report.py` tables and pictures.
+Results have the same bits on any number of ranks, except that the GRU's differ by rounding, because ranks add its
+gradients. So processes share the runs here, each with all layers of its nets, which is faster than one run on all of
+them. Under torchrun and other launchers each net lies on all ranks. `layer_parallel_plan.py` has nets and settings,
+`layer_parallel_report.py` tables and pictures.
 """
 
 from __future__ import annotations
 
 import os
 
-# Before numpy and torch are loaded: processes share the machine, and are forked from this one.
+# Set before numpy and torch are loaded: processes share the machine, and are forked from this one.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import argparse
@@ -50,7 +54,7 @@ from study_common import Watch, batches, facts, finite, kept, save
 from benches import blocks
 
 TIMEOUT_S = 600
-# How long the process with the bar waits before it shows what the others have done.
+# Seconds between two updates of the bar by its process, while it waits for the others.
 GLANCE_S = 0.5
 DOCS = ROOT / "docs" / "layer-parallel"
 NAME = "study"
@@ -60,19 +64,20 @@ Job = tuple[Task, Setting, int]
 
 
 def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy."""
+    """Returns the cross entropy."""
     return functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
 def train(task: Task, setting: Setting, seed: int, tick: Callable[[float], None] = lambda loss: None) -> dict[str, Any]:
-    """Trains once, on the ranks of the default group or in this process alone; the figures are the same on all ranks."""
+    """Trains once, on the ranks of the default group or in this process alone; the figures are the same on all
+    ranks."""
     data = task.data()
     net = task.net(task.depth, setting, seed)
     optimizer = task.optimizer(net.parameters())
     order = batches(len(data.targets), task.batch, task.steps, seed)
     began, losses, marks, switched = time.perf_counter(), [], [], None
     for step in range(task.steps + 1):
-        # Looked at before the first step and after the last one as well.
+        # Evaluates before the first step and after the last one as well.
         if step % task.every == 0 or step == task.steps:
             rows = order[min(step, task.steps - 1)]
             mark = look(net, data.inputs[rows], data.targets[rows])
@@ -99,20 +104,20 @@ def train(task: Task, setting: Setting, seed: int, tick: Callable[[float], None]
 
 
 def mean(losses: Sequence[float]) -> float | None:
-    """Of no losses there is none."""
+    """Returns the mean; None without losses."""
     return finite(sum(losses) / len(losses)) if losses else None
 
 
-# ---- looking at a net
+# ---- evaluation of a net
 
 
 @contextmanager
 def solved(net: Net, mode: str, times: int = 1) -> Iterator[None]:
-    """A net that is solved otherwise meanwhile, and perhaps with so many times the iterations."""
+    """Changes the mode of a net inside the block, and multiplies its iterations by `times`."""
     before = net.mode, net.fwd, net.bwd
     net.mode = mode  # type: ignore[assignment]
     if times > 1:
-        # At least three, as there is a ratio of norms only then: the first has none.
+        # At least three iterations, because the first has no norm and a ratio needs two norms.
         net.fwd, net.bwd = (replace(cycle, iterations=max(times * cycle.iterations, 3)) for cycle in before[1:])
     try:
         yield
@@ -121,9 +126,9 @@ def solved(net: Net, mode: str, times: int = 1) -> Iterator[None]:
 
 
 def look(net: Net, inputs: Tensor, targets: Tensor) -> dict[str, float | None]:
-    """Convergence factors of both passes, and how far the gradients of a batch are from exact ones. No gradient of it is kept.
+    """Returns convergence factors of both passes, and the error of a batch's gradients. Keeps no gradients.
 
-    In training alone, `probe_every` and `audit_every` of a net say the same; here runs that are exact are looked at as well.
+    In normal training, `probe_every` and `audit_every` of a net measure the same; here exact runs are measured as well.
     """
     usual = "exact-forward" if net.mode == "exact-forward" else "inexact"
     with solved(net, "inexact", times=2):
@@ -137,7 +142,7 @@ def look(net: Net, inputs: Tensor, targets: Tensor) -> dict[str, float | None]:
 
 
 def gradients(net: Net, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """Of this rank's layers, one row for each."""
+    """Returns the gradients of this rank's layers, one row for each."""
     net.zero_grad()
     net.step(inputs, targets, loss_of)
     found = [
@@ -149,13 +154,13 @@ def gradients(net: Net, inputs: Tensor, targets: Tensor) -> list[Tensor]:
 
 
 def factor(norms: dict[int, float]) -> float | None:
-    """The ratio of the last two residual norms."""
+    """Returns the ratio of the last two residual norms."""
     before, last = list(norms.values())[-2:]
     return finite(last / before) if before else 0.0
 
 
 def error(net: Net, found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float | None]:
-    """How far gradients are off, relative, in the 2-norm, and the cosine of the angle between both."""
+    """Returns the relative error of the gradients in the 2-norm, and the cosine of the angle to the exact gradients."""
     layers = torch.tensor(max(net.owned, default=-1) + 1)
     if dist.is_initialized():
         dist.all_reduce(layers, op=dist.ReduceOp.MAX)
@@ -163,7 +168,7 @@ def error(net: Net, found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[st
     for layer, a, b in zip(net.owned, found, exact):
         sums[layer] = torch.stack([(a - b).square().sum(), b.square().sum(), a.square().sum(), torch.dot(a, b)])
     if dist.is_initialized():
-        # Each row is zero on all ranks but one: it has the same bits on any number of ranks.
+        # Each row is zero on all ranks but one, so sums have the same bits on any number of ranks.
         dist.all_reduce(sums)
     difference, right, own, product = sums.sum(0).tolist()
     length = math.sqrt(right * own)
@@ -174,7 +179,7 @@ def error(net: Net, found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[st
 
 
 def learnt(net: Net, task: Task) -> dict[str, float | None]:
-    """Loss and accuracy on what was held out: evaluated exactly, and by the iterations that inexact training has."""
+    """Returns loss and accuracy on held-out data, evaluated exactly and by the iterations of inexact training."""
     found: dict[str, float | None] = {}
     net.eval()
     found["held_loss"], found["held_accuracy"] = evaluate(net, task)
@@ -187,9 +192,9 @@ def learnt(net: Net, task: Task) -> dict[str, float | None]:
 
 @torch.no_grad()
 def evaluate(net: Net, task: Task) -> tuple[float | None, float | None]:
-    """Mean loss and share of right answers."""
+    """Returns the mean loss and the share of correct answers."""
     data = task.data()
-    # As many rows as there are to be, from all over.
+    # `task.held` rows, spread evenly over the held-out data.
     rows = torch.linspace(0, len(data.held_targets) - 1, min(task.held, len(data.held_targets))).long()
     sums = torch.zeros(3, dtype=torch.float64)
     for inputs, targets in zip(data.held_inputs[rows].split(64), data.held_targets[rows].split(64)):
@@ -208,12 +213,13 @@ def evaluate(net: Net, task: Task) -> tuple[float | None, float | None]:
 
 
 def jobs_of(tasks: Sequence[Task], seeds: int | None) -> list[Job]:
-    """Everything that is to be trained."""
+    """Returns all runs to train."""
     return [(task, setting, seed) for task in tasks for seed in range(seeds or task.seeds) for setting in task.settings]
 
 
 class Records:
-    """The file of figures; a study enters it when all of its runs are there, so that one that is ended has not been in vain."""
+    """The file of figures. A study is saved once all of its runs are complete, so that an aborted program keeps
+    complete studies."""
 
     def __init__(self, jobs: Sequence[Job], folder: Path, known: dict[str, Any]) -> None:
         self.jobs, self.folder, self.known = jobs, folder, known
@@ -221,7 +227,7 @@ class Records:
         self.runs: dict[int, dict[str, Any]] = {}
 
     def add(self, number: int, run: dict[str, Any]) -> None:
-        """Takes over a run."""
+        """Adds a run."""
         self.runs[number] = run
         task = self.jobs[number][0]
         numbers = [other for other, job in enumerate(self.jobs) if job[0] is task]
@@ -239,7 +245,7 @@ class Records:
 
 
 def together(jobs: Sequence[Job], records: Records) -> None:
-    """Makes all runs, each on all ranks of the default group."""
+    """Does all runs, each on all ranks of the default group."""
     is_first = dist.get_rank() == 0
     watch = Watch(sum(task.steps for task, _, _ in jobs), has_bar=is_first, has_lines=is_first)
     with watch.bar:
@@ -250,7 +256,7 @@ def together(jobs: Sequence[Job], records: Records) -> None:
 
 
 def beside(place: Any, store: Any, jobs: Sequence[Job], records: Records) -> None:
-    """Makes those runs that no other process has begun; the first process takes over all."""
+    """Does runs that no other process has started; the first process collects all results."""
     watch = Watch(sum(task.steps for task, _, _ in jobs), has_bar=place.rank == 0, has_lines=True)
 
     def tick(loss: float) -> None:
@@ -274,7 +280,7 @@ def beside(place: Any, store: Any, jobs: Sequence[Job], records: Records) -> Non
 
 
 def watched(job: Job, watch: Watch, tick: Callable[[float], None]) -> dict[str, Any]:
-    """Makes a run, and shows it."""
+    """Does a run, and shows its progress."""
     task, setting, seed = job
     watch.begin(f"{task.name}, {setting.name}, seed {seed}")
     run = train(task, setting, seed, tick)
@@ -283,7 +289,7 @@ def watched(job: Job, watch: Watch, tick: Callable[[float], None]) -> dict[str, 
 
 
 def prepare() -> None:
-    """The same program in every run: differences in the weights are then the setting's."""
+    """Makes every run deterministic, so that differences in the weights come from the setting."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
 
@@ -292,12 +298,12 @@ def prepare() -> None:
 
 
 def block(results: dict[str, Any]) -> list[str]:
-    """What the page has of the figures."""
+    """Returns the page's block for the figures."""
     return tables(results, lambda task: f"{NAME}-{task.name}.svg")
 
 
 def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
-    """Draws, writes and prints what there is."""
+    """Draws, writes and prints the results."""
     for task in asked.tasks:
         picture = asked.plot / f"{NAME}-{task.name}.svg"
         draw(results["studies"][task.name], task, picture)
@@ -312,7 +318,7 @@ def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*(task.name for task in TASKS), "all"]
     parser.add_argument("--study", choices=names, default="all", help="which one (default: %(default)s)")
@@ -352,12 +358,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Trains and shows, or shows again what there is."""
+    """Trains and shows the results, or shows existing results again."""
     asked = arguments()
     if asked.page_only:
         return finish(kept(asked.plot, NAME, "studies"), asked)
     jobs = jobs_of(asked.tasks, asked.seeds)
-    # Loaded here, once: processes are forked from this one.
+    # Loaded here once, because processes are forked from this one.
     for task in asked.tasks:
         task.data()
     records = Records(jobs, asked.plot, facts())

@@ -1,4 +1,4 @@
-"""What studies of training share: the order of batches, progress, facts, and the file of figures.
+"""Shared code of the training studies: the order of batches, progress, facts, and the file of figures.
 
 Owns neither models nor settings, and trains nothing.
 """
@@ -22,7 +22,7 @@ from benches.peers import machine
 
 
 def batches(rows: int, batch: int, steps: int, seed: int) -> Tensor:
-    """Which rows each step takes: whole passes in a new order each, without what does not fill a step."""
+    """Returns the rows of each step: complete passes, each in a new order, without rows that do not fill a step."""
     generator = torch.Generator().manual_seed(seed)
     whole = rows // batch * batch
     passes = [torch.randperm(rows, generator=generator)[:whole] for _ in range(math.ceil(steps * batch / whole))]
@@ -30,12 +30,12 @@ def batches(rows: int, batch: int, steps: int, seed: int) -> Tensor:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no infinity: None for a loss that is none any more."""
+    """Returns the value, or None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 class Watch:
-    """The progress, on standard error: a bar on a terminal, else a line for each run. One process has the bar."""
+    """Shows progress on standard error: a bar on a terminal, else a line for each run. One process has the bar."""
 
     def __init__(self, steps: int, *, has_bar: bool, has_lines: bool) -> None:
         console = Console(stderr=True)
@@ -47,28 +47,28 @@ class Watch:
         self.words = ""
 
     def begin(self, words: str) -> None:
-        """A run begins."""
+        """Starts a run."""
         self.words = words
 
     def tick(self, loss: float) -> None:
-        """A step is done."""
+        """Records a step."""
         if self.is_bar:
             self.bar.update(self.task, advance=1, description=f"{self.words}, loss {loss:.4f}")
 
     def reach(self, steps: int) -> None:
-        """So many steps are done, also those of other processes."""
+        """Sets the number of steps done, including those by other processes."""
         if self.is_bar:
             self.bar.update(self.task, completed=steps)
 
     def end(self, run: dict[str, Any]) -> None:
-        """A run is done."""
+        """Ends a run."""
         if self.is_lines:
             loss = "lost" if run["loss"] is None else f"{run['loss']:.6f}"
             print(f"{self.words}: loss {loss}, {run['seconds']:.1f} s", file=sys.stderr, flush=True)
 
 
 def facts() -> dict[str, Any]:
-    """What figures depend on."""
+    """Returns the conditions that figures depend on."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": machine.commit(),
@@ -78,7 +78,7 @@ def facts() -> dict[str, Any]:
 
 
 def kept(folder: Path, name: str, parts: str) -> dict[str, Any]:
-    """The results of an earlier run; parts that are not trained this time stay as they are."""
+    """Returns the results of an earlier run; parts that are not trained now stay unchanged."""
     file = folder / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {"format": 1, parts: {}}
 

@@ -1,6 +1,6 @@
-"""What `compression_study.py` trains and compares: settings of compression, models, their data and optimizers.
+"""Tasks and settings of `compression_study.py`: settings of compression, models, their data and optimizers.
 
-Trains nothing, and owns no process. Read `TASKS` and `SETTINGS` first.
+Trains nothing, and starts no process. Read `TASKS` and `SETTINGS` first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """How gradients are compressed; those that must not change the loss are `judged`."""
+    """How gradients are compressed; settings that must not change the loss are `judged`."""
 
     name: str
     codec: str | None
@@ -33,17 +33,17 @@ class Setting:
     judged: bool = False
 
     def compression(self, seed: int) -> compression.Compression | None:
-        """None for plain DistributedDataParallel.
+        """Returns the compression; None for plain DistributedDataParallel.
 
         Raises:
-            ValueError: this build does not accept it.
+            ValueError: this build does not accept the codec.
         """
         if self.codec is None:
             return None
         return compression.Compression(self.codec, error_feedback=self.feedback, seed=seed)
 
 
-# Both rows of 2 bits round to nearest, so that nothing but the error feedback differs.
+# Both settings with 2 bits round to nearest, so that they differ only in the error feedback.
 SETTINGS = (
     Setting("float32", None),
     Setting("bf16", "bf16"),
@@ -60,7 +60,7 @@ EXACT = SETTINGS[0].name
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train on and to hold out: inputs and targets, a row each."""
+    """Training and held-out examples: inputs and targets, a row each."""
 
     inputs: Tensor
     targets: Tensor
@@ -71,7 +71,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, what it is trained on, and how."""
+    """A model, its data, and its training."""
 
     name: str
     title: str
@@ -82,7 +82,7 @@ class Task:
     # Rows of a step on each rank.
     batch: int
     steps: int
-    # Whether parity must hold.
+    # Whether parity with float32 must hold.
     judged: bool = True
 
 
@@ -100,7 +100,7 @@ class Language(nn.Module):
         self.head = nn.Linear(self.WIDTH, self.SYMBOLS)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Scores of the byte behind each of a window's bytes."""
+        """Returns scores of the byte behind each of a window's bytes."""
         hidden = self.symbols(text) + self.places
         for layer in self.layers:
             hidden = layer(hidden)
@@ -109,7 +109,7 @@ class Language(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention to what came before, and a network of two linear layers."""
+    """Causal attention, and a network of two linear layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Layer(nn.Module):
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Windows of vectors, changed."""
+        """Returns the changed windows of vectors."""
         mixed = self.mixed(self.before_attention(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(mixed[0], mixed[1], mixed[2], is_causal=True)
         hidden = hidden + self.out(seen.transpose(1, 2).flatten(2))
@@ -127,8 +127,11 @@ class Layer(nn.Module):
 
 
 def perceptron() -> nn.Module:
-    """64-128-128-10. With weights of He and no biases at first: with torch's own, which are smaller, it stands still for half of
-    the steps, and then its loss depends on when it left."""
+    """Returns a network 64-128-128-10 with He initialisation and zero biases.
+
+    With torch's smaller initial weights the loss would stay constant for half of the steps, and then depend on when it
+    starts to fall.
+    """
     sizes = (64, 128, 128)
     hidden = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
     layers = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], 10))
@@ -141,7 +144,7 @@ def perceptron() -> nn.Module:
 
 @cache
 def images(least: float, greatest: float) -> Data:
-    """The digits as the demo splits them, with pixels in a range."""
+    """Returns the digits with the demo's split, and pixels in a range."""
     parts = digits()
     inputs, held_inputs = (least + (greatest - least) * part for part in parts[::2])
     words = f"{len(parts[1]):,} images of 8x8 with pixels from {least:g} to {greatest:g}, {len(parts[3])} held out"
@@ -150,7 +153,8 @@ def images(least: float, greatest: float) -> Data:
 
 @cache
 def sources(train_bytes: int = 128 << 10, held_bytes: int = 32 << 10) -> Data:
-    """Python's own library as text: its public modules in the order of their names, as far as they are needed."""
+    """Returns the text of Python's own library: its public modules in the order of their names, as far as they are
+    needed."""
     wanted, text = train_bytes + held_bytes, b""
     for file in sorted(Path(os.__file__).parent.glob("[a-z]*.py")):
         text += file.read_bytes()
@@ -159,7 +163,7 @@ def sources(train_bytes: int = 128 << 10, held_bytes: int = 32 << 10) -> Data:
     else:
         raise RuntimeError(f"the library of this Python has {len(text):,} bytes of sources; {wanted + 1:,} are needed")
     symbols = torch.frombuffer(bytearray(text[: wanted + 1]), dtype=torch.uint8).long()
-    # What is no ASCII is rare here, and all one symbol.
+    # Bytes outside of ASCII are rare here, and become one symbol.
     symbols[symbols >= Language.SYMBOLS] = 0
     windows = [part.view(-1, Language.CONTEXT) for part in (symbols[:-1], symbols[1:])]
     cut = train_bytes // Language.CONTEXT
@@ -169,7 +173,7 @@ def sources(train_bytes: int = 128 << 10, held_bytes: int = 32 << 10) -> Data:
 
 
 def momentum(rate: float) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
-    """Gradient descent with momentum 0.9."""
+    """Returns gradient descent with momentum 0.9."""
     return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9)
 
 
@@ -204,8 +208,8 @@ TASKS = (
         batch=8,
         steps=300,
     ),
-    # Adam divides each element by its usual size: noise in those that are small becomes as large as the others. That is known to
-    # go badly with error feedback, and is shown.
+    # Adam divides each element by its usual size, so noise in small elements becomes as large as in others. This is
+    # known to fail with error feedback, and is shown.
     Task(
         "language_adam",
         "Python sources, with Adam",

@@ -1,6 +1,6 @@
-"""What `compression_study.py` found: verdicts, tables and the picture, from the file of results.
+"""Verdicts, tables and the picture of `compression_study.py`, from the file of results.
 
-Owns what parity is. Trains nothing.
+Owns the definition of parity. Trains nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ where the optimizer is not Adam; all else is shown."""
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a setting is from float32 in final loss, over pairs of runs with the same seed."""
+    """Difference of a setting from float32 in final loss, over pairs of runs with the same seed."""
 
     mean: float
     error: float
@@ -35,17 +35,17 @@ class Verdict:
 
     @property
     def allowed(self) -> float:
-        """The most that the mean may differ."""
+        """The maximum absolute mean difference."""
         return max(2 * self.error, self.spread / 4)
 
     @property
     def holds(self) -> bool:
-        """Whether there is parity; never for a loss that was lost."""
+        """Whether there is parity; false for a run whose loss was lost."""
         return abs(self.mean) <= self.allowed
 
 
 def verdict(losses: Sequence[float], exact: Sequence[float]) -> Verdict:
-    """Of losses of two settings with the same seeds, of which there are at least two."""
+    """Returns the verdict on the losses of two settings with the same seeds, of which there are at least two."""
     differences = [loss - other for loss, other in zip(losses, exact, strict=True)]
     if not all(map(math.isfinite, differences)):
         return Verdict(math.nan, math.nan, math.nan)
@@ -62,19 +62,19 @@ class Found:
             self.runs.setdefault(run["setting"], []).append(run)
 
     def values(self, setting: str, key: str) -> list[float]:
-        """A figure for each seed; not a number where the run was lost."""
+        """Returns a figure for each seed; NaN where the run was lost."""
         return [math.nan if run[key] is None else run[key] for run in self.runs[setting]]
 
     def mean(self, setting: str, key: str = "loss") -> float:
-        """Over the seeds."""
+        """Returns the mean over the seeds."""
         return statistics.fmean(self.values(setting, key))
 
     def verdict(self, setting: str) -> Verdict:
-        """Beside float32."""
+        """Returns the comparison with float32."""
         return verdict(self.values(setting, "loss"), self.values(EXACT, "loss"))
 
     def complaints(self, title: str, judges: bool) -> list[str]:
-        """What must hold and does not: that ranks agree, and parity where it is judged."""
+        """Returns the requirements that are not met: ranks must agree, and parity must hold where it is judged."""
         found = [
             f"{title}: {setting.name} is {number(one.mean)} from float32, more than {number(one.allowed)}"
             for setting in SETTINGS
@@ -85,12 +85,12 @@ class Found:
 
 
 def number(value: float) -> str:
-    """Three digits."""
+    """Returns three digits as text."""
     return plain(value) if math.isfinite(value) else "lost"
 
 
 def tables(results: dict[str, Any]) -> list[str]:
-    """The results as Markdown: a table for each model, and the claims on digits."""
+    """Returns the results as Markdown: a table for each model, and the claims on digits."""
     lines = [JUDGED.replace("\n", " "), ""]
     for task in TASKS:
         if record := results["models"].get(task.name):
@@ -103,7 +103,7 @@ def tables(results: dict[str, Any]) -> list[str]:
 
 
 def model_table(found: Found, judges: bool) -> Table:
-    """A row for each setting."""
+    """Returns a table with a row for each setting."""
     head = ("", "times fewer bytes", "final loss", "held out: loss", "accuracy", "loss less that of float32", "parity")
     table = Table(head)
     for setting in SETTINGS:
@@ -125,7 +125,7 @@ def model_table(found: Found, judges: bool) -> Table:
 
 
 def claims(found: Found) -> Table:
-    """What other implementations showed on the same network, with their limits."""
+    """Returns a table of results that other implementations showed on the same network, with their limits."""
     table = Table(("", "mean over seeds"))
     exact = found.mean(EXACT)
 
@@ -150,18 +150,19 @@ def claims(found: Found) -> Table:
 
 
 def measured(task: Task, record: dict[str, Any]) -> str:
-    """When and with what."""
+    """Returns the date and conditions of the measurement as text."""
     words = f"{record['steps']} steps of {RANKS} x {task.batch} rows, {record['seeds']} seeds; "
     words += f"{record['date']}, commit {record['commit']}, torch {record['torch']}, {record['processor']}."
     return " ".join([words, *(f"Left out: {reason}." for reason in record["missing"])])
 
 
 def draw(results: dict[str, Any], target: Path) -> None:
-    """Above the losses on the way, below each seed's difference from float32 at the end; a column for each model."""
+    """Draws the losses during training above, and each seed's difference from float32 at the end below; a column for
+    each model."""
     import matplotlib
 
     matplotlib.use("Agg")
-    # Text stays text and names do not change from run to run.
+    # Keep text as text, and names the same in every run.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "accl", "font.size": 9})
     from matplotlib import pyplot
 

@@ -1,6 +1,6 @@
-"""`make bench-peers`: measures the sections that are asked for, keeps what was measured, writes the page.
+"""`make bench-peers`: measures the requested sections, stores the results, writes the page.
 
-Sections that were not measured this time stay on the page as they were, with their own date.
+Sections that are not measured in this run stay on the page unchanged, with their own date.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .sections import BY_NAME
 
 
 def main() -> int:
-    """The command; its exit code."""
+    """Runs the command; returns its exit code."""
     asked = parse(sys.argv[1:])
-    # Ends by exception, so that no rank stays behind, stopped.
+    # SIGTERM raises an exception, so that no stopped rank is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if asked.selftest:
         from .selftest import run
@@ -50,7 +50,7 @@ def main() -> int:
                     progress.say(BY_NAME[name].title)
                     fresh = record(bench, name)
                     if reason := fresh["data"].get("unmeasured"):
-                        # What was measured before stays.
+                        # Keep the earlier measurement.
                         progress.say(f"not measured: {reason}")
                         results["sections"].setdefault(name, fresh)
                     else:
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def record(bench: Bench, name: str) -> dict[str, Any]:
-    """A section's figures with all that they depend on."""
+    """Measures a section, and returns its results with all conditions that they depend on."""
     bench.versions, bench.missing, bench.ticks = {}, {}, (0, 0, 0)
     try:
         data = BY_NAME[name].collect(bench)
@@ -76,14 +76,15 @@ def record(bench: Bench, name: str) -> dict[str, Any]:
         "versions": bench.versions,
         "missing": bench.missing,
         "placement": bench.placement.as_json() if bench.placement else None,
-        # Only while contenders take turns.
+        # Measured only while contenders take turns.
         "load": {"others": others / total, "stolen": stolen / total} if total else None,
         "data": data,
     }
 
 
 def watch(shop: Workshop, wanted_ns: float | None, say: Callable[[str], None]) -> Placement | None:
-    """Looks where the cores are, if there are two and the sketch is there."""
+    """Returns a `Placement` if there are two cores, after building the C baseline `sketch` if needed; None for one
+    core."""
     if "sketch" not in shop.names:
         make_sketch(shop)
     if len(os.sched_getaffinity(0)) < 2:
@@ -93,12 +94,12 @@ def watch(shop: Workshop, wanted_ns: float | None, say: Callable[[str], None]) -
 
 
 def words(effort: Effort) -> str:
-    """For people."""
+    """Returns the effort as text for the page."""
     return f"{effort.turns} turns of about {effort.turn_s * 1000:.0f} ms"
 
 
 def save(results: dict[str, Any], kept: Path) -> None:
-    """After each section, so that a run that is ended has not been in vain. A figure is a line."""
+    """Saves after each section, so that an aborted run keeps its results. A figure is a line."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=1, sort_keys=True)
     kept.write_text(re.sub(r"\{[^{}]*\}", lambda inner: re.sub(r"\n\s*", " ", inner[0]), text) + "\n")

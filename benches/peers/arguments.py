@@ -1,4 +1,5 @@
-"""The command line. Wrong arguments are one sentence and exit code 2; run as a program it only looks at them."""
+"""The command line. Wrong arguments end with one sentence and exit code 2; run as a program, this module only checks
+them."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from .sections import SECTIONS
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong, and nothing else."""
+    """Prints errors as one sentence without usage."""
 
     def error(self, message: str) -> NoReturn:
-        """One sentence."""
+        """Exits with one sentence."""
         self.exit(2, f"bench-peers: {message}\n")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What is asked for; ends the program when it makes no sense."""
+    """Parses the arguments; exits if they are invalid."""
     parser = Parser(prog="make bench-peers", description="Speed next to other libraries; writes docs/performance.md.")
     parser.add_argument(
         "--sections",
@@ -56,12 +57,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def listed(rows: tuple[Any, ...]) -> str:
-    """Names of rows."""
+    """Returns the names of rows as a list in words."""
     return ", ".join(one.name for one in rows)
 
 
 def chosen(what: str, known: list[str]) -> Callable[[str], list[str]]:
-    """A parser of lists of names."""
+    """Returns a parser of lists of names."""
 
     def names(text: str) -> list[str]:
         words = text.split(",")
@@ -74,7 +75,7 @@ def chosen(what: str, known: list[str]) -> Callable[[str], list[str]]:
 
 
 def positive(text: str) -> float:
-    """A number above zero."""
+    """Parses a number above zero."""
     try:
         value = float(text)
     except ValueError:
@@ -85,7 +86,7 @@ def positive(text: str) -> float:
 
 
 def folder(text: str) -> Path:
-    """A folder, which is made if it does not exist: not only after hours of measuring."""
+    """Parses a folder, and creates it now rather than after hours of measuring."""
     try:
         Path(text).mkdir(parents=True, exist_ok=True)
     except OSError as error:

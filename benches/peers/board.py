@@ -1,4 +1,4 @@
-"""The board of `ranks/board.h` as Python sees it: made by the driver, written by ranks, read by the driver."""
+"""The board of `ranks/board.h` in Python: created by the driver, written by ranks, read by the driver."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Span = tuple[int, int]
 
 
 def create(path: Path) -> mmap.mmap:
-    """Makes the file, all zero, and maps it."""
+    """Creates the file, all zero, and maps it."""
     with path.open("wb") as file:
         file.truncate(BOARD_BYTES)
     return attach(path)
 
 
 def attach(path: Path) -> mmap.mmap:
-    """Maps what the driver has made."""
+    """Maps the file that the driver has created."""
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), BOARD_BYTES)
 
 
 def row_of(rank: int) -> int:
-    """Where the spans of a rank begin."""
+    """Returns the offset of a rank's spans."""
     return SPANS_AT + rank * BATCHES * SPAN_BYTES
 
 
 def spans(board: mmap.mmap, rank: int, batches: int) -> list[Span]:
-    """When each batch began and ended on this rank, in nanoseconds of the host's clock."""
+    """Returns begin and end of each batch on this rank, in nanoseconds of the host's clock."""
     at = row_of(rank)
     return list(struct.iter_unpack("=QQ", board[at : at + batches * SPAN_BYTES]))
 

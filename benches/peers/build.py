@@ -1,7 +1,8 @@
-"""Gets what the contenders need: downloads into the own environment, Debian packages when this may install them, and
-compiles the rank programs. Owns the reasons why a contender is not there; never ends the run for one that is not.
+"""Provides the contenders' programs: downloads Python packages, installs Debian packages if permitted, and compiles the
+rank programs.
 
-All goes to `.make/peers/`. A program is compiled again when its sources, its flags or its compiler have changed.
+Owns the reasons why a contender is missing; a missing contender never ends the run. All files go to `.make/peers/`. A
+program is compiled again when its sources, its flags or its compiler have changed.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ BENCH_S = 900
 
 
 class Unavailable(Exception):
-    """Why a contender cannot take part, or a section be measured, as a clause for the page."""
+    """The reason why a contender cannot take part, or a section cannot be measured, as a clause for the page."""
 
 
 @dataclass
 class Workshop:
-    """The folders, and what has come of each contender: names that rows of `contenders.py` use, or a reason."""
+    """The folders, and the result for each contender: names that rows of `contenders.py` use, or the reason why it is
+    missing."""
 
     folder: Path
     say: Callable[[str], None]
     # Whether packages may be downloaded and installed.
     online: bool
-    # Without, our own programs are built as tests are.
+    # If false, accl's programs are built as tests are.
     is_timed: bool = True
     names: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -56,12 +58,12 @@ class Workshop:
 
     @property
     def accl(self) -> list[str]:
-        """Our own command, from the installed wheel."""
+        """accl's command, from the installed wheel."""
         make_accl_torch(self)
         return [sys.executable, "-m", "torch_accl_cli"]
 
     def prepare(self, wanted: Iterable[str]) -> None:
-        """Makes the rank programs of the contenders, or notes why one is missing."""
+        """Builds the contenders' rank programs, or records why one is missing."""
         compile_board(self)
         for name in wanted:
             self.say(f"prepare {BY_NAME[name].title}")
@@ -71,13 +73,13 @@ class Workshop:
                 self.missing[name] = str(reason)
 
     def program(self, name: str, compiler: Iterable[str], sources: Iterable[str], flags: Iterable[str]) -> None:
-        """Compiles a program of `sources`, which the contender `name` is started with."""
+        """Compiles a program from `sources`, with which the contender `name` is started."""
         target = self.folder / name
         self.compile(target, [*compiler, *OPTIMISED], [SOURCES / source for source in sources], flags)
         self.names[name] = str(target)
 
     def compile(self, target: Path, compiler: list[str], sources: list[Path], flags: Iterable[str]) -> None:
-        """Runs a compiler unless nothing has changed since."""
+        """Runs a compiler unless nothing has changed since the last run."""
         if shutil.which(compiler[0]) is None:
             raise Unavailable(f"`{compiler[0]}` is not there")
         command = [*compiler, *map(str, sources), "-o", str(target), *flags]
@@ -90,7 +92,7 @@ class Workshop:
         stamp.write_text(state)
 
     def install(self, *packages: str) -> None:
-        """Python packages into the environment that this runs in, without what they only need for other uses."""
+        """Installs Python packages into the current environment."""
         if all(installed(package) for package in packages):
             return
         if not self.online:
@@ -99,7 +101,7 @@ class Workshop:
         finish([*PIP, "install", "--quiet", *packages], "pip cannot install it", DOWNLOAD_S)
 
     def install_debian(self, program: str, *packages: str) -> None:
-        """Debian packages, when this is root on Debian."""
+        """Installs Debian packages, if this runs as root on Debian."""
         if shutil.which(program):
             return
         how = f"needs the Debian packages {' '.join(packages)}"
@@ -115,7 +117,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def finish(command: list[str], otherwise: str, limit_s: float = 600, environment: dict[str, str] | None = None) -> str:
-    """Runs a command to its end and returns what it printed."""
+    """Runs a command to its end and returns its output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
     except subprocess.TimeoutExpired:
@@ -133,14 +135,14 @@ def finish(command: list[str], otherwise: str, limit_s: float = 600, environment
 
 
 def cargo_bench(program: str, argument: str, otherwise: str, environment: dict[str, str] | None = None) -> str:
-    """Builds one of our microbenchmarks, runs it with an argument and returns what it printed."""
+    """Builds one of accl's microbenchmarks, runs it with an argument and returns its output."""
     command = ["cargo", "bench", "--locked", "--package", "accl-benches", "--bench", program]
     command += ["--manifest-path", str(ROOT / "Cargo.toml"), "--", argument]
     return finish(command, otherwise, BENCH_S, environment)
 
 
 def hashed(command: list[str], files: list[Path]) -> str:
-    """Changes when a command, its program's version or a file changes."""
+    """Returns a hash that changes when a command, its program's version or a file changes."""
     version = subprocess.run([command[0], "--version"], capture_output=True).stdout
     state = hashlib.sha256("\0".join(command).encode() + version)
     for file in files:
@@ -149,7 +151,7 @@ def hashed(command: list[str], files: list[Path]) -> str:
 
 
 def installed(package: str) -> bool:
-    """Whether a Python package is there."""
+    """Returns whether a Python package is installed."""
     from importlib import metadata
 
     try:
@@ -160,26 +162,28 @@ def installed(package: str) -> bool:
 
 
 def compile_board(shop: Workshop) -> None:
-    """What ranks in Python meet with."""
+    """Compiles the library with which ranks in Python wait for one another on the board."""
     shop.compile(shop.folder / "board.so", ["cc", *OPTIMISED, "-shared", "-fPIC"], [SOURCES / "board.c"], [])
 
 
 def make_accl(shop: Workshop) -> None:
-    """The engine's rank program."""
+    """Builds the engine's rank program."""
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     shop.names["accl"] = engine(target, is_timed=shop.is_timed)
 
 
 def make_accl_unchecked(shop: Workshop) -> None:
-    """The same without signature checks, in a folder of its own: other flags would have each build compile all anew."""
+    """Builds it without signature checks, in a separate folder: otherwise different flags would make each build
+    recompile everything."""
     shop.names["accl_unchecked"] = engine(shop.folder / "accl_unchecked", "--cfg accl_without_signatures")
 
 
 def engine(target: Path, flags: str = "", is_timed: bool = True) -> str:
-    """Builds the engine's rank program below `target`, with these flags of the compiler besides those of this run."""
+    """Builds the engine's rank program below `target`, with `flags` for the compiler in addition to this run's."""
     command = ["cargo", "build", "--release", "--locked", "--package", "accl-benches", "--bin", "accl-peers-rank"]
     if not is_timed:
-        # As `.ci/bench --test` builds it, with a benchmark: the same features of all that is below, so nothing is built twice.
+        # Build as `.ci/bench --test` does, with a benchmark: all dependencies have the same features then, so nothing
+        # is built twice.
         command = ["cargo", "test", "--workspace", "--exclude", "accl-py", "--locked", "--bench", "kernel_shares"]
         command += ["--no-run"]
     if shutil.which("cargo") is None:
@@ -193,31 +197,32 @@ def engine(target: Path, flags: str = "", is_timed: bool = True) -> str:
 
 
 def make_sketch(shop: Workshop) -> None:
-    """The sketch."""
+    """Compiles the C baseline."""
     shop.program("sketch", ["cc"], ["rank.c", "sketch.c"], [])
 
 
 def make_openmpi(shop: Workshop) -> None:
-    """From Debian."""
+    """Compiles the rank program with Open MPI from Debian."""
     shop.install_debian("mpicc.openmpi", "openmpi-bin", "libopenmpi-dev")
     shop.program("openmpi", ["mpicc.openmpi"], ["rank.c", "mpi.c"], [])
 
 
 def make_mpich(shop: Workshop) -> None:
-    """From Debian."""
+    """Compiles the rank program with MPICH from Debian."""
     shop.install_debian("mpicc.mpich", "mpich", "libmpich-dev")
     shop.program("mpich", ["mpicc.mpich"], ["rank.c", "mpi.c"], [])
 
 
 def make_intelmpi(shop: Workshop) -> None:
-    """From the Python package index; its own `mpicc` names folders that the package does not have."""
+    """Compiles the rank program with Intel MPI from the Python package index, without its `mpicc`, which names folders
+    that the package lacks."""
     shop.install("impi-rt", "impi-devel")
     flags = prefix_flags("mpi")
     shop.program("intelmpi", ["cc"], ["rank.c", "mpi.c"], flags)
 
 
 def make_oneccl(shop: Workshop) -> None:
-    """From the Python package index."""
+    """Compiles the rank program with oneCCL from the Python package index."""
     shop.install("oneccl", "oneccl-devel")
     driver = shop.folder / "rank.o"
     shop.compile(driver, ["cc", *OPTIMISED, "-c"], [SOURCES / "rank.c"], [])
@@ -226,32 +231,32 @@ def make_oneccl(shop: Workshop) -> None:
 
 
 def prefix_flags(library: str) -> list[str]:
-    """For a library that a package has put into this environment."""
+    """Returns the flags for a library that a package has installed into this environment."""
     prefix = Path(sys.prefix)
     lib = prefix / "lib"
     return [f"-I{prefix / 'include'}", f"-L{lib}", f"-l{library}", f"-Wl,-rpath,{lib}", f"-Wl,-rpath-link,{lib}"]
 
 
 def make_accl_torch(shop: Workshop) -> None:
-    """The installed wheel."""
+    """Checks for the installed wheel."""
     if not installed("torch-accl"):
         raise Unavailable("the wheel is not installed; `.ci/install` does it")
 
 
 def make_gloo(shop: Workshop) -> None:
-    """Part of torch."""
+    """Checks for torch, which contains gloo."""
     if not installed("torch"):
         raise Unavailable("torch is not installed; `.ci/venv` does it")
 
 
 def make_noop(shop: Workshop) -> None:
-    """A c10d backend, compiled against the installed torch."""
+    """Compiles a c10d backend against the installed torch."""
     shop.install("ninja")
     extension(shop, "peers_noop", [SOURCES / "noop.cpp"], ["-O2"])
 
 
 def make_deepspeed(shop: Workshop) -> None:
-    """Its own sources, from the source distribution, with the flags of its own builder."""
+    """Compiles DeepSpeed's sources from its source distribution, with the flags of its own builder."""
     shop.install("ninja")
     unpacked = shop.folder / "deepspeed"
     if not list(unpacked.glob("deepspeed-*/csrc")):
@@ -265,13 +270,13 @@ def make_deepspeed(shop: Workshop) -> None:
                 packed.extractall(unpacked, filter="data")
     source = max(unpacked.glob("deepspeed-*/csrc"), key=lambda path: path.stat().st_mtime)
     files = [source / "cpu/comm/shm_interface.cpp", source / "cpu/comm/shm.cpp"]
-    # As its `ShareMemCommBuilder` has them.
+    # The flags of its `ShareMemCommBuilder`.
     extension(shop, "peers_deepspeed", files, ["-O2", "-fopenmp", f"-I{source / 'cpu/includes'}"])
     (shop.folder / "peers_deepspeed" / "version").write_text(source.parent.name.removeprefix("deepspeed-"))
 
 
 def extension(shop: Workshop, name: str, sources: list[Path], flags: list[str]) -> None:
-    """Compiles a torch extension in a process of its own: loading it here would load torch into the driver."""
+    """Compiles a torch extension in a separate process, because loading it here would load torch into the driver."""
     folder = shop.folder / name
     folder.mkdir(exist_ok=True)
     arguments = dict(
@@ -282,7 +287,7 @@ def extension(shop: Workshop, name: str, sources: list[Path], flags: list[str]) 
         is_python_module=False,
     )
     code = f"from torch.utils.cpp_extension import load; load(**{arguments!r}, with_cuda=False)"
-    # Ninja is beside this interpreter, which need not be on the path.
+    # Ninja is installed next to this interpreter, which may not be on the path.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     include = sysconfig.get_paths()["include"]
     environment = os.environ | {"PATH": path, "CPATH": include, "MAX_JOBS": "2"}

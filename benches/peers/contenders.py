@@ -1,4 +1,5 @@
-"""Who takes part: one row each. Owns names and how ranks are started; `build.py` makes what a row needs."""
+"""The contenders: libraries and set-ups that are compared, one row each. Owns names and how ranks are started;
+`build.py` builds the programs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from types import MappingProxyType
 
 
 class Level(Enum):
-    """From where a contender is called."""
+    """The layer at which a contender is called."""
 
     ENGINE = "C, C++ or Rust, without torch"
     TORCH = "through torch"
@@ -23,17 +24,18 @@ class Contender:
     name: str
     title: str
     level: Level
-    # The program and its arguments before and after `DIR RANK RANKS CORE`; `{...}` stand for what was built.
+    # The program, and its arguments before and after `DIR RANK RANKS CORE`; `{...}` are replaced by names from
+    # `Workshop`.
     program: tuple[str, ...]
     after: tuple[str, ...] = ()
-    # With a launcher it starts all ranks, each as an application of its own, so that rank and core are its arguments.
+    # A launcher starts all ranks, each as a separate application, because rank and core are arguments.
     launcher: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    # What is added when there are more ranks than cores.
+    # Added when there are more ranks than cores.
     crowded: tuple[str, ...] = ()
-    # Needs no download and no compiler but those that `make test` needs.
+    # Needs no download, and no compiler that `make test` does not need.
     at_home: bool = False
-    # What the page says of its set-up.
+    # Remark on the set-up for the page.
     note: str = ""
 
 
@@ -48,7 +50,7 @@ def through_torch(
     backend: str = "",
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Contender:
-    """A row for `torch_rank.py`."""
+    """Returns a row for `torch_rank.py`."""
     return Contender(
         name,
         title,
@@ -62,7 +64,7 @@ def through_torch(
 
 
 def with_algorithm(algorithm: str) -> Contender:
-    """accl told which algorithm to take."""
+    """Returns a row for accl with a fixed algorithm."""
     environment = {"ACCL_ALGORITHM": f"all_reduce={algorithm}"}
     note = f"`ACCL_ALGORITHM=all_reduce={algorithm}`"
     name, title = f"accl_{algorithm}", f"accl through torch, `{algorithm}`"
@@ -70,40 +72,41 @@ def with_algorithm(algorithm: str) -> Contender:
 
 
 def with_codec(backend: str, codec: str, note: str) -> Contender:
-    """A backend whose messages are made smaller."""
+    """Returns a row for a backend with compressed messages."""
     title = f"{backend} through torch, {codec}"
     return through_torch(f"{backend}_{codec}", title, note, at_home=True, backend=f"{backend}+{codec}")
 
 
 def with_group_codec(codec: str) -> Contender:
-    """accl whose group compresses all calls."""
+    """Returns a row for an accl group that compresses all calls."""
     name, title = f"accl_all_{codec}", f"accl through torch, all calls {codec}"
     note = f'`Options(compression="{codec}", compressed_calls="all")`'
     return through_torch(name, title, note, at_home=True, backend=f"accl+all:{codec}")
 
 
-# For the section that compares them, coarser and coarser.
+# Codecs for the section that compares them, from fine to coarse.
 CODECS = ("bf16", "maxmin:8", "maxmin:4", "maxmin:2")
 CASTS = ("fp16", "bf16")
 GROUP_CODECS = tuple(map(with_group_codec, CODECS[:-1]))
-# What else torch has a hook for.
+# Other compression hooks of torch.
 HOOKS = {
     "int8": "what torch's `quantization_pertensor_hook` does: all_gather of bytes, one scale a tensor",
     "powersgd": "torch's `powerSGD_hook`, rank 1 as is its default, on one matrix",
 }
 
-# Threads that help each rank, in the section that compares their numbers.
+# Numbers of worker threads per rank, in the section that compares them.
 HELPERS = (1, 3, 7, 15)
 ENCODED_HELPERS = (0, *HELPERS)
 
 
 def helpers(count: str) -> str:
-    """For people."""
+    """Returns a number of worker threads as text for the page."""
     return {"0": "no helper", "1": "1 helper", "auto": "`auto`"}.get(count, f"{count} helpers")
 
 
 def with_helpers(way: str, count: str, codec: str = "") -> Contender:
-    """The engine with threads that do parts of calls, over one transport; with a codec its group compresses all calls."""
+    """Returns a row for the engine with worker threads, over one transport; with a codec, its group compresses all
+    calls."""
     environment = {"ACCL_WORKER_COUNT": count, "ACCL_TRANSPORTS": way}
     note = " ".join(f"`{name}={value}`" for name, value in environment.items())
     name, title = f"accl_{codec or way}_{count}", f"accl engine, {codec or way}, {helpers(count)}"
@@ -116,12 +119,12 @@ ENCODED_WITH_HELPERS = tuple(with_helpers("shm", str(count), "maxmin:4") for cou
 
 
 def helpers_of(name: str) -> int:
-    """How many a contender has; none where that is found by itself."""
+    """Returns a contender's number of worker threads; 0 if it is chosen automatically."""
     count = name.rpartition("_")[2]
     return int(count) if count.isdigit() else 0
 
 
-# For sections that compare algorithms.
+# Algorithms for sections that compare them.
 FORCED = ("two_level", "recursive_doubling", "ring")
 
 ONECCL = {
@@ -134,7 +137,7 @@ ONECCL = {
     "LD_LIBRARY_PATH": "{lib}",
 }
 
-# Ranks pin themselves, all in the same way; so launchers must not.
+# Ranks pin themselves, all in the same way, so launchers must not.
 CONTENDERS = (
     Contender("accl", "accl engine", Level.ENGINE, ("{accl}",), at_home=True, note="`Group::run`, no torch"),
     Contender(
@@ -155,7 +158,7 @@ CONTENDERS = (
         ("{openmpi}",),
         launcher=("mpirun.openmpi", "--bind-to", "none"),
         environment={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
-        # Its ranks then yield when they wait.
+        # With this option, waiting ranks yield.
         crowded=("--oversubscribe",),
         note="`mpirun --bind-to none`, all else as it comes",
     ),
@@ -214,5 +217,5 @@ BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
 
 def title_of(name: str) -> str:
-    """The name for people."""
+    """Returns a contender's title for the page."""
     return BY_NAME[name].title

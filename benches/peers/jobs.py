@@ -1,7 +1,7 @@
-"""Contenders that are up: their ranks are processes that obey this driver, one contender at a time.
+"""Running contenders: their ranks are processes that follow orders of this driver, one contender at a time.
 
-All ranks are started once. Whoever does not run is stopped with SIGSTOP, helper threads included, so that nothing of it
-takes time from whoever does. Owns processes, sockets, boards and their end; what is measured is in `measure.py`.
+All ranks are started once. Idle contenders are stopped with SIGSTOP, worker threads included, so that they take no time
+from the active one. Owns processes, sockets, boards and their end; `measure.py` decides what is measured.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ END_S = 5.0
 
 
 class Lost(Exception):
-    """A contender that has failed; the clause says how."""
+    """A contender that has failed; the clause gives the reason."""
 
 
 class Refused(Exception):
-    """A contender that does not offer what was asked."""
+    """A contender that does not offer the requested call."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where ranks run: what the command of one begins with, and what its environment has more."""
+    """A host for ranks: a prefix of their command, and additions to their environment."""
 
     prefix: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    # A rank and all its threads have these; without, ranks pin themselves.
+    # Cores for a rank and all its threads; if empty, ranks pin themselves.
     cores: tuple[int, ...] = ()
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is another one than the driver's."""
+        """Whether the host differs from the driver's."""
         return bool(self.prefix or self.environment)
 
     def command(self, program: Iterable[str]) -> list[str]:
-        """For a rank; by `env`, since a launcher starts the ranks of all hosts in one environment."""
+        """Returns the command of a rank. Variables are set by `env`, since a launcher starts the ranks of all hosts in
+        one environment."""
         more = ["env", *(f"{name}={value}" for name, value in self.environment.items())] if self.environment else []
         bound = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
         return [*self.prefix, *more, *bound, *program]
 
 
-# Beside this driver.
+# The driver's own host.
 HERE = (Host(),)
 
 
 class Rank:
-    """The driver's end of one rank."""
+    """The driver's connection to one rank."""
 
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
@@ -70,7 +71,7 @@ class Rank:
         self.pid = 0
 
     def line(self, deadline: float) -> str:
-        """The next line that it says."""
+        """Returns the next line from the rank."""
         while b"\n" not in self.received:
             self.stream.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
@@ -117,12 +118,12 @@ class Job:
             self.processes.append(process)
 
     def commands(self, names: dict[str, str]) -> Iterator[tuple[list[str], dict[str, str]]]:
-        """What to start, with which additions to the environment."""
+        """Yields commands to start, with additions to the environment."""
         one, ranks = self.contender, self.ranks
         cores = sorted(os.sched_getaffinity(0))
 
         def host_of(rank: int) -> Host:
-            # Neighbours share a host, as launchers have it.
+            # Neighbouring ranks share a host, as launchers place them.
             return self.hosts[rank * len(self.hosts) // ranks]
 
         def filled(words: Iterable[str], rank: int) -> list[str]:
@@ -148,7 +149,7 @@ class Job:
         yield command, environment(0)
 
     def gather(self, deadline: float) -> None:
-        """Waits until all ranks have met."""
+        """Waits until all ranks have connected and are ready."""
         found: dict[int, Rank] = {}
         while len(found) < self.ranks:
             self.listener.settimeout(0.2)
@@ -179,7 +180,7 @@ class Job:
                 os.kill(rank.pid, number)
 
     def order(self, text: str) -> None:
-        """Has all ranks carry out an order, while everyone else stands still."""
+        """Has all ranks of this job carry out an order, while all others are stopped."""
         self.signal(signal.SIGCONT)
         try:
             for rank in self.members:
@@ -197,18 +198,18 @@ class Job:
             raise Refused
 
     def spans(self, batches: int) -> list[list[board.Span]]:
-        """By rank, what the last order has left on the board."""
+        """Returns, by rank, the spans that the last order left on the board."""
         return [board.spans(self.board, rank, batches) for rank in range(self.ranks)]
 
     def last_words(self) -> str:
-        """The last line that it has printed."""
+        """Returns the last line of the ranks' output."""
         self.errors.flush()
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors.read().splitlines() if line.strip("-= \n")]
         return lines[-1] if lines else ""
 
     def close(self) -> None:
-        """Ends all processes and removes what they shared."""
+        """Ends all processes and removes their shared files."""
         self.signal(signal.SIGCONT)
         for rank in self.members:
             with contextlib.suppress(OSError):
@@ -226,7 +227,7 @@ class Job:
             rank.stream.close()
         self.listener.close()
         self.errors.close()
-        # DeepSpeed names its memory after the folder and leaves it.
+        # DeepSpeed names its shared memory after the folder and does not remove it.
         for left in Path("/dev/shm").glob(f"*{self.folder.name}*"):
             if left != self.folder:
                 left.unlink(missing_ok=True)
@@ -234,21 +235,21 @@ class Job:
 
 
 def shared_memory() -> str | None:
-    """Where files are memory; `None` for the usual place of temporary files."""
+    """Returns a folder in memory; None for the usual place of temporary files."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 class JobSet:
-    """Jobs of one number of ranks on the same hosts. A context manager: whatever happens, no process stays."""
+    """Jobs with the same number of ranks on the same hosts. As a context manager, it leaves no process behind."""
 
     def __init__(self, ranks: int, say: Callable[[str], None], hosts: Sequence[Host] = HERE) -> None:
         self.ranks, self.say, self.hosts = ranks, say, hosts
-        # Ranks have a core each, or none has one.
+        # Either each rank has a core of its own, or none is pinned.
         self.pinned = ranks <= len(os.sched_getaffinity(0))
         self.jobs: dict[str, Job] = {}
         are_apart = len(hosts) > 1 and any(host.is_apart for host in hosts)
         self.words = f"{ranks} ranks" + (f" on {len(hosts)} hosts" if are_apart else "")
-        # Contenders that are not up, with the reason.
+        # Contenders that are not running, with the reason.
         self.missing: dict[str, str] = {}
         self.versions: dict[str, str] = {}
 
@@ -261,7 +262,7 @@ class JobSet:
         self.jobs.clear()
 
     def start(self, wanted: Iterable[str], names: dict[str, str]) -> None:
-        """Starts whoever is not up yet, one after the other; the others stand still."""
+        """Starts the contenders that are not running yet, one after the other; the others are stopped meanwhile."""
         for name in wanted:
             if name in self.jobs or name in self.missing:
                 continue

@@ -1,4 +1,4 @@
-"""What is measured on: facts that a figure is worth nothing without."""
+"""The machine that is measured on: facts without which a figure has no value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .build import ROOT
 
 
 def facts() -> dict[str, str]:
-    """Name of a fact and its value, in the order in which the page has them."""
+    """Returns facts by name, in the page's order."""
     cpu = lines_of(["lscpu"], ":")
     memory = lines_of(["cat", "/proc/meminfo"], ":").get("MemTotal", "0 kB").split()[0]
     found = {
@@ -35,7 +35,7 @@ VECTORS = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_
 
 
 def commit() -> str:
-    """What was measured, with a plus when the tree has changes beside."""
+    """Returns the current commit, with a plus if the tree has other changes than generated pages."""
     short = first_line(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
     outputs = [
         f":!docs/{page}{end}" for page in ("performance", "compression", "layer-parallel") for end in (".md", "")
@@ -45,33 +45,34 @@ def commit() -> str:
 
 
 class Quiet:
-    """How much of the cores others took while this was on: whoever has read `share` and `stolen` knows whether to believe."""
+    """Measures how much of the cores others used while it exists, which shows whether figures can be trusted."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self.pids = list(pids)
         self.ticks, self.own = cpu_ticks(), self.own_ticks()
 
     def figures(self) -> tuple[float, float, float]:
-        """Ticks since the start: all that the cores had, those of other processes, and those that the host took."""
+        """Returns ticks of the cores since the start: all, used by other processes, and taken by the host."""
         total, busy, stolen = (now - before for now, before in zip(cpu_ticks(), self.ticks))
         return total, max(busy - (self.own_ticks() - self.own), 0), stolen
 
     def own_ticks(self) -> int:
-        """Of this process and its children that have ended, and of those that it watches; one of these that is gone counts no more."""
+        """Returns the ticks of this process, its ended children and the watched processes. A watched process that has
+        ended counts no more."""
         ended = os.times()
         of_children = round((ended.children_user + ended.children_system) * os.sysconf("SC_CLK_TCK"))
         return of_children + sum(process_ticks(pid) for pid in [os.getpid(), *self.pids])
 
 
 def cpu_ticks() -> tuple[int, int, int]:
-    """Of all cores since the machine began: all, busy, taken by the host."""
+    """Returns ticks of all cores since the machine started: all, busy, taken by the host."""
     user, nice, system, idle, wait, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     busy = user + nice + system + irq + soft
     return busy + idle + wait + steal, busy, steal
 
 
 def process_ticks(pid: int) -> int:
-    """Of all threads of a process."""
+    """Returns the ticks of all threads of a process; 0 if it has ended."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -80,7 +81,7 @@ def process_ticks(pid: int) -> int:
 
 
 def governor() -> str:
-    """Of the first core; virtual machines have none."""
+    """Returns the governor of the first core; virtual machines have none."""
     try:
         return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
     except OSError:
@@ -88,12 +89,12 @@ def governor() -> str:
 
 
 def system_name() -> str:
-    """The distribution."""
+    """Returns the name of the distribution."""
     return platform.freedesktop_os_release().get("PRETTY_NAME", "unknown")
 
 
 def output_of(command: list[str]) -> str:
-    """What a command prints, or nothing."""
+    """Returns the output of a command, or an empty text."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -101,11 +102,11 @@ def output_of(command: list[str]) -> str:
 
 
 def first_line(command: list[str]) -> str:
-    """The first line of what it prints."""
+    """Returns the first line of a command's output."""
     return output_of(command).partition("\n")[0]
 
 
 def lines_of(command: list[str], separator: str) -> dict[str, str]:
-    """Lines of `name: value`."""
+    """Returns lines of `name: value` as a dictionary."""
     parts = (line.partition(separator) for line in output_of(command).splitlines())
     return {name.strip(): value.strip() for name, _, value in parts}

@@ -1,8 +1,9 @@
-"""What a call takes: contenders take turns, and the figure of a cell is the median of its turns.
+"""The time of a call: contenders take turns, and the figure of a cell is the median of its turns.
 
-A turn is some batches of calls; its figure is the median batch, and that of a batch is its slowest rank. A rooted call is
-a batch of its own, after a meeting that is not counted, and lasts from when the root begins to when the last rank is
-done: a root that only sends would otherwise be calls ahead. Owns that definition and how many calls make a turn.
+A turn is several batches of calls. Its figure is the median batch, and the time of a batch is its slowest rank's. A
+rooted call is a batch of its own, after an untimed meeting. It lasts from the start of the root to the end of the last
+rank: otherwise a root that only sends would get several calls ahead. Owns that definition and the number of calls in a
+turn.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from . import board
 from .jobs import Job, JobSet, Lost, Refused
 from .placement import Placement
 
-# In a turn of calls that follow one another.
+# Batches in a turn of calls that follow one another.
 BATCHES = 11
-# Of the clock and of a meeting: a probe that is longer tells how many calls fill a turn.
+# Resolution of the clock and of a meeting: a probe must last longer to show how many calls fill a turn.
 PROBE_NS = 2_000_000
-# A turn of slow calls has at least so many.
+# Minimum calls in a turn of slow calls.
 LEAST_CALLS = 3
-# A turn that does not count is repeated, until a contender has had so many times its due in a cell.
+# A turn that does not count is repeated, until a contender has used this multiple of its planned time in a cell.
 MOST_TRIES = 5
-# Of calls so slow that three are much longer than a turn.
+# Minimum turns for calls so slow that three take much longer than a turn.
 LEAST_TURNS = 5
 MOST_ROOTED = 2000
 
@@ -39,16 +40,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Effort:
-    """How long and how often."""
+    """Length and number of turns."""
 
     turn_s: float
     turns: int
 
 
-# Short, since a host may move cores about ten times a second.
+# Turns are short, since a host may move cores about ten times a second.
 FULL = Effort(turn_s=0.02, turns=9)
 QUICK = Effort(turn_s=0.01, turns=5)
-# For a test of the machinery, which looks at no time.
+# For a test of the machinery, which ignores times.
 TINY = Effort(turn_s=0.001, turns=2)
 
 
@@ -67,19 +68,19 @@ class Cell:
 
     @property
     def words(self) -> str:
-        """As orders have it."""
+        """The cell as text in orders."""
         return f"{self.collective} {self.dtype} {self.bytes}"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Of one contender in one cell, in microseconds."""
+    """Times of one contender in one cell, in microseconds."""
 
     cell: Cell
     contender: str
     ranks: int
     turns_us: tuple[float, ...]
-    # Of these, how many were taken while the cores did not stand as usual.
+    # Number of these turns that ran while the cores were not placed as usual.
     unusual: int = 0
 
     @property
@@ -93,21 +94,21 @@ class Figure:
         return max(self.turns_us) / max(min(self.turns_us), 1e-6)
 
     def as_json(self) -> dict[str, object]:
-        """For the file of results."""
+        """Returns the row for the file of results."""
         turns = [round(turn, 4) for turn in self.turns_us]
         who = {"contender": self.contender, "ranks": self.ranks, "unusual": self.unusual}
         return {**asdict(self.cell), **who, "turns_us": turns}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Figure:
-        """From the file of results."""
+        """Returns a figure from a row of the file of results."""
         cell = Cell(row["collective"], row["dtype"], row["bytes"])
         return Figure(cell, row["contender"], row["ranks"], tuple(row["turns_us"]), row["unusual"])
 
 
 @dataclass
 class Turns:
-    """What a contender's turns took, in microseconds: those that count, and those that do when there are too few."""
+    """Times of a contender's turns, in microseconds: those that count, and spare ones for when these are too few."""
 
     wanted: int
     left_s: float
@@ -116,7 +117,7 @@ class Turns:
 
     @staticmethod
     def of(effort: Effort) -> Turns:
-        """None yet."""
+        """Returns a record without turns."""
         return Turns(effort.turns, effort.turns * effort.turn_s * MOST_TRIES)
 
     @property
@@ -126,20 +127,20 @@ class Turns:
         return all_turns < self.wanted or (len(self.usual) < self.wanted and self.left_s > 0)
 
     def spend(self, seconds: float) -> None:
-        """Takes a turn's time, with all that it waited for, from what is left."""
+        """Subtracts a turn's time, including waiting, from the time left."""
         self.left_s -= seconds
         if self.left_s < 0:
             self.wanted = min(self.wanted, max(LEAST_TURNS, len(self.usual)))
 
     def figure(self, cell: Cell, contender: str, ranks: int) -> Figure:
-        """Of the turns that count."""
+        """Returns the figure of the turns that count."""
         spare = self.other[: max(self.wanted - len(self.usual), 0)]
         return Figure(cell, contender, ranks, (*self.usual, *spare), len(spare))
 
 
 @dataclass
 class Shape:
-    """How the calls of a contender's turn are cut."""
+    """How the calls of a contender's turn are divided."""
 
     batches: int
     calls: int
@@ -154,7 +155,7 @@ def measure(
     tick: Callable[[Cell, str], None],
     placement: Placement | None = None,
 ) -> list[Figure]:
-    """Every cell by everyone who is up. Who fails is out of it from then on."""
+    """Measures every cell with every running contender. A contender that fails is left out from then on."""
     figures = []
     for cell in cells:
         shapes: dict[str, Shape] = {}
@@ -166,7 +167,7 @@ def measure(
                     shapes[name], turns[name] = shape, Turns.of(effort)
         order = list(shapes)
         for turn in itertools.count():
-            # Each begins in turn, since the one before leaves the caches and the clock as they are.
+            # Rotate the order, since each contender finds the caches and the clock as the one before left them.
             start = turn % max(len(order), 1)
             going = [name for name in order[start:] + order[:start] if turns[name].wants_more]
             if not going:
@@ -187,7 +188,7 @@ def measure(
 
 
 def attempt(job_set: JobSet, name: str, body: Callable[[Job], T]) -> T | None:
-    """`None` when the contender does not have the call, or fails; then it is out."""
+    """Returns the result; None if the contender does not have the call, or fails, after which it is left out."""
     try:
         return body(job_set.jobs[name])
     except Refused:
@@ -198,7 +199,7 @@ def attempt(job_set: JobSet, name: str, body: Callable[[Job], T]) -> T | None:
 
 
 def prepare(job: Job, cell: Cell, effort: Effort) -> Shape:
-    """Looks at one result, then finds how many calls fill a turn."""
+    """Checks one result, then finds how many calls fill a turn."""
     job.order(f"check {cell.words}")
     rooted = cell.is_rooted
     shape = Shape(1, 1, meet=rooted)
@@ -207,7 +208,7 @@ def prepare(job: Job, cell: Cell, effort: Effort) -> Shape:
         calls = shape.batches * shape.calls
         if took_ns >= PROBE_NS or calls >= 1 << 20 or (rooted and calls >= MOST_ROOTED):
             break
-        # Not too far at once: first calls are slower than what follows.
+        # Increase in steps: first calls are slower than later ones.
         more = min(max(2 * PROBE_NS // int(took_ns), 2), 32) * calls
         shape = Shape(min(more, MOST_ROOTED), 1, True) if rooted else Shape(1, more, False)
     fitting = max(int(effort.turn_s * 1e9 * calls / took_ns), LEAST_CALLS)
@@ -218,7 +219,7 @@ def prepare(job: Job, cell: Cell, effort: Effort) -> Shape:
 
 
 def run(job: Job, cell: Cell, shape: Shape) -> float:
-    """One turn; nanoseconds of a call."""
+    """Runs one turn; returns nanoseconds per call."""
     job.order(f"run {cell.words} {shape.batches} {shape.calls} {int(shape.meet)}")
     spans = job.spans(shape.batches)
     took = [batch_ns(cell, [spans[rank][batch] for rank in range(job.ranks)]) for batch in range(shape.batches)]
@@ -226,14 +227,14 @@ def run(job: Job, cell: Cell, shape: Shape) -> float:
 
 
 def make_calls(job: Job, cell: Cell) -> int:
-    """A few calls that are not timed; how many they were."""
+    """Makes a few untimed calls; returns their number."""
     job.order(f"run {cell.words} 1 {LEAST_CALLS} 0")
-    # With those that a rank makes first, so that it is warm.
+    # Includes the calls with which a rank warms up.
     return LEAST_CALLS + LEAST_CALLS // 10 + 1
 
 
 def batch_ns(cell: Cell, ranks: Sequence[board.Span]) -> int:
-    """What a batch took the slowest rank, or from the root's begin on."""
+    """Returns the time of a batch: of the slowest rank, or for a rooted call from the root's start to the last end."""
     if cell.is_rooted:
         return max(end for _, end in ranks) - ranks[0][0]
     return max(end - begin for begin, end in ranks)

@@ -1,7 +1,7 @@
-"""Network namespaces joined by veth pairs, on which ranks of one machine meet as ranks of several hosts do.
+"""Network namespaces joined by veth pairs, over which ranks of one machine connect as ranks of several hosts do.
 
-Owns names, addresses, shaping and the end of all of it, and how fast a plain TCP connection is over the same link. Who
-runs there is not known here. Memory, files and clocks are those of the machine: ranks meet on the board as ever.
+Owns names, addresses, shaping and removal, and the speed of a plain TCP connection over the same link. It does not know
+the programs that run there. Memory, files and clocks are the machine's: ranks share the board as usual.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .jobs import Host
 BULK = Path(__file__).resolve().parent / "ranks" / "bulk.py"
 NAMED = Path("/run/netns")
 PREFIX = "accl-peers-"
-# Each namespace has its own, so that one name does for all.
+# Each namespace has its own interface, so the same name serves all.
 INTERFACE = "peers0"
-# Of the block that is set aside for benchmarks (RFC 2544), so nobody else's route goes there.
+# From the block reserved for benchmarks (RFC 2544), which no other route uses.
 NETWORK = "198.18.0.0/28"
 ADDRESSES = tuple(f"198.18.0.{number}" for number in range(1, 9))
-# What Linux has unless somebody changes it: figures of a machine that was changed would not compare.
+# Linux's default, set explicitly: figures of a machine with another setting would not compare.
 CONGESTION_CONTROL = "cubic"
 SHAPED_BITS = 10**9
-# A millisecond of the rate: less, and a timer that is late costs throughput; more, and small messages see no limit.
+# A millisecond of the rate. With less, a late timer costs throughput; with more, small messages see no limit.
 BURST_PER_S = 1000
-# A queue that ranks cannot fill: the limit is to delay, not to drop.
+# A queue that ranks cannot fill: the limit must delay, not drop.
 QUEUE_MS = 100
 COMMAND_S = 20
-# A second over the shaped link.
+# About a second over the shaped link.
 BULK_BYTES = 120 << 20
 BULK_S = 60
 NUMBERS = itertools.count()
@@ -46,30 +46,32 @@ NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Link:
-    """Its ends. Ranks are started on `hosts`."""
+    """The ends of a link. Ranks are started on `hosts`."""
 
     namespaces: tuple[str, ...]
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """How a rank is started there; gloo has to be told where to listen."""
+        """The hosts at its ends; gloo needs the interface to listen on."""
         return tuple(Host(inside(name), {"GLOO_SOCKET_IFNAME": INTERFACE}) for name in self.namespaces)
 
     def sent(self) -> int:
-        """Bytes that have left the first end, by the counter of its interface: headers and repetitions too."""
+        """Returns the bytes sent from the first end, by its interface's counter, including headers and
+        retransmissions."""
         count = f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"
         return int(finish([*inside(self.namespaces[0]), "cat", count], "the interface has no counter", COMMAND_S))
 
     def goodput(self, turns: int) -> list[float]:
-        """Bytes per second of a plain TCP connection that sends both ways at once: of each turn, the slower way."""
+        """Returns bytes per second of a plain TCP connection that sends both ways at once: for each turn, the slower
+        direction."""
         return [BULK_BYTES / max(turn) for turn in zip(*self.transfer(BULK_BYTES, turns))]
 
     def latency(self, turns: int) -> float:
-        """Seconds that a byte takes one way, of a plain TCP connection: the median turn."""
+        """Returns the one-way time of a byte in seconds over a plain TCP connection: the median turn."""
         return statistics.median(self.transfer(0, turns)[0]) / 2
 
     def transfer(self, count: int, turns: int) -> list[list[float]]:
-        """At each end the seconds of each turn; without bytes, of there and back."""
+        """Returns the seconds of each turn at each end; with `count` 0, of a round trip."""
         cores = sorted(os.sched_getaffinity(0))
         server, client = (
             [*inside(name), sys.executable, str(BULK), ADDRESSES[0], str(count), str(turns), str(core)]
@@ -85,10 +87,10 @@ class Link:
 
 @contextlib.contextmanager
 def joined(bits: int | None = None, ends: int = 2) -> Iterator[Link]:
-    """Makes a link, each end limited to so many bits a second each way, and removes it whatever happens. More than two ends meet
-    at a bridge.
+    """Creates a link, each end limited to `bits` bits a second each way, and removes it in any case. More than two ends
+    meet at a bridge.
 
-    Whoever runs there has to be gone by then.
+    Processes on the link must have ended before its removal.
     """
     if os.geteuid() != 0:
         raise Unavailable("only root can make network namespaces")
@@ -102,7 +104,7 @@ def joined(bits: int | None = None, ends: int = 2) -> Iterator[Link]:
     try:
         for name in names:
             command(["ip", "netns", "add", name])
-        # Interfaces go with their namespaces.
+        # Interfaces are removed with their namespaces.
         if ends == 2:
             sides = [["name", INTERFACE, "netns", name] for name in names]
             command(["ip", "link", "add", *sides[0], "type", "veth", "peer", *sides[1]])
@@ -117,7 +119,7 @@ def joined(bits: int | None = None, ends: int = 2) -> Iterator[Link]:
 
 
 def join_at_bridge(bridge: str, names: Sequence[str]) -> None:
-    """Gives each namespace an interface whose other side is a port of a bridge in a namespace of its own."""
+    """Gives each namespace an interface whose other side is a port of a bridge in a separate namespace."""
     command(["ip", "netns", "add", bridge])
     command([*inside(bridge), "ip", "link", "add", "bridge0", "type", "bridge"])
     command([*inside(bridge), "ip", "link", "set", "bridge0", "up"])
@@ -129,8 +131,8 @@ def join_at_bridge(bridge: str, names: Sequence[str]) -> None:
 
 
 def changes(address: str, bits: int | None) -> Iterator[str]:
-    """What a namespace needs that has an interface."""
-    # Ranks of one host meet over it, unless they share memory.
+    """Yields the commands that set up a namespace with an interface."""
+    # Ranks of one host connect over loopback, unless they share memory.
     yield "ip link set lo up"
     yield f"ip link set {INTERFACE} addrgenmode none"
     yield f"ip address add {address}/28 dev {INTERFACE}"
@@ -142,17 +144,17 @@ def changes(address: str, bits: int | None) -> Iterator[str]:
 
 
 def inside(name: str) -> tuple[str, ...]:
-    """What a command begins with that runs in a namespace."""
+    """Returns the prefix of a command that runs in a namespace."""
     return ("ip", "netns", "exec", name)
 
 
 def command(words: Sequence[str]) -> None:
-    """Runs one that makes a part of the link."""
+    """Runs a command that creates a part of the link."""
     finish(list(words), "no network can be made", COMMAND_S)
 
 
 def remove(names: Sequence[str]) -> None:
-    """Removes the namespaces that are there."""
+    """Removes the namespaces, if they exist."""
     for name in names:
         if (NAMED / name).exists():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -160,7 +162,7 @@ def remove(names: Sequence[str]) -> None:
 
 
 def sweep() -> None:
-    """Removes what a driver has left that was killed."""
+    """Removes namespaces left by a driver that was killed."""
     for path in NAMED.glob(f"{PREFIX}*"):
         driver = path.name.removeprefix(PREFIX).partition("-")[0]
         if not Path("/proc", driver).exists():
@@ -169,7 +171,7 @@ def sweep() -> None:
 
 @contextlib.contextmanager
 def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """An end of the plain transfer."""
+    """Starts an end of the plain transfer."""
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -179,7 +181,7 @@ def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def seconds_of(process: subprocess.Popen[str]) -> list[float]:
-    """What an end has measured."""
+    """Returns the measurements of an end."""
     try:
         seconds: list[float] = json.loads(process.communicate(timeout=BULK_S)[0])
         return seconds

@@ -1,4 +1,5 @@
-"""docs/performance.md from the file of results: nothing on the page is typed by hand. Owns the page's order and words."""
+"""Writes docs/performance.md from the file of results: no figure on the page is typed by hand. Owns the page's order
+and words."""
 
 from __future__ import annotations
 
@@ -59,14 +60,14 @@ def write(results: dict[str, Any], docs: Path) -> Path:
 
 
 def load(found: dict[str, float] | None) -> str:
-    """What others took; nothing where contenders did not take turns."""
+    """Returns a sentence on the load by others; empty if contenders did not take turns."""
     if found is None:
         return ""
     return f"Meanwhile other processes had {found['others']:.1%} of the cores, and the host took {found['stolen']:.1%}."
 
 
 def placement(found: dict[str, Any] | None) -> str:
-    """Where the cores were."""
+    """Returns a sentence on the placement of the cores."""
     if found is None:
         return "There was one core."
     if len(found["seen"]) == 1:
@@ -76,7 +77,7 @@ def placement(found: dict[str, Any] | None) -> str:
 
 
 def summary(bars: Iterable[tuple[str, list[Bar]]]) -> list[str]:
-    """How many bars are met."""
+    """Returns a table of the number of targets (`Bar`) that are met."""
     lines = ["| | bars met | missed | not measured |", "|---|---:|---:|---:|"]
     for title, found in bars:
         counts = [sum(bar.met is verdict for bar in found) for verdict in (True, False, None)]
@@ -85,7 +86,7 @@ def summary(bars: Iterable[tuple[str, list[Bar]]]) -> list[str]:
 
 
 def setting(records: list[dict[str, Any]]) -> list[str]:
-    """The machine, and who took part."""
+    """Returns tables of the machine and of the contenders."""
     lines = ["## Machine and contenders", ""]
     machines = []
     for record in records:

@@ -1,8 +1,9 @@
-"""Where the machine's cores are just now, as far as it matters: how long two of them take to exchange four bytes.
+"""The current placement of the machine's cores, seen as the time in which two of them exchange four bytes.
 
-A virtual machine's cores are moved by its host: on one physical core, on two that share a cache, on two that do not; the
-same call then takes one, two or five times as long. So the sketch's smallest all_reduce is timed before and after each
-turn, and turns count when the cores stood as they usually do at best. On a machine that leaves cores alone all turns count.
+The host moves a virtual machine's cores: onto one physical core, onto two that share a cache, or onto two that do not.
+The same call then takes one, two or five times as long. So the smallest all_reduce of the C baseline is timed before
+and after each turn. A turn counts if the cores were placed as in their usual best case. On a machine that leaves cores
+alone all turns count.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from dataclasses import dataclass
 from .contenders import BY_NAME
 from .jobs import Job, Lost
 
-# Exchanges of a probe; half a millisecond.
+# Exchanges of a probe, which takes about half a millisecond.
 CALLS = 2000
 ORDER = f"run all_reduce float32 4 5 {CALLS // 5} 0"
 SURVEY_S = 3.0
 PAUSE_S = 0.01
-# The fastest placement that is found so often counts: the most frequent one is another from run to run.
+# The fastest placement with at least this share of probes counts: the most frequent one varies from run to run.
 OFTEN = 0.2
 # Probes of one placement differ by less than this factor from its centre.
 NEAR = 1.35
-# Longest wait for a placement to come back.
+# Longest wait for a placement to return.
 PATIENCE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A placement that was seen: its exchange in nanoseconds, and the share of probes that found it."""
+    """A placement that was seen: its exchange time in nanoseconds, and the share of probes that found it."""
 
     ns: float
     share: float
 
     def has(self, ns: float) -> bool:
-        """Whether a probe is of this placement."""
+        """Returns whether a probe belongs to this placement."""
         return self.ns / NEAR <= ns <= self.ns * NEAR
 
 
@@ -61,13 +62,13 @@ class Placement:
         say(f"cores exchange 4 bytes in {seen}; turns count at {self.usual.ns:.0f} ns")
 
     def probe(self) -> float:
-        """Nanoseconds of an exchange, now."""
+        """Returns the nanoseconds of an exchange now."""
         self.job.order(ORDER)
         slowest: list[int] = [max(end - begin for begin, end in row) for row in zip(*self.job.spans(5))]
         return statistics.median(slowest) / (CALLS // 5)
 
     def survey(self) -> list[float]:
-        """Probes over a while."""
+        """Returns probes over `SURVEY_S` seconds."""
         found = []
         deadline = time.monotonic() + SURVEY_S
         while time.monotonic() < deadline:
@@ -76,11 +77,12 @@ class Placement:
         return found
 
     def is_usual(self) -> bool:
-        """Whether the cores stand as usual."""
+        """Returns whether the cores are placed as usual."""
         return self.usual.has(self.probe())
 
     def wait(self, limit_s: float) -> bool:
-        """Waits until they do, for a while but no longer than so; looks once at least."""
+        """Waits for the usual placement, at most `limit_s` or `PATIENCE_S` seconds, and probes at least once. Returns
+        whether it was found."""
         deadline = time.monotonic() + min(limit_s, PATIENCE_S)
         while not self.is_usual():
             if time.monotonic() > deadline:
@@ -88,7 +90,7 @@ class Placement:
         return True
 
     def as_json(self) -> dict[str, object]:
-        """For the file of results."""
+        """Returns the placements for the file of results."""
         seen = [{"ns": round(one.ns), "share": round(one.share, 2)} for one in self.clusters]
         return {"usual_ns": round(self.usual.ns), "seen": seen}
 
@@ -98,12 +100,12 @@ class Placement:
 
 
 def by_ns(cluster: Cluster) -> float:
-    """The order of placements."""
+    """Returns the sort key of placements."""
     return cluster.ns
 
 
 def clusters_of(probes: list[float]) -> list[Cluster]:
-    """Groups of probes that are near each other, fastest first."""
+    """Groups probes that are near each other, fastest first."""
     groups: list[list[float]] = []
     for ns in sorted(probes):
         if groups and ns <= statistics.median(groups[-1]) * NEAR:

@@ -10,7 +10,7 @@ from .contenders import CONTENDERS
 from .pictures import save
 from .report import Plot
 
-# Ours are thick; a contender has the same colour in every plot.
+# accl's curves are thick; a contender has the same colour in every plot.
 OURS = ("accl engine", "accl through torch")
 
 
@@ -19,7 +19,7 @@ def draw(plot: Plot, target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    # Text stays text and names do not change from run to run.
+    # Keep text as text, and names the same in every run.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "accl", "font.size": 9})
     from matplotlib import pyplot
 

@@ -1,4 +1,4 @@
-"""Tells on stderr what is being done: a line that moves where there is a terminal, else a line for each step."""
+"""Progress on stderr: a live status line on a terminal, else a line for each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .measure import Cell
 
 
 class Progress:
-    """A context manager; `say` is for steps, `tick` for turns."""
+    """A context manager; `say` reports steps, `tick` turns."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -36,7 +36,7 @@ class Progress:
             self.status.stop()
 
     def say(self, text: str) -> None:
-        """A step that is worth a line."""
+        """Reports a step with a line."""
         line = f"{self.minutes()} {text}"
         if self.status:
             self.status.console.print(line, highlight=False, markup=False)
@@ -44,7 +44,7 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def tick(self, cell: Cell, contender: str) -> None:
-        """A turn begins."""
+        """Reports the start of a turn."""
         text = f"{cell.collective} {cell.dtype} {show_size(cell.bytes)}"
         if self.status:
             self.status.update(f"{self.minutes()} {text}: {title_of(contender)}")
@@ -53,6 +53,6 @@ class Progress:
         self.cell = cell
 
     def minutes(self) -> str:
-        """Since the start."""
+        """Returns the time since the start as minutes and seconds."""
         seconds = int(time.monotonic() - self.began)
         return f"{seconds // 60}:{seconds % 60:02}"

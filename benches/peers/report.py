@@ -1,5 +1,5 @@
-"""What a section is, and what it works with. A section is one file of `sections/`: cells that are measured, tables with a
-bar for each of its claims, and plots. `sections/__init__.py` lists them.
+"""The definition of a section, and the tools for it. A section is one file of `sections/`: cells to measure, tables
+with a target (`Bar`) for each of its claims, and plots. `sections/__init__.py` lists the sections.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .placement import Placement
 from .tables import Bar, Table, plain, ratio
 
 SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-# Turns that differ by more are marked.
+# Figures whose turns differ by more than this factor are marked.
 STEADY = 1.5
 
 
 @dataclass
 class Bench:
-    """What sections measure with: the contenders, and one set of jobs at a time."""
+    """Tools of a section: the contenders, and one set of jobs at a time."""
 
     shop: Workshop
     effort: Effort
@@ -38,13 +38,13 @@ class Bench:
     job_set: JobSet | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    # Of all cores, of other processes, taken by the host.
+    # Ticks of all cores, of other processes, and taken by the host.
     ticks: tuple[float, ...] = (0, 0, 0)
 
     def figures(
         self, ranks: int, wanted: Sequence[str], cells: Iterable[Cell], hosts: Sequence[Host] = HERE
     ) -> list[Figure]:
-        """Measures cells by those of `wanted` that take part in this run."""
+        """Measures cells with the contenders in `wanted` that take part in this run."""
         if self.job_set is None or (self.job_set.ranks, self.job_set.hosts) != (ranks, hosts):
             self.close()
             self.job_set = JobSet(ranks, self.say, hosts)
@@ -62,7 +62,7 @@ class Bench:
         return figures
 
     def sent(self, wanted: Sequence[str], cell: Cell, link: networks.Link) -> dict[str, int]:
-        """Bytes that a call puts on the wire at one end of the link, of each contender that is up there."""
+        """Returns the bytes that a call puts on the wire at one end of the link, for each contender running there."""
 
         def of_a_call(job: Job) -> float:
             before = link.sent()
@@ -77,7 +77,7 @@ class Bench:
 
     @contextlib.contextmanager
     def network(self, bits: int | None = None, ends: int = 2) -> Iterator[networks.Link]:
-        """A link to measure over; whoever runs on its hosts ends before it does."""
+        """Creates a link to measure over; jobs on its hosts end before it is removed."""
         with networks.joined(bits, ends) as link:
             try:
                 yield link
@@ -85,13 +85,13 @@ class Bench:
                 self.close()
 
     def close(self) -> None:
-        """Ends whoever is up."""
+        """Ends all jobs."""
         if self.job_set:
             self.job_set.__exit__()
         self.job_set = None
 
     def end(self) -> None:
-        """Ends all that is up."""
+        """Ends all jobs and the placement probe."""
         self.close()
         if self.placement:
             self.placement.close()
@@ -99,7 +99,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves over sizes: for each contender (bytes, microseconds). They may be over something else that is counted."""
+    """Curves over sizes: for each contender (bytes, microseconds). `over` names another quantity for the first
+    number."""
 
     name: str
     title: str
@@ -113,11 +114,11 @@ class Section:
 
     name: str
     title: str
-    # How it was measured and what the bars are; Markdown.
+    # How it was measured, and its targets; Markdown.
     text: str
-    # Returns what the file of results keeps.
+    # Returns the data for the file of results.
     collect: Callable[[Bench], dict[str, Any]]
-    # From that, the tables and plots.
+    # Return tables and plots from that data.
     tables: Callable[[dict[str, Any]], list[Table]]
     plots: Callable[[dict[str, Any]], list[Plot]] = lambda data: []
 
@@ -131,12 +132,12 @@ class Figures:
         self.cells = list(dict.fromkeys(one.cell for one in self.all))
 
     def us(self, contender: str, cell: Cell) -> float | None:
-        """Microseconds, if they were measured."""
+        """Returns microseconds; None if not measured."""
         figure = self.by_place.get((contender, cell))
         return figure.us if figure else None
 
     def entry(self, contender: str, cell: Cell) -> str:
-        """For a table; a tilde says that turns differed much, or that cores moved."""
+        """Returns the entry for a table; a tilde marks turns that differed much, or ran while cores were moved."""
         figure = self.by_place.get((contender, cell))
         if not figure:
             return ""
@@ -144,17 +145,17 @@ class Figures:
         return ("~" if doubtful else "") + plain(figure.us)
 
     def best(self, contenders: Iterable[str], cell: Cell) -> tuple[str, float] | None:
-        """The fastest of some, and its figure."""
+        """Returns the fastest of some contenders, and its microseconds; None if none was measured."""
         found = [(us, name) for name in contenders if (us := self.us(name, cell)) is not None]
         return (min(found)[1], min(found)[0]) if found else None
 
     def contenders(self, cells: Iterable[Cell]) -> list[str]:
-        """Who has a figure in one of these cells, in the order of the table of contenders."""
+        """Returns the contenders with a figure in one of these cells, in the order of the table of contenders."""
         have = {name for name, cell in self.by_place if cell in set(cells)}
         return [one.name for one in CONTENDERS if one.name in have]
 
     def table(self, cells: Sequence[Cell], first: str) -> Table:
-        """The figures of everyone in these cells, in microseconds."""
+        """Returns a table of all contenders' figures in these cells, in microseconds."""
         table = Table([first, *(show_size(cell.bytes) for cell in cells)])
         for name in self.contenders(cells):
             table.row(BY_NAME[name].title, (self.entry(name, cell) for cell in cells))
@@ -168,7 +169,8 @@ class Figures:
         share: Sequence[float],
         whose: str = "best peer",
     ) -> None:
-        """A row with the best of some, and one with the engine's share of it, under a bar for each cell."""
+        """Adds a row with the best of some contenders, and a row with the engine's share of its time, with a target for
+        each cell."""
         best = [self.best(contenders, cell) for cell in cells]
         table.row(whose, (BY_NAME[one[0]].title if one else "" for one in best))
         shares = (
@@ -180,13 +182,13 @@ class Figures:
     def add_times(
         self, table: Table, label: str, slow: str, fast: str, cells: Sequence[Cell], bars: Sequence[float]
     ) -> None:
-        """A row that says how many times one is faster than another."""
+        """Adds a row with the speed-up of one contender over another, with a target for each cell."""
 
         times = (ratio(self.us(slow, cell), self.us(fast, cell)) for cell in cells)
         table.row(label, (Bar(value, at_least=bar) for value, bar in zip(times, bars)))
 
     def plot(self, name: str, title: str, cells: Sequence[Cell]) -> Plot:
-        """Everyone's curve over these cells."""
+        """Returns the curves of all contenders over these cells."""
         curves = {
             BY_NAME[one].title: [(cell.bytes, us) for cell in cells if (us := self.us(one, cell)) is not None]
             for one in self.contenders(cells)
@@ -195,18 +197,18 @@ class Figures:
 
 
 def cells_of(collective: str, sizes: Sequence[int] = SIZES, dtype: str = "float32") -> list[Cell]:
-    """A cell for each size."""
+    """Returns a cell for each size."""
     return [Cell(collective, dtype, size) for size in sizes]
 
 
 def as_rows(figures: Iterable[Figure]) -> dict[str, Any]:
-    """What the file of results keeps of figures."""
+    """Returns the part of figures that goes into the file of results."""
     return {"figures": [figure.as_json() for figure in figures]}
 
 
 @contextlib.contextmanager
 def closing(bench: Bench) -> Iterator[Bench]:
-    """Whatever happens, no process stays."""
+    """Ends all processes in any case."""
     try:
         yield bench
     finally:

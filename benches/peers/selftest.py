@@ -1,5 +1,5 @@
-"""Shows that the machinery works, with what a build of this repository has anyway: starts, turns, checks, ends, also over a
-network. Looks at no time of a call.
+"""Tests the machinery with programs that a build of this repository has anyway: starts, turns, checks and ends, also
+over a network. Ignores the times of calls.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from .build import Unavailable, Workshop
 from .jobs import HERE, Host, JobSet
 from .measure import TINY, Cell, measure
 
-# With a codec, too: its results are not exact.
+# Includes a codec, whose results are not exact.
 CONTENDERS = ("accl", "accl_maxmin:4_0", "sketch", "gloo")
-# The sketch is for shared memory.
+# Without the C baseline, which needs shared memory.
 ON_HOSTS = ("accl", "gloo")
 CELL = Cell("all_reduce", "float32", 4096)
 TOLD = (Host(environment={"ACCL_HOST_ID": "one"}), Host(environment={"ACCL_HOST_ID": "other"}))
 
 
 def run() -> int:
-    """The exit code."""
+    """Returns the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         shop = Workshop(Path(folder), print, online=False, is_timed=False)
         shop.prepare(CONTENDERS)
@@ -44,7 +44,7 @@ def turns(
     hosts: Sequence[Host] = HERE,
     where: Callable[[int], str] = lambda pid: "",
 ) -> list[str]:
-    """Complaints about a set of jobs that measures a cell; `where` tells the host of a process."""
+    """Returns complaints about a set of jobs that measures a cell; `where` returns the host of a process."""
     with JobSet(2, print, hosts) as job_set:
         job_set.start(wanted, shop.names)
         pids = [rank.pid for job in job_set.jobs.values() for rank in job.members]
@@ -58,7 +58,7 @@ def turns(
 
 
 def over_a_network(shop: Workshop) -> list[str]:
-    """Complaints about ranks in two namespaces, where this may make them."""
+    """Returns complaints about ranks in two namespaces; skipped if namespaces cannot be created."""
     try:
         with networks.joined(networks.SHAPED_BITS) as link:
             complaints = turns(shop, ON_HOSTS, link.hosts, lambda pid: os.readlink(f"/proc/{pid}/ns/net"))
@@ -70,10 +70,10 @@ def over_a_network(shop: Workshop) -> list[str]:
         return []
     if 8 * over_bridge > 1.1 * networks.SHAPED_BITS:
         complaints.append(f"a link of {networks.SHAPED_BITS} bit/s at a bridge has {8 * over_bridge:.0f}")
-    # Headers, and what is sent again.
+    # The counter includes headers and retransmissions.
     if not 1 < sent / networks.BULK_BYTES < 1.1:
         complaints.append(f"of {networks.BULK_BYTES} bytes, {sent} were counted")
-    # A token bucket lets more through than its rate only at first.
+    # A token bucket exceeds its rate only at the start.
     if 8 * goodput > 1.1 * networks.SHAPED_BITS:
         complaints.append(f"a link of {networks.SHAPED_BITS} bit/s has {8 * goodput:.0f}")
     names = (*link.namespaces, *bridged.namespaces)
@@ -81,13 +81,13 @@ def over_a_network(shop: Workshop) -> list[str]:
 
 
 def told(pid: int) -> str:
-    """The host that a process was told it is on."""
+    """Returns the host that a process's environment sets."""
     words = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return next((word for word in words if word.startswith("ACCL_HOST_ID=")), "")
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there."""
+    """Returns whether a process exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

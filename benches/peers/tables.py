@@ -1,6 +1,6 @@
-"""Tables with bars: a bar is met or missed by what was measured, before anything is rounded.
+"""Tables with targets: a target is met or missed by the measured value, before rounding.
 
-Owns how figures are written. A rounded value is never on the better side of the exact one.
+Owns the formatting of figures. A rounded value is never on the better side of the exact one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Bar:
-    """A value, and where it must stand. Without a value it could not be measured, and is neither met nor missed."""
+    """A value and its target. None means that it could not be measured; the target is neither met nor missed then."""
 
     value: float | None
     at_most: float | None = None
@@ -21,7 +21,7 @@ class Bar:
 
     @property
     def met(self) -> bool | None:
-        """`None` when there is nothing to compare."""
+        """Whether the target is met; None if there is nothing to compare."""
         if self.value is None:
             return None
         if self.at_most is not None:
@@ -54,11 +54,11 @@ class Table:
 
     @property
     def bars(self) -> list[Bar]:
-        """Every bar in it."""
+        """All targets in the table."""
         return [entry for _, entries in self.rows for entry in entries if isinstance(entry, Bar)]
 
     def lines(self) -> list[str]:
-        """As Markdown."""
+        """Returns the table as Markdown."""
         bold = {label for label, entries in self.rows if any(isinstance(entry, Bar) for entry in entries)}
         text = [[f"**{label}**" if label in bold else label, *map(str, entries)] for label, entries in self.rows]
         caption = [self.caption, ""] if self.caption else []
@@ -67,11 +67,11 @@ class Table:
 
 
 def plain(value: float, rounded: Callable[[float], int] = round) -> str:
-    """Three digits, rounded in a direction."""
+    """Returns three digits, rounded by `rounded`."""
     if value == 0:
         return "0"
     step = 10 ** (math.floor(math.log10(abs(value))) - 2)
-    # Of a value that has no more than three digits the division leaves crumbs.
+    # Division leaves rounding errors in a value of at most three digits.
     near = round(value / step)
     scaled = near if math.isclose(near, value / step, rel_tol=1e-9) else rounded(value / step)
     shown = scaled * step
@@ -81,5 +81,5 @@ def plain(value: float, rounded: Callable[[float], int] = round) -> str:
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """A quotient of figures, where there are both."""
+    """Returns the quotient of two figures; None if one is missing."""
     return None if above is None or below is None else above / max(below, 1e-9)

@@ -1,8 +1,8 @@
-//! Memory that the ranks of a world share with whoever drives them, so that ranks begin together and the driver sees when each batch
-//! began and ended. All are on one host, hence on one clock.
+//! Memory that the ranks of a world share with their driver. By it, ranks start together and the driver reads when each
+//! batch began and ended. All are on one host and use one clock.
 //!
-//! Owns the layout in Rust; `peers/ranks/board.h` has it in C and `peers/board.py` in Python. A line for each rank's arrivals, one for
-//! its mark, then a row of (begin, end) for each rank. Not here: what is timed.
+//! Owns the layout in Rust; `peers/ranks/board.h` has it in C and `peers/board.py` in Python. A cache line for each
+//! rank's arrivals, one for its mark, then a row of (begin, end) for each rank. It does not decide what is timed.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,9 +14,9 @@ use std::thread::yield_now;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::time::{ClockId, clock_gettime};
 
-/// Most ranks of a world.
+/// Maximum number of ranks of a world.
 pub const RANKS: usize = 64;
-/// Most batches of an order.
+/// Maximum number of batches of an order.
 pub const BATCHES: usize = 4096;
 const LINE_WORDS: usize = 8;
 const MARKS_AT: usize = RANKS * LINE_WORDS;
@@ -25,12 +25,12 @@ const BOARD_WORDS: usize = SPANS_AT + RANKS * BATCHES * 2;
 const BOARD_BYTES: usize = BOARD_WORDS * size_of::<u64>();
 const SPINS_BEFORE_YIELD: u32 = 20;
 
-/// When a batch of calls began and ended on one rank, in nanoseconds of the host's clock.
+/// Begin and end of a batch of calls on one rank, in nanoseconds of the host's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Before its first call.
+    /// Time before the first call.
     pub begin: u64,
-    /// After its last.
+    /// Time after the last call.
     pub end: u64,
 }
 
@@ -41,20 +41,20 @@ pub struct Board {
 }
 
 impl Board {
-    /// For the driver: makes the file, all zero, and maps it.
+    /// Creates the file, all zero, and maps it; for the driver.
     ///
     /// # Errors
-    /// The system's, when it cannot be made.
+    /// The system's error if the file cannot be created.
     pub fn create(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
         file.set_len(BOARD_BYTES as u64)?;
         Self::map(&file)
     }
 
-    /// For a rank: maps what the driver has made.
+    /// Maps the file that the driver has created; for a rank.
     ///
     /// # Errors
-    /// The system's, when it is not there, and `InvalidData` when it is too short.
+    /// The system's error if the file does not exist, and `InvalidData` if it is too short.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         if file.metadata()?.len() < BOARD_BYTES as u64 {
@@ -64,7 +64,8 @@ impl Board {
     }
 
     fn map(file: &File) -> io::Result<Self> {
-        // SAFETY: a new mapping at a place that the kernel chooses; the file is as long, and nobody shortens it.
+        // SAFETY: a new mapping at an address that the kernel chooses; the file has `BOARD_BYTES` bytes, and no process
+        // shortens it.
         let base = unsafe {
             mmap(std::ptr::null_mut(), BOARD_BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)?
         };
@@ -74,7 +75,8 @@ impl Board {
 
     fn word(&self, index: usize) -> &AtomicU64 {
         assert!(index < BOARD_WORDS, "the board ends before word {index}");
-        // SAFETY: inside the mapping, which lives as long as `self`; all sides treat it as atomics or take turns.
+        // SAFETY: `index` is inside the mapping, which lives as long as `self`; all processes access the words as
+        // atomics or take turns.
         unsafe { self.words.add(index).as_ref() }
     }
 
@@ -96,24 +98,24 @@ impl Board {
         }
     }
 
-    /// Leaves a mark, by which the others see that this rank has come to a barrier.
+    /// Sets a mark that shows the others that this rank has reached a barrier. Returns the number of this rank's marks.
     pub fn mark(&self, rank: u32) -> u64 {
         self.word(MARKS_AT + rank as usize * LINE_WORDS).fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// Whether every rank has left as many marks.
+    /// Returns whether every rank has set at least `mark` marks.
     pub fn all_marked(&self, ranks: u32, mark: u64) -> bool {
         (0..ranks).all(|rank| self.word(MARKS_AT + rank as usize * LINE_WORDS).load(Ordering::SeqCst) >= mark)
     }
 
-    /// Tells the driver of a batch.
+    /// Writes the times of a batch for the driver.
     pub fn tell(&self, rank: u32, batch: usize, span: Span) {
         let at = span_at(rank, batch);
         self.word(at).store(span.begin, Ordering::Relaxed);
         self.word(at + 1).store(span.end, Ordering::Relaxed);
     }
 
-    /// What a rank has told of a batch of the last order.
+    /// Returns the times that a rank has written for a batch of the last order.
     pub fn span(&self, rank: u32, batch: usize) -> Span {
         let at = span_at(rank, batch);
         Span { begin: self.word(at).load(Ordering::Relaxed), end: self.word(at + 1).load(Ordering::Relaxed) }
@@ -122,15 +124,15 @@ impl Board {
 
 impl Drop for Board {
     fn drop(&mut self) {
-        // SAFETY: what `map` has mapped, and no reference into it outlives `self`.
-        // Nothing is lost by a mapping that stays.
+        // SAFETY: `map` created this mapping of `BOARD_BYTES` bytes, and no reference into it outlives `self`. An error
+        // is ignored: a mapping that stays does no harm.
         let _ = unsafe { munmap(self.words.as_ptr().cast(), BOARD_BYTES) };
     }
 }
 
-// SAFETY: all that is behind the pointer are atomics of a mapping that is there until the drop.
+// SAFETY: the pointer leads only to atomics in a mapping that exists until the drop, on whichever thread that happens.
 unsafe impl Send for Board {}
-// SAFETY: as above.
+// SAFETY: shared access to the mapping is by atomic operations only.
 unsafe impl Sync for Board {}
 
 fn span_at(rank: u32, batch: usize) -> usize {
@@ -138,7 +140,7 @@ fn span_at(rank: u32, batch: usize) -> usize {
     SPANS_AT + (rank as usize * BATCHES + batch) * 2
 }
 
-/// The host's clock, in nanoseconds.
+/// Returns the host's clock, in nanoseconds.
 pub fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64

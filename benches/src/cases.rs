@@ -1,6 +1,6 @@
-//! What is measured of a collective: its call at a size, the tensors it uses, its result, its bandwidths.
+//! The measured call of a collective at a size: its tensors, its result, its bandwidths.
 //!
-//! Owns the meaning of *size*: the largest buffer of the call, the same on all ranks. Read [`Case`] first.
+//! Owns the meaning of *size*: the largest buffer of the call in bytes, the same on all ranks. Read [`Case`] first.
 
 use accl_engine::{Blocks, CallDesc, TensorDesc};
 use accl_schedule::{ALGORITHMS, Algorithm, Topology};
@@ -20,65 +20,68 @@ pub const COLLECTIVES: &[Collective] = &[
     Collective::Barrier,
 ];
 
-/// Name of the choice that the engine makes by itself, in place of an algorithm's.
+/// Name of the engine's own choice, in place of an algorithm's name.
 pub const AUTO: &str = "auto";
 
 /// A collective, by an algorithm, at a size.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
-    /// What is called.
+    /// The collective.
     pub collective: Collective,
     /// The algorithm that is forced; `None` for the engine's choice.
     pub algorithm: Option<&'static Algorithm>,
-    /// Of the elements.
+    /// Type of the elements.
     pub dtype: Dtype,
-    /// Size of the largest buffer of the call.
+    /// Bytes of the largest buffer of the call.
     pub bytes: u64,
 }
 
-/// Reductions are measured with float32; what only moves with bytes, so that any number of ranks can share four of them.
+/// Returns the type for a collective: float32 for reductions; bytes for the others, so that four bytes can be
+/// divided among several ranks.
 pub fn usual_dtype(collective: Collective) -> Dtype {
     if collective.reduces() { Dtype::F32 } else { Dtype::U8 }
 }
 
-/// The algorithms of a collective that can run with equal blocks on one host, the engine's choice first.
+/// Returns the algorithms of a collective that can run with equal blocks on one host. The first entry, `None`, is the
+/// engine's choice.
 pub fn algorithms(collective: Collective, ranks: u32) -> Vec<Option<&'static Algorithm>> {
     let topology = Topology::flat(ranks);
     let rows = ALGORITHMS.iter().filter(|row| row.collective == collective && (row.applies)(ranks, &topology));
     std::iter::once(None).chain(rows.map(Some)).collect()
 }
 
-/// Name of an algorithm in ids and settings.
+/// Returns the name of an algorithm in ids and settings.
 pub fn algorithm_name(algorithm: Option<&'static Algorithm>) -> &'static str {
     algorithm.map_or(AUTO, |row| row.name)
 }
 
 impl Case {
-    /// Whether the case exists: a barrier has no bytes, and some algorithms need blocks of equal size.
+    /// Returns whether the case exists: a barrier has no bytes, and some algorithms need blocks of equal size.
     pub fn exists(&self, ranks: u32) -> bool {
         let equal = self.has_equal_blocks(ranks);
         let barrier = self.collective == Collective::Barrier;
         (equal || !self.algorithm.is_some_and(|row| row.needs_equal_blocks)) && barrier == (self.bytes == 0)
     }
 
-    /// Elements of the largest buffer.
+    /// Returns the number of elements of the largest buffer.
     pub fn count_elems(&self) -> u64 {
         self.bytes / self.dtype.size_bytes() as u64
     }
 
-    /// Whether the buffer can be cut for `ranks` without remainder.
+    /// Returns whether the buffer can be divided among `ranks` without remainder.
     pub fn has_equal_blocks(&self, ranks: u32) -> bool {
         self.count_elems().is_multiple_of(u64::from(ranks))
     }
 
-    /// Elements of block `rank` when the buffer is cut for `ranks`: equal, or the first ones larger by one.
+    /// Returns the number of elements of block `rank` if the buffer is divided among `ranks`: equal, or the first ones
+    /// larger by one.
     pub fn block_elems(&self, rank: u32, ranks: u32) -> u64 {
         let count = self.count_elems();
         count / u64::from(ranks) + u64::from(u64::from(rank) < count % u64::from(ranks))
     }
 
-    /// Bus bandwidth is algorithm bandwidth times this, as nccl-tests define it: what the busiest link must carry,
-    /// per byte of the buffer, whatever the algorithm.
+    /// Returns the factor from algorithm bandwidth to bus bandwidth, as nccl-tests define it: the bytes that the
+    /// busiest link must carry per byte of the buffer, with any algorithm.
     pub fn bus_factor(&self, ranks: u32) -> f64 {
         let n = f64::from(ranks);
         match self.collective {
@@ -94,25 +97,25 @@ impl Case {
     }
 }
 
-/// The memory of one rank's calls; grows to the largest case.
+/// The memory of one rank's calls; it grows to the largest case.
 #[derive(Debug, Default)]
 pub struct Tensors {
     input: Memory,
     output: Memory,
 }
 
-/// Words that begin where a cache line does, as torch's tensors do.
+/// Words whose start is aligned to a cache line, as torch's tensors are.
 #[derive(Debug, Default)]
 struct Memory {
     words: Vec<u64>,
 }
 
 impl Memory {
-    /// Makes room; what was there may move.
+    /// Makes room for `room_words` words; existing data may move.
     fn grow(&mut self, room_words: usize) {
         let wanted = room_words + LINE_BYTES / size_of::<u64>();
         if self.words.len() < wanted {
-            // Written, so that the pages are there before anything is timed.
+            // Written, so that the pages exist before anything is timed.
             self.words = (0..wanted as u64).collect();
         }
     }
@@ -130,7 +133,8 @@ impl Memory {
 const LINE_BYTES: usize = 64;
 
 impl Tensors {
-    /// The call of `case` on these tensors, which are made large enough. Valid until the next call of this function.
+    /// Returns the call of `case` on these tensors, after growing them if needed. It is valid until the next call of
+    /// this function.
     pub fn call(&mut self, case: &Case, rank: u32, ranks: u32, root: u32) -> CallDesc {
         let room = room_words(case, ranks);
         for buffer in [&mut self.input, &mut self.output] {
@@ -189,17 +193,18 @@ impl Tensors {
         desc
     }
 
-    /// After [`Tensors::call`], writes what `rank` contributes to the result that [`Tensors::check`] expects.
+    /// Writes the contribution of `rank` to the result that [`Tensors::check`] expects. Call it after
+    /// [`Tensors::call`].
     pub fn fill(&mut self, case: &Case, rank: u32, ranks: u32) {
         self.write(case, ranks, Some(rank + 1));
     }
 
-    /// After [`Tensors::call`], writes zeros, so that repeated sums in place stay finite.
+    /// Writes zeros, so that repeated sums in place stay finite. Call it after [`Tensors::call`].
     pub fn clear(&mut self, case: &Case, ranks: u32) {
         self.write(case, ranks, None);
     }
 
-    /// Elements that begin with a value, or zeros.
+    /// Writes elements whose period starts with `value`, or zeros for `None`.
     fn write(&mut self, case: &Case, ranks: u32, value: Option<u32>) {
         let room = room_words(case, ranks);
         let words = value.map_or([0; PERIOD], |value| period(case.dtype, value, 1));
@@ -208,15 +213,15 @@ impl Tensors {
         }
     }
 
-    /// Whether the outputs hold the result of one call after [`Tensors::fill`] on all ranks; else what is wrong. Where calls are `encoded`,
-    /// float32 is about that.
+    /// Checks that the outputs hold the result of one call after [`Tensors::fill`] on all ranks. If calls are
+    /// `encoded`, float32 only needs to be near the result.
     ///
     /// # Errors
-    /// A clause for a person.
+    /// A clause for a person that describes the wrong element.
     pub fn check(&self, case: &Case, rank: u32, ranks: u32, root: u32, encoded: bool) -> Result<(), String> {
         let sum = ranks * (ranks + 1) / 2;
         let (whole, block) = (case.count_elems(), case.block_elems(rank, ranks));
-        // Of the block of this rank in a buffer with one for each.
+        // First element of this rank's block in a buffer with a block for each rank.
         let own: u64 = (0..rank).map(|before| case.block_elems(before, ranks)).sum();
         let run = |value, times, first, count| Run { value, times, first, count };
         let of_all = || (0..ranks).map(|from| run(from + 1, 1, 0, case.block_elems(from, ranks))).collect();
@@ -240,13 +245,13 @@ impl Tensors {
     }
 }
 
-/// Words that either buffer of a case needs: with blocks that differ, as many of the largest as there are ranks may be
-/// more than the whole.
+/// Returns the words that either buffer of a case needs. If blocks differ in size, `ranks` times the largest may exceed
+/// the whole.
 fn room_words(case: &Case, ranks: u32) -> usize {
     (case.bytes + 64 * u64::from(ranks)).div_ceil(8) as usize
 }
 
-/// Eight bytes of elements that all have this value, of the types that are measured.
+/// Returns eight bytes of elements that all have this value, for the types that are measured.
 fn pattern(dtype: Dtype, value: u32) -> u64 {
     let twice = |half: u32| u64::from(half) << 32 | u64::from(half);
     let four = |quarter: u16| twice(u32::from(quarter) << 16 | u32::from(quarter));
@@ -261,11 +266,11 @@ fn pattern(dtype: Dtype, value: u32) -> u64 {
     }
 }
 
-/// Words, and elements, after which values begin again: no size of a block that is measured is a multiple.
+/// Words, and elements, after which values repeat: the size of a measured block is never a multiple.
 const PERIOD: usize = 7;
 
-/// Consecutive elements of a result: from element `first` of buffers on that begin with values whose sum is `value`, one of `times` ranks
-/// each.
+/// Consecutive elements of a result. They start at element `first` of buffers from `times` ranks. The first values of
+/// these buffers have the sum `value`.
 struct Run {
     value: u32,
     times: u32,
@@ -274,13 +279,14 @@ struct Run {
 }
 
 impl Run {
-    /// What one of its elements is.
+    /// Returns the value of an element of the run.
     fn value_of(&self, elem: u64) -> u32 {
         self.value + self.times * ((self.first + elem) % PERIOD as u64) as u32
     }
 }
 
-/// Words of elements that are `value` and up to six times `times` more, by turns: a block in another's place is not taken for it.
+/// Returns words whose elements cycle through `value` to `value + 6 * times`, so that a block in the wrong place is
+/// detected.
 fn period(dtype: Dtype, value: u32, times: u32) -> [u64; PERIOD] {
     let size = dtype.size_bytes();
     let mut words = [0; PERIOD];
@@ -293,11 +299,11 @@ fn period(dtype: Dtype, value: u32, times: u32) -> [u64; PERIOD] {
     words
 }
 
-/// Elements that are all looked at; of more, one in [`STRIDE`].
+/// Number of elements up to which a run is checked completely; in longer runs, one in [`STRIDE`] is checked.
 const ALL_CHECKED: u64 = 1 << 16;
 const STRIDE: usize = 61;
 
-/// Checks runs, one behind the other.
+/// Checks the runs, one behind the other.
 fn compare(words: &[u64], dtype: Dtype, expected: &[Run]) -> Result<(), String> {
     let size = dtype.size_bytes();
     let mut start = 0;
@@ -316,11 +322,11 @@ fn compare(words: &[u64], dtype: Dtype, expected: &[Run]) -> Result<(), String> 
     Ok(())
 }
 
-/// Part of what values of a run differ by that they may be off from what they should be, in the mean. By values in another's place or by zeros it is more than
-/// a quarter.
+/// Maximum mean error of encoded values, as a share of the range of a run's values. Values in the wrong place, or
+/// zeros, have a mean error of more than a quarter.
 const MEAN_OFF: f64 = 0.15;
 
-/// As [`compare`], for float32 that has been encoded.
+/// Checks float32 results of encoded calls, as [`compare`] checks exact ones.
 fn resemble(words: &[u64], expected: &[Run]) -> Result<(), String> {
     let mut start = 0;
     for run in expected {
@@ -344,7 +350,7 @@ fn resemble(words: &[u64], expected: &[Run]) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    /// What all ranks contribute is given to the check as their result.
+    /// Checks a result that `result` gives by element, as if all ranks had contributed.
     fn is_right(case: &Case, rank: u32, ranks: u32, result: impl Fn(u64) -> u32) -> bool {
         let mut tensors = Tensors::default();
         tensors.call(case, rank, ranks, 0);
@@ -400,7 +406,7 @@ mod tests {
             }
             tensors.check(&case, 0, 2, 0, true).is_ok()
         };
-        // Ranks contribute 1 and 2, and up to six more; with four bits two sums are off by 0.8 at most.
+        // Ranks contribute 1 and 2, and up to six more. With four bits, two sums are off by 0.8 at most.
         let sum = |elem: u64| 3.0 + 2.0 * (elem % 7) as f32;
         assert!(is_right(&sum));
         assert!(is_right(&|elem| sum(elem) + if elem % 2 == 0 { 0.8 } else { -0.8 }));

@@ -1,7 +1,7 @@
 //! Shared code of the microbenchmarks: processes as ranks, the calls they measure, placement, and the table of
 //! bandwidths.
 //!
-//! Owns nothing that is measured. Read [`rank::serve`] and [`world::World`] first.
+//! Owns none of the code that is measured. Read [`rank::serve`] and [`world::World`] first.
 
 pub mod arguments;
 pub mod board;

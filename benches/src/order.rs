@@ -1,8 +1,8 @@
-//! What a driver tells ranks to do, as a line of text: `peers/ranks/rank.c` has the protocol.
+//! Orders from a driver to ranks, as lines of text: `peers/ranks/rank.c` has the protocol.
 //!
-//! `check CALL DTYPE BYTES` makes one call and looks at its result; `run CALL DTYPE BYTES BATCHES CALLS MEET` makes calls and tells on
-//! the board what they took. CALL is a collective; `all_reduce:ring` forces an algorithm, `all_reduce*100` is a hundred calls that
-//! count as one, and `all_reduce&100` a hundred that are outstanding together.
+//! `check CALL DTYPE BYTES` makes one call and checks its result. `run CALL DTYPE BYTES BATCHES CALLS MEET` makes calls
+//! and writes their times to the board. CALL is a collective; `all_reduce:ring` forces an algorithm. `all_reduce*100`
+//! is a hundred calls that count as one, and `all_reduce&100` a hundred that are outstanding together.
 
 use std::fmt;
 
@@ -16,42 +16,42 @@ use crate::cases::{COLLECTIVES, Case};
 /// One order.
 #[derive(Clone, Copy, Debug)]
 pub struct Order {
-    /// What to call.
+    /// The case to call.
     pub case: Case,
     /// Whether the calls block.
     pub mode: Mode,
-    /// Calls that are begun before the first is waited for, each on tensors of its own.
+    /// Number of calls that are started before the first is waited for, each on its own tensors.
     pub outstanding: usize,
-    /// `None`: make one call, and look at its result.
+    /// The timed calls; `None` for one call whose result is checked.
     pub run: Option<Run>,
 }
 
-/// How many calls are timed, and how.
+/// Number of timed calls, and how they are timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Each has a time of its own.
+    /// Number of batches, each with its own time.
     pub batches: usize,
-    /// In each batch.
+    /// Number of calls in each batch.
     pub calls: usize,
-    /// Whether ranks begin each batch together, or only the first.
+    /// Whether ranks meet before every batch, or only before the first.
     pub meet: bool,
 }
 
 impl Order {
-    /// One call whose result is looked at.
+    /// Returns an order for one call whose result is checked.
     pub fn check(case: Case) -> Self {
         Self { case, mode: Mode::Blocking, outstanding: 1, run: None }
     }
 
-    /// Blocking calls that are timed.
+    /// Returns an order for blocking calls that are timed.
     pub fn run(case: Case, run: Run) -> Self {
         Self { run: Some(run), ..Self::check(case) }
     }
 
-    /// What a line says; `None` when there is no such call here.
+    /// Parses a line; `None` if there is no such call here.
     ///
     /// # Errors
-    /// When it is no order at all.
+    /// `Internal` if the line is not an order.
     pub fn from_line(line: &str) -> Result<Option<Self>> {
         let unreadable = || Error::internal(format!("cannot read the order `{line}`"));
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -74,7 +74,7 @@ impl Order {
 }
 
 impl fmt::Display for Order {
-    /// The line.
+    /// Writes the order as a line.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Case { collective, algorithm, dtype, bytes } = self.case;
         out.write_str(if self.run.is_some() { "run " } else { "check " })?;
@@ -99,7 +99,7 @@ fn many(name: &str) -> (&str, Mode, usize) {
     }
 }
 
-/// The collective, and the algorithm that is forced.
+/// Returns the collective, and the algorithm that is forced; `None` if either is unknown.
 fn named(name: &str) -> Option<(Collective, Option<&'static Algorithm>)> {
     let (name, forced) = name.split_once(':').map_or((name, None), |(name, forced)| (name, Some(forced)));
     let &collective = COLLECTIVES.iter().find(|collective| collective.name() == name)?;

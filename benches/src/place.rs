@@ -1,19 +1,19 @@
-//! Where the buffers of a kernel's call lie.
+//! Where the buffers of a kernel's call are: in a cache or in memory.
 
-/// Where the buffers of a call lie.
+/// Location of the buffers of a call.
 #[derive(Clone, Copy, Debug)]
 pub enum Place {
-    /// All buffers of a call in the L2 cache.
+    /// All buffers of a call are in the L2 cache.
     L2,
-    /// None in any cache.
+    /// The buffers exceed every cache.
     Dram,
 }
 
 impl Place {
-    /// All of them.
+    /// All places.
     pub const ALL: [Place; 2] = [Place::L2, Place::Dram];
 
-    /// As in ids.
+    /// Returns the name in ids.
     pub fn name(self) -> &'static str {
         match self {
             Place::L2 => "L2",
@@ -21,7 +21,8 @@ impl Place {
         }
     }
 
-    /// Bytes of one buffer. Five of the first lie in an L2 cache of half a MiB; one of the others in no cache.
+    /// Returns the bytes of one buffer. Five `L2` buffers fit into an L2 cache of half a MiB; one `Dram` buffer fits
+    /// into no cache.
     pub fn bytes(self) -> usize {
         match self {
             Place::L2 => 64 << 10,

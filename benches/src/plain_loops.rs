@@ -1,5 +1,5 @@
-//! What memory gives to code that computes next to nothing: loops over words that only put bits together, and a plain sum,
-//! by instruction set. What a kernel is measured against; for that, not a line of them is shared with the kernels.
+//! References for kernels, by instruction set: loops over words that compute almost nothing (bitwise or), and a plain
+//! sum. They show the rate of memory, and share no code with the kernels.
 
 use accl_kernels::Isa;
 
@@ -13,10 +13,10 @@ pub struct PlainLoops {
 }
 
 impl PlainLoops {
-    /// Those with the vectors of `isa`; 32-byte ones for AVX-512 too.
+    /// Returns the loops with the vectors of `isa`; AVX-512 uses 32-byte vectors too.
     ///
     /// # Panics
-    /// Panics if this machine has not got them.
+    /// Panics if this machine lacks the instruction set.
     pub fn of(isa: Isa) -> Self {
         match isa {
             Isa::Scalar => portable::LOOPS,
@@ -32,25 +32,25 @@ impl PlainLoops {
 
     /// y |= x
     pub fn in_place(&self, y: &mut [u64], x: &[u64]) {
-        // SAFETY: `of` has seen that the instructions are there.
+        // SAFETY: `of` has checked that this machine has the instructions of `in_place`.
         unsafe { (self.in_place)(y, x) }
     }
 
     /// z = x | y
     pub fn pair(&self, z: &mut [u64], x: &[u64], y: &[u64]) {
-        // SAFETY: as above.
+        // SAFETY: `of` has checked that this machine has the instructions of `pair`.
         unsafe { (self.pair)(z, x, y) }
     }
 
     /// z = a | b | c | d
     pub fn many(&self, z: &mut [u64], sources: [&[u64]; 4]) {
-        // SAFETY: as above.
+        // SAFETY: `of` has checked that this machine has the instructions of `many`.
         unsafe { (self.many)(z, sources) }
     }
 
     /// y += x
     pub fn add(&self, y: &mut [f32], x: &[f32]) {
-        // SAFETY: as above.
+        // SAFETY: `of` has checked that this machine has the instructions of `add`.
         unsafe { (self.add)(y, x) }
     }
 }

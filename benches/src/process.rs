@@ -1,9 +1,9 @@
-//! Ranks as processes, of a program of their own ([`Children`]) or of the bench, which starts itself again for every rank but 0
-//! ([`Ranks`]).
+//! Ranks as processes: of a separate program ([`Children`]) or of the bench, which starts itself again for every rank
+//! but 0 ([`Ranks`]).
 //!
-//! Owns their start, their end and the directory in which all meet. A rank ends with the process that started it: the
-//! kernel kills it when that one dies, and dropping [`Children`] waits for it, and kills it after a deadline. What a rank
-//! does is not known here. Read [`Children`] and [`started_as_rank`] first.
+//! Owns their start, their end and their common directory. A rank ends with the process that started it: the kernel
+//! kills the rank when that process dies. Dropping [`Children`] waits for its processes, and kills them after a
+//! deadline. This module does not know the work of a rank. Read [`Children`] and [`started_as_rank`] first.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -15,27 +15,27 @@ use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_sig
 
 /// First argument of a program that was started as a rank.
 const MARK: &str = "--as-rank-of-a-bench";
-/// How long a rank has to end by itself.
+/// Time for a rank to end by itself.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What a process needs to know of its place.
+/// The parameters of a rank's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Its rank.
+    /// Rank of the process.
     pub rank: u32,
     /// Number of ranks.
     pub ranks: u32,
-    /// Transport that the ranks shall use.
+    /// Transport for the ranks to use.
     pub transport: String,
-    /// Where they meet.
+    /// Common directory of the ranks.
     pub dir: PathBuf,
 }
 
 impl Place {
-    /// The store in which all ranks meet.
+    /// Opens the store through which the ranks connect.
     ///
     /// # Errors
-    /// As [`DirStore::new`].
+    /// See [`DirStore::new`].
     pub fn store(&self) -> Result<DirStore> {
         DirStore::new(&self.dir)
     }
@@ -58,12 +58,12 @@ impl Place {
     }
 }
 
-/// In a process that was started as a rank: runs `body`, and the program shall end with the returned code. In the bench
-/// itself `None`. To be called before anything else.
+/// Runs `body` in a process that was started as a rank, and returns the exit code with which the program must end.
+/// Returns `None` in the bench itself. Call it before anything else.
 pub fn started_as_rank(body: impl FnOnce(&Place) -> Result<()>) -> Option<ExitCode> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (place, parent) = Place::from_arguments(&arguments)?;
-    // A parent that died before this line will send no signal, but the process has another one by now.
+    // If the parent died before this line, no signal will come, but then the process already has another parent.
     let bound = set_parent_process_death_signal(Some(Signal::KILL)).is_ok();
     if !bound || getppid().map(Pid::as_raw_nonzero).is_none_or(|now| now.get() != parent) {
         return Some(ExitCode::FAILURE);
@@ -77,7 +77,7 @@ pub fn started_as_rank(body: impl FnOnce(&Place) -> Result<()>) -> Option<ExitCo
     }
 }
 
-/// Processes that end with this value, and the directory that is theirs.
+/// Processes that end when this value is dropped, and their directory.
 #[derive(Debug)]
 pub struct Children {
     dir: PathBuf,
@@ -85,10 +85,10 @@ pub struct Children {
 }
 
 impl Children {
-    /// None yet, and a new directory.
+    /// Creates a new directory, without processes yet.
     ///
     /// # Errors
-    /// `Exhausted` when it cannot be made.
+    /// `Exhausted` if the directory cannot be created.
     pub fn in_new_dir() -> Result<Self> {
         static MADE: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
         loop {
@@ -96,35 +96,35 @@ impl Children {
             let dir = std::env::temp_dir().join(format!("accl-bench-{}-{number}", std::process::id()));
             match std::fs::create_dir(&dir) {
                 Ok(()) => return Ok(Self { dir, children: Vec::new() }),
-                // Of a process with the same number that was killed.
+                // The directory is left over from a killed process with the same number.
                 Err(why) if why.kind() == std::io::ErrorKind::AlreadyExists => {}
                 Err(why) => return Err(unable(&why)),
             }
         }
     }
 
-    /// Where they meet.
+    /// Returns the common directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Starts one.
+    /// Starts a process.
     ///
     /// # Errors
-    /// `Exhausted` when it cannot be started.
+    /// `Exhausted` if it cannot be started.
     pub fn spawn(&mut self, command: &mut Command) -> Result<()> {
         self.children.push(command.spawn().map_err(|why| unable(&why))?);
         Ok(())
     }
 
-    /// Whether one has ended.
+    /// Returns whether any process has ended.
     pub fn any_ended(&mut self) -> bool {
         self.children.iter_mut().any(|child| !matches!(child.try_wait(), Ok(None)))
     }
 }
 
 impl Drop for Children {
-    /// They have been told to end, or have seen their peer leave.
+    /// Waits for the processes, which have been ordered to end or have lost their connection.
     fn drop(&mut self) {
         let deadline = Instant::now() + PATIENCE;
         for child in &mut self.children {
@@ -137,12 +137,12 @@ impl Drop for Children {
             }
             let _ = child.wait();
         }
-        // Left-overs in the directory for temporary files harm nobody.
+        // Left-overs in the directory for temporary files do no harm.
         let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
 
-/// The other ranks, as long as they are needed.
+/// The other ranks, until dropped.
 #[derive(Debug)]
 pub struct Ranks {
     place: Place,
@@ -153,7 +153,7 @@ impl Ranks {
     /// Starts ranks 1 to `ranks` - 1.
     ///
     /// # Errors
-    /// `Exhausted` when the directory cannot be made or a process cannot be started.
+    /// `Exhausted` if the directory cannot be created or a process cannot be started.
     pub fn start(transport: &str, ranks: u32) -> Result<Self> {
         let mut children = Children::in_new_dir()?;
         let place = Place { rank: 0, ranks, transport: transport.to_owned(), dir: children.dir().to_owned() };
@@ -167,7 +167,7 @@ impl Ranks {
         Ok(Self { place, _children: children })
     }
 
-    /// The place of the process that started the others.
+    /// Returns the place of the process that started the others.
     pub fn place(&self) -> &Place {
         &self.place
     }

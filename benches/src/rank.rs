@@ -1,8 +1,8 @@
-//! One rank of the engine, without torch: meets the others, then obeys a driver until it is told to quit.
+//! One rank of the engine, without torch: connects to the others, then follows a driver's orders until `quit`.
 //!
-//! Its place is `DIR RANK RANKS CORE [CODEC]`; the socket `DIR/socket` brings orders ([`Order`]), `DIR/board` is the memory in which
-//! times are told ([`Board`]), and in `DIR/store` the ranks meet. With a codec all calls are compressed. Owns what a timed call is.
-//! Read [`serve`] first.
+//! Its place is `DIR RANK RANKS CORE [CODEC]`. The socket `DIR/socket` brings orders ([`Order`]), times go to the
+//! memory `DIR/board` ([`Board`]), and the ranks connect through the store `DIR/store`. With a codec all calls are
+//! compressed. Owns the definition of a timed call. Read [`serve`] first.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -22,33 +22,33 @@ use crate::cases::{AUTO, Tensors, algorithm_name};
 use crate::order::{Order, Run};
 use crate::pin;
 
-/// Deadline of the making of a group and of each call.
+/// Deadline of the creation of a group and of each call.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// What a process needs to know of its place.
+/// The parameters of a rank's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Where the ranks and the driver meet.
+    /// Directory shared by the ranks and the driver.
     pub dir: PathBuf,
-    /// Its rank.
+    /// Rank of the process.
     pub rank: u32,
     /// Number of ranks.
     pub ranks: u32,
-    /// The core to stay on, where every rank has its own.
+    /// The core to stay on; `None` if ranks share cores.
     pub core: Option<usize>,
-    /// What all calls are compressed with.
+    /// Codec that compresses all calls; `None` for no compression.
     pub codec: Option<String>,
 }
 
 impl Place {
-    /// As arguments of the rank program.
+    /// Returns the arguments of the rank program.
     pub fn to_arguments(&self) -> Vec<String> {
         let core = self.core.map_or("-1".to_owned(), |core| core.to_string());
         let place = [self.dir.to_string_lossy().into_owned(), self.rank.to_string(), self.ranks.to_string(), core];
         place.into_iter().chain(self.codec.clone()).collect()
     }
 
-    /// What arguments say; `None` when they are no place.
+    /// Parses arguments; `None` if they do not describe a place.
     pub fn from_arguments(arguments: &[String]) -> Option<Self> {
         let [dir, rank, ranks, core, codec @ ..] = arguments else { return None };
         if codec.len() > 1 {
@@ -64,19 +64,20 @@ impl Place {
     }
 }
 
-/// What a rank does until its driver says `quit` or is gone.
+/// Runs a rank until its driver says `quit` or has ended.
 ///
 /// # Errors
-/// When it cannot meet the driver or the other ranks, or cannot read an order. What a call had is answered to the driver.
+/// If it cannot connect to the driver or the other ranks, or cannot read an order. The error of a call is sent to the
+/// driver instead.
 pub fn serve(place: &Place) -> Result<()> {
-    // Before the engine looks at what cores it has, as launchers do it.
+    // Pinned before the engine counts its cores, as launchers do.
     if let Some(core) = place.core {
         pin::stay_on(core).map_err(|why| unable("the core", why))?;
     }
     let mut driver = UnixStream::connect(place.dir.join("socket")).map_err(|why| unable("the socket", why))?;
     let orders = BufReader::new(UnixStream::try_clone(&driver).map_err(|why| unable("the socket", why))?);
     let mut answer = |text: &str| writeln!(driver, "{text}").map_err(|why| unable("the driver", why));
-    // Before the ranks meet, so that the driver can end them should they never do.
+    // Sent before the ranks connect, so that the driver can end them if they never do.
     answer(&format!("pid {} {}", place.rank, std::process::id()))?;
     let mut member = Member::join(place)?;
     answer(&format!("ready {}", env!("CARGO_PKG_VERSION")))?;
@@ -100,15 +101,15 @@ fn unable(what: &str, why: std::io::Error) -> Error {
     Error::internal(format!("{what}: {why}"))
 }
 
-/// A rank that is up.
+/// A running rank.
 struct Member {
     rank: u32,
     ranks: u32,
     engine: Arc<Engine>,
-    /// All calls are compressed.
+    /// Whether all calls are compressed.
     encodes: bool,
     store: DirStore,
-    /// One for the engine's own choice; each algorithm that is forced has another.
+    /// Groups: one for the engine's own choice, and one for each algorithm that is forced.
     groups: HashMap<(Option<Collective>, &'static str), Arc<Group>>,
     board: Board,
     tensors: Vec<Tensors>,
@@ -144,7 +145,7 @@ impl Member {
         let describe = |tensors: &mut Tensors| {
             let mut desc = tensors.call(case, rank, ranks, 0);
             desc.mode = order.mode;
-            // Zeros, so that repeated sums in place stay what they are.
+            // Zeros, so that repeated sums in place do not change.
             match order.run {
                 Some(_) => tensors.clear(case, ranks),
                 None => tensors.fill(case, rank, ranks),
@@ -225,7 +226,7 @@ impl Drop for Member {
     }
 }
 
-/// What counts as one call.
+/// Runs the calls that count as one.
 fn call(group: &Arc<Group>, descs: &[CallDesc]) -> Result<()> {
     match descs {
         [one] if one.mode == Mode::Blocking => finish_ran(&group.run(one)?),

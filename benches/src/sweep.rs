@@ -1,11 +1,11 @@
-//! How much is measured, and Criterion set up for it.
+//! The amount of measuring, and a Criterion instance set up for it.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use criterion::Criterion;
 
-/// How many parameters the benches go through.
+/// The range of parameters that the benches cover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sweep {
     /// The default: every algorithm, few sizes, two ranks.
@@ -15,10 +15,10 @@ pub enum Sweep {
 }
 
 impl Sweep {
-    /// What the variable `BENCH_SWEEP` asks for.
+    /// Returns the sweep that the variable `BENCH_SWEEP` selects.
     ///
     /// # Panics
-    /// Panics when it is neither `full` nor `moderate`.
+    /// Panics if it is neither `full` nor `moderate`.
     pub fn chosen() -> Self {
         #[expect(clippy::disallowed_methods, reason = "steers the benches and is no setting of the product")]
         let value = std::env::var("BENCH_SWEEP").unwrap_or_default();
@@ -29,7 +29,7 @@ impl Sweep {
         }
     }
 
-    /// The short list or the long one.
+    /// Returns the short list or the long one.
     pub fn pick<T>(self, moderate: T, full: T) -> T {
         match self {
             Sweep::Moderate => moderate,
@@ -38,13 +38,14 @@ impl Sweep {
     }
 }
 
-/// Whether each bench shall run once, without measuring.
+/// Returns whether each bench must run once, without measuring.
 pub fn is_test() -> bool {
     let mut arguments = std::env::args();
     arguments.any(|argument| argument == "--test")
 }
 
-/// Criterion for benches with many parameters: short, with few samples. Arguments of the command line win.
+/// Returns a Criterion for benches with many parameters: short runs, few samples. Command-line arguments take
+/// precedence.
 pub fn criterion(measurement: Duration) -> Criterion {
     Criterion::default()
         .warm_up_time(measurement / 4)
@@ -55,7 +56,7 @@ pub fn criterion(measurement: Duration) -> Criterion {
         .configure_from_args()
 }
 
-/// `criterion/` beside the directory of the profile that this was built in: `target/criterion` as a rule.
+/// Returns `criterion/` next to the directory of this program's build profile, usually `target/criterion`.
 pub fn results_dir() -> PathBuf {
     let built = std::env::current_exe().ok().and_then(|exe| exe.ancestors().nth(3).map(PathBuf::from));
     built.unwrap_or_else(|| PathBuf::from("target")).join("criterion")

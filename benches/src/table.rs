@@ -1,4 +1,4 @@
-//! The table of bandwidths, in the manner of nccl-tests, from what Criterion has estimated and written to files.
+//! The table of bandwidths, in the format of nccl-tests, from the estimates that Criterion wrote to files.
 //!
 //! Owns the columns. Read [`Table::to_text`] first.
 
@@ -18,7 +18,7 @@ struct Row {
     case: Case,
     transport: String,
     ranks: u32,
-    /// Names of Criterion's group and benchmark.
+    /// Name of Criterion's group; `bench` is the name of its benchmark.
     group: String,
     bench: String,
 }
@@ -32,14 +32,14 @@ struct Estimate {
 }
 
 impl Table {
-    /// Notes that a case was run.
+    /// Records that a case was run.
     pub fn add(&mut self, case: Case, transport: &str, ranks: u32, group: &str, bench: &str) {
         let (transport, group, bench) = (transport.to_owned(), group.to_owned(), bench.to_owned());
         self.rows.push(Row { case, transport, ranks, group, bench });
     }
 
-    /// The table, with the estimates below `results`: medians with their 95 % intervals. Bandwidths are in GB/s of 10^9
-    /// bytes. Cases without an estimate, as after a test run, are left out.
+    /// Returns the table, with the estimates below `results`: medians with their 95 % intervals. Bandwidths are in GB/s
+    /// of 10^9 bytes. Cases without an estimate, as after a test run, are left out.
     pub fn to_text(&self, results: &Path) -> String {
         let mut text = String::new();
         let mut title = None;
@@ -94,7 +94,7 @@ fn parse(text: &str) -> Option<Estimate> {
     })
 }
 
-/// How Criterion names the directory of a group or benchmark.
+/// Returns Criterion's directory name for a group or benchmark.
 fn file_name(id: &str) -> String {
     id.replace(['?', '"', '/', '\\', '*', '<', '>', ':', '|', '^'], "_")
 }

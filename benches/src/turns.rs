@@ -1,4 +1,4 @@
-//! A subject next to a reference, by turns: what memory gives changes from one second to the next.
+//! Times a subject and a reference alternately, because the rate of memory changes from one second to the next.
 
 use std::time::Instant;
 
@@ -6,21 +6,21 @@ use crate::place::Place;
 use crate::sweep;
 
 const TURNS: usize = 11;
-/// About so long a turn of calls within the cache takes; one from memory is one call.
+/// Approximate nanoseconds of a turn of calls within the cache; a turn from memory is one call.
 const TURN_NS: f64 = 300e3;
 
 /// Medians over all turns.
 #[derive(Clone, Copy, Debug)]
 pub struct Beside {
-    /// Of one call of the subject.
+    /// Nanoseconds of one call of the subject.
     pub ns: f64,
-    /// Of one call of the reference.
+    /// Nanoseconds of one call of the reference.
     pub reference_ns: f64,
-    /// The rate of the subject over that of the reference, turn by turn.
+    /// The rate of the subject over the rate of the reference, turn by turn.
     pub share: f64,
 }
 
-/// Calls both by turns on what they work with.
+/// Calls both alternately on the data `on`.
 pub fn beside<T>(on: &mut T, place: Place, reference: impl Fn(&mut T), subject: impl Fn(&mut T)) -> Beside {
     let once = [nanos(1, || reference(on)), nanos(1, || subject(on))];
     let calls = once.map(|once| match place {
@@ -38,7 +38,7 @@ pub fn beside<T>(on: &mut T, place: Place, reference: impl Fn(&mut T), subject: 
     Beside { ns: median(|turn| turn.1), reference_ns: median(|turn| turn.0), share: median(|turn| turn.0 / turn.1) }
 }
 
-/// Of one of so many calls.
+/// Returns the nanoseconds of one of `calls` calls.
 fn nanos(calls: usize, mut call: impl FnMut()) -> f64 {
     let began = Instant::now();
     (0..calls).for_each(|_| call());

@@ -1,8 +1,8 @@
-//! Worlds of processes as their driver sees them: the ranks are [`crate::rank`]'s program, started when first needed, one world at a
-//! time.
+//! Worlds of rank processes, seen from their driver: the ranks run [`crate::rank`]'s program, started when first
+//! needed, one world at a time.
 //!
-//! Owns how a world is started, told what to do and ended, and how the spans of its ranks become the time of a call. Read
-//! [`Worlds::get`] first.
+//! Owns the start, the orders and the end of a world, and the calculation of a call's time from the spans of its ranks.
+//! Read [`Worlds::get`] first.
 
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -19,27 +19,28 @@ use crate::pin;
 use crate::process::Children;
 use crate::rank::Place;
 
-/// For the ranks to meet, and for the calls of an order: more than the engine's own, which says what it was that did not come.
+/// Deadline for the ranks to connect, and for the calls of an order. It exceeds the engine's own deadline, whose error
+/// is more precise.
 const DEADLINE: Duration = Duration::from_secs(150);
-/// How long one rank is waited for before the others are looked at.
+/// Time to wait for one rank before the others are polled.
 const LOOK: Duration = Duration::from_millis(50);
-/// For the others once one rank has failed.
+/// Time for the other ranks to answer once one has failed.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// A running world.
 #[derive(Debug)]
 pub struct World {
-    // Before the processes: they end when these are closed.
+    // Dropped before the processes, which end when these are closed.
     ranks: Vec<BufReader<UnixStream>>,
     board: Board,
     _children: Children,
 }
 
 impl World {
-    /// Starts `program`, the rank program, as all ranks, over one transport, and waits until they have met.
+    /// Starts `program`, the rank program, as all ranks, over one transport, and waits until they are ready.
     ///
     /// # Errors
-    /// `Exhausted` when a process cannot be started, `Internal` when a rank does not come up.
+    /// `Exhausted` if a process cannot be started, `Internal` if a rank does not get ready.
     pub fn start(program: &Path, transport: &str, count: u32) -> Result<Self> {
         let mut children = Children::in_new_dir()?;
         let dir = children.dir().to_owned();
@@ -60,20 +61,20 @@ impl World {
         Ok(world)
     }
 
-    /// Makes a call on all ranks, and looks at its result.
+    /// Makes a call on all ranks, and checks its result.
     ///
     /// # Errors
-    /// What the call had, or what is wrong with its result.
+    /// The call's error, or a description of the wrong result.
     pub fn check(&mut self, case: Case) -> Result<()> {
         self.order(&Order::check(case))
     }
 
-    /// Makes calls on all ranks, and returns what they took together.
+    /// Makes calls on all ranks, and returns their total time.
     ///
-    /// Those of a rooted collective are timed one by one: a root that only sends would be many calls ahead.
+    /// Calls of a rooted collective are timed one by one: otherwise a root that only sends would get many calls ahead.
     ///
     /// # Errors
-    /// The first that any call had.
+    /// The first error of any call.
     pub fn run(&mut self, case: Case, calls: u64) -> Result<Duration> {
         let mut nanos = 0;
         if case.collective.is_rooted() {
@@ -88,7 +89,7 @@ impl World {
             self.order(&Order::run(case, Run { batches: 1, calls: calls as usize, meet: false }))?;
             nanos = took(case.collective, &self.spans(0));
         }
-        // At least something, for Criterion divides by it.
+        // At least one nanosecond, because Criterion divides by it.
         Ok(Duration::from_nanos(nanos.max(1)))
     }
 
@@ -103,8 +104,8 @@ impl World {
         self.answers("ok")
     }
 
-    /// The next line of every rank, which shall begin with `word`. The first that says anything else, or nothing any more, is named: others
-    /// may wait for it.
+    /// Reads the next line of every rank, which must begin with `word`. The error names the first rank that answers
+    /// otherwise or has ended: other ranks may wait for it.
     fn answers(&mut self, word: &str) -> Result<()> {
         let mut deadline = Instant::now() + DEADLINE;
         let mut wrong: Option<String> = None;
@@ -137,14 +138,14 @@ impl World {
 
 impl Drop for World {
     fn drop(&mut self) {
-        // Who has ended need not be told.
+        // A rank that has ended does not need the order.
         for rank in &mut self.ranks {
             let _ = writeln!(rank.get_mut(), "quit");
         }
     }
 }
 
-/// The connections of all ranks, in their order, as soon as they have said who they are.
+/// Returns the connections of all ranks in rank order, once each has sent its number.
 fn gather(listener: &UnixListener, children: &mut Children, count: u32) -> Result<Vec<BufReader<UnixStream>>> {
     let deadline = Instant::now() + DEADLINE;
     let mut found = Vec::new();
@@ -167,7 +168,7 @@ fn gather(listener: &UnixListener, children: &mut Children, count: u32) -> Resul
     Ok(found.into_iter().map(|(_, rank)| rank).collect())
 }
 
-/// A rank's number, which it says first.
+/// Reads a rank's number, which it sends first.
 fn numbered(stream: UnixStream) -> Result<(u32, BufReader<UnixStream>)> {
     stream.set_nonblocking(false).map_err(|why| broken("a rank", &why))?;
     let mut rank = BufReader::new(stream);
@@ -183,9 +184,11 @@ fn broken(what: &str, why: &std::io::Error) -> Error {
     Error::internal(format!("{what}: {why}"))
 }
 
-/// What a batch took: as long as its slowest rank, and of a rooted collective from when it could begin to when the last rank was done.
+/// Returns the time of a batch: of its slowest rank, or for a rooted collective from the earliest possible start to the
+/// end of the last rank.
 ///
-/// Data comes from the root of a broadcast or scatter: its time begins there. What the root waits for begins with the last rank to come.
+/// A broadcast or scatter starts at the root, which has the data. A reduce or gather starts when the last rank has
+/// started, because the root waits for all.
 fn took(collective: Collective, ranks: &[Span]) -> u64 {
     let end = ranks.iter().map(|span| span.end).max().unwrap_or(0);
     let begin = match collective {
@@ -204,16 +207,16 @@ pub struct Worlds {
 }
 
 impl Worlds {
-    /// None yet; their ranks will be this program.
+    /// Returns a value without a world; worlds will run `program` as their ranks.
     pub fn of(program: impl Into<PathBuf>) -> Self {
         Self { program: program.into(), running: None }
     }
 
-    /// The world with this transport and number of ranks. Another one that is running ends first: its processes would
-    /// share the cores.
+    /// Returns the world with this transport and number of ranks. Another running world is ended first, because its
+    /// processes would share the cores.
     ///
     /// # Panics
-    /// Panics when it cannot be started: a bench cannot go on.
+    /// Panics if it cannot be started: a bench cannot go on.
     pub fn get(&mut self, transport: &str, ranks: u32) -> &mut World {
         let fits = |(of, count, _): &(String, u32, World)| of == transport && *count == ranks;
         if !self.running.as_ref().is_some_and(fits) {

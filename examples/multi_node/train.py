@@ -1,4 +1,4 @@
-"""A few steps of data-parallel training, as on any cluster: the script says nothing of hosts, addresses or launchers."""
+"""A few steps of data-parallel training, as on any cluster: the script names no hosts, addresses or launchers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = 3
 
 
 def main() -> None:
-    """Trains, and has rank 0 say what came of it."""
+    """Trains; rank 0 prints the result."""
     dist.init_process_group("accl")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -24,7 +24,7 @@ def main() -> None:
         loss = model(inputs[rank]).square().mean()
         loss.backward()
         optimizer.step()
-    # All ranks have taken the same steps.
+    # Check that all ranks have the same parameters.
     sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
     all_sums = [torch.empty_like(sums) for _ in range(world)]
     dist.all_gather(all_sums, sums)
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def links() -> list[str]:
-    """How this rank reaches each of the others."""
+    """Returns the transports by which this rank reaches the others."""
     group = dist.group.WORLD
     assert group is not None
     ranks = group._get_backend(torch.device("cpu")).snapshot()["ranks"]

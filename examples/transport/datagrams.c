@@ -1,5 +1,6 @@
 /*
- * A whole transport in one file: frames as datagrams between processes of one host. It is an example, and what the tests load.
+ * A complete transport in one file: frames as datagrams between processes of one host. It is an example, and the tests
+ * load it.
  *
  *   cc -shared -fPIC -O2 -I"$(python -c 'import torch_accl; print(torch_accl.get_include())')" datagrams.c -o datagrams.so
  *
@@ -9,7 +10,7 @@
  *   torch_accl.register_transport(library.datagrams_transport())
  *   # then ACCL_TRANSPORTS=datagrams,tcp
  *
- * A Unix socket carries datagrams whole, in order and without loss; it refuses them while its peer's queue is full.
+ * A Unix socket delivers datagrams whole, in order and without loss; it refuses them while its peer's queue is full.
  */
 #define _GNU_SOURCE
 #include "accl_transport.h"
@@ -22,18 +23,18 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-/* A datagram that is no frame says that its sender sends no more. */
+/* A datagram of END_BYTES bytes, which is not a frame, announces that its sender sends no more. */
 #define END_BYTES 1
 #define HEAD_BYTES ACCL_TRANSPORT_HEAD_BYTES
 
 typedef struct {
   int fd;
   size_t max_payload_bytes;
-  /* The frame that is reserved, or that found no room: its bytes, and how many. */
+  /* The frame that is reserved or could not be sent yet: its bytes, and their number. */
   unsigned char *outbound;
   size_t outbound_bytes;
   int is_pending;
-  /* The frame that came, if one did. */
+  /* The received frame, if there is one. */
   unsigned char *inbound;
   size_t inbound_bytes;
   int has_frame;
@@ -43,7 +44,7 @@ typedef struct {
   char why[128];
 } datagrams_link;
 
-/* Why there is no link at all. */
+/* The reason why a link could not be opened. */
 static _Thread_local char why_not[128];
 
 static int refuse(const char *what) {
@@ -73,13 +74,13 @@ static int meet(datagrams_link *link, const void *peer, size_t peer_bytes) {
   }
   memcpy(address.sun_path, peer, peer_bytes);
   if (connect(link->fd, (struct sockaddr *)&address, length)) return -1;
-  /* Until now anybody on this host could send; the peer begins later, and from now on nobody else can. */
+  /* Until now any process on this host could send. The peer begins later, and from now on only the peer can send. */
   while (recv(link->fd, link->inbound, HEAD_BYTES, MSG_DONTWAIT) >= 0) {
   }
   return 0;
 }
 
-/* The system refuses a datagram that its buffer does not hold. */
+/* Checks that the socket's buffer can hold a frame: the system refuses a larger datagram. */
 static int holds_frames(int fd, size_t frame_bytes) {
   int wanted = (int)(4 * frame_bytes), granted = 0;
   socklen_t length = sizeof granted;
@@ -98,7 +99,7 @@ static int datagrams_open(void *context, size_t max_payload_bytes, const void *p
   link->outbound = malloc(HEAD_BYTES + max_payload_bytes);
   link->inbound = malloc(HEAD_BYTES + max_payload_bytes);
   link->fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  /* Without a name of ours the system finds one that nobody else has. */
+  /* Without a name, the system assigns a unique one. */
   struct sockaddr_un own = {.sun_family = AF_UNIX};
   socklen_t length = sizeof own.sun_family;
   int is_made = link->outbound && link->inbound && link->fd >= 0 && !bind(link->fd, (struct sockaddr *)&own, length) &&
@@ -122,7 +123,7 @@ static int datagrams_connect(void *of, const void *peer, size_t peer_bytes, size
   return meet(link, peer, peer_bytes) ? fail(link, "no way to the peer's socket") : ACCL_TRANSPORT_OK;
 }
 
-/* Sends the frame that waits, and the end behind the last one. */
+/* Sends the pending frame, and the end marker behind the last one. */
 static int datagrams_progress(void *of) {
   datagrams_link *link = of;
   while (link->is_pending || (link->is_closed && !link->has_said_end)) {
@@ -133,7 +134,7 @@ static int datagrams_progress(void *of) {
     } else if (errno == EAGAIN) {
       return ACCL_TRANSPORT_AGAIN;
     } else if (errno == ECONNREFUSED || errno == ECONNRESET || errno == ENOTCONN) {
-      /* The peer has gone: nobody will miss this. */
+      /* The peer has gone, so the frame is not needed. */
       link->is_pending = 0;
       link->has_said_end = 1;
     } else if (errno != EINTR) {

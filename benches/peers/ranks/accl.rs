@@ -1,5 +1,5 @@
-//! One rank of the engine without torch: a contender of `make bench-peers`, and the ranks of `cargo bench --bench collectives`. What it
-//! does stands in `src/rank.rs`.
+//! One rank of the engine without torch: a contender of `make bench-peers`, and the ranks of `cargo bench --bench
+//! collectives`. The work is in `src/rank.rs`.
 
 use std::process::ExitCode;
 
@@ -7,7 +7,7 @@ use accl_benches::rank::{Place, serve};
 use rustix::process::{Signal, set_parent_process_death_signal};
 
 fn main() -> ExitCode {
-    // Of a parent that is gone already no signal comes, but its end of the socket is closed then.
+    // If the parent has ended already, no signal comes, but its end of the socket is closed then.
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let Some(place) = Place::from_arguments(&arguments) else {

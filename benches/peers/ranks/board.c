@@ -1,4 +1,4 @@
-// The meeting of `board.h` for ranks in Python, which load this as a library.
+// The meeting of `board.h`, as a library for ranks in Python.
 #include "board.h"
 
 struct board *open_board(const char *path) { return board_open(path); }

@@ -1,8 +1,8 @@
-// The board: memory that the ranks of one contender and the driver share, so that ranks begin together and the driver
-// sees when each batch began and ended. All on one host, hence on one clock.
+// The board: memory that the ranks of one contender share with the driver. Ranks start together by it, and the driver
+// reads from it when each batch began and ended. All are on one host and use one clock.
 //
-// Owns the layout, which `board.py` and `accl.rs` repeat: a line for each rank's arrivals, one for its mark, then a row
-// of (begin, end) for each rank. Not here: what is timed.
+// Owns the layout, which `board.py` and `src/board.rs` repeat: a cache line for each rank's arrivals, a line for each rank's
+// mark, then a row of (begin, end) for each rank. It does not decide what is timed.
 #pragma once
 #include <fcntl.h>
 #include <sched.h>
@@ -47,7 +47,7 @@ static inline void pause_core(void) {
 #endif
 }
 
-// Looks at `condition` until it holds, and gives the core up after a few looks: another rank may need it.
+// Polls `condition` until it holds, and yields the core after a few polls: another rank may need it.
 #define WAIT_UNTIL(condition)                       \
   for (unsigned looks = 0; !(condition); ++looks) { \
     if (looks < SPINS_BEFORE_YIELD)                 \
@@ -56,7 +56,7 @@ static inline void pause_core(void) {
       sched_yield();                                \
   }
 
-// The driver has made the file. Null when it cannot be mapped.
+// Maps the board's file, which the driver has created. Returns NULL if it cannot be mapped.
 static inline struct board *board_open(const char *path) {
   int file = open(path, O_RDWR | O_CLOEXEC);
   if (file < 0) return NULL;

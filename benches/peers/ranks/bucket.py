@@ -1,10 +1,11 @@
-"""A bucket of gradients for hooks of DistributedDataParallel, without the model that it would come from."""
+"""A bucket of gradients for hooks of DistributedDataParallel, without a model."""
 
 from __future__ import annotations
 
 
 class Bucket:
-    """What hooks ask of a bucket with one gradient; a hook that knows parameters is given that, too."""
+    """The interface that hooks use, for a bucket with one gradient. `parameter` is for hooks that identify
+    parameters."""
 
     def __init__(self, buffer: object, gradient: object, parameter: object = None) -> None:
         self.buffer = lambda: buffer

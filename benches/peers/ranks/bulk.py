@@ -1,7 +1,7 @@
-"""One end of a plain TCP transfer, both ways at once: what a link can do, without any library.
+"""One end of a plain TCP transfer, both ways at once: the capacity of a link, without any library.
 
-Started as `bulk.py ADDRESS BYTES TURNS CORE [PORT]`. Without PORT it listens and prints the port; at the end it prints
-the seconds of each turn, in which it has sent and received BYTES. With 0, a turn is one byte there and back.
+Started as `bulk.py ADDRESS BYTES TURNS CORE [PORT]`. Without PORT it listens and prints the port. At the end it prints
+the seconds of each turn, in which it has sent and received BYTES. If BYTES is 0, a turn is one byte there and back.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import threading
 import time
 
 PIECE_BYTES = 256 << 10
-# The other end may have died.
+# Timeout in seconds, in case the other end has died.
 LIMIT_S = 60
 
 
 def main() -> None:
-    """Meets the other end before each turn."""
+    """Connects to the other end, runs all turns and prints their seconds."""
     address, count, turns, core = sys.argv[1], *map(int, sys.argv[2:5])
     os.sched_setaffinity(0, [core])
     other = connect(address, int(sys.argv[5])) if len(sys.argv) > 5 else accept(address)
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def accept(address: str) -> socket.socket:
-    """The first who comes."""
+    """Listens and returns the first connection."""
     with socket.create_server((address, 0)) as listener:
         listener.settimeout(LIMIT_S)
         print(listener.getsockname()[1], flush=True)
@@ -38,12 +38,12 @@ def accept(address: str) -> socket.socket:
 
 
 def connect(address: str, port: int) -> socket.socket:
-    """To who listens."""
+    """Connects to the listening end."""
     return socket.create_connection((address, port), timeout=LIMIT_S)
 
 
 def turn(other: socket.socket, count: int) -> float:
-    """Seconds until all is sent and received."""
+    """Returns the seconds until everything is sent and received. Before the clock starts, both ends exchange a byte."""
     receive(other, 1, lambda: send(other, 1))
     begin = time.monotonic()
     receive(other, count, lambda: send(other, count))
@@ -51,7 +51,8 @@ def turn(other: socket.socket, count: int) -> float:
 
 
 def there_and_back(other: socket.socket, first: bool) -> float:
-    """Seconds until the byte that one end sends has come back, or has come and gone."""
+    """Returns the seconds of one exchange: from sending a byte to its return or, at the other end, from waiting for it
+    to sending it back."""
     begin = time.monotonic()
     if first:
         other.sendall(b"x")
@@ -63,14 +64,14 @@ def there_and_back(other: socket.socket, first: bool) -> float:
 
 
 def send(other: socket.socket, count: int) -> None:
-    """So many bytes."""
+    """Sends `count` bytes."""
     piece = memoryview(bytes(PIECE_BYTES))
     while count:
         count -= other.send(piece[:count])
 
 
 def receive(other: socket.socket, count: int, meanwhile) -> None:
-    """So many bytes, while another thread does something."""
+    """Receives `count` bytes, while another thread runs `meanwhile`."""
     beside = threading.Thread(target=meanwhile, daemon=True)
     beside.start()
     piece = bytearray(PIECE_BYTES)

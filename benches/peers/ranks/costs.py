@@ -1,5 +1,7 @@
-"""One of two ranks that measure what a backend costs beside its calls: started as `costs.py WHAT BACKEND RANK PORT`, and
-prints one JSON object. Starts in a fresh process each time: a second start would find everything loaded.
+"""One of two ranks that measure costs of a backend outside of its calls.
+
+Started as `costs.py WHAT BACKEND RANK PORT`; prints one JSON object. Each start is a fresh process: in a second start
+everything would be loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from statistics import median
 RANKS = 2
 GROUPS = 50
 IDLE_S = 2.0
-# A product takes some milliseconds, a call is small next to it.
+# A product takes some milliseconds; a call is short compared with it.
 SIDE = 384
 PRODUCTS = 60
 ROUNDS = 7
@@ -29,7 +31,7 @@ def main() -> None:
 
 
 def import_costs() -> dict[str, float]:
-    """Milliseconds of `import torch`, and of what we add."""
+    """Returns the milliseconds of `import torch`, and of `import torch_accl` after it."""
     begin = time.perf_counter()
     import torch  # noqa: F401
 
@@ -40,12 +42,12 @@ def import_costs() -> dict[str, float]:
 
 
 def group_costs(backend: str, rank: int, port: int) -> dict[str, float]:
-    """Of the default group, of a sub-group, of doing nothing, and for a product beside."""
+    """Returns the costs of the default group, of a sub-group, of idling, and for a matrix product between calls."""
     import torch
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0, timedelta(seconds=60))
-    # What follows shall not wait for the other rank to load torch.
+    # The timed part must not wait for the other rank to load torch.
     store.set(f"here{rank}", "")
     store.wait([f"here{other}" for other in range(RANKS)])
     begin = time.perf_counter()
@@ -56,7 +58,7 @@ def group_costs(backend: str, rank: int, port: int) -> dict[str, float]:
     found = {"init_ms": ms(made - begin), "first_call_ms": ms(time.perf_counter() - made)}
     found["sub_group_ms"] = sub_group_ms(dist)
     found["idle_us"] = idle_us()
-    # No more threads than cores: with more, products slow each other down whenever ranks begin them together.
+    # No more threads than cores: otherwise products slow each other down whenever ranks start them together.
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // RANKS, 1))
     found["product"] = product_slowdown(torch, dist)
     dist.destroy_process_group()
@@ -64,7 +66,7 @@ def group_costs(backend: str, rank: int, port: int) -> dict[str, float]:
 
 
 def sub_group_ms(dist) -> float:
-    """To create a group of all ranks and to destroy it."""
+    """Returns the milliseconds to create a group of all ranks and to destroy it."""
     times = []
     for _ in range(GROUPS):
         begin = time.perf_counter()
@@ -74,14 +76,14 @@ def sub_group_ms(dist) -> float:
 
 
 def idle_us() -> float:
-    """Processor time of all threads but this one while nothing is called."""
+    """Returns the processor time of all threads but this one while no call is made, in microseconds."""
     before = others_ns()
     time.sleep(IDLE_S)
     return (others_ns() - before) / 1000
 
 
 def others_ns() -> int:
-    """Time that the other threads of this process have run, in nanoseconds."""
+    """Returns the time that the other threads of this process have run, in nanoseconds."""
     mine = os.getpid()
     total = 0
     for task in Path("/proc/self/task").iterdir():
@@ -91,7 +93,7 @@ def others_ns() -> int:
 
 
 def product_slowdown(torch, dist) -> float:
-    """Time of a matrix product between calls over that without calls, by turns."""
+    """Returns the time of a matrix product between calls over its time without calls, measured alternately."""
     left, right = torch.rand(SIDE, SIDE), torch.rand(SIDE, SIDE)
     data = torch.zeros(CALL_BYTES // 2, dtype=torch.bfloat16)
 
@@ -112,7 +114,7 @@ def product_slowdown(torch, dist) -> float:
 
 
 def ms(seconds: float) -> float:
-    """Milliseconds."""
+    """Converts seconds to milliseconds."""
     return seconds * 1000
 
 

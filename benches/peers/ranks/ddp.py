@@ -1,6 +1,8 @@
-"""One of two ranks that train the demo's model by turns without DDP, with DDP over accl and with DDP over gloo, or a wide one with DDP over accl:
-started as `ddp.py FOLDER LIBRARIES demo|wide RANK PORT`, and prints one JSON object, the same on both ranks. FOLDER has the board that
-ranks meet on, LIBRARIES what `build.py` has compiled.
+"""One of two ranks that train a model: the demo's, alternately without DDP, with DDP over accl and over gloo, or a wide
+one with DDP over accl.
+
+Started as `ddp.py FOLDER LIBRARIES demo|wide RANK PORT`; prints one JSON object, the same on both ranks. FOLDER has the
+board on which ranks meet, LIBRARIES has the output of `build.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from statistics import median
 RANKS = 2
 BACKENDS = ("accl", "gloo")
 PLAIN = "plain"
-# The demo's: images of a batch on each rank, and a bucket size that makes several of its gradients.
+# From the demo: images of a batch on each rank, and a bucket size that splits its gradients into several buckets.
 IMAGES = 32
 BUCKET_MB = 0.0625
 ROUNDS = 300
 WARM_UP = 30
-# Of the wide model: layers of so many inputs and outputs, and rounds.
+# The wide model: inputs and outputs of a layer, number of layers, and rounds.
 WIDTH, LAYERS, WIDE_ROUNDS = 1024, 6, 20
 
 
@@ -33,9 +35,9 @@ def main() -> None:
     folder, libraries, is_wide = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "wide"
     rank, port = int(sys.argv[4]), int(sys.argv[5])
     cores = sorted(os.sched_getaffinity(0))
-    # Threads for parts of calls are to have the cores that there are.
+    # The wide model is not pinned: its worker threads use all cores.
     if len(cores) >= RANKS and not is_wide:
-        # Before torch starts threads, which inherit it.
+        # Pin before torch starts threads, which inherit the affinity.
         os.sched_setaffinity(0, [cores[rank]])
     meet = meeting(folder, libraries, rank)
     import torch
@@ -55,7 +57,7 @@ def main() -> None:
 
 
 def meeting(folder: Path, libraries: Path, rank: int) -> Callable[[], object]:
-    """Returns when both ranks have called it, and takes no backend for that."""
+    """Returns a function that returns when both ranks have called it, without using a backend."""
     library = ctypes.CDLL(str(libraries / "board.so"))
     library.open_board.restype = ctypes.c_void_p
     memory = ctypes.c_void_p(library.open_board(str(folder / "board").encode()))
@@ -63,7 +65,7 @@ def meeting(folder: Path, libraries: Path, rank: int) -> Callable[[], object]:
 
 
 def variants(torch, dist) -> dict[str, object]:
-    """The model on its own, and in DDP over a group of each backend; all have the same weights."""
+    """Returns the model alone, and in DDP over a group of each backend; all have the same weights."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
     from digits_ddp import DigitsNet
     from torch.nn.parallel import DistributedDataParallel
@@ -81,7 +83,8 @@ def variants(torch, dist) -> dict[str, object]:
 
 
 def wide_step(torch, dist) -> Callable[[], float]:
-    """A forward and backward pass of a model with 25 MB of gradients, in DDP as it comes; returns its seconds."""
+    """Returns a step: a forward and backward pass of a model with 25 MB of gradients, in DDP with its defaults. It
+    returns its seconds."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(20)
@@ -100,7 +103,7 @@ def wide_step(torch, dist) -> Callable[[], float]:
 
 
 def step_of(model) -> Callable[[], float]:
-    """A forward and backward pass over the same images; returns its seconds."""
+    """Returns a step: a forward and backward pass over the same images. It returns its seconds."""
     import torch
 
     generator = torch.Generator().manual_seed(20)
@@ -120,7 +123,8 @@ def step_of(model) -> Callable[[], float]:
 def turns(
     steps: dict[str, Callable[[], float]], meet: Callable[[], object], warm_up: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each one's step in each round. Their order changes: nobody always comes after the same one."""
+    """Returns the seconds of each step in each round. The order changes, so that no step always follows the same
+    one."""
     orders = list(itertools.permutations(steps))
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(warm_up + rounds):
@@ -133,14 +137,14 @@ def turns(
 
 
 def slowest(torch, dist, times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """A step takes as long as on its slower rank."""
+    """Returns the times of each step on its slower rank."""
     every = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(every, op=dist.ReduceOp.MAX)
     return dict(zip(times, every.tolist()))
 
 
 def figures(times: dict[str, list[float]]) -> dict[str, float]:
-    """Milliseconds of a step, and how much longer it takes than the step of the same round without DDP."""
+    """Returns the milliseconds of each step, and its difference to the step of the same round without DDP."""
     found = {f"{name}_step_ms": 1000 * median(steps) for name, steps in times.items()}
     for backend in BACKENDS:
         longer = [step - plain for step, plain in zip(times[backend], times[PLAIN])]

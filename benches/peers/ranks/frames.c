@@ -1,5 +1,7 @@
-// Frames of a transport's table of functions, and the messages of MPI that they are made of, between two ranks: a library that
-// `mpi_frames.py` calls in a process where both are up. Each function is called by both ranks at once, and returns microseconds.
+// Times frames of a transport's table of functions, and the MPI messages that carry them, between two ranks.
+//
+// `mpi_frames.py` loads this library in a process where both transport and MPI are initialised. Both ranks call each
+// timing function at once; it returns microseconds.
 #include <mpi.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -8,7 +10,7 @@
 
 #include "accl_transport.h"
 
-// As many as a link has under way.
+// WINDOW: messages in flight, as many as a link has. MESSAGE and ANSWER: MPI tags.
 enum { WINDOW = 64, MESSAGE = 7, ANSWER = 8 };
 
 static double now_us(void) {
@@ -17,7 +19,8 @@ static double now_us(void) {
   return (double)now.tv_sec * 1e6 + (double)now.tv_nsec / 1e3;
 }
 
-// One end of a link, whose address is written; with the peer's where that is known. 0, or what went wrong.
+// Opens one end of a link and writes its address; `peer` is the peer's address, if known. Returns 0, or an error code
+// of the table.
 int open_link(const accl_transport_v1 *table, const void *peer, size_t peer_bytes, size_t most_bytes, void **link, void *address,
               size_t *address_bytes) {
   return table->open(table->context, most_bytes, peer_bytes ? peer : NULL, peer_bytes, link, address, address_bytes);
@@ -29,7 +32,7 @@ int connect_link(const accl_transport_v1 *table, void *link, const void *peer, s
 
 void attach_link(const accl_transport_v1 *table, void *link, int carrier) { table->attach(link, carrier); }
 
-// A frame with this payload leaves as soon as there is room; 0, or what went wrong.
+// Sends a frame with this payload as soon as there is room. Returns 0, or an error code of the table.
 static int send_frame(const accl_transport_v1 *table, void *link, const void *data, size_t bytes) {
   void *head, *payload;
   int found;
@@ -52,7 +55,7 @@ static int receive_frame(const accl_transport_v1 *table, void *link, void *data)
   return 0;
 }
 
-// Of one frame there and an empty one back; below zero where the link has failed.
+// Returns the time of one round: `frames` frames there and an empty one back; negative if the link has failed.
 double frames_us(const accl_transport_v1 *table, void *link, int rank, size_t bytes, int frames, int rounds) {
   char *data = calloc(1, bytes + 1);
   int wrong = 0;
@@ -63,13 +66,13 @@ double frames_us(const accl_transport_v1 *table, void *link, int rank, size_t by
     if (!wrong) wrong = rank == 0 ? receive_frame(table, link, data) : send_frame(table, link, data, 0);
   }
   double took = now_us() - begin;
-  // What was sent last has to leave.
+  // Wait until the last frame has been sent.
   while (!wrong && table->progress(link) == ACCL_TRANSPORT_AGAIN) {}
   free(data);
   return wrong ? wrong : took / rounds;
 }
 
-// The same with messages that begin and end in buffers of the caller, as many under way.
+// Returns the time of the same round with MPI messages between buffers of the caller, with as many in flight.
 double messages_us(int rank, size_t bytes, int messages, int rounds) {
   char *data = calloc(WINDOW, bytes + 1), back[ACCL_TRANSPORT_HEAD_BYTES] = {0};
   MPI_Request under_way[WINDOW];
@@ -96,7 +99,7 @@ double messages_us(int rank, size_t bytes, int messages, int rounds) {
   return took / rounds;
 }
 
-// Of one sum of float32.
+// Returns the time of one float32 sum.
 double all_reduce_us(float *data, size_t count, int rounds) {
   MPI_Barrier(MPI_COMM_WORLD);
   double begin = now_us();
@@ -105,7 +108,8 @@ double all_reduce_us(float *data, size_t count, int rounds) {
   return (now_us() - begin) / rounds;
 }
 
-// Of one non-blocking collective of float32 and the wait for it: a sum in place, a broadcast, or a gathering of halves of `into`.
+// Returns the time of one non-blocking float32 collective with its wait: a sum in place, a broadcast, or an all-gather
+// of halves of `into`.
 double nonblocking_us(int which, float *data, float *into, size_t count, int rounds) {
   MPI_Barrier(MPI_COMM_WORLD);
   double begin = now_us();

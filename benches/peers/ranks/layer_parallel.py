@@ -1,6 +1,9 @@
-"""One of two ranks that run a batch of a net of 64 convolutional blocks by turns in all ways: in one process, by multigrid over layers, and as pipelines, ours and
-torch's. Started as `layer_parallel.py FOLDER LIBRARIES ROUNDS RANK PORT`, and prints one JSON object, the same on both ranks: what each round took, how
-wrong each way is, and what predictions are made from. FOLDER has the board that ranks meet on, LIBRARIES what `build.py` has compiled.
+"""One of two ranks that run a batch of a net of 64 convolutional blocks by several methods alternately.
+
+Methods are: in one process, multigrid over layers, and pipelines, both accl's and torch's. Started as
+`layer_parallel.py FOLDER LIBRARIES ROUNDS RANK PORT`; prints one JSON object, the same on both ranks. It has the time
+of each round, the error of each method, and the costs for predictions. FOLDER has the board on which ranks meet,
+LIBRARIES has the output of `build.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Before torch starts threads, which inherit it: each rank has a core of its own.
+# Pin before torch starts threads, which inherit the affinity: each rank has a core of its own.
 RANK, PORT = int(sys.argv[4]), int(sys.argv[5])
 RANKS = 2
 CORES = sorted(os.sched_getaffinity(0))
@@ -38,7 +41,7 @@ BACKENDS = ("accl", "gloo")
 FORWARD, BACKWARD = 2, 1
 MICRO_BATCHES = 4
 WARM_UP = 1
-# Of each kind in a round.
+# Messages of each kind in a round.
 MESSAGES = 10
 TIMEOUT = timedelta(seconds=60)
 
@@ -48,10 +51,14 @@ Ran = tuple[list[Tensor], float | None]
 
 @dataclass
 class Way:
-    """One way to run a batch. `run` returns the output, in parts, where there is one, and when the forward pass was over if that can be told apart."""
+    """One method to run a batch.
+
+    `run` returns the output in parts, where there is one, and the end of the forward pass, or None if it cannot be
+    separated.
+    """
 
     run: Callable[[], Ran]
-    # Without the others, which sleep meanwhile.
+    # Only the first rank runs; the other one sleeps meanwhile.
     is_alone: bool = False
     threads: int = 1
 
@@ -87,7 +94,8 @@ def main() -> None:
 
 
 def block(number: int) -> nn.Module:
-    """What is added to a state, times DT. Each has weights of its own, the same everywhere."""
+    """Returns a block, whose output times DT is added to the state. Each block has its own weights, the same on all
+    ranks."""
     made = nn.Sequential(
         nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU()
     )
@@ -99,22 +107,22 @@ def block(number: int) -> nn.Module:
 
 
 def images() -> tuple[Tensor, Tensor]:
-    """The input, and the gradient of the output."""
+    """Returns the input, and the gradient of the output."""
     torch.manual_seed(1)
     shape = (BATCH, CHANNELS, SIDE, SIDE)
     return torch.randn(shape), torch.randn(shape) / BATCH
 
 
 def mean_over_batch(y: Tensor, target: Tensor) -> Tensor:
-    """A loss whose gradient is `gradient`, for the target BATCH * gradient, also of micro-batches."""
+    """Returns a loss whose gradient is `gradient`, for the target BATCH * gradient, also of micro-batches."""
     return (y * target).sum() / y.shape[0]
 
 
-# ---- the ways
+# ---- the methods
 
 
 def in_one_process(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, alone: Any) -> dict[str, Way]:
-    """Those of one rank, the first."""
+    """Returns the methods that run on the first rank alone."""
 
     def serial() -> Ran:
         y = x
@@ -132,7 +140,8 @@ def in_one_process(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, alo
 
 
 def of_two(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, groups: dict[str, Any]) -> dict[str, Way]:
-    """Those of both ranks. All have the same modules, so that nobody's weights lie better than another's."""
+    """Returns the methods of both ranks. All use the same modules, so that no method has better placed weights than
+    another."""
     nets = {name: LayerParallel([ode(layer) for layer in blocks], group=group) for name, group in groups.items()}
     ways = {}
     for factor in FACTORS:
@@ -159,7 +168,7 @@ def of_two(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, groups: dic
 
 
 class Stage(nn.Module):
-    """A rank's share of the net, as torch's pipelines have it."""
+    """A rank's share of the net, as a stage of torch's pipelines."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -172,7 +181,7 @@ class Stage(nn.Module):
 
 
 def multigrid(net: LayerParallel, factor: int, x: Tensor, gradient: Tensor) -> Callable[[], Ran]:
-    """Two levels and F-relaxation."""
+    """Returns a run with two levels and F-relaxation."""
     fwd, bwd = Cycle(factor=factor, iterations=FORWARD), Cycle(factor=factor, iterations=BACKWARD)
 
     def run() -> Ran:
@@ -183,7 +192,7 @@ def multigrid(net: LayerParallel, factor: int, x: Tensor, gradient: Tensor) -> C
 
 
 def wave(net: LayerParallel, x: Tensor, gradient: Tensor) -> Callable[[], Ran]:
-    """One rank after the other."""
+    """Returns a run of one rank after the other."""
 
     def run() -> Ran:
         net.mode = "exact-wave"
@@ -193,7 +202,7 @@ def wave(net: LayerParallel, x: Tensor, gradient: Tensor) -> Callable[[], Ran]:
 
 
 def both_passes(net: LayerParallel, x: Tensor, gradient: Tensor) -> Ran:
-    """The loss is the caller's."""
+    """Runs both passes; the gradient of the output is given."""
     y = net(x)
     middle = time.perf_counter()
     y.backward(*[gradient] * net.is_last)
@@ -201,7 +210,7 @@ def both_passes(net: LayerParallel, x: Tensor, gradient: Tensor) -> Ran:
 
 
 def pipeline(net: LayerParallel, x: Tensor, target: Tensor) -> Callable[[], Ran]:
-    """Ours."""
+    """Returns a run of accl's pipeline."""
 
     def run() -> Ran:
         outputs: list[Tensor] = []
@@ -217,7 +226,7 @@ def pipeline(net: LayerParallel, x: Tensor, target: Tensor) -> Callable[[], Ran]
 
 
 def torch_pipeline(runner: Any, x: Tensor, target: Tensor) -> Callable[[], Ran]:
-    """torch's."""
+    """Returns a run of torch's pipeline."""
 
     def run() -> Ran:
         if RANK == 0:
@@ -228,15 +237,15 @@ def torch_pipeline(runner: Any, x: Tensor, target: Tensor) -> Callable[[], Ran]:
     return run
 
 
-# ---- what is measured
+# ---- measurements
 
 
 def a_round(
     turn: int, ways: dict[str, Way], blocks: Sequence[nn.Module], meet: Callable[[], object]
 ) -> dict[str, Seconds]:
-    """Seconds of each way, on this rank, until the forward pass was over and until all was."""
+    """Returns, for each method on this rank, the seconds until the end of the forward pass and until the end."""
     names = list(ways)
-    # Nobody always comes after the same one.
+    # The order changes, so that no method always follows the same one.
     start = turn // 2 % len(names)
     names = (names[start:] + names[:start])[:: -1 if turn % 2 else 1]
     took = {}
@@ -247,8 +256,8 @@ def a_round(
 
 
 def timed(way: Way, meet: Callable[[], object]) -> Seconds:
-    """One turn."""
-    # Ranks sleep until all are there, and then look out for one another.
+    """Times one run."""
+    # Ranks first sleep in a barrier, and then meet by polling.
     dist.barrier()
     if way.is_alone and RANK:
         return 0.0, 0.0
@@ -263,7 +272,7 @@ def timed(way: Way, meet: Callable[[], object]) -> Seconds:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Arithmetic is done by so many, on as many cores."""
+    """Runs arithmetic on `count` threads, on as many cores."""
     if count == 1:
         yield
         return
@@ -275,7 +284,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def slowest(rounds: list[Seconds]) -> dict[str, list[float]]:
-    """Milliseconds, by what was timed: a pass takes as long as on its slower rank."""
+    """Returns milliseconds of the forward pass and of both passes, each on its slower rank."""
     every = torch.tensor(rounds, dtype=torch.float64)
     dist.all_reduce(every, op=dist.ReduceOp.MAX)
     forward, together = (1000 * every).round(decimals=3).T.tolist()
@@ -283,7 +292,7 @@ def slowest(rounds: list[Seconds]) -> dict[str, list[float]]:
 
 
 def error(way: Way, blocks: Sequence[nn.Module], right: tuple[Tensor, list[Tensor]]) -> dict[str, float]:
-    """How far the output and the gradients of all parameters are off, relative, in the 2-norm."""
+    """Returns the relative errors of the output and of all parameters' gradients, in the 2-norm."""
     squares = torch.zeros(2, 2, dtype=torch.float64)
     dist.barrier()
     if not (way.is_alone and RANK):
@@ -300,28 +309,29 @@ def error(way: Way, blocks: Sequence[nn.Module], right: tuple[Tensor, list[Tenso
 
 
 def gradients(blocks: Sequence[nn.Module]) -> list[Tensor | None]:
-    """Of all parameters; of other ranks' there are none."""
+    """Returns the gradients of all parameters; None for parameters of other ranks."""
     return [parameter.grad for layer in blocks for parameter in layer.parameters()]
 
 
 def squared(found: Tensor, right: Tensor) -> Tensor:
-    """Of what is off, and of what is right."""
+    """Returns the squared norms of the difference and of the reference."""
     return torch.stack([(found - right).double().square().sum(), right.double().square().sum()]).detach()
 
 
 def forget(blocks: Sequence[nn.Module]) -> None:
-    """No gradient is left."""
+    """Deletes all gradients."""
     for layer in blocks:
         layer.zero_grad(set_to_none=True)
 
 
-# ---- what predictions are made from
+# ---- costs for predictions
 
 
 def costs(
     blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, group: Any, meet: Callable[[], object]
 ) -> dict[str, float]:
-    """Microseconds of a layer and of adding up two states while all ranks compute, the same while one does, and those of messages."""
+    """Returns microseconds of a layer and of adding two states while all ranks compute, the same while one computes,
+    and of messages."""
     share = LAYERS // RANKS
     mine = blocks[RANK * share : (RANK + 1) * share]
     dist.barrier()
@@ -334,7 +344,7 @@ def costs(
 
 
 def layer_costs(layers: Sequence[nn.Module], x: Tensor, gradient: Tensor) -> dict[str, float]:
-    """The mean of some layers, each at a state that has just been made, as in a sweep."""
+    """Returns the mean times of some layers, each at a state that has just been computed, as in a sweep."""
     spent = {"plain": 0.0, "recorded": 0.0, "input_vjp": 0.0, "full_vjp": 0.0}
     adding, count = 0.0, 0
     kept: list[tuple[Tensor, Tensor, list[Tensor]]] = []
@@ -367,7 +377,7 @@ def layer_costs(layers: Sequence[nn.Module], x: Tensor, gradient: Tensor) -> dic
             begin = time.perf_counter()
             change = call(layer, state)
             middle = time.perf_counter()
-            # As the walk over a net does where DT is a power of two.
+            # The same operation as in a walk over a net where DT is a power of two.
             state = torch.add(state, change, alpha=DT)
             end = time.perf_counter()
             spent[name] += middle - begin
@@ -376,13 +386,14 @@ def layer_costs(layers: Sequence[nn.Module], x: Tensor, gradient: Tensor) -> dic
 
 
 def message_costs(x: Tensor, group: Any) -> dict[str, float]:
-    """Of a rank's own time to send nearly nothing; and, on the first rank, half of a round trip of that, and of one of a state."""
+    """Returns the time that a rank needs to send a tiny message. The first rank also returns half a round trip of it,
+    and of a state."""
     (empty, message), (state, _) = (trips(tensor, group) for tensor in (torch.zeros(1), x.clone()))
     return {"message": message, "empty_trip": 0.0 if RANK else empty, "state_trip": 0.0 if RANK else state}
 
 
 def trips(tensor: Tensor, group: Any) -> tuple[float, float]:
-    """Half of a round trip, and what a rank needs to send."""
+    """Returns half a round trip, and the time that a rank needs to send."""
     took, sending = [], []
     for _ in range(MESSAGES):
         coming = dist.irecv(torch.empty_like(tensor), group=group, group_src=1 - RANK)
@@ -402,7 +413,7 @@ def trips(tensor: Tensor, group: Any) -> tuple[float, float]:
 
 
 def of_ranks(rounds: list[dict[str, float]]) -> dict[str, list[list[float]]]:
-    """By cost, the rounds of each rank."""
+    """Returns, by cost, the rounds of each rank."""
     mine = torch.tensor([list(each.values()) for each in rounds], dtype=torch.float64)
     every = [torch.empty_like(mine) for _ in range(RANKS)]
     dist.all_gather(every, mine)

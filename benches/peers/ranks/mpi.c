@@ -1,4 +1,4 @@
-// MPI, whichever this is compiled against.
+// Calls the MPI library that this file is compiled against.
 #include <mpi.h>
 #include <stdio.h>
 #include <string.h>
@@ -32,7 +32,7 @@ static int call_mpi(const struct call *call) {
   return MPI_ERR_OP;
 }
 
-// Errors end the program by MPI's own default, with a message.
+// By MPI's default, errors end the program with a message.
 const char *peer_call(const struct call *call) { return call_mpi(call) == MPI_SUCCESS ? NULL : "the MPI call failed"; }
 
 int peer_has(const struct call *call) { return call->collective < COLLECTIVES; }
@@ -41,7 +41,7 @@ const char *peer_version(void) {
   static char version[MPI_MAX_LIBRARY_VERSION_STRING];
   int length = 0;
   MPI_Get_library_version(version, &length);
-  // The first line, which names it; MPICH has a tab in it, and Open MPI goes on after a comma.
+  // Keep the first line, which has the name. MPICH's has a tab, and Open MPI's continues after a comma.
   version[strcspn(version, "\n,")] = 0;
   for (char *at = version; *at; ++at)
     if (*at == '\t') *at = ' ';

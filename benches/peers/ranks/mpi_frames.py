@@ -1,6 +1,8 @@
-"""One of two ranks under mpirun that measure the transport `mpi` beside the MPI library that carries it, in the same process and by turns:
-started as `mpi_frames.py LIBRARY TURNS carried|stepped BYTES...`, where LIBRARY is made of `frames.c`: the transport with sums of so many BYTES, or collectives
-that MPI does as a whole. Rank 0 prints one JSON object.
+"""One of two ranks under mpirun that compare the transport `mpi` with its MPI library, alternately in the same process.
+
+Started as `mpi_frames.py LIBRARY TURNS carried|stepped BYTES...`, where LIBRARY is compiled from `frames.c`. `carried`
+measures the transport and its sums of BYTES, `stepped` collectives that MPI runs as a whole. Rank 0 prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from costs import idle_us
 FRAME_BYTES = 64 << 10
 HEAD_BYTES = 40
 ADDRESS_BYTES = 1024
-# What was under way has ended by then.
+# Time after which everything in flight has ended, in seconds.
 SETTLED_S = 0.5
-# So many make a turn: of round trips, of frames in a row, and of bytes that are summed.
+# Sizes of a turn: round trips, frames in a row and their rounds, and bytes that are summed.
 TRIPS, FRAMES, ROWS = 2000, 512, 4
 SUMMED_BYTES = 512 << 20
-# What MPI does as a whole, as `nonblocking_us` numbers it.
+# Collectives that MPI runs as a whole, in the order of `nonblocking_us`.
 STEPPED = ("all_reduce", "broadcast", "all_gather")
 
 
 def main() -> None:
-    """Measures all."""
+    """Measures one start."""
     measured = ctypes.CDLL(sys.argv[1])
     turns = int(sys.argv[2])
     for function in (measured.frames_us, measured.messages_us, measured.all_reduce_us, measured.nonblocking_us):
@@ -50,7 +52,7 @@ def main() -> None:
 
 
 def stepped(measured: ctypes.CDLL, turns: int) -> dict[str, Any]:
-    """Collectives that MPI does as a whole, beside its own."""
+    """Measures collectives that MPI runs as a whole for a group, and MPI's own."""
     group = dist.new_group(pg_options=torch_accl.Options(sidestep="all=mpi"))
     return {
         f"{name}_{size}_us": by_turns(turns, *whole(measured, group, which, size))
@@ -60,7 +62,7 @@ def stepped(measured: ctypes.CDLL, turns: int) -> dict[str, Any]:
 
 
 def carried(measured: ctypes.CDLL, rank: int, turns: int) -> dict[str, Any]:
-    """The transport beside what it is made of."""
+    """Measures the transport and the MPI messages that it uses."""
     link = connected(measured, rank)
 
     def frames(size: int, count: int, rounds: int) -> float:
@@ -93,14 +95,14 @@ def carried(measured: ctypes.CDLL, rank: int, turns: int) -> dict[str, Any]:
 
 
 def pin(rank: int) -> None:
-    """Each rank to a core of its own, where there are enough."""
+    """Pins each rank to its own core, if there are enough."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > rank:
         os.sched_setaffinity(0, {cores[rank]})
 
 
 def connected(measured: ctypes.CDLL, rank: int) -> tuple[Any, Any]:
-    """The table, and a link of it to the other rank beside those of the group."""
+    """Returns the transport's table, and a link to the other rank in addition to the group's links."""
     store = dist.distributed_c10d._get_default_store()
     table = ctypes.c_void_p(torch_accl_mpi.transport()[0])
     link, address, length = (
@@ -133,7 +135,7 @@ def connected(measured: ctypes.CDLL, rank: int) -> tuple[Any, Any]:
 
 
 def met(rank: int, store: dist.Store) -> socket.socket:
-    """A connection between the two."""
+    """Returns a TCP connection between the two ranks."""
     if rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as server:
             store.set("carrier", str(server.getsockname()[1]))
@@ -142,13 +144,13 @@ def met(rank: int, store: dist.Store) -> socket.socket:
 
 
 def by_turns(turns: int, *ways: Callable[[], float]) -> list[float]:
-    """The median of each way over all turns, after one that does not count."""
+    """Returns the median of each method over all turns, after an untimed one."""
     taken = [[way() for way in ways] for _ in range(turns + 1)][1:]
     return [median(figures) for figures in zip(*taken)]
 
 
 def sums(measured: ctypes.CDLL, size: int) -> list[Callable[[], float]]:
-    """An all_reduce through torch over the transport, and MPI's own."""
+    """Returns an all_reduce through torch over the transport, and MPI's own."""
     data = torch.zeros(size // 4)
     rounds = rounds_of(size)
 
@@ -171,7 +173,7 @@ def sums(measured: ctypes.CDLL, size: int) -> list[Callable[[], float]]:
 
 
 def whole(measured: ctypes.CDLL, group: dist.ProcessGroup, which: int, size: int) -> list[Callable[[], float]]:
-    """A collective that MPI does for a group, and the same one of MPI."""
+    """Returns a collective that MPI runs as a whole for a group, and MPI's own."""
     data, into = torch.zeros(size // 4), torch.empty(size // 4)
     half = data[: size // 8]
     rounds = rounds_of(size)
@@ -197,7 +199,7 @@ def whole(measured: ctypes.CDLL, group: dist.ProcessGroup, which: int, size: int
 
 
 def rounds_of(size: int) -> int:
-    """So many collectives of a size make a turn."""
+    """Returns the number of collectives of a size in a turn."""
     return max(SUMMED_BYTES // size // 2, 2) if size > (1 << 20) else 100
 
 

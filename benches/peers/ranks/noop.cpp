@@ -1,11 +1,11 @@
-// A c10d backend that does nothing: what torch itself costs before and after a backend's own work.
+// A c10d backend that does nothing: it shows torch's own cost before and after a backend's work.
 #include <torch/extension.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace {
 
-// Done from the start.
+// Work that is complete from the start.
 class Nothing : public c10d::Work {
  public:
   Nothing() { finish(); }

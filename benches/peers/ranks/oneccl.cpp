@@ -1,4 +1,4 @@
-// oneCCL, without MPI: the ranks meet through a file with the address of its key-value store.
+// oneCCL, without MPI: the ranks connect through a file with the address of its key-value store.
 #include <oneapi/ccl.hpp>
 
 #include <cstdio>
@@ -15,7 +15,7 @@ std::unique_ptr<ccl::communicator> all;
 std::shared_ptr<ccl::kvs> store;
 std::string version;
 
-// Written aside and renamed, so that a reader sees all of it or nothing.
+// Writes a temporary file and renames it, so that a reader sees either the whole address or no file.
 void write_address(const std::string &path, const ccl::kvs::address_type &address) {
   const std::string aside = path + ".new";
   std::ofstream(aside, std::ios::binary).write(address.data(), static_cast<std::streamsize>(address.size()));

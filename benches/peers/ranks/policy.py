@@ -1,6 +1,7 @@
-"""One of two ranks that reduce a gradient by turns in two ways, as a hook of DistributedDataParallel does: audited and not, by
-the codec that `auto` chooses and raw. Started as `policy.py FOLDER TRANSPORT RANK PORT`; FOLDER is where the ranks meet, and PORT is
-not needed. Prints one JSON object, the same on both ranks.
+"""One of two ranks that reduce a gradient alternately by two methods, as a hook of DistributedDataParallel does.
+
+The pairs are audited and not audited, and the codec that `auto` chooses and raw. Started as `policy.py FOLDER TRANSPORT
+RANK PORT`; FOLDER has the store of the ranks, and PORT is ignored. Prints one JSON object, the same on both ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 RANKS = 2
-# Sides of a square of float32, with the number of rounds: of 1, 4, 16 and 64 MiB.
+# Sides of a square of float32, with the number of rounds: for 1, 4, 16 and 64 MiB.
 SIDES = {512: 200, 1024: 100, 2048: 60, 4096: 30}
 WARM_UP = 5
 
@@ -25,7 +26,7 @@ def main() -> None:
     folder, transport, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= RANKS:
-        # Before torch starts threads, which inherit it.
+        # Pin before torch starts threads, which inherit the affinity.
         os.sched_setaffinity(0, [cores[rank]])
     import torch
     import torch.distributed as dist
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def measure(torch, side: int, rounds: int) -> dict[str, object]:
-    """Both comparisons for a gradient of a size."""
+    """Returns both comparisons for a gradient of one size."""
     from torch_accl.compression import Compression
 
     calls = {
@@ -56,7 +57,7 @@ def measure(torch, side: int, rounds: int) -> dict[str, object]:
         "raw": Compression("raw"),
     }
     reduces, states = {}, {}
-    # All reduce the same memory: where it lies makes a difference of some per cent.
+    # All reduce the same memory: its location changes times by some per cent.
     buffer = torch.randn(side * side)
     for name, settings in calls.items():
         states[name], reduces[name] = reduction(torch, settings, buffer, side)
@@ -67,7 +68,7 @@ def measure(torch, side: int, rounds: int) -> dict[str, object]:
 
 
 def reduction(torch, settings, buffer: object, side: int) -> tuple[object, Callable[[], object]]:
-    """What reduces a gradient that lies in the buffer, and its state."""
+    """Returns a state, and a function that reduces a gradient stored in the buffer."""
     from bucket import Bucket
     from torch_accl import compression
 
@@ -78,12 +79,12 @@ def reduction(torch, settings, buffer: object, side: int) -> tuple[object, Calla
 
 
 def turns(torch, reduces: dict[str, Callable[[], object]], rounds: int) -> list[float]:
-    """Of each round, the time of the first by that of the second; a call takes as long as on its slower rank."""
+    """Returns, for each round, the time of the first method over the time of the second, each on its slower rank."""
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {name: [] for name in reduces}
     for turn in range(WARM_UP + rounds):
-        # Nobody always comes after the same one.
+        # The order changes, so that neither method always runs first.
         for name in list(reduces)[:: 1 if turn % 2 else -1]:
             dist.barrier()
             begin = time.perf_counter()

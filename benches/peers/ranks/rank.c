@@ -1,7 +1,8 @@
-// One rank of a contender: started as `PROGRAM DIR RANK RANKS CORE`, told what to do over the socket DIR/socket.
+// One rank of a contender: started as `PROGRAM DIR RANK RANKS CORE`, it follows orders from the socket DIR/socket.
 //
-// Lines from the driver: `check COLLECTIVE DTYPE BYTES`, `run COLLECTIVE DTYPE BYTES BATCHES CALLS MEET`, `quit`. Answers
-// are `ok`, `none` (there is no such call here) or `wrong SENTENCE`. Times go to the board, see `board.h`.
+// Orders from the driver: `check COLLECTIVE DTYPE BYTES`, `run COLLECTIVE DTYPE BYTES BATCHES CALLS MEET`, `quit`.
+// Answers are `ok`, `none` (the contender does not have the call) or `wrong SENTENCE`. Times go to the board, see
+// `board.h`.
 #define _GNU_SOURCE
 #include "rank.h"
 
@@ -54,7 +55,7 @@ static void connect_to_driver(void) {
     fail("%s: %s", address.sun_path, strerror(errno));
   driver = fdopen(stream, "r+");
   if (!driver) fail("the socket cannot be used: %s", strerror(errno));
-  // Reads and writes follow one another without a seek between them.
+  // Line buffering, so that reads and writes alternate without a seek between them.
   setvbuf(driver, NULL, _IOLBF, 0);
 }
 
@@ -74,7 +75,7 @@ static struct call prepare(enum collective collective, size_t bytes) {
     }
     room_bytes = bytes;
   }
-  // Also touches the pages. Zeros, so that repeated sums in place stay what they are.
+  // Touches all pages. Zeros, so that repeated sums in place do not change.
   for (int which = 0; which < 2; ++which) memset(buffers[which], 0, bytes);
   size_t count = bytes / sizeof(float);
   return (struct call){collective, count, count / (size_t)place.ranks, buffers[0], buffers[1]};
@@ -82,7 +83,7 @@ static struct call prepare(enum collective collective, size_t bytes) {
 
 static float pattern(int rank, size_t element) { return (float)(rank + 1) + (float)(element % 7); }
 
-// The result that `check` expects of an element of the output on this rank.
+// Returns the result that `check` expects for an element of this rank's output.
 static float expected(const struct call *call, size_t element) {
   int ranks = place.ranks;
   float sum = (float)(ranks * (ranks + 1) / 2);
@@ -170,7 +171,7 @@ int main(int count, char **arguments) {
   snprintf(path, sizeof path, "%s/board", place.dir);
   board = board_open(path);
   if (!board) fail("%s: %s", path, strerror(errno));
-  // Before the ranks meet, so that the driver can end them should they never do.
+  // Sent before the ranks connect, so that the driver can end them if they never do.
   answer("pid %d %d", place.rank, (int)getpid());
   const char *wrong = peer_open(&place);
   if (wrong) {

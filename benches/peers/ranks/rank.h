@@ -1,5 +1,5 @@
-// What a contender in C or C++ has to give: how ranks meet, one call of a collective, and the end. `rank.c` does the
-// rest: it talks to the driver, owns the buffers, times batches and checks results.
+// The functions that a contender in C or C++ provides: connecting the ranks, one call of a collective, and the end.
+// `rank.c` does the rest: it talks to the driver, owns the buffers, times batches and checks results.
 #pragma once
 #include <stddef.h>
 
@@ -9,24 +9,26 @@ extern "C" {
 
 enum collective { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, BARRIER, COLLECTIVES };
 
-// Elements are float32; sums. `count` is that of the largest buffer, `block` that of each rank's part of it.
+// A call on float32 elements; reductions are sums. `count` is the number of elements in the largest buffer, `block` in
+// each rank's part of it.
 struct call {
   enum collective collective;
   size_t count, block;
-  float *input;   // what reduce_scatter, all_gather and all_to_all read
-  float *output;  // what is written; all_reduce and broadcast are in place
+  float *input;   // read by reduce_scatter, all_gather and all_to_all
+  float *output;  // written; all_reduce and broadcast are in place
 };
 
 struct place {
   int rank, ranks;
-  const char *dir;  // where the ranks of this contender meet
+  const char *dir;  // folder for files by which the ranks of this contender connect
 };
 
-// Each returns null, or one sentence that says what is wrong. Broadcast is from rank 0.
+// Each returns NULL, or one sentence that describes the error. `peer_has` returns whether the call exists. Broadcast is
+// from rank 0.
 const char *peer_open(const struct place *place);
 const char *peer_call(const struct call *call);
 int peer_has(const struct call *call);
-// Name and version of what is measured.
+// Returns the library's name and version.
 const char *peer_version(void);
 void peer_close(void);
 

@@ -1,10 +1,12 @@
-// What the machine can do: float32 sums in memory that the ranks share, and nothing else. No types, no operators, no
-// errors, no sleeping. All sizes for two ranks; small ones for more.
+// C baseline, which shows what the machine can do: float32 sums in shared memory, and nothing else.
 //
-// Small: each rank writes data and then a flag into its own slot, of which there are two in turn, and adds what the
-// others wrote. Large, two ranks: each owns a half. Three streams over rings of slots are interleaved: copy out what the
-// other needs of its half; add the other's part of mine, straight from its slot, into my result and a slot that goes
-// back; copy in the finished other half.
+// There are no other types or operators, no error handling and no sleeping. Two ranks may have all sizes, more ranks
+// only small ones.
+//
+// Small: each rank writes data and then a flag into its own slot, and adds the data of the others. It has two slots,
+// used in turn. Large, two ranks: each rank owns a half and interleaves three streams over rings of slots. The first
+// copies out this rank's data of the other half. The second adds the other's data of this half, straight from its slot,
+// into the result and into a slot that goes back. The third copies in the finished other half.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdio.h>
@@ -18,18 +20,18 @@ enum {
   SMALL_BYTES = 16 << 10,
   TILE_BYTES = 64 << 10,
   SLOTS = 8,
-  // Beside the flag in its line.
+  // Bytes of data in the flag's cache line.
   INLINE_BYTES = 32,
 };
 
-// A flag and what fits beside it in one line; more stands in `bulk`.
+// A flag and the data that fits into its cache line; larger data is in `bulk`.
 struct letter {
   _Alignas(LINE_BYTES) _Atomic uint64_t seq;
   float beside[INLINE_BYTES / sizeof(float)];
   _Alignas(LINE_BYTES) float bulk[SMALL_BYTES / sizeof(float)];
 };
 
-// From one rank to the other: how many tiles were written and how many were taken, since the start.
+// From one rank to the other: the number of tiles written and taken since the start.
 struct ring {
   struct line written, taken;
   _Alignas(4096) float slots[SLOTS][TILE_BYTES / sizeof(float)];
@@ -37,7 +39,7 @@ struct ring {
 
 struct shared {
   struct letter letters[MOST_RANKS][2];
-  struct ring parts[2], results[2];  // by the rank that writes
+  struct ring parts[2], results[2];  // indexed by the rank that writes
 };
 
 static struct shared *shared;
@@ -86,8 +88,8 @@ static inline void add_both(float *restrict into, float *restrict also, const fl
   for (size_t i = 0; i < count; ++i) also[i] = into[i] = into[i] + from[i];
 }
 
-// A slot is free again after two calls: a rank ends a call when it has every other's letter of it, and that was written
-// after its writer had read all letters of the call before.
+// A slot is free again after two calls. A rank ends a call when it has every other rank's letter of that call. The
+// writer of such a letter had read all letters of the call before.
 static void all_reduce_small(float *data, size_t count) {
   ++seq;
   size_t bytes = count * sizeof(float);
@@ -111,7 +113,7 @@ static void all_reduce_large(float *data, size_t count) {
   size_t counts[2] = {first, count - first};
   float *halves[2] = {data, data + first};
   float *mine = halves[rank], *theirs = halves[other];
-  // A short half is one tile: what overlaps does not pay for more exchanges of flags.
+  // A short half is one tile: overlapping would not pay for more exchanges of flags.
   const size_t tile = TILE_BYTES / sizeof(float);
   size_t tiles[2] = {(counts[0] + tile - 1) / tile, (counts[1] + tile - 1) / tile};
   struct ring *send = &shared->parts[rank], *receive = &shared->parts[other];

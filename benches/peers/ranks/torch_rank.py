@@ -1,8 +1,8 @@
-"""One rank of a contender that is reached through torch; the protocol is that of `rank.c`.
+"""One rank of a contender that is called through torch; the protocol is described in `rank.c`.
 
-Started as `torch_rank.py DIR RANK RANKS CORE BACKEND LIBRARIES`, where LIBRARIES is the folder with what `build.py` has
-compiled. BACKEND is a name of `torch.distributed`, `noop`, `noop_yielding` or `deepspeed`. After a `+` it may have what
-makes messages smaller: a codec of accl, or for gloo a type that they are cast to, `int8` or `powersgd`.
+Started as `torch_rank.py DIR RANK RANKS CORE BACKEND LIBRARIES`, where LIBRARIES is the folder with the output of
+`build.py`. BACKEND is a name of `torch.distributed`, `noop`, `noop_yielding` or `deepspeed`. A compression may follow
+after `+`: a codec of accl, or for gloo a type to cast to, `int8` or `powersgd`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from torch_accl_cli.bench.cases import Prepared
 
 PR_SET_PDEATHSIG = 1
-# Of a result that is right only nearly, to what it should be. What PowerSGD's calls before have lost is added; nothing at all would be 1.
+# Largest relative error of a lossy result. PowerSGD adds errors of earlier calls; a result of zero would have error 1.
 LARGEST_ERROR, LARGEST_OF_RANK_1 = 0.5, 0.9
-# What gloo's messages are cast to.
+# Types to which gloo's messages are cast.
 CASTS = {"fp16": "float16", "bf16": "bfloat16"}
 
 Call = Callable[[], object]
 
 
 def main() -> None:
-    """Meets the others, then obeys the driver until it says `quit` or is gone."""
+    """Connects to the driver and the other ranks, then follows orders until `quit` or the end of the driver."""
     place, backend, libraries = sys.argv[1:5], sys.argv[5], Path(sys.argv[6])
     folder, rank, ranks, core = Path(place[0]), int(place[1]), int(place[2]), int(place[3])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if core >= 0:
-        # Before torch starts threads, which inherit it.
+        # Pin before torch starts threads, which inherit the affinity.
         os.sched_setaffinity(0, [core])
     driver = socket.socket(socket.AF_UNIX)
     driver.connect(str(folder / "socket"))
     lines = driver.makefile("rw", buffering=1)
     print("pid", rank, os.getpid(), file=lines)
-    # Not before the driver knows of this process: torch takes seconds.
+    # Load torch, which takes seconds, only after the driver knows of this process.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     member = open_member(folder, rank, ranks, backend, libraries)
     print("ready", member.version, file=lines)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def load(name: str, libraries: Path) -> ModuleType:
-    """An extension module that was compiled for this run."""
+    """Loads an extension module that was compiled for this run."""
     spec = importlib.util.spec_from_file_location(name, libraries / name / f"{name}.so")
     assert spec and spec.loader, f"{name} has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -68,7 +68,7 @@ def load(name: str, libraries: Path) -> ModuleType:
 
 
 def open_member(folder: Path, rank: int, ranks: int, backend: str, libraries: Path) -> Member:
-    """Loads torch and makes the ranks meet over the backend."""
+    """Loads torch and connects the ranks over the backend."""
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -78,11 +78,11 @@ def open_member(folder: Path, rank: int, ranks: int, backend: str, libraries: Pa
 
 
 class Member:
-    """A rank that is up; the subclasses know how a collective is called."""
+    """A running rank; the subclasses know how a collective is called."""
 
-    # Whether results are left as they should be.
+    # Whether calls compute results.
     computes = True
-    # By what they are so only nearly, if they are.
+    # Name of the compression that makes results inexact; empty if they are exact.
     loses = ""
     version = ""
 
@@ -99,14 +99,14 @@ class Member:
         self.meet = lambda: library.meet(memory, rank, ranks)
 
     def call_of(self, asked: Asked) -> Call | None:
-        """What makes one call, or none."""
+        """Returns a function that makes one call; None if the call does not exist."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """The end, for those that need one."""
+        """Ends the backend, if it needs that."""
 
     def obey(self, line: str) -> str:
-        """Carries out an order; its answer."""
+        """Carries out an order; returns the answer."""
         verb, name, dtype, size, *rest = line.split()
         asked = Asked.of(name, dtype, int(size), self.rank, self.ranks)
         call = self.call_of(asked) if asked else None
@@ -141,7 +141,7 @@ class Member:
         return "ok"
 
     def check(self, asked: Asked, call: Call) -> str:
-        """Makes one call and looks at the result."""
+        """Makes one call and checks the result."""
         for one in asked.prepared:
             one.fill()
         self.meet()
@@ -163,7 +163,7 @@ class Member:
         marks = self.board_module.MARKS_AT
         at = [marks + rank * self.board_module.LINE_BYTES for rank in range(self.ranks)]
         mark = self.board[at[self.rank]] + 1
-        # One byte: a mark is looked at soon after it was made.
+        # One byte suffices: a mark is read soon after it was set.
         self.board[at[self.rank]] = mark & 0xFF
         call()
         early = [rank for rank in range(self.ranks) if (self.board[at[rank]] - mark) & 0x80]
@@ -174,19 +174,21 @@ class Member:
 
 @dataclass
 class Asked:
-    """What one order calls: a collective, or several that count as one. As in `src/order.rs`: `*100` a hundred one after the other, `&100`
-    as many that are outstanding together.
+    """The calls of one order: a collective, or several that count as one.
+
+    As in `src/order.rs`, `*100` stands for a hundred calls one after the other, `&100` for a hundred outstanding
+    together.
     """
 
     name: str
     # One for each call.
     prepared: list[Prepared]
-    # Nothing, `*` or `&`.
+    # Empty, `*` or `&`.
     many: str
 
     @staticmethod
     def of(text: str, dtype: str, size: int, rank: int, ranks: int) -> Asked | None:
-        """What an order says; none if there is no such call here."""
+        """Parses an order; returns None if there is no such call here."""
         from torch_accl_cli.bench.cases import Prepared, cases
         from torch_accl_cli.bench.collectives import COLLECTIVES
 
@@ -199,12 +201,12 @@ class Asked:
 
     @property
     def is_one_all_reduce(self) -> bool:
-        """Whether it is what everybody has."""
+        """Whether the order is a single all_reduce, which all contenders have."""
         return self.name == "all_reduce" and not self.many
 
 
 class Distributed(Member):
-    """A backend of `torch.distributed`, called as users call it."""
+    """A backend of `torch.distributed`, called as in user programs."""
 
     def __init__(self, folder: Path, rank: int, ranks: int, libraries: Path, backend: str) -> None:
         super().__init__(folder, rank, ranks, libraries)
@@ -214,9 +216,9 @@ class Distributed(Member):
         backend, _, self.codec = backend.partition("+")
         self.backend, self.loses = backend, self.codec
         options = None
-        # Of PowerSGD, by the number of elements.
+        # States of PowerSGD, by the number of elements.
         self.states: dict[int, object] = {}
-        # Every collective needs the other ranks of the core: at least so often it changes hands.
+        # In a collective, a rank needs the other ranks of its core: the core changes hands at least once a call.
         self.yields = backend == "noop_yielding"
         if self.yields:
             backend = "noop"
@@ -229,11 +231,11 @@ class Distributed(Member):
 
             dist.Backend.register_backend("noop", make, devices=["cpu"])
         elif backend == "accl":
-            # Named, since a run must fail rather than fall back when the wheel is not there.
+            # Import explicitly, since a run must fail, not fall back, if the wheel is missing.
             import torch_accl
 
             self.version = torch_accl.__version__ + ", "
-            # The group itself compresses, and the calls are those of everybody.
+            # The group itself compresses, and calls are plain ones.
             if self.codec.startswith("all:"):
                 codec, self.codec = self.codec.removeprefix("all:"), ""
                 options = torch_accl.Options(compression=codec, compressed_calls="all")
@@ -264,7 +266,7 @@ class Distributed(Member):
         return lambda: [work.wait() for work in [dist.all_reduce(one, async_op=True) for one in all_of_them]]
 
     def smaller(self, whole: object) -> Call:
-        """An all_reduce whose messages are smaller."""
+        """Returns an all_reduce with compressed messages."""
         if self.codec == "int8":
             return partial(self.gather_bytes, whole)
         if self.codec == "powersgd":
@@ -276,13 +278,13 @@ class Distributed(Member):
         return partial(all_reduce_quantized, whole, compression=self.codec)
 
     def cast(self, whole: object, dtype: object) -> None:
-        """As the hooks of DistributedDataParallel do it."""
+        """Reduces in a smaller type, as the cast hooks of DistributedDataParallel do."""
         small = whole.to(dtype)
         self.dist.all_reduce(small)
         whole.copy_(small)
 
     def gather_bytes(self, whole: object) -> None:
-        """As torch's hook with a scale for a tensor: everybody gets everybody's bytes."""
+        """Gathers quantized bytes of all ranks, as torch's hook with a scale for each tensor does."""
         torch, dist = self.torch, self.dist
         least, most = torch.aminmax(whole)
         scale = torch.clamp((most - least) / 255, min=1e-30)
@@ -297,7 +299,7 @@ class Distributed(Member):
             whole.add_(codes.to(whole.dtype).mul_(scale).add_(least))
 
     def power_sgd(self, whole: object) -> Call:
-        """Torch's hook on a bucket of one matrix, as nearly square as the number of elements allows."""
+        """Returns torch's hook on a bucket of one matrix, as nearly square as the number of elements allows."""
         from bucket import Bucket
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
@@ -311,10 +313,10 @@ class Distributed(Member):
 
         def call() -> None:
             hooks.powerSGD_hook(state, bucket).wait()
-            # It averages.
+            # The hook averages, so turn the mean into a sum.
             whole.mul_(self.ranks)
 
-        # The first two are plain.
+        # The first two calls of a state are uncompressed.
         for _ in range(2 * is_new):
             call()
         return call
@@ -328,7 +330,7 @@ class DeepSpeed(Member):
 
     def __init__(self, folder: Path, rank: int, ranks: int, libraries: Path) -> None:
         super().__init__(folder, rank, ranks, libraries)
-        # Names of its shared memory are made from these.
+        # DeepSpeed names its shared memory after these variables.
         os.environ.update(LOCAL_SIZE=str(ranks), MASTER_ADDR=folder.name, MASTER_PORT=str(os.getppid()))
         op = load("peers_deepspeed", libraries)
         # 2: all types; 1: float32; 0: none.

@@ -1,4 +1,4 @@
-"""The parts of the page, in its order. A new one is a file here and a row of `SECTIONS`."""
+"""The sections of the page, in its order. A new section is a file here and a row of `SECTIONS`."""
 
 from __future__ import annotations
 

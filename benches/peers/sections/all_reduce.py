@@ -1,4 +1,4 @@
-"""all_reduce of float32 between two ranks: against every peer, against gloo, and against torch's own cost."""
+"""all_reduce of float32 between two ranks, compared with every peer, with gloo, and with torch's own cost."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ WANTED = (
 PEERS = ("openmpi", "mpich", "intelmpi", "oneccl", "deepspeed")
 SHARE_OF_BEST = (0.6, 0.5, 0.5, 0.7, 0.7, 0.4, 0.42)
 TIMES_GLOO = (15, 25, 20, 15, 8, 8, 5)
-# Through torch: what a backend that does nothing takes, and this, and so many times the engine.
+# Limit through torch: the time of the no-op backend, plus OVERHEAD_US, plus OF_ENGINE times the engine's.
 OVERHEAD_US = 1.0
 OF_ENGINE = 1.3
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Everyone, all sizes."""
+    """Measures all contenders at all sizes."""
     return as_rows(bench.figures(RANKS, WANTED, CELLS))
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """One table: microseconds, then the bars."""
+    """Returns one table: microseconds, then the targets."""
     figures = Figures(data["figures"])
     table = figures.table(CELLS, "2 ranks, us")
     figures.add_best(table, PEERS, CELLS, SHARE_OF_BEST)
@@ -37,7 +37,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 
 def torch_bar(figures: Figures, cell: Any) -> Bar:
-    """What accl may take through torch."""
+    """Returns accl's time through torch, with its limit as target."""
     noop, engine = figures.us("noop", cell), figures.us("accl", cell)
     if noop is None or engine is None:
         return Bar(None)
@@ -45,7 +45,7 @@ def torch_bar(figures: Figures, cell: Any) -> Bar:
 
 
 def plots(data: dict[str, Any]) -> list[Plot]:
-    """The curves."""
+    """Returns the curves."""
     return [Figures(data["figures"]).plot("all_reduce", "all_reduce, float32, 2 ranks", CELLS)]
 
 

@@ -1,4 +1,4 @@
-"""Whether the engine's choice of algorithm is the best one, as `accl bench --try-all` finds it."""
+"""Compares the engine's choice of algorithm with the best algorithm that `accl bench --try-all` finds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..tables import Bar, Table
 RANKS = (2, 4)
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 SIZES = ("4", "1KiB", "16KiB", "64KiB", "1MiB", "16MiB")
-# Of the best algorithm's time, and so many microseconds more.
+# Limit: TIMES times the best algorithm's time, plus MORE_US microseconds.
 TIMES, MORE_US = 1.1, 0.2
 LIMIT_S = 600
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """By ranks what the command prints, without the rounds."""
+    """Returns the output of the command by number of ranks, without the rounds."""
     found = {}
     for ranks in RANKS:
         bench.say(f"accl bench --try-all, {ranks} ranks")
@@ -32,7 +32,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def summary(cell: dict[str, Any]) -> dict[str, Any]:
-    """What the tables need of a cell."""
+    """Returns the part of a cell that the tables need."""
     best = cell["best"]
     return {
         "collective": cell["collective"],
@@ -45,13 +45,13 @@ def summary(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """For each number of ranks, the choice's time in units of what it may be."""
+    """Returns a table for each number of ranks: the choice's time relative to its limit."""
     return [table_of(int(ranks), cells) for ranks, cells in data.get("choices", {}).items()]
 
 
 def table_of(ranks: int, cells: list[dict[str, Any]]) -> Table:
-    """A row with bars for each collective, and one with the choices."""
-    # The smallest size is a block for each rank where there are blocks.
+    """Returns a table with a row of targets for each collective, and a row with the choices."""
+    # Collectives with blocks measure one block per rank at the smallest size.
     columns = sorted({cell["bytes"] for cell in cells if cell["collective"] == COLLECTIVES[0]})
     table = Table([f"{ranks} ranks, choice / what it may take", *map(show_size, columns)])
     for collective in COLLECTIVES:
@@ -62,12 +62,12 @@ def table_of(ranks: int, cells: list[dict[str, Any]]) -> Table:
 
 
 def bar_of(cell: dict[str, Any]) -> Bar:
-    """The choice's time in units of what it may be."""
+    """Returns the choice's time relative to its limit."""
     return Bar(cell["us"] / (TIMES * cell["best_us"] + MORE_US), at_most=1)
 
 
 def named(cell: dict[str, Any]) -> str:
-    """The choice, and the best if that is another."""
+    """Returns the choice, and the best algorithm if it is another."""
     return cell["chosen"] if cell["chosen"] == cell["best"] else f"{cell['chosen']} (best: {cell['best']})"
 
 

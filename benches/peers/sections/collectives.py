@@ -1,4 +1,4 @@
-"""The other collectives between two ranks: against gloo through torch, and against the best MPI at engine level."""
+"""The other collectives between two ranks, compared with gloo through torch, and with the best MPI at engine level."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..tables import Table
 RANKS = 2
 WANTED = ("accl", "openmpi", "mpich", "intelmpi", "oneccl", "accl_torch", "gloo", "noop")
 PEERS = ("openmpi", "intelmpi")
-# No rank's part is less than an element.
+# Each rank's part has at least one element.
 PARTED = tuple(max(size, 4 * RANKS) for size in SIZES)
-# A barrier has no size; its cell has one that ranks can make a buffer of.
+# A barrier has no size; its cell has a size for which ranks can create a buffer.
 BARRIER = (4,)
 SIZES_OF = {
     "reduce_scatter": PARTED,
@@ -31,12 +31,12 @@ SHARE_OF_BEST = 1.0
 
 
 def cells(collective: str) -> list[Cell]:
-    """Those of one collective."""
+    """Returns the cells of one collective."""
     return cells_of(collective, SIZES_OF[collective])
 
 
 def table_of(figures: Figures, collective: str) -> Table:
-    """Microseconds, then the bars."""
+    """Returns a table: microseconds, then the targets."""
     row = cells(collective)
     table = figures.table(row, f"{collective}, us")
     if collective == "barrier":
@@ -48,7 +48,7 @@ def table_of(figures: Figures, collective: str) -> Table:
 
 
 def section(collective: str) -> Section:
-    """A section for one collective."""
+    """Returns a section for one collective."""
 
     def collect(bench: Bench) -> dict[str, Any]:
         return as_rows(bench.figures(RANKS, WANTED, cells(collective)))

@@ -1,4 +1,4 @@
-"""all_reduce of float32 over slow links, raw and compressed, beside gloo and the hooks that torch has for it."""
+"""all_reduce of float32 over slow links, raw and compressed, compared with gloo and torch's compression hooks."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from ..contenders import BY_NAME, CASTS, CODECS, HOOKS, title_of
 from ..report import Bench, Figures, Section, as_rows, cells_of
 from ..tables import Bar, Table, ratio
 
-# One that is mostly latency on such links, and a bucket of DistributedDataParallel.
+# One size that is mostly latency on such links, and one of a bucket of DistributedDataParallel.
 CELLS = cells_of("all_reduce", (256 << 10, 25 << 20))
 LARGE = CELLS[-1]
 RAW = "accl_torch"
 COMPRESSED = tuple(f"accl_{codec}" for codec in CODECS)
 GLOO = ("gloo", *(f"gloo_{smaller}" for smaller in (*CASTS, *HOOKS)))
-# Of these, those whose result is near the sum, whatever the tensor.
+# The gloo contenders whose result is near the sum for any tensor.
 NEAR = GLOO[:-1]
 GOODPUT_TURNS = 3
 
 
 @dataclass(frozen=True)
 class Net:
-    """Ranks, each on a host of its own, whose links have so many bits a second."""
+    """Ranks on separate hosts, whose links have `bits` bits a second."""
 
     bits: int
     ranks: int
-    # How many times faster each codec is than raw by a model of wire and codec without overlap, and the share to be reached.
+    # Predicted speed-up of each codec over raw by a model of wire and codec without overlap, and the share of it to
+    # reach.
     predicted: tuple[float, ...]
     share: float
 
     @property
     def name(self) -> str:
-        """In the file of results."""
+        """Key in the file of results."""
         return f"{self.ranks}x{self.bits}"
 
 
@@ -48,7 +49,7 @@ NETS = (
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Everyone, on each net, with what the link has and what goes over it."""
+    """Measures all contenders on each net, with the goodput of the link and the bytes sent over it."""
     found = {}
     everyone = (RAW, *COMPRESSED, *GLOO)
     for net in NETS:
@@ -62,7 +63,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """One for each net: microseconds and bytes, then the bars."""
+    """Returns a table for each net: microseconds and bytes, then the targets."""
     found = data["nets"]
     return [
         table_of(net, Figures(found[net.name]["figures"]), found[net.name]["goodput"], found[net.name]["sent"])
@@ -72,7 +73,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 
 def table_of(net: Net, figures: Figures, goodput: Sequence[float], sent: dict[str, int]) -> Table:
-    """Times how much faster each codec is, for the large tensor."""
+    """Returns a table with the speed-up of each codec for the large tensor."""
     heads = ["256 KiB, us", "25 MiB, us", "25 MiB, MB sent"]
     table = Table([f"{net.ranks} ranks, {net.bits / 1e9:g} Gbit/s", *heads])
     table.caption = (

@@ -1,4 +1,4 @@
-"""What the audit of compressed sums costs, and whether what `auto` chooses is ever slower than no compression."""
+"""The cost of auditing compressed sums, and whether the choice of `auto` is ever slower than no compression."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AUDITED, AUTO = 1.01, 0.97
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """One start over each kind of link."""
+    """Runs one start over each kind of link."""
     if CONTENDER not in bench.contenders:
         raise Unavailable(f"{title_of(CONTENDER)} was left out")
     if reason := bench.shop.missing.get(CONTENDER):
@@ -42,7 +42,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def start(python: str, transport: str, hosts: Sequence[Host]) -> dict[str, Any]:
-    """By size in bytes, what the ranks have measured."""
+    """Returns, by size in bytes, the measurements of the ranks."""
     with tempfile.TemporaryDirectory(prefix="accl-peers-policy-") as folder:
         command = [python, str(PROGRAM), folder, transport]
         found = answers_of(command, RANKS, {"OMP_NUM_THREADS": "1"}, hosts, LIMIT_S)
@@ -52,7 +52,7 @@ def start(python: str, transport: str, hosts: Sequence[Host]) -> dict[str, Any]:
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """A column for each size."""
+    """Returns a table with a column for each size."""
     places = data["places"]
     sizes = list(next(iter(places.values()), {}))
     table = Table(["2 ranks", *(show_size(int(size)) for size in sizes)])

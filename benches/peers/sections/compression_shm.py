@@ -1,4 +1,5 @@
-"""all_reduce of float32 between ranks of one host, raw and compressed: what compression costs where it saves nothing."""
+"""all_reduce of float32 between ranks of one host, raw and compressed: the cost of compression where it saves no
+time."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ EVERYONE = (RAW, CAST, "accl_all_maxmin:8", "accl_all_maxmin:4", "accl_bf16", "g
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Everyone by turns."""
+    """Measures all contenders in turn."""
     return as_rows(bench.figures(RANKS, EVERYONE, CELLS))
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """Microseconds, then the bar."""
+    """Returns a table: microseconds, then the target."""
     figures = Figures(data["figures"])
     table = Table(["2 ranks of one host, us", *map(show_size, SIZES)])
     for name in EVERYONE:

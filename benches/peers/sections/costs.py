@@ -1,4 +1,4 @@
-"""What a backend costs beside its calls: to import, to start, to make groups, to do nothing, and for work beside."""
+"""Costs of a backend outside of its calls: import, start, creation of groups, idling, and slowdown of other work."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PROGRAM = Path(__file__).resolve().parents[1] / "ranks" / "costs.py"
 BACKENDS = {"accl": "accl_torch", "gloo": "gloo"}
 RANKS = 2
 LIMIT_S = 120
-# A start takes seconds.
+# Few starts, because each takes seconds.
 STARTS = 5
 IMPORT_MS, INIT_MS, SUB_GROUP_MS, IDLE_US, SLOWDOWN = 5, 50, 2, 0, 1.03
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """For each backend what the slowest rank of each start has measured."""
+    """Returns, for each backend, the medians over starts of the slowest rank's measurements."""
     found: dict[str, Any] = {}
     python, turns = bench.shop.names["python"], min(bench.effort.turns, STARTS)
     for backend, contender in BACKENDS.items():
@@ -43,7 +43,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def start(command: list[str], ranks: int, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, float]:
-    """Runs the ranks of one start; by measure the slowest rank's."""
+    """Runs the ranks of one start; returns each measurement of the slowest rank."""
     answers = answers_of(command, ranks, environment)
     return {name: max(answer[name] for answer in answers) for name in answers[0] if all(name in one for one in answers)}
 
@@ -55,7 +55,8 @@ def answers_of(
     hosts: Sequence[Host] = HERE,
     limit_s: float = LIMIT_S,
 ) -> list[dict[str, Any]]:
-    """Runs the ranks of one start, each as `command RANK PORT`, and returns what each has printed; nothing if it failed."""
+    """Runs the ranks of one start, each as `command RANK PORT`. Returns the JSON output of each, empty for a rank that
+    failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -78,14 +79,14 @@ def answers_of(
 
 
 def merged(starts: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each measure."""
+    """Returns the median of each measurement."""
     return {
         name: statistics.median(one[name] for one in starts) for name in starts[0] if all(name in one for one in starts)
     }
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """A row for each measure."""
+    """Returns a table with a row for each measurement."""
     found = data["backends"]
     ours, gloo = found.get("accl", {}), found.get("gloo", {})
     table = Table(["2 ranks", "gloo", "accl"])

@@ -1,4 +1,4 @@
-"""Training as DDP has it: by how much a step is longer for its communication, over accl and over gloo."""
+"""Training with DDP: how much longer a step takes for its communication, over accl and over gloo."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PROGRAM = SOURCES / "ddp.py"
 RANKS = 2
 WORKERS = ("auto", "0", "1", "2")
 WORKER_STARTS, OF_BEST = 11, 1.03
-# As the rank program names them.
+# Contenders by their names in the rank program.
 CONTENDERS = {"accl": "accl_torch", "gloo": "gloo"}
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """The median of the starts."""
+    """Returns the medians over the starts."""
     for name in CONTENDERS.values():
         if name not in bench.contenders:
             raise Unavailable(f"{title_of(name)} was left out")
@@ -40,7 +40,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def workers(bench: Bench) -> dict[str, float]:
-    """The median step of the wide model by the number of threads for parts of calls, of starts by turns in changing order."""
+    """Returns the median step of the wide model by number of worker threads. Starts alternate in changing order."""
     steps: dict[str, list[float]] = {count: [] for count in WORKERS}
     turns = min(bench.effort.turns, WORKER_STARTS)
     for turn in range(turns):
@@ -52,7 +52,7 @@ def workers(bench: Bench) -> dict[str, float]:
 
 
 def ranks(bench: Bench, model: str = "demo", environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, float]:
-    """One start."""
+    """Runs one start."""
     names = bench.shop.names
     with tempfile.TemporaryDirectory(prefix="accl-peers-ddp-") as folder:
         board.create(Path(folder) / "board").close()
@@ -64,7 +64,7 @@ def ranks(bench: Bench, model: str = "demo", environment: Mapping[str, str] = Ma
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """A column for each way to train."""
+    """Returns a table with a column for each method to train, and a table by number of worker threads."""
     found = data.get("steps", {})
     table = Table(["2 ranks, ms", "without DDP", "gloo", "accl"])
 

@@ -1,4 +1,4 @@
-"""all_reduce of float32 between four ranks, on a machine that has two cores as a rule: who waits must give its core up."""
+"""all_reduce of float32 between four ranks, usually on a machine with two cores: a waiting rank must yield its core."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ WANTED = (
     *("accl_torch", "gloo", "noop", "noop_yielding", "deepspeed"),
 )
 TIMES_GLOO = (20, 100, 100, 100, 20, 4, 4)
-# At 4 bytes: so many times the backend that does nothing, and so many times the sketch.
+# Limit at 4 bytes: OF_NOOP times the no-op backend, plus OF_SKETCH times the C baseline.
 OF_NOOP = 2
 OF_SKETCH = 3
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Everyone, all sizes."""
+    """Measures all contenders at all sizes."""
     return as_rows(bench.figures(RANKS, WANTED, CELLS))
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """One table: microseconds, then the bars."""
+    """Returns one table: microseconds, then the targets."""
     figures = Figures(data["figures"])
     table = figures.table(CELLS, "4 ranks, us")
     figures.add_times(table, "gloo / accl, both through torch", "gloo", "accl_torch", CELLS, TIMES_GLOO)
@@ -39,7 +39,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 
 def plots(data: dict[str, Any]) -> list[Plot]:
-    """The curves."""
+    """Returns the curves."""
     return [Figures(data["figures"]).plot("four_ranks", "all_reduce, float32, 4 ranks", CELLS)]
 
 

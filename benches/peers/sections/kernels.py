@@ -1,4 +1,4 @@
-"""Every reduction kernel next to a loop over the same memory that computes next to nothing."""
+"""Every reduction kernel, compared with a loop over the same memory that computes almost nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Row = dict[str, Any]
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """One run over all kernels of all instruction sets that this machine has."""
+    """Runs all kernels of all instruction sets of this machine once."""
     bench.say(COMMAND)
     return {"kernels": json.loads(cargo_bench("kernel_shares", "--json", "the kernels cannot be timed"))}
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """How many kernels meet their bars, then each of the instruction set that is chosen here."""
+    """Returns a summary of the targets, then tables of each kernel for the instruction set that is chosen here."""
     rows: list[Row] = data.get("kernels", [])
     isas = list(dict.fromkeys(row["isa"] for row in rows))
     if not isas:
@@ -36,13 +36,13 @@ def tables(data: dict[str, Any]) -> list[Table]:
         for place in PLACES
         for form in FORMS
     }
-    # The last one is the best.
+    # The last instruction set is the best.
     chosen = [(place, form, some) for (isa, place, form), some in found.items() if isa == isas[-1]]
     return [summary(found), *(kernels(isas[-1], place, form, some) for place, form, some in chosen)]
 
 
 def summary(found: Mapping[tuple[str, str, str], Sequence[Row]]) -> Table:
-    """A row for each instruction set, place and form."""
+    """Returns a table with a row for each instruction set, place and form."""
     table = Table(["instruction set, place, form", "the loop, GB/s", "at their bar", "median share", "least"])
     for (isa, place, form), rows in found.items():
         worst = min(rows, key=lambda row: row["share"])
@@ -57,7 +57,7 @@ def summary(found: Mapping[tuple[str, str, str], Sequence[Row]]) -> Table:
 
 
 def kernels(isa: str, place: str, form: str, rows: Sequence[Row]) -> Table:
-    """The share of each kernel, by type and operator."""
+    """Returns a table of each kernel's share, by type and operator."""
     shares = {(row["dtype"], row["op"]): row["share"] for row in rows}
     ops = list(dict.fromkeys(row["op"] for row in rows))
     table = Table([f"{isa}, {place}, {FORMS[form]}", *ops])
@@ -67,7 +67,7 @@ def kernels(isa: str, place: str, form: str, rows: Sequence[Row]) -> Table:
 
 
 def entry(share: float | None, bar: float) -> Entry:
-    """Blank where an operator has no meaning for a type."""
+    """Returns an entry; blank where an operator has no meaning for a type."""
     return "" if share is None else Bar(share, at_least=bar)
 
 

@@ -1,4 +1,5 @@
-"""all_reduce of large tensors by several lanes: helper threads of accl, beside what others do with more than one core."""
+"""all_reduce of large tensors over several lanes: worker threads of accl, compared with peers that use more than one
+core."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from ..tables import Bar, Table, ratio
 RANKS = (2, 4)
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
 CELLS = cells_of("all_reduce", SIZES)
-# Of one lane, where lanes share cores, and where `auto` finds that they would.
+# Limit relative to one lane, if lanes share cores, and for `auto`, which must notice that.
 OF_ONE_LANE = 1.10
 CROWDED_CORES = 2
-# Two ranks with four lanes each at the largest size, on machines with so many cores and more.
+# Speed-up of two ranks with four lanes each at the largest size, and the machine that it needs.
 TIMES_ONE_LANE = 2.5
 CORES_FOR_IT, HELPERS_FOR_IT = 8, 3
 PEERS = ("intelmpi", "oneccl_workers", "deepspeed_threads")
@@ -29,7 +30,7 @@ WAYS = {"shm": "shared memory", "tcp": "tcp"}
 
 
 def contenders(way: str, most: int) -> list[str]:
-    """Who takes part where a rank has cores for so many helpers; one is forced in any case."""
+    """Returns the contenders if a rank has cores for `most` worker threads; one worker thread is always measured."""
     plain = [f"accl_{way}_{count}" for count in HELPERS if count <= max(most, 1)]
     if way != "shm":
         return [f"accl_{way}_0", *plain, f"accl_{way}_auto"]
@@ -38,12 +39,12 @@ def contenders(way: str, most: int) -> list[str]:
 
 
 def collect_crowded(bench: Bench) -> dict[str, Any]:
-    """On so few cores, whatever there are."""
+    """Measures on `CROWDED_CORES` cores, even if there are more."""
     return measured_on(bench, sorted(os.sched_getaffinity(0))[:CROWDED_CORES])
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """On a machine that has enough."""
+    """Measures on all cores of a machine that has enough."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < CORES_FOR_IT:
         raise Unavailable(f"there are {len(cores)} cores, and {CORES_FOR_IT} are needed")
@@ -51,7 +52,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def measured_on(bench: Bench, cores: Sequence[int]) -> dict[str, Any]:
-    """All numbers of helpers by turns; each rank has its share of the cores."""
+    """Measures all numbers of worker threads alternately; each rank has its share of the cores."""
     data: dict[str, Any] = {"cores": len(cores), "sets": []}
     for ranks in RANKS:
         share = len(cores) // ranks
@@ -65,12 +66,12 @@ def measured_on(bench: Bench, cores: Sequence[int]) -> dict[str, Any]:
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """One for each number of ranks and transport: microseconds, then the bars."""
+    """Returns a table for each number of ranks and transport: microseconds, then the targets."""
     return [table_of(data["cores"], one) for one in data.get("sets", [])]
 
 
 def table_of(cores: int, data: dict[str, Any]) -> Table:
-    """One set."""
+    """Returns the table of one set."""
     figures, ranks, way = Figures(data["figures"]), data["ranks"], data["way"]
     table = figures.table(CELLS, f"{ranks} ranks over {WAYS[way]}, us")
     one, auto = f"accl_{way}_0", f"accl_{way}_auto"
@@ -79,7 +80,7 @@ def table_of(cores: int, data: dict[str, Any]) -> Table:
         return ratio(figures.us(name, cell), figures.us(one, cell))
 
     if cores < 2 * ranks:
-        # Two lanes of each rank are more than there are cores for.
+        # Two lanes of each rank need more cores than there are.
         table.row(
             "one helper / none",
             (Bar(times(f"accl_{way}_1", cell), at_most=OF_ONE_LANE) for cell in CELLS),

@@ -1,4 +1,5 @@
-"""Layer-parallel training on two ranks: multigrid and pipelines, ours and torch's, beside one process; and what the planner predicts."""
+"""Layer-parallel training on two ranks: multigrid and pipelines, accl's and torch's, compared with one process and with
+predictions."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from .costs import answers_of
 PROGRAM = SOURCES / "layer_parallel.py"
 CONTENDERS = ("accl_torch", "gloo")
 RANKS = 2
-# As the rank program has them.
+# Values of the rank program.
 LAYERS, STATE_BYTES, FACTORS = 64, 32 * 8 * 28 * 28 * 4, (4, 8, 16)
 FORWARD, BACKWARD = 2, 1
 LAYER_COSTS = ("plain", "recorded", "input_vjp", "full_vjp")
-# Of a round, in which everybody has a turn of up to half a second.
+# Number of starts, and the limit of one in seconds. In a round each method has a turn of up to half a second.
 STARTS, LIMIT_S = 3, 600
 SPEEDUPS = {4: 1.25, 8: 1.35, 16: 1.45}
 OVER_GLOO, CLOSE = 1, 0.15
@@ -48,7 +49,7 @@ TITLES = {
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """The rounds of all starts, one after the other."""
+    """Returns the rounds of all starts, one after the other."""
     for name in CONTENDERS:
         if name not in bench.contenders:
             raise Unavailable(f"{title_of(name)} was left out")
@@ -76,7 +77,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def start(bench: Bench) -> dict[str, Any]:
-    """As many rounds as others have turns."""
+    """Runs as many rounds as other sections have turns."""
     names = bench.shop.names
     with tempfile.TemporaryDirectory(prefix="accl-peers-layers-") as folder:
         board.create(Path(folder) / "board").close()
@@ -88,12 +89,13 @@ def start(bench: Bench) -> dict[str, Any]:
 
 
 def joined(lists: Any) -> list[float]:
-    """One after the other."""
+    """Joins lists."""
     return [value for values in lists for value in values]
 
 
 def predicted(costs: dict[str, list[list[float]]], ranks: int, prefix: str) -> dict[str, list[float]]:
-    """By factor, what the planner says of each round, from what layers and messages took in the same round."""
+    """Returns, by factor, the planner's prediction for each round, from the times of layers and messages in the same
+    round."""
     native = load_native()
     planners = [
         Planner(native, ranks, told(costs, turn, ranks, prefix)) for turn in range(len(next(iter(costs.values()))[0]))
@@ -105,7 +107,7 @@ def predicted(costs: dict[str, list[list[float]]], ranks: int, prefix: str) -> d
 
 
 def told(costs: dict[str, list[list[float]]], turn: int, ranks: int, prefix: str) -> Costs:
-    """The costs of a round: of layers those of the rank that has them, the mean of all else."""
+    """Returns the costs of a round: each rank's own layer times, and the mean over ranks for everything else."""
 
     def ps(name: str, rank: int) -> int:
         return round(1e6 * costs[name][rank][turn])
@@ -129,11 +131,11 @@ def told(costs: dict[str, list[list[float]]], turn: int, ranks: int, prefix: str
     )
 
 
-# ---- what is shown
+# ---- tables
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """Times with bars, accl beside gloo, predictions, and what they are made from."""
+    """Returns tables of times with targets, of accl and gloo, of predictions, and of the costs behind them."""
     ms = data.get("ms", {})
     if not ms:
         return []
@@ -141,12 +143,12 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 
 def paired(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of the rounds' quotients."""
+    """Returns the median of the rounds' quotients."""
     return median(one / other for one, other in zip(above, below))
 
 
 def times(ms: dict[str, Any], errors: dict[str, Any]) -> Table:
-    """A row for each way."""
+    """Returns a table with a row for each method."""
     table = Table(
         [
             f"{RANKS} ranks, a batch, ms",
@@ -178,12 +180,12 @@ def times(ms: dict[str, Any], errors: dict[str, Any]) -> Table:
 
 
 def scientific(value: float) -> str:
-    """Two digits."""
+    """Returns two digits in scientific notation."""
     return f"{value:.1e}" if value else "0"
 
 
 def backends(ms: dict[str, Any]) -> Table:
-    """The same multigrid over both."""
+    """Returns a table of the same multigrid over both backends."""
     table = Table(["time of a batch", *(f"c = {factor}" for factor in FACTORS)])
     shares = (paired(ms[f"accl {factor}"]["sum"], ms[f"gloo {factor}"]["sum"]) for factor in FACTORS)
     table.row("accl / gloo", [Bar(share, at_most=OVER_GLOO) for share in shares])
@@ -191,7 +193,7 @@ def backends(ms: dict[str, Any]) -> Table:
 
 
 def predictions(data: dict[str, Any]) -> Table:
-    """Next to what was measured in the same rounds."""
+    """Returns a table of predictions and measurements of the same rounds."""
     table = Table(["a batch, ms", *(f"c = {factor}" for factor in FACTORS)])
     for place, prefix, title in (("of one", "one rank", "1 rank"), ("of two", "accl", f"{RANKS} ranks")):
         told = [data["predicted_ms"][place][str(factor)] for factor in FACTORS]
@@ -204,7 +206,7 @@ def predictions(data: dict[str, Any]) -> Table:
 
 
 def layers(costs: dict[str, dict[str, list[float]]]) -> Table:
-    """What predictions are made from."""
+    """Returns a table of the costs from which predictions are computed."""
     head = ["forward", "forward, recorded", "VJP of the input", "VJP of everything", "a sum of states"]
     table = Table(["a layer, us", *head, "to send nothing", "half a round trip of nothing", "of a state"])
     names = (*LAYER_COSTS, "add")

@@ -1,4 +1,4 @@
-"""The transport `mpi` beside the MPI library that carries it: frames beside messages, sums beside MPI_Allreduce."""
+"""The transport `mpi` compared with its MPI library: frames with messages, sums with MPI_Allreduce."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..tables import Bar, Table, plain, ratio
 
 PROGRAM = SOURCES / "mpi_frames.py"
 LIBRARIES = ("openmpi", "mpich")
-# Segments of the group: as they come, and as docs/mpi.md advises.
+# Segments of the group: the default, and the size that docs/mpi.md recommends.
 SEGMENTS = {"64KiB": {}, "512KiB": {"ACCL_SEGMENT_BYTES": "512KiB"}}
 SUMS = (1 << 20, 16 << 20, 64 << 20)
-# Beside the segments: what MPI does as a whole.
+# Key next to the segments: collectives that MPI runs as a whole.
 WHOLE = "whole"
 ABOVE_TRIP_US, OF_BANDWIDTH, OF_ALL_REDUCE, OF_ITS_OWN, IDLE_US = 2.0, 0.7, 2.0, 1.15, 0.0
 STEPPED = {"all_reduce": "MPI_Iallreduce", "broadcast": "MPI_Ibcast", "all_gather": "MPI_Iallgather"}
@@ -32,7 +32,7 @@ TURNS, LIMIT_S = 11, 300
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """For each library what rank 0 of two has printed, by the size of segments."""
+    """Returns, for each library, the output of rank 0 of two, by the size of segments."""
     found: dict[str, Any] = {}
     for library in LIBRARIES:
         if library not in bench.contenders:
@@ -66,9 +66,9 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def make(shop: Workshop, library: str) -> tuple[str, str]:
-    """What measures, and the folder of the package that was built for this library."""
+    """Builds the measuring library and the package for this MPI library; returns their paths."""
     compiler = f"mpicc.{library}"
-    # As the contender that it is, the library was got before.
+    # The library was installed before, as a contender.
     if library in shop.missing:
         raise Unavailable(shop.missing[library])
     measured = shop.folder / f"frames_{library}.so"
@@ -90,7 +90,7 @@ def make(shop: Workshop, library: str) -> tuple[str, str]:
 
 
 def start(shop: Workshop, library: str, arguments: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Runs two ranks under the library's launcher; what rank 0 has found."""
+    """Runs two ranks under the library's launcher; returns rank 0's measurements."""
     contender = BY_NAME[library]
     program = shutil.which(contender.launcher[0])
     if program is None:
@@ -105,7 +105,7 @@ def start(shop: Workshop, library: str, arguments: list[str], environment: Mappi
         *arguments,
     ]
     told = {**contender.environment, **environment}
-    # In a group of its own, which ends as a whole whatever becomes of the launcher.
+    # In a separate process group, which can be killed as a whole, whatever happens to the launcher.
     process = subprocess.Popen(
         command,
         env=os.environ | told,
@@ -132,12 +132,13 @@ def start(shop: Workshop, library: str, arguments: list[str], environment: Mappi
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """A table for each library: the transport, MPI, and the bar."""
+    """Returns a table for each library: the transport, MPI, and the target."""
     return [table(found) for found in data.get("libraries", {}).values()]
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """A row for each run of what does not depend on the group's segments, too: runs differ."""
+    """Returns a table with a row for each run, even for measurements that do not depend on the group's segments: runs
+    differ."""
     runs = {segment: found[segment] for segment in SEGMENTS if segment in found}
     first = next(iter(runs.values()))
     shown = Table([f"2 ranks, {first['library']}", "transport `mpi`", "MPI", "bar"])
@@ -165,7 +166,7 @@ def table(found: Mapping[str, Any]) -> Table:
 
 
 def add_row(table: Table, run: str, label: str, pair: list[float], bar: Bar) -> None:
-    """The transport, MPI, and the bar."""
+    """Adds a row: the transport, MPI, and the target."""
     table.row(f"{label} ({run})", [*map(plain, pair), bar])
 
 

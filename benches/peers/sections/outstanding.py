@@ -1,4 +1,4 @@
-"""Asynchronous calls: a hundred that are outstanding together, next to a hundred that follow one another."""
+"""Asynchronous calls: a hundred outstanding together, compared with a hundred one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..tables import Bar, Table, ratio
 RANKS = 2
 CALLS = 100
 BYTES = 1 << 20
-# `accl.rs` has the names: each of the calls has a tensor of its own.
+# Names as in `src/order.rs`: each of the calls has its own tensor.
 BLOCKING = Cell(f"all_reduce*{CALLS}", "float32", BYTES)
 TOGETHER = Cell(f"all_reduce&{CALLS}", "float32", BYTES)
 OURS = ("accl", "accl_torch")
@@ -20,12 +20,12 @@ WANTED = (*OURS, "gloo")
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Both ways."""
+    """Measures both."""
     return as_rows(bench.figures(RANKS, WANTED, [BLOCKING, TOGETHER]))
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """A row for each contender."""
+    """Returns a table with a row for each contender."""
     figures = Figures(data["figures"])
     table = Table(
         [f"2 ranks, {CALLS} x 1 MiB, us", "one after the other", "outstanding together", "together / one by one"]

@@ -1,4 +1,4 @@
-"""What the cost model predicts: next to what calls take here, for worlds that nobody has here, and how long a plan takes."""
+"""Predictions of the cost model: compared with calls on this machine, for larger worlds, and the time of planning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..tables import Bar, Table, plain
 
 CELLS = cells_of("all_reduce")
 CLOSE = 0.2
-# Ranks, ranks of a host; without a network all are on one.
+# Ranks, and ranks of a host; without a network all are on one host.
 HERE = {"2 ranks": (2, 2), "4 ranks": (4, 4)}
 SHAPED = "4 ranks on 2 hosts, 1 Gbit/s"
 LATENCY_TURNS = 200
@@ -28,7 +28,7 @@ WORLDS = (16, 64, 256, 1024, 4096, 16384)
 RANKS_PER_HOST = 8
 LINK = "100Gbit/s,2us"
 CURVES = {"simulated_small": (64 << 10, "64 KiB"), "simulated_large": (64 << 20, "64 MiB")}
-# Whoever takes longer than so many times the best is off the picture's point.
+# An algorithm that takes more than this multiple of the best time is left out of the picture.
 OFF_THE_POINT = 100
 
 PLANNED_RANKS = 16384
@@ -48,7 +48,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def collect_shaped(bench: Bench) -> dict[str, Any]:
-    """The same between two hosts, with the rate and the latency that a plain connection has."""
+    """Measures the same between two hosts, and predicts with the rate and latency of a plain connection."""
     accl = bench.shop.accl
     finish([*accl, "info", "--calibrate"], "accl info fails")
     with bench.network(SHAPED_BITS) as link:
@@ -62,7 +62,7 @@ def collect_shaped(bench: Bench) -> dict[str, Any]:
 def simulated(
     accl: Sequence[str], ranks: int, per_host: int, cores: int, cells: Sequence[Cell], link: str = ""
 ) -> list[dict[str, Any]]:
-    """By size what `accl simulate` says."""
+    """Returns the output of `accl simulate` by size."""
     command = [*accl, "simulate", "--ranks", str(ranks), "--ranks-per-host", str(per_host), "--json"]
     command += ["--cores-per-host", str(cores), "--sizes", ",".join(str(cell.bytes) for cell in cells)]
     said = json.loads(finish(command + (["--link", link] if link else []), "accl simulate fails"))
@@ -71,12 +71,12 @@ def simulated(
 
 
 def curves(accl: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """By world, for the sizes of the pictures and of the table."""
+    """Returns predictions by world size, for the pictures and the table."""
     return {str(ranks): simulated(accl, ranks, RANKS_PER_HOST, RANKS_PER_HOST, CELLS, LINK) for ranks in WORLDS}
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """How far off each prediction is; then what is chosen in worlds of any size."""
+    """Returns the error of each prediction, then a table of choices in large worlds."""
     table = Table(["", *(show_size(cell.bytes) for cell in CELLS)])
     for place, rows in data.get("predicted", {}).items():
         figures = Figures(data["measured"][place]["figures"])
@@ -89,7 +89,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 
 def scaled(worlds: dict[str, list[dict[str, Any]]]) -> Table:
-    """The choice and its time by ranks and size."""
+    """Returns the choice and its time by ranks and size."""
     table = Table(
         [f"predicted choice, us ({RANKS_PER_HOST} ranks a host, {LINK})", *(show_size(c.bytes) for c in CELLS)]
     )
@@ -99,7 +99,7 @@ def scaled(worlds: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def plots(data: dict[str, Any]) -> list[Plot]:
-    """Time over ranks, a curve for each algorithm."""
+    """Returns the time over ranks, a curve for each algorithm."""
     drawn = []
     for name, (size, title) in CURVES.items():
         index = [cell.bytes for cell in CELLS].index(size)
@@ -115,7 +115,7 @@ def plots(data: dict[str, Any]) -> list[Plot]:
 
 
 def collect_plans(bench: Bench) -> dict[str, Any]:
-    """By collective and algorithm the parts of planning, from `cargo bench --bench schedules`."""
+    """Returns, by collective and algorithm, the parts of planning, from `cargo bench --bench schedules`."""
     bench.say(f"cargo bench --bench schedules, {PLANNED_RANKS} ranks")
     full = os.environ | {"BENCH_SWEEP": "full"}
     cargo_bench("schedules", f"/{PLANNED_RANKS}$", "the schedules cannot be timed", full)
@@ -129,7 +129,7 @@ def collect_plans(bench: Bench) -> dict[str, Any]:
 
 
 def tables_plans(data: dict[str, Any]) -> list[Table]:
-    """The longest first."""
+    """Returns a table with the longest first."""
     table = Table([f"{PLANNED_RANKS:,} ranks, ms", "build", "lower", "lay out", "together"])
     rows = {
         name: [parts.get(part, 0) for part in ("build", "lower", "layout")]

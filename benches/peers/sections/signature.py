@@ -1,4 +1,4 @@
-"""What it costs that ranks always compare the signatures of their calls: next to a build of the engine that does not."""
+"""The cost of comparing call signatures between ranks, against a build of the engine that does not compare them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ RANKS = 2
 PEERS = RANKS - 1
 CHECKED, UNCHECKED = "accl", "accl_unchecked"
 CELLS = cells_of("all_reduce", (4, 1 << 10))
-# Where the memory of a process lies is chance, and makes more of a difference than what is measured here.
+# The location of a process's memory is random, and matters more than the difference measured here.
 STARTS = 20
 PEER_NS = 20
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Both builds, each time in fresh processes."""
+    """Measures both builds, each time in fresh processes."""
     starts = []
     for _ in range(STARTS):
         bench.close()
@@ -32,7 +32,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """Nanoseconds of both, then the bars."""
+    """Returns a table: nanoseconds of both, then the targets."""
     starts = [Figures(start["figures"]) for start in data.get("starts", [])]
     table = Table([f"{RANKS} ranks, ns", *(show_size(cell.bytes) for cell in CELLS)])
     for name in (CHECKED, UNCHECKED):
@@ -45,19 +45,19 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 
 def turns_ns(start: Figures, name: str, cell: Cell) -> list[float]:
-    """What a call took in each turn of one start."""
+    """Returns the time of a call in each turn of one start, in nanoseconds."""
     figure = start.by_place.get((name, cell))
     return [1000 * us for us in figure.turns_us] if figure else []
 
 
 def differences_ns(start: Figures, cell: Cell) -> Iterator[float]:
-    """Of turns that followed one another, so that they met the same machine."""
+    """Yields differences of successive turns, which ran under the same conditions."""
     for checked, unchecked in zip(turns_ns(start, CHECKED, cell), turns_ns(start, UNCHECKED, cell)):
         yield (checked - unchecked) / PEERS
 
 
 def middle_half(values: list[float]) -> str:
-    """The first and the third quartile."""
+    """Returns the first and the third quartile as text."""
     if len(values) < 2:
         return ""
     low, _, high = quantiles(values)

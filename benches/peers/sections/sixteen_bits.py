@@ -1,4 +1,4 @@
-"""all_reduce of 16-bit floats, as tensor-parallel inference makes them, next to float32 of as many bytes."""
+"""all_reduce of 16-bit floats, as in tensor-parallel inference, compared with float32 of the same bytes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WANTED = (*OURS, "gloo", "deepspeed")
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Types in turn at each size, so that they meet the same machine."""
+    """Measures all types at each size in succession, so that they run under the same conditions."""
     return as_rows(
         bench.figures(RANKS, WANTED, [Cell("all_reduce", dtype, size) for size in SIZES for dtype in DTYPES])
     )
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """Microseconds of each type, then the bars."""
+    """Returns a table: microseconds of each type, then the targets."""
     figures = Figures(data["figures"])
     table = Table(["2 ranks, us", *map(show_size, SIZES)])
     for name in figures.contenders(figures.cells):
@@ -42,7 +42,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 
 def bar(figures: Figures, name: str, dtype: str, size: int) -> Bar:
-    """Time of as many bytes."""
+    """Returns the time relative to float32 of the same bytes."""
     half, full = (figures.us(name, Cell("all_reduce", each, size)) for each in (dtype, "float32"))
     return Bar(ratio(half, full), at_most=1)
 

@@ -1,4 +1,4 @@
-"""all_reduce of float32 between two ranks over TCP: over a link that is as fast as the machine, and over a slow one."""
+"""all_reduce of float32 between two ranks over TCP: over a link as fast as the machine, and over a slow one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ CELLS = cells_of("all_reduce")
 WANTED = ("accl", "accl_torch", "gloo")
 TIMES_GLOO = (6, 6, 6, 6, 1, 1, 1.3)
 TIMES_GLOO_SHAPED = 1
-# Of what a plain TCP connection has both ways at once, for messages in which a start costs nothing.
+# Share of a plain TCP connection's rate both ways at once, for messages whose start costs nothing.
 LARGE_BYTES = 16 << 20
 SHARE_OF_GOODPUT = 0.95
-# Before the cells, and after.
+# Turns before the cells, and after them.
 GOODPUT_TURNS = 5
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Everyone, all sizes."""
+    """Measures all contenders at all sizes."""
     with bench.network() as link:
         return as_rows(bench.figures(RANKS, WANTED, CELLS, link.hosts))
 
 
 def collect_shaped(bench: Bench) -> dict[str, Any]:
-    """The same, and what the link has."""
+    """Measures the same over a shaped link, and the link's goodput."""
     with bench.network(SHAPED_BITS) as link:
         before = link.goodput(GOODPUT_TURNS)
         figures = bench.figures(RANKS, WANTED, CELLS, link.hosts)
@@ -38,7 +38,7 @@ def collect_shaped(bench: Bench) -> dict[str, Any]:
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """One table: microseconds, then the bars."""
+    """Returns one table: microseconds, then the targets."""
     figures = Figures(data["figures"])
     table = figures.table(CELLS, "2 ranks over a network, us")
     figures.add_times(table, TIMES_LABEL, "gloo", "accl_torch", CELLS, TIMES_GLOO)
@@ -46,7 +46,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 
 def tables_shaped(data: dict[str, Any]) -> list[Table]:
-    """The same, with the link's goodput."""
+    """Returns the same with the link's goodput."""
     figures = Figures(data["figures"])
     table = figures.table(CELLS, "2 ranks over 1 Gbit/s, us")
     goodput = statistics.median(data["goodput"]) if data.get("goodput") else None
@@ -59,7 +59,8 @@ def tables_shaped(data: dict[str, Any]) -> list[Table]:
 
 
 def share_of(figures: Figures, cell: Cell, goodput: float | None) -> Bar | str:
-    """What accl has of the goodput: between two ranks, as many bytes as the tensor has go each way."""
+    """Returns accl's share of the goodput: between two ranks, each direction carries as many bytes as the tensor
+    has."""
     if cell.bytes < LARGE_BYTES:
         return ""
     us = figures.us("accl_torch", cell)
@@ -67,12 +68,12 @@ def share_of(figures: Figures, cell: Cell, goodput: float | None) -> Bar | str:
 
 
 def plots(data: dict[str, Any]) -> list[Plot]:
-    """The curves."""
+    """Returns the curves."""
     return [Figures(data["figures"]).plot("tcp", "all_reduce, float32, 2 ranks over a network", CELLS)]
 
 
 def plots_shaped(data: dict[str, Any]) -> list[Plot]:
-    """The curves."""
+    """Returns the curves."""
     return [Figures(data["figures"]).plot("tcp_shaped", "all_reduce, float32, 2 ranks over 1 Gbit/s", CELLS)]
 
 

@@ -1,4 +1,4 @@
-"""all_reduce of float32 between four ranks on two hosts: what the two-level algorithm gains over those that know no hosts."""
+"""all_reduce of float32 between four ranks on two hosts: the gain of the two-level algorithm over flat algorithms."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..tables import Bar, Table, ratio
 RANKS = 4
 CELLS = cells_of("all_reduce")
 TWO_LEVEL = "accl_two_level"
-# The best of those that know no hosts, on such a link: few steps for small messages, few bytes for large ones.
+# The best flat algorithms on such a link: few steps for small messages, few bytes for large ones.
 FLAT = ("accl_recursive_doubling", "accl_ring")
 WANTED = ("accl_torch", TWO_LEVEL, *FLAT, "gloo")
 TIMES = 1.0
 
 
 def table_of(figures: Figures, first: str) -> Table:
-    """Microseconds, then the bars."""
+    """Returns a table: microseconds, then the targets."""
     table = figures.table(CELLS, first)
     best = [figures.best(FLAT, cell) for cell in CELLS]
     table.row("better flat one", (title_of(one[0]).split(", ")[1] if one else "" for one in best))
@@ -30,13 +30,13 @@ def table_of(figures: Figures, first: str) -> Table:
 
 
 def add_times(table: Table, label: str, figures: Figures, slow: Sequence[float | None]) -> None:
-    """How many times two_level is faster."""
+    """Adds a row with two_level's speed-up."""
     times = (ratio(us, figures.us(TWO_LEVEL, cell)) for us, cell in zip(slow, CELLS))
     table.row(label, (Bar(value, at_least=TIMES) for value in times))
 
 
 def section(name: str, title: str, link: str, text: str, shaped: bool) -> Section:
-    """A section for one kind of link."""
+    """Returns a section for one kind of link."""
 
     def collect(bench: Bench) -> dict[str, Any]:
         with bench.network(SHAPED_BITS if shaped else None) as made:

@@ -100,7 +100,7 @@ pub(crate) fn finalize() -> Checked<()> {
     check(unsafe { ffi::MPI_Finalize() }, "MPI_Finalize")
 }
 
-/// The library's version text, which also tells how it was built.
+/// The library's version text, which also describes its build.
 pub(crate) fn library() -> Checked<String> {
     let mut text = vec![0_u8; ffi::MPI_MAX_LIBRARY_VERSION_STRING as usize + 1];
     let mut length = 0;

@@ -1,6 +1,7 @@
-"""What ACCL's creation arguments say of a device, and the groups that get it.
+"""The device that ACCL's creation arguments describe, and the groups that get it.
 
-Owns the way from the arguments to the text that `Options(device=...)` takes, and the check of each. Read `Wanted` first.
+Owns the translation of the arguments to the text that `Options(device=...)` takes, and the check of each argument. Read
+`Wanted` first.
 """
 
 from __future__ import annotations
@@ -35,23 +36,25 @@ __all__ = [
 
 
 class _Default(int):
-    """A number that nobody has given, told from the same one given by which object it is."""
+    """The default of an argument. It is compared by identity, so an equal number that the caller passes is not taken
+    for it."""
 
 
 NBUFS = _Default(16)
 BUFSIZE = _Default(1024)
-# In the text of a device.
+# The part of a device's text that asks for float16 sums.
 HALF = "compression=fp16"
 
-# The largest eager message that a device has by itself, what a message has of segments at most, and the rx buffers that it needs beyond
-# those of a message: as `crates/accl-cclo/src/device/settings.rs` has them, whose checks see every text that is made here.
+# Limits of `crates/accl-cclo/src/device/settings.rs`, which also checks every text that is made here: the default
+# largest eager message in bytes, the maximum segments of a message, and the rx buffers needed beyond the segments of
+# one message.
 _EAGER_BYTES = 4 << 20
 _MOST_SEGMENTS = 64
 _MORE_RX_BUFFERS = 16
 _RX_UNIT = 64
-# A segment has an element of each rank, and the largest has so many bytes.
+# A segment holds an element of each rank; this is the size of the largest element type.
 _ELEMENT_BYTES = 8
-# How long somebody who listens may take to be seen.
+# Timeout of the connection attempt that looks for an emulator, in seconds.
 _LOOK_S = 1.0
 
 
@@ -60,8 +63,8 @@ class Sizes:
     """Rx buffers of a device; None leaves a number to the device.
 
     Attributes:
-        buffers: how many, at least.
-        bytes: of each, at least: a multiple of 64 that holds an element of each rank.
+        buffers: minimum number of buffers.
+        bytes: minimum bytes of a buffer. The device gets a multiple of 64 that holds an element of each rank.
     """
 
     buffers: int | None
@@ -69,21 +72,23 @@ class Sizes:
 
     @staticmethod
     def of(nbufs: int, bufsize: int) -> Sizes:
-        """As they were given, or not: what ACCL took by itself, 16 buffers of 1 KiB, is slow.
+        """Sizes from ACCL's arguments; an argument left at its default becomes None, because ACCL's 16 buffers of 1 KiB
+        are slow.
 
         Raises:
-            TypeError, ValueError: one is no number that makes sense.
+            TypeError: an argument is not an integer.
+            ValueError: an argument is less than 1.
         """
         check_integer("nbufs", nbufs, 1)
         check_integer("bufsize", bufsize, 1)
         return Sizes(None if nbufs is NBUFS else nbufs, None if bufsize is BUFSIZE else bufsize)
 
     def keys(self, world: int) -> list[str]:
-        """What the text of a device says of them."""
+        """Returns the settings of these buffers for the text of a device."""
         said, segments = [], _MOST_SEGMENTS
         if self.bytes is not None:
             rx_bytes = -(-max(self.bytes, world * _ELEMENT_BYTES) // _RX_UNIT) * _RX_UNIT
-            # Sums are cut to the largest eager message: as large as the device takes it.
+            # A sum is cut into pieces of the largest eager message, so that is made as large as the device takes it.
             segments = max(1, min(_MOST_SEGMENTS, _EAGER_BYTES // rx_bytes))
             said = [f"rx_bytes={rx_bytes}", f"eager={segments * rx_bytes}"]
         if self.buffers is not None and self.buffers > segments + _MORE_RX_BUFFERS:
@@ -93,16 +98,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The device of the next group of the whole job.
+    """The device of the next default process group.
 
     Attributes:
-        place: `xrt://0?xclbin=FILE` or `coyote://0` of a card; None of an engine in software.
-        design: how engines were built, where somebody has said so.
-        ranks: where the engine of each rank is.
-        sizes: of its rx buffers.
+        place: `xrt://0?xclbin=FILE` or `coyote://0` for a card; None for an engine in software.
+        design: how the engines were built; None if the caller left it open.
+        ranks: the address of each rank's engine.
+        sizes: the engines' rx buffers.
         is_half: whether float32 is added and sent as float16.
-        profiling_ranks: those that sleep before they make the group.
-        profiling_s: how long.
+        profiling_ranks: ranks that sleep before they create the group.
+        profiling_s: how long they sleep, in seconds.
     """
 
     place: str | None
@@ -114,7 +119,8 @@ class Wanted:
     profiling_s: float = 0.0
 
     def text(self, *, listens: bool = False, ranks_file: str | None = None) -> str:
-        """The text of the device. An engine in software is behind a socket if somebody listens there."""
+        """Returns the text of the device. An engine in software is an emulator behind a socket if `listens`, else
+        `sim`."""
         place = self.place
         if place is None:
             place = "emulator://" + ",".join(f"{rank.ip}:{rank.port}" for rank in self.ranks) if listens else "sim://"
@@ -125,26 +131,26 @@ class Wanted:
         return f"{place}{'&' if '?' in place else '?'}{'&'.join(keys)}" if keys else place
 
     def check(self) -> None:
-        """Lets the device's own checks see its text.
+        """Runs the device's own checks on the text.
 
         Raises:
-            ValueError: with what is expected instead.
+            ValueError: the text is not accepted; the message says what is expected.
         """
         _native.check_option("device", self.text(listens=True))
         _native.check_option("device", self.text())
 
     def make_group(self, group: Any, options: _native.BackendOptions) -> _native.Backend:
-        """Makes one rank's backend of the group of the whole job, with this device.
+        """Creates one rank's backend of the default process group, with this device.
 
         Raises:
-            ValueError: there are more or fewer ranks than were named.
+            ValueError: the group's size is not the number of ranks that were given.
         """
         rank, world = group.group_rank, group.group_size
         if world != len(self.ranks):
             raise ValueError(f"the group has {world} ranks, and create_process_group was given {len(self.ranks)}")
         if rank in self.profiling_ranks:
             time.sleep(self.profiling_s)
-        # What is given to init_process_group itself wins.
+        # A device given to init_process_group itself takes precedence.
         if "device" in options.settings:
             return connect(group, options)
         with self._ranks_file() as path:
@@ -154,13 +160,14 @@ class Wanted:
 
     @contextmanager
     def _ranks_file(self) -> Iterator[str | None]:
-        """A file with the addresses of cards, and with sessions that somebody else has opened, while their group is made."""
+        """Provides a file with the cards' addresses, and the sessions that the caller has opened, until the group is
+        created."""
         if self.place is None:
             yield None
             return
         ranks: list[dict[str, str | int]] = [{"ip": rank.ip, "port": rank.port} for rank in self.ranks]
         if self.design == ACCLDesign.tcp.value:
-            # Nobody here opens those of a card's network kernel.
+            # accl does not open the sessions of a card's network kernel, so they come from the caller.
             for line, rank in zip(ranks, self.ranks, strict=True):
                 line["session"] = rank.session_id
         with tempfile.NamedTemporaryFile("w", prefix="accl-ranks-", suffix=".json") as file:
@@ -170,10 +177,10 @@ class Wanted:
 
 
 def simulated(design: ACCLDesign) -> str | None:
-    """What the text of an engine in software says of a design.
+    """Returns the `design` value for an engine in software; None leaves the design to the engine.
 
     Raises:
-        ValueError: there are no such engines in software.
+        ValueError: software engines do not have this design.
     """
     if design in (ACCLDesign.roce, ACCLDesign.cyt_tcp):
         other = ACCLDesign.cyt_rdma if design is ACCLDesign.roce else ACCLDesign.tcp
@@ -182,11 +189,11 @@ def simulated(design: ACCLDesign) -> str | None:
 
 
 def card_of(design: ACCLDesign, xclbin: str | None, index: int) -> str:
-    """The place of a card.
+    """Returns the place of a card.
 
     Raises:
-        ValueError: it cannot be driven.
-        FileNotFoundError: its bitstream is not there.
+        ValueError: a card of this design is not supported, or the arguments do not fit the design.
+        FileNotFoundError: the bitstream does not exist.
     """
     if design in (ACCLDesign.axis3x, ACCLDesign.roce, ACCLDesign.cyt_tcp):
         raise ValueError(f"design {design.name}: no card of it can be driven; take udp, tcp or cyt_rdma")
@@ -209,10 +216,10 @@ def card_of(design: ACCLDesign, xclbin: str | None, index: int) -> str:
 
 
 def refuse_p2p(p2p_enabled: bool) -> None:
-    """Peer-to-peer is not offered.
+    """Refuses peer-to-peer memory, which is not supported.
 
     Raises:
-        ValueError: it is asked for.
+        ValueError: `p2p_enabled` is true.
     """
     if p2p_enabled:
         raise ValueError(
@@ -221,10 +228,11 @@ def refuse_p2p(p2p_enabled: bool) -> None:
 
 
 def check_profiling(ranks: object, timeout: object, world: int) -> tuple[tuple[int, ...], float]:
-    """The ranks that sleep for somebody to attach to them, and how long.
+    """Returns the ranks that sleep so that a debugger can attach, and the seconds they sleep.
 
     Raises:
-        TypeError, ValueError: an argument is not what is expected.
+        TypeError: the timeout is not a number, or `ranks` is not a list of integers.
+        ValueError: the timeout or a rank is out of range.
     """
     if not isinstance(timeout, int | float) or isinstance(timeout, bool):
         raise TypeError(f"profiling_timeout must be a number of seconds, not {type(timeout).__name__}")
@@ -238,12 +246,12 @@ def check_profiling(ranks: object, timeout: object, world: int) -> tuple[tuple[i
 
 
 def warn(text: str) -> None:
-    """A warning of the function that a script called."""
+    """Issues a warning that points at the script's call."""
     warnings.warn(f"accl_process_group: {text}", stacklevel=4)
 
 
 def _listens(rank: Rank) -> bool:
-    """Whether there is somebody at the place of an engine."""
+    """Returns whether a process accepts connections at an engine's address."""
     try:
         with socket.create_connection((rank.ip, rank.port), timeout=_LOOK_S):
             return True

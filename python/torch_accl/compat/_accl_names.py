@@ -1,6 +1,6 @@
-"""The types of ACCL's process group: ranks, designs, types of elements.
+"""The types of ACCL's process group: ranks, designs and element types.
 
-Owns what they are and how a wrong one is refused. What a device makes of them is in `_accl_device.py`.
+Owns these types and their checks. `_accl_device.py` translates them for a device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ACCLDesign(enum.Enum):
 
 
 class DataType(enum.Enum):
-    """What an engine takes elements for, by its own numbers."""
+    """Element types by the numbers that the engine uses."""
 
     none = 0
     int8 = 1
@@ -38,20 +38,20 @@ class DataType(enum.Enum):
     int64 = 6
 
 
-# What `compression` may be: the type on the wire by that of the tensors, or the former alone.
+# Values that `compression` accepts: a map from the tensors' type to the type on the wire, or the type on the wire alone.
 Compression = Mapping[DataType, DataType] | DataType | None
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Where the engine of a rank is reached.
+    """The address of a rank's engine.
 
     Attributes:
-        ip: its address; of an emulator also the name of its host.
+        ip: its IP address; an emulator may also be given by host name.
         port: its port.
-        session_id: its session, as this rank's card behind XRT has opened it, of a tcp design. Of other designs sessions are found when
-            the engines meet, and this one has no effect.
-        max_segment_size: bytes of a segment. Segments have the size of an rx buffer, so this one has no effect either.
+        session_id: the session that the caller opened on this rank's card behind XRT, for design tcp. Other designs set
+            up sessions when the engines connect, and ignore this value.
+        max_segment_size: bytes of a segment. It has no effect: a segment has the size of an rx buffer.
     """
 
     ip: str
@@ -70,11 +70,11 @@ class Rank:
 
 
 def check_ranks(ranks: object) -> tuple[Rank, ...]:
-    """All ranks of a job, in their order.
+    """Returns all ranks of a job in their order.
 
     Raises:
-        TypeError: it is no sequence of `Rank`.
-        ValueError: it is empty, or two engines are at one place.
+        TypeError: `ranks` is not a sequence of `Rank`.
+        ValueError: `ranks` is empty, or two engines have the same address.
     """
     if not isinstance(ranks, Sequence) or not all(isinstance(rank, Rank) for rank in ranks):
         raise TypeError(f"ranks must be a list of Rank(ip, port, session_id, max_segment_size), not {ranks!r}")
@@ -88,11 +88,11 @@ def check_ranks(ranks: object) -> tuple[Rank, ...]:
 
 
 def is_half_on_the_wire(compression: object) -> bool:
-    """Whether float32 is added and sent as float16, which is all that there is besides no compression.
+    """Returns whether float32 is added and sent as float16, the only compression that exists.
 
     Raises:
-        TypeError: it is nothing that `compression` may be.
-        ValueError: it asks for other types.
+        TypeError: `compression` has an unexpected type.
+        ValueError: it asks for other element types.
     """
     if compression is None:
         return False
@@ -113,10 +113,10 @@ def is_half_on_the_wire(compression: object) -> bool:
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:
-    """A number within its limits.
+    """Returns `value` if it is an integer within the limits.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it is beyond a limit.
     """
     if not isinstance(value, int) or isinstance(value, bool):

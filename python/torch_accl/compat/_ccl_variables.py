@@ -1,7 +1,7 @@
-"""The environment variables of oneCCL and torch-ccl: what they say here, and what to tell of those that say nothing.
+"""The environment variables of oneCCL and torch-ccl: their meaning here, and the list of those without effect.
 
-Owns their names and meanings. A setting of our own that is given wins over all of them; what is written otherwise than oneCCL takes it is a
-`ValueError` that names the variable.
+Owns their names and meanings. A setting of accl that is given takes precedence over all of them. A value that oneCCL
+would not accept raises a `ValueError` that names the variable.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["settings_of", "without_effect"]
 
-# Of theirs, those that are ours by another name. What is chosen for want of a better is not among them.
+# oneCCL's algorithms that accl has under another name. Algorithms that would only be a rough substitute are left out.
 _ALGORITHMS = {
     "CCL_ALLREDUCE": (
         "all_reduce",
@@ -34,11 +34,11 @@ _ALGORITHMS = {
     "CCL_ALLTOALL": ("all_to_all", {"naive": "direct", "scatter": "direct"}),
     "CCL_ALLTOALLV": ("all_to_all", {"naive": "direct", "scatter": "direct"}),
 }
-# Others of theirs: names that are right and choose nothing here.
+# Other algorithm names of oneCCL: they are valid and choose nothing here.
 _NOT_OURS = {"direct", "multi_bcast", "double_tree", "rabenseifner", "ring", "topo", "tree", "naive"}
 _LEVELS = {"error": "off", "warn": "warn", "info": "info", "debug": "debug", "trace": "trace"}
 _PREFIXES = ("CCL_", "ONECCL_BINDINGS_FOR_PYTORCH_", "TORCH_CCL_")
-# oneCCL's installation sets these, and they mean nothing to a run.
+# Variables set by oneCCL's installation, which do not affect a run.
 _OF_THE_INSTALLATION = {"CCL_ROOT", "CCL_CONFIGURATION", "CCL_CONFIGURATION_PATH"}
 
 
@@ -71,10 +71,10 @@ _SETTINGS: dict[str, Callable[[str], dict[str, str]]] = {
 
 
 def settings_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings of accl, by the names of options, for what variables of oneCCL say; none that a variable of ours says as well.
+    """Translates oneCCL's variables to settings of accl, by option name; a set `ACCL_` variable suppresses its option.
 
     Raises:
-        ValueError: a variable is not what oneCCL takes.
+        ValueError: a variable has a value that oneCCL does not accept.
     """
     found = {"profile_names": "ccl"}
     for name, read in _SETTINGS.items():
@@ -87,7 +87,8 @@ def settings_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _rules(name: str, text: str) -> list[str]:
-    """`ring:0-8192;rabenseifner:8193-max` as rules of ours; what has no equal here gives none."""
+    """Translates a text such as `ring:0-8192;rabenseifner:8193-max` to rules of accl; algorithms without an equal are
+    left out."""
     collective, names = _ALGORITHMS[name]
     rules = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -104,7 +105,7 @@ def _rules(name: str, text: str) -> list[str]:
 
 
 def without_effect(environment: Mapping[str, str]) -> list[str]:
-    """What is set of oneCCL's and torch-ccl's variables and has no effect here."""
+    """Returns the variables of oneCCL and torch-ccl that are set and have no effect here."""
     heard = {*_SETTINGS, *_OF_THE_INSTALLATION}
     heard |= {name for name in _ALGORITHMS if _rules(name, environment.get(name, ""))}
     return sorted(

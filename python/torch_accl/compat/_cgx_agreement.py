@@ -1,6 +1,6 @@
-"""Whether ranks have the same settings, told in the words that they were given in: a variable and its value, or an argument.
+"""Checks that all ranks have the same settings, and reports them as given: a variable and its value, or an argument.
 
-Works on a group that is being made, which torch does not know yet: it calls the group itself.
+Works on a group that is being created. torch does not know such a group yet, so this module calls the group's methods.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Said(NamedTuple):
     """A setting.
 
     Attributes:
-        value: what counts.
-        text: what says so, such as `CGX_INTRA_COMPRESS=1`.
+        value: the value that is compared.
+        text: the setting as the user gave it, such as `CGX_INTRA_COMPRESS=1`.
     """
 
     value: str
@@ -34,7 +34,7 @@ def check_same(settings: Mapping[str, Said], group: dist.ProcessGroup) -> None:
     """Compares settings, by name, over all ranks of a group. Collective.
 
     Raises:
-        RuntimeError: they differ; on all ranks, with those of two.
+        RuntimeError: the settings differ. Raised on all ranks, with the settings of two of them.
     """
     if group.size() == 1:
         return

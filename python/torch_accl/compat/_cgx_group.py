@@ -1,13 +1,14 @@
-"""The process group of the backend name `cgx`: that of accl, whose plain sums of floats are compressed as CGX did.
+"""The process group of the backend name `cgx`: a group of accl that compresses plain sums of floats as CGX did.
 
-Owns what happens to an all_reduce that nobody has said anything about. It has to be decided call by call, since scripts change
-the variables between calls, and for the calls that DistributedDataParallel makes in C++, too. The settings of an engine's group
-(`Options(compressed_calls="all")`) are fixed when it is made, and what is said of a thread is said of all groups. So the group is a
-`ProcessGroup` in Python, which torch calls from both sides: its `allreduce` looks at the settings, says how the call is encoded
-(`compression._scope`), and goes on as that of every group, whose backend is accl's. Everything else is inherited.
+Owns the treatment of an all_reduce for which no codec was specified. It is decided for each call, because scripts
+change the variables between calls. It also covers the calls that DistributedDataParallel issues in C++.
+`Options(compressed_calls="all")` does not fit: it is fixed when the group is created. A per-thread setting does not fit
+either: it would apply to all groups. So the group is a `ProcessGroup` in Python, which torch calls from Python and from
+C++. Its `allreduce` reads the settings, sets the call's codec (`compression._scope`) and continues in the base class,
+whose backend is accl's. Everything else is inherited.
 
-What is compressed: all_reduces by SUM of at least 16 elements of float32, float16 or bfloat16, each a tensor of one call. Of
-coalesced calls and other operators and types, CGX raised; they travel as they are.
+Compressed are all_reduces by SUM of at least 16 elements of float32, float16 or bfloat16, each a tensor of one call.
+CGX raised an error for coalesced calls and for other operators and types; here they are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ __all__ = [
     "registry",
 ]
 
-# CGX sent all_reduces of fewer elements as they are, whatever was registered.
+# CGX sent all_reduces of fewer elements uncompressed, whatever was registered.
 LEAST_ELEMENTS = 16
 
 registry = Registry()
 
-# Before 2.14 torch makes what derives from a group in Python without a store only.
+# torch before 2.14 constructs a Python subclass of ProcessGroup without a store only.
 _TAKES_STORE = tuple(map(int, minor_of(torch.__version__).split("."))) >= (2, 14)
 
 
 def create_group(group: Any, pg_options: _native.BackendOptions | None) -> dist.ProcessGroup:
-    """Makes one rank's group of the name `cgx`; torch calls this on every rank of it.
+    """Creates one rank's group of the name `cgx`; torch calls this on every rank of it.
 
     Raises:
-        ValueError: a variable of CGX is not what is expected.
+        ValueError: a variable of CGX has an invalid value.
         RuntimeError: ranks have different variables.
     """
     settle_cgx()
@@ -73,12 +74,12 @@ def create_group(group: Any, pg_options: _native.BackendOptions | None) -> dist.
     options = options_of(group, pg_options)
     if settings.algorithm is not None:
         given = options.settings.get("algorithm") or os.environ.get("ACCL_ALGORITHM", "")
-        # The last that fits a call wins: what was said in accl's own terms does.
+        # The last rule that fits a call wins, so accl's own rules come last.
         options.settings = {**options.settings, "algorithm": ",".join(filter(None, (settings.algorithm, given)))}
     try:
         backend = connect(group, options)
     except ValueError as error:
-        # When ranks meet, they compare what accl calls it.
+        # The ranks compare accl's setting when they connect; the error names it, so add CGX's variable.
         if "all_reduce=ring" not in str(error):
             raise
         raise ValueError(f"{error} ({INNER_REDUCTION}=Ring stands for algorithm=all_reduce=ring)") from None
@@ -86,13 +87,14 @@ def create_group(group: Any, pg_options: _native.BackendOptions | None) -> dist.
 
 
 def is_exact(settings: GroupSettings, group: dist.ProcessGroup) -> bool:
-    """Whether nothing is compressed in a group. Collective where what ranks of one host exchange is not compressed: ranks have
-    compared their settings before."""
+    """Returns whether a group compresses nothing. The check is collective if traffic inside a host is not compressed,
+    and all ranks decide alike because they have compared their settings."""
     return settings.is_dummy or (not settings.inside_hosts and _is_on_one_host(group))
 
 
 def coded(layer: Layer, dtype: torch.dtype, now: CallSettings, settings: GroupSettings) -> Coded:
-    """The codecs of a layer of a group that compresses. Nothing depends on its number: rounding is to the nearest level."""
+    """Returns the codecs of a layer in a group that compresses. No codec needs a seed (hence 0): rounding is to the
+    nearest level."""
     bits = now.bits if layer.bits is None else layer.bits
     if bits >= RAW_FROM_BITS or layer.numel <= settings.minimal_size:
         return (RAW, RAW, RAW, 0)
@@ -104,8 +106,8 @@ class CGXProcessGroup(dist.ProcessGroup):
     """A group of the name `cgx`.
 
     Attributes:
-        settings: what its variables said when it was made.
-        is_exact: whether nothing is compressed in it.
+        settings: the values of CGX's variables when the group was created.
+        is_exact: whether the group compresses nothing.
     """
 
     def __init__(self, group: Any, backend: _native.Backend, settings: GroupSettings) -> None:
@@ -118,20 +120,20 @@ class CGXProcessGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         self.settings = settings
         self._warned: set[str] = set()
-        # Ranks compare their settings first: what else they exchange here depends on these.
+        # Ranks compare their settings first, because the exchange that follows depends on them.
         self.is_exact = True
         check_same(settings.said(), self)
         self.is_exact = is_exact(settings, self)
 
     def get_group_store(self) -> Store:
-        """As that of every group, also where torch does not keep the store itself."""
+        """Returns the group's store, also where torch does not keep it."""
         return self._store
 
     def split_group(self, *arguments: Any, **named: Any) -> dist.ProcessGroup | None:
-        """As that of every group.
+        """Splits the group as the base class does.
 
         Raises:
-            NotImplementedError: torch before 2.14, whose own needs the store.
+            NotImplementedError: torch is older than 2.14; its `split_group` needs the store.
         """
         if not _TAKES_STORE:
             raise NotImplementedError(
@@ -139,10 +141,10 @@ class CGXProcessGroup(dist.ProcessGroup):
             )
         return super().split_group(*arguments, **named)
 
-    def allreduce(self, *arguments: Any, **named: Any) -> Work | None:  # type: ignore[override]  # torch's says no None
-        """As that of every group, compressed if it is to be."""
-        # `super()` is called in this very function: by that torch knows that it is not to come back here. Arguments are as
-        # torch has them: options, or an operator and a timeout; one tensor or a list.
+    def allreduce(self, *arguments: Any, **named: Any) -> Work | None:  # type: ignore[override]  # torch's type excludes None
+        """Sums tensors over all ranks, compressed where the settings say so."""
+        # `super()` is called in this very function: torch recognises by its name that it must not call back into it.
+        # Arguments follow torch: options, or an operator and a timeout; one tensor or a list.
         given = dict(zip(("tensors", "opts", "timeout"), arguments, strict=False)) | named
         tensors, options = given.get("tensors", given.get("tensor")), given.get("opts", given.get("op"))
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
@@ -156,7 +158,7 @@ class CGXProcessGroup(dist.ProcessGroup):
         cuts = cut([part.nbytes for part in parts], self.settings.fusion_bytes)
         coalesced = dist.AllreduceCoalescedOptions()
         coalesced.reduceOp = dist.ReduceOp.SUM
-        # Several calls are under way together; torch waits for the Work of a blocking one.
+        # Several calls are in flight together; torch would wait for the Work of a synchronous call.
         coalesced.asyncOp = getattr(options, "asyncOp", True) or len(cuts) > 1
         timeout = getattr(options, "timeout", given.get("timeout"))
         if timeout is not None:
@@ -168,13 +170,13 @@ class CGXProcessGroup(dist.ProcessGroup):
         return None if works[0] is None else WorkOfSeveral(works, tensors)
 
     def _layers(self, tensors: list[torch.Tensor], op: Any) -> list[tuple[int, Coded]] | None:
-        """The parts of a call and their codecs; None if it travels as it is."""
+        """Returns the parts of a call and their codecs; None if the call is sent uncompressed."""
         if self.is_exact or self.size() == 1 or len(tensors) != 1 or not (op is None or op == dist.ReduceOp.SUM):
             return None
         tensor = tensors[0]
         if tensor.dtype not in FLOATS or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
-        # A complex tensor comes as its real view.
+        # torch passes a complex tensor as its real view.
         is_complex = tensor._base is not None and tensor._base.is_complex()
         if is_complex or tensor.numel() < LEAST_ELEMENTS or is_said() or CompressionState.is_any_made:
             return None
@@ -186,7 +188,8 @@ class CGXProcessGroup(dist.ProcessGroup):
         return parts if any(codecs[1] != RAW for _, codecs in parts) else None
 
     def _layers_of(self, tensor: torch.Tensor, now: CallSettings) -> tuple[Layer, ...] | None:
-        """The layers of a tensor as they are registered, else itself; None if it is not known or not clear what it is."""
+        """Returns the layers of a tensor: those registered, else the tensor as one layer. None if its layers are
+        unknown or ambiguous."""
         numel = tensor.numel()
         whole = (Layer(numel, None, now.bucket_size or DEFAULT_BUCKET_SIZE),)
         if registry.is_empty:
@@ -215,7 +218,7 @@ class CGXProcessGroup(dist.ProcessGroup):
 
 
 def _is_on_one_host(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of a group share a host. Collective."""
+    """Returns whether all ranks of a group share a host. Collective."""
     said = accl_backend(group).options.settings.get("host_id") or os.environ.get("ACCL_HOST_ID")
     name = said or _native.host_facts()["host_id"]
     hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])

@@ -1,9 +1,9 @@
 """The communication hook of the CGX facade, for DistributedDataParallel.
 
-Its gradients are known by their parameters and places in buckets, so that nothing is told by the order of calls, and every
-model may have a state of its own. Averaging and encoding are those of `compression.ddp_hook`.
+The hook identifies gradients by their parameters and their places in buckets. So nothing depends on the order of calls,
+and each model may have its own state. `compression.ddp_hook` does the averaging and encoding.
 
-The annotations of the hook are objects: DistributedDataParallel compares them.
+The annotations of the hook are evaluated objects, because DistributedDataParallel compares them.
 """
 
 import warnings
@@ -39,10 +39,10 @@ from ._cgx_variables import (
 
 __all__ = ["CGXState", "cgx_hook", "states"]
 
-# Of a state that neither it nor a variable says otherwise.
+# The bucket size of a state for which neither an argument nor a variable gives one.
 DEFAULT_BUCKET_SIZE = 1024
 
-# After so many steps, buckets are as they stay: DistributedDataParallel makes them anew after the first.
+# From this step on, buckets keep their layout: DistributedDataParallel rebuilds them after the first step.
 SETTLED = 2
 
 
@@ -50,20 +50,22 @@ class CGXState(CompressionState):
     """The state of `cgx_hook`, for one model.
 
     Args:
-        process_group: the group of the gradients, of the name cgx or accl; None is the default group.
-        layer_min_size: gradients with fewer elements travel as they are, as do those of less than two dimensions.
-        compression_params: `bits` and `bucket_size`. What is left out is that of `CGX_COMPRESSION_QUANTIZATION_BITS` (32,
-            uncompressed, by default) and of `CGX_COMPRESSION_BUCKET_SIZE` (1024), which are read at every call.
+        process_group: the group of the gradients, of backend cgx or accl; None is the default group.
+        layer_min_size: gradients with fewer elements are sent uncompressed, as are gradients of less than two
+            dimensions.
+        compression_params: `bits` and `bucket_size`. An omitted key takes the value of
+            `CGX_COMPRESSION_QUANTIZATION_BITS` (default 32, uncompressed) or `CGX_COMPRESSION_BUCKET_SIZE` (default
+            1024), read at every call.
 
     Attributes:
-        step: how many times all gradients went through.
-        traffic: bytes before and after.
+        step: number of times that all gradients were reduced.
+        traffic: bytes before and after compression.
 
-    From the first state on, all_reduces of groups of the name cgx that are not those of a hook are exact.
+    Once a state exists, all_reduces of cgx groups that no hook issues are exact.
 
     Raises:
-        ValueError: an argument or a variable of CGX is not what is expected.
-        RuntimeError: there is no group, or its backend is another.
+        ValueError: an argument or a variable of CGX has an invalid value.
+        RuntimeError: there is no group, or its backend is neither cgx nor accl.
     """
 
     def __init__(
@@ -81,19 +83,20 @@ class CGXState(CompressionState):
         self._bits = None if bits is None else check_bits(bits)
         self._bucket_size = None if bucket_size is None else check_bucket_size("bucket_size", bucket_size)
         least = check_index("layer_min_size", layer_min_size)
-        # Of names nothing is known here; what is compressed is said by `plan`.
+        # The base class needs no names of parameters; `plan` decides what is compressed.
         super().__init__(Compression(RAW), nn.Module(), process_group)
         group = self.process_group
         if isinstance(group, CGXProcessGroup):
             self._settings, self._is_exact = group.settings, group.is_exact
         else:
-            # A group of accl finds out when ranks have compared their settings.
+            # For a group of accl, `plan` sets this after the ranks have compared their settings.
             self._settings, self._is_exact = GroupSettings.now(), False
         self._least = max(least, self._settings.minimal_size)
         self._layer_min_size = least
         # The parameters of each bucket of the last backward pass.
         self._buckets: dict[int, tuple[torch.Tensor, ...]] = {}
-        # What setters have said, by identity of a parameter that the buckets keep.
+        # Values from the setters, by identity of a parameter. `_kept` holds these parameters, so that an identity stays
+        # unique.
         self._changes: dict[int, Changes] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._index = 0
@@ -107,23 +110,24 @@ class CGXState(CompressionState):
         return {index: self._layers(index, parameters) for index, parameters in sorted(self._buckets.items())}
 
     def set_quantization_bits(self, bucket_idx: int, layer_idx: int, bits: int) -> None:
-        """Sets the bits of a gradient, which keeps them when buckets are made anew; 0 takes those of the environment.
+        """Sets the bits of a gradient, which keeps them when buckets are rebuilt; 0 takes the environment's.
 
         Raises:
-            ValueError: no such bits, or no such layer in the last backward pass.
+            ValueError: the bits are invalid, or the last backward pass had no such layer.
         """
         self._change(bucket_idx, layer_idx, bits=check_bits(bits))
 
     def set_quantization_bucket_size(self, bucket_idx: int, layer_idx: int, bucket_size: int) -> None:
-        """Sets how many elements of a gradient share a minimum and a step.
+        """Sets the number of elements of a gradient that share a minimum and a step.
 
         Raises:
-            ValueError: no such size, or no such layer in the last backward pass.
+            ValueError: the size is invalid, or the last backward pass had no such layer.
         """
         self._change(bucket_idx, layer_idx, bucket_size=check_bucket_size("bucket_size", bucket_size))
 
     def plan(self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, *_: object) -> Plan:
-        """How the gradients of the bucket that the hook has now are encoded. The first time, ranks compare their settings."""
+        """Returns the encoding of the gradients in the hook's current bucket. In the first call, ranks compare their
+        settings."""
         if not self._is_checked:
             check_same(self._said(), self.process_group)
             if not isinstance(self.process_group, CGXProcessGroup):
@@ -137,8 +141,8 @@ class CGXState(CompressionState):
         return _plan(codecs, tuple(elements), dtype, self._settings.fusion_bytes)
 
     def see(self, bucket: GradBucket) -> None:
-        """Takes notice of a bucket that is about to be reduced."""
-        # A copy is in use from its first gradients on: that of an averaged model is never.
+        """Records a bucket that is about to be reduced."""
+        # A copy counts as in use from its first gradients on: the copy inside an averaged model never gets any.
         states.add(self)
         self._index = bucket.index()
         self._buckets[self._index] = tuple(bucket.parameters())
@@ -146,12 +150,12 @@ class CGXState(CompressionState):
             self._buckets = {index: kept for index, kept in self._buckets.items() if index <= self._index}
 
     def _said(self) -> dict[str, Said]:
-        """What counts for gradients at this call, and what says so."""
+        """Returns the settings that apply to gradients at this call, each with the text that gave it."""
         now = CallSettings.now()
         said: dict[str, Said] = {}
         if not isinstance(self.process_group, CGXProcessGroup):
             said = self._settings.said()
-            # It names the algorithm of groups of the name cgx only.
+            # Remove settings that apply only to groups of the name cgx; `layer_min_size` below covers the minimal size.
             del said["algorithm"], said["minimal_size"]
         bits = f"compression_params bits={self._bits}" if self._bits else f"{BITS}={now.bits}"
         said["bits"] = Said(str(self._bits or now.bits), bits)
@@ -168,7 +172,7 @@ class CGXState(CompressionState):
         return said
 
     def _portable(self) -> dict[str, Any]:
-        # By parameter: a copy has others.
+        # Stored with the parameters themselves, because a copy has other parameters.
         changes = [(parameter, self._changes[key].copy()) for key, parameter in self._kept.items()]
         return {
             **super()._portable(),
@@ -200,7 +204,7 @@ class CGXState(CompressionState):
         return replace(layer, bits=MOST_BITS) if is_exact else layer
 
     def _registered(self, index: int, parameters: Sequence[torch.Tensor]) -> tuple[Layer, ...] | None:
-        """What `register_layer` was told of a bucket, if its layers have the sizes of these gradients."""
+        """Returns the layers of a bucket from `register_layer`, if they have the sizes of these gradients."""
         layers = registry.buckets[index] if index < len(registry.buckets) else None
         if layers is None or [layer.numel for layer in layers] == [parameter.numel() for parameter in parameters]:
             return layers
@@ -229,16 +233,16 @@ class CGXState(CompressionState):
 
 
 def cgx_hook(state: CGXState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket of gradients, those compressed that the state says.
+    """Averages a bucket of gradients, compressed as the state specifies.
 
-    For `DistributedDataParallel.register_comm_hook(state, cgx_hook)`. Layers are compressed from the first step on: CGX took two
-    steps with the variables' settings, since it knew layers by counting calls.
+    Use it as `DistributedDataParallel.register_comm_hook(state, cgx_hook)`. Layers are compressed from the first step
+    on. CGX used the variables' settings for two steps, since it identified layers by counting calls.
     """
     state.see(bucket)
     return ddp_hook(state, bucket)
 
 
-# Those that are in use: the functions that name no state are for the only one.
+# States in use. Functions that name no state apply to the only one.
 states: "weakref.WeakSet[CGXState]" = weakref.WeakSet()
 
 

@@ -1,7 +1,8 @@
-"""What scripts have said of the layers behind all_reduces, through `register_layer`, `register_model` and `exclude_layer`.
+"""The layers behind all_reduces that scripts described with `register_layer`, `register_model` and `exclude_layer`.
 
-Owns the tables, which belong to the process as CGX's do, and what a table says of an all_reduce of so many elements. What a
-hook knows of gradients is in `_cgx_hook.py`. Tables are replaced whole, so that a thread in the middle of a call sees one of them.
+Owns the tables and the lookup of an all_reduce by its number of elements. The tables belong to the process, as in CGX.
+`_cgx_hook.py` knows the gradients of a hook. Tables are replaced as a whole, so that a thread in the middle of a call
+sees a consistent table.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Layer:
     """One layer of a bucket.
 
     Attributes:
-        numel: its elements.
-        bits: bits an element; None takes `CGX_COMPRESSION_QUANTIZATION_BITS`, 9 and more mean uncompressed.
+        numel: number of elements.
+        bits: bits per element; None takes `CGX_COMPRESSION_QUANTIZATION_BITS`, 9 and more mean uncompressed.
         bucket_size: elements that share a minimum and a step.
     """
 
@@ -35,7 +36,7 @@ class Layer:
 
 
 class Changes(TypedDict, total=False):
-    """What a setter says of a `Layer`."""
+    """Fields of a `Layer` that a setter changes."""
 
     bits: int | None
     bucket_size: int
@@ -43,7 +44,7 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class _Model:
-    """Names and sizes in the order of the forward pass; the parameters themselves where they were given."""
+    """Names and sizes in the order of the forward pass; the parameters themselves where the caller passed them."""
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
@@ -52,7 +53,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class Unclear:
-    """An all_reduce that layers of different settings fit: which elements are whose is not known."""
+    """An all_reduce that fits layers of different settings, so its elements cannot be assigned to layers."""
 
     why: str
 
@@ -76,7 +77,7 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that `register_model` was given."""
+        """The names that were passed to `register_model`."""
         return tuple(name for model in self._models for name in model.names)
 
     def register_layer(self, bucket_idx: int, layer_idx: int, numel: int, bits: int, bucket_size: int) -> None:
@@ -122,7 +123,7 @@ class Registry:
             self._models = (*self._models, model)
 
     def exclude(self, part: str) -> bool:
-        """Adds a part of names; False if there are names and none has it."""
+        """Adds a substring of names to exclude; returns False if names are known and none contains it."""
         if not isinstance(part, str) or not part:
             raise ValueError(f"exclude_layer: expected a part of a name, not {part!r}")
         if part not in self.excluded:
@@ -130,13 +131,13 @@ class Registry:
         return not self._models or any(part in name for name in self.names)
 
     def is_excluded(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter travels as it is because of its name.
+        """Returns whether a parameter is sent uncompressed because of its name.
 
-        A parameter whose name was registered with a size only is told by its size: where one layer of that size is excluded,
-        all are.
+        A parameter whose name was registered with a size only is matched by its size. If one layer of that size is
+        excluded, all are.
 
         Raises:
-            RuntimeError: something is excluded, and nothing registered fits the parameter.
+            RuntimeError: a name is excluded, and no registered layer fits the parameter.
         """
         if not self.excluded:
             return False
@@ -151,17 +152,19 @@ class Registry:
         return any(self._is_name_excluded(name) for name in names)
 
     def layers_of(self, numel: int) -> tuple[Layer, ...] | Unclear | None:
-        """The registered layers of an all_reduce of so many elements; None if there is no such bucket."""
+        """Returns the registered layers of an all_reduce of `numel` elements; None if there is no such bucket."""
         fitting = {layers for layers in self.buckets if sum(layer.numel for layer in layers) == numel}
         if len(fitting) > 1:
             return Unclear(f"{_count(len(fitting), 'registered bucket')} of {numel} elements with different layers")
         return fitting.pop() if fitting else None
 
     def model_of(self, numel: int) -> bool | Unclear:
-        """Whether an all_reduce of so many elements has the gradients of successive layers of a registered model.
+        """Returns whether an all_reduce of `numel` elements holds the gradients of successive layers of a registered
+        model.
 
-        DistributedDataParallel fills its buckets backwards, and within a layer in the order in which gradients are ready: which
-        layers are in a bucket follows from its size, and where they begin does not. So a bucket with an excluded layer is unclear.
+        DistributedDataParallel fills its buckets backwards, and within a layer in the order in which gradients are
+        ready. The size of a bucket determines its layers, but not where each begins. So a bucket with an excluded layer
+        is unclear.
         """
         found = False
         for model in self._models:
@@ -179,10 +182,10 @@ class Registry:
 
 
 def check_bits(bits: object) -> int | None:
-    """The bits of a layer; None for 0 and less, which take the default.
+    """Returns the bits of a layer; None for 0 and less, which take the default.
 
     Raises:
-        ValueError: they are none.
+        ValueError: the number of bits is invalid.
     """
     if type(bits) is not int or bits > MOST_BITS:
         raise ValueError(
@@ -192,10 +195,10 @@ def check_bits(bits: object) -> int | None:
 
 
 def check_index(name: str, value: object) -> int:
-    """A number of a bucket or layer.
+    """Returns the index of a bucket or layer.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an integer of at least 0.
     """
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} is {value!r}; expected a number of at least 0")
@@ -245,7 +248,7 @@ def _of_pairs(layers: Iterable[tuple[str, int | torch.Tensor]]) -> _Model:
 
 
 def _runs(numels: tuple[int, ...], total: int) -> Iterator[tuple[int, int]]:
-    """All ranges of successive layers that have so many elements together."""
+    """Yields all ranges of successive layers that have `total` elements together."""
     first, sum_of_run = 0, 0
     for last, numel in enumerate(numels, 1):
         sum_of_run += numel

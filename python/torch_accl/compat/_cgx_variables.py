@@ -1,7 +1,8 @@
-"""The environment variables of CGX: what they say, and what to tell of those that say nothing here.
+"""The environment variables of CGX: their meaning, and the warnings for those without effect here.
 
-Owns their names, meanings and checks. What is compressed with them is decided in `_cgx_group.py` and `_cgx_hook.py`. CGX read
-garbage as 0; here it is a `ValueError` that names the variable. A variable that is set to nothing counts as not set.
+Owns their names, meanings and checks. `_cgx_group.py` and `_cgx_hook.py` decide what is compressed with them. CGX read
+an invalid value as 0; here it is a `ValueError` that names the variable. A variable with an empty value counts as not
+set.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ ALL_TO_ALL = "CGX_DEBUG_ALL_TO_ALL_REDUCTION"
 DUMMY = "CGX_DEBUG_DUMMY_COMPRESSION"
 OLD_COMMUNICATOR = "COMMUNICATOR_TYPE"
 
-# What CGX was built with: told to a compiler, they may be in the environment still.
+# Variables of CGX's build, which may still be in the environment.
 BUILD_SWITCHES = ("CGX_CUDA",)
 
-# A tensor with so many bits an element travels as it is.
+# From this many bits per element, a tensor is sent uncompressed.
 RAW_FROM_BITS = 9
 MOST_BITS = 32
 DEFAULT_BUCKET_SIZE = 512
@@ -64,12 +65,12 @@ LEAST_FUSION_BYTES = 2048
 
 @dataclass(frozen=True)
 class CallSettings:
-    """What is read before every call.
+    """Settings that are read before every call.
 
     Attributes:
-        bits: bits an element, of layers without their own; from `RAW_FROM_BITS` on they travel as they are.
-        bucket_size: elements that share a minimum and a step; None if no variable says so.
-        skip_incomplete: whether what is behind the last full bucket of a slice travels as it is.
+        bits: bits per element of layers without their own; from `RAW_FROM_BITS` on they are sent uncompressed.
+        bucket_size: elements that share a minimum and a step; None if no variable gives it.
+        skip_incomplete: whether elements behind the last full bucket of a slice are sent uncompressed.
     """
 
     bits: int
@@ -78,10 +79,10 @@ class CallSettings:
 
     @staticmethod
     def now() -> CallSettings:
-        """From the environment.
+        """Reads the settings from the environment.
 
         Raises:
-            ValueError: a variable is not what is expected.
+            ValueError: a variable has an invalid value.
         """
         return _call_settings(_text(BITS), _text(BUCKET_SIZE), _text(SKIP_INCOMPLETE))
 
@@ -101,14 +102,14 @@ def _call_settings(bits: str | None, bucket_size: str | None, skip_incomplete: s
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What is read once, when a group is made.
+    """Settings that are read once, when a group is created.
 
     Attributes:
         minimal_size: a layer is compressed only if it has more elements.
-        inside_hosts: whether what ranks of one host exchange is compressed.
+        inside_hosts: whether traffic between ranks of one host is compressed.
         is_dummy: whether nothing is compressed at all.
-        algorithm: what `ACCL_ALGORITHM` is to be unless it is given; None leaves the choice to the engine.
-        fusion_bytes: most bytes of layers that travel in one call; a larger one has a call of its own.
+        algorithm: the value for `ACCL_ALGORITHM` unless that is given; None leaves the choice to the engine.
+        fusion_bytes: maximum bytes of layers that are sent in one call; a larger layer has its own call.
     """
 
     minimal_size: int = DEFAULT_MINIMAL_SIZE
@@ -119,10 +120,10 @@ class GroupSettings:
 
     @staticmethod
     def now() -> GroupSettings:
-        """From the environment; all variables of CGX are checked.
+        """Reads the settings from the environment, and checks all variables of CGX.
 
         Raises:
-            ValueError: a variable is not what is expected.
+            ValueError: a variable has an invalid value.
         """
         CallSettings.now()
         inner = _one_of(INNER_REDUCTION, ("SRA", "Ring"))
@@ -144,7 +145,7 @@ class GroupSettings:
         )
 
     def said(self) -> dict[str, Said]:
-        """The settings by name, as the variables say them or would say them, in their units."""
+        """Returns the settings by name, each with the variable and value that give it, in the variable's unit."""
         values = {
             "minimal_size": (MINIMAL_SIZE, self.minimal_size),
             "inside_hosts": (INTRA_COMPRESS, int(self.inside_hosts)),
@@ -156,7 +157,7 @@ class GroupSettings:
 
 
 def warn_of_what_differs() -> None:
-    """Says which variables have no effect or another one than they had, a warning for each cause."""
+    """Warns of variables that have no effect, or another effect than in CGX: one warning for each cause."""
     idle = {
         INNER_COMMUNICATOR: _text(INNER_COMMUNICATOR) not in (None, "SHM"),
         OLD_COMMUNICATOR: _text(OLD_COMMUNICATOR) not in (None, "SHM"),
@@ -194,24 +195,24 @@ def variables() -> list[str]:
 
 
 def check_bucket_size(name: str, size: object) -> int:
-    """A bucket size that the codec accepts.
+    """Checks that the codec accepts a bucket size, and returns it.
 
     Raises:
-        ValueError: it is none; the message names it as `name`.
+        ValueError: the codec does not accept it; the message calls it `name`.
     """
     if type(size) is not int:
         raise ValueError(f"{name} is {size!r}; expected a number of elements")
     try:
         _native.check_codec(f"maxmin:8,bucket={size}")
     except ValueError as error:
-        # The codec says what it accepts after the name that it has for itself.
+        # The codec's message names the parameter in its own terms, so keep only the part that says what is accepted.
         reason = str(error).split("expected", 1)
         raise ValueError(f"{name} is {size}; expected{reason[1]}" if len(reason) == 2 else f"{name}: {error}") from None
     return size
 
 
 def codec_text(bits: int, bucket_size: int, dtype: str, skip_incomplete: bool) -> str:
-    """The codec for elements of a type, as CGX encodes: to the nearest level, with metadata of the same type."""
+    """Returns the text of CGX's codec: rounding to the nearest level, with metadata of the elements' type."""
     text = f"maxmin:{bits},bucket={bucket_size},meta={dtype},rounding=nearest"
     return f"{text},skip_incomplete" if skip_incomplete else text
 

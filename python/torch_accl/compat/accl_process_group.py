@@ -1,7 +1,7 @@
 """ACCL's process group by its own names: `from torch_accl.compat import accl_process_group as accl`.
 
-A script creates the group first, which says which device it gets, and has torch make it then. "ACCL" is the backend `accl`, whose
-name torch takes in any case; nothing is registered again.
+A script first creates the group, which chooses its device, and then lets torch create it. "ACCL" is the backend `accl`,
+because torch ignores the case of the name; nothing is registered again.
 
     from torch_accl.compat import accl_process_group as accl
 
@@ -9,16 +9,19 @@ name torch takes in any case; nothing is registered again.
     accl.create_simulate_process_group(ranks)
     dist.init_process_group("ACCL", rank=rank, world_size=world)
 
-What is created holds for every group of the whole job that is made from then on, until something else is created or `reset` is
-called. `init_process_group(..., pg_options=torch_accl.Options(device=...))` wins over it, and it over `ACCL_DEVICE`.
+The choice holds for every default process group created afterwards, until another create function or `reset` is called.
+`init_process_group(..., pg_options=torch_accl.Options(device=...))` takes precedence over it, and it takes precedence
+over `ACCL_DEVICE`.
 
-**In software**, rank r connects to the emulator at `ranks[r]`; where nobody listens, its engine is in its own process (`sim`).
-**Of ACCL's limits** none is kept: tensors have any size, type, shape and number, and what a device cannot do, the host does.
-**Rx buffers** are as the device takes them, 80 of 64 KiB, unless `bufsize` is given: then they have that size, rounded up to a
-multiple of 64 that holds an element of each rank. Of `nbufs` there are at least so many as a message of 64 segments and 16 more need: with
-fewer, a message would not fit, or a rank that is a piece ahead would wait more often. `bufsize` cuts a sum into calls of up to 64 buffers, and never limits a tensor.
+**In software**, rank r connects to the emulator at `ranks[r]`. If no process listens there, the rank's engine runs in
+its own process (`sim`). **ACCL's limits** do not apply: tensors have any size, type, shape and number, and the host
+does what a device cannot. **Rx buffers** have the device's default, 80 of 64 KiB, unless `bufsize` is given. Then they
+have that size, rounded up to a multiple of 64 that holds an element of each rank. A message of 64 segments needs 64
+buffers, and the device needs 16 more, so `nbufs` has effect only above that number. With fewer, a message would not
+fit, or a rank that is a piece ahead would wait more often. `bufsize` cuts a sum into calls of up to 64 buffers, and
+never limits a tensor.
 
-`docs/migrating-accl.md` has what differs from ACCL's own.
+`docs/migrating-accl.md` lists the differences from ACCL's own process group.
 """
 
 from __future__ import annotations
@@ -51,10 +54,10 @@ __all__ = [
     "set_remote_qp",
 ]
 
-# What a group of accl does collectives with; `group._get_backend(torch.device("cpu"))` is one.
+# The backend of a group of accl, as `group._get_backend(torch.device("cpu"))` returns it.
 ProcessGroupACCL = _native.Backend
 
-# What was created last.
+# The device that was created last, or no entry.
 _wanted: list[Wanted] = []
 
 
@@ -105,30 +108,32 @@ def create_process_group(
     simulation: bool = False,
     initialize: bool = True,
 ) -> None:
-    """Says which device the group of the whole job gets.
+    """Chooses the device of the default process group.
 
-    Both versions of ACCL's own are taken: `(ranks, xclbin, device_index, design)` is a card behind XRT, and `(ranks, design)` one behind
-    Coyote or, with `simulation`, an engine in software. Those arguments can be given by name as well.
+    Accepts both overloads of ACCL's function. `(ranks, xclbin, device_index, design)` is a card behind XRT. `(ranks,
+    design)` is a card behind Coyote or, with `simulation`, an engine in software. All arguments may also be given by
+    name.
 
     Args:
-        ranks: where the engine of each rank is.
+        ranks: the address of each rank's engine.
         xclbin: the bitstream of a card behind XRT.
-        device_index: which card of the host.
-        design: how the engines were built. Engines in software are of udp, tcp or cyt_rdma; axis3x leaves it to them.
-        nbufs: how many rx buffers, at least.
-        bufsize: bytes of each, see above.
+        device_index: index of the card on the host.
+        design: how the engines were built. Engines in software exist for udp, tcp and cyt_rdma; axis3x leaves the
+            choice to them.
+        nbufs: minimum number of rx buffers.
+        bufsize: bytes of an rx buffer, see the module's text.
         compression: `{DataType.float32: DataType.float16}` or `DataType.float16` adds and sends float32 as float16.
         p2p_enabled: refused if true.
-        profiling_ranks: ranks that sleep before they make the group, so that a debugger can attach to them.
-        profiling_timeout: for how many seconds.
-        rsfec: has no effect but a warning: error correction of a link is the card's own matter.
-        simulation: engines in software.
-        initialize: has no effect: a device is set up when torch makes the group.
+        profiling_ranks: ranks that sleep before they create the group, so that a debugger can attach to them.
+        profiling_timeout: how long they sleep, in seconds.
+        rsfec: has no effect but a warning: a card's build determines the error correction of its links.
+        simulation: whether engines run in software.
+        initialize: has no effect: a device is set up when torch creates the group.
 
     Raises:
-        TypeError: an argument is of another type, or too many or too few say what device it is.
-        ValueError: what cannot be, in a sentence.
-        FileNotFoundError: the bitstream is not there.
+        TypeError: an argument has the wrong type, or the device is described by too few or too many arguments.
+        ValueError: a value is invalid or not supported; the message says which.
+        FileNotFoundError: the bitstream does not exist.
     """
     xclbin, device_index, design = _device_arguments(device, xclbin, device_index, design)
     _check_switches(simulation=simulation, initialize=initialize)
@@ -151,19 +156,20 @@ def create_simulate_process_group(
     bufsize: int = BUFSIZE,
     initialize: bool = True,
 ) -> None:
-    """Says that the group of the whole job gets engines in software.
+    """Chooses engines in software for the default process group.
 
     Args:
-        ranks: where the emulator of each rank is; where nobody listens, its engine is in its process.
-        nbufs: how many rx buffers, at least.
-        udp: their network is UDP; else that of an engine in a process is RDMA, and of emulators it is what all kinds of them take.
-        compression: as of `create_process_group`.
-        bufsize: bytes of each rx buffer, see above.
-        initialize: has no effect: a device is set up when torch makes the group.
+        ranks: the address of each rank's emulator; if no process listens there, the engine runs in the rank's process.
+        nbufs: minimum number of rx buffers.
+        udp: whether the network is UDP. Without it, an engine in a process uses RDMA, and emulators use what all of
+            their kinds accept.
+        compression: see `create_process_group`.
+        bufsize: bytes of an rx buffer, see the module's text.
+        initialize: has no effect: a device is set up when torch creates the group.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: what cannot be, in a sentence.
+        TypeError: an argument has the wrong type.
+        ValueError: a value is invalid or not supported; the message says which.
     """
     _check_switches(udp=udp, initialize=initialize)
     network = simulated(ACCLDesign.udp) if udp else None
@@ -183,7 +189,7 @@ def create_process_group_coyote(
     rsfec: bool = False,
     initialize: bool = False,
 ) -> None:
-    """Says that the group of the whole job gets cards behind Coyote. Arguments and errors are those of `create_process_group`."""
+    """Chooses cards behind Coyote for the default process group. See `create_process_group` for arguments and errors."""
     _check_switches(initialize=initialize)
     refuse_p2p(p2p_enabled)
     _check_design(design)
@@ -194,13 +200,13 @@ def create_process_group_coyote(
 
 
 def set_compression(compression: Compression) -> None:
-    """Says how float32 is added and sent in the group that is made next.
+    """Sets how float32 is added and sent in the next group.
 
-    Ranks agree on it when a group is made, so that of a group which there is cannot be changed.
+    Ranks agree on it when a group is created, so an existing group cannot be changed.
 
     Raises:
-        TypeError, ValueError: as of `create_process_group`.
-        RuntimeError: nothing was created, or its group is made and adds otherwise.
+        TypeError, ValueError: see `create_process_group`.
+        RuntimeError: no device was chosen, or a group exists that uses another setting.
     """
     is_half = is_half_on_the_wire(compression)
     wanted = _created("set_compression")
@@ -213,10 +219,10 @@ def set_compression(compression: Compression) -> None:
 
 
 def get_compression() -> dict[DataType, DataType]:
-    """The type on the wire by that of the tensors: of the group that there is, else of the one that is made next.
+    """Returns the type on the wire by the tensors' type: of the existing group, else of the next one.
 
     Raises:
-        RuntimeError: nothing was created.
+        RuntimeError: no device was chosen.
     """
     text = _group_text() if dist.is_initialized() else None
     is_half = _created("get_compression").is_half if text is None else HALF in text
@@ -224,7 +230,7 @@ def get_compression() -> dict[DataType, DataType]:
 
 
 def initialize() -> None:
-    """Nothing is left to be done: devices are set up when torch makes the group.
+    """Does nothing but check for a group with a device: devices are set up when torch creates the group.
 
     Raises:
         RuntimeError: there is no group with a device.
@@ -233,23 +239,23 @@ def initialize() -> None:
 
 
 def get_local_qp(rank: int) -> list[int]:
-    """What `set_remote_qp` of that rank wants of this one.
+    """Returns the value that rank `rank` must pass to `set_remote_qp` for this rank.
 
-    Queue pairs themselves are exchanged through the group's store when torch makes it; these are the names of the two ranks, by which
-    a script that passes them on to the wrong one is found out.
+    The queue pairs themselves are exchanged through the group's store when torch creates it. The value holds the two
+    rank numbers, so that a script that passes it to the wrong rank gets an error.
 
     Raises:
-        TypeError, ValueError: it is no other rank.
+        TypeError, ValueError: `rank` is not another rank of the group.
         RuntimeError: there is no group with a device.
     """
     return [_other("get_local_qp", rank)[0], rank]
 
 
 def set_remote_qp(rank: int, qp: Sequence[int]) -> None:
-    """Takes what `get_local_qp` has given that rank for this one.
+    """Checks the value that `get_local_qp` returned on rank `rank` for this rank.
 
     Raises:
-        TypeError, ValueError: it is no other rank, or what another one was given.
+        TypeError, ValueError: `rank` is not another rank of the group, or the value is for another pair.
         RuntimeError: there is no group with a device.
     """
     own, _ = _other("set_remote_qp", rank)
@@ -258,7 +264,7 @@ def set_remote_qp(rank: int, qp: Sequence[int]) -> None:
 
 
 def reset() -> None:
-    """Forgets what was created: groups are made as if it had never been. Those that there are stay as they are."""
+    """Forgets the chosen device: groups are created as if none had been chosen. Existing groups keep theirs."""
     _wanted.clear()
     make_whole_job_with(None)
 
@@ -304,7 +310,7 @@ def _hold(wanted: Wanted) -> None:
 def _device_arguments(
     device: tuple[Any, ...], xclbin: str | None, index: int | None, design: ACCLDesign | None
 ) -> tuple[str | None, int | None, ACCLDesign]:
-    """The bitstream, the card and the design, from arguments in either order and by name."""
+    """Returns the bitstream, the card and the design, from positional arguments of either overload and from names."""
     names = ("design",) if device and isinstance(device[0], ACCLDesign) else ("xclbin", "device_index", "design")
     given: dict[str, Any] = {"xclbin": xclbin, "device_index": index, "design": design}
     if len(device) > len(names):
@@ -342,8 +348,8 @@ def _created(function: str) -> Wanted:
 
 
 def _group_text() -> str | None:
-    """The device of the default group, if it is one of accl's and has one."""
-    # The group of one rank of several that this torch knows may have no backend for the CPU.
+    """Returns the text of the default group's device; None if the group is not accl's or has no device."""
+    # The default group may have no backend for the CPU.
     try:
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     except RuntimeError:
@@ -359,7 +365,7 @@ def _group(function: str) -> dist.ProcessGroup:
 
 
 def _other(function: str, rank: int) -> tuple[int, int]:
-    """This rank and another."""
+    """Returns this rank and `rank`, after checking that they differ."""
     group = _group(function)
     check_integer(f"{function}: rank", rank, 0, group.size() - 1)
     if rank == group.rank():

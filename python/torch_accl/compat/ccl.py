@@ -1,22 +1,25 @@
-"""torch-ccl by its own name, on accl: `from torch_accl.compat import ccl`, where a script has `import oneccl_bindings_for_pytorch` or
-`import torch_ccl`.
+"""torch-ccl by its own name, on accl: `from torch_accl.compat import ccl` replaces `import oneccl_bindings_for_pytorch`
+or `import torch_ccl`.
 
-Importing registers the backend name `ccl`, for CPU tensors, and sets `PMI_RANK` and `PMI_SIZE` where they are unset and a launcher has
-said them otherwise, since scripts copy them to `RANK` and `WORLD_SIZE`:
+Importing registers the backend name `ccl` for CPU tensors. It also sets `PMI_RANK` and `PMI_SIZE` if they are unset and
+the launcher uses other names. Scripts copy them to `RANK` and `WORLD_SIZE`:
 
     from torch_accl.compat import ccl
 
     os.environ["RANK"] = os.environ.get("PMI_RANK", "0")
     os.environ["WORLD_SIZE"] = os.environ.get("PMI_SIZE", "1")
-    dist.init_process_group("ccl")  # MASTER_ADDR may be left away
+    dist.init_process_group("ccl")  # MASTER_ADDR may be omitted
 
-A group of that name is one of accl. Of oneCCL's variables it heeds `CCL_LOG_LEVEL`, `CCL_WORKER_COUNT`, `CCL_KVS_IFACE`, and those that choose
-algorithms, `CCL_ALLREDUCE` and its kin, where accl has the algorithm; options and variables of accl win over them. Others have no effect, and
+A group of that name is a group of accl. It uses oneCCL's variables `CCL_LOG_LEVEL`, `CCL_WORKER_COUNT`,
+`CCL_WORKER_AFFINITY` and `CCL_KVS_IFACE`. It also uses those that choose algorithms, such as `CCL_ALLREDUCE`, where
+accl has the algorithm. Options and variables of accl take precedence over them. Other variables have no effect, and
 rank 0 lists those that are set once. In the profiler its calls have torch-ccl's names (`Options(profile_names="ccl")`).
 
-`ProcessGroupCCL(store, rank, size)`, which is also `torch.distributed.ProcessGroupCCL`, is such a group outside of torch's list of groups.
+`ProcessGroupCCL(store, rank, size)`, which is also `torch.distributed.ProcessGroupCCL`, is such a group outside of
+torch's list of groups.
 
-What torch-ccl refuses works: send and recv, sub-groups, AVG and the bit operators, reduce_scatter; `docs/migrating-torch-ccl.md` has a table.
+Several things that torch-ccl refuses work: send and recv, sub-groups, AVG and the bit operators, reduce_scatter.
+`docs/migrating-torch-ccl.md` has a table.
 """
 
 from __future__ import annotations
@@ -43,26 +46,26 @@ __all__ = ["NAME", "ProcessGroupCCL"]
 
 NAME = "ccl"
 
-# Phrases of our errors, and what torch-ccl's have in their place, which scripts may match.
+# Phrases of accl's errors, and torch-ccl's phrases in their place, which scripts may match.
 _PHRASES = {
     "invalid root rank": "unexpected rank",
     "the same type": "Tensors are not equal in data type",
     "invalid tensor type": "Tensors are not equal in data type",
 }
 
-# Whether what has no effect was listed. Once for a process.
+# Non-empty once the variables without effect were listed, which happens once per process.
 _has_listed: list[bool] = []
 
 
 def _create_group(group: Any, pg_options: _native.BackendOptions | None) -> _native.Backend:
-    """Makes one rank's backend of a group; torch calls this on every rank of it.
+    """Creates one rank's backend of a group; torch calls this on every rank of it.
 
     Raises:
-        ValueError: a variable is not what oneCCL takes.
+        ValueError: a variable has a value that oneCCL does not accept.
     """
     options = options_of(group, pg_options)
     options.settings = {**settings_of(os.environ), **options.settings}
-    # Launchers give all ranks the same variables, and one of them says so.
+    # Launchers give all ranks the same variables, so only one rank warns.
     if group.group_rank == 0 and not _has_listed and (names := without_effect(os.environ)):
         _has_listed.append(True)
         warnings.warn(f"ccl: these variables of oneCCL have no effect on accl: {', '.join(names)}", stacklevel=2)
@@ -82,22 +85,22 @@ def _phrased() -> Iterator[None]:
 
 
 class ProcessGroupCCL(dist.ProcessGroup):
-    """A group of `size` ranks that meet in `store`, outside of torch's list of groups. Collective.
+    """A group of `size` ranks that meet in `store`, outside of torch's list of groups. Creating it is collective.
 
     Args:
         store: where the ranks meet; one store serves one group.
         rank: this rank.
         size: the number of ranks.
-        timeout: of a call; torch's default, 30 minutes.
+        timeout: of a call; None is torch's default, 30 minutes.
 
-    Calls take tensors of the CPU and return a `Work`; `shutdown()` ends the group.
+    Calls accept CPU tensors and return a `Work`; `shutdown()` ends the group.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"ProcessGroupCCL(rank={rank}, size={size}): expected a rank from 0 to size - 1")
         super().__init__(rank, size)
-        # Groups of one store are of one job, and it is known by its address: no other store may get that.
+        # Keep the store: groups are assigned to a job by the store's address, which no other store may reuse.
         self._store = store
         wanted = _DistributedBackendOptions()
         wanted.store, wanted.group_rank, wanted.group_size = store, rank, size
@@ -107,36 +110,38 @@ class ProcessGroupCCL(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), kind, _create_group(wanted, None))
         self._set_default_backend(kind)
 
-    # Each calls torch's in a frame of its own name: torch finds out by it that the call is the method's own.
+    # Each method calls torch's in a frame of its own name, by which torch recognises a call from the overriding method.
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `ProcessGroup`."""
+        """See `ProcessGroup`; a refused root or type adds torch-ccl's phrase to the error. The same holds for the other
+        methods."""
         with _phrased():
             return super().broadcast(*args, **kwargs)
 
     def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `ProcessGroup`, and complete when it returns: scripts of torch-ccl read the tensors at once."""
+        """See `ProcessGroup`. The call is complete when it returns, because scripts for torch-ccl read the tensors at
+        once."""
         work = super().allreduce_coalesced(*args, **kwargs)
         work.wait()
         return work
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `ProcessGroup`."""
+        """See `ProcessGroup`."""
         with _phrased():
             return super().reduce(*args, **kwargs)
 
     def gather(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `ProcessGroup`."""
+        """See `ProcessGroup`."""
         with _phrased():
             return super().gather(*args, **kwargs)
 
     def scatter(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `ProcessGroup`."""
+        """See `ProcessGroup`."""
         with _phrased():
             return super().scatter(*args, **kwargs)
 
     def allgather(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `ProcessGroup`."""
+        """See `ProcessGroup`."""
         with _phrased():
             return super().allgather(*args, **kwargs)
 
@@ -145,7 +150,7 @@ class ProcessGroupCCL(dist.ProcessGroup):
             return super()._allgather_base(*args, **kwargs)
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `ProcessGroup`."""
+        """See `ProcessGroup`."""
         with _phrased():
             return super().reduce_scatter(*args, **kwargs)
 
@@ -155,11 +160,11 @@ class ProcessGroupCCL(dist.ProcessGroup):
 
 
 def _fill_pmi() -> None:
-    """What scripts for torch-ccl look for, under launchers that call it otherwise."""
+    """Sets the variables that scripts for torch-ccl read, if the launcher uses other names."""
     try:
         found = place(os.environ)
     except LaunchError:
-        # Who makes a group hears of it.
+        # Creating a group raises this error again.
         return
     if found is not None:
         known = {
@@ -176,5 +181,5 @@ def _fill_pmi() -> None:
 _fill_pmi()
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=["cpu"])
-# Where torch-ccl's is.
+# torch-ccl puts its class here.
 dist.ProcessGroupCCL = ProcessGroupCCL  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """torch_cgx by its own names, on accl: `from torch_accl.compat import cgx as torch_cgx`.
 
-Importing registers the backend name `cgx`. A group of that name is one of accl whose plain all_reduces, by SUM of at least 16
-elements of float32, float16 or bfloat16, are compressed as CGX's variables say at that call:
+Importing registers the backend name `cgx`. A group of that name is a group of accl that compresses plain all_reduces:
+by SUM, of at least 16 elements of float32, float16 or bfloat16. CGX's variables are read at each call:
 `CGX_COMPRESSION_QUANTIZATION_BITS` (32 by default, uncompressed), `CGX_COMPRESSION_BUCKET_SIZE` (512) and
-`CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS`. Rounding is to the nearest level, and a bucket's minimum and step are of the tensor's
-type. Every rank ends with the same bits.
+`CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS`. Rounding is to the nearest level, and a bucket's minimum and step have the
+tensor's type. Every rank ends with the same bits.
 
     from torch_accl.compat import cgx as torch_cgx
 
@@ -13,12 +13,18 @@ type. Every rank ends with the same bits.
     state = torch_cgx.CGXState(None, compression_params={"bits": 4, "bucket_size": 1024})
     model.register_comm_hook(state, torch_cgx.cgx_hook)
 
-**With a hook**, once a state was made, all other all_reduces are exact. **With registered layers** and no hook, an all_reduce is
-taken for a bucket if it has as many elements, and cut into its layers; all others are exact. **With a registered model** and
-no hook, an all_reduce is compressed if it has as many elements as successive layers of it, none of which is excluded. Where
-sizes do not tell which of several it is, it travels as it is, with a warning. Tables belong to the process: `reset` forgets them.
+**With a hook**, once a state exists, all other all_reduces are exact.
 
-`docs/migrating-cgx.md` has every variable and function, and what differs from CGX.
+**With registered layers** and no hook, an all_reduce that has as many elements as a registered bucket is cut into the
+layers of that bucket. All others are exact.
+
+**With a registered model** and no hook, an all_reduce is compressed if it has as many elements as successive layers of
+the model. None of these may be excluded.
+
+If the size fits several with different settings, the all_reduce is sent uncompressed, with a warning. Tables belong to
+the process: `reset` forgets them.
+
+`docs/migrating-cgx.md` has every variable and function, and the differences from CGX.
 """
 
 from __future__ import annotations
@@ -60,12 +66,12 @@ NAME = "cgx"
 
 @dataclass(frozen=True)
 class Registered:
-    """What was registered.
+    """The layers and names that were registered.
 
     Attributes:
-        layers: of each bucket, what `register_layer` and the setters said.
-        names: those that `register_model` was given.
-        excluded: what `exclude_layer` was given.
+        layers: the layers of each bucket, as set by `register_layer` and the setters.
+        names: the names passed to `register_model`.
+        excluded: the texts passed to `exclude_layer`.
     """
 
     layers: tuple[tuple[Layer, ...], ...]
@@ -77,23 +83,23 @@ def register_layer(bucket_idx: int, layer_idx: int, numel: int, bits: int, bucke
     """Adds a layer to the table of buckets. Buckets and their layers are registered in order, from 0.
 
     Args:
-        bucket_idx: the bucket of DistributedDataParallel.
-        layer_idx: its place there.
-        numel: its elements.
-        bits: 1 to 8; 9 to 32 mean uncompressed, 0 and less those of the environment.
+        bucket_idx: index of the bucket of DistributedDataParallel.
+        layer_idx: index of the layer in the bucket.
+        numel: number of elements of the layer.
+        bits: 1 to 8; 9 to 32 mean uncompressed, 0 and less take the environment's.
         bucket_size: elements that share a minimum and a step: a multiple of 8 from 8 to 8192.
 
     Raises:
-        ValueError: an argument is not what is expected.
+        ValueError: an argument has an invalid value.
     """
     _registry.register_layer(bucket_idx, layer_idx, numel, bits, bucket_size)
 
 
 def set_quantization_bits(bucket_idx: int, layer_idx: int, bits: int) -> None:
-    """Changes the bits of a registered layer, else of one that the only `CGXState` knows.
+    """Changes the bits of a registered layer, else of a layer of the only `CGXState`.
 
     Raises:
-        ValueError: no such bits or no such layer; or several states, which have setters of their own.
+        ValueError: the bits are invalid, or there is no such layer. Also if several states exist; use their setters.
     """
     value = check_bits(bits)
     if not _is_changed(bucket_idx, layer_idx, bits=value):
@@ -101,10 +107,10 @@ def set_quantization_bits(bucket_idx: int, layer_idx: int, bits: int) -> None:
 
 
 def set_quantization_bucket_size(bucket_idx: int, layer_idx: int, bucket_size: int) -> None:
-    """Changes the bucket size of a registered layer, else of one that the only `CGXState` knows.
+    """Changes the bucket size of a registered layer, else of a layer of the only `CGXState`.
 
     Raises:
-        ValueError: no such size or no such layer; or several states, which have setters of their own.
+        ValueError: the size is invalid, or there is no such layer. Also if several states exist; use their setters.
     """
     value = check_bucket_size("bucket_size", bucket_size)
     if not _is_changed(bucket_idx, layer_idx, bucket_size=value):
@@ -112,36 +118,36 @@ def set_quantization_bucket_size(bucket_idx: int, layer_idx: int, bucket_size: i
 
 
 def register_model(layers: nn.Module | Iterable[tuple[str, int | torch.Tensor]]) -> None:
-    """Tells the names of layers, in the order of the forward pass.
+    """Registers the names of layers, in the order of the forward pass.
 
     Args:
         layers: a model, or pairs of a name and either the parameter or its number of elements. With a model or with
-            parameters `cgx_hook` knows each gradient by name; with numbers, by its size. Again for the same layers is fine,
-            other layers are added.
+            parameters, `cgx_hook` identifies each gradient by name; with numbers, by its size. Registering the same
+            layers again has no effect; other layers are added.
 
     Raises:
-        ValueError: `layers` is nothing of the kind.
+        ValueError: `layers` is neither a model nor such pairs.
     """
     _registry.register_model(layers)
 
 
 def exclude_layer(name: str) -> None:
-    """Lets the layers travel as they are whose names contain `name`. One that no registered name contains is a warning.
+    """Sends layers whose names contain `name` uncompressed. Warns if no registered name contains it.
 
     Raises:
-        ValueError: it is no text, or an empty one.
+        ValueError: `name` is not a text, or is empty.
     """
     if not _registry.exclude(name):
         warnings.warn(f"cgx: exclude_layer({name!r}) fits no registered layer", stacklevel=2)
 
 
 def registered() -> Registered:
-    """What was registered. What a hook knows is in the `layers` of its state."""
+    """Returns the registered tables. A hook's layers are in the `layers` of its state."""
     return Registered(_registry.buckets, _registry.names, _registry.excluded)
 
 
 def reset() -> None:
-    """Forgets what was registered, and that there were hooks. Hooks that are in use go on."""
+    """Forgets the registered tables, and that hooks existed. Hooks in use keep working."""
     _registry.clear()
     _states.clear()
     CompressionState.is_any_made = False

@@ -1,7 +1,7 @@
-"""torchbraid by its own names, on accl: `from torch_accl.compat import torchbraid`, where a script has `import torchbraid`.
+"""torchbraid by its own names, on accl: `from torch_accl.compat import torchbraid` replaces `import torchbraid`.
 
     from torch_accl.compat import torchbraid
-    from torch_accl.compat.torchbraid import MPI  # in place of mpi4py's, which knows of one rank under torchrun
+    from torch_accl.compat.torchbraid import MPI  # replaces mpi4py's, which knows of one rank only under torchrun
 
     net = torchbraid.LayerParallel(MPI.COMM_WORLD, lambda: StepLayer(), 64, Tf=1.0, max_fwd_levels=2, max_bwd_levels=2)
     compose = net.comp_op()
@@ -9,10 +9,11 @@
     y = compose(tail, net(compose(head, x)))
     compose(criterion, y, target).backward()  # on all ranks
 
-Scripts run under torchrun, and under mpirun or srun; neither MPI, XBraid nor Cython is needed. A net is one of `torch_accl.layer_parallel`, which stands in its
-`body`: an exception in a layer is raised on all ranks, results do not depend on their number, and states are of any type and shape.
+Scripts run under torchrun, mpirun or srun; neither MPI, XBraid nor Cython is needed. A net's `body` is a net of
+`torch_accl.layer_parallel`. An exception in a layer is raised on all ranks. Results do not depend on the number of
+ranks, and states have any type and shape.
 
-`docs/migrating-torchbraid.md` has every name, and what differs.
+`docs/migrating-torchbraid.md` lists every name and the differences.
 """
 
 from . import _mpi as MPI

@@ -1,7 +1,8 @@
-"""Buffers in the forms that mpi4py takes: an array or a tensor alone, or in a list with counts, displacements and a type.
+"""Buffers in the forms that mpi4py accepts: an array or a tensor alone, or in a list with counts, displacements and a
+type.
 
-Owns the forms, and the checks that a form fits its memory. `simple` and `vector` read a form; a `Part` is the elements that it names. Calls that
-move elements are in `_communicator.py`.
+Owns the forms, and the checks that a form fits its memory. `simple` and `vector` parse a form; a `Part` holds the
+elements that it selects. Calls that move elements are in `_communicator.py`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Datatype:
-    """A type of elements by MPI's name. `dtype`: torch's; None for bytes, which any buffer consists of."""
+    """An element type by MPI's name. `dtype` is torch's type; None stands for bytes, which fit any buffer."""
 
     name: str
     dtype: torch.dtype | None
 
     def Get_name(self) -> str:
-        """Its name."""
+        """Returns MPI's name of the type."""
         return f"MPI_{self.name}"
 
     def Get_size(self) -> int:
-        """The bytes of an element."""
+        """Returns the bytes of an element."""
         return 1 if self.dtype is None else self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -46,7 +47,7 @@ class Datatype:
 
 BYTE = Datatype("BYTE", None)
 
-# The codes of numpy and of Python's arrays, which mpi4py takes as types.
+# Type codes of numpy and of Python's arrays, which mpi4py accepts as types.
 _CODES = {
     "?": torch.bool,
     "b": torch.int8,
@@ -87,12 +88,12 @@ class Part:
         return self.tensor.dtype
 
     def read(self) -> Tensor:
-        """The elements, dense and in one dimension: the buffer's own memory, or a copy if that is not dense."""
-        # One dimension of every second element is no reason for `reshape` to copy.
+        """Returns the elements, dense and in one dimension: the buffer's own memory, or a copy if that is not dense."""
+        # `reshape` does not copy a strided tensor of one dimension, so make it contiguous.
         return self.tensor.reshape(-1)[self.start : self.start + self.count].contiguous()
 
     def write(self, found: Tensor) -> None:
-        """Puts as many elements, or fewer, in their place."""
+        """Writes at most `count` elements to the start of this part."""
         if self.tensor.is_contiguous():
             self.read()[: found.numel()].copy_(found)
             return
@@ -101,16 +102,16 @@ class Part:
         self.tensor.copy_(whole.view(self.tensor.shape))
 
     def block(self, number: int, blocks: int) -> Part:
-        """One of `blocks` equal parts."""
+        """Returns part `number` of `blocks` equal parts."""
         count = self.count // blocks
         return Part(self.tensor, self.start + number * count, count)
 
     def check_like(self, other: Part, call: str, blocks: int = 1) -> None:
-        """Compares a buffer that is sent with the one that receives it, which has room for `blocks` of it.
+        """Checks that the buffer that is sent fits the buffer that receives it, which has room for `blocks` of it.
 
         Raises:
-            TypeError: elements of another type.
-            ValueError: another number of them.
+            TypeError: the elements have different types.
+            ValueError: the numbers of elements differ.
         """
         if other.dtype != self.dtype:
             raise TypeError(f"{call}: it sends {self.dtype} and receives {other.dtype}; give buffers of one type")
@@ -121,17 +122,17 @@ class Part:
 
 
 def tensor_of(buf: Any) -> Tensor:
-    """A buffer as a tensor of the same memory.
+    """Returns a buffer as a tensor of the same memory.
 
     Raises:
-        TypeError: it is neither a tensor nor an array of numpy.
+        TypeError: it is neither a tensor nor a numpy array.
     """
     if isinstance(buf, Tensor):
         return buf.detach()
     if hasattr(buf, "__array_interface__"):
         import numpy
 
-        # `as_tensor` would want a type, and the array has one.
+        # `as_tensor` may need a type; `from_numpy` takes the array's own.
         return torch.from_numpy(numpy.asarray(buf))
     raise TypeError(
         f"a buffer is a tensor or an array of numpy, not {type(buf).__name__}; objects have methods in small letters"
@@ -139,7 +140,7 @@ def tensor_of(buf: Any) -> Tensor:
 
 
 def simple(buf: Any, call: str, blocks: int = 1, *, is_reduced: bool = False) -> Part:
-    """The elements that a form names. A count is that of one of `blocks` equal parts, as MPI has it.
+    """Returns the elements that a form selects. A count is the count of one of `blocks` equal parts, as in MPI.
 
     Raises:
         TypeError: a form or a type that does not fit the buffer.
@@ -157,11 +158,12 @@ def simple(buf: Any, call: str, blocks: int = 1, *, is_reduced: bool = False) ->
 
 
 def vector(buf: Any, call: str, blocks: int) -> list[Part]:
-    """The elements that a form names for each of `blocks` ranks. Without counts the parts are equal, and without displacements they follow one another.
+    """Returns the elements that a form selects for each of `blocks` ranks. Without counts the parts are equal; without
+    displacements they follow one another.
 
     Raises:
         TypeError: a form or a type that does not fit the buffer.
-        ValueError: more elements than the buffer has, or counts of another number of ranks.
+        ValueError: more elements than the buffer has, or counts for another number of ranks.
     """
     tensor, given, displs = _unpacked(buf, call, is_vector=True, is_reduced=False)
     if given is None:
@@ -178,7 +180,7 @@ def vector(buf: Any, call: str, blocks: int) -> list[Part]:
 
 
 def _unpacked(buf: Any, call: str, *, is_vector: bool, is_reduced: bool) -> tuple[Tensor, Any, Any]:
-    """The memory in elements of the form's type, and what it has as counts and displacements."""
+    """Returns the memory in elements of the form's type, the counts and the displacements."""
     if not isinstance(buf, list | tuple):
         return tensor_of(buf), None, None
     if not buf:
@@ -188,7 +190,7 @@ def _unpacked(buf: Any, call: str, *, is_vector: bool, is_reduced: bool) -> tupl
     if len(rest) > (1 if kind is None else 2):
         raise TypeError(f"{call}: a list of {len(buf)} entries whose last is no type; {_FORMS}")
     counts, displs = rest if len(rest) == 2 else (rest[0] if rest else None, None)
-    # A list is counts by rank where there are such.
+    # A single list is the counts by rank where a call takes such counts.
     if len(rest) == 1 and isinstance(counts, tuple if is_vector else list | tuple):
         if len(counts) != 2:
             raise TypeError(f"{call}: {counts!r} in place of (count, displacement); {_FORMS}")

@@ -1,7 +1,7 @@
 """Communicators by mpi4py's names, over process groups of torch.
 
-Owns what ranks say to one another outside of a solve: objects, buffers, messages with tags, splits. The ranks themselves, and when a group is
-made for them, are in `_world.py`; the names that a script takes from `MPI` in `_mpi.py`.
+Owns the communication of ranks outside of a solve: objects, buffers, messages with tags, splits. `_world.py` finds the
+ranks and creates their group. `_mpi.py` has the names that a script takes from `MPI`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ANY_TAG = -1
 UNDEFINED = -32766
 COMM_TYPE_SHARED = "COMM_TYPE_SHARED"
 
-# The tag of torch's under which all messages travel: what torch knows of tags has no word for any of them, so each says its own.
+# The torch tag of all messages. A torch receive must name one tag, so each message carries its MPI tag in a header.
 _TORCHS_TAG = 7461
-# As much is on its way when `send` returns, received or not, as MPIs have it; of more it waits for the receiver.
+# A `send` of at most this many bytes returns before it is received, as in MPI; a larger `send` waits for the receiver.
 _EAGER_BYTES = 1 << 16
 
-# What a message consists of, by numbers that all ranks have: bytes of an object, bytes as they are, or elements.
+# Kinds of messages, by numbers that are the same on all ranks: a pickled object, plain bytes, or elements.
 _OBJECT, _BYTES = 0, 1
 _KINDS: tuple[torch.dtype | None, ...] = (
     None,
@@ -62,7 +62,7 @@ _KINDS: tuple[torch.dtype | None, ...] = (
     torch.complex128,
 )
 
-# In place of methods of mpi4py's that are missing, by their names in small letters.
+# Replacements for methods of mpi4py that are missing, by their names in lower case.
 _INSTEAD = {
     "iprobe": "recv or Recv with source=MPI.ANY_SOURCE and tag=MPI.ANY_TAG, which wait for the next message",
     "sendrecv_replace": "Isend of a copy, and Recv",
@@ -81,7 +81,7 @@ for _same in ("probe", "mprobe", "improbe"):
 
 @dataclass(frozen=True)
 class Op:
-    """A reduction: of two objects, and torch's of tensors where it has one."""
+    """A reduction: of two objects, and torch's reduction of tensors where it exists."""
 
     name: str
     of_two: Callable[[Any, Any], Any]
@@ -91,10 +91,10 @@ class Op:
         return self.of_two(a, b)
 
     def for_tensors(self) -> Any:
-        """torch's.
+        """Returns torch's reduction.
 
         Raises:
-            NotImplementedError: it has none.
+            NotImplementedError: torch has none.
         """
         if self.torchs is None:
             raise NotImplementedError(
@@ -104,7 +104,7 @@ class Op:
 
 
 class Status:
-    """What `recv` has found out of a message."""
+    """Source, tag and length of a received message."""
 
     def __init__(self) -> None:
         self.source = ANY_SOURCE
@@ -112,15 +112,16 @@ class Status:
         self.count_bytes = 0
 
     def Get_source(self) -> int:
-        """The rank that it came from."""
+        """Returns the rank that sent the message."""
         return self.source
 
     def Get_tag(self) -> int:
-        """Its tag."""
+        """Returns the message's tag."""
         return self.tag
 
     def Get_count(self, datatype: Datatype = BYTE) -> int:
-        """Its length in elements of a type, by default bytes; MPI.UNDEFINED if that is no whole number."""
+        """Returns the length in elements of a type, by default bytes; MPI.UNDEFINED if it is not a whole number of
+        elements."""
         count, rest = divmod(self.count_bytes, datatype.Get_size())
         return UNDEFINED if rest else count
 
@@ -128,7 +129,7 @@ class Status:
 
 
 class Request:
-    """A message under way."""
+    """A message in flight."""
 
     def __init__(
         self,
@@ -137,18 +138,18 @@ class Request:
         receive: Callable[[Status | None], Any] | None = None,
     ) -> None:
         self._works = list(works)
-        # What leaves stays as it is until it has left.
+        # Buffers of the message, which must not change until it is sent.
         self._kept = list(kept)
         self._receive = receive
         self._found: Any = None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to be waited for."""
+        """Whether the message is complete."""
         return self._receive is None and all(work.is_completed() for work in self._works)
 
     def wait(self, status: Status | None = None) -> Any:
-        """The object, of a receive; None of a send."""
+        """Waits for the message. Returns the received object; None for a send."""
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -158,10 +159,10 @@ class Request:
         return self._found
 
     def test(self) -> tuple[bool, Any]:
-        """Whether it is over, and what `wait` gives.
+        """Returns whether the message is complete, and what `wait` would return.
 
         Raises:
-            NotImplementedError: of a receive, which begins when somebody waits for it.
+            NotImplementedError: the request is a receive, which starts in `wait` only.
         """
         if self._receive is not None:
             raise NotImplementedError("test() of irecv: a message is received when somebody waits for it; use wait()")
@@ -170,12 +171,12 @@ class Request:
     Wait = wait
 
     def Test(self) -> bool:
-        """Whether it is over."""
+        """Returns whether the message is complete."""
         return self.test()[0]
 
     @staticmethod
     def waitall(requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> list[Any]:
-        """What each gives."""
+        """Waits for all requests and returns the result of each."""
         if statuses is not None and len(statuses) < len(requests):
             raise ValueError(f"waitall: {len(statuses)} statuses for {len(requests)} requests; give one for each")
         return [request.wait(None if statuses is None else statuses[at]) for at, request in enumerate(requests)]
@@ -187,24 +188,24 @@ class Request:
 class _Message:
     source: int
     tag: int
-    # The place of its elements' type in `_KINDS`.
+    # Index of the elements' type in `_KINDS`.
     kind: int
     data: Tensor
 
 
 class Comm:
-    """Ranks that talk with one another. `find` gives their group when it is wanted; None: this rank alone."""
+    """A communicator. `find` returns torch's group when it is needed; None stands for this rank alone."""
 
     def __init__(self, find: Callable[[], dist.ProcessGroup | None], name: str = "") -> None:
         self._find = find
         self.name = name
-        # Messages that came while another one was waited for.
+        # Unexpected messages: received while another one was awaited.
         self._came: deque[_Message] = deque()
         self._leaving: list[Request] = []
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """torch's group of these ranks; None where there is no other rank and no group."""
+        """torch's group of these ranks; None if this rank is alone without a group."""
         return self._find()
 
     def __repr__(self) -> str:
@@ -221,19 +222,19 @@ class Comm:
             f"a communicator of torch_accl.compat.torchbraid has no {name}; use {instead or 'torch.distributed with its group, `comm.group`'}"
         )
 
-    # A communicator stands for ranks, and a net that is copied stays on them.
+    # A communicator stands for ranks, and a copied net stays on them.
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
         return self
 
-    # ---- who
+    # ---- rank and size
 
     def Get_rank(self) -> int:
-        """This rank's number."""
+        """Returns this rank's number."""
         group = self.group
         return 0 if group is None else group.rank()
 
     def Get_size(self) -> int:
-        """How many there are."""
+        """Returns the number of ranks."""
         group = self.group
         return 1 if group is None else group.size()
 
@@ -244,15 +245,15 @@ class Comm:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.Get_size()
 
     def Get_name(self) -> str:
-        """Its name."""
+        """Returns the communicator's name."""
         return self.name
 
     def Is_inter(self) -> bool:
-        """Whether it is between two groups, as none is here."""
+        """Returns False: there are no inter-communicators."""
         return False
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
@@ -261,13 +262,13 @@ class Comm:
         sys.stderr.flush()
         os._exit(errorcode)
 
-    # ---- fewer ranks
+    # ---- splitting
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
-        """The communicator of those that give the same color, in the order of their keys. Collective.
+        """Returns the communicator of the ranks that pass the same color, ordered by their keys. Collective.
 
         Raises:
-            NotImplementedError: of a part of the world, of which torch cannot split another part.
+            NotImplementedError: the communicator has only some of the job's ranks, which torch cannot split again.
         """
         group = self.group
         if group is not None and group.size() < dist.get_world_size():
@@ -279,49 +280,50 @@ class Comm:
         for other in dict.fromkeys(color for color, _ in of_all if color != UNDEFINED):
             members = [rank for rank, (theirs, _) in enumerate(of_all) if theirs == other]
             members.sort(key=lambda rank: (of_all[rank][1], rank))
-            # All ranks make all groups, in the same order.
+            # All ranks create all groups, in the same order.
             part = self._part([rank if group is None else dist.get_global_rank(group, rank) for rank in members])
             if other == color:
                 mine = Comm(lambda part=part: part, f"{self.name} split {color}")  # type: ignore[misc]
         return mine
 
     def _part(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of ranks of the world, in this order, on them; None for one rank, and on the others."""
+        """Creates a group of the job's `ranks`, in this order. Returns None for a single rank, and on ranks outside of
+        the group."""
         if len(ranks) == 1:
             return None
         group = dist.new_group(list(ranks), sort_ranks=False)
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def Split_type(self, split_type: object = COMM_TYPE_SHARED, key: int = 0) -> Comm:
-        """The communicator of the ranks of this host. Collective."""
+        """Returns the communicator of the ranks of this host. Collective."""
         if split_type != COMM_TYPE_SHARED:
             raise NotImplementedError(f"Split_type({split_type}): MPI.COMM_TYPE_SHARED is the only one here")
         hosts = self.allgather(socket.gethostname())
         return self.Split(hosts.index(socket.gethostname()), key)
 
     def Dup(self) -> Comm:
-        """The same ranks, with messages of their own. Collective."""
+        """Returns a communicator of the same ranks with separate messages. Collective."""
         return self.Split(0, self.rank)
 
     Clone = Dup
 
     def Free(self) -> None:
-        """Ends the group. Collective; the world stays."""
+        """Destroys the group, unless it is the default group. Collective."""
         group = self.group
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 
-    # ---- all together, objects
+    # ---- collectives on objects
 
     def Barrier(self) -> None:
-        """Waits until all are here."""
+        """Waits until all ranks have called it."""
         if (group := self.group) is not None:
             dist.barrier(group=group)
 
     barrier = Barrier
 
     def bcast(self, obj: Any = None, root: int = 0) -> Any:
-        """The object of one rank."""
+        """Returns the root's object."""
         self._check_root("bcast", root)
         group = self.group
         if group is None:
@@ -331,7 +333,7 @@ class Comm:
         return objects[0]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """The objects of all, on one rank."""
+        """Returns the objects of all ranks on the root; None on the others."""
         self._check_root("gather", root)
         group = self.group
         if group is None:
@@ -341,7 +343,7 @@ class Comm:
         return found
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """The objects of all."""
+        """Returns the objects of all ranks."""
         group = self.group
         if group is None:
             return [sendobj]
@@ -350,7 +352,7 @@ class Comm:
         return found
 
     def scatter(self, sendobj: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """Of a list of one rank, to each its own."""
+        """Returns this rank's entry of the root's list."""
         given = self._for_each("scatter", sendobj) if self._check_root("scatter", root) else None
         group = self.group
         if group is None:
@@ -361,12 +363,12 @@ class Comm:
         return found[0]
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Of each one's list, to each its own."""
+        """Returns this rank's entry of each rank's list."""
         rank = self.rank
         return [theirs[rank] for theirs in self.allgather(self._for_each("alltoall", sendobj))]
 
     def _for_each(self, call: str, given: Sequence[Any] | None) -> list[Any]:
-        """A list with an object for each rank."""
+        """Returns a list with an object for each rank."""
         objects = None if given is None else list(given)
         if objects is None or len(objects) != self.size:
             what = "None" if objects is None else f"{len(objects)} objects"
@@ -374,29 +376,29 @@ class Comm:
         return objects
 
     def reduce(self, sendobj: Any, op: Op | None = None, root: int = 0) -> Any:
-        """The objects of all in one, in the order of ranks, on one rank."""
+        """Combines the objects of all ranks, in rank order, and returns the result on the root; None on the others."""
         found = self.gather(sendobj, root)
         return None if found is None else functools.reduce(op or _ADD, found)
 
     def allreduce(self, sendobj: Any, op: Op | None = None) -> Any:
-        """The objects of all in one, in the order of ranks."""
+        """Combines the objects of all ranks, in rank order, and returns the result."""
         return functools.reduce(op or _ADD, self.allgather(sendobj))
 
     def scan(self, sendobj: Any, op: Op | None = None) -> Any:
-        """The objects of the ranks up to this one in one."""
+        """Combines the objects of the ranks up to and including this one."""
         return functools.reduce(op or _ADD, self.allgather(sendobj)[: self.rank + 1])
 
-    # ---- all together, buffers in the forms of `_buffers.py`
+    # ---- collectives on buffers in the forms of `_buffers.py`
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
-        """The elements of one rank."""
+        """Broadcasts the root's elements."""
         self._check_root("Bcast", root)
         part = simple(buf, "Bcast")
         if (group := self.group) is not None:
             _in_place(part, lambda flat: dist.broadcast(flat, group=group, group_src=root))
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op | None = None) -> None:
-        """Elements of all in one."""
+        """Reduces the elements of all ranks on every rank."""
         reduction = _reduction("Allreduce", op)
         out = simple(recvbuf, "Allreduce", is_reduced=True)
         if sendbuf is not IN_PLACE:
@@ -407,7 +409,7 @@ class Comm:
             _in_place(out, lambda flat: dist.all_reduce(flat, reduction, group=group))
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op | None = None, root: int = 0) -> None:
-        """The same on one rank."""
+        """Reduces the elements of all ranks on the root."""
         reduction = _reduction("Reduce", op)
         is_root = self._check_root("Reduce", root)
         given = simple(self._given("Reduce", sendbuf, recvbuf, is_root), "Reduce", is_reduced=True)
@@ -420,7 +422,7 @@ class Comm:
             out.write(flat)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Elements of all, one rank's after the other's."""
+        """Gathers the elements of all ranks on every rank, in rank order."""
         size = self.size
         out = simple(recvbuf, "Allgather", size)
         given = out.block(self.rank, size) if sendbuf is IN_PLACE else simple(sendbuf, "Allgather")
@@ -434,7 +436,7 @@ class Comm:
         out.write(torch.cat(parts))
 
     def Gather(self, sendbuf: Any, recvbuf: Any = None, root: int = 0) -> None:
-        """The same on one rank."""
+        """Gathers the elements of all ranks on the root, in rank order."""
         size, is_root = self.size, self._check_root("Gather", root)
         self._given("Gather", sendbuf, recvbuf, is_root)
         out = simple(recvbuf, "Gather", size) if is_root else None
@@ -451,7 +453,7 @@ class Comm:
             out.write(torch.cat(parts))
 
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Elements of one rank, to each its part."""
+        """Distributes the root's elements in equal parts."""
         size, is_root = self.size, self._check_root("Scatter", root)
         self._given("Scatter", recvbuf, sendbuf, is_root)
         given = simple(sendbuf, "Scatter", size) if is_root else None
@@ -468,7 +470,7 @@ class Comm:
         out.write(found)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Elements of each, to each its part."""
+        """Exchanges equal parts between all ranks."""
         size = self.size
         out = simple(recvbuf, "Alltoall", size)
         given = out if sendbuf is IN_PLACE else simple(sendbuf, "Alltoall", size)
@@ -480,10 +482,10 @@ class Comm:
         dist.all_to_all_single(found, given.read(), group=group)
         out.write(found)
 
-    # ---- the same of parts of different lengths: counts, and displacements, by rank
+    # ---- the same with parts of different lengths: counts, and displacements, by rank
 
     def Gatherv(self, sendbuf: Any, recvbuf: Any = None, root: int = 0) -> None:
-        """As `Gather`."""
+        """See `Gather`; parts may have different lengths."""
         size, is_root = self.size, self._check_root("Gatherv", root)
         self._given("Gatherv", sendbuf, recvbuf, is_root)
         into = vector(recvbuf, "Gatherv", size) if is_root else []
@@ -491,7 +493,7 @@ class Comm:
         self._exchange("Gatherv", {root: given}, dict(enumerate(into)), given)
 
     def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """As `Scatter`."""
+        """See `Scatter`; parts may have different lengths."""
         size, is_root = self.size, self._check_root("Scatterv", root)
         self._given("Scatterv", recvbuf, sendbuf, is_root)
         given = vector(sendbuf, "Scatterv", size) if is_root else []
@@ -499,21 +501,22 @@ class Comm:
         self._exchange("Scatterv", dict(enumerate(given)), {root: out}, out)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """As `Allgather`."""
+        """See `Allgather`; parts may have different lengths."""
         size = self.size
         into = vector(recvbuf, "Allgatherv", size)
         given = into[self.rank] if sendbuf is IN_PLACE else simple(sendbuf, "Allgatherv")
         self._exchange("Allgatherv", dict.fromkeys(range(size), given), dict(enumerate(into)), given)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """As `Alltoall`."""
+        """See `Alltoall`; parts may have different lengths."""
         size = self.size
         into = vector(recvbuf, "Alltoallv", size)
         given = into if sendbuf is IN_PLACE else vector(sendbuf, "Alltoallv", size)
         self._exchange("Alltoallv", dict(enumerate(given)), dict(enumerate(into)), into[0])
 
     def _exchange(self, call: str, sent: dict[int, Part], received: dict[int, Part], like: Part) -> None:
-        """Sends a part to each of some ranks and receives one from each of some; ranks compare their counts first."""
+        """Sends a part to each rank in `sent` and receives one from each rank in `received`; ranks compare their counts
+        first."""
         size = self.size
         counts = [[parts[rank].count if rank in parts else 0 for rank in range(size)] for parts in (sent, received)]
         types = {str(part.dtype) for part in (*sent.values(), *received.values())}
@@ -540,30 +543,31 @@ class Comm:
                 received[rank].write(coming_part)
 
     def _check_root(self, call: str, root: int) -> bool:
-        """Whether this rank is the root."""
+        """Returns whether this rank is the root."""
         if not 0 <= root < self.size:
             raise ValueError(f"{call} with root {root}: this communicator has ranks 0 to {self.size - 1}")
         return self.rank == root
 
     @staticmethod
     def _given(call: str, own: Any, whole: Any, is_root: bool) -> Any:
-        """What a rank gives: its own buffer, or in place of it on the root its part of the whole."""
+        """Returns the buffer that a rank contributes: its own, or the whole one if the root passed IN_PLACE."""
         if own is not IN_PLACE:
             return own
         if not is_root:
             raise ValueError(f"{call}: MPI.IN_PLACE on a rank that is not the root; give a buffer")
         return whole
 
-    # ---- from one to another
+    # ---- point-to-point messages
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Sends an object. A small one is on its way when this returns; of a large one the receiver has begun."""
+        """Sends an object. Returns at once for a small object; for a large one, when the receiver has begun to
+        receive."""
         self._send(_bytes_of(obj), dest, tag, _OBJECT)
 
     ssend = send
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Begins to send an object."""
+        """Starts to send an object."""
         return self._post(_bytes_of(obj), dest, tag, _OBJECT)
 
     def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
@@ -576,7 +580,7 @@ class Comm:
         return pickle.loads(message.data.numpy().tobytes())
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """An object that is received when somebody waits for it."""
+        """Returns a request for an object, which is received in its `wait`."""
         return Request([], [], lambda status: self.recv(None, source, tag, status))
 
     def sendrecv(
@@ -602,21 +606,21 @@ class Comm:
     Ssend = Send
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Begins to send them."""
+        """Starts to send the elements of a buffer."""
         return self._post(*_bytes_in(buf, "Isend", dest, tag))
 
     def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> None:
         """Receives elements into a buffer, which must have room for them.
 
         Raises:
-            TypeError: elements of another type have come, or an object.
-            ValueError: more has come than fits.
+            TypeError: the message has elements of another type, or an object.
+            ValueError: the message is too long, or not a whole number of elements.
         """
         out = simple(buf, "Recv")
         message = self._take(source, tag, status)
         came, width = message.data.numel(), out.tensor.element_size()
         wanted = _kind_of(out.dtype)
-        # Bytes are what a type is made of, on either side.
+        # Bytes fit any type, on either side.
         if message.kind != wanted and _BYTES not in (message.kind, wanted):
             what = "an object" if message.kind == _OBJECT else f"elements of {_KINDS[message.kind]}"
             raise TypeError(
@@ -629,7 +633,7 @@ class Comm:
         out.write(message.data.clone().view(out.dtype))
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """The same when somebody waits for it."""
+        """Returns a request for elements, which are received into the buffer in its `wait`."""
         simple(buf, "Irecv")
         return Request([], [], lambda status: self.Recv(buf, source, tag, status))
 
@@ -672,7 +676,7 @@ class Comm:
         return None
 
     def _next(self, source: int) -> _Message:
-        """The next message of a rank, or of any, whatever its tag."""
+        """Receives the next message from one rank, or from any, regardless of its tag."""
         group, size = self.group, self.size
         if source != ANY_SOURCE and not 0 <= source < size:
             raise ValueError(f"recv from rank {source}: this communicator has ranks 0 to {size - 1}")
@@ -692,7 +696,7 @@ class Comm:
 
 
 class _Null(Comm):
-    """No communicator: what `Split` gives to who is in none."""
+    """The null communicator, which `Split` returns to ranks that passed UNDEFINED."""
 
     def __init__(self) -> None:
         super().__init__(self._refuse, "COMM_NULL")
@@ -710,7 +714,7 @@ _ADD = Op("SUM", lambda a, b: a + b, dist.ReduceOp.SUM)
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where a group has messages that are not a caller's."""
+    """Returns the device for this module's own messages in a group."""
     devices = group._device_types
     cpu = torch.device("cpu")
     return cpu if cpu in devices or not devices else devices[0]
@@ -721,16 +725,16 @@ def _bytes_of(obj: Any) -> Tensor:
 
 
 def _bytes_in(buf: Any, call: str, dest: int, tag: int) -> tuple[Tensor, int, int, int]:
-    """The arguments of a message of a buffer."""
+    """Returns the arguments of a message with a buffer's elements."""
     part = simple(buf, call)
     given = part.read().cpu()
-    # A copy: a request may outlive what the caller does with the buffer.
+    # Copied, because the caller may change the buffer while the request is in flight.
     data = given.view(torch.uint8).clone() if part.count else torch.empty(0, dtype=torch.uint8, device="cpu")
     return data, dest, tag, _kind_of(part.dtype)
 
 
 def _kind_of(dtype: torch.dtype) -> int:
-    """The place of a type in `_KINDS`; that of bytes if it has none."""
+    """Returns the index of a type in `_KINDS`; the index of bytes if the type is not listed."""
     return _KINDS.index(dtype) if dtype in _KINDS else _BYTES
 
 
@@ -741,7 +745,7 @@ def _reduction(call: str, op: Op | None) -> Any:
 
 
 def _in_place(part: Part, call: Callable[[Tensor], Any]) -> None:
-    """Calls with the elements of a buffer, dense, whose result they become."""
+    """Calls with a buffer's elements as a dense tensor, and stores what the call leaves there in the buffer."""
     flat = part.read()
     call(flat)
     if not part.tensor.is_contiguous():

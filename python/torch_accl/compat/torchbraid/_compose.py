@@ -1,6 +1,7 @@
 """Head, tail and loss on rank 0 alone.
 
-Owns what the other ranks get in their place: nothing for a module, and for a call a zero on which `backward()` leads to the net's own.
+Owns their replacements on the other ranks: None for a module, and for a call a zero whose `backward()` leads to the
+net's backward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ __all__ = ["Compose"]
 
 
 class Compose:
-    """Calls what it is given on rank 0. Elsewhere a class gives None, and anything else a tensor with one zero."""
+    """Calls its argument on rank 0. On other ranks, a class gives None, and any other callable a tensor with one
+    zero."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -34,6 +36,6 @@ class Compose:
         zero = torch.zeros(1, dtype=torch.get_default_dtype(), device=device)
         for tensor in tensors:
             if tensor.requires_grad:
-                # None of its elements: whatever they are, it is zero.
+                # Sum no elements: the result is zero whatever the values are, and keeps the graph.
                 zero = zero + tensor.flatten()[:0].sum().to(zero.dtype)
         return zero

@@ -1,7 +1,7 @@
 """torchbraid's net of layers.
 
-Owns its construction: what functors and counts are as layers of `torch_accl.layer_parallel`, which seed they are built from, and the way back to a
-module of one rank.
+Owns its construction: the translation of functors and counts to layers of `torch_accl.layer_parallel`, the seed of the
+layers, and the conversion to a module of one rank.
 """
 
 from __future__ import annotations
@@ -32,22 +32,25 @@ Functor = Callable[[], nn.Module]
 
 
 class LayerParallel(Parallel):
-    """A net whose layers lie on the ranks of a communicator; its input, and its output, are on rank 0.
+    """A net whose layers lie on the ranks of a communicator; its input and its output are on rank 0.
 
-    comm: of `MPI` here; or a process group, a mesh of one dimension, or a communicator of mpi4py that has the world's ranks.
-    layer_blocks, global_steps: a functor and how many layers it builds, or lists of both. Of more than one, they are steps `x + dt * layer(x)`, or
-        `layer(x, dt)` where the layer's `forward` has a second argument; a single one is a layer `layer(x)`, which may change the shape.
-    Tf: the length of time of all layers together, single ones among them; dt is that divided by their number.
-    max_fwd_levels, max_bwd_levels: how many levels each pass is solved with; 1 is exact, one rank after the other.
-    max_iters: of both passes, see `setMaxIters`.
-    spatial_ref_funcs, levels_to_coarsen: `coarsen(tensor, level)`, `refine(tensor, level)` and `shape(lengths, level)`, which says what `coarsen` makes of a shape; and the
-        levels from which states become coarser on the way to the next, 0 the finest. Levels that the net has not are none of them. Both passes do so.
-    user_mpi_buf: see `docs/migrating-torchbraid.md`; states are sent from the memory that they lie in.
+    comm: a communicator of this package's `MPI`, a process group, a mesh of one dimension, or a communicator of mpi4py
+        with the ranks of the job.
+    layer_blocks, global_steps: a functor and the number of layers that it builds, or lists of both. If the number is
+        above 1, layers are steps `x + dt * layer(x)`, or `layer(x, dt)` if the layer's `forward` has a second argument.
+        A single layer is `layer(x)`, which may change the shape.
+    Tf: total time of all layers, including single ones; dt is Tf divided by their number.
+    max_fwd_levels, max_bwd_levels: levels of each pass's solve; 1 is exact, one rank after the other.
+    max_iters: iterations of both passes, see `setMaxIters`.
+    spatial_ref_funcs, levels_to_coarsen: `coarsen(tensor, level)`, `refine(tensor, level)` and `shape(lengths, level)`,
+        which returns the shape that `coarsen` produces. States become coarser on the way from each listed level to the
+        next, 0 being the finest. Levels that the net does not have are ignored. Both passes do so.
+    user_mpi_buf: see `docs/migrating-torchbraid.md`; states are sent from the memory where they are stored.
 
     Raises:
-        NotImplementedError: splines.
-        ValueError: counts, levels or a communicator that cannot be.
-        LayerParallelError: a functor has failed on some rank.
+        NotImplementedError: `nsplines` is not 0.
+        ValueError: invalid counts, levels or communicator.
+        LayerParallelError: a functor failed on some rank.
     """
 
     body: Body
@@ -90,13 +93,13 @@ class LayerParallel(Parallel):
             body = Body(
                 blocks,
                 group=self.ranks.group or "alone",
-                # The body's own dt counts steps alone.
+                # The body's dt counts steps only, not single layers.
                 horizon=Tf * steps / len(blocks),
                 seed=seed,
                 fwd=Cycle(levels=1),
                 bwd=Cycle(levels=1),
                 spatial=coarsened,
-                # Coarsening factors are set later, and the layers have to be somewhere now.
+                # Coarsening factors are set later, and the layers need a placement now.
                 placement="even",
             )
         except Exception as error:
@@ -111,12 +114,13 @@ class LayerParallel(Parallel):
             app.owner = body.owner
             app.coarsened = () if coarsened is None else tuple(coarsened.levels)
         self.enable_diagnostics = False
-        # Of the last forward pass, where somebody has asked for it.
+        # Inputs and outputs of layers in the last forward pass, if diagnostics are enabled.
         self._seen: dict[int, Seen] = {}
 
     def _agreed(self, functors: Sequence[Functor], counts: Sequence[int]) -> tuple[int, list[Any]]:
-        """The seed of all layers, and what each functor's are; rank 0 tries that."""
-        # Each rank draws, so that all are where they were.
+        """Returns the seed of all layers, and the kind of each functor's layers, which rank 0 finds out by building
+        one."""
+        # Each rank draws a number, so that all random generators advance alike.
         drawn = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
         found: tuple[int, list[str]] | str | None = None
         error: Exception | None = None
@@ -134,9 +138,11 @@ class LayerParallel(Parallel):
     # ---- a batch
 
     def forward(self, x: Any, *extra_args: Any, **extra_kwargs: Any) -> Any:
-        """The net of rank 0's x, on rank 0. The last rank has it as well, and the others zeros of its shape; all call `backward()` on what they have made of it.
+        """Returns the net's output for rank 0's x on rank 0.
 
-        On other ranks x is ignored. Extra arguments are given to each layer after its own; they are the same on all ranks, and get no gradient.
+        The last rank returns the output as well; the other ranks return zeros of its shape. All ranks call `backward()`
+        on what they computed from it. On other ranks x is ignored. Extra arguments are passed to each layer after its
+        own; they are the same on all ranks, and get no gradient.
         """
         own, forward = self._own(), self.fwd_app
         self.settle()
@@ -156,16 +162,18 @@ class LayerParallel(Parallel):
     # ---- states of the last batch
 
     def diagnostics(self, enable: bool) -> None:
-        """Whether forward passes keep the input and the output of each layer, for `getDiagnostics` and `getFineTimePoints`."""
+        """Sets whether forward passes keep the input and output of each layer, for `getDiagnostics` and
+        `getFineTimePoints`."""
         self.enable_diagnostics = enable
         if not enable:
             self._seen = {}
 
     def getDiagnostics(self) -> dict[str, Any]:
-        """Of the last forward pass, on rank 0, by layer: its number, the 2-norms of its input, its output, and each of its parameters. Collective.
+        """Returns, on rank 0, data of the last forward pass by layer: its number, and the 2-norms of its input, its
+        output and each parameter. Collective.
 
         Raises:
-            RuntimeError: nobody has asked for states to be kept.
+            RuntimeError: diagnostics are not enabled.
         """
         self._check_kept("getDiagnostics")
         mine = {
@@ -183,11 +191,12 @@ class LayerParallel(Parallel):
         }
 
     def getFineTimePoints(self) -> tuple[list[float], list[BraidVector]]:
-        """The times of this rank's points, and their states in the last forward pass. Without `diagnostics(True)` they are there between a forward pass with
-        gradients and its backward pass.
+        """Returns the times of this rank's points, and their states in the last forward pass.
+
+        Without `diagnostics(True)`, states exist between a forward pass with gradients and its backward pass.
 
         Raises:
-            RuntimeError: states are no longer kept.
+            RuntimeError: the states no longer exist.
         """
         batch = None if self._batch is None else self._batch()
         points: dict[int, Any] = {}
@@ -198,7 +207,7 @@ class LayerParallel(Parallel):
                 points[number + 1] = self._after(number, seen)
         elif batch is not None:
             points = recorded(batch)
-            # A rank without layers has none at any time.
+            # A rank without layers has no points, even while the batch exists.
             batch = batch if points or not self.layer_models else None
         if batch is None and not self.enable_diagnostics:
             raise RuntimeError(
@@ -233,11 +242,12 @@ class LayerParallel(Parallel):
 
     @property
     def local_layers(self) -> nn.Sequential:
-        """The same one after the other, without their steps."""
+        """This rank's layers one after the other, without their steps."""
         return nn.Sequential(*self.layer_models)
 
     def buildSequentialOnRoot(self) -> nn.Sequential | None:
-        """A copy of the whole net on rank 0, one step after the other, with parameters and buffers as they are; None on the others. Collective.
+        """Returns on rank 0 a copy of the whole net as a sequence of steps, with its current parameters and buffers;
+        None on the others. Collective.
 
         Raises:
             LayerParallelError: layers of some rank cannot be pickled.
@@ -250,7 +260,7 @@ class LayerParallel(Parallel):
 
 
 class _Builder:
-    """A functor as what builds a layer of some number."""
+    """Builds a layer by its number from a functor, which takes no number."""
 
     def __init__(self, functor: Functor, dt: float | None) -> None:
         self._functor = functor
@@ -263,7 +273,7 @@ class _Builder:
 
 
 class _WithStep(nn.Module):
-    """A single layer that wants to know dt."""
+    """A single layer whose `forward` takes dt."""
 
     def __init__(self, layer: nn.Module, dt: float) -> None:
         super().__init__()
@@ -294,7 +304,7 @@ def _listed(
 
 
 def _kind(layer: nn.Module, count: int) -> str:
-    """What a layer is, of which there are so many; "timed plain" is a single one that takes dt."""
+    """Returns the kind of `count` layers like this; "timed plain" is a single layer that takes dt."""
     if not isinstance(layer, nn.Module):
         raise TypeError(f"it returned {type(layer).__name__}; return a torch.nn.Module")
     taken = [
@@ -304,5 +314,5 @@ def _kind(layer: nn.Module, count: int) -> str:
     ]
     if count > 1:
         return "timed" if len(taken) > 1 else "ode"
-    # A single one may have others that are none of ours.
+    # The `forward` of a single layer may have other optional arguments.
     return "timed plain" if len(taken) > 1 and taken[1].default is inspect.Parameter.empty else "plain"

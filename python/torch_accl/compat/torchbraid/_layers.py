@@ -1,7 +1,7 @@
-"""Layers that know of a solve.
+"""Layers that depend on the solve.
 
-Owns dropout by sample, and batch norm under torchbraid's name. When running statistics are updated is the matter of `layer_parallel`, which evaluates a
-layer on copies of its buffers until the last sweep.
+Owns dropout with a mask for each sample, and batch norm under torchbraid's name. `layer_parallel` decides when running
+statistics are updated: it evaluates a layer on copies of its buffers until the last sweep.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ __all__ = ["LPBatchNorm2d", "LPDropout"]
 
 
 class LPBatchNorm2d(nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d`, of any number of dimensions from two; its running statistics are updated once a batch. They are its only buffers, and
-    checkpoints of torch's own and of torchbraid's are loaded.
+    """`torch.nn.BatchNorm2d` for inputs of two or more dimensions; its running statistics are updated once a batch.
+
+    The running statistics are its only buffers. It loads checkpoints of torch's layer and of torchbraid's.
     """
 
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
@@ -41,7 +42,7 @@ class LPBatchNorm2d(nn.BatchNorm2d):
         return self.running_var
 
     def reset_running_stats(self) -> None:
-        """As of a new layer."""
+        """Resets the running statistics to a new layer's."""
         assert self.running_mean is not None and self.running_var is not None, "it tracks them"
         self.running_mean.zero_()
         self.running_var.fill_(1)
@@ -53,19 +54,21 @@ class LPBatchNorm2d(nn.BatchNorm2d):
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        # The number of batches of torch's, and the flag of torchbraid's, have nothing to go to.
+        # torch's number of batches and torchbraid's flag have no counterpart here.
         for name in ("num_batches_tracked", "done_flag"):
             state_dict.pop(f"{prefix}{name}", None)
         for theirs, ours in (("mean", "running_mean"), ("var", "running_var")):
             if f"{prefix}{theirs}" in state_dict:
                 state_dict[f"{prefix}{ours}"] = state_dict.pop(f"{prefix}{theirs}")
-        # Not that of the base, which adds a number of batches.
+        # Skip the base class's method, which adds a number of batches.
         nn.Module._load_from_state_dict(self, state_dict, prefix, *others)
 
 
 class LPDropout(nn.Module):
-    """Dropout whose mask is one for all evaluations of a layer in a batch, another one for each batch, layer and sample, and the same however the batch
-    is cut into micro-batches. Outside of a layer-parallel net it draws as torch's does. `t` makes other masks of the same seed.
+    """Dropout whose mask is the same for all evaluations of a layer in a batch.
+
+    Each batch, layer and sample has another mask, and the mask does not depend on how a batch is cut into
+    micro-batches. Outside of a layer-parallel net it draws as torch does. `t` selects other masks of the same seed.
     """
 
     def __init__(self, p: float = 0.2, t: int = 0) -> None:
@@ -76,19 +79,19 @@ class LPDropout(nn.Module):
         self.t = t
 
     def forward(self, input: Tensor) -> Tensor:
-        """Samples are the first dimension."""
+        """Applies the mask; the first dimension is the samples."""
         if not self.training or self.p == 0:
             return input
         mask: Tensor = torch.ops.torch_accl_torchbraid.sample_mask(input.detach(), self.p, self.t)
         return input * mask
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """Returns the arguments as text."""
         return f"p={self.p}" + (f", t={self.t}" if self.t else "")
 
 
 def _sample_mask(like: Tensor, p: float, t: int) -> Tensor:
-    """Zeros with the probability p, and else what keeps the mean."""
+    """Returns a mask: 0 with probability p, else the factor that keeps the mean."""
     mask = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     what = drawn_for()
     if what is None:
@@ -101,7 +104,7 @@ def _sample_mask(like: Tensor, p: float, t: int) -> Tensor:
 def _draw_rows(mask: Tensor, p: float, t: int, what: Drawing) -> None:
     call, what.calls = what.calls, what.calls + 1
     rows = mask.unbind(0) if mask.dim() else (mask,)
-    # Micro-batches are of one size.
+    # All micro-batches have the same size.
     first = what.micro_batch * len(rows)
     generator = torch.Generator(device=mask.device)
     for number, row in enumerate(rows, first):
@@ -113,12 +116,12 @@ def _form_of_mask(like: Tensor, p: float, t: int) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="meta")
 
 
-# An operator, since what torch.compile makes of a layer must ask anew each time, and may not take two draws for one.
+# An operator, so that code compiled by torch.compile draws again each time, and never merges two draws.
 _OPERATORS = torch.library.Library("torch_accl_torchbraid", "DEF")  # type: ignore[no-untyped-call]
 _OPERATORS.define(  # type: ignore[no-untyped-call]
     "sample_mask(Tensor like, float p, int t) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
 )
-# It asks for the layer that it is in.
+# The operator seeds its own generator by the layer that is being evaluated.
 SEEDING_THEMSELVES.add("torch_accl_torchbraid::sample_mask")
 for _device, _body in (("CPU", _sample_mask), ("CUDA", _sample_mask), ("Meta", _form_of_mask)):
     _OPERATORS.impl("sample_mask", _body, _device)  # type: ignore[no-untyped-call]

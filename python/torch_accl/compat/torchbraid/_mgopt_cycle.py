@@ -1,7 +1,8 @@
 """The V-cycle of torchbraid's MG/Opt, over models of different depth inside a batch.
 
-Owns when which model takes a step, and how much is made of what a coarser one suggests: line searches. What a model does in a batch is in `_mgopt_levels.py`. It is
-the cycle of `torch_accl.layer_parallel.MGOpt`, for models whose heads, tails and losses lie on the first rank, with torchbraid's ways to restrict and to search.
+Owns the order of the models' steps, and the line searches that scale a coarser model's correction. `_mgopt_levels.py`
+evaluates a model on a batch. The cycle follows `torch_accl.layer_parallel.MGOpt`, but heads, tails and losses lie on
+the first rank, and restrictions and searches are torchbraid's.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ __all__ = ["Cycle", "Way"]
 
 @dataclass
 class Way:
-    """From a level to the next coarser one, and back."""
+    """The transfer between a level and the next coarser one, and the line search for its corrections."""
 
     transfer: Transfer
     parameters: Restriction
     gradients: Restriction
     search: LineSearch
-    # What was made of each correction; None where that is the optimizer's choice.
+    # Length of each correction; None if the optimizer chose it.
     lengths: list[float | None] = field(default_factory=list)
 
 
 class Cycle:
-    """V-cycles over levels, the finest first. `say` is given what is worth to be printed: how much so, and the text."""
+    """V-cycles over levels, the finest first. `say` receives messages to print: their importance and text."""
 
     def __init__(
         self,
@@ -46,7 +47,8 @@ class Cycle:
         self._say = say
 
     def run(self, batch: Batch) -> float:
-        """One of them with a batch. Returns the loss before the last step of the finest model, or without such a step that of where it is."""
+        """Runs one V-cycle with a batch. Returns the loss before the finest model's last step, or, without such a step,
+        the loss of the model's final parameters."""
         for level in self._levels:
             level.correction = level.origin = None
             level.begin()
@@ -72,7 +74,8 @@ class Cycle:
         return lambda loss: self._say(2, f"level {at}: {what}, loss {loss:.9g}")
 
     def _corrected(self, at: int, point: Point, batch: Batch) -> Point | None:
-        """What is known of a level once the coarser one has been asked."""
+        """Runs the coarser levels and applies their correction; returns the point reached, or None if it was not
+        evaluated."""
         level, below, way = self._levels[at], self._levels[at + 1], self._ways[at]
         self._cycle(at + 1, self._descend(at, point, batch), batch)
         assert below.origin is not None
@@ -91,13 +94,14 @@ class Cycle:
         return found
 
     def _descend(self, at: int, point: Point, batch: Batch) -> Point:
-        """Puts the coarser model where a model is, and gives it the linear term; its objective's gradient there is the restricted one."""
+        """Sets the coarser model to the restricted parameters, and its linear term so that its gradient is the
+        restricted one."""
         above, below, way = self._levels[at], self._levels[at + 1], self._ways[at]
         below.set(way.transfer.restricted(above.values(), way.parameters))
         restricted = way.transfer.restricted(point.gradients, way.gradients)
         below.correction = None
         found = below.evaluate(batch)
-        # What the coarse model does not use has no gradient there.
+        # Parameters that the coarse model does not use have no gradient there.
         wanted = combined(restricted, found.gradients, lambda r, _: r)
         below.correction = combined(wanted, found.gradients, lambda r, g: r - g)
         below.origin = below.values()
@@ -108,7 +112,7 @@ class Cycle:
     def _searched(
         self, at: int, point: Point, start: Field, change: Field, slope: float, batch: Batch
     ) -> tuple[float | None, Point | None]:
-        """The length of a correction that was made, and what is known of the place."""
+        """Applies a correction; returns its length, and the point reached or None."""
         level, search = self._levels[at], self._ways[at].search
         if search.name == "tb_adam_no_ls":
             level.follow(combined(change, change, lambda way, _: -way))
@@ -122,7 +126,7 @@ class Cycle:
                 level.move(start, change, length)
                 losses.append(level.objective(batch))
                 self._say(2, f"level {at}: a correction of length {length:.4g} has the loss {losses[-1]:.9g}")
-            # The first of the lowest; what is no number is none.
+            # The first of the lowest losses; NaN never counts.
             best = min((loss for loss in losses if loss == loss), default=None)
             if best is None:
                 level.move(start, change, 0.0)

@@ -1,6 +1,8 @@
-"""The levels of torchbraid's MG/Opt: a model each, whose layers lie on all ranks and whose head and tail lie on the first.
+"""The levels of torchbraid's MG/Opt: one model each, whose layers lie on all ranks and whose head and tail lie on the
+first.
 
-Owns what a model's objective and gradients are in a batch, and what goes between two models. Options are in `_mgopt_options.py`, the V-cycle is in `_mgopt_cycle.py`.
+Owns a model's objective and gradients on a batch, and the transfer between two models. Options are in
+`_mgopt_options.py`, the V-cycle is in `_mgopt_cycle.py`.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from ._mgopt_options import Criterion, Restriction
 
 __all__ = ["Batch", "Draws", "Level", "Point", "Transfer", "model_of", "on_device"]
 
-# In place of a layer's number: what a model has beside its layers, on whatever ranks.
+# Key in place of a layer's number for parameters and buffers outside of the layers, on any rank.
 _BESIDE = -1
-# Of a coarse layer's neighbours, and of itself.
+# Weights of a coarse layer's previous neighbour, itself and its next neighbour.
 _STENCIL = (0.25, 0.5, 0.25)
 
 
 def model_of(made: Any) -> nn.Module:
-    """A model that MG/Opt can use, and that stands for one level.
+    """Returns a model that MG/Opt can use as one level.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it has no `LayerParallel` as `parallel_nn`, or more than one layer-parallel net.
     """
     inner = getattr(made, "parallel_nn", None)
     if not isinstance(made, nn.Module) or not isinstance(inner, LayerParallel):
@@ -57,7 +59,8 @@ def model_of(made: Any) -> nn.Module:
 
 
 class Draws:
-    """What torch's random numbers are now, for several evaluations that are to have the same ones: heads and tails draw from them."""
+    """The state of torch's random generators now, so that several evaluations draw the same numbers in heads and
+    tails."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -68,7 +71,7 @@ class Draws:
         return torch.get_rng_state(), on_device
 
     def again(self) -> None:
-        """They are what they were."""
+        """Sets the generators back to this state."""
         on_cpu, on_device = self._states
         torch.set_rng_state(on_cpu)
         if on_device is not None and self._device is not None:
@@ -77,28 +80,28 @@ class Draws:
 
 @dataclass(frozen=True)
 class Batch:
-    """What all levels learn from at once."""
+    """A batch, on which all levels train."""
 
     x: Any
     target: Any
-    # All evaluations draw the random numbers of this one.
+    # Number of the batch: all evaluations draw the random numbers of this batch.
     number: int
     draws: Draws
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is known of a level where it is."""
+    """The result of an evaluation of a level."""
 
-    # The loss and the linear term.
+    # The loss plus the linear term.
     objective: float
     gradients: Field
-    # As the evaluation has left them.
+    # Values of the buffers after the evaluation.
     buffers: list[Tensor]
 
 
 class Level:
-    """A model, its optimizer, its loss, and the linear term that makes it agree with the finer one."""
+    """A model, its optimizer, its loss, and the linear term that makes its objective agree with the finer one."""
 
     def __init__(self, model: nn.Module, criterion: Criterion, optimizer: Optimizer | None) -> None:
         self.model = model
@@ -109,57 +112,59 @@ class Level:
         self.body, self.dt = inner.body, inner.dt
         self.comm: Comm = inner.ranks
         self._compose: Compose = getattr(model, "compose", inner.comp_op())
-        # The linear term: its gradient, and where it is zero.
+        # The linear term: its gradient, and the parameters where it is zero.
         self.correction: Field | None = None
         self.origin: Field | None = None
         self._buffers: list[Tensor] = []
         self._makes = looked_at(self.body)[0] if criterion.continuity else []
 
-    # ---- what it has
+    # ---- parameters and buffers
 
     def trained(self) -> dict[int, list[nn.Parameter]]:
-        """Its parameters that want a gradient, by layer."""
+        """Returns the parameters that require a gradient, by layer."""
         return {**trained(self.body), _BESIDE: [p for p in self._beside(self.model.parameters()) if p.requires_grad]}
 
     def tensors(self, kind: Literal["parameters", "buffers"]) -> dict[int, list[Tensor]]:
-        """All of its parameters, or buffers, by layer."""
+        """Returns all parameters, or buffers, by layer."""
         layers = self.body.solver.layers.modules
         found: dict[int, list[Tensor]] = {number: list(getattr(each, kind)()) for number, each in layers.items()}
         return {**found, _BESIDE: self._beside(getattr(self.model, kind)())}
 
     def _beside(self, tensors: Iterable[Any]) -> list[Any]:
-        """Those that are none of a layer."""
+        """Returns the tensors that belong to no layer."""
         inside = {id(tensor) for tensor in (*self.body.parameters(), *self.body.buffers())}
         return [tensor for tensor in tensors if id(tensor) not in inside]
 
     def values(self) -> Field:
-        """Copies of the trained parameters."""
+        """Returns copies of the trained parameters."""
         return copied(self.trained())
 
     def move(self, start: Field, change: Field, length: float) -> None:
-        """The parameters go this share of a change away from where they were."""
+        """Sets the parameters to `start` plus `length` times `change`."""
         move(self.trained(), start, change, length)
 
     @torch.no_grad()
     def set(self, field: Field) -> None:
-        """The trained parameters become these."""
+        """Sets the trained parameters to these values."""
         for layer, parameters in self.trained().items():
             for parameter, value in zip(parameters, field[layer]):
                 if value is not None:
                     parameter.copy_(value)
 
     def begin(self) -> None:
-        """Every evaluation of a batch begins with the buffers of now: statistics are taken once, in the last one."""
+        """Saves the buffers. Every evaluation of a batch starts with them, so that only the last one updates
+        statistics."""
         self._buffers = [buffer.clone() for buffer in self.model.buffers()]
 
     @torch.no_grad()
     def restore(self, buffers: Sequence[Tensor]) -> None:
-        """Sets the buffers."""
+        """Sets the buffers to these values."""
         for buffer, value in zip(self.model.buffers(), buffers):
             buffer.copy_(value)
 
     def product(self, one: Field, other: Field, what: str) -> float:
-        """The inner product of two fields over all ranks: the same on all, and by layers the same on any number of them."""
+        """Returns the inner product of two fields over all ranks. It is the same on all ranks, and the part of the
+        layers does not depend on the number of ranks."""
         layers = len(self.body.solver.layers.kinds)
         numbers = [0.0] * (layers + self.comm.size)
         for layer, tensors in one.items():
@@ -171,7 +176,7 @@ class Level:
     # ---- a batch
 
     def evaluate(self, batch: Batch) -> Point:
-        """Objective and gradients where it is, in training; all ranks call it."""
+        """Returns objective and gradients at the current parameters, in training mode. Collective."""
         self._again(batch)
         objective = self.learn(batch.x, batch.target)
         gradients: Field = {layer: [p.grad for p in each] for layer, each in self.trained().items()}
@@ -183,7 +188,7 @@ class Level:
 
     @torch.no_grad()
     def objective(self, batch: Batch) -> float:
-        """The same without gradients."""
+        """Returns the objective at the current parameters, without gradients. Collective."""
         self._again(batch)
         _, value, _ = self._lost(batch.x, batch.target)
         return value + (0.0 if self.correction is None else self._linear())
@@ -195,7 +200,7 @@ class Level:
         batch.draws.again()
 
     def learn(self, x: Any, target: Any) -> float:
-        """The loss of a batch, the same on all ranks; its gradients take the place of those that there were."""
+        """Returns the loss of a batch, the same on all ranks, and replaces the gradients by the loss's."""
         self.model.zero_grad(set_to_none=True)
         loss, value, _ = self._lost(x, target)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -204,7 +209,8 @@ class Level:
         return value
 
     def tested(self, x: Any, target: Any) -> tuple[float, Any]:
-        """The loss of a batch on all ranks, and the output, which counts on the first; nothing is learnt."""
+        """Returns the loss of a batch on all ranks, and the output, which is valid on the first rank; computes no
+        gradients."""
         _, value, output = self._lost(x, target)
         return value, output
 
@@ -217,7 +223,7 @@ class Level:
             value = float(loss.detach())
         except Exception as caught:
             error, value = caught, 0.0
-        # What fails on the first rank alone would leave the others in their backward passes.
+        # A failure on the first rank alone would leave the other ranks waiting in their backward passes.
         value, cause = self.comm.bcast((value, None if error is None else described(error)))
         if cause is not None or error is not None:
             raise LayerParallelError(f"the loss failed on rank 0: {cause or error}") from error
@@ -230,10 +236,11 @@ class Level:
         away = combined(self.values(), self.origin, lambda now, before: now - before)
         return self.product(self.correction, away, "the linear term of a coarse objective")
 
-    # ---- what makes neighbouring layers alike
+    # ---- the term that makes neighbouring layers alike
 
     def _neighbours(self) -> dict[int, list[Sequence[Tensor | None]]]:
-        """Of each of this rank's layers: the parameters of the one before and of the one after, nothing where there is none like it."""
+        """Returns, for each of this rank's layers, the parameters of the previous and the next layer; empty where that
+        layer has another make."""
         body, own = self.body, trained(self.body)
         pairs = [
             (layer, other)
@@ -256,7 +263,7 @@ class Level:
 
     @torch.no_grad()
     def _roughness(self) -> float:
-        """The sum over all neighbours."""
+        """Returns the term: the scaled sum over all pairs of neighbours."""
         own, numbers = trained(self.body), [0.0] * len(self._makes)
         for layer, (_, after) in self._neighbours().items():
             for mine, other in zip(own[layer], after):
@@ -265,7 +272,7 @@ class Level:
 
     @torch.no_grad()
     def _smooth(self) -> None:
-        """Adds its gradients."""
+        """Adds the gradients of the term."""
         own = trained(self.body)
         for layer, sides in self._neighbours().items():
             for side in sides:
@@ -276,7 +283,8 @@ class Level:
     # ---- steps
 
     def relax(self, point: Point | None, batch: Batch, steps: int, say: Callable[[float], None]) -> Point | None:
-        """Steps of the optimizer, the first with the gradients that are known; what is known before the last of them."""
+        """Does steps of the optimizer, the first with the gradients of `point` if given. Returns the point before the
+        last step."""
         assert self.optimizer is not None
         for number in range(steps):
             if number or point is None:
@@ -286,7 +294,7 @@ class Level:
         return point
 
     def follow(self, gradients: Field) -> None:
-        """A step of the optimizer with these."""
+        """Does a step of the optimizer with these gradients."""
         assert self.optimizer is not None
         for layer, parameters in self.trained().items():
             for parameter, gradient in zip(parameters, gradients[layer]):
@@ -296,10 +304,13 @@ class Level:
 
 
 class Transfer:
-    """Between a level and the next coarser one, each of whose steps is `factor` of the finer one's; layers may lie on any ranks. All ranks make it together.
+    """The transfer between a level and the next coarser one, each of whose steps stands for `factor` of the finer
+    one's.
+
+    Layers may lie on any ranks. Creating it is collective.
 
     Raises:
-        ValueError: the two nets are none like that.
+        ValueError: the two nets do not fit together.
     """
 
     def __init__(self, fine: Level, coarse: Level, factor: int, interpolation: str) -> None:
@@ -315,7 +326,7 @@ class Transfer:
                 "of the same classes, shapes and types in the same order, single ones once: let model_factory make as many as ni_steps says"
             )
         self._first, self._shares = dependents(self._origins)
-        # Where a run of steps of one make begins, and single layers.
+        # Whether a layer continues a run of steps of one make; false for a run's first step and for single layers.
         self._has_before = [at > 0 and kind != "plain" and below[at] == below[at - 1] for at, kind in enumerate(kinds)]
         wrong = [
             rank for rank, is_same in enumerate(fine.comm.allgather(_beside(fine) == _beside(coarse))) if not is_same
@@ -326,7 +337,7 @@ class Transfer:
             )
 
     def interpolated(self, field: Field) -> Field:
-        """Parameters of the coarse level, or a change of them, as the fine one's."""
+        """Interpolates the coarse level's parameters, or a change of them, to the fine level."""
         origins = self._origins
         there = self._fetched(field, self._coarse, self._fine, {at: o.sources for at, o in enumerate(origins)})
         found: Field = {_BESIDE: _copies(field[_BESIDE])}
@@ -341,7 +352,7 @@ class Transfer:
         return found
 
     def restricted(self, field: Field, how: Restriction) -> Field:
-        """Parameters, or gradients, of the fine level as the coarse one's; where there is none, it counts as zero."""
+        """Restricts the fine level's parameters, or gradients, to the coarse level; a missing one counts as zero."""
         filled: Field = {
             layer: [torch.zeros_like(p) if t is None else t for t, p in zip(field[layer], parameters)]
             for layer, parameters in self._fine.trained().items()
@@ -352,14 +363,14 @@ class Transfer:
         found: Field = {_BESIDE: _copies(filled[_BESIDE])}
         for layer, parameters in trained(self._coarse.body).items():
             sums: list[Tensor | None] = [None] * len(parameters)
-            # In the order of layers, on whatever ranks they lie.
+            # Summed in the order of layers, so that the result does not depend on where they lie.
             for source, share in shares[layer]:
                 sums = [added(total, tensor, share) for total, tensor in zip(sums, there[source])]
             found[layer] = [None if s is None else s.to(p.dtype, copy=True) for s, p in zip(sums, parameters)]
         return found
 
     def _parts(self, layer: int, how: Restriction) -> list[tuple[int, float]]:
-        """Of which fine layers a coarse one is made, and how much of each."""
+        """Returns the fine layers that make up a coarse one, and the weight of each."""
         if how == "transposed":
             return self._shares[layer]
         first = self._first[layer]
@@ -368,7 +379,7 @@ class Transfer:
         return list(zip((first - 1, first, first + 1), _STENCIL))
 
     def initialize(self) -> None:
-        """The fine level's parameters become those of the coarse one, interpolated, and its buffers copies."""
+        """Sets the fine level's parameters to the interpolated coarse ones, and its buffers to copies."""
         for kind in ("parameters", "buffers"):
             values: Field = {layer: list(each) for layer, each in self._coarse.tensors(kind).items()}
             like = self._fine.tensors(kind)
@@ -395,7 +406,8 @@ class Transfer:
         sources: Mapping[int, Sequence[int]],
         like: Mapping[int, Sequence[Tensor]] | None = None,
     ) -> Field:
-        """The tensors of other ranks' layers beside this rank's own: of `sources`, which says what each layer of the target is made of."""
+        """Returns the tensors of other ranks' layers together with this rank's own. `sources` lists the source layers
+        of each target layer."""
         moves = [(at, source.body.owner(at), target.body.owner(to)) for to, each in sources.items() for at in each]
         wanted = target.trained() if like is None else like
         shapes = {at: wanted[to] for to, each in sources.items() if to in wanted for at in each}
@@ -404,7 +416,7 @@ class Transfer:
 
 
 def _beside(level: Level) -> list[tuple[torch.Size, torch.dtype, bool]]:
-    """What a model's parameters and buffers look like that are none of a layer."""
+    """Returns shape, type and `requires_grad` of a model's parameters and buffers outside of the layers."""
     tensors = [tensor for kind in ("parameters", "buffers") for tensor in level.tensors(kind)[_BESIDE]]
     return [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
 
@@ -414,5 +426,5 @@ def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """The tensors of a batch where the model is."""
+    """Moves the tensors of a batch to the model's device."""
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)

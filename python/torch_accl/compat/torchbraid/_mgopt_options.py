@@ -1,6 +1,7 @@
-"""The options of torchbraid's MG/Opt: names, or names with arguments, for all levels at once or for each.
+"""The options of torchbraid's MG/Opt: names, or names with arguments, for all levels at once or for each level.
 
-Owns which there are, and the loss functions and optimizers that they name. What is done with them is in `_mgopt_levels.py` and `_mgopt_cycle.py`.
+Owns the list of options, and the loss functions and optimizers that they name. `_mgopt_levels.py` and `_mgopt_cycle.py`
+use them.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _RESTRICTIONS: Mapping[str, Restriction] = {
     "tb_parallel_get_injection_restrict_params": "injection",
     "tb_get_linear_restrict_params": "linear",
 }
-# torchbraid has none by which both objectives change alike to first order.
+# torchbraid has no restriction with which both objectives change alike to first order; this package adds one.
 _OF_GRADIENTS: Mapping[str, Restriction] = {**_RESTRICTIONS, "accl_transposed_interp_params": "transposed"}
-# What torchbraid sets itself, whatever is given.
+# Arguments that torchbraid overrides.
 _ITS_OWN = ("cf", "deep_copy", "grad")
 _LINE_SEARCHES: Mapping[str, tuple[str, ...]] = {
     "tb_simple_backtrack_ls": ("n_line_search", "alpha", "c1"),
@@ -61,11 +62,12 @@ _LINE_SEARCHES: Mapping[str, tuple[str, ...]] = {
 
 
 def levelled(what: str, given: Any, count: int) -> list[Option]:
-    """One of each level, level 0 first: a list as it is, the last one for all that it is too short for; anything else for all.
+    """Returns one option for each level, level 0 first. The last entry of a short list is repeated; a single option
+    serves all levels.
 
     Raises:
-        ValueError: a list without anything.
-        TypeError: no name, and no pair of one and a dictionary.
+        ValueError: the list is empty.
+        TypeError: an option is neither a name nor a pair of a name and a dictionary.
     """
     each = list(given) if isinstance(given, list) else [given]
     if not each:
@@ -82,10 +84,10 @@ def _option(what: str, given: Any) -> Option:
 
 
 def shown(option: Option) -> str:
-    """As it reads in a table."""
+    """Returns an option as text for a table."""
     name, arguments = option
     text = name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__name__)
-    # The net itself is an argument of losses there.
+    # torchbraid passes the net itself as an argument of losses.
     parts = [f"{key}={value!r}" for key, value in arguments.items() if key != "model"]
     return f"{text} ({', '.join(parts)})" if parts else text
 
@@ -106,24 +108,24 @@ def _check_arguments(what: str, option: Option, known: tuple[str, ...]) -> None:
         )
 
 
-# ---- what goes between levels
+# ---- transfers between levels
 
 
 def interpolation_of(option: Option) -> Literal["constant", "linear"]:
-    """How parameters get to the finer level."""
+    """Returns how parameters are interpolated to the finer level."""
     found: Literal["constant", "linear"] = _known("interp_params", option, _INTERPOLATIONS, _ITS_OWN)
     return found
 
 
 def restriction_of(what: str, option: Option) -> Restriction:
-    """How parameters, or gradients, get to the coarser level."""
+    """Returns how parameters, or gradients, are restricted to the coarser level."""
     known = _OF_GRADIENTS if what == "restrict_grads" else _RESTRICTIONS
     found: Restriction = _known(what, option, known, _ITS_OWN)
     return found
 
 
 def states_of(what: str, option: Option) -> None:
-    """States stay on their level, as they do there: only the name is looked at."""
+    """Checks the name of an option for states, which stay on their level as in torchbraid."""
     name = {
         "restrict_states": "tb_injection_restrict_network_state",
         "interp_states": "tb_injection_interp_network_state",
@@ -132,7 +134,7 @@ def states_of(what: str, option: Option) -> None:
 
 
 def factory_arguments(option: Option) -> dict[str, Any]:
-    """What the function that makes a level's model is given by name."""
+    """Returns the keyword arguments of the function that creates a level's model."""
     if option[0] != "Factory":
         raise ValueError(f"networks={shown((option[0], {}))!r}: give 'Factory', or a pair of that and a dictionary")
     return option[1]
@@ -143,22 +145,22 @@ def factory_arguments(option: Option) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LineSearch:
-    """How much of a correction is made."""
+    """How far a correction is followed."""
 
     name: str
-    # Lengths that are tried: all of them, or halves of the one for so many times.
+    # Lengths to try: all of them, or one that is halved up to `trials` times.
     lengths: tuple[float, ...] = ()
     trials: int = 0
-    # What is to be gained at least, as a share of what the slope promises.
+    # Minimum gain, as a share of the decrease that the slope predicts.
     gain: float = 0.0
 
 
 def line_search_of(option: Option) -> LineSearch:
-    """What a line search's name and arguments mean."""
+    """Returns the line search for a name and its arguments."""
     name, given = option
     known = _known("line_search", (name, {}), _LINE_SEARCHES, ())
     arguments = dict(given)
-    # They stand in a dictionary of their own, and in the default there they do not.
+    # torchbraid nests them in `ls_params`, except in its default.
     inner = arguments.pop("ls_params", None)
     arguments |= dict(inner or {})
     _check_arguments("line_search", (name, arguments), known)
@@ -181,7 +183,7 @@ def line_search_of(option: Option) -> LineSearch:
 
 
 def optimizer_of(option: Option, model: nn.Module) -> Optimizer:
-    """A new one of a model's parameters on this rank, of which there may be none."""
+    """Creates an optimizer for a model's parameters on this rank, which may be none."""
     name, arguments = option
     make: Callable[..., Optimizer] = (
         name
@@ -196,14 +198,17 @@ def optimizer_of(option: Option, model: nn.Module) -> Optimizer:
 
 @dataclass(frozen=True)
 class Criterion:
-    """A loss of the output, and how much the square of the difference of neighbouring layers' parameters counts beside it, before it is divided by 4 dt."""
+    """A loss of the output, and the weight of the squared difference of neighbouring layers' parameters.
+
+    The weight is divided by 4 dt.
+    """
 
     loss: Callable[[Any, Any], Tensor]
     continuity: float = 0.0
 
 
 def criterion_of(option: Option) -> Criterion:
-    """What a loss's name, or a function `loss(output, target)`, means."""
+    """Returns the criterion for a loss's name, or for a function `loss(output, target)`."""
     name, arguments = option
     arguments.pop("model", None)
     if callable(name):

@@ -1,6 +1,7 @@
-"""What the nets of torchbraid have in common: their setters, statistics, timers and diagnostics, and how a batch goes through.
+"""The common part of torchbraid's nets: their setters, statistics, timers and diagnostics, and the run of a batch.
 
-Owns all that does not depend on what the body is, a stack of layers or a cell over a sequence. Settings of one direction are in `_settings.py`.
+Owns all that does not depend on the body, which is a stack of layers or a cell over a sequence. Settings of one
+direction are in `_settings.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["Parallel", "explain_buffers"]
 
 
 class Parallel(nn.Module):
-    """A net over the ranks of a communicator. Who inherits gives `begin` the body."""
+    """A net over the ranks of a communicator. A subclass passes the body to `begin`."""
 
     body: Model
     fwd_app: App
@@ -42,17 +43,17 @@ class Parallel(nn.Module):
         self.timer_manager = ContextTimerManager()
         self.exec_helper = Compose(self.ranks.rank)
         self._watching: list[Watch] = []
-        # The last forward pass that a backward pass may follow, as long as its output lives.
+        # The last forward pass that a backward pass may follow, as long as its output exists.
         self._batch: weakref.ref[Batch] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has made no forward pass.
+        # A copy has had no forward pass.
         return {**self.__dict__, "_batch": None}
 
     def begin(
         self, body: Model, steps: list[tuple[str, bool]], Tf: float, levels: tuple[int, int], max_iters: int
     ) -> None:
-        """Takes a body over, of these steps, solved with so many levels forward and backward."""
+        """Takes over a body with these steps, solved with the given number of levels forward and backward."""
         self.body = body
         apps = [
             App(name, self.ranks, self.timer_manager, steps, Tf, max_levels, max_iters)
@@ -62,7 +63,7 @@ class Parallel(nn.Module):
         self.dt = self.fwd_app.dt
 
     def extra_repr(self) -> str:
-        """Which rank."""
+        """Returns this rank and the number of ranks as text."""
         return f"rank {self.ranks.rank} of {self.ranks.size}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -74,7 +75,7 @@ class Parallel(nn.Module):
     # ---- a batch
 
     def settle(self) -> None:
-        """Gives the body the cycles that were asked for."""
+        """Gives the body the cycles that the settings describe."""
         for name, app in (("fwd", self.fwd_app), ("bwd", self.bwd_app)):
             if getattr(self.body, name) != app.cycle():
                 setattr(self.body, name, app.cycle())
@@ -82,11 +83,13 @@ class Parallel(nn.Module):
     def run(
         self, ask: Callable[[], Any], watch: Watch, again: Watch, *, device: Any, is_everywhere: bool = False
     ) -> Any:
-        """What the body gives when it is asked, on rank 0. Around its forward pass goes one watch, around its backward pass another. `device`: what says where
-        states are, if the body does not.
+        """Runs `ask`, a forward pass of the body, and returns its output on rank 0.
+
+        `watch` is active during the forward pass, `again` during its backward pass. `device` is a tensor on the states'
+        device, for a rank where the body does not show it.
         """
         body, forward = self.body, self.fwd_app
-        # Of a backward pass that has failed.
+        # Watches left over from a backward pass that failed.
         for left in self._watching:
             left.end()
         self._watching.clear()
@@ -108,13 +111,13 @@ class Parallel(nn.Module):
         return at_root(output, form, body.wire, where, is_everywhere=is_everywhere)
 
     def _device(self, x: Any, output: Any) -> torch.device:
-        """Where states are: with the input, the output, or the layers."""
+        """Returns the states' device, taken from the input, the output or the layers."""
         given = [*([x] if self.body.is_first else []), *([output] if self.body.is_last else []), *self.parameters(), x]
         tensors = (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def _await_backward(self, node: Any, norms: Norms, watch: Watch) -> None:
-        """Does what is to be done around the body's backward pass, in which a coarse step may be evaluated anew."""
+        """Registers hooks around the body's backward pass, in which a coarse step may be evaluated again."""
         backward, iterations = self.bwd_app, self._iterations("backward")
         timer = self.timer_manager.timer("BckWD::runBraid") if backward.timings > 0 else None
 
@@ -135,7 +138,7 @@ class Parallel(nn.Module):
         node.register_hook(is_over)
 
     def _iterations(self, pass_: str) -> int | None:
-        """How many a pass has; None: its norms tell."""
+        """Returns the number of iterations of a pass; None if its norms give the number."""
         body = self.body
         mode: str = body.mode if body.training else body.evaluation
         if mode == "auto" and body.choice is not None:
@@ -149,7 +152,7 @@ class Parallel(nn.Module):
     # ---- head and tail
 
     def comp_op(self) -> Compose:
-        """What calls head, tail and loss on rank 0 alone."""
+        """Returns the object that calls head, tail and loss on rank 0 alone."""
         return self.exec_helper
 
     # ---- settings of both directions, and of each
@@ -275,16 +278,19 @@ class Parallel(nn.Module):
         self.bwd_app.setPrintLevel(print_level, tb_print)
 
     def setFwdInitialGuess(self, initial_guess: Any) -> None:
-        """An object whose `getState(t)` gives the state of time t that a forward solve begins with, in place of the coarsest level's solution; as many cycles follow
-        as there are iterations. Each rank is asked for the states of its own layers. None: no guess.
+        """Sets an object whose `getState(t)` returns the state of time t for the start of a forward solve. None removes
+        it.
+
+        The guess replaces the coarsest level's solution, and `max_iters` cycles follow. Each rank asks for the states
+        of its own layers.
         """
         self.fwd_app.has_guess = initial_guess is not None
         self.body.guess = None if initial_guess is None else _Guess(initial_guess, self.dt)
 
-    # ---- what became of a batch
+    # ---- results of a batch
 
     def getMPIComm(self) -> Any:
-        """The communicator that the net was given."""
+        """Returns the communicator that was passed to the net."""
         return self.comm
 
     def getFwdStats(self) -> tuple[int, float]:
@@ -296,11 +302,11 @@ class Parallel(nn.Module):
         return self.bwd_app.getBraidStats()
 
     def getTimerManager(self) -> ContextTimerManager:
-        """This rank's timers."""
+        """Returns this rank's timers."""
         return self.timer_manager
 
     def getTimersString(self) -> str | None:
-        """The tables of all ranks, on rank 0. Collective."""
+        """Returns the tables of all ranks on rank 0; None on the others. Collective."""
         of_all = self.ranks.gather(self.timer_manager.getResultString())
         if of_all is None:
             return None
@@ -309,7 +315,8 @@ class Parallel(nn.Module):
     # ---- states
 
     def getFinalOnRoot(self, vec: Tensor) -> Tensor | None:
-        """On rank 0 the tensor that the last rank gives, on rank 0's own tensor's device; None on the others. Collective."""
+        """Returns on rank 0 the tensor that the last rank passes, on the device of rank 0's own tensor; None on the
+        others. Collective."""
         if self.ranks.size == 1:
             return vec
         last = self.ranks.size - 1
@@ -321,24 +328,24 @@ class Parallel(nn.Module):
         return found.to(vec.device)
 
     def copyVectorFromRoot(self, vec: Any) -> Any:
-        """What rank 0 gives, on each rank's own device. Collective."""
+        """Returns rank 0's argument on every rank, a tensor on the device of the rank's own. Collective."""
         given = vec.detach().cpu() if isinstance(vec, Tensor) else vec
         found = self.ranks.bcast(given, root=0)
         if self.ranks.rank == 0:
             return vec
         return found.to(vec.device) if isinstance(found, Tensor) and isinstance(vec, Tensor) else found
 
-    # ---- what torchbraid's ranks exchange, and these need not
+    # ---- exchanges of torchbraid that are not needed here
 
     def startStateCommunication(self) -> None:
-        """Nothing to be done: each layer is evaluated where it is."""
+        """Does nothing: each layer is evaluated on the rank where it lies."""
 
     def endStateCommunication(self) -> None:
-        """Nothing to be done."""
+        """Does nothing."""
 
 
 class _Guess:
-    """What gives a state by its time, asked by the number of a point."""
+    """Returns a state by the number of a point, from an object that returns it by time."""
 
     def __init__(self, source: Any, dt: float) -> None:
         self._source = source
@@ -346,7 +353,7 @@ class _Guess:
 
     def __call__(self, point: int) -> Any:
         state = self._source.getState(point * self._dt)
-        # States of one tensor stand in a tuple there.
+        # torchbraid wraps a state of one tensor in a tuple.
         return state[0] if isinstance(state, tuple) and len(state) == 1 else state
 
 
@@ -363,7 +370,7 @@ def _check_device(ranks: Comm, device: torch.device) -> None:
 
 
 def explain_buffers(ranks: Comm, *, is_wanted: bool) -> None:
-    """Says where `user_mpi_buf` has no effect."""
+    """Warns where `user_mpi_buf` has no effect."""
     group = ranks.group
     if not is_wanted or group is None or group.size() == 1:
         return

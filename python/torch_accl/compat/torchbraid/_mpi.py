@@ -1,7 +1,8 @@
-"""What scripts of torchbraid take from mpi4py's `MPI`, over torch.distributed: `from torch_accl.compat.torchbraid import MPI`.
+"""The names that scripts of torchbraid take from mpi4py's `MPI`, over torch.distributed: `from
+torch_accl.compat.torchbraid import MPI`.
 
-`COMM_WORLD` makes torch's default group when it is first asked for something, of the ranks that torchrun, mpirun or srun has started, with
-the backend `accl`; `MPI.Init("gloo")`, or a script's own `init_process_group`, before that makes another one.
+On its first use, `COMM_WORLD` creates torch's default group of the ranks that torchrun, mpirun or srun started, with
+the backend `accl`. To use another backend, call `MPI.Init("gloo")` or `init_process_group` before that.
 """
 
 from __future__ import annotations
@@ -92,11 +93,11 @@ BOR = Op("BOR", operator.or_, dist.ReduceOp.BOR)
 BXOR = Op("BXOR", operator.xor, dist.ReduceOp.BXOR)
 LAND = Op("LAND", lambda a, b: bool(a) and bool(b))
 LOR = Op("LOR", lambda a, b: bool(a) or bool(b))
-# Of pairs of a value and where it is: of equal ones, the first place.
+# Reductions of pairs of a value and its location; of equal values, the lowest location.
 MAXLOC = Op("MAXLOC", lambda a, b: max(a, b, key=lambda pair: (pair[0], -pair[1])))
 MINLOC = Op("MINLOC", lambda a, b: min(a, b, key=lambda pair: (pair[0], pair[1])))
 
-# Types of a buffer's elements, which must be its own.
+# Element types. A type passed with a buffer must be the buffer's own.
 BOOL = Datatype("BOOL", torch.bool)
 C_BOOL = Datatype("C_BOOL", torch.bool)
 CHAR = Datatype("CHAR", torch.int8)
@@ -119,33 +120,34 @@ Wtime = time.perf_counter
 
 
 def Wtick() -> float:
-    """What `Wtime` can tell apart, in seconds."""
+    """Returns the resolution of `Wtime` in seconds."""
     return time.get_clock_info("perf_counter").resolution
 
 
 def Get_processor_name() -> str:
-    """The name of this host."""
+    """Returns the name of this host."""
     return socket.gethostname()
 
 
 def Init(backend: str | None = None) -> None:
-    """Makes torch's default group now, with this backend, by default `accl`. Collective; nothing where there is one or one rank alone."""
+    """Creates torch's default group now, with this backend, by default `accl`. Collective. Does nothing if a group
+    exists or the job has one rank."""
     begin(backend)
 
 
 def Finalize() -> None:
-    """Ends torch's groups."""
+    """Destroys torch's groups."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def Is_initialized() -> bool:
-    """Whether ranks may talk, which they always may."""
+    """Returns True: communication is always possible."""
     return True
 
 
 def Is_finalized() -> bool:
-    """Whether they may no more."""
+    """Returns False: communication is always possible."""
     return False
 
 

@@ -1,6 +1,7 @@
 """States of a forward pass, by point.
 
-Owns reading them from what a batch keeps for its backward pass. States that are kept for longer are in `_watch.py`.
+Owns reading them from the data that a batch keeps for its backward pass. States that are kept for longer are in
+`_watch.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ __all__ = ["recorded"]
 
 
 def recorded(batch: Batch) -> dict[int, Any]:
-    """The states of this rank's points, which are the point before each of its layers that begins the net, and the points after its layers. Empty after the
-    backward pass.
+    """Returns the states of this rank's points: those after its layers, and the net's input if its first layer is here.
+
+    Empty after the backward pass.
     """
     numbers = {layer for layer, _ in batch.evaluation.tape}
     points = [number + 1 for number in sorted(numbers)]
@@ -45,7 +47,7 @@ def _state(batch: Batch, point: int, micro_batch: int) -> Any:
 
 
 def _after(batch: Batch, layer: int, record: Record) -> States:
-    """The states after a layer, which the next rank begins with."""
+    """Returns the states after a layer, which the next rank starts with."""
     if record.graph is None:
         raise RuntimeError(f"the output of layer {layer} was not kept, as its graph is made anew in the backward pass")
     layers = batch.evaluation.layers

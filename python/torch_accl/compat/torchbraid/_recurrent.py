@@ -1,7 +1,8 @@
 """torchbraid's recurrent nets.
 
-Owns the cells of torchbraid as cells of `layer_parallel`, and the loop over a sequence on one rank, which is exact. A cell is `cell(level, tstart, tstop, x, h) -> h`, with h a
-tuple of tensors; with `reduceX(x)` and `fastForward(level, tstart, tstop, reduced, h)` the products of all inputs are made once.
+Owns the adapter of torchbraid's cells to cells of `layer_parallel`, and the exact loop over a sequence on one rank. A
+cell is `cell(level, tstart, tstop, x, h) -> h`, with h a tuple of tensors. If it has `reduceX(x)` and
+`fastForward(level, tstart, tstop, reduced, h)`, the products of all inputs are computed once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ State = Tensor | tuple[Tensor, ...]
 
 
 class GRU_Serial(nn.Module):
-    """A cell over a whole sequence, one step of length `dt` after the other: what `GRU_Parallel` is compared with."""
+    """A cell over a whole sequence, one step of length `dt` after the other: the reference for `GRU_Parallel`."""
 
     def __init__(self, GRU_model: nn.Module, num_layers: int, hidden_size: int, dt: float = 1.0) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class GRU_Serial(nn.Module):
         self.GRU_model = GRU_model
 
     def forward(self, x: Tensor, h: State | None = None) -> State:
-        """The state after the sequence x, of shape (samples, steps, features), from h, or from zeros."""
+        """Returns the state after the sequence x, of shape (samples, steps, features), from h, or from zeros."""
         state = _begun(x, h, self.num_layers, self.hidden_size)
         for number in range(x.shape[1]):
             state = self.GRU_model(0, 0.0, self.dt, x[:, number], state)
@@ -47,17 +48,20 @@ class GRU_Serial(nn.Module):
 
 
 class GRU_Parallel(Parallel):
-    """A cell over a sequence that lies on the ranks of a communicator: each gives its own part, and the state after the last step is on all of them.
+    """A cell over a sequence that lies on the ranks of a communicator.
 
-    comm: as of `LayerParallel`.
-    basic_block: the cell; its weights become those of rank 0 on all ranks, which get the same gradients.
-    num_steps: of this rank's part. A batch may have others, with a warning.
-    hidden_size, num_layers: of the state that a sequence begins with where none is given.
-    Tf: the length of time of all steps of a batch together: dt is Tf divided by their number. The times that a cell is given are those from the beginning of its step.
-    max_fwd_levels, max_bwd_levels, max_iters: as of `LayerParallel`.
+    Each rank passes its own part of the sequence, and gets the state after the last step.
+
+    comm: see `LayerParallel`.
+    basic_block: the cell; all ranks take rank 0's weights, and get the same gradients.
+    num_steps: steps of this rank's part. A batch may have another number, with a warning.
+    hidden_size, num_layers: sizes of the initial state for a sequence that is passed without one.
+    Tf: total time of all steps of a batch; dt is Tf divided by their number. A cell gets times from the beginning of
+        its step.
+    max_fwd_levels, max_bwd_levels, max_iters: see `LayerParallel`.
 
     Raises:
-        ValueError: lengths or a communicator that cannot be.
+        ValueError: invalid lengths or communicator.
     """
 
     body: _Body
@@ -99,14 +103,14 @@ class GRU_Parallel(Parallel):
         return self.body.cell.cell  # type: ignore[return-value]
 
     def _make_alike(self, cell: nn.Module) -> None:
-        """All ranks begin with rank 0's weights."""
+        """Sets all ranks' weights to rank 0's."""
         mine = [*cell.parameters(), *cell.buffers()]
         theirs = self.ranks.bcast([tensor.detach().cpu() for tensor in mine] if self.ranks.rank == 0 else None)
         for tensor, other in zip(mine, theirs, strict=True):
             tensor.detach().copy_(other)
 
     def _settle_for(self, count: int) -> None:
-        """Cycles have as many levels as a sequence of this length allows, and all steps together take the time that was given."""
+        """Adapts the cycles' levels and dt to a sequence of `count` steps, which together take the time Tf."""
         if count != self._declared:
             say_once(
                 self.ranks,
@@ -133,7 +137,7 @@ class GRU_Parallel(Parallel):
         super()._await_backward(node, norms, watch)
 
     def _level(self, count: int) -> int:
-        """That of a coarse step over so many steps."""
+        """Returns the level of a coarse step that spans `count` steps."""
         level, span = 0, 1
         for factor in self.fwd_app.cycle().factors():
             if span >= count:
@@ -142,8 +146,10 @@ class GRU_Parallel(Parallel):
         return level
 
     def forward(self, x: Tensor, h: State | None = None) -> State:
-        """The state after the whole sequence, from rank 0's h, or from zeros; it is on all ranks, which call `backward()` on what they have made of it, and rank 0's
-        gradient counts. x: this rank's part, of shape (samples, steps, features).
+        """Returns, on all ranks, the state after the whole sequence, from rank 0's h, or from zeros.
+
+        All ranks call `backward()` on what they computed from it, and rank 0's gradient counts. x: this rank's part, of
+        shape (samples, steps, features).
         """
         state = (h,) if isinstance(h, Tensor) else h
         cell: _Cell = self.body.cell  # type: ignore[assignment]
@@ -159,33 +165,34 @@ class GRU_Parallel(Parallel):
         return final if len(final) > 1 else final[0]
 
     def getFastForwardInfo(self) -> tuple[float, int]:
-        """How long `reduceX` took in the last batch, in seconds, and how often it was called; zeros of a cell without."""
+        """Returns the seconds that `reduceX` took in the last batch, and the number of its calls; zeros for a cell
+        without it."""
         return self.body.cell.reduced  # type: ignore[return-value]
 
     def diagnostics(self, enable: bool) -> None:
-        """Only off.
+        """Accepts False only.
 
         Raises:
-            NotImplementedError: they are asked for.
+            NotImplementedError: `enable` is true.
         """
         if enable:
             raise NotImplementedError("GRU_Parallel.diagnostics(True): states of a sequence are not kept")
 
 
 class _Body(RecurrentParallel):
-    """The net, which has its cycles set when it knows how long a sequence is."""
+    """The net, whose cycles are set once the length of the sequence is known."""
 
     settle: Callable[[int], None] | None = None
 
     def way(self, run: Run) -> Way:
-        """How a batch is run, of which the cycles are a part."""
+        """Returns how a batch is run, after setting the cycles, which are a part of that."""
         if self.settle is not None:
-            # After the last step there is one layer more.
+            # The layers include one after the last step.
             self.settle(len(self._plans.net.layers) - 1)
         return super().way(run)
 
     def owner(self, layer: int) -> int:
-        """The rank that has a step of the last batch."""
+        """Returns the rank of a step of the last batch."""
         return self._plans.net.owner(layer)
 
     def check_mode(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
@@ -198,14 +205,15 @@ class _Body(RecurrentParallel):
 
 @dataclass(frozen=True)
 class _Made:
-    """How the steps of a batch are made: how long each is, and whether with the products of all inputs at once."""
+    """How the steps of a batch are computed: the length of each, and whether all inputs' products are computed at
+    once."""
 
     dt: float
     is_fast: bool
 
 
 class _Cell(nn.Module):
-    """torchbraid's cell as `layer_parallel` knows one. A coarse step is one of a longer time."""
+    """Adapts torchbraid's cell to `layer_parallel`. A coarse step is a step of a longer time."""
 
     def __init__(
         self, cell: nn.Module, num_layers: int, hidden_size: int, dt: float, level: Callable[[int], int]
@@ -223,7 +231,7 @@ class _Cell(nn.Module):
         return (torch.zeros(layers, rows, hidden, dtype=dtype, device=device),)
 
     def output(self, state: tuple[Tensor, ...]) -> Tensor:
-        # Nobody asks for those of single steps.
+        # The outputs of single steps are not used.
         return state[0].new_zeros(state[0].shape[1], 0)
 
     def final(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -244,14 +252,14 @@ class _Cell(nn.Module):
 
 
 class _FastCell(_Cell):
-    """One that makes the products of all inputs at once."""
+    """A cell that computes the products of all inputs at once."""
 
     def prepare(self, x: Tensor) -> Any:
         if not self.made.is_fast:
             self.reduced = (0.0, 0)
             return x
         began = time.perf_counter()
-        # As of one step: samples and features.
+        # Flatten to the shape of one step: samples and features.
         reduced = self.cell.reduceX(x.flatten(0, 1))  # type: ignore[operator]
         found = pytree.tree_map(lambda leaf: leaf.view(*x.shape[:2], *leaf.shape[1:]), reduced)
         self.reduced = (time.perf_counter() - began, 1)
@@ -267,7 +275,7 @@ def _steps(count: int) -> list[tuple[str, bool]]:
 
 
 def _begun(x: Tensor, h: State | None, num_layers: int, hidden_size: int) -> tuple[Tensor, ...]:
-    """The state that a sequence begins with, as a tuple."""
+    """Returns the initial state of a sequence, as a tuple."""
     if h is None:
         return (torch.zeros(num_layers, x.shape[0], hidden_size, dtype=x.dtype, device=x.device),)
     return (h,) if isinstance(h, Tensor) else tuple(h)

@@ -1,7 +1,7 @@
 """The output on rank 0.
 
-Owns the two messages that torchbraid's place for the loss costs: the last state from the last rank to rank 0, and its gradient back. What lies
-between is the matter of `layer_parallel`, whose output is on the last rank.
+Owns the two messages that are needed because torchbraid computes the loss on rank 0: the last state from the last rank
+to rank 0, and its gradient back. `layer_parallel`, whose output is on the last rank, does the rest.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ __all__ = ["at_root"]
 
 
 def at_root(output: Any, form: Form, wire: Wire, device: torch.device, *, is_everywhere: bool = False) -> Any:
-    """The output of the last rank on rank 0 and on itself; zeros that look like it on the others, or the output as well. All of them lead `backward()` to the
-    net's, of which rank 0's gradient counts.
+    """Returns the output of the last rank on rank 0 and on the last rank. Other ranks get zeros like it, or also the
+    output.
 
-    `output` is, on the other ranks, what the net has returned to call `backward()` on.
+    On all ranks `backward()` leads to the net's backward pass, in which rank 0's gradient counts. On ranks other than
+    the last, `output` is the tensor that the net returned as the start of `backward()`.
     """
     if wire.size == 1:
         return output
@@ -37,7 +38,7 @@ def at_root(output: Any, form: Form, wire: Wire, device: torch.device, *, is_eve
 
 
 class _Way:
-    """From the last rank to the first, and back."""
+    """The transfer from the last rank to the first, and back."""
 
     def __init__(self, form: Form, wire: Wire, device: torch.device, *, is_everywhere: bool) -> None:
         self.form = form
@@ -45,11 +46,11 @@ class _Way:
         self.device = device
         self.is_first = wire.rank == 0
         self.is_last = wire.is_last
-        # Those that get the output of the last rank.
+        # Ranks that get the output of the last rank.
         self._receivers = range(wire.size - 1) if is_everywhere else range(1)
 
     def forward(self, tensors: Sequence[Tensor], leaves: Sequence[Leaf]) -> list[Tensor]:
-        """Those of the last rank."""
+        """Returns the last rank's tensors; zeros on ranks that do not receive them."""
         what = "the output of the last rank on its way to rank 0 of the layers"
         if self.is_last:
             for receiver in self._receivers:
@@ -62,7 +63,7 @@ class _Way:
         return [tensor.zero_() for tensor in found]
 
     def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor] | None:
-        """Those of rank 0, on the last rank."""
+        """Returns rank 0's gradients on the last rank; None on the others."""
         what = "the gradient of the output on its way from rank 0 to the last rank of the layers"
         leaves = self.form.states
         if self.is_first:
@@ -81,7 +82,7 @@ class _Way:
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device, memory_format=leaf.format)
 
     def _send(self, tensors: Sequence[Tensor], leaves: Sequence[Leaf], to: int, pass_: str, what: str) -> None:
-        # An expanded gradient, such as that of a sum, is dense from here on.
+        # An expanded gradient, such as the gradient of a sum, is made dense for the message.
         dense = [ordered(tensor.detach(), leaf) for tensor, leaf in zip(tensors, leaves)]
         works = tried(what, lambda: [self.wire.send(tensor, to, pass_) for tensor in dense])
         tried(what, lambda: [work.wait() for work in works])
@@ -102,5 +103,6 @@ class _ToRoot(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         found = ctx.way.backward(cotangents)
-        # Of the others' number without meaning: it is what the net's own backward pass is called for.
+        # On ranks other than the last, the gradient is a meaningless number: it only starts the net's own backward
+        # pass.
         return (None, *(found if found is not None else [torch.zeros((), dtype=torch.float32, device="cpu")]))

@@ -1,6 +1,7 @@
-"""XBraid's settings of one direction, forward or backward, by torchbraid's names: what a script reaches as `fwd_app` and `bwd_app`.
+"""XBraid's settings of one direction, forward or backward, by torchbraid's names: a script reaches them as `fwd_app`
+and `bwd_app`.
 
-Owns what each of them means as a `Cycle`, and says of each that means nothing here why not.
+Owns the translation of the settings to a `Cycle`, and the warnings for settings without effect.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from ._timers import ContextTimerManager
 
 __all__ = ["App", "say_once"]
 
-# What XBraid says where no residual norm was taken.
+# XBraid's value for a residual norm that was not computed.
 _NO_NORM = -1.0
-# Every level that nothing else is said of.
+# Key for all levels without a setting of their own.
 _ALL = -1
 
 _has_said: set[str] = set()
 
 
 def say_once(comm: Comm, text: str) -> None:
-    """A warning of rank 0, once for a process."""
+    """Warns on rank 0, once per process for each text."""
     if comm.Get_rank() == 0 and text not in _has_said:
         _has_said.add(text)
         warnings.warn(f"torchbraid: {text}", stacklevel=2)
 
 
 class App:
-    """The settings of one direction. `name` begins the names of its timers."""
+    """The settings of one direction. `name` is the prefix of the names of its timers."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class App:
         self.timer_manager = timers
         self.Tf = Tf
         self.dt = Tf / len(steps)
-        # Of the last batch, where that is what makes them.
+        # Steps; for a recurrent net, the steps of the last batch.
         self.steps = list(steps)
         self.max_levels = self._at_least("max_levels", max_levels, 1)
         self.max_iters = self._at_least("max_iters", max_iters, 1)
@@ -60,21 +61,21 @@ class App:
         self.skip_downcycle = False
         self.print_level = 0
         self.tb_print_level = 0
-        # 0: nothing is timed. 1: whole passes. 2: each evaluation of a layer as well.
+        # 0: nothing is timed. 1: whole passes. 2: also each evaluation of a layer.
         self.timings = 1
         self._relax = {_ALL: 0}
         self._min_coarse = 2
         self._is_full = False
-        # Of the states, which the net has.
+        # Whether the net has an initial guess for the states, which it stores itself.
         self.has_guess = False
-        # From which levels states become coarser on the way to the next.
+        # Levels from which states become coarser on the way to the next.
         self.coarsened: tuple[int, ...] = ()
-        # Of a cell with `reduceX` and `fastForward`: whether they are used.
+        # For a cell with `reduceX` and `fastForward`: whether they are used.
         self.has_fastforward = False
         self._residual_compute = 1
         self._stats = (0, _NO_NORM)
         self._made: tuple[object, Cycle] | None = None
-        # Asked for when they are wanted, and given by who has them.
+        # Callbacks of the net that owns the points and the layers.
         self.points: Callable[[], tuple[list[float], list[Any]]] | None = None
         self.owner: Callable[[int], int] | None = None
         self._file: weakref.finalize[Any, Any] | None = None
@@ -84,7 +85,7 @@ class App:
 
     @property
     def num_steps(self) -> int:
-        """How many steps there are."""
+        """The number of steps."""
         return len(self.steps)
 
     @property
@@ -100,18 +101,20 @@ class App:
             raise ValueError(f"torchbraid: {what}={given!r}: give a whole number from {least}")
         return number
 
-    # ---- what there is of each setting
+    # ---- settings with an effect
 
     def setMaxIters(self, max_iters: int) -> None:
-        """So many iterations. The first is the way down alone where the down-cycle is skipped."""
+        """Sets the number of iterations. If the down-cycle is skipped, the first iteration is the start alone, without
+        a cycle."""
         self.max_iters = self._at_least("max_iters", max_iters, 1)
 
     def getMaxIters(self) -> int:
-        """How many iterations."""
+        """Returns the number of iterations."""
         return self.max_iters
 
     def setCFactor(self, cfactor: int | Mapping[int, int]) -> None:
-        """How many steps of a level are one of the next: a number, or one by level, of which -1 is of all the others."""
+        """Sets how many steps of a level make one of the next: a number, or one by level, where -1 stands for all other
+        levels."""
         if isinstance(cfactor, Mapping):
             found = {
                 self._at_least("level", level, _ALL): self._at_least("cfactor", factor, 2)
@@ -129,11 +132,13 @@ class App:
         return factors.get(level, factors[_ALL])
 
     def setNumRelax(self, relax: int, level: int = _ALL) -> None:
-        """How often C-points are relaxed: 0 is F-relaxation, 1 FCF. Of one level, or of all of which nothing is said by themselves."""
+        """Sets how often C-points are relaxed, for one level or, with -1, for all levels without their own: 0 is
+        F-relaxation, 1 FCF."""
         self._relax[self._at_least("level", level, _ALL)] = self._at_least("relax", relax, 0)
 
     def setSkipDowncycle(self, skip: bool | int) -> None:
-        """Whether the first iteration is the way down alone. Without it, as many cycles follow as there are iterations."""
+        """Sets whether the first iteration is the start from the coarsest level alone. If not, `max_iters` cycles
+        follow that start."""
         self.skip_downcycle = bool(skip)
         if not skip and self.max_levels > 1:
             say_once(
@@ -143,53 +148,55 @@ class App:
             )
 
     def setFMG(self) -> None:
-        """F-cycles, after a start that is improved on every level."""
+        """Selects F-cycles, after a start that is improved on every level."""
         self._is_full = True
 
     def setMinCoarse(self, mc: int) -> None:
-        """No level has fewer steps."""
+        """Sets the minimum number of steps of a level."""
         self._min_coarse = self._at_least("min_coarse", mc, 1)
 
     def setResidualCompute(self, residual_compute: bool | int) -> None:
-        """Whether norms of residuals are taken."""
+        """Sets whether residual norms are computed."""
         self._residual_compute = int(residual_compute)
 
     def getResidualCompute(self) -> int:
-        """Whether they are."""
+        """Returns whether residual norms are computed, as 0 or 1."""
         return self._residual_compute
 
     def setPrintLevel(self, print_level: int, tb_print: bool = False) -> None:
-        """From 1 on rank 0 prints residuals by iteration after each pass; with `tb_print`, a line for each pass."""
+        """Sets how much rank 0 prints. From 1 on it prints residuals by iteration after each pass; with `tb_print`, a
+        line for each pass."""
         if tb_print:
             self.tb_print_level = int(print_level)
         else:
             self.print_level = int(print_level)
 
     def setTimerFile(self, filestem: str) -> None:
-        """When the net is gone, or the program at its end, each rank writes its table of this direction's timers to `<filestem>_<rank>.txt`."""
+        """Sets a file for timers: when the net is deleted or the program ends, each rank writes this direction's table
+        to `<filestem>_<rank>.txt`."""
         if self._file is not None:
             self._file.detach()
         path = Path(f"{filestem}_{self.comm.Get_rank():04d}.txt")
         self._file = weakref.finalize(self, _write, path, self.timer_manager, f"{self.name}::")
 
     def resetBraidTimer(self) -> None:
-        """Forgets what was timed of this direction."""
+        """Deletes this direction's measurements."""
         kept = {
             name: timer for name, timer in self.timer_manager.timers.items() if not name.startswith(f"{self.name}::")
         }
         self.timer_manager.timers = kept
 
     def setBraidTimers(self, flag: int) -> None:
-        """0: nothing is timed. 1: whole passes. 2: each evaluation of a layer as well."""
+        """Sets what is timed. 0: nothing. 1: whole passes. 2: also each evaluation of a layer."""
         self.timings = self._at_least("timers", flag, 0)
 
     def finalRelax(self) -> None:
-        """Nothing to be done: every solve ends with a sweep over all layers, in which they count."""
+        """Does nothing: every solve ends with a sweep over all layers, whose evaluations are the final ones."""
 
-    # ---- what there is not
+    # ---- settings without effect
 
     def setAbsTol(self, abs_tol: float) -> None:
-        """No effect, but for a warning."""
+        """Has no effect but a warning."""
         say_once(
             self.comm,
             f"setAbsTol({abs_tol}) has no effect: as many iterations are made as are asked for; with net.body.mode = 'converged' a pass goes on until its residual "
@@ -197,21 +204,21 @@ class App:
         )
 
     def setRelTol(self, rel_tol: float) -> None:
-        """No effect, but for a warning."""
+        """Has no effect but a warning."""
         say_once(
             self.comm,
             f"setRelTol({rel_tol}) has no effect: as many iterations are made as are asked for; net.body.mode = 'converged' is for that",
         )
 
     def setStorage(self, storage: int) -> None:
-        """No effect, but for a warning: it changes no result."""
+        """Has no effect but a warning; it would change no result."""
         say_once(
             self.comm,
             f"setStorage({storage}) has no effect: a plan keeps each state as long as something needs it and no longer; no result depends on it",
         )
 
     def setCRelaxWt(self, CWt: float) -> None:
-        """Only that of a relaxation without weights.
+        """Accepts 1.0 only, a relaxation without weights.
 
         Raises:
             NotImplementedError: another weight.
@@ -222,7 +229,7 @@ class App:
             )
 
     def setRelaxOnlyCG(self, flag: bool | int) -> None:
-        """No effect, but for a warning where it is asked for."""
+        """Has no effect but a warning if `flag` is true."""
         if flag:
             say_once(
                 self.comm,
@@ -230,12 +237,12 @@ class App:
             )
 
     def setRevertedRanks(self, reverted: bool | int) -> None:
-        """Nothing to be done: the adjoint of a layer is evaluated where the layer is."""
+        """Does nothing: the adjoint of a layer is evaluated where the layer is."""
 
-    # ---- as a cycle
+    # ---- the settings as a cycle
 
     def cycle(self) -> Cycle:
-        """What is solved, with as many levels as the net allows."""
+        """Returns the cycle of these settings, with as many levels as the net allows."""
         said = (
             len(self.steps),
             self.max_levels,
@@ -261,7 +268,8 @@ class App:
         return Cycle(
             levels=len(factors) + 1,
             factor=tuple(factors),
-            # What a guess takes the place of is an iteration that has no cycle.
+            # `Cycle` counts the start as an iteration. It is one of `max_iters` if the down-cycle is skipped, and a
+            # guess needs none.
             iterations=self.max_iters + (0 if self.skip_downcycle or self.has_guess else 1),
             relax=relax,
             shape="F" if self._is_full else "V",
@@ -271,7 +279,7 @@ class App:
         )
 
     def _coarsened(self) -> list[int]:
-        """The factors of as many levels as are asked for and there is room for."""
+        """Returns the factors of up to `max_levels` levels, as far as the steps allow."""
         factors: list[int] = []
         why = ""
         while len(factors) < self.max_levels - 1:
@@ -293,10 +301,11 @@ class App:
             )
         return factors
 
-    # ---- what became of it
+    # ---- results
 
     def solved(self, norms: Mapping[int, float], iterations: int | None) -> None:
-        """Takes over how a pass has gone, and prints it where that is wanted. Without a number of iterations, norms tell it."""
+        """Records the result of a pass, and prints it if asked to. If `iterations` is None, the norms give the
+        number."""
         if iterations is None:
             iterations = max(norms, default=0)
         self._stats = (iterations, list(norms.values())[-1] if norms else _NO_NORM)
@@ -304,7 +313,7 @@ class App:
             return
         what = "forward" if self._is_forward else "backward"
         before = None
-        # The start counts as none where a whole cycle is the first one.
+        # If the first iteration is a whole cycle, the start before it is not counted.
         start = self.cycle().iterations - self.max_iters
         for iteration, norm in norms.items() if self.print_level > 0 else ():
             factor = f", factor {norm / before:.3g}" if before else ""
@@ -315,43 +324,43 @@ class App:
             print(f"{what}: {iterations} {'iteration' if iterations == 1 else 'iterations'}{residual}", flush=True)
 
     def getBraidStats(self) -> tuple[int, float]:
-        """How many iterations the last pass had, and its last residual norm; -1 where none was taken."""
+        """Returns the number of iterations of the last pass, and its last residual norm, or -1 if none was computed."""
         return self._stats
 
-    # ---- where and when
+    # ---- ranks and times
 
     def getMPIComm(self) -> Comm:
-        """The ranks."""
+        """Returns the communicator."""
         return self.comm
 
     def getNumSteps(self) -> int:
-        """How many steps there are."""
+        """Returns the number of steps."""
         return self.num_steps
 
     def getFineTimeIndex(self, tidx: int, level: int) -> int:
-        """The point of the finest level that a point of another one is."""
+        """Returns the point of the finest level that corresponds to a point of another level."""
         for below in range(level):
             tidx *= self._factor(below)
         return tidx
 
     def getLevelNumSteps(self, level: int) -> int:
-        """How many steps a level has, the last of which may be shorter."""
+        """Returns the number of steps of a level, the last of which may be shorter."""
         count = self.num_steps
         for below in range(level):
             count = -(-count // self._factor(below))
         return count
 
     def getTimePointProc(self, level: int, index: int) -> int:
-        """The rank that computes a point: that of the layer before it."""
+        """Returns the rank that computes a point: the rank of the layer before it."""
         assert self.owner is not None, "whoever makes the net says whose its layers are"
         return self.owner(max(self.getFineTimeIndex(index, level) - 1, 0))
 
     def getTimePoints(self, level: int = 0) -> tuple[list[float], list[Any]]:
-        """The times of this rank's points, and their states in the last forward pass.
+        """Returns the times of this rank's points, and their states in the last forward pass.
 
         Raises:
-            NotImplementedError: of a coarser level, whose states are not kept.
-            RuntimeError: nobody has asked for states to be kept.
+            NotImplementedError: a coarser level was requested, whose states are not kept.
+            RuntimeError: the states are not kept or no longer exist.
         """
         if level != 0 or self.points is None:
             raise NotImplementedError(

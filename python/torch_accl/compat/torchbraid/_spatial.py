@@ -1,6 +1,6 @@
-"""States that become coarser between levels, as torchbraid's users say it: three functions that are told the level, and the levels.
+"""Spatial coarsening in torchbraid's form: three functions that get the level, and the levels.
 
-Owns what they mean as a `Spatial` of `torch_accl.layer_parallel`. When they are called is that one's matter.
+Owns their translation to a `Spatial` of `torch_accl.layer_parallel`, which decides when they are called.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ _FUNCTIONS = "spatial_ref_funcs=(coarsen, refine, shape)"
 
 
 class Levels(Spatial):
-    """torchbraid's functions as what makes states coarser on each of `levels`, which are sorted: 0 is the way from the finest level to the next.
+    """torchbraid's functions as a `Spatial` that makes states coarser from each of `levels`, which are sorted, to the
+    next; 0 is the finest level.
 
-    They are called for each tensor of a state, with the level.
+    The functions are called for each tensor of a state, with the level.
     """
 
     levels: list[int]
 
     def __init__(self, functions: Sequence[Callable[..., Any]], levels: Sequence[int]) -> None:
-        # Ours are told the level as well.
+        # The overridden methods below pass the level, which the base class does not.
         self._coarsen, self._refine, self._shape = functions
         super().__init__(self._coarsen, self._refine)
         self.levels = list(levels)
 
     def to_coarser(self, x: Any, mesh: int) -> Any:
-        """A state on the next coarser mesh."""
+        """Returns a state on the next coarser mesh."""
         return pytree.tree_map(lambda leaf: self._coarser(leaf, self.levels[mesh]), x)
 
     def to_finer(self, x: Any, like: Any, mesh: int) -> Any:
-        """A state on the next finer mesh."""
+        """Returns a state on the next finer mesh."""
         leaves, tree = pytree.tree_flatten(x)
-        # Whole numbers are known there.
+        # Leaves that are not part of the state, such as integers, are taken from the finer mesh.
         pairs = zip(leaves, pytree.tree_leaves(like))
         found = [self._finer(leaf, self.levels[mesh]) if is_state(leaf) else other for leaf, other in pairs]
         return pytree.tree_unflatten(found, tree)
@@ -75,11 +76,11 @@ class Levels(Spatial):
 def levels_of(
     spatial_ref_funcs: Sequence[Callable[..., Any]] | None, levels_to_coarsen: Iterable[int] | None
 ) -> Levels | None:
-    """What two arguments of `LayerParallel` mean; None where no state is to become coarser.
+    """Returns the `Levels` for two arguments of `LayerParallel`; None if no state is to become coarser.
 
     Raises:
-        ValueError: one is given and not the other, or there are levels that cannot be.
-        TypeError: the functions are not three.
+        ValueError: only one of the two is given, or a level is invalid.
+        TypeError: there are not exactly three functions.
     """
     levels = None if levels_to_coarsen is None else _whole(levels_to_coarsen)
     if spatial_ref_funcs is None:

@@ -1,6 +1,6 @@
-"""Timers by name, and the table of what they have measured.
+"""Timers by name, and the table of their measurements.
 
-Owns clocks and the table's text. What is timed is said by who does it.
+Owns clocks and the table's text. The callers decide what is timed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["ContextTimer", "ContextTimerManager"]
 
 
 class ContextTimer:
-    """Times what is done in a `with` of it, each time by itself."""
+    """Times each run of a `with` block separately."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -30,25 +30,25 @@ class ContextTimer:
         self.stop()
 
     def start(self) -> None:
-        """From now on."""
+        """Starts a measurement."""
         self._began = time.perf_counter()
 
     def stop(self) -> None:
-        """Up to now; without a start nothing is measured."""
+        """Ends a measurement; does nothing if none was started."""
         if self._began is not None:
             self.times.append(time.perf_counter() - self._began)
             self._began = None
 
     def getName(self) -> str:
-        """Its name."""
+        """Returns the timer's name."""
         return self.name
 
     def isTiming(self) -> bool:
-        """Whether it is measuring."""
+        """Returns whether a measurement is running."""
         return self._began is not None
 
     def getTimes(self) -> list[float]:
-        """What it has measured, in seconds."""
+        """Returns the measurements, in seconds."""
         return self.times
 
 
@@ -59,19 +59,20 @@ class ContextTimerManager:
         self.timers: dict[str, ContextTimer] = {}
 
     def resetTimers(self) -> None:
-        """Forgets all."""
+        """Deletes all timers."""
         self.timers = {}
 
     def timer(self, name: str) -> ContextTimer:
-        """The timer of this name; a new one if there is none."""
+        """Returns the timer of this name; a new one if there is none."""
         return self.timers.setdefault(name, ContextTimer(name))
 
     def getTimers(self) -> list[ContextTimer]:
-        """All of them."""
+        """Returns all timers."""
         return list(self.timers.values())
 
     def getResultString(self, prefix: str = "") -> str:
-        """A table of those whose names begin so: how often, and the sum, mean and standard deviation in seconds."""
+        """Returns a table of the timers whose names begin with `prefix`: the count, and the sum, mean and standard
+        deviation in seconds."""
         rows = [
             (name, timer.times)
             for name, timer in sorted(self.timers.items())

@@ -1,6 +1,6 @@
-"""Around each evaluation of a layer: what else it is given, how long it takes, what goes in and comes out.
+"""Hooks around each evaluation of a layer: they pass extra arguments, time the evaluation, and record input and output.
 
-Owns hooks that are there during one forward pass and no longer, and so are in no copy and no checkpoint of a layer.
+Owns these hooks. They exist during one forward pass only, so no copy and no checkpoint of a layer has them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["Seen", "Watch", "norm_of"]
 
 @dataclass(frozen=True)
 class Seen:
-    """The last evaluation of a layer, which is the one that counts: its input, and what it returned."""
+    """The last evaluation of a layer, whose result is the final one: its input and its output."""
 
     state: Any
     returned: Any
 
 
 class Watch:
-    """A `with` of it watches these layers. `keep`: takes what is seen of each, by its number."""
+    """Watches layers inside a `with` block. `keep`, if given, receives a `Seen` for each layer by its number."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Watch:
         self._handles: list[RemovableHandle] = []
 
     def begin(self) -> None:
-        """From now on."""
+        """Registers the hooks."""
         for number, layer in self._layers.items():
             self._handles.append(layer.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(self._after(number)))
 
     def end(self) -> None:
-        """Up to now."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -96,6 +96,6 @@ def _detached(value: Any) -> Any:
 
 
 def norm_of(state: Any) -> float:
-    """The 2-norm of a state, over all its floating-point leaves."""
+    """Returns the 2-norm of a state, over all its floating-point leaves."""
     leaves = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return math.sqrt(sum(float(torch.linalg.vector_norm(leaf, dtype=torch.float64)) ** 2 for leaf in leaves))

@@ -1,6 +1,7 @@
-"""The world: which ranks there are, and when torch's group is made of them.
+"""The ranks of the job, and the creation of torch's default group.
 
-Owns `COMM_WORLD` and `COMM_SELF`, and what becomes of a communicator that a script brings along. Launchers are known to `torch_accl_launch`.
+Owns `COMM_WORLD` and `COMM_SELF`, and the conversion of a communicator that a script passes. `torch_accl_launch`
+detects launchers.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ __all__ = ["COMM_SELF", "COMM_WORLD", "begin", "communicator_of"]
 
 
 def begin(backend: str | None = None) -> None:
-    """Makes torch's default group from what the launcher says, if it has started several ranks and there is none. Collective.
+    """Creates torch's default group from the launcher's variables, if there are several ranks and no group. Collective.
 
     Raises:
-        ValueError: there is one of another backend.
+        ValueError: a group with another backend exists.
         torch_accl_launch.LaunchError: the launcher's variables contradict one another.
     """
     if dist.is_initialized():
@@ -43,7 +44,7 @@ def _backends() -> str:
 
 
 def _usual_backend() -> str:
-    """accl, and what moves tensors of GPUs where there are any."""
+    """Returns accl, plus NCCL for GPU tensors if the host has GPUs."""
     return "cpu:accl,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "accl"
 
 
@@ -57,11 +58,12 @@ COMM_SELF = Comm(lambda: None, "COMM_SELF")
 
 
 def communicator_of(given: Any) -> Comm:
-    """What a script gives as its ranks: one of `MPI` here, a group or a mesh of torch, or a communicator of mpi4py that has all ranks or this one alone.
+    """Converts a script's argument to a communicator: a communicator of this package's `MPI`, torch's group or mesh, or
+    a communicator of mpi4py with all ranks or this one alone.
 
     Raises:
         TypeError: it is none of them.
-        ValueError: it has other ranks than torch knows of.
+        ValueError: its ranks are not the ranks that torch has.
     """
     if isinstance(given, Comm):
         return given

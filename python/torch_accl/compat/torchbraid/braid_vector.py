@@ -1,4 +1,4 @@
-"""torchbraid's vector of a state by its own module's name: what `getFineTimePoints` gives for each point."""
+"""torchbraid's vector of a state by the name of its own module: the value of `getFineTimePoints` for each point."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ __all__ = ["BraidVector"]
 
 
 class BraidVector:
-    """The tensors of a state, in order. Weights are with their layers, and never part of one."""
+    """The tensors of a state, in order. Weights belong to the layers and are never part of it."""
 
     def __init__(self, tensor: Tensor | Iterable[Tensor]) -> None:
         self._tensors = _tuple_of(tensor)
 
     def tensor(self, i: int = 0) -> Tensor:
-        """One of them."""
+        """Returns tensor number `i`."""
         return self._tensors[i]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
+        """Returns all tensors."""
         return self._tensors
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._tensors)
 
     def replaceTensor(self, tensor: Tensor | Iterable[Tensor], i: int = 0) -> Tensor | tuple[Tensor, ...]:
-        """Puts a tensor in the place of one, or several in the place of all, and returns those that were there."""
+        """Replaces one tensor by a tensor, or all by several, and returns the replaced ones."""
         before = self._tensors
         if not isinstance(tensor, Tensor):
             self._tensors = _tuple_of(tensor)
@@ -36,7 +36,7 @@ class BraidVector:
         return before[i]
 
     def clone(self) -> BraidVector:
-        """A copy with memory of its own and without a graph."""
+        """Returns a copy with its own memory and without a graph."""
         return BraidVector(tensor.detach().clone() for tensor in self._tensors)
 
     def __repr__(self) -> str:

@@ -1,6 +1,8 @@
-"""What scripts of torchbraid take from its module `mgopt`: nested iteration and MG/Opt over models of several depths.
+"""The names that scripts of torchbraid take from its module `mgopt`: nested iteration and MG/Opt over models of several
+depths.
 
-Owns the solver by torchbraid's names, what it prints, and two small functions. Which options there are is in `_mgopt_options.py`, the V-cycle in `_mgopt_cycle.py`.
+Owns the solver by torchbraid's names, its printed output, and two small functions. Options are in `_mgopt_options.py`,
+the V-cycle in `_mgopt_cycle.py`.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ __all__ = ["compute_levels", "mgopt_solver", "root_print"]
 
 
 def compute_levels(num_steps: int, min_coarse_size: int, cfactor: int) -> int:
-    """As many levels as leave at least `min_coarse_size` steps on the coarsest; at least one.
+    """Returns the number of levels that leaves at least `min_coarse_size` steps on the coarsest; at least 1.
 
     Raises:
-        ValueError: a factor that makes nothing coarser, or no size.
+        ValueError: `cfactor` is below 2, or `min_coarse_size` below 1.
     """
     if cfactor < 2 or min_coarse_size < 1:
         raise ValueError(
@@ -54,23 +56,26 @@ def compute_levels(num_steps: int, min_coarse_size: int, cfactor: int) -> int:
 
 
 def root_print(rank: int, printlevel_cutoff: int, importance: int, s: object) -> None:
-    """Prints on rank 0 what is important enough."""
+    """Prints on rank 0 if `importance` is at most the cutoff."""
     if rank == 0 and importance <= printlevel_cutoff:
         print(s, flush=True)
 
 
 class mgopt_solver:
-    """A hierarchy of models of the same equation, each with a `LayerParallel` as its `parallel_nn`; all ranks make all calls together.
+    """A hierarchy of models of the same equation, each with a `LayerParallel` as its `parallel_nn`; all methods are
+    collective.
 
-    `initialize_with_nested_iteration` trains the coarsest one, makes the next one of it by interpolation in layer time, trains that, and so on;
-    `mgopt_solve` then trains the finest one by V-cycles over all of them inside each batch. `levels[0]` is the finest.
+    `initialize_with_nested_iteration` trains the coarsest model, interpolates the next one from it in layer time,
+    trains that, and so on. `mgopt_solve` then trains the finest one by V-cycles over all of them inside each batch.
+    `levels[0]` is the finest.
     """
 
     class level:
-        """One of them: its model, its optimizer, and the options that it was made with and is trained with, each a name with its arguments."""
+        """A level: its model, its optimizer, and the options of its creation and training, each a name with its
+        arguments."""
 
         model: nn.Module
-        # There if states of optimizers are kept from batch to batch.
+        # Exists only if states of optimizers are kept from batch to batch.
         optimizer: Optimizer
         network: Option
         interp_params: Option
@@ -83,16 +88,16 @@ class mgopt_solver:
         line_search: Option
 
         def __init__(self) -> None:
-            # How much was made of each correction; None where the optimizer made it.
+            # Length of each correction; None if the optimizer chose it.
             self.out_ls_step: list[float | None] = []
-            # All, and those that are trained, on all ranks.
+            # Number of parameters over all ranks: of all, and of the trained ones.
             self.counts = (0, 0)
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.levels: list[mgopt_solver.level] = []
         self.device = torch.device("cpu") if device is None else torch.device(device)
         self.ni_rfactor = -1
-        # What both methods were told, for `options_used`.
+        # Arguments of both methods, for `options_used`.
         self._told: dict[str, Any] = {}
 
     # ---- nested iteration
@@ -114,23 +119,27 @@ class mgopt_solver:
         seed: int | None = None,
         zero_init_guess: bool = False,
     ) -> None:
-        """Makes and trains a model for each of `ni_steps`, from the coarsest to the finest, each of which begins as the one before, interpolated.
+        """Creates and trains a model for each of `ni_steps`, from the coarsest to the finest; each starts as the
+        interpolated previous one.
 
-        model_factory: `model_factory(k, **arguments)` makes a model; k is 0 for the coarsest, and the arguments are those of `networks`.
-        ni_steps: how many steps each has, the coarsest first, each a multiple of the one before by the same factor.
-        train_loader, test_loader: pairs of an input and a target, as many on all ranks; those of rank 0 count.
+        model_factory: `model_factory(k, **arguments)` returns a model; k is 0 for the coarsest, and the arguments are
+            those in `networks`.
+        ni_steps: steps of each model, the coarsest first, each a multiple of the one before by the same factor.
+        train_loader, test_loader: pairs of an input and a target, the same number on all ranks; rank 0's values are
+            used.
         networks: `("Factory", arguments)` for each level, the finest first.
-        epochs: for each level. 0 makes the hierarchy alone.
-        log_interval: after how many batches a loss is printed, with `mgopt_printlevel` from 1.
-        interp_params, optims, criterions: names, or pairs of a name and arguments; one for all levels, or a list, the finest first. A loss may be a function `loss(output,
-            target, **arguments)`, and an optimizer a function like `torch.optim.AdamW`.
-        preserve_optim: keep the state of the optimizer from batch to batch, and for `mgopt_solve`.
-        seed: of torch's random numbers, from which layers are made.
-        zero_init_guess: begin with parameters that are all zero.
+        epochs: epochs for each level. 0 only creates the hierarchy.
+        log_interval: batches between printed losses, if `mgopt_printlevel` is at least 1.
+        interp_params, optims, criterions: names, or pairs of a name and arguments; one for all levels, or a list, the
+            finest first. A loss may be a function `loss(output, target, **arguments)`, and an optimizer a function like
+            `torch.optim.AdamW`.
+        preserve_optim: whether the optimizer's state is kept from batch to batch, and for `mgopt_solve`.
+        seed: seed of torch's random numbers, from which layers are created; None leaves them.
+        zero_init_guess: whether all parameters start at zero.
 
         Raises:
-            ValueError: an option that there is not, or levels that do not fit together.
-            TypeError: what `model_factory` returns is no such model.
+            ValueError: an unknown option, or levels that do not fit together.
+            TypeError: `model_factory` returns something else than such a model.
         """
         steps = [operator.index(count) for count in ni_steps]
         count = len(steps)
@@ -150,7 +159,7 @@ class mgopt_solver:
         self.levels = []
         self._told = {"preserve_optim": bool(preserve_optim), "zero_init_guess": bool(zero_init_guess)}
         above: Level | None = None
-        # From the coarsest; lists begin with the finest.
+        # From the coarsest to the finest; the lists start with the finest.
         for k, at in enumerate(reversed(range(count))):
             made = self.level()
             made.model = model_of(model_factory(k, **arguments[at])).to(self.device)
@@ -199,22 +208,26 @@ class mgopt_solver:
         interp_states: Any = "tb_injection_interp_network_state",
         line_search: Any = ("tb_simple_ls", {"ls_params": {"alphas": [0.001, 0.01, 0.1, 0.5, 1.0]}}),
     ) -> list[float]:
-        """Trains the finest model, and the others with it. Returns the loss of each batch, before the last step that it was for; on all ranks.
+        """Trains the finest model, and the others with it. Returns, on all ranks, the loss of each batch before its
+        last step.
 
-        mgopt_tol: no epoch follows one whose last loss is below it.
+        mgopt_tol: training ends after an epoch whose last loss is below it.
         mgopt_iter: V-cycles in each batch.
-        nrelax_pre, nrelax_post, nrelax_coarse: steps of the optimizer before and after a correction, and those of the coarsest model.
-        mgopt_levels: how many of the models are used, from the finest; all by default.
-        preserve_optim: keep the states of optimizers from batch to batch, or begin each V-cycle with new ones.
-        restrict_params, restrict_grads: with `"accl_transposed_interp_params"` of gradients, the transpose of the interpolation, a coarse objective agrees with the finer one to
-            first order.
-        restrict_states, interp_states: nothing depends on them.
-        line_search: by level, what is made of a correction.
-        The rest is as for `initialize_with_nested_iteration`.
+        nrelax_pre, nrelax_post, nrelax_coarse: steps of the optimizer before a correction, after it, and on the
+            coarsest model.
+        mgopt_levels: number of models to use, from the finest; None for all.
+        preserve_optim: whether optimizers keep their states from batch to batch; otherwise each V-cycle begins with new
+            ones.
+        restrict_params, restrict_grads: restrictions of parameters and gradients. With
+            `"accl_transposed_interp_params"` for gradients, the transpose of the interpolation, a coarse objective
+            agrees with the finer one to first order.
+        restrict_states, interp_states: have no effect.
+        line_search: by level, how far a correction is followed.
+        The others are described at `initialize_with_nested_iteration`.
 
         Raises:
             RuntimeError: there are no models.
-            ValueError: an option that there is not, or a number that cannot be.
+            ValueError: an unknown option, or an invalid number.
         """
         if not self.levels:
             raise RuntimeError("mgopt_solve: there are no models; call initialize_with_nested_iteration before it")
@@ -290,7 +303,7 @@ class mgopt_solver:
         return losses
 
     def _equip(self, levels: Sequence[Level], *, is_kept: bool) -> None:
-        """Gives levels their optimizers: those that there are, or new ones."""
+        """Gives levels their optimizers: the existing ones, or new ones."""
         for each, level in zip(self.levels, levels):
             if is_kept:
                 if not hasattr(each, "optimizer"):
@@ -299,22 +312,23 @@ class mgopt_solver:
             else:
                 level.optimizer = optimizer_of(each.optims, each.model)
 
-    # ---- what there is
+    # ---- information
 
     def operator_complexity(self) -> tuple[float, float, list[int], list[int]]:
-        """How many parameters there are on all levels for each one of the finest, among all and among the trained ones; and both numbers of each level."""
+        """Returns the parameters on all levels per parameter of the finest, for all and for the trained ones; and both
+        counts of each level."""
         both = [list(counts) for counts in zip(*(each.counts for each in self.levels))] or [[], []]
         shares = [sum(counts) / counts[0] if counts and counts[0] else 0.0 for counts in both]
         return shares[0], shares[1], both[0], both[1]
 
     def get_total_param_count(self, model: nn.Module) -> tuple[int, int]:
-        """A model's parameters, and those that are trained, over all ranks, which call this together."""
+        """Returns the number of a model's parameters, and of the trained ones, over all ranks. Collective."""
         inner = model_of(model).parallel_nn
         assert isinstance(inner, LayerParallel)
         return _total(inner.ranks, model)
 
     def __repr__(self) -> str:
-        """A table, on rank 0."""
+        """Returns a table on rank 0; an empty text on the others."""
         if not self.levels:
             return "MG/Opt without models"
         if self._ranks().Get_rank() != 0:
@@ -329,7 +343,7 @@ class mgopt_solver:
         return "\n".join(lines)
 
     def options_used(self) -> None:
-        """Prints, on rank 0, what both methods were told."""
+        """Prints, on rank 0, the arguments of both methods."""
         if not self.levels:
             raise RuntimeError("options_used: there are no models; call initialize_with_nested_iteration before it")
         lines = ["MG/Opt", *(f"  {name}: {value}" for name, value in self._told.items())]
@@ -349,7 +363,7 @@ class mgopt_solver:
 
 
 def _factor_of(steps: Sequence[int]) -> int:
-    """By which all are refined; -1 of a single one."""
+    """Returns the factor between successive numbers of steps; -1 for a single number."""
     if not steps or min(steps) < 1:
         raise ValueError(f"ni_steps={list(steps)}: give numbers of steps from 1, the coarsest first")
     factors = {after / before for before, after in itertools.pairwise(steps)}
@@ -377,7 +391,7 @@ def _rank() -> int:
 
 
 def _check_length(comm: Comm, loader: Iterable[Any]) -> None:
-    """Ranks with fewer batches would leave the others waiting."""
+    """Checks that all ranks have the same number of batches: fewer on one rank would leave the others waiting."""
     lengths = comm.allgather(len(loader) if isinstance(loader, Sized) else None)
     if len(set(lengths)) > 1:
         raise ValueError(
@@ -389,7 +403,7 @@ def _check_length(comm: Comm, loader: Iterable[Any]) -> None:
 
 
 class _Printer:
-    """Prints on rank 0 what is important enough."""
+    """Prints texts of sufficient importance on rank 0."""
 
     def __init__(self, comm: Comm, level: int) -> None:
         self._rank, self._level = comm.Get_rank(), level
@@ -399,7 +413,7 @@ class _Printer:
 
 
 class _Log:
-    """What is printed of the batches of an epoch."""
+    """The printed lines about the batches of an epoch."""
 
     def __init__(self, say: _Printer, epoch: int, loader: Iterable[Any], interval: int) -> None:
         self._say, self._epoch, self._interval = say, epoch, max(1, interval)
@@ -409,7 +423,7 @@ class _Log:
         self._is_said = True
 
     def timed(self) -> _Log:
-        """A `with` of it is a batch's work."""
+        """Returns a context manager that times a batch's work."""
         return self
 
     def __enter__(self) -> None:
@@ -419,14 +433,14 @@ class _Log:
         self._seconds += time.perf_counter() - self._start
 
     def batch(self, loss: float) -> None:
-        """One is done."""
+        """Records a finished batch."""
         self._loss, self._is_said = loss, self._batches % self._interval == 0
         self._batches += 1
         if self._is_said:
             self._show()
 
     def end(self) -> None:
-        """All are."""
+        """Ends the epoch."""
         if not self._is_said:
             self._show()
         self._say(1, f"  epoch {self._epoch}: {time.perf_counter() - self._begun:.2e} s")
@@ -448,7 +462,7 @@ def _train(
     say: _Printer,
     renew: Callable[[], Optimizer] | None,
 ) -> None:
-    """Epochs of steps of a model's optimizer, which `renew` makes anew for each batch."""
+    """Trains a model for some epochs; `renew`, if given, creates a new optimizer for each batch."""
     _check_length(level.comm, loader)
     for epoch in range(1, epochs + 1):
         level.model.train()
@@ -470,7 +484,7 @@ def _train(
 
 @torch.no_grad()
 def _test(level: Level, loader: Iterable[Any], device: torch.device, say: _Printer, of: str) -> None:
-    """Prints the mean loss and, where targets are classes, how many are right."""
+    """Prints the mean loss and, if targets are classes, the number of correct samples."""
     level.model.eval()
     _check_length(level.comm, loader)
     total, samples, right, has_classes = 0.0, 0, 0, False

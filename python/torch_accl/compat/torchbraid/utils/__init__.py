@@ -1,6 +1,8 @@
-"""torchbraid's utilities by their own names: `from torch_accl.compat.torchbraid import utils`, or `import torch_accl.compat.torchbraid.utils`.
+"""torchbraid's utilities by their own names: `from torch_accl.compat.torchbraid import utils`, or `import
+torch_accl.compat.torchbraid.utils`.
 
-Owns the small ones. Timers, layers, communicators and data parallelism are in modules of their own, and are passed on here.
+Owns the small ones. Timers, layers, communicators and data parallelism have their own modules, and are re-exported
+here.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ Tensors = Tensor | Sequence[Tensor | None]
 
 
 def getDevice(comm: Any) -> tuple[torch.device, torch.device]:
-    """This rank's device, which becomes torch's current one, and the host's. Ranks of a host take its GPUs by turns."""
+    """Returns this rank's device, which becomes torch's current one, and the host's. Ranks of a host share its GPUs
+    round-robin."""
     host = torch.device("cpu")
     if not torch.cuda.is_available():
         return host, host
@@ -76,12 +79,13 @@ def getDevice(comm: Any) -> tuple[torch.device, torch.device]:
 
 
 def seed_from_rank(seed: int, rank: int) -> int:
-    """A seed of 32 bits for a rank; the same number that torchbraid makes of them."""
+    """Returns a seed of 32 bits for a rank, the same number that torchbraid computes."""
     return (1664525 * (seed + rank) + 1013904113) % (1 << 32)
 
 
 def l2_reg(net: nn.Module, comm: Any = None) -> Tensor:
-    """The sum of the squares of all parameters. With a communicator that of all ranks' on rank 0; the gradient is that of this rank's own everywhere."""
+    """Returns the sum of the squares of all parameters. With a communicator, rank 0 gets the sum over all ranks; the
+    gradient is always this rank's own."""
     parameters = list(net.parameters())
     squares = [parameter.square().sum() for parameter in parameters]
     own = (
@@ -95,7 +99,7 @@ def l2_reg(net: nn.Module, comm: Any = None) -> Tensor:
     of_all = ranks.gather([float(square) for square in squares])
     if of_all is None:
         return own
-    # Exactly rounded: it does not depend on where the layers lie.
+    # Exactly rounded, so the sum does not depend on where the layers lie.
     total = math.fsum(value for values in of_all for value in values)
     with torch.no_grad():
         own.fill_(total)
@@ -106,8 +110,8 @@ def l2_reg(net: nn.Module, comm: Any = None) -> Tensor:
 
 
 def tensor_memory(prefix: str, min_size: int = 0, total_only: bool = False) -> None:
-    """Prints how many bytes all tensors have that there are, and of those above `min_size` bytes which they are."""
-    # Not by what an object says that it is: some are proxies of what is gone.
+    """Prints the bytes of all existing tensors, and lists those above `min_size` bytes."""
+    # Check the type, not `isinstance`: some objects are proxies of deleted ones.
     found: list[Tensor] = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     sizes = [tensor.numel() * tensor.element_size() for tensor in found]
     above = [(size, tensor) for size, tensor in zip(sizes, found) if size > min_size]
@@ -124,20 +128,20 @@ def tensor_memory(prefix: str, min_size: int = 0, total_only: bool = False) -> N
 
 
 def pickle_size(obj: Any) -> int:
-    """How many bytes an object has as ranks send it."""
+    """Returns the bytes of an object when it is sent."""
     return len(pickle.dumps(obj))
 
 
 def buffer_size(tens: Tensors) -> int:
-    """How many elements `pack_buffer` makes of tensors; None has none."""
+    """Returns the number of elements that `pack_buffer` makes of tensors; None counts as empty."""
     return sum(tensor.numel() for tensor in _listed(tens))
 
 
 def pack_buffer(tens: Tensors) -> Tensor:
-    """The elements of tensors, one after the other, of a type that holds all of them exactly.
+    """Returns the elements of tensors, one after the other, in a type that holds all of them exactly.
 
     Raises:
-        TypeError: no type does, as of int64 and float32.
+        TypeError: no type does, for example for int64 and float32.
     """
     tensors = _listed(tens)
     dtype = _holding([tensor.dtype for tensor in tensors])
@@ -146,10 +150,10 @@ def pack_buffer(tens: Tensors) -> Tensor:
 
 
 def unpack_buffer(tens: Tensors, buf: Any) -> None:
-    """Fills tensors from such elements.
+    """Fills tensors from the elements of `pack_buffer`.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: the number of elements differs.
     """
     into, given = _listed(tens), tensor_of(buf).flatten()
     if given.numel() != buffer_size(into):
@@ -159,7 +163,7 @@ def unpack_buffer(tens: Tensors, buf: Any) -> None:
 
 
 def _holding(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """A type that holds the elements of all these exactly; float32 for none."""
+    """Returns a type that holds the elements of all these types exactly; float32 for an empty list."""
     if not dtypes:
         return torch.float32
     promoted = functools.reduce(torch.promote_types, dtypes)
@@ -172,7 +176,7 @@ def _holding(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether a type holds exactly what another one does, from which it was promoted."""
+    """Returns whether `wide` holds all values of `narrow` exactly; `wide` was promoted from `narrow`."""
     is_whole = not (narrow.is_floating_point or narrow.is_complex)
     if not is_whole or narrow == torch.bool or not (wide.is_floating_point or wide.is_complex):
         return True
@@ -191,7 +195,8 @@ def _numbers(classes: Sequence[int] | Tensor) -> Tensor:
 
 
 class MeanInitialGuessStorage:
-    """Means of states, by time and class: each new one counts with `average_weight`, what was before with the rest, which is zero at first."""
+    """Running means of states by time and class: a new state has the weight `average_weight`, the previous mean the
+    rest. Means start at zero."""
 
     def __init__(self, class_count: int, average_weight: float) -> None:
         if class_count < 1:
@@ -203,15 +208,15 @@ class MeanInitialGuessStorage:
         self.state_map: dict[float, tuple[Tensor, ...]] = {}
 
     def getTimeStamps(self) -> Iterable[float]:
-        """The times that there are states of."""
+        """Returns the times for which there are states."""
         return self.state_map.keys()
 
     @torch.no_grad()
     def getState(self, t: float, classes: Sequence[int] | Tensor) -> tuple[Tensor, ...]:
-        """The mean state at a time for each sample, by its class.
+        """Returns the mean state at a time for each sample, by its class.
 
         Raises:
-            KeyError: none was added of that time.
+            KeyError: no state was added for that time.
         """
         if t not in self.state_map:
             raise KeyError(f"there is no state of time {t}; addState has added {sorted(self.state_map)}")
@@ -220,10 +225,10 @@ class MeanInitialGuessStorage:
 
     @torch.no_grad()
     def addState(self, t: float, state: Tensor | Sequence[Tensor], classes: Sequence[int] | Tensor) -> None:
-        """Takes the states of a batch at a time into the means of their classes.
+        """Adds the states of a batch at a time to the means of their classes.
 
         Raises:
-            ValueError: a class, or a state, for which there is no room.
+            ValueError: a class is out of range, or states and classes differ in number.
         """
         if t in self.state_map:
             self._average(self.state_map[t], state, classes, self.average_weight)
@@ -233,7 +238,7 @@ class MeanInitialGuessStorage:
     def _initialize(
         self, new_state: Tensor | Sequence[Tensor], classes: Sequence[int] | Tensor, average_weight: float
     ) -> tuple[Tensor, ...]:
-        """Means of a first batch, which zeros were before."""
+        """Returns the means after a first batch, starting from zeros."""
         states = (new_state,) if isinstance(new_state, Tensor) else tuple(new_state)
         means = tuple(
             torch.zeros((self.class_count, *each.shape[1:]), dtype=each.dtype, device=each.device) for each in states
@@ -249,7 +254,7 @@ class MeanInitialGuessStorage:
         classes: Sequence[int] | Tensor,
         average_weight: float,
     ) -> None:
-        """Takes the states of a batch into means, in place."""
+        """Adds the states of a batch to means, in place."""
         states = (new_state,) if isinstance(new_state, Tensor) else tuple(new_state)
         chosen = _numbers(classes).flatten()
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.class_count:
@@ -267,14 +272,15 @@ class MeanInitialGuessStorage:
 
 
 class _BadArgument(ValueError, AssertionError):
-    """A value that cannot be; torchbraid asserts where Python has a ValueError, and scripts catch either."""
+    """An invalid value. torchbraid asserts where Python has a ValueError, and scripts catch either."""
 
 
-# ---- where we are
+# ---- source and stack
 
 
 def git_rev() -> str:
-    """The commit of the source tree that this package is imported from; its version where it was installed from a wheel."""
+    """Returns the commit of the source tree that this package is imported from; its version if it was installed from a
+    wheel."""
     from .... import __version__
 
     def git(*arguments: str) -> str:
@@ -284,7 +290,7 @@ def git_rev() -> str:
         ).stdout.strip()
 
     try:
-        # An environment may lie in a tree of somebody else's.
+        # An environment may lie inside an unrelated git tree.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("rev-parse", "HEAD")
     except (OSError, subprocess.CalledProcessError):
@@ -292,6 +298,6 @@ def git_rev() -> str:
 
 
 def stack_string(prefix: str | None = None) -> str:
-    """Where the caller is, each line after `prefix`."""
+    """Returns the caller's stack trace, each line after `prefix`."""
     lines = [line for entry in traceback.format_stack()[:-1] for line in entry.splitlines()]
     return "\n".join(f"{prefix or ''}{line}" for line in lines)

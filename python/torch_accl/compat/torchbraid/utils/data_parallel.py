@@ -1,6 +1,6 @@
-"""Data parallelism beside layer parallelism, by torchbraid's names.
+"""Data parallelism combined with layer parallelism, by torchbraid's names.
 
-Owns how ranks, samples and gradients are divided. What ranks say to one another is in `_communicator.py`.
+Owns the division of ranks, samples and gradients. Communication is in `_communicator.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ __all__ = ["Partioner", "Partition", "average_gradients", "split_communicator"]
 
 
 def split_communicator(comm: Any, splitting: int) -> tuple[Comm, Comm]:
-    """The ranks of data parallelism, `splitting` ones that follow one another, and those of layer parallelism, every so many. Collective.
+    """Returns the communicators of data parallelism and of layer parallelism. Collective.
+
+    The first has `splitting` successive ranks, the second every `splitting`-th rank.
 
     Raises:
-        ValueError: they cannot be cut so.
+        ValueError: the number of ranks is not a multiple of `splitting`.
     """
     whole = communicator_of(comm)
     if splitting < 1 or whole.size % splitting:
@@ -32,8 +34,10 @@ def split_communicator(comm: Any, splitting: int) -> tuple[Comm, Comm]:
 
 
 def average_gradients(model: nn.Module, comm_dp: Any) -> None:
-    """Puts the mean over the ranks of `comm_dp` in each gradient: one reduction for each type and device. One that only some ranks have counts as zero on
-    the others. Collective."""
+    """Replaces each gradient by its mean over the ranks of `comm_dp`, with one reduction for each type and device.
+
+    A gradient that only some ranks have counts as zero on the others. Collective.
+    """
     comm = communicator_of(comm_dp)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if comm.size == 1 or not parameters:
@@ -56,7 +60,7 @@ def average_gradients(model: nn.Module, comm_dp: Any) -> None:
 
 
 class Partition:
-    """A part of a data set: those of its samples that have these numbers."""
+    """The samples of a data set with the given indices."""
 
     def __init__(self, data: Any, index: Sequence[int]) -> None:
         self.data = data
@@ -70,11 +74,14 @@ class Partition:
 
 
 class Partioner:
-    """Cuts a data set, shuffled by `seed`, into as many parts as `procs`: batches of `batch_size` go to each by turns. The order is torchbraid's, which
-    numpy makes of a seed; numpy's and torch's own random numbers stay as they are."""
+    """Cuts a data set, shuffled by `seed`, into `procs` parts: batches of `batch_size` go to the parts round-robin.
+
+    The order is torchbraid's, which numpy makes of the seed. The global random generators of numpy and torch are not
+    used.
+    """
 
     def __init__(self, data: Any, procs: int, seed: int, batch_size: int) -> None:
-        # Its sequence of a seed never changes.
+        # The sequence of `RandomState` for a seed never changes.
         from numpy.random import RandomState
 
         self.data = data
@@ -83,7 +90,7 @@ class Partioner:
         self.partitions = [[number for batch in batches[rank::procs] for number in batch] for rank in range(procs)]
 
     def get_partion(self, rank: int) -> Partition:
-        """The part of a rank."""
+        """Returns the part of a rank."""
         return Partition(self.data, self.partitions[rank])
 
     get_partition = get_partion
