@@ -53,7 +53,9 @@ def init_from_mpi(
 
     Raises:
         TypeError: `comm` is not a communicator, or an option is one that follows from the communicator.
+        ValueError: `ACCL_TRANSPORTS` names a transport that is not installed.
         torch.distributed.DistNetworkError: this rank reached rank 0 at none of its addresses.
+        torch.distributed.DistBackendError: a transport in `ACCL_TRANSPORTS` cannot be used here; the text says why.
     """
     import torch.distributed as dist
     from torch.distributed.constants import default_pg_timeout
