@@ -1,7 +1,7 @@
 """Creates a process group from the ranks of an MPI communicator, without environment variables.
 
-MPI may start a job together with other programs: `mpirun -n 2 sim : -n 2 python train.py`. Rank and world size are then those
-of a communicator that the program has split off. This module owns how ranks learn the address of rank 0's store. MPI is used
+MPI may start a job together with other programs: `mpirun -n 2 sim : -n 2 python train.py`. The program then splits off a
+communicator, whose rank and size become rank and world size. This module owns how ranks learn the address of rank 0's store. MPI is used
 for nothing else here.
 """
 

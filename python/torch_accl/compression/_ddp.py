@@ -31,7 +31,7 @@ def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Futur
         A future of the bucket's buffer, which is overwritten with the averages.
 
     Raises:
-        RuntimeError: a parameter was added to the model after the state was created, gradients are not on the CPU, or they do not
+        RuntimeError: a parameter was added to the model after the state was created; gradients are not on the CPU; or they do not
             cover the whole bucket. Also if settings of ranks differ, or the states that they loaded do not fit together.
     """
     if isinstance(bucket, tuple):
