@@ -1,7 +1,7 @@
 """Creates a process group from the ranks of an MPI communicator, without environment variables.
 
-MPI may start a job together with other programs: `mpirun -n 2 sim : -n 2 python train.py`. Rank and world size then belong
-to a communicator that the program has split off. This module owns how ranks learn the address of rank 0's store. MPI is used
+MPI may start a job together with other programs: `mpirun -n 2 sim : -n 2 python train.py`. The program then splits off a
+communicator, whose rank and size become rank and world size. This module owns how ranks learn the address of rank 0's store. MPI is used
 for nothing else here.
 """
 
@@ -53,7 +53,9 @@ def init_from_mpi(
 
     Raises:
         TypeError: `comm` is not a communicator, or an option is one that follows from the communicator.
+        ValueError: `ACCL_TRANSPORTS` names a transport that is not installed.
         torch.distributed.DistNetworkError: this rank reached rank 0 at none of its addresses.
+        torch.distributed.DistBackendError: a transport in `ACCL_TRANSPORTS` cannot be used here; the text says why.
     """
     import torch.distributed as dist
     from torch.distributed.constants import default_pg_timeout

@@ -20,7 +20,7 @@ class Options(_native.BackendOptions):
     environment sets the others. Sizes are bytes or text such as `"64KiB"`. Lists can be text with commas.
 
     Args:
-        timeout: how long a call may take; None takes the one given to `init_process_group` or `new_group`. It has no variable.
+        timeout: maximum duration of a call, a `datetime.timedelta`; None takes the timeout given to `init_process_group` or `new_group`. It has no variable.
         log: log level for standard error: off, warn, info, debug or trace.
         socket_ifname: prefixes of network interfaces that peers are offered; `=` before them means exact names, `^` all but these.
         port_range: two ports, such as `(20000, 20100)` or `"20000-20100"`; the process listens on one port of this range.
@@ -29,7 +29,8 @@ class Options(_native.BackendOptions):
         ring_bytes: maximum shared memory per direction between two processes of a host, a size from 16KiB to 64MiB.
         shm_limit: maximum shared memory that a process creates for its links, a size from 0 to 1TiB.
         segment_bytes: maximum payload of a frame, a size from 1KiB to 4MiB.
-        eager_bytes: maximum bytes sent to a peer before it issues the matching call, a size from 0 to 64MiB.
+        eager_bytes: maximum bytes that this group sends to a peer before the peer issues the matching call, a size from 0 to
+            64MiB. A message counts as its size plus 128.
         spin_us: how long a waiting thread spins, `"auto"` or microseconds from 0 to 1000000.
         worker_count: worker threads that run parts of large calls, in addition to the caller, `"auto"` or a number from 0 to 63.
         worker_affinity: `"auto"`, or CPUs such as `"0-3,28-31"`, one per worker thread of the host, in the order of its ranks.
@@ -42,11 +43,11 @@ class Options(_native.BackendOptions):
         compressed_calls: `"hooks"`, or `"all"`, which compresses ordinary calls with `compression`, too.
         device: engine that runs collectives of the default group: `"none"`, `"sim"`, `"emulator://host:5500"`, a card; sub-groups have none.
         sidestep: collectives to run elsewhere: `"all_gather=host"` on the host despite a device, `"all_reduce=mpi"` in the MPI library of the job.
-        scope: old name of `compressed_calls`.
+        scope: old name of `compressed_calls`; it causes a DeprecationWarning.
 
     Raises:
-        ValueError: a value is not accepted; the message lists the accepted ones.
-        TypeError: an argument is unknown.
+        ValueError: a value is not accepted; the message lists the accepted ones. Also `scope` together with `compressed_calls`.
+        TypeError: an argument is unknown, or `timeout` is not a timedelta.
     """
 
     def __init__(

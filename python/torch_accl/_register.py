@@ -82,8 +82,9 @@ def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _na
 def is_default_group() -> bool:
     """Whether this thread is in `init_process_group`, so that the group being created is the default process group.
 
-    torch lists no global ranks of the default process group, so a list of ranks could identify it. But a framework may
-    create a group over its own store with `_new_process_group_helper`, and torch lists no ranks of that group either.
+    The call stack is searched, because no property of the group identifies it. torch passes an empty list of global ranks
+    for the default process group. It does the same for a group that a framework creates over its own store, with
+    `_new_process_group_helper`.
     All ranks of a group must give the same answer, and only some of them may have a default process group already.
     """
     frame: FrameType | None = sys._getframe()

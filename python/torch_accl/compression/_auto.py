@@ -50,7 +50,6 @@ class Choice:
         codec: the chosen codec; `raw` means that the parameter is sent unchanged.
         errors: predicted squared error of sums divided by their square, by codec.
         times: measured time of a call in nanoseconds per element, by codec.
-        times: measured time of a call, in nanoseconds for each element, by codec.
     """
 
     codec: str

@@ -58,14 +58,14 @@ def all_reduce_quantized(
             apply error feedback.
         key: a name for the tensor. Tensors with different names have different random numbers and separate figures
             (`call_measures`).
-        step: a number that no other call on this key has. None numbers the calls on this key in this group that were given no
-            step, from 0. A refused call is not counted.
+        step: a number from 0 to 2^64 - 1 that no other call on this key has. None numbers the calls on this key in this group
+            that were given no step, from 0. A refused call is not counted.
 
     Returns:
         A Work with `async_op`, else None.
 
     Raises:
-        ValueError: an unknown codec, an invalid key or step, or a tensor that is not on the CPU.
+        ValueError: an unknown codec or `"auto"`, an invalid key or step, or a tensor that is not on the CPU.
         RuntimeError: the group has another backend, or the call is inside torch's coalescing manager, whose block it then ends.
             Also whatever `all_reduce` raises.
     """

@@ -21,14 +21,18 @@ def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Futur
     """Averages a bucket of gradients; the state decides which of them are compressed.
 
     Use it as `DistributedDataParallel.register_comm_hook(state, ddp_hook)`. Gradients are identified by their parameters, so
-    the order of buckets and their rebuilding do not matter. Each model needs its own state.
+    the order of buckets and their rebuilding do not matter. Each model needs its own state. Only dense float32, float16 and
+    bfloat16 gradients are compressed; others are sent unchanged.
 
     DistributedDataParallel may use its reducer in Python (`torch._dynamo.config.optimize_ddp = "python_reducer"`). That reducer
     passes gradients one by one, and each is sent in its own call.
 
+    Returns:
+        A future of the bucket's buffer, which is overwritten with the averages.
+
     Raises:
-        RuntimeError: a parameter was added to the model after the state was created, gradients are not on the CPU, or they do not
-            cover the whole bucket.
+        RuntimeError: a parameter was added to the model after the state was created; gradients are not on the CPU; or they do not
+            cover the whole bucket. Also if settings of ranks differ, or the states that they loaded do not fit together.
     """
     if isinstance(bucket, tuple):
         return _mean_of_one(state, *bucket)

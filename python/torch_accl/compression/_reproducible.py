@@ -86,8 +86,8 @@ def all_reduce_reproducible(
     """Works like `torch.distributed.all_reduce`, on integers: the same bits for any algorithm, hosts and order of ranks.
 
     An element of the result differs from the exact sum by at most ranks / 2 units of its bucket, plus its own rounding. A unit
-    is the largest magnitude on any rank divided by `(2^(bits - 1) - 1) // ranks`. If a bucket has a NaN or an infinity on
-    any rank, it becomes NaN on all. With one rank the call is exact.
+    is the largest magnitude on any rank divided by `(2^(bits - 1) - 1) // ranks`, or by 2^22 if that is less; it is at least
+    2^-100. If a bucket has a NaN or an infinity on any rank, it becomes NaN on all. With one rank the call is exact.
 
     Args:
         tensor: float32, float16, bfloat16 or complex64 on the CPU, of any shape; it is overwritten with the result.
@@ -101,7 +101,7 @@ def all_reduce_reproducible(
         A Work with `async_op`, else None.
 
     Raises:
-        ValueError: the tensor, the operator, `bits` or `bucket` is not accepted.
+        ValueError: the tensor, the operator, `bits` or `bucket` is not accepted, or `bits` are too few for the number of ranks.
         RuntimeError: the group's backend is not accl, or ranks have different settings. Also whatever `all_reduce` raises.
     """
     refuse_coalescing(group)
@@ -127,7 +127,14 @@ def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.
     """Averages a bucket of gradients reproducibly, for `DistributedDataParallel.register_comm_hook(Reproducible(), reproducible_hook)`.
 
     Each gradient starts a new bucket of `Reproducible`. Averages therefore do not depend on how DistributedDataParallel groups
-    gradients.
+    gradients. Gradients are dense float32, float16, bfloat16 or complex64, on the CPU.
+
+    Returns:
+        A future of the bucket's buffer, which is overwritten with the averages.
+
+    Raises:
+        ValueError: a gradient is not accepted, or `bits` are too few for the number of ranks.
+        RuntimeError: the group's backend is not accl, or ranks have different settings. Also whatever `all_reduce` raises.
     """
     buffer = bucket.buffer()
     group = checked_group(buffer, state.process_group)

@@ -1,8 +1,8 @@
 """The saved form of a state, and what is read from it.
 
 This module owns the format of `state_dict`. The format must survive `torch.save` (also with `weights_only`) and
-`torch.distributed.checkpoint`. The latter makes a key of every path of dicts, keeps one value for each key over all ranks, and
-loads only keys that exist already. Data that ranks have in common is therefore one value per key, with tuples in place of
+`torch.distributed.checkpoint`. The latter makes a key of every path of dicts, and keeps one value for each key over all ranks.
+It loads only keys that exist already. Data that ranks have in common is therefore one value per key, with tuples in place of
 dicts, because tuples are not traversed. Data of one rank is under a key that contains its number.
 """
 

@@ -64,6 +64,7 @@ class Compression:
         inner: codec of parts of a sum between ranks of one host, if an algorithm has a level per host.
         layers: codecs by parameter name, such as `{"embedding": "maxmin:8", "*.head.weight": "raw"}`. A key with `*`, `?` or `[` is
             a pattern for the whole name; any other key matches a part of the name. The last match wins.
+            A match also overrides `exclude`, `one_dimensional` and `min_elements`.
         exclude: parameters that are sent unchanged, as names or patterns like the keys of `layers`.
         one_dimensional: whether parameters of one dimension (biases, norms) are compressed, too.
         min_elements: tensors with fewer elements are sent unchanged.

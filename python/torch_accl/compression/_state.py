@@ -81,7 +81,7 @@ class CompressionState(OfGroup):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: `process_group` is not the group of the model.
+        ValueError: `process_group` is not the group of the model, or parts of the model have different groups.
         RuntimeError: there is no group, its backend is not accl, or a parameter is not on the CPU.
     """
 
@@ -154,7 +154,11 @@ class CompressionState(OfGroup):
     # ---- for users
 
     def codec_of(self, name: str) -> str | None:
-        """Returns the codec of a parameter's parts of sums; None if it is sent unchanged. For inspection before training."""
+        """Returns the codec of a parameter's parts of sums; None if it is sent unchanged. For inspection before training.
+
+        Raises:
+            KeyError: the model has no parameter of that name.
+        """
         for parameter in self._parameters:
             if self._names[id(parameter)] == name:
                 codec = self._codec(parameter)

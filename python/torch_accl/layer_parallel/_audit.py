@@ -31,7 +31,7 @@ class Audit:
     gradient_error: relative error of the gradients of all parameters, in the 2-norm.
     cosine: cosine of the angle between the two gradients.
     residuals: residual norms of the forward solve, by iteration.
-    factor: last residual norm divided by the one before; None if there are fewer than two.
+    factor: last residual norm divided by the one before; None if there are fewer than two, or the divisor is 0.
     """
 
     batch: int

@@ -25,7 +25,10 @@ class Cell(Protocol):
     """
 
     def initial(self, rows: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """Returns the state before the first step."""
+        """Returns the state before the first step: `rows` is the size of the batch, `dtype` and `device` are the input's.
+
+        If the input is not floating-point, `dtype` is torch's default dtype.
+        """
 
     def output(self, state: Any) -> Tensor:
         """Returns the part of a state that is the output of a step. It has no parameters."""

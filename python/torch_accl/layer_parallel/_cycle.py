@@ -31,8 +31,11 @@ class Cycle:
     norms: `"lagged"`: residuals are known one iteration later, and no rank waits for them. `"blocking"`: each iteration
         waits for its norm. `"none"`: no norms.
     coarser: levels, from 1 on, whose states the net's `spatial` makes coarser than the states of the level before.
-    reuse: results that are not computed a second time. The setting changes no bit of a result. `"auto"` takes the
-        fastest for the number of ranks.
+    reuse: results that are not computed a second time: `"nothing"`, `"values"` or `"all"`. The setting changes no bit
+        of a result. `"auto"` takes the fastest for the number of ranks.
+
+    Raises:
+        ValueError: a value is not accepted; the message says what to give.
     """
 
     levels: int = 2

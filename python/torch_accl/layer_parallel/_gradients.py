@@ -20,7 +20,12 @@ __all__ = ["GradScaler", "clip_grad_norm_"]
 def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` over all layers of a net, on all of its ranks together.
 
-    Returns the norm before clipping, the same on all ranks.
+    Returns the norm before clipping, the same on all ranks: one element on the CPU, float32, or float64 if a layer has
+    float64 gradients.
+
+    Raises:
+        ValueError: `norm_type` is not above 0.
+        RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     if norm_type <= 0:
         raise ValueError(f"norm_type={norm_type}: give more than 0, or inf")

@@ -61,8 +61,8 @@ class MGOpt:
     - The net takes steps of its optimiser.
     - A coarse net of every `factor`-th layer starts at the same point and takes steps on the same batch. It minimizes
       its own loss plus a linear term, which gives it the gradient of the deeper net at that point.
-    - The change of the coarse net is interpolated. The deeper net makes the largest tried share of it that lowers its
-      loss.
+    - The change of the coarse net is interpolated. The deeper net takes the first tried share of it that lowers its
+      objective enough (Armijo's condition).
     - The deeper net takes steps again.
 
     The coarse net does the same with a still coarser net.
@@ -84,6 +84,10 @@ class MGOpt:
 
     Parameters of the optimiser that do not belong to the net change only in its `pre` and `post` steps. `requires_grad`
     of a parameter must not change later.
+
+    Raises:
+        TypeError: `net` is not a `LayerParallel`, or it is wrapped in another module.
+        ValueError: an argument is not accepted, or parameters of a step are tied to others.
     """
 
     def __init__(

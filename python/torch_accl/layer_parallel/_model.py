@@ -48,6 +48,8 @@ _KEPT_AUDITS = 1000
 class Evaluated:
     """Losses of a batch that is not trained on: exact, and as the training mode computes it.
 
+    loss: exact loss.
+    mode_loss: loss as the training mode computes it; of `"exact-pipeline"` and `"auto"`, that is an exact wave.
     output_error: relative error of the training mode's output, in the 2-norm.
     """
 
@@ -382,13 +384,19 @@ class Model(nn.Module):
     ) -> Tensor:
         """Runs forward, loss and backward of one batch, on all ranks together, and adds the gradients to `.grad`.
 
-        x: input, read on the first rank.
-        target, loss_fn: read on the last rank.
+        x: input, read on the first rank: a tensor, or a tuple, list or dict of tensors. `"exact-pipeline"` splits
+            them along their first dimension into micro-batches.
+        target: read on the last rank, and split as x is.
+        loss_fn: read on the last rank. `loss_fn(output, target)` returns a tensor with one element. It has no
+            parameters. With `"exact-pipeline"`, the loss is the mean over micro-batches.
         side: side inputs by the names of the layers' arguments, read on the first rank.
         loss_scale: factor of the gradients, for a gradient scaler.
 
-        Returns the detached loss, the same on all ranks. For a wrapper such as DistributedDataParallel, call
-        `layer_parallel.step` instead.
+        Returns the detached loss without `loss_scale`, the same on all ranks. For a wrapper such as
+        DistributedDataParallel, call `layer_parallel.step` instead.
+
+        Raises:
+            LayerParallelError: a rank's input, layer or loss failed. All ranks raise it, and no gradient is added.
         """
         return step(self, x, target, loss_fn, side=side, loss_scale=loss_scale)
 
@@ -398,6 +406,10 @@ class Model(nn.Module):
         The last rank gets the output. The other ranks get a meaningless number to call `backward()` on.
         In training, the passes are solved as the mode says, and a pipeline completes all of forward before backward. In
         evaluation everything is exact, unless `evaluation` says otherwise.
+
+        Raises:
+            LayerParallelError: a rank's input or layer failed; all ranks raise it.
+            NotImplementedError: the call is being compiled, exported or traced.
         """
         refuse_traced()
         with outside_of_transforms():
@@ -438,6 +450,10 @@ class Model(nn.Module):
         """Returns the loss of a batch in evaluation, on all ranks: exact, and as the training mode computes it.
 
         It takes the arguments of `step`.
+
+        Raises:
+            RuntimeError: the net is in training; call `eval()` before.
+            LayerParallelError: a rank's input, layer or loss failed; all ranks raise it.
         """
         if self.training:
             raise RuntimeError("evaluate() of a net in training; call eval() before, and train() afterwards")

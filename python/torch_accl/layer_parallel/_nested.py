@@ -98,6 +98,13 @@ def refined(
         ranks, and `evaluation`. `placement="kept"` leaves new layers on the rank of the step that they come from. That
         is the default if the net's placement is a list. `buffer_layers` replaces the marks of layers that are apart.
         Without it, layers that come from a layer that is apart are apart.
+
+    Returns the net, or the net and its optimiser if any rank gives one.
+
+    Raises:
+        TypeError: `net` is not a `LayerParallel`, or it is wrapped in another module.
+        ValueError: an argument is not accepted, or ranks give different arguments.
+        LayerParallelError: building or sending a layer failed on some rank; all ranks raise it.
     """
     wanted = _Wanted("refined", factor, interpolation, residual, moments, settings)
     return _answer(*_derived(net, wanted, optimizer))

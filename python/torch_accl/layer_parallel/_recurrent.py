@@ -52,6 +52,11 @@ class RecurrentParallel(Model):
     mesh, group: the ranks that the sequence lies on, in order. Every rank gives its own part of it, of any length.
 
     All other arguments have the same meaning as in `LayerParallel`; every step is a layer.
+
+    Raises:
+        TypeError: the cell lacks a method of `layer_parallel.Cell`.
+        ValueError: an argument is not accepted, the cell is bidirectional, has `proj_size` or does not have the batch
+            first, or ranks have different cells.
     """
 
     instead_of_pickling = "net.state_dict(), or net.cell and net.tail, which are ordinary modules"
@@ -170,11 +175,16 @@ class RecurrentParallel(Model):
         """Runs forward, loss and backward of one batch, on all ranks together, and adds the gradients to `.grad`.
 
         x: each rank's own part of the sequence, of shape (batch, steps, ...), or a tuple, list or dict of such tensors.
+            The batch is the same on all ranks; a rank may have no steps.
         target, loss_fn: read on the last rank. The loss takes the last step's output, through `tail`.
         state: state before the first step, read on the first rank; by default the cell's own.
         loss_scale: factor of the gradients, for a gradient scaler.
 
-        Returns the detached loss, the same on all ranks.
+        Returns the detached loss without `loss_scale`, the same on all ranks.
+
+        Raises:
+            LayerParallelError: a rank's input, cell, tail or loss failed. All ranks raise it, and no gradient is added.
+            ValueError: ranks have different batches, or the sequence has no steps; all ranks raise it.
         """
         return step(self, x, target, loss_fn, side={"state": state}, loss_scale=loss_scale)
 

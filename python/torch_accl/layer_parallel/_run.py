@@ -109,8 +109,11 @@ def step(
     replicas compare results: an error in one replica is raised in all, and no replica takes over a gradient. All
     replicas must call it equally often.
 
+    Arguments and result are the same as for `LayerParallel.step`.
+
     Raises:
         LayerParallelError: the batch failed in this replica or another.
+        TypeError: `model` is neither a net nor a wrapper that passes its argument on to one.
     """
     job = Job(x, target, loss_fn, side, loss_scale)
     anchor = model(job)

@@ -38,7 +38,9 @@ __all__ = ["LayerParallel"]
 class LayerParallel(Model):
     """A net whose layers are spread over ranks, all of which work on one batch at once.
 
-    All of these ranks build it together.
+    All of these ranks build it together. A state, which layers pass on, is a tensor or a tuple, list or dict of
+    tensors, all of them dense. Steps keep its shapes and dtypes; plain layers may change both. Floating-point and
+    complex tensors are computed with, integer and bool tensors are constants.
 
     layers: one entry per layer, the same on all ranks: `ode(f)`, `timed(f)`, `residual(block)`, `custom(layer)`,
         `plain(layer)`, or a module, which is a plain layer. Each takes a module, or a function that builds one from the
@@ -60,13 +62,14 @@ class LayerParallel(Model):
     schedule: schedule of `"exact-pipeline"`, `"1f1b"` or `"gpipe"`.
     side_per_sample: names of side inputs that are split into micro-batches along their first dimension, as the input
         is. Other side inputs are given whole.
-    checkpoint: keeps only the input of every layer but the first of each coarse step, and evaluates the layer again in
-        the backward pass.
+    checkpoint: keeps the graph of only the first layer of each coarse step. Of every other layer it keeps the input,
+        and evaluates the layer again in the backward pass. Exact modes keep no graph.
     auto_modes: modes from which `"auto"` chooses by measured times. By default these are `"exact-wave"` and
         `"inexact"`, and `"exact-pipeline"` if `micro_batches` is given. The first one is taken unless another is faster
         by 3 %.
     tolerance, max_iterations: limits of `"converged"`. A pass ends when its residual norm is at most `tolerance` times
-        its first one, or after `max_iterations` iterations. If the norm stalls, the pass is run exactly instead.
+        its first one, or after `max_iterations` iterations, with a warning. If the norm stalls or is not finite, the
+        pass is run exactly instead.
     tie: groups of names of parameters, `("layers.0.weight", "layers.9.weight")`, that are one. They start with the
         first one's values, and each gets the sum of their gradients. A parameter that occurs in several of the given
         modules is tied without being named.
@@ -76,11 +79,16 @@ class LayerParallel(Model):
         random numbers. `audits` then says how wrong the batch was. That takes the time of a wave and the memory of a
         second set of gradients. 0: never.
     audit_limit, on_excess: reaction if gradients are wrong by more than this share. `"warn"` warns. `"more"` also adds
-        an iteration to both passes. `"exact"` also changes to `exact-pipeline` if `micro_batches` is given, otherwise
-        to `exact-wave`.
+        an iteration to both passes. `"exact"` also changes to `exact-pipeline` if `micro_batches` is given and
+        divides the batch, otherwise to `exact-wave`.
     probe_every, on_stall: every `probe_every`-th batch of an inexact mode has twice as many iterations, at least three.
         `probes` then says by which factor the last one made residuals smaller. If it did not make them smaller,
         `on_stall` says what to do, as `on_excess` does.
+
+    Raises:
+        TypeError: an entry of `layers` is no layer, or a function that builds one does not return a module.
+        ValueError: an argument is not accepted, or ranks have different values of tied parameters.
+        LayerParallelError: building a layer failed on some ranks. If it failed alike on all, they raise the error itself.
     """
 
     instead_of_pickling = "net.state_dict(), or net.to_serial(), the whole net as a module of one rank"
@@ -216,6 +224,9 @@ class LayerParallel(Model):
         """Returns a copy of the whole net, with parameters, buffers and dt, on all ranks.
 
         All ranks call it together.
+
+        Raises:
+            LayerParallelError: a layer cannot be pickled.
         """
         layers = self._solver.layers
         if self._copies is not None:

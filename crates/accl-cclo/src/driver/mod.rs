@@ -131,8 +131,8 @@ impl<B: Bus> Driver<B> {
     /// Starts a call. Only one call runs at a time.
     ///
     /// # Errors
-    /// Firmware would hang on the call or do something else; packets are not let in; or the device is dead or cannot be reached. If it cannot be
-    /// reached, the device is dead from then on.
+    /// Firmware would hang on the call or do something else; another call runs or is posted; packets are not let in; or the device is dead or cannot
+    /// be reached. If it cannot be reached, the device is dead from then on.
     pub fn start(&mut self, call: &Descriptor) -> Result<()> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
@@ -223,7 +223,7 @@ impl<B: Bus> Driver<B> {
     /// make progress only while the caller polls any of them with [`Driver::poll_request`].
     ///
     /// # Errors
-    /// Same as [`Driver::start`].
+    /// Same as [`Driver::start`], except that calls may be posted already.
     pub fn post(&mut self, call: Descriptor, deadline: Moment) -> Result<RequestId> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
@@ -251,7 +251,8 @@ impl<B: Bus> Driver<B> {
     /// device is asked why a call does not end.
     ///
     /// # Errors
-    /// Same as [`Driver::poll`]; or a call has missed its deadline, and the message says what the device waits for.
+    /// Same as [`Driver::poll`]; a call has missed its deadline, and the message says what the device waits for; or the end of the call was reported
+    /// before.
     pub fn poll_request(&mut self, id: RequestId, mut clock: impl FnMut() -> Moment) -> Result<Option<Finished>> {
         let progress = self.make_way(&mut clock);
         match self.queue.take(id) {

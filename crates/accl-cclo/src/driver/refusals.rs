@@ -128,7 +128,8 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
     }
 }
 
-/// Returns the smallest larger valid count if the last rank's share in the last segment of an eager all_reduce would be empty.
+/// Returns `None` unless an eager all_reduce would leave the last rank without elements in its last segment. Then returns a larger, valid count: the
+/// next multiple of `ranks`.
 fn empty_share(call: &Descriptor, ranks: u64, segment: u64) -> Option<u64> {
     if call.operation != Operation::AllReduce {
         return None;

@@ -160,8 +160,8 @@ impl<B: Bus> Driver<B> {
         }
     }
 
-    /// Stops the device from writing to its buffers by a reset, and fails if it may still write. A running call prevents the reset. A device that
-    /// another driver has claimed since is left alone.
+    /// Stops the device from writing to its buffers by a reset, and fails if it may still write. A running call prevents the reset. A device
+    /// that never let packets in, or that another driver has claimed since, is left alone.
     fn leave(&mut self) -> Result<()> {
         let begin = Instant::now();
         // The limit on the bus is the deadline of the last call, which may be long past.
