@@ -88,7 +88,7 @@ impl Completed {
         self.has_any = true;
     }
 
-    /// Records that a group has failed because a rank was lost. Only the lane that detected the loss first may call this.
+    /// Records that a group has failed because a rank was lost. Only the lane that detected the loss first calls this.
     pub(super) fn note_loss(&mut self, error: Error) {
         self.losses.push(error);
         self.has_any = true;

@@ -37,9 +37,9 @@
 //! | the leader, at any time | its successor takes the session and starts another; the other ranks follow the notice |
 //! | any rank, after the group was created | it is lost like any peer, and the group fails |
 //!
-//! **Failure with all ranks present.** All ranks may have answered, and still no group is created. Then the last request
-//! of each rank except the leader adds 1 to the counter `silent`. The leader returns when all of them have done so, or
-//! after two seconds. It waits because the store usually belongs to its process and ends with it.
+//! **Failure with all ranks present.** All ranks may have answered, and still no group is created. Then the last
+//! request of each rank except the leader adds 1 to the counter `silent`. The leader returns when all of them have done
+//! so, or after two seconds. It waits because the store usually belongs to its process and ends with it.
 //!
 //! **Refusals.** A rank that cannot even publish an endpoint writes a refusal in place of its info. When all ranks have
 //! answered, the leader writes the refusal in place of the list, and all ranks fail with it. The refusing rank itself
