@@ -814,9 +814,9 @@ impl Run {
 
     // ---- waiting
 
-    /// Sends this call's signature to the ranks from which a message has not fully arrived, or to which one is not fully
-    /// sent. They may be in another call that sends nothing to this rank (two roots that wait for each other). They then
-    /// detect the disagreement.
+    /// Sends this call's signature to the ranks from which a message has not fully arrived, or to which one is not
+    /// fully sent. They may be in another call that sends nothing to this rank (two roots that wait for each other).
+    /// They then detect the disagreement.
     pub(crate) fn probe(&mut self, env: &mut RunContext<'_>) {
         self.probe_at = None;
         for rank in self.awaited_messages() {
