@@ -96,7 +96,8 @@ pub(crate) struct Job {
     pub(crate) processes: Vec<[u8; 16]>,
 }
 
-/// Returns the maximum payload bytes of a frame: a multiple of 64, so that a frame holds whole elements of every dtype.
+/// Returns the maximum bytes of a message in one frame: a multiple of 64, so that it holds whole elements of every
+/// dtype.
 fn segment(config: &Config) -> u64 {
     (config.segment_bytes / 64 * 64).max(64)
 }

@@ -1,5 +1,5 @@
-//! Checks and documentation of settings that the table of settings cannot describe: codecs and transports. Their tables
-//! are in higher layers, and transports may be registered at run time.
+//! Checks and documentation of settings that the table of settings (in accl-types) cannot describe: codecs and
+//! transports. Their tables are in crates that depend on accl-types, and transports may be registered at run time.
 //!
 //! Owns the descriptions of accepted values, the page `docs/environment.md`, and the check of names in settings. Read
 //! [`check_settings`] first.

@@ -33,7 +33,8 @@ pub enum Kind {
     Window = 4,
     /// The group failed; the payload is a [`Cause`].
     Cause = 5,
-    /// Disconnect message: the peer leaves the group without an error.
+    /// Disconnect message: the peer leaves the group or, with group 0, its process exits cleanly. A rank also sends it
+    /// when it leaves a failed group.
     Goodbye = 6,
     /// First frame of a point-to-point message; carries the tag and a [`Signature`].
     P2pBegin = 7,

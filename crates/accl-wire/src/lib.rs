@@ -16,6 +16,7 @@ pub use endpoint::{EndpointInfo, Stance, hex, lane_uuid};
 pub use link::{Answers, Frame, HEAD_BYTES, Link, Place, look_until};
 pub use news::{NewsBoard, Slot};
 
-/// Version of the whole protocol: handshake, rings, frames, signatures, tiles, endpoint descriptions, and the numbers
-/// of algorithms and codecs. Processes of different versions refuse each other, and the error names both versions.
+/// Version of the whole protocol: handshake, rings, frames, signatures, tiles, the texts that ranks publish in the
+/// store, and the numbers of algorithms and codecs. Processes of different versions refuse each other, and the error
+/// names both versions.
 pub const PROTOCOL_VERSION: u32 = 13;

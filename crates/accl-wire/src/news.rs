@@ -8,8 +8,8 @@ pub struct Slot(pub u32);
 
 /// An event bitmap with one [`Slot`] for each link of a process.
 ///
-/// News of an armed link ([`crate::Link::arm`]) is posted here: by the peer if it shares memory, and by the thread that
-/// polls the system for events. The thread that makes progress takes the news and polls those links.
+/// News of an armed link ([`crate::Link::arm`]) is posted here by the peer if it shares memory. The thread that polls
+/// the system for events posts here, too. The thread that makes progress takes the news and polls those links.
 ///
 /// While no thread listens, a post only writes a word in memory. A thread calls [`NewsBoard::listen`] before it sleeps;
 /// the first post after that wakes it.

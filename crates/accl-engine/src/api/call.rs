@@ -73,8 +73,9 @@ impl Call {
     /// callback.
     ///
     /// # Errors
-    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended, and in a forked child;
-    /// `Internal` when the call already has a callback.
+    /// * `Exhausted` when the system has no thread for it.
+    /// * `Aborted` when the engine has ended, and in a forked child.
+    /// * `Internal` when the call already has a callback.
     pub fn when_done(&self, f: Box<dyn FnOnce() + Send>) -> Result<()> {
         let ended = || Error::aborted("the engine has ended");
         let driver = self.driver.upgrade().ok_or_else(ended)?;

@@ -33,8 +33,8 @@ impl DefaultCodec {
     /// Creates the default encoding from a group's settings; `None` if such calls are not encoded.
     ///
     /// # Errors
-    /// `Configuration` for an unknown codec, whether or not it is used, and for a codec that needs error feedback: a
-    /// call that does not specify its encoding has none.
+    /// `Configuration` for an unknown codec, whether or not it is used. Also for a codec that needs error feedback,
+    /// because a call that does not specify its encoding has none.
     pub(crate) fn of(config: &Config) -> Result<Option<Self>> {
         let codec = codec_of(config)?;
         if config.compress_all && codec.summary().row().needs_feedback {

@@ -42,8 +42,9 @@ impl Group {
     /// of them with `wait_all`.
     ///
     /// # Errors
-    /// `Timeout`, naming the missing ranks on rank 0 and naming rank 0 on other ranks; `PeerLost` on other ranks if
-    /// rank 0 is gone; `Aborted` when interrupted.
+    /// * `Timeout` names the missing ranks on rank 0, and names rank 0 on the other ranks.
+    /// * `PeerLost` on the other ranks if rank 0 is gone.
+    /// * `Aborted` when interrupted.
     pub fn monitored_barrier(
         &self,
         timeout: Duration,

@@ -1,7 +1,7 @@
 //! A device that does collectives of a group.
 //!
-//! Owns the connection from a group to the device's thread, and what is known of the device outside that thread: which
-//! calls it takes and what it has done. Only the thread (`worker`) talks to the bus, polls and checks deadlines.
+//! Owns the connection from a group to the device's thread. Also owns the rule which calls the device takes, and the
+//! counts of what it has done. Only the thread (`worker`) talks to the bus, polls and checks deadlines.
 //! Nothing here waits under the engine's lock. The executor decides when a call may begin, and `opening` opens the
 //! device. Read [`Device::takes`] first.
 

@@ -1,5 +1,5 @@
-//! Opening of a device, in steps: reach it, exchange texts with the other ranks, set it up, and admit packets once the
-//! devices of all ranks are set up.
+//! Opening of a device, in steps: reach it, exchange texts with the other ranks, and set it up. Once the devices of all
+//! ranks are set up, it admits packets.
 //!
 //! Owns the steps of the thread that creates the group. That thread never blocks for longer than the interval of its
 //! checks; the device's thread does the rest (`worker`). How ranks exchange texts is not known here. Read

@@ -1,8 +1,8 @@
 //! The thread of a device: it opens the device, does the collectives that it is given one after the other, and checks
 //! their deadlines.
 //!
-//! Owns the driver. If a collective cannot go on, because it is late or its call has failed, the device is unusable
-//! from then on: an engine cannot be interrupted. Read [`Worker::perform`] first.
+//! Owns the driver. A collective cannot go on if it is late or its call has failed. The device is then unusable,
+//! because an engine cannot be interrupted. Read [`Worker::perform`] first.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

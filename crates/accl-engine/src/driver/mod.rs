@@ -485,7 +485,7 @@ impl Host for Driver {
         let mut core = self.lock();
         let Ok(parked) = core.park(call, until, self.ticks(), now) else { return };
         let Some(until) = parked else {
-            // While calls have work of their own, no thread sleeps in the poller, so this thread polls the links for
+            // While calls have work of their own, no thread sleeps in the poller, so this thread asks the poller for
             // events.
             self.look(&core);
             return;

@@ -67,8 +67,8 @@ pub(crate) trait Lane: Send + Sync {
     fn wake(&self);
 }
 
-/// Wakes the next lanes when it is dropped. Threads are woken in a tree: each wake-up takes as long as copying 100 KiB,
-/// and the caller has a part of its own to do.
+/// Wakes the next lanes when it is dropped. Threads are woken in a tree, because each wake-up takes as long as copying
+/// 100 KiB. The caller has a part of its own to do.
 pub(crate) struct Next {
     lanes: Arc<[Arc<dyn Lane>]>,
     after: usize,

@@ -43,7 +43,7 @@ const WORTH_A_WORD: Duration = Duration::from_secs(5);
 /// Maximum time that a rank that cannot create a group waits for the other ranks, which should learn the reason.
 const REFUSAL: Duration = Duration::from_secs(10);
 
-/// While a device opens, the store is asked at intervals of this fraction of the elapsed time, at most
+/// While a device opens, the store is asked at intervals of the elapsed time divided by `ASKED_PART`, at most
 /// `LONGEST_UNASKED`.
 const ASKED_PART: u32 = 4;
 const LONGEST_UNASKED: Duration = Duration::from_millis(400);
@@ -261,9 +261,9 @@ impl Engine {
         Ok((parts, RankInfo { counter, agreed, cores, has_auto_lanes, crowd, machine, info }, url))
     }
 
-    /// Records the job whose own group a new group is: the first group over its store that lists no ranks, or the
-    /// default process group. Returns whether the threads of this process are bound for that job. They are for the
-    /// default process group, and for a job that is the only one.
+    /// Records a job if the new group is the job's own: the first group over its store that lists no ranks, or the
+    /// default process group. Returns whether the threads of this process are bound to CPUs for that job. They are for
+    /// the default process group, and for a job that is the only one.
     fn is_first_job(&self, spec: &GroupSpec, store: &dyn Store, id: u64, infos: &[RankInfo]) -> bool {
         let mut jobs = self.jobs.lock();
         jobs.retain(|job| self.driver.with_core(|core| core.group(job.group).is_some()));

@@ -1,8 +1,8 @@
 //! A simulated world: the protocol of many processes in one thread, on a virtual clock, over links that fail as a seed
 //! determines.
 //!
-//! One seed is one history. Every history must satisfy what `invariants` checks, whatever is drawn: calls end by their
-//! deadlines, results are right and the same on all ranks, failures reach all ranks, and nothing is left over. A
+//! One seed is one history. Every history must satisfy what `invariants` checks, whatever is drawn. Calls end by their
+//! deadlines, and results are right and the same on all ranks. Failures reach all ranks, and nothing is left over. A
 //! failing seed is made smaller and printed with the command that replays it. Owns the search through the seeds, and
 //! the tests. Read [`history::run`] first.
 

@@ -44,7 +44,7 @@ pub(super) struct Seen {
     pub(super) offloaded: u64,
     /// Calls that were cut into parts for several lanes.
     pub(super) cut: u64,
-    /// Hash of all results and their times.
+    /// Hash of the outcome (success or failure) and the end time of all calls.
     pub(super) hash: u64,
 }
 

@@ -38,7 +38,7 @@ const AHEAD_INTER_NODE: u64 = 8;
 /// Bytes that are placed and forwarded in turns: few enough for the first-level cache, together with their source.
 const TILE: usize = 8 << 10;
 
-/// Time that a call waits before it probes the ranks from which it has received nothing.
+/// Time that a call waits before it probes the ranks with which its messages are not complete.
 pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(100);
 /// Extra time after its deadline for an offloaded call, and for other calls of its group meanwhile. At the deadline,
 /// the worker itself reports why it is late.
@@ -181,7 +181,7 @@ pub(crate) struct Run {
     /// Header of a message that fits one frame: see [`Shape`].
     whole: Option<Header>,
     pub(crate) deadline: Option<Moment>,
-    /// Time at which to probe ranks that have sent nothing.
+    /// Time at which to probe the ranks for which the call waits: see [`Run::probe`]. `None` once that is done.
     pub(crate) probe_at: Option<Moment>,
     compute: Compute,
     ops: Vec<OpState>,
@@ -814,8 +814,9 @@ impl Run {
 
     // ---- waiting
 
-    /// Sends this call's signature to the ranks from which it has received nothing. They may be in another call that
-    /// sends nothing to this rank (two roots that wait for each other). They then detect the disagreement.
+    /// Sends this call's signature to the ranks from which a message has not fully arrived, or to which one is not
+    /// fully sent. They may be in another call that sends nothing to this rank (two roots that wait for each other).
+    /// They then detect the disagreement.
     pub(crate) fn probe(&mut self, env: &mut RunContext<'_>) {
         self.probe_at = None;
         for rank in self.awaited_messages() {

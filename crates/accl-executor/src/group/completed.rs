@@ -36,7 +36,7 @@ pub struct FailedGroup {
 }
 
 impl FailedGroup {
-    /// Returns the rank that reported the cause, if the failure did not begin here.
+    /// Returns the rank where the failure began; `None` if it began here or all ranks know it.
     pub(super) fn announced_by(&self) -> Option<Rank> {
         self.error.context.peer.filter(|_| self.tell == Notify::Neighbours)
     }
@@ -88,7 +88,7 @@ impl Completed {
         self.has_any = true;
     }
 
-    /// Records that a group has failed because a rank was lost, if no other lane has recorded it.
+    /// Records that a group has failed because a rank was lost. Only the lane that detected the loss first calls this.
     pub(super) fn note_loss(&mut self, error: Error) {
         self.losses.push(error);
         self.has_any = true;

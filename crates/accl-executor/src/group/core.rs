@@ -316,8 +316,9 @@ impl Core {
     /// Fails a group on this lane after it failed on another lane. Frames that have already arrived are handled first.
     /// Returns `false` if the group does not exist, or has already failed.
     ///
-    /// The first lane notifies all peers, even if the lane that failed first has done so. The other lanes notify peers
-    /// over the links that they have. A peer may wait on such a lane while the first lane's link to it is broken.
+    /// Each lane notifies the ranks that `failed.tell` names over its own links, even if the lane that failed first has
+    /// done so. The first lane also sends out-of-band notes. The other lanes must notify as well, because a peer may
+    /// wait on such a lane while the first lane's link to it is broken.
     pub fn fail_with_lane(&mut self, failed: &FailedGroup, is_first: bool, now: Moment) -> bool {
         if self.groups.get(&failed.group).is_none_or(|state| state.poison().is_some()) {
             return false;
@@ -520,8 +521,8 @@ impl Core {
         Ok(())
     }
 
-    /// Returns whether there is work for a driver: a call in flight or stopping, unsent bytes of a completed call, a
-    /// link that needs a listener, or a hello that is awaited.
+    /// Returns whether there is work for a driver: a call in flight or stopping, or unsent bytes of a completed call.
+    /// A link that needs a listener, or a hello that is awaited, is work as well.
     pub fn has_work(&self) -> bool {
         !self.active.is_empty() || self.net.wants_driver() || self.net.awaits_greeting() || self.has_stopping()
     }
@@ -862,7 +863,7 @@ impl Core {
     /// Fails calls whose deadline has passed or whose peers are gone. Runs now and then, and before sleeping.
     pub fn check(&mut self, now: Moment) {
         let mut index = 0;
-        // If a peer on an armed link is gone, that is posted on the board.
+        // If a peer on an armed link is gone, an event is posted to the board, and the link is polled again.
         while let Some(id) = self.net.polled(index) {
             match self.net.check(id) {
                 Ok(()) => index += 1,

@@ -5,7 +5,7 @@
 use std::collections::{HashMap, VecDeque};
 
 /// Maximum number of groups that are remembered. A frame of an older group is kept as a frame of a future group. The
-/// number of such frames is limited as well.
+/// memory of such frames is limited as well.
 const MOST: usize = 1 << 16;
 
 /// The latest groups that this rank left or gave up.

@@ -1,4 +1,4 @@
-//! Why a group accepts no more calls, which rank reported it, and whether the group's caller knows.
+//! Why a group accepts no more calls, on which rank the failure began, and whether the group's caller knows.
 //!
 //! This module keeps the first cause; later errors do not replace it. `state` decides which ranks are notified. Read
 //! [`Failure`] first.
@@ -11,12 +11,12 @@ use accl_types::{Error, ErrorKind, Moment, Rank};
 #[derive(Default)]
 pub(super) struct Failure {
     cause: Option<Error>,
-    /// Rank that reported the cause, if the failure did not begin here.
+    /// Rank where the failure began; `None` if it began here or all ranks know it.
     announced_by: Option<Rank>,
     /// Whether a call has raised the cause.
     was_raised: bool,
-    /// Report forwarded by another rank: the cause, the rank where it began, and the time from which it counts even if
-    /// that rank has not reported it itself.
+    /// Report forwarded by another rank: the cause, the rank where it began, and a time. From that time on, the report
+    /// counts even if that rank has not reported it itself.
     rumour: Option<(Error, Rank, Moment)>,
 }
 
@@ -50,14 +50,14 @@ impl Failure {
         self.rumour.take_if(|(_, origin, due)| now >= *due || is_absent(*origin)).map(|(cause, _, _)| cause)
     }
 
-    /// Sets the first cause, and the rank that reported it unless the failure began here.
+    /// Sets the first cause, and the rank where it began (`None` for this one). Later causes are ignored.
     pub(super) fn set(&mut self, cause: Error, announced_by: Option<Rank>) {
         if self.cause.is_none() {
             (self.cause, self.announced_by) = (Some(cause), announced_by);
         }
     }
 
-    /// Returns the cause and the rank that reported it.
+    /// Returns the rank where the failure began, and the cause; `None` unless it began on another rank.
     pub(super) fn announcement(&self) -> Option<(Rank, &Error)> {
         Some((self.announced_by?, self.cause.as_ref()?))
     }

@@ -4,9 +4,9 @@
 //! The other lanes do parts of some calls, under the same numbers. They receive the parts in any order, because no
 //! thread holds the locks of two lanes.
 //!
-//! When a frame arrives on a lane, its call may not be issued yet, or this lane may not have received its part yet. Or
-//! the lane never gets a part of the call. This module owns the interface that distinguishes these cases; the engine,
-//! which creates lanes, implements it. Read [`LaneNumbers::is_to_come`] first.
+//! A frame may arrive on a lane before its call is issued, or before this lane has received its part of the call. It
+//! may also belong to a call of which this lane never gets a part. This module owns the interface that distinguishes
+//! these cases; the engine, which creates lanes, implements it. Read [`LaneNumbers::is_to_come`] first.
 
 use std::ops::Range;
 

@@ -32,8 +32,7 @@ use crate::plan::{Shape, Shapes};
 /// Maximum bytes of a report that the group has failed.
 const MAX_CAUSE_BYTES: usize = 1024;
 
-/// One group on one of its ranks: its calls in flight, frames of calls that are not issued yet, and the reason why it
-/// accepts no more calls.
+/// One group on one of its ranks: its calls in flight, frames of calls that are not issued yet, and its failure.
 pub struct GroupState {
     id: u64,
     name: Arc<str>,
@@ -939,8 +938,8 @@ impl GroupState {
         None
     }
 
-    /// Returns whether a call is in flight whose caller has continued and relies on it: a collective, or a send for
-    /// which there is no link yet. If there is a link, a small message is already in flight when the send was issued.
+    /// Returns whether a call is in flight whose caller has continued and relies on it. This is a collective, or a send
+    /// for which there is no link yet. With a link, a small message is already in flight when the send was issued.
     pub fn has_async_calls(&self, net: &Net) -> bool {
         if !self.failure.has_come() && self.p2p.has_sends_to(|rank| net.is_unlinked(self.members.peer(rank))) {
             return true;

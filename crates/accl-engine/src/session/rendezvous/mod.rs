@@ -4,7 +4,7 @@
 //! [`texts`]; `accl-transport` makes connections. Read [`Meeting`] first.
 //!
 //! **The problem.** A store survives the processes that wrote into it. Elastic launchers start new processes over the
-//! same store, with the same ranks and group names, and an old process may have died between any two of its requests.
+//! same store, with the same ranks and group names. An old process may have died between any two of its requests.
 //! Therefore no entry in the store proves that its writer is alive. Counting does not help either. Ranks that died at
 //! different moments leave different counts, and each host's launcher counts its own restarts.
 //!
@@ -24,7 +24,7 @@
 //! count. The count can then never reach the world size. The same counter shows which of the two came first. A
 //! session ends as
 //! * *failed*, by a rank that gives up: all other ranks fail with its cause;
-//! * *moved*, by a rank that finds another process in its slot of the list, usually its dead predecessor: all ranks
+//! * *moved*, by a rank that finds another process in its slot of the list, usually its dead predecessor. All ranks
 //!   return and answer the leader's next session;
 //! * *taken*, by a new rank 0 that replaces an earlier one. The other ranks act as for *moved*; the earlier rank 0, if
 //!   it is alive, fails.
@@ -37,17 +37,17 @@
 //! | the leader, at any time | its successor takes the session and starts another; the other ranks follow the notice |
 //! | any rank, after the group was created | it is lost like any peer, and the group fails |
 //!
-//! **Failure with all ranks present.** If all ranks have answered and no group is created, each rank except the leader
-//! adds 1 to the counter `silent` with its last request. The leader returns when all of them have done so, or after two
-//! seconds: the store usually belongs to the leader's process and ends with it.
+//! **Failure with all ranks present.** All ranks may have answered, and still no group is created. Then the last
+//! request of each rank except the leader adds 1 to the counter `silent`. The leader returns when all of them have done
+//! so, or after two seconds. It waits because the store usually belongs to its process and ends with it.
 //!
 //! **Refusals.** A rank that cannot even publish an endpoint writes a refusal in place of its info. When all ranks have
 //! answered, the leader writes the refusal in place of the list, and all ranks fail with it. The refusing rank itself
 //! waits for this at most ten seconds. If not all ranks have answered by then, it leaves its cause under a fixed key,
 //! as a hint. Ranks that come later still wait for a group, and quote the hint if there is none at their deadline.
 //!
-//! **Lost members.** If a member of the job's own group disconnects from a link that exists already, the creation of a
-//! sub-group ends at once: that member will not come back into this job.
+//! **Lost members.** A rank may detect on a link that a member of the job's own group has left or is lost. The creation
+//! of a sub-group with that member then ends at once, because the member will not come back into this job.
 //!
 //! **Exchanges.** Some kinds of devices, and libraries that do collectives, need data of the other ranks. Each rank
 //! except rank 0 writes a text under the session's name, after it has the list and before it adds 1 to `ready`. Rank 0
@@ -57,9 +57,9 @@
 //!
 //! **Concurrent attempts.** Threads of one process may create groups over the same keys. Those that lead take turns; a
 //! thread that answers in another's place waits for the next session. A second living process with the same rank is
-//! detected when it is in this rank's slot twice: the second session began after this process had arrived. A process
-//! that comes after the group was created gets no error: it may be the first of the next attempt. It waits for the
-//! other ranks until its deadline.
+//! detected when it is in this rank's slot twice, because the second session began after this process had arrived. A
+//! process that comes after the group was created gets no error: it may be the first of the next attempt. It waits for
+//! the other ranks until its deadline.
 //!
 //! **Cost.** The leader reads one info per rank and writes the list; every other rank makes a constant number of
 //! requests. A waiting rank polls two small values, in pauses that grow with the time waited, so that a long wait costs
@@ -92,7 +92,7 @@ use texts::{
 
 /// Subtracted from the count of a session that ended early; more than twice any world size.
 const ENDED: i64 = 1 << 40;
-/// Pauses between two requests: this fraction of the time waited so far, within these bounds.
+/// Pauses between two requests: the time waited so far divided by `PAUSE_PART`, within these bounds.
 const PAUSE_PART: u32 = 8;
 const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
@@ -211,8 +211,10 @@ impl<'a> Meeting<'a> {
     /// an error.
     ///
     /// # Errors
-    /// `Timeout` listing the ranks that did not arrive; `Configuration` when settings differ; `Rendezvous` when the
-    /// store fails or two processes claim one rank; the cause of a rank that gave up; errors of `look`.
+    /// * `Timeout` listing the ranks that did not arrive.
+    /// * `Configuration` when settings differ.
+    /// * `Rendezvous` when the store fails or two processes claim one rank.
+    /// * The cause of a rank that gave up, and errors of `look`.
     pub(crate) fn gather(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
         let infos = if self.spec.world == 1 {
             vec![self.mine.clone()]

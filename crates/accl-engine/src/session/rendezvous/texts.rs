@@ -1,5 +1,5 @@
-//! Texts that ranks write into the store while a group is created: a rank's info, the list of all infos, the leader's
-//! notice, and why a session has ended.
+//! Texts that ranks write into the store while a group is created. They are a rank's info, the list of all infos, the
+//! leader's notice, and the reason why a session has ended.
 //!
 //! Owns the text formats. Parsing must survive arbitrary input, because the store is shared with other programs. The
 //! parent module describes when each text is written and read.
