@@ -137,7 +137,7 @@ class AcclBackend : public c10d::Backend {
     at::TensorList kept;    // must live until the call completes, in addition to the outputs
   };
 
-  // Runs a call. A blocking call runs to its end here and has no work, as in torch's own backends: torch's handling of
+  // Runs a call. A blocking call runs to its end here and has no work, as in torch's own backends. torch's handling of
   // a work takes longer than a small call.
   WorkPtr run(Call& call, const Event& event, const Results& results, bool async_op);
   // Issues a call and waits for it. Keeps the memory of its tensors if the status demands it.

@@ -1,4 +1,4 @@
-// Memory of failed calls to which a library that cannot be stopped, such as MPI, may still write.
+// Memory of failed calls to which a library (such as MPI) or a device that cannot be stopped may still write.
 //
 // Owns that this memory is never freed: no code can know when freeing would be safe. Resizing the storage of such a
 // tensor still frees it.

@@ -68,7 +68,7 @@ void complete_future(c10::ivalue::Future& future, const WorkEntry& entry) {
 
 }  // namespace
 
-// Runs on a completion thread. Holds the list, and a plain pointer to the entry: the list keeps a watched entry until
+// Runs on a completion thread. Holds the list, and a plain pointer to the entry. The list keeps a watched entry until
 // `task_has_run`, so that this thread never drops the last reference to it.
 struct EntryCompletion final : bridge::CompletionTask {
   EntryCompletion(std::shared_ptr<InFlight> home, WorkEntry* entry) : home(std::move(home)), entry(entry) {}
@@ -309,7 +309,7 @@ void InFlight::watch(const std::shared_ptr<WorkEntry>& entry) {
     if (lock && (entry->closed || entry->watched)) return;
     if (lock) entry->watched = true;
   }
-  // If there is no completion thread, the drains complete the entry as if no one had asked for this.
+  // If there is no completion thread, the drains complete the entry, as for an entry that is not watched.
   const auto status =
       bridge::ticket_when_done(*entry->ticket, std::make_unique<EntryCompletion>(shared_from_this(), entry.get()));
   if (is_ok(status)) return;

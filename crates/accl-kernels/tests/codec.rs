@@ -495,8 +495,8 @@ fn correlated_rounding_is_unbiased_on_each_rank_and_errors_of_two_ranks_are_oppo
                 assert!(mean.abs() < 4.0 * (variance / all).sqrt() + 1e-4, "{isa}, rank {rank} of {world}: {mean}");
             }
             // Let f be the fraction of a value and r the fraction of f n. Of the n ranks, either the whole part of f n
-            // rounds up, or one rank more. The variance of their sum is therefore r (1 - r), and the covariance of two
-            // ranks (r (1 - r) - n f (1 - f)) / (n (n - 1)). If f n is below one, two ranks never both round up.
+            // rounds up, or one rank more. The variance of their sum is therefore r (1 - r). The covariance of two
+            // ranks is (r (1 - r) - n f (1 - f)) / (n (n - 1)). If f n is below one, two ranks never both round up.
             let n = world as f64;
             let of_all = fractions().map(|f| (n * f).fract()).map(|r| r * (1.0 - r)).sum::<f64>() / COUNT as f64;
             let covariance = (of_all - n * variance) / (n * (n - 1.0));

@@ -142,8 +142,8 @@ impl Link {
         }
     }
 
-    /// Rings for sent frames if the peer has reported that it sleeps. The caller may not make another call for a long
-    /// time.
+    /// Rings for sent frames if the peer has reported that it sleeps. This is done at once, because the caller's next
+    /// call may be a long time away.
     pub(crate) fn ring(&mut self) {
         let sent = self.sent;
         if let Some(bell) = &mut self.bell {

@@ -3,8 +3,9 @@
 //!
 //! Owns the start and the end of MPI, the communicator, the tags, and all MPI calls for links. One lock guards all of
 //! these. If the level of thread support allows it, the thread that holds the lock calls MPI. Otherwise only the
-//! servant thread does. In both cases the servant starts and ends MPI. With `MPI_THREAD_MULTIPLE`, waiting threads
-//! advance collectives ([`crate::collectives`]) without the lock.
+//! *servant* does, a thread of this module. In both cases the servant starts and ends MPI, unless other code has
+//! started MPI. With `MPI_THREAD_MULTIPLE`, waiting threads advance collectives ([`crate::collectives`]) without the
+//! lock.
 //! Only [`start`], [`broadcast`] and [`finish`] block, and all have deadlines. Separate threads create and free
 //! communicators of groups, and no thread waits for them.
 

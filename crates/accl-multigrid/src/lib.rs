@@ -7,8 +7,9 @@
 //! Knows no tensor, thread, clock, socket or environment: the caller that executes the lists computes the layers and
 //! sends the states. Read [`Op`] first.
 //!
-//! The algorithm is the full approximation scheme of Brandt (1977) in time, as in Falgout et al., "Parallel time integration with
-//! multigrid" (2014); over layers as in Günther et al., "Layer-parallel training of deep residual neural networks" (2020).
+//! The algorithm is the full approximation scheme of Brandt (1977) in time, as in Falgout et al., "Parallel time
+//! integration with multigrid" (2014). Layers take the place of time steps, as in Günther et al., "Layer-parallel
+//! training of deep residual neural networks" (2020).
 #![forbid(unsafe_code)]
 
 mod build;

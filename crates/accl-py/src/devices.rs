@@ -61,8 +61,8 @@ fn device_keys() -> Vec<(&'static str, &'static str, &'static str)> {
     KEYS.iter().map(|key| (key.name, key.accepted, key.about)).collect()
 }
 
-/// Returns the meaning of a device's text for a world of `world` ranks: what ranks must agree on, the driver's
-/// settings, and where each collective runs.
+/// Returns the meaning of a device's text for `world` ranks: the part that ranks must agree on, the driver's settings,
+/// and where each collective runs.
 #[pyfunction]
 fn device_facts<'py>(py: Python<'py>, text: &str, world: u32) -> PyResult<Bound<'py, PyDict>> {
     let url = device(text)?;

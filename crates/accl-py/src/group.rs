@@ -221,8 +221,8 @@ bridged! {
     }
 
     /// Leaves the group. If `wait` is set, waits until the other ranks have received what completed calls have sent;
-    /// Python's signal handlers run meanwhile. Only a mismatch between ranks that no call has reported is returned as
-    /// an error: a rank that leaves does not need the group any more.
+    /// Python's signal handlers run meanwhile. The only error that is returned is a mismatch between ranks that no call
+    /// has reported. Other errors do not matter to a rank that leaves.
     fn group_shutdown(group: &Group, wait: bool) -> Status {
         let group = group.group()?;
         let left = if wait { group.shutdown_unless(&mut ffi::python_interrupted) } else { group.leave() };

@@ -74,7 +74,7 @@ struct Stderr;
 enum Line {
     /// Blocks until the line is written.
     Patient(io::Stderr),
-    /// Writes at once, without the lock, which another line may hold while it waits.
+    /// Waits for room at most [`PATIENCE`], without the lock, which another line may hold while it waits.
     Prompt(io::Stderr),
 }
 

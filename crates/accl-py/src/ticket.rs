@@ -234,8 +234,8 @@ bridged! {
         Ok(error.map_or_else(Status::ok, Status::from_error))
     }
 
-    /// Whether the memory of the call's tensors must be kept after the call is dropped: if the call has not ended, or
-    /// if its error says so. This status reports nothing else.
+    /// Whether the memory of the call's tensors must be kept after the call is dropped. That is so if the call has not
+    /// ended, or if its error says so. This status reports nothing else.
     fn ticket_held(ticket: &Ticket) -> Status {
         let holds_memory = match &ticket.entry {
             Entry::None | Entry::Task(_) => false,
@@ -244,8 +244,8 @@ bridged! {
         Ok(Status { holds_memory, ..Status::ok() })
     }
 
-    /// The report about an ended call for hooks: its nanoseconds, or -1 if they were not recorded; -2 if it failed but
-    /// its group did not. If its group failed, returns the group's error.
+    /// The report about an ended call for hooks: its nanoseconds, or -1 if they were not recorded. Returns -2 if the
+    /// call failed but its group did not, and the group's error if the group failed.
     fn ticket_report(ticket: &Ticket) -> Numbered {
         let failed = match &ticket.entry {
             Entry::None => return Ok(Numbered::of(FAILED_ALONE)),

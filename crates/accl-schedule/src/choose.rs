@@ -17,10 +17,10 @@ use crate::topology::Topology;
 /// to rank, so they must not affect the choice.
 const DIRECT_WORLD: u32 = 16;
 
-/// Sums of types narrower than their arithmetic are rounded once up to this world and buffer size (bytes),
+/// Largest world, and largest buffer in bytes, in which sums of types narrower than their arithmetic are rounded once.
 const TOGETHER_WORLD: u32 = 8;
 const TOGETHER_BYTES: u64 = 64 << 10;
-/// if that is predicted to take at most this many tenths of the shortest time.
+/// Such sums are rounded once only if that is predicted to take at most this many tenths of the shortest time.
 const TOGETHER_TENTHS: u64 = 12;
 
 /// The facts on which a group's choices depend, apart from the call.

@@ -59,8 +59,8 @@ impl<const N: usize> Notices<N> {
         let (line, word) = (word / WORDS_OF_A_LINE, word % WORDS_OF_A_LINE);
         // A peer chooses the slot; a slot that does not exist belongs to no link.
         let Some(words) = self.lines.get(line) else { return false };
-        // Release: a reader of the bit also sees what was published before. The reader may take the bit before the line's
-        // bit is set; it then finds nothing when it follows the line's bit.
+        // Release: a reader of the bit also sees what was published before. The reader may take the bit before the
+        // line's bit is set; it then finds nothing when it follows the line's bit.
         words[word].fetch_or(1 << bit, Ordering::Release);
         // The first post to a sleeper wakes it; later posts find the bit of the first.
         self.state.fetch_or(1 << line, Ordering::AcqRel) == LISTENS

@@ -1,7 +1,7 @@
 //! Descriptors of this process: the limit on their count, and the numbers of the standard streams.
 //!
-//! Owns reading and raising the limit. The limit is raised only if it is reached: a higher one can break programs that
-//! use `select`, and children inherit it.
+//! Owns reading and raising the limit. The limit is raised only if more descriptors are needed than it allows: a higher
+//! one can break programs that use `select`, and children inherit it.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 

@@ -240,7 +240,8 @@ impl Poller {
     fn add_as(&self, fd: BorrowedFd<'_>, token: u64) -> Result<()> {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
         let data = epoll::EventData::new_u64(token);
-        // A file that is also open elsewhere stays watched under its number, even if the number is reused.
+        // A file that is also open elsewhere stays watched after this descriptor of it is closed. If the file gets the
+        // same number again, the old entry is replaced.
         let added = match epoll::add(&self.epoll, fd, data, flags) {
             Err(Errno::EXIST) => epoll::modify(&self.epoll, fd, data, flags),
             added => added,

@@ -1,7 +1,7 @@
 //! The transport `tcp`: one connection per peer, IPv4 or IPv6. The link uses the carrier's socket.
 //!
-//! Owns what TCP knows of a connection in addition to its bytes: which bytes the peer's host has acknowledged, and how
-//! long it has been silent.
+//! Owns what TCP knows of a connection in addition to its bytes: which bytes the peer's host has acknowledged, and for
+//! how long that host has been silent.
 
 use std::io;
 use std::net::SocketAddr;

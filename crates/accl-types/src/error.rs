@@ -79,8 +79,8 @@ pub struct Context {
     pub rank: Option<Rank>,
     /// The rank that is to blame or was waited for.
     pub peer: Option<Rank>,
-    /// Whether a thread or device that cannot be stopped may still write to the call's tensors. If so, their memory is
-    /// not freed while the process lives.
+    /// Whether a library (such as MPI) or a device that cannot be stopped may still write to the call's tensors. If so,
+    /// their memory is not freed while the process lives.
     pub holds_memory: bool,
 }
 

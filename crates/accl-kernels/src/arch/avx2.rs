@@ -194,13 +194,13 @@ impl Lanes for F16x1 {
 
     #[inline(always)]
     unsafe fn load_acc(slots: *const f32, slot: usize) -> f32 {
-        // SAFETY: `slot` is one of the accumulators in `slots`, by the contract of `Lanes::load_acc`.
+        // SAFETY: the accumulator at `slot` was written, by the contract of `Lanes::load_acc`.
         unsafe { slots.add(slot).read() }
     }
 
     #[inline(always)]
     unsafe fn store_acc(slots: *mut f32, slot: usize, value: f32) {
-        // SAFETY: `slot` is one of the accumulators in `slots`, by the contract of `Lanes::store_acc`.
+        // SAFETY: `slots` has room for an accumulator at `slot`, by the contract of `Lanes::store_acc`.
         unsafe { slots.add(slot).write(value) };
     }
 }
@@ -238,7 +238,7 @@ macro_rules! floats {
 
             #[inline(always)]
             unsafe fn load_acc(slots: *const $float, slot: usize) -> Self {
-                // SAFETY: a vector of accumulators begins at `slot`, by the contract of `Lanes::load_acc`; AVX2 is
+                // SAFETY: a vector of accumulators was written at `slot`, by the contract of `Lanes::load_acc`; AVX2 is
                 // available.
                 $name(unsafe { $load(slots.add(slot)) })
             }
@@ -356,7 +356,7 @@ impl<V: Parts> Lanes for ByParts<V> {
     // A complex number in memory consists of its two parts.
     #[inline(always)]
     unsafe fn load_acc(slots: *const V::Complex, slot: usize) -> Self {
-        // SAFETY: the accumulators from `slot` on are a vector of parts, by the contract of `Lanes::load_acc`.
+        // SAFETY: a vector of parts was written from `slot` on, by the contract of `Lanes::load_acc`.
         ByParts(unsafe { V::load_acc(slots.add(slot).cast(), 0) })
     }
 

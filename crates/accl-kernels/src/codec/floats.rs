@@ -32,7 +32,7 @@ impl Floats {
     /// Sets the sums to the elements.
     ///
     /// # Safety
-    /// There are as many elements as sums. They may be read, and no other thread writes them meanwhile.
+    /// There are as many elements as sums. They may be read, and nothing writes them meanwhile.
     pub unsafe fn read(self, sums: &mut [f32], src: *const u8, dtype: Dtype) {
         let _env = DefaultFloatEnv::enter();
         let slice = Slice { src, dtype, tensor: dtype, count: sums.len(), first: 0 };
@@ -82,7 +82,7 @@ impl Floats {
     /// that is not finite. Writes the loss to `dst` and over `decoded`, and returns the sum of its squares.
     ///
     /// # Safety
-    /// `dst` has room for as many float32 as there are sums, and no other thread accesses it meanwhile.
+    /// `dst` has room for as many float32 as there are sums, and nothing else accesses it meanwhile.
     ///
     /// # Panics
     /// Panics unless both have the same length.
@@ -93,7 +93,8 @@ impl Floats {
             let loss = sum - *decoded;
             *decoded = if loss.is_finite() { loss } else { 0.0 };
         }
-        // SAFETY: `dst` has room for as many float32 as `decoded` has, by this function's contract.
+        // SAFETY: by this function's contract, `dst` has room for as many float32 as `decoded` has, and does not
+        // overlap it.
         unsafe { decoded.as_ptr().cast::<u8>().copy_to_nonoverlapping(dst, size_of_val(decoded)) };
         self.squares(decoded)
     }
@@ -101,7 +102,7 @@ impl Floats {
     /// Writes the sums as elements, rounded to nearest even; beyond the range of a 16-bit type they become infinite.
     ///
     /// # Safety
-    /// `dst` has room for as many elements as there are sums, and no other thread accesses it meanwhile.
+    /// `dst` has room for as many elements as there are sums, and nothing else accesses it meanwhile.
     pub unsafe fn write(self, dst: *mut u8, dtype: Dtype, sums: &[f32]) {
         let _env = DefaultFloatEnv::enter();
         let src = sums.as_ptr().cast();

@@ -204,7 +204,7 @@ macro_rules! groups {
                 for (values, at) in values.chunks_exact(GROUP).zip((0..).step_by(GROUP / 8 * BITS)) {
                     ask_ahead::<LINES>(values);
                     let levels = levels(values, &fine);
-                    // Begins to compute the draws of the next group now: a hash takes as long as the rest, and nothing
+                    // Begins to compute the draws of the next group now. A hash takes as long as the rest, and nothing
                     // of this group waits for it.
                     // SAFETY: this function is compiled for, and called only with, the instruction set of `source`.
                     let drawn = mem::replace(&mut random_bits, unsafe { source.next() });

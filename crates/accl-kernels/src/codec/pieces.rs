@@ -28,8 +28,8 @@ impl Slice {
     /// `room`.
     ///
     /// # Safety
-    /// The elements may be read, and no other thread writes them meanwhile. `loops` belong to an instruction set of
-    /// this machine.
+    /// The elements may be read, and nothing writes them while they or the result are in use. `loops` belong to an
+    /// instruction set of this machine.
     #[inline]
     pub(super) unsafe fn piece<'a>(&self, room: &'a mut [f32], start: usize, loops: &Loops) -> &'a [f32] {
         let part = self.part(start, room.len().min(self.count - start));
@@ -82,7 +82,7 @@ impl Beyond {
 /// Writes elements of `dtype` to `dst` from the float32 that `make` writes.
 ///
 /// # Safety
-/// `dst` has room for `count` elements, at most as many as `room` has, and no other thread accesses it meanwhile.
+/// `dst` has room for `count` elements, at most as many as `room` has, and nothing else accesses it meanwhile.
 /// `make` fills all of the slice that it gets. `loops` belong to an instruction set of this machine.
 pub(super) unsafe fn place(
     dst: *mut u8,
@@ -107,14 +107,15 @@ pub(super) unsafe fn place(
 /// Writes the elements of a slice as `into`: unchanged, rounded, or widened.
 ///
 /// # Safety
-/// The contract of [`Slice::piece`]. `dst` has room for the elements, and no other thread accesses it meanwhile.
+/// The contract of [`Slice::piece`]. `dst` has room for the elements, and nothing else accesses it meanwhile.
 pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Loops) {
     // An empty slice may have the address 0, which other code below does not allow.
     if slice.count == 0 {
         return;
     }
     if into == slice.dtype {
-        // SAFETY: the elements may be read, and `dst` has room for them, by this function's contract.
+        // SAFETY: by this function's contract the elements may be read, and `dst` has room for them. Nothing else
+        // accesses `dst`, so the two do not overlap.
         return unsafe { slice.src.copy_to_nonoverlapping(dst, slice.count * into.size_bytes()) };
     }
     // SAFETY: the elements may be read, and `dst` has room for them, by this function's contract. It is used as float32
@@ -134,8 +135,8 @@ pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Lo
 /// Writes `values` to `dst` as elements of `dtype`.
 ///
 /// # Safety
-/// `dst` has room for as many elements, and no other thread accesses it meanwhile. `loops` belong to an instruction set
-/// of this machine.
+/// `dst` has room for as many elements, and nothing else accesses it meanwhile. `loops` belong to an instruction set of
+/// this machine.
 pub(super) unsafe fn write_values(dst: *mut u8, (dtype, beyond): (Dtype, Beyond), values: &[f32], loops: &Loops) {
     // SAFETY: `dst` has room for as many elements by this function's contract; pairs of bytes need no alignment.
     unsafe {

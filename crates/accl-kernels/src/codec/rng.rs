@@ -1,7 +1,7 @@
 //! Random numbers without a state: a hash of a key and a counter; and how ranks share random numbers.
 //!
 //! # Random bits among ranks
-//! Several ranks may encode values that are added up. Their random bits can then be spread evenly over their range: the
+//! Several ranks may encode values that are added up. Their random bits can then be spread evenly over their range. The
 //! draws of one element fall into as many strata as there are ranks, each into another stratum.
 //! With `p` the stratum of a rank and `u` its own number from 0 to 255, its draw is floor((256 p + u) / ranks). Each
 //! draw alone is as uniform as `u`. All ranks compute the same assignment of strata.

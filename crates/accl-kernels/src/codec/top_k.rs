@@ -8,9 +8,9 @@
 //! zeros    up to a multiple of 8
 //! ```
 //! All numbers are in little-endian order. A bucket is encoded as NaN if it is not finite, or if the metadata cannot
-//! hold a kept value: all its values are NaN, and its indices are 0, 1 and so on. A bucket whose first value is NaN
-//! decodes to NaN in all elements. The decoder skips indices that are not above the previous one, or that are beyond
-//! the bucket.
+//! hold a kept value. All its values are then NaN, and its indices are 0, 1 and so on. A bucket whose first value is
+//! NaN decodes to NaN in all elements. The decoder skips indices that are not above the previous one, or that are
+//! beyond the bucket.
 //!
 //! The codec loses most of the encoded signal. It is useful only if the loss is added to the next encoding: Stich et
 //! al., Sparsified SGD with memory, 2018. (Elements are selected by bucket rather than in the whole tensor, so that
@@ -136,8 +136,8 @@ impl TopK {
         Ok(())
     }
 
-    /// Calls `each` with the first element's index and the number of elements of every bucket, and its kept elements:
-    /// indices and values, or `None` if the bucket is NaN.
+    /// Calls `each` for every bucket, with the first element's index, the number of elements, and the kept elements
+    /// (indices and values). `None` instead of kept elements: the bucket is NaN.
     fn decode_buckets(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, usize, Option<Kept<'_>>)) {
         let layout = self.layout(count);
         assert_eq!(src.len(), layout.end, "what {count} elements become");

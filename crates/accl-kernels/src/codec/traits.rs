@@ -43,7 +43,7 @@ pub trait Codec: Send + Sync {
     /// Encodes a slice. Returns the numbers of buckets that become NaN.
     ///
     /// # Safety
-    /// The slice's elements may be read, and no other thread writes them meanwhile. No alignment is required.
+    /// The slice's elements may be read, and nothing writes them meanwhile. No alignment is required.
     ///
     /// # Panics
     /// Panics if the length of `dst` is not [`Codec::encoded_bytes`].
@@ -53,7 +53,7 @@ pub trait Codec: Send + Sync {
     /// the range of a 16-bit type becomes the type's largest value.
     ///
     /// # Safety
-    /// `dst` has room for the elements, and no other thread accesses it meanwhile. No alignment is required.
+    /// `dst` has room for the elements, and nothing else accesses it meanwhile. No alignment is required.
     ///
     /// # Panics
     /// Panics if the length of `src` is not [`Codec::encoded_bytes`].
@@ -79,7 +79,7 @@ pub trait EncodeSums {
     ///
     /// # Safety
     /// The addends of `sums` may be read. If results are wanted, there is room for as many float32. The results may
-    /// replace the addends. No other thread accesses either meanwhile. No alignment is required.
+    /// replace the addends. Nothing else accesses either meanwhile. No alignment is required.
     ///
     /// # Panics
     /// Panics if the length of one of the slices is not [`Codec::encoded_bytes`].
@@ -176,7 +176,7 @@ impl fmt::Display for Buckets {
     }
 }
 
-/// Maximum change of a value of a bucket by one encoding of float32, in magnitude: a share of the value, or the floor
+/// Maximum magnitude by which one encoding of float32 changes a value of a bucket: a share of the value, or the floor
 /// if that is more.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bound {

@@ -25,14 +25,14 @@ const LONG_BYTES: usize = 1 << 10;
 #[inline]
 pub unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
     if len_bytes <= TINY_BYTES {
-        // SAFETY: both buffers have `len_bytes` bytes by this function's contract, and `len_bytes` is at most
-        // `TINY_BYTES`.
+        // SAFETY: the contract of this function is the contract of `copy`, and `len_bytes` is at most `TINY_BYTES`.
         unsafe { tiny(dst, src, len_bytes) };
     } else if len_bytes < LONG_BYTES || cfg!(miri) {
         // SAFETY: the contract of this function is the contract of `copy_nonoverlapping`.
         unsafe { ptr::copy_nonoverlapping(src, dst, len_bytes) };
     } else {
-        // SAFETY: both buffers have `len_bytes` bytes by this function's contract; `Isa::best` is available.
+        // SAFETY: the contract of this function, with the length checked above, is the contract of `blocks`.
+        // `Isa::best` is available.
         unsafe { dispatch::copy(Isa::best())(dst, src, len_bytes) };
     }
 }
@@ -46,8 +46,7 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
 /// The contract of [`copy`]. `len_bytes` is at least 64.
 pub unsafe fn copy_with_isa(isa: Isa, dst: *mut u8, src: *const u8, len_bytes: usize) -> Result<()> {
     isa.check_available()?;
-    // SAFETY: both buffers have `len_bytes` bytes by this function's contract; `check_available` found the instruction
-    // set.
+    // SAFETY: the contract of this function is the contract of `blocks`; `check_available` found the instruction set.
     unsafe { dispatch::copy(isa)(dst, src, len_bytes) };
     Ok(())
 }

@@ -29,15 +29,15 @@ macro_rules! steps {
         let mut $i = 0;
         while $i < grouped {
             let $slot = $i;
-            // SAFETY: `i + COUNT <= count` here, and each argument has `count` elements, by the contract of the calling
-            // function.
+            // SAFETY: `i + COUNT <= count` here. The function that uses this macro ensures that each argument has
+            // `count` elements, by its contract or from the lengths of its slices.
             unsafe { $step::<$V $(, $with)*>($($arg),*) };
             $i += $V::COUNT;
         }
         while $i < count {
             let $slot = BLOCK + ($i - grouped);
-            // SAFETY: `i < count` here, and each argument has `count` elements, by the contract of the calling
-            // function.
+            // SAFETY: `i < count` here. The function that uses this macro ensures that each argument has `count`
+            // elements, by its contract or from the lengths of its slices.
             unsafe { $step::<$V::Tail $(, $with)*>($($arg),*) };
             $i += 1;
         }

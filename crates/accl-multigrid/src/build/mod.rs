@@ -281,9 +281,9 @@ fn leave_out_unread(plan: &mut Plan) {
     }
 }
 
-/// Adds `Op::Free` for every value that is not kept: after its last use or, if it was sent, at the end of the phase
-/// after that, when the send has usually completed. If the plan is final, also adds `Op::Forget` for what each layer
-/// has stored for its adjoint.
+/// Adds `Op::Free` for every value that is not kept. It comes after the value's last use. For a sent value it comes at
+/// the end of the next phase, when the send has usually completed. If the plan is final, also adds `Op::Forget` for
+/// what each layer has stored for its adjoint.
 fn freed(list: Vec<Op>, is_final: bool, is_kept: impl Fn(Value) -> bool) -> Vec<Op> {
     let mut last = HashMap::new();
     let mut sent = HashSet::new();

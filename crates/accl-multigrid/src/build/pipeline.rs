@@ -1,7 +1,7 @@
 //! Pipelines over the same placement: every layer once per micro-batch.
 //!
-//! Owns the order of micro-batches on each rank: as in Huang et al., "GPipe" (2019), or as in Narayanan et al.,
-//! "PipeDream" (2019), there "one forward, one backward" with a flush. Read [`pipeline`] first.
+//! Owns the order of micro-batches on each rank. It is the order of Huang et al., "GPipe" (2019), or "one forward, one
+//! backward" with a flush, of Narayanan et al., "PipeDream" (2019). Read [`pipeline`] first.
 
 use std::ops::Range;
 

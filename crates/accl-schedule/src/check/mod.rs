@@ -1,7 +1,7 @@
 //! The symbolic checker: proves that the schedules of a whole world satisfy their collective's contract.
 //!
-//! The checker runs all ranks' programs over symbolic values, with `In` and `Out` apart and with everything aliased that the
-//! engine may alias. It proves that:
+//! The checker runs all ranks' programs over symbolic values. It does so with `In` and `Out` apart, and with everything
+//! aliased that the engine may alias. It proves that:
 //! * the post-condition holds;
 //! * every message has a receiver that expects the same sizes;
 //! * nothing is read before it is written, and inputs are not written;

@@ -176,7 +176,7 @@ impl Prices {
         let of_all = u128::from(phase.all.intra_node) * (intra_node.relay + intra_node.recv)
             + u128::from(phase.all.inter_node) * (inter_node.relay + inter_node.recv);
         let cores = u128::from(self.hosts) * u128::from(self.placement.cores.max(1));
-        // Each step of the chain gives the other ranks of the core a turn, and so do some of the awaited messages; the
+        // Each step of the chain gives the other ranks of the core a turn, and so do some of the awaited messages. The
         // weights were measured.
         let (_, waits) = phase.messages();
         let waits = WAIT_PER_STEP * u128::from(phase.chain.sum()) + WAIT_PER_MESSAGE * u128::from(waits);

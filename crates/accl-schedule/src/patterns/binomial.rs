@@ -67,8 +67,8 @@ pub fn phase(among: Among, arriving: Arriving) -> Phase {
     Phase::tree(among, parent, floor_log2(among.size()), Fraction::WHOLE, arriving)
 }
 
-/// A message from every parent to each of its children with the blocks of the child's subtree, or back, as counts:
-/// level by level, the smallest first.
+/// A message from every parent to each of its children with the blocks of the child's subtree, or back, as counts. The
+/// phases go level by level, the smallest first.
 pub fn subtree_phases(among: Among<'_>) -> impl Iterator<Item = Phase> {
     let n = among.size();
     (0..ceil_log2(n)).map(move |level| {

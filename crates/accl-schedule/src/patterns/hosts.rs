@@ -69,8 +69,8 @@ pub fn most_belonging(topology: &Topology) -> u32 {
     topology.largest_host().div_ceil(topology.smallest_host())
 }
 
-/// The exchange between hosts as counts, a block of the largest buffer from each host: by halves if the number of hosts
-/// is a power of two.
+/// The exchange between hosts as counts, a block of the largest buffer from each host. It goes by halves if the number
+/// of hosts is a power of two, else around a ring.
 pub fn across_phases(topology: &Topology, arriving: Arriving) -> Vec<Phase> {
     let across = Among::Leaders(topology, topology.smallest_host());
     let part = |hosts: u32| Fraction::new(hosts * most_belonging(topology), topology.world());

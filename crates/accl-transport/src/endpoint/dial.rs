@@ -56,8 +56,8 @@ pub(super) struct Dial {
     /// Time before which nothing is tried.
     retry_at: Option<Instant>,
     begin: Instant,
-    /// Start of the [`GIVE_UP`] time: the last moment when the peer was known to be alive, or when this process lacked the
-    /// resources to connect.
+    /// Start of the [`GIVE_UP`] time: the last moment when the peer was known to be alive, or when this process lacked
+    /// the resources to connect.
     since: Instant,
     /// When a caller last asked for this peer. `None`: the link is wanted until the peer is reached or known to be
     /// unreachable.

@@ -249,8 +249,8 @@ impl Endpoint {
         self.dials.insert(peer.uuid, dial);
     }
 
-    /// Ends the patience for a peer that was [`Wanted::OnBothSides`]: an effort that leads nowhere is given up after a
-    /// while, as if only this process wanted the link.
+    /// Ends the patience for a peer that was [`Wanted::OnBothSides`]. A vain effort is then given up after a while, as
+    /// if only this process wanted the link.
     pub fn lose_patience(&mut self, peer: &[u8; 16]) {
         if let Some(dial) = self.dials.get_mut(peer) {
             dial.is_patient = false;

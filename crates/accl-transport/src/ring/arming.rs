@@ -4,8 +4,8 @@
 //! The writer publishes its change, executes a full fence, and reads the other side's flags. The other side sets its
 //! flags, executes a full fence, polls once more, and then stops polling. In every order of events at least one of the
 //! two sees the other.
-//! This module notifies no one itself: a caller that gets something from [`SideState::take_call`] must post it on the
-//! other side's board.
+//! This module sends no notification itself: a caller that gets something from [`SideState::take_call`] must post it on
+//! the other side's board.
 
 use accl_wire::Slot;
 

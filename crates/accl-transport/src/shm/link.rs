@@ -145,7 +145,7 @@ impl ShmLink {
         if self.lost.is_some() {
             return;
         }
-        // After a question that found nothing, an event precedes any change.
+        // If the kernel was asked before and the peer was alive, the poller sees an event before the answer changes.
         if let Some(news) = &self.news
             && self.has_asked
             && !news.take()

@@ -1,6 +1,6 @@
-//! Two-level all_gather: guests send their block to an owner. The owners with one number on all hosts double their
-//! blocks, or pass them around a ring if the number of hosts is not a power of two. Then each owner sends them to all
-//! ranks of its host.
+//! Two-level all_gather: guests send their block to an owner. The owners with the same number on all hosts exchange
+//! their blocks: by doubling if the number of hosts is a power of two, else around a ring. Then each owner sends them
+//! to all ranks of its host.
 //! Steps log2(h) or h-1 across and 1 inside. Wins if several hosts have several ranks each: each byte enters a host
 //! once.
 

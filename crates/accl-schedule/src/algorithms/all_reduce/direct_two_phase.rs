@@ -1,6 +1,6 @@
 //! Two-phase all_reduce: every rank sends chunk r to rank r, which reduces it and sends the result to all.
 //! Steps 2; bytes per rank 2(n-1)/n of the buffer. Wins for all but tiny buffers while a rank can communicate with all
-//! others at once: it moves as few bytes as a ring, in two steps instead of 2(n-1).
+//! others at once. It moves as few bytes as a ring, in two steps instead of 2(n-1).
 
 use crate::algorithms::prelude::*;
 use crate::patterns::direct;

@@ -1,8 +1,8 @@
 //! Two-level all_reduce: reduce_scatter inside each host, all_reduce of each chunk across hosts, all_gather inside.
 //! The buffer has as many chunks as the smallest host has ranks. The first ranks of each host own one chunk each and
-//! exchange it with their counterparts on the other hosts: by halving and doubling if the number of hosts is a power of
-//! two, else around a ring.
-//! Steps 2 inside and 2 log2(h) or 2(h-1) across. Wins if several hosts have several ranks each: every byte crosses the
+//! exchange it with their counterparts on the other hosts. They use halving and doubling if the number of hosts is a
+//! power of two, else a ring.
+//! Steps 2 inside and 2 log2(h) or 2(h-1) across. Wins if several hosts have several ranks each. Every byte crosses the
 //! network as if there were one rank per host, over as many connections as there are owners.
 
 use crate::algorithms::prelude::*;

@@ -1,5 +1,5 @@
 //! Bruck's all_to_all: a block for the rank j positions after this one is sent in hops of the powers of two that sum to
-//! j, many blocks per message. Steps log2(n), rounded; bytes per rank about log2(n)/2 of the input. Wins for tiny
+//! j. A message has many blocks. Steps log2(n), rounded; bytes per rank about log2(n)/2 of the input. Wins for tiny
 //! blocks in large worlds. J. Bruck et al., IEEE TPDS 8 (1997).
 
 use crate::algorithms::prelude::*;

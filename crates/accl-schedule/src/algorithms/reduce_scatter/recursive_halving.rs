@@ -1,6 +1,7 @@
 //! Recursive halving reduce_scatter: in each step two ranks at half the previous distance exchange halves of the blocks
-//! that they still share. Steps log2(n). If n is not a power of two, the first ranks are folded in pairs: one or two
-//! steps more, and the whole input once more for a rank that acts for a partner. Wins for small blocks in large worlds.
+//! that they still share. Steps log2(n). If n is not a power of two, the first ranks are folded in pairs. This adds one
+//! or two steps, and the whole input once more for a rank that acts for a partner. Wins for small blocks in large
+//! worlds.
 //! R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005).
 
 use std::ops::Range;
