@@ -50,7 +50,7 @@ def _level(text: str) -> dict[str, str]:
 
 def _workers(text: str) -> dict[str, str]:
     if not text.isdecimal():
-        raise ValueError(f"CCL_WORKER_COUNT={text!r}: expected a number of threads; 0 is one")
+        raise ValueError(f"CCL_WORKER_COUNT={text!r}: expected a number of threads; 0 means no worker thread")
     return {"worker_count": text}
 
 
