@@ -1,6 +1,6 @@
 //! The file in which a machine's constants are stored.
 //!
-//! Owns the file's location, text and atomic writing. Read [`read`] and [`write`] first.
+//! Owns the file's location, text and atomic writing. Read [`read`] and [`write()`] first.
 
 use std::fmt::Write as _;
 use std::fs::File;

@@ -85,7 +85,7 @@ impl Driver {
         self.after_links();
     }
 
-    /// See [`Core::on_note`].
+    /// Handles an out-of-band message, as `Core::on_note` describes.
     pub(crate) fn on_note(&self, from: &[u8; 16], note: &[u8]) -> Fate {
         let answer = self.with_core(|core| core.on_note(from, note, time::now()));
         self.after_links();

@@ -1,6 +1,6 @@
 //! A call that is cut into parts.
 //!
-//! Owns the definition of the parts: the first as its caller has it, the others over the same memory. [`super::Join`]
+//! Owns the definition of the parts: the first as its caller has it, the others over the same memory. [`super::join::Join`]
 //! tracks their completion. Read [`Cut::new`] first.
 
 use std::sync::Arc;
