@@ -1,6 +1,6 @@
 //! Frames between processes: shared memory, TCP, and loopback for tests.
 //!
-//! Owns connecting ([`Endpoint`]), moving frames ([`Link`]) and sleeping ([`Poller`]).
+//! Owns connecting ([`Endpoint`]), moving frames (`Link` of accl-wire) and sleeping ([`Poller`]).
 //! This crate does not know calls, groups or ranks. It blocks only in [`Endpoint::sleep`], [`Endpoint::connect`] and
 //! [`Poller::wait`].
 //! The content of frames belongs to `accl-wire`; here a frame is opaque bytes.

@@ -19,7 +19,7 @@ pub(crate) struct Row {
 
 pub(crate) type CopyFn = unsafe fn(*mut u8, *const u8, usize);
 
-/// Implements [`Arch`] for `$arch` by functions with the given attributes around the loops, and defines the instruction
+/// Implements `Arch` for `$arch` by functions with the given attributes around the loops, and defines the instruction
 /// set's `ROW`.
 macro_rules! arch {
     (

@@ -204,7 +204,7 @@ impl Default for Config {
 
 impl Config {
     /// Parses `pairs` of variable names and values over the defaults. Ignores names without our prefix and names that,
-    /// by their [`meaning`], belong to others.
+    /// by their [`meaning()`], belong to others.
     ///
     /// # Errors
     /// `Configuration` for a mistyped `ACCL_*` name (the message has the right name) or a value that is not accepted.
