@@ -137,7 +137,9 @@ def plain(value: float) -> str:
 def main() -> int:
     """Plans, prints, and writes the page if asked."""
     parser = argparse.ArgumentParser(prog="python -m benches.layer_plans", description=__doc__.splitlines()[0])
-    parser.add_argument("--write-docs", action="store_true", help="write the tables to docs/layer-parallel/tuning.md, too")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write the tables to docs/layer-parallel/tuning.md, too"
+    )
     asked = parser.parse_args()
     lines = list(tables())
     print("\n".join(lines))
