@@ -252,6 +252,10 @@ def test_torch_distributed_has_a_process_group_ccl_that_ranks_construct_themselv
     for _ in range(5):
         group.allreduce_coalesced(both := [mine(2), mine(3)])
         assert [one.sum().item() for one in both] == [2 * total, 3 * total], "read without waiting"
+    blocking = dist.AllreduceCoalescedOptions()
+    blocking.asyncOp = False
+    group.allreduce_coalesced(both := [mine(2)], blocking)
+    assert both[0].sum().item() == 2 * total, "a blocking call has no work"
     reduce_options = dist.ReduceOptions()
     reduce_options.rootRank = root
     group.reduce([reduced := mine()], reduce_options).wait()

@@ -187,6 +187,23 @@ def test_what_is_no_sum_of_floats_in_one_tensor_travels_as_it_is(rank, world):
     assert torch.equal(output, exact)
 
 
+@cgx_ranks(2, CGX_COMPRESSION_QUANTIZATION_BITS="2")
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_complex_numbers_are_added_exactly_however_they_were_made(rank, world, mode):
+    with mode():
+        exact = sum(contribution(other, 5000) for other in range(world)).view(-1, 2)
+        as_view = torch.view_as_complex(contribution(rank, 5000).view(-1, 2))
+        for tensor in (as_view, as_view.clone(), as_view.reshape(50, 50), as_view.clone()[::2]):
+            wanted = torch.view_as_complex(exact)
+            wanted = wanted[::2] if tensor.numel() == 1250 else wanted.view(tensor.shape)
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, wanted)
+            as_view.copy_(torch.view_as_complex(contribution(rank, 5000).view(-1, 2)))
+        real = contribution(rank, 5000)
+        dist.all_reduce(real)
+        assert not torch.equal(real, exact.flatten()), "real numbers are compressed as before"
+
+
 @cgx_ranks(2, CGX_COMPRESSION_QUANTIZATION_BITS="2", CGX_COMPRESSION_MINIMAL_SIZE="100")
 def test_layers_of_no_more_than_the_minimal_size_travel_as_they_are(rank, world):
     for count, is_exact in ((100, True), (101, False)):
@@ -863,3 +880,14 @@ def test_a_script_runs_after_changing_the_import():
     scripts = run_script(code.replace('"accl"', '"cgx"'), 2, env={BITS: "2"})
     for script in scripts:
         assert script.exitcode == 0 and script.stdout == "False\n" and "torch_cgx" not in script.stderr, script.stderr
+
+
+@on_ranks(2, fresh=True)
+def test_the_hook_refuses_the_reducer_in_python_with_the_remedy(rank, world):
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = DistributedDataParallel(torch.nn.Linear(40, 40))
+        model.register_comm_hook(cgx.CGXState(None, compression_params={"bits": 8}), cgx.cgx_hook)
+        with pytest.raises(NotImplementedError, match="use torch_accl.compression.ddp_hook"):
+            model(torch.ones(3, 40)).sum().backward()

@@ -524,3 +524,44 @@ def test_cells_that_are_none_are_refused(rank, world):
         RecurrentParallel(nn.LSTM(3, 4, proj_size=2, batch_first=True))
     with pytest.raises(TypeError, match="has no method `initial`"):
         RecurrentParallel(nn.RNN(3, 4, batch_first=True))
+
+
+class WithoutFloats(torch.nn.Module):
+    """A cell whose input is whole numbers, or whose numbers are complex."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        self.table = torch.nn.Parameter(torch.rand(5, 3, generator=draw, dtype=torch.float64).to(dtype))
+        self.weight = torch.nn.Parameter(torch.rand(3, 3, generator=draw, dtype=torch.float64).to(dtype) / 4)
+
+    def initial(self, rows, dtype, device):
+        return torch.zeros(rows, 3, dtype=dtype, device=device)
+
+    def output(self, state):
+        return state
+
+    def forward(self, x, state):
+        return state @ self.weight + (x[:, :3] if x.is_complex() else self.table[x])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_the_first_state_has_the_type_of_the_cells_numbers_whatever_the_default_is(rank, world, dtype):
+    cell = WithoutFloats(dtype)
+    draws = [torch.Generator().manual_seed(number) for number in range(world)]
+    inputs = [torch.randint(5, (4, 3), generator=draw) for draw in draws]
+    if dtype.is_complex:
+        inputs = [torch.rand(4, 3, 3, generator=draw, dtype=dtype) for draw in draws]
+    state = torch.zeros(4, 3, dtype=dtype)
+    for x in torch.cat(inputs, 1).unbind(1):
+        state = cell(x, state)
+    net = RecurrentParallel(cell, mode="exact-wave")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        outputs, _ = net(inputs[rank])
+    finally:
+        torch.set_default_dtype(before)
+    assert outputs.dtype == dtype
+    assert rank != world - 1 or torch.allclose(outputs[:, -1], state)

@@ -176,9 +176,7 @@ class CGXProcessGroup(dist.ProcessGroup):
         tensor = tensors[0]
         if tensor.dtype not in FLOATS or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
-        # torch passes a complex tensor as its real view.
-        is_complex = tensor._base is not None and tensor._base.is_complex()
-        if is_complex or tensor.numel() < LEAST_ELEMENTS or is_said() or CompressionState.is_any_made:
+        if _may_be_complex(tensor) or tensor.numel() < LEAST_ELEMENTS or is_said() or CompressionState.is_any_made:
             return None
         now = CallSettings.now()
         layers = self._layers_of(tensor, now)
@@ -226,3 +224,13 @@ def _is_on_one_host(group: dist.ProcessGroup) -> bool:
     hosts = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([hosts], [mine]).wait()
     return len({int(host) for host in hosts}) == 1
+
+
+def _may_be_complex(tensor: torch.Tensor) -> bool:
+    """Returns whether a real tensor may be the view of a complex tensor, which torch passes in place of the tensor.
+
+    Such a view has a last dimension of two adjacent elements. Its base does not show it: the complex tensor may be a view
+    of a real tensor itself, and a view that was made in inference mode has no base.
+    """
+    is_view = tensor._base is not None or tensor.is_inference()
+    return is_view and tensor.dim() > 0 and tensor.shape[-1] == 2 and tensor.stride(-1) == 1

@@ -238,6 +238,11 @@ def cgx_hook(state: CGXState, bucket: GradBucket) -> torch.futures.Future[torch.
     Use it as `DistributedDataParallel.register_comm_hook(state, cgx_hook)`. Layers are compressed from the first step
     on. CGX used the variables' settings for two steps, since it identified layers by counting calls.
     """
+    if isinstance(bucket, tuple):
+        raise NotImplementedError(
+            "cgx_hook: torch's Python reducer passes one gradient at a time, and CGX's settings are of buckets; use "
+            'torch_accl.compression.ddp_hook, or set torch._dynamo.config.optimize_ddp = "ddp_optimizer"'
+        )
     state.see(bucket)
     return ddp_hook(state, bucket)
 

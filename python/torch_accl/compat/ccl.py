@@ -122,7 +122,9 @@ class ProcessGroupCCL(dist.ProcessGroup):
         """See `ProcessGroup`. The call is complete when it returns, because scripts for torch-ccl read the tensors at
         once."""
         work = super().allreduce_coalesced(*args, **kwargs)
-        work.wait()
+        # A blocking call has no work, and is complete already.
+        if work is not None:
+            work.wait()
         return work
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:

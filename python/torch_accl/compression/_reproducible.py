@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
 
 from ._buckets import gradients_of
 from ._calls import checked_group, refuse_coalescing
@@ -136,15 +137,31 @@ def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.
         ValueError: a gradient is not accepted, or `bits` are too few for the number of ranks.
         RuntimeError: the group's backend is not accl, or ranks have different settings. Also whatever `all_reduce` raises.
     """
+    if isinstance(bucket, tuple):
+        return _mean_of_one(state, bucket[0])
     buffer = bucket.buffer()
     group = checked_group(buffer, state.process_group)
     if group.size() == 1:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(buffer)
-        return future
+        return _completed(buffer)
     # A sparse gradient has no memory other than the buffer.
     work = _Sum([buffer] if buffer.is_sparse else gradients_of(bucket)[1], True, group, state).start()
     return work.get_future().then(lambda future: _after(future, buffer))
+
+
+# The compiler traces the backward pass and its hooks into one graph, and cannot trace calls of the native module.
+@_disable_dynamo
+def _mean_of_one(state: Reproducible, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Averages one gradient in place. It waits for the call itself, because torch's Python reducer does not wait for the future."""
+    group = checked_group(gradient, state.process_group)
+    if group.size() > 1:
+        _Sum([gradient], True, group, state).start().wait()
+    return _completed(gradient)
+
+
+def _completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
 
 
 def _after(future: torch.futures.Future[list[torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:

@@ -633,7 +633,7 @@ class SequenceRun(Run):
                 except Exception as error:
                     wrong = error
             if state is None:
-                kind = leaf.dtype if leaf.dtype.is_floating_point else torch.get_default_dtype()
+                kind = _dtype_of_state(leaf, model.step_cell)
                 try:
                     first = model.step_cell.initial(leaf.shape[0], kind, leaf.device)  # type: ignore[operator]
                 except Exception as error:
@@ -696,3 +696,11 @@ class SequenceRun(Run):
     def of_given(self, solve: Solve, found: Sequence[States]) -> list[Tensor | None]:
         states: list[Tensor | None] = [*solve.together(found)] if found else [None] * self._of_state
         return [*states, *self._sequence.of_input]
+
+
+def _dtype_of_state(leaf: Tensor, cell: nn.Module) -> torch.dtype:
+    """Returns the type of the first state of a sequence: the input's, or for whole numbers that of the cell's parameters."""
+    tensors = [leaf, *cell.parameters()]
+    return next(
+        (tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()), torch.float32
+    )
