@@ -2368,3 +2368,47 @@ def test_a_script_like_the_mgopt_example_runs():
     # One test of each model, and one of the finest model after each epoch.
     assert len(found["right"]) == 4 and found["right"][-1] > 0.9 * found["of"]
     assert "nested iteration, model 2 of 2: 8 steps" in text and text.count("nrelax_coarse: 3") == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e5m2], ids=str)
+def test_elements_of_a_type_that_mpi_lacks_fit_their_own_type_only(rank, world, dtype):
+    comm = MPI.COMM_WORLD
+    sent = torch.arange(4).to(dtype)
+    if rank == 0:
+        comm.Send(sent, dest=1, tag=1)
+        comm.Send(sent, dest=1, tag=2)
+        return
+    with pytest.raises(TypeError, match=f"rank 0 sent elements of {dtype}, and the buffer has torch.int32"):
+        comm.Recv(torch.zeros(4, dtype=torch.int32), source=0, tag=1)
+    found = torch.zeros(4, dtype=dtype)
+    comm.Recv(found, source=0, tag=2)
+    assert torch.equal(found.view(torch.uint8), sent.view(torch.uint8))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_negative", [False, True], ids=["conj", "neg"])
+def test_lazy_views_are_sent_as_the_numbers_that_they_show(rank, world, is_negative):
+    comm = MPI.COMM_WORLD
+    shown = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    shown = shown.imag if is_negative else shown
+    if rank == 0:
+        comm.Send(shown, dest=1)
+        comm.Isend(shown, dest=1).wait()
+        return
+    for _ in range(2):
+        found = torch.zeros(2, dtype=shown.dtype)
+        comm.Recv(found, source=0)
+        assert torch.equal(found, shown.resolve_conj().resolve_neg())
+
+
+@on_ranks(2)
+def test_the_zero_of_a_rank_without_the_result_has_the_type_of_the_numbers(rank, world):
+    made = inexact(Step, comm=MPI.COMM_WORLD)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = made.comp_op()(torch.sum, torch.ones(3, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == torch.float32

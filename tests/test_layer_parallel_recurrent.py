@@ -565,3 +565,15 @@ def test_the_first_state_has_the_type_of_the_cells_numbers_whatever_the_default_
         torch.set_default_dtype(before)
     assert outputs.dtype == dtype
     assert rank != world - 1 or torch.allclose(outputs[:, -1], state)
+
+
+@on_ranks(2)
+def test_a_rank_without_steps_has_outputs_of_the_type_of_the_others(rank, world):
+    net = RecurrentParallel(nn.GRU(2, 3, batch_first=True), mode="exact-wave")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        outputs, _ = net(torch.ones(4, 3 if rank == 0 else 0, 2, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(before)
+    assert outputs.dtype == torch.float32

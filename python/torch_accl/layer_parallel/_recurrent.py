@@ -391,7 +391,7 @@ class Steps(Layers):
     def __init__(self, model: RecurrentParallel, cell: nn.Module, tail: Tail, seed: int, counts: Sequence[int]) -> None:
         kinds: list[Kind] = ["custom"] * sum(counts)
         super().__init__(nn.ModuleDict({"cell": cell, "tail": tail}), [*kinds, "plain"], 1.0, seed)
-        self._cell, self._tail = cell, tail
+        self.cell, self._tail = cell, tail
         self._rank = model.wire.rank
         self._is_last = model.wire.is_last
         first = sum(counts[: self._rank])
@@ -402,14 +402,14 @@ class Steps(Layers):
     @property
     def modules(self) -> dict[int, nn.Module]:
         """The modules by layer number."""
-        found: dict[int, nn.Module] = dict.fromkeys(self.own, self._cell)
+        found: dict[int, nn.Module] = dict.fromkeys(self.own, self.cell)
         if self._is_last:
             found[self.end] = self._tail
         return found
 
     def parts(self) -> dict[int, list[nn.Parameter]]:
         """Returns the cell's parameters on the first rank, and the tail's parameters that are not the cell's."""
-        own = list(self._cell.parameters())
+        own = list(self.cell.parameters())
         found = {0: own} if self._rank == 0 else {}
         if self._is_last:
             known = {id(parameter) for parameter in own}
@@ -430,7 +430,7 @@ class Steps(Layers):
         """Returns the parameters that want a gradient: the cell's first, once for all steps."""
         found: list[Tensor] = []
         names: list[tuple[str, int]] = []
-        for name, parameter in self._cell.named_parameters():
+        for name, parameter in self.cell.named_parameters():
             if parameter.requires_grad:
                 names.append((name, len(found)))
                 found.append(parameter)
@@ -448,7 +448,7 @@ class Steps(Layers):
 
     def shared(self) -> range:
         """Returns the indices of the cell's parameters."""
-        return range(sum(parameter.requires_grad for parameter in self._cell.parameters()))
+        return range(sum(parameter.requires_grad for parameter in self.cell.parameters()))
 
 
 class Inputs(Beside):
@@ -572,7 +572,8 @@ class Inputs(Beside):
         """Returns the outputs of this rank's steps, with the graph back to their states."""
         micro_batches = solve.batch.micro_batches
         if not self._steps.own:
-            return torch.zeros(self._leaves[0].shape[0], 0, dtype=torch.get_default_dtype(), device="cpu")
+            kind = _dtype_of_state(self._leaves[0], self._steps.cell)
+            return torch.zeros(self._leaves[0].shape[0], 0, dtype=kind, device="cpu")
         by_step = []
         for layer in self._steps.own:
             form = solve.batch.forms[layer + 1]

@@ -60,6 +60,13 @@ _KINDS: tuple[torch.dtype | None, ...] = (
     torch.float64,
     torch.complex64,
     torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
 )
 
 # Replacements for methods of mpi4py that are missing, by their names in lower case.
@@ -727,7 +734,7 @@ def _bytes_of(obj: Any) -> Tensor:
 def _bytes_in(buf: Any, call: str, dest: int, tag: int) -> tuple[Tensor, int, int, int]:
     """Returns the arguments of a message with a buffer's elements."""
     part = simple(buf, call)
-    given = part.read().cpu()
+    given = part.read().cpu().resolve_conj().resolve_neg()
     # Copied, because the caller may change the buffer while the request is in flight.
     data = given.view(torch.uint8).clone() if part.count else torch.empty(0, dtype=torch.uint8, device="cpu")
     return data, dest, tag, _kind_of(part.dtype)

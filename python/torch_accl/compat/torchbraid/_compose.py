@@ -33,7 +33,8 @@ class Compose:
             return None
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = tensors[0].device if tensors else "cpu"
-        zero = torch.zeros(1, dtype=torch.get_default_dtype(), device=device)
+        dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+        zero = torch.zeros(1, dtype=dtype, device=device)
         for tensor in tensors:
             if tensor.requires_grad:
                 # Sum no elements: the result is zero whatever the values are, and keeps the graph.

@@ -91,7 +91,7 @@ def l2_reg(net: nn.Module, comm: Any = None) -> Tensor:
     own = (
         torch.stack([square.reshape(()) for square in squares]).sum()
         if squares
-        else torch.zeros((), dtype=torch.get_default_dtype(), device="cpu", requires_grad=True)
+        else torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
     )
     if comm is None:
         return own
