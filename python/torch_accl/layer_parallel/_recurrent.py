@@ -700,7 +700,7 @@ class SequenceRun(Run):
 
 
 def _dtype_of_state(leaf: Tensor, cell: nn.Module) -> torch.dtype:
-    """Returns the type of the first state of a sequence: the input's, or for whole numbers that of the cell's parameters."""
+    """Returns the type of the first state of a sequence: the input's, or if that is whole numbers, the type of the cell's parameters."""
     tensors = [leaf, *cell.parameters()]
     return next(
         (tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()), torch.float32
