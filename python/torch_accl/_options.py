@@ -29,8 +29,7 @@ class Options(_native.BackendOptions):
         ring_bytes: maximum shared memory per direction between two processes of a host, a size from 16KiB to 64MiB.
         shm_limit: maximum shared memory that a process creates for its links, a size from 0 to 1TiB.
         segment_bytes: maximum payload of a frame, a size from 1KiB to 4MiB.
-        eager_bytes: maximum bytes that this group sends to a peer before the peer issues the matching call, a size from 0 to
-            64MiB. A message counts as its size plus 128.
+        eager_bytes: maximum bytes sent to a peer before it issues the matching call, 128 more per message, a size from 0 to 64MiB.
         spin_us: how long a waiting thread spins, `"auto"` or microseconds from 0 to 1000000.
         worker_count: worker threads that run parts of large calls, in addition to the caller, `"auto"` or a number from 0 to 63.
         worker_affinity: `"auto"`, or CPUs such as `"0-3,28-31"`, one per worker thread of the host, in the order of its ranks.

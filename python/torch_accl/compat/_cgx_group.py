@@ -229,8 +229,10 @@ def _is_on_one_host(group: dist.ProcessGroup) -> bool:
 def _may_be_complex(tensor: torch.Tensor) -> bool:
     """Returns whether a real tensor may be the view of a complex tensor, which torch passes in place of the tensor.
 
-    Such a view has a last dimension of two adjacent elements. Its base does not show it: the complex tensor may be a view
-    of a real tensor itself, and a view that was made in inference mode has no base.
+    Its base is complex, or the view has a last dimension of two adjacent elements. In the second case the base does not show
+    it: the complex tensor may be a view of a real tensor itself, and a view that was made in inference mode has no base.
     """
+    if tensor._base is not None and tensor._base.is_complex():
+        return True
     is_view = tensor._base is not None or tensor.is_inference()
     return is_view and tensor.dim() > 0 and tensor.shape[-1] == 2 and tensor.stride(-1) == 1
