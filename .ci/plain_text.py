@@ -16,6 +16,21 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 C_LIKE = (".rs", ".c", ".h", ".cpp")
+# Where prose of ours is, as patterns of git.
+PATTERNS = (
+    "crates",
+    "cpp_shim",
+    "python",
+    "benches",
+    "tests",
+    "examples",
+    "docs",
+    "README.md",
+    "CONTRIBUTING.md",
+    ".ci",
+    "Makefile",
+    "*.toml",
+)
 # Pages that programs write as a whole. Their text stands in strings of the programs, which the gates do not read.
 GENERATED = ("docs/environment.md", "docs/algorithms.md", "docs/device-tables.md", "docs/performance.md")
 # Between these marks a program has written.

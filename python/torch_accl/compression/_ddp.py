@@ -81,9 +81,7 @@ def _mean_of_one(
         )
     for work in works:
         work.wait()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(gradient)
-    return future
+    return future_of([], lambda: gradient)
 
 
 def _mean_of_sparse(state: CompressionState, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

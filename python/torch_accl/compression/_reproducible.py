@@ -27,6 +27,7 @@ from torch._compile import _disable_dynamo
 from ._buckets import gradients_of
 from ._calls import checked_group, refuse_coalescing
 from ._scope import FLOATS, exact, takes_part
+from ._together import future_of
 from ._work import WorkWithEnd
 
 __all__ = ["Reproducible", "all_reduce_reproducible", "reproducible_hook"]
@@ -142,7 +143,7 @@ def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.
     buffer = bucket.buffer()
     group = checked_group(buffer, state.process_group)
     if group.size() == 1:
-        return _completed(buffer)
+        return future_of([], lambda: buffer)
     # A sparse gradient has no memory other than the buffer.
     work = _Sum([buffer] if buffer.is_sparse else gradients_of(bucket)[1], True, group, state).start()
     return work.get_future().then(lambda future: _after(future, buffer))
@@ -155,13 +156,7 @@ def _mean_of_one(state: Reproducible, gradient: torch.Tensor) -> torch.futures.F
     group = checked_group(gradient, state.process_group)
     if group.size() > 1:
         _Sum([gradient], True, group, state).start().wait()
-    return _completed(gradient)
-
-
-def _completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(tensor)
-    return future
+    return future_of([], lambda: gradient)
 
 
 def _after(future: torch.futures.Future[list[torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
