@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 import warnings
 import weakref
 from pathlib import Path
@@ -1410,7 +1411,7 @@ def test_buffers_go_between_all_ranks(rank, world):
     assert turned.tolist() == list(range(world))
     with pytest.raises(NotImplementedError, match=r"MPI.LAND of buffers"):
         comm.Allreduce(MPI.IN_PLACE, tensor, MPI.LAND)
-    with pytest.raises(TypeError, match="small letters"):
+    with pytest.raises(TypeError, match="lower case"):
         comm.Bcast("text")
 
 
@@ -2256,6 +2257,7 @@ def test_a_hierarchy_shows_itself_on_rank_0(rank, world):
 
 WORLD = """
 import sys
+import types
 from torch_accl.compat.torchbraid import MPI
 import torch.distributed as dist
 
@@ -2412,3 +2414,133 @@ def test_the_zero_of_a_rank_without_the_result_has_the_type_of_the_numbers(rank,
     finally:
         torch.set_default_dtype(before)
     assert found.dtype == torch.float32
+
+
+# ---- messages and receives
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", ["objects", "elements"])
+def test_receives_take_messages_in_the_order_in_which_they_were_posted(rank, world, kind):
+    comm = MPI.COMM_WORLD
+    after, before = (rank + 1) % world, (rank - 1) % world
+
+    def post(source=before, tag=MPI.ANY_TAG):
+        if kind == "objects":
+            return comm.irecv(source=source, tag=tag)
+        into = torch.full((1,), -1.0)
+        request = comm.Irecv(into, source=source, tag=tag)
+        return types.SimpleNamespace(wait=lambda status=None: (request.wait(status), int(into.item()))[1])
+
+    def send(number, tag=0):
+        if kind == "objects":
+            comm.send(number, after, tag)
+        else:
+            comm.Send(torch.tensor([float(number)]), after, tag)
+
+    # Requests of one source are waited for in the opposite order.
+    first, second = post(), post()
+    send(1)
+    send(2)
+    assert [second.wait(), first.wait()] == [2, 1]
+    # A later blocking receive does not take the message of an earlier request, nor the other way round.
+    early, status = post(source=MPI.ANY_SOURCE, tag=5), MPI.Status()
+    send(4, tag=4)
+    send(5, tag=5)
+    send(6, tag=5)
+    late = post(tag=5)
+    assert post(tag=4).wait() == 4
+    assert (late.wait(status), status.Get_source(), status.Get_tag()) == (6, before, 5)
+    assert early.wait() == 5
+    # Requests posted after their messages came take them in order, too.
+    send(7)
+    send(8)
+    send(9, tag=9)
+    assert post(tag=9).wait() == 9
+    first, second = post(), post()
+    assert [second.wait(), first.wait()] == [8, 7]
+    comm.Barrier()
+
+
+@on_ranks(1)
+def test_a_receive_that_fails_takes_no_later_message(rank, world):
+    comm = MPI.COMM_WORLD
+    with pytest.raises(RuntimeError, match="has not sent itself a message that matches"):
+        comm.recv(source=0, tag=3)
+    comm.send("mine", dest=0, tag=3)
+    assert comm.recv(source=0, tag=3) == "mine"
+
+
+@on_ranks(2)
+def test_buffers_that_cannot_be_written_are_refused_and_may_be_sent(rank, world):
+    numpy = pytest.importorskip("numpy")
+    comm = MPI.COMM_WORLD
+    fixed = numpy.frombuffer(bytes(numpy.full(4, rank + 1.0)))
+    locked = numpy.full((4, 2), rank + 1.0)[:, 0]
+    locked.flags.writeable = False
+    shared = torch.full((1,), rank + 1.0, dtype=torch.float64).expand(4)
+    free = numpy.zeros(4)
+    for buffer, text in ((fixed, "read-only array"), (locked, "read-only array"), (shared, r"as after expand\(\)")):
+        for call in (
+            lambda b: comm.Bcast(b, root=1 - rank),
+            lambda b: comm.Allreduce(numpy.ones(4), b),
+            lambda b: comm.Reduce(numpy.ones(4), b, root=rank),
+            lambda b: comm.Allgather(numpy.ones(2), b),
+            lambda b: comm.Gather(numpy.ones(2), b, root=rank),
+            lambda b: comm.Scatter(None, b, root=1 - rank),
+            lambda b: comm.Alltoall(numpy.ones(4), b),
+            lambda b: comm.Recv(b),
+            lambda b: comm.Irecv([b, 4]),
+        ):
+            with pytest.raises(TypeError, match=text):
+                call(buffer)
+        kept = numpy.array(buffer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            comm.Bcast(buffer if rank == 0 else free, root=0)
+            comm.Send(buffer, dest=1 - rank)
+            comm.Recv(free, source=1 - rank)
+            comm.Allreduce(buffer, free)
+        assert free.tolist() == [3.0] * 4
+        assert numpy.array_equal(kept, numpy.array(buffer))
+    with torch.inference_mode():
+        made = torch.zeros(2, 4).t()
+    comm.Send(torch.arange(8.0) + rank, dest=1 - rank)
+    comm.Recv(made, source=1 - rank)
+    assert made.flatten().tolist() == [each + 1 - rank for each in range(8)]
+    comm.Bcast(made if rank else (own := torch.zeros(4, 2)), root=1)
+    assert rank or own.flatten().tolist() == [float(each) for each in range(8)]
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("lazy", ["conjugate", "negative"])
+def test_collectives_into_lazy_views_leave_the_numbers_that_they_show(rank, world, lazy):
+    comm = MPI.COMM_WORLD
+    memory = torch.zeros(3, dtype=torch.complex64)
+    view = memory.conj() if lazy == "conjugate" else torch._neg_view(memory)
+    wanted = torch.tensor([1 + 2j, 3 - 1j, 2j])
+    comm.Bcast(wanted.clone() if rank == 0 else view, root=0)
+    assert rank == 0 or torch.equal(view.resolve_conj().resolve_neg(), wanted)
+    comm.Allreduce(wanted.clone(), view)
+    assert torch.equal(view.resolve_conj().resolve_neg(), world * wanted)
+    comm.Allreduce(MPI.IN_PLACE, view)
+    assert torch.equal(view.resolve_conj().resolve_neg(), world * world * wanted)
+
+
+@on_ranks(2, 3)
+def test_a_wrong_form_on_one_rank_is_refused_on_all_ranks_of_calls_with_counts(rank, world):
+    numpy = pytest.importorskip("numpy")
+    comm, mine, whole = MPI.COMM_WORLD, numpy.zeros(1), numpy.zeros(world)
+    is_wrong = rank == 0
+    counts = [1] * (world + 1) if is_wrong else [1] * world
+    for call, error in (
+        (lambda: comm.Gatherv(mine, [whole, counts] if is_wrong else None), f"{world + 1} counts"),
+        (lambda: comm.Scatterv([whole, counts] if is_wrong else None, mine), f"{world + 1} counts"),
+        (lambda: comm.Allgatherv(mine, [whole, counts]), f"{world + 1} counts"),
+        (lambda: comm.Alltoallv([whole, counts], whole), f"{world + 1} counts"),
+        (lambda: comm.Gatherv("text" if is_wrong else mine, whole), "got str"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error) as caught:
+            call()
+        assert is_wrong or "rank 0 passed a wrong buffer" in str(caught.value)
+    comm.Barrier()

@@ -90,6 +90,27 @@ def test_several_gradients_at_once_are_refused(rank, world):
     goes_on(net, x)
 
 
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("asking", ["first", "last", "all"])
+def test_several_gradients_at_once_of_torchbraids_net_are_refused_on_all_ranks(rank, world, asking):
+    from torch_accl.compat.torchbraid import MPI
+    from torch_accl.compat.torchbraid import LayerParallel as Facade
+
+    net = Facade(MPI.COMM_WORLD, lambda: nn.Linear(6, 6), 3, 1.0)
+    x = batch().requires_grad_()
+    asks = asking == "all" or rank == (0 if asking == "first" else world - 1)
+    for _ in range(2):
+        y = net(x)
+        with pytest.raises(LayerParallelError, match="is_grads_batched=True"):
+            if asks:
+                wanted = [x, *net.parameters()]
+                torch.autograd.grad(y, wanted, torch.ones(3, *y.shape), is_grads_batched=True, allow_unused=True)
+            else:
+                y.backward(torch.ones_like(y))
+    net(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
 @on_ranks(1)
 def test_second_derivatives_are_refused_and_not_zero(rank, world):
     net = LayerParallel(layers(), mode="exact-wave")

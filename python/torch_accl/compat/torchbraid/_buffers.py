@@ -94,12 +94,14 @@ class Part:
 
     def write(self, found: Tensor) -> None:
         """Writes at most `count` elements to the start of this part."""
-        if self.tensor.is_contiguous():
-            self.read()[: found.numel()].copy_(found)
-            return
-        whole = self.tensor.reshape(-1)
-        whole[self.start : self.start + found.numel()].copy_(found)
-        self.tensor.copy_(whole.view(self.tensor.shape))
+        # torch changes a tensor made in inference mode in that mode only.
+        with torch.inference_mode(self.tensor.is_inference()):
+            if self.tensor.is_contiguous():
+                self.read()[: found.numel()].copy_(found)
+                return
+            whole = self.tensor.reshape(-1)
+            whole[self.start : self.start + found.numel()].copy_(found)
+            self.tensor.copy_(whole.view(self.tensor.shape))
 
     def block(self, number: int, blocks: int) -> Part:
         """Returns part `number` of `blocks` equal parts."""
@@ -121,32 +123,42 @@ class Part:
             )
 
 
-def tensor_of(buf: Any) -> Tensor:
-    """Returns a buffer as a tensor of the same memory.
+def tensor_of(buf: Any, call: str, *, is_written: bool) -> Tensor:
+    """Returns a buffer as a tensor of the same memory. A read-only array that is only sent may be copied.
 
     Raises:
-        TypeError: it is neither a tensor nor a numpy array.
+        TypeError: it is neither a tensor nor a numpy array, or the call writes to it and it cannot be written.
     """
     if isinstance(buf, Tensor):
+        if is_written and any(stride == 0 and size > 1 for stride, size in zip(buf.stride(), buf.shape)):
+            raise TypeError(
+                f"{call}: elements of the receive buffer share memory, as after expand(); give a buffer of {buf.numel()} separate elements"
+            )
         return buf.detach()
     if hasattr(buf, "__array_interface__"):
         import numpy
 
+        array = numpy.asarray(buf)
+        if not array.flags.writeable:
+            if is_written:
+                raise TypeError(f"{call}: the receive buffer is a read-only array; give a writable one")
+            # torch has no read-only tensors, and warns of memory that must not be written.
+            array = array.copy()
         # `as_tensor` may need a type; `from_numpy` takes the array's own.
-        return torch.from_numpy(numpy.asarray(buf))
+        return torch.from_numpy(array)
     raise TypeError(
-        f"a buffer is a tensor or an array of numpy, not {type(buf).__name__}; objects have methods in small letters"
+        f"{call}: expected a tensor or a numpy array as buffer, got {type(buf).__name__}; methods in lower case take objects"
     )
 
 
-def simple(buf: Any, call: str, blocks: int = 1, *, is_reduced: bool = False) -> Part:
+def simple(buf: Any, call: str, blocks: int = 1, *, is_written: bool, is_reduced: bool = False) -> Part:
     """Returns the elements that a form selects. A count is the count of one of `blocks` equal parts, as in MPI.
 
     Raises:
-        TypeError: a form or a type that does not fit the buffer.
+        TypeError: a form or a type that does not fit the buffer, or memory that cannot be written.
         ValueError: more elements than the buffer has.
     """
-    tensor, counts, displs = _unpacked(buf, call, is_vector=False, is_reduced=is_reduced)
+    tensor, counts, displs = _unpacked(buf, call, is_vector=False, is_written=is_written, is_reduced=is_reduced)
     start = 0 if displs is None else _number(displs, call, "displacement")
     if counts is None:
         total = tensor.numel() - start
@@ -157,15 +169,15 @@ def simple(buf: Any, call: str, blocks: int = 1, *, is_reduced: bool = False) ->
     return _fitting(tensor, start, total, call)
 
 
-def vector(buf: Any, call: str, blocks: int) -> list[Part]:
+def vector(buf: Any, call: str, blocks: int, *, is_written: bool) -> list[Part]:
     """Returns the elements that a form selects for each of `blocks` ranks. Without counts the parts are equal; without
     displacements they follow one another.
 
     Raises:
-        TypeError: a form or a type that does not fit the buffer.
+        TypeError: a form or a type that does not fit the buffer, or memory that cannot be written.
         ValueError: more elements than the buffer has, or counts for another number of ranks.
     """
-    tensor, given, displs = _unpacked(buf, call, is_vector=True, is_reduced=False)
+    tensor, given, displs = _unpacked(buf, call, is_vector=True, is_written=is_written, is_reduced=False)
     if given is None:
         if tensor.numel() % blocks:
             raise ValueError(
@@ -179,10 +191,12 @@ def vector(buf: Any, call: str, blocks: int) -> list[Part]:
     return [_fitting(tensor, start, count, call) for start, count in zip(starts, counts)]
 
 
-def _unpacked(buf: Any, call: str, *, is_vector: bool, is_reduced: bool) -> tuple[Tensor, Any, Any]:
+def _unpacked(
+    buf: Any, call: str, *, is_vector: bool, is_written: bool, is_reduced: bool
+) -> tuple[Tensor, Any, Any]:
     """Returns the memory in elements of the form's type, the counts and the displacements."""
     if not isinstance(buf, list | tuple):
-        return tensor_of(buf), None, None
+        return tensor_of(buf, call, is_written=is_written), None, None
     if not buf:
         raise TypeError(f"{call}: an empty list; {_FORMS}")
     data, *rest = buf
@@ -195,7 +209,7 @@ def _unpacked(buf: Any, call: str, *, is_vector: bool, is_reduced: bool) -> tupl
         if len(counts) != 2:
             raise TypeError(f"{call}: {counts!r} in place of (count, displacement); {_FORMS}")
         counts, displs = counts
-    return _typed(tensor_of(data), kind, call, is_reduced=is_reduced), counts, displs
+    return _typed(tensor_of(data, call, is_written=is_written), kind, call, is_reduced=is_reduced), counts, displs
 
 
 def _typed(tensor: Tensor, kind: Datatype | str | None, call: str, *, is_reduced: bool) -> Tensor:

@@ -12,9 +12,10 @@ import pickle
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -172,7 +173,7 @@ class Request:
             NotImplementedError: the request is a receive, which starts in `wait` only.
         """
         if self._receive is not None:
-            raise NotImplementedError("test() of irecv: a message is received when somebody waits for it; use wait()")
+            raise NotImplementedError("test() of a receive: messages are received in wait() only; use wait()")
         return self.is_over, self._found
 
     Wait = wait
@@ -200,14 +201,37 @@ class _Message:
     data: Tensor
 
 
+@dataclass(eq=False)
+class _Receive:
+    """A posted receive, and its message once a message has matched it."""
+
+    source: int
+    tag: int
+    message: _Message | None = None
+
+    def matches(self, message: _Message) -> bool:
+        """Returns whether a message has the source and the tag of this receive."""
+        return self.source in (ANY_SOURCE, message.source) and self.tag in (ANY_TAG, message.tag)
+
+
+class _Parts(NamedTuple):
+    """The parts that a rank sends and receives in a call, by rank. An empty list of parts has the type of `like`."""
+
+    sent: dict[int, Part]
+    received: dict[int, Part]
+    like: Part | None
+
+
 class Comm:
     """A communicator. `find` returns torch's group when it is needed; None stands for this rank alone."""
 
     def __init__(self, find: Callable[[], dist.ProcessGroup | None], name: str = "") -> None:
         self._find = find
         self.name = name
-        # Unexpected messages: received while another one was awaited.
+        # Unexpected messages, which matched no posted receive when they came.
         self._came: deque[_Message] = deque()
+        # Posted receives that no message has matched, in the order in which they were posted.
+        self._posted: deque[_Receive] = deque()
         self._leaving: list[Request] = []
 
     @property
@@ -399,28 +423,29 @@ class Comm:
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         """Broadcasts the root's elements."""
-        self._check_root("Bcast", root)
-        part = simple(buf, "Bcast")
+        is_root = self._check_root("Bcast", root)
+        part = simple(buf, "Bcast", is_written=not is_root)
         if (group := self.group) is not None:
-            _in_place(part, lambda flat: dist.broadcast(flat, group=group, group_src=root))
+            _in_place(part, lambda flat: dist.broadcast(flat, group=group, group_src=root), is_written=not is_root)
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op | None = None) -> None:
         """Reduces the elements of all ranks on every rank."""
         reduction = _reduction("Allreduce", op)
-        out = simple(recvbuf, "Allreduce", is_reduced=True)
+        out = simple(recvbuf, "Allreduce", is_written=True, is_reduced=True)
         if sendbuf is not IN_PLACE:
-            given = simple(sendbuf, "Allreduce", is_reduced=True)
+            given = simple(sendbuf, "Allreduce", is_written=False, is_reduced=True)
             given.check_like(out, "Allreduce")
             out.write(given.read())
         if (group := self.group) is not None:
-            _in_place(out, lambda flat: dist.all_reduce(flat, reduction, group=group))
+            _in_place(out, lambda flat: dist.all_reduce(flat, reduction, group=group), is_written=True)
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op | None = None, root: int = 0) -> None:
         """Reduces the elements of all ranks on the root."""
         reduction = _reduction("Reduce", op)
         is_root = self._check_root("Reduce", root)
-        given = simple(self._given("Reduce", sendbuf, recvbuf, is_root), "Reduce", is_reduced=True)
-        out = simple(recvbuf, "Reduce", is_reduced=True) if is_root else given
+        own = self._given("Reduce", sendbuf, recvbuf, is_root)
+        given = simple(own, "Reduce", is_written=False, is_reduced=True)
+        out = simple(recvbuf, "Reduce", is_written=True, is_reduced=True) if is_root else given
         given.check_like(out, "Reduce")
         flat = given.read().clone()
         if (group := self.group) is not None:
@@ -431,8 +456,8 @@ class Comm:
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Gathers the elements of all ranks on every rank, in rank order."""
         size = self.size
-        out = simple(recvbuf, "Allgather", size)
-        given = out.block(self.rank, size) if sendbuf is IN_PLACE else simple(sendbuf, "Allgather")
+        out = simple(recvbuf, "Allgather", size, is_written=True)
+        given = out.block(self.rank, size) if sendbuf is IN_PLACE else simple(sendbuf, "Allgather", is_written=False)
         given.check_like(out, "Allgather", size)
         flat = given.read()
         parts = [torch.empty_like(flat) for _ in range(size)]
@@ -446,8 +471,11 @@ class Comm:
         """Gathers the elements of all ranks on the root, in rank order."""
         size, is_root = self.size, self._check_root("Gather", root)
         self._given("Gather", sendbuf, recvbuf, is_root)
-        out = simple(recvbuf, "Gather", size) if is_root else None
-        given = out.block(root, size) if out is not None and sendbuf is IN_PLACE else simple(sendbuf, "Gather")
+        out = simple(recvbuf, "Gather", size, is_written=True) if is_root else None
+        if out is not None and sendbuf is IN_PLACE:
+            given = out.block(root, size)
+        else:
+            given = simple(sendbuf, "Gather", is_written=False)
         if out is not None:
             given.check_like(out, "Gather", size)
         flat = given.read()
@@ -463,8 +491,11 @@ class Comm:
         """Distributes the root's elements in equal parts."""
         size, is_root = self.size, self._check_root("Scatter", root)
         self._given("Scatter", recvbuf, sendbuf, is_root)
-        given = simple(sendbuf, "Scatter", size) if is_root else None
-        out = given.block(root, size) if given is not None and recvbuf is IN_PLACE else simple(recvbuf, "Scatter")
+        given = simple(sendbuf, "Scatter", size, is_written=False) if is_root else None
+        if given is not None and recvbuf is IN_PLACE:
+            out = given.block(root, size)
+        else:
+            out = simple(recvbuf, "Scatter", is_written=True)
         if given is not None:
             out.check_like(given, "Scatter", size)
         parts = None if given is None else list(given.read().chunk(size)) if given.count else [given.read()] * size
@@ -479,8 +510,8 @@ class Comm:
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
         """Exchanges equal parts between all ranks."""
         size = self.size
-        out = simple(recvbuf, "Alltoall", size)
-        given = out if sendbuf is IN_PLACE else simple(sendbuf, "Alltoall", size)
+        out = simple(recvbuf, "Alltoall", size, is_written=True)
+        given = out if sendbuf is IN_PLACE else simple(sendbuf, "Alltoall", size, is_written=False)
         given.check_like(out, "Alltoall")
         if (group := self.group) is None:
             out.write(given.read())
@@ -493,41 +524,74 @@ class Comm:
 
     def Gatherv(self, sendbuf: Any, recvbuf: Any = None, root: int = 0) -> None:
         """See `Gather`; parts may have different lengths."""
-        size, is_root = self.size, self._check_root("Gatherv", root)
-        self._given("Gatherv", sendbuf, recvbuf, is_root)
-        into = vector(recvbuf, "Gatherv", size) if is_root else []
-        given = into[root] if is_root and sendbuf is IN_PLACE else simple(sendbuf, "Gatherv")
-        self._exchange("Gatherv", {root: given}, dict(enumerate(into)), given)
+        size = self.size
+
+        def parts() -> _Parts:
+            is_root = self._check_root("Gatherv", root)
+            self._given("Gatherv", sendbuf, recvbuf, is_root)
+            into = vector(recvbuf, "Gatherv", size, is_written=True) if is_root else []
+            is_in_place = is_root and sendbuf is IN_PLACE
+            given = into[root] if is_in_place else simple(sendbuf, "Gatherv", is_written=False)
+            return _Parts({root: given}, dict(enumerate(into)), given)
+
+        self._exchange("Gatherv", parts)
 
     def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
         """See `Scatter`; parts may have different lengths."""
-        size, is_root = self.size, self._check_root("Scatterv", root)
-        self._given("Scatterv", recvbuf, sendbuf, is_root)
-        given = vector(sendbuf, "Scatterv", size) if is_root else []
-        out = given[root] if is_root and recvbuf is IN_PLACE else simple(recvbuf, "Scatterv")
-        self._exchange("Scatterv", dict(enumerate(given)), {root: out}, out)
+        size = self.size
+
+        def parts() -> _Parts:
+            is_root = self._check_root("Scatterv", root)
+            self._given("Scatterv", recvbuf, sendbuf, is_root)
+            given = vector(sendbuf, "Scatterv", size, is_written=False) if is_root else []
+            is_in_place = is_root and recvbuf is IN_PLACE
+            out = given[root] if is_in_place else simple(recvbuf, "Scatterv", is_written=True)
+            return _Parts(dict(enumerate(given)), {root: out}, out)
+
+        self._exchange("Scatterv", parts)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
         """See `Allgather`; parts may have different lengths."""
         size = self.size
-        into = vector(recvbuf, "Allgatherv", size)
-        given = into[self.rank] if sendbuf is IN_PLACE else simple(sendbuf, "Allgatherv")
-        self._exchange("Allgatherv", dict.fromkeys(range(size), given), dict(enumerate(into)), given)
+
+        def parts() -> _Parts:
+            into = vector(recvbuf, "Allgatherv", size, is_written=True)
+            given = into[self.rank] if sendbuf is IN_PLACE else simple(sendbuf, "Allgatherv", is_written=False)
+            return _Parts(dict.fromkeys(range(size), given), dict(enumerate(into)), given)
+
+        self._exchange("Allgatherv", parts)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
         """See `Alltoall`; parts may have different lengths."""
         size = self.size
-        into = vector(recvbuf, "Alltoallv", size)
-        given = into if sendbuf is IN_PLACE else vector(sendbuf, "Alltoallv", size)
-        self._exchange("Alltoallv", dict(enumerate(given)), dict(enumerate(into)), into[0])
 
-    def _exchange(self, call: str, sent: dict[int, Part], received: dict[int, Part], like: Part) -> None:
-        """Sends a part to each rank in `sent` and receives one from each rank in `received`; ranks compare their counts
-        first."""
+        def parts() -> _Parts:
+            into = vector(recvbuf, "Alltoallv", size, is_written=True)
+            given = into if sendbuf is IN_PLACE else vector(sendbuf, "Alltoallv", size, is_written=False)
+            return _Parts(dict(enumerate(given)), dict(enumerate(into)), into[0])
+
+        self._exchange("Alltoallv", parts)
+
+    def _exchange(self, call: str, parse: Callable[[], _Parts]) -> None:
+        """Sends a part to each rank and receives one from each rank; ranks compare their counts first.
+
+        If `parse` raises on any rank, all ranks raise: a rank with a wrong form does not leave the others waiting.
+        """
         size = self.size
-        counts = [[parts[rank].count if rank in parts else 0 for rank in range(size)] for parts in (sent, received)]
+        parts, wrong = _Parts({}, {}, None), None
+        try:
+            parts = parse()
+        except Exception as error:
+            wrong = error
+        sent, received = parts.sent, parts.received
+        counts = [[each[rank].count if rank in each else 0 for rank in range(size)] for each in (sent, received)]
         types = {str(part.dtype) for part in (*sent.values(), *received.values())}
-        of_all = self.allgather((*counts, sorted(types)))
+        of_all = self.allgather((*counts, sorted(types), None if wrong is None else str(wrong)))
+        if wrong is not None:
+            raise wrong
+        for rank, (*_, theirs) in enumerate(of_all):
+            if theirs is not None:
+                raise ValueError(f"{call}: rank {rank} passed a wrong buffer ({theirs})")
         for source in range(size):
             for to in range(size):
                 leaving, coming = of_all[source][0][to], of_all[to][1][source]
@@ -535,9 +599,11 @@ class Comm:
                     raise ValueError(
                         f"{call}: rank {source} sends {leaving} elements to rank {to}, which expects {coming}; give counts that agree"
                     )
-        named = sorted({name for _, _, names in of_all for name in names})
+        named = sorted({name for _, _, names, _ in of_all for name in names})
         if len(named) > 1:
             raise TypeError(f"{call}: ranks have buffers of {' and '.join(named)}; give all ranks the same type")
+        like = parts.like
+        assert like is not None
         flat = [sent[rank].read() for rank in range(size) if rank in sent]
         leaving_all = torch.cat(flat) if flat else like.read()[:0]
         if (group := self.group) is None:
@@ -579,7 +645,11 @@ class Comm:
 
     def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
         """Receives an object."""
-        message = self._take(source, tag, status)
+        with self._posted_receive(source, tag) as receive:
+            return self._received_object(receive, status)
+
+    def _received_object(self, receive: _Receive, status: Status | None) -> Any:
+        message = self._take(receive, status)
         if message.kind != _OBJECT:
             raise TypeError(
                 f"recv: rank {message.source} sent a buffer of {_KINDS[message.kind]} with Send; receive it with Recv"
@@ -587,8 +657,12 @@ class Comm:
         return pickle.loads(message.data.numpy().tobytes())
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Returns a request for an object, which is received in its `wait`."""
-        return Request([], [], lambda status: self.recv(None, source, tag, status))
+        """Returns a request for an object, which is received in its `wait`.
+
+        Messages match receives in the order in which the receives are posted, whatever order they are waited for in.
+        """
+        receive = self._post_receive(source, tag)
+        return Request([], [], lambda status: self._received_object(receive, status))
 
     def sendrecv(
         self,
@@ -623,8 +697,12 @@ class Comm:
             TypeError: the message has elements of another type, or an object.
             ValueError: the message is too long, or not a whole number of elements.
         """
-        out = simple(buf, "Recv")
-        message = self._take(source, tag, status)
+        out = simple(buf, "Recv", is_written=True)
+        with self._posted_receive(source, tag) as receive:
+            self._received_elements(out, receive, status)
+
+    def _received_elements(self, out: Part, receive: _Receive, status: Status | None) -> None:
+        message = self._take(receive, status)
         came, width = message.data.numel(), out.tensor.element_size()
         wanted = _kind_of(out.dtype)
         # Bytes fit any type, on either side.
@@ -640,9 +718,10 @@ class Comm:
         out.write(message.data.clone().view(out.dtype))
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Returns a request for elements, which are received into the buffer in its `wait`."""
-        simple(buf, "Irecv")
-        return Request([], [], lambda status: self.Recv(buf, source, tag, status))
+        """Returns a request for elements, which are received into the buffer in its `wait`. Matches as `irecv` does."""
+        out = simple(buf, "Irecv", is_written=True)
+        receive = self._post_receive(source, tag)
+        return Request([], [], lambda status: self._received_elements(out, receive, status))
 
     def _send(self, data: Tensor, dest: int, tag: int, kind: int) -> None:
         request = self._post(data, dest, tag, kind)
@@ -659,36 +738,59 @@ class Comm:
         if tag < 0:
             raise ValueError(f"send with tag {tag}: give one from 0")
         if dest == self.rank or group is None:
-            self._came.append(_Message(self.rank, tag, kind, data.clone()))
+            self._deliver(_Message(self.rank, tag, kind, data.clone()))
             return Request([], [])
         device = _device(group)
         parts = [torch.tensor([tag, kind, data.numel()], dtype=torch.int64, device=device), data.to(device)]
         works = [dist.isend(part, group=group, group_dst=dest, tag=_TORCHS_TAG) for part in parts if part.numel()]
         return Request([work for work in works if work is not None], parts)
 
-    def _take(self, source: int, tag: int, status: Status | None) -> _Message:
-        message = self._waiting(source, tag)
-        while message is None:
-            self._came.append(self._next(source))
-            message = self._waiting(source, tag)
+    def _post_receive(self, source: int, tag: int) -> _Receive:
+        """Posts a receive, which takes the earliest unexpected message that it matches."""
+        if source != ANY_SOURCE and not 0 <= source < self.size:
+            raise ValueError(f"recv from rank {source}: this communicator has ranks 0 to {self.size - 1}")
+        receive = _Receive(source, tag)
+        for at, message in enumerate(self._came):
+            if receive.matches(message):
+                receive.message = message
+                del self._came[at]
+                return receive
+        self._posted.append(receive)
+        return receive
+
+    @contextmanager
+    def _posted_receive(self, source: int, tag: int) -> Iterator[_Receive]:
+        """Posts a receive for a blocking call. If the call fails, the receive does not take a later message."""
+        receive = self._post_receive(source, tag)
+        try:
+            yield receive
+        finally:
+            if receive in self._posted:
+                self._posted.remove(receive)
+
+    def _deliver(self, message: _Message) -> None:
+        """Gives a message to the earliest posted receive that it matches, or keeps it as unexpected."""
+        for at, receive in enumerate(self._posted):
+            if receive.matches(message):
+                receive.message = message
+                del self._posted[at]
+                return
+        self._came.append(message)
+
+    def _take(self, receive: _Receive, status: Status | None) -> _Message:
+        """Waits for the message of a posted receive."""
+        while receive.message is None:
+            self._deliver(self._next(receive.source))
+        message = receive.message
         if status is not None:
             status.source, status.tag, status.count_bytes = message.source, message.tag, message.data.numel()
         return message
 
-    def _waiting(self, source: int, tag: int) -> _Message | None:
-        for place, message in enumerate(self._came):
-            if source in (ANY_SOURCE, message.source) and tag in (ANY_TAG, message.tag):
-                del self._came[place]
-                return message
-        return None
-
     def _next(self, source: int) -> _Message:
         """Receives the next message from one rank, or from any, regardless of its tag."""
-        group, size = self.group, self.size
-        if source != ANY_SOURCE and not 0 <= source < size:
-            raise ValueError(f"recv from rank {source}: this communicator has ranks 0 to {size - 1}")
+        group = self.group
         if group is None or source == self.rank:
-            raise RuntimeError(f"recv from rank {source}: it is this rank, which has sent itself nothing of the kind")
+            raise RuntimeError(f"recv from rank {source}: this rank has not sent itself a message that matches; send it before recv")
         device = _device(group)
         header = torch.zeros(3, dtype=torch.int64, device=device)
         if source == ANY_SOURCE:
@@ -733,7 +835,7 @@ def _bytes_of(obj: Any) -> Tensor:
 
 def _bytes_in(buf: Any, call: str, dest: int, tag: int) -> tuple[Tensor, int, int, int]:
     """Returns the arguments of a message with a buffer's elements."""
-    part = simple(buf, call)
+    part = simple(buf, call, is_written=False)
     given = part.read().cpu().resolve_conj().resolve_neg()
     # Copied, because the caller may change the buffer while the request is in flight.
     data = given.view(torch.uint8).clone() if part.count else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -751,9 +853,10 @@ def _reduction(call: str, op: Op | None) -> Any:
     return (op or _ADD).for_tensors()
 
 
-def _in_place(part: Part, call: Callable[[Tensor], Any]) -> None:
-    """Calls with a buffer's elements as a dense tensor, and stores what the call leaves there in the buffer."""
-    flat = part.read()
+def _in_place(part: Part, call: Callable[[Tensor], Any], *, is_written: bool) -> None:
+    """Calls with a buffer's elements as a dense tensor. If `is_written`, the buffer gets what the call leaves there."""
+    own = part.read()
+    flat = own.resolve_conj().resolve_neg()
     call(flat)
-    if not part.tensor.is_contiguous():
+    if is_written and (flat is not own or not part.tensor.is_contiguous()):
         part.write(flat)

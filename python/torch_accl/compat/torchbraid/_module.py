@@ -108,7 +108,13 @@ class Parallel(nn.Module):
             self._batch = weakref.ref(node.run.solve.batch)
             self._await_backward(node, norms, again)
         where = self._device(device, output)
-        return at_root(output, form, body.wire, where, is_everywhere=is_everywhere)
+
+        def refuse(refusal: Exception) -> None:
+            assert node is not None, "only the backward pass refuses"
+            batch = node.run.solve.batch
+            batch.fail(f"the backward pass, batch {batch.number}", refusal)
+
+        return at_root(output, form, body.wire, where, refuse, is_everywhere=is_everywhere)
 
     def _device(self, x: Any, output: Any) -> torch.device:
         """Returns the states' device, taken from the input, the output or the layers."""

@@ -6,30 +6,39 @@ to rank 0, and its gradient back. `layer_parallel`, whose output is on the last 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel._tree import Form, Leaf, is_state, ordered
+from ...layer_parallel._unserved import of_backward, outside_of_transforms
 from ...layer_parallel._wire import Wire, tried
 
 __all__ = ["at_root"]
 
 
-def at_root(output: Any, form: Form, wire: Wire, device: torch.device, *, is_everywhere: bool = False) -> Any:
+def at_root(
+    output: Any,
+    form: Form,
+    wire: Wire,
+    device: torch.device,
+    refuse: Callable[[Exception], None],
+    *,
+    is_everywhere: bool = False,
+) -> Any:
     """Returns the output of the last rank on rank 0 and on the last rank. Other ranks get zeros like it, or also the
     output.
 
     On all ranks `backward()` leads to the net's backward pass, in which rank 0's gradient counts. On ranks other than
-    the last, `output` is the tensor that the net returned as the start of `backward()`.
+    the last, `output` is the tensor that the net returned as the start of `backward()`. `refuse` makes the net's
+    backward pass raise an error on all ranks.
     """
     if wire.size == 1:
         return output
-    way = _Way(form, wire, device, is_everywhere=is_everywhere)
+    way = _Way(form, wire, device, refuse, is_everywhere=is_everywhere)
     leaves = pytree.tree_leaves(output)
     states = [leaf for leaf in leaves if is_state(leaf)]
     constants = [leaf for leaf in leaves if not is_state(leaf)] if way.is_last else []
@@ -40,8 +49,17 @@ def at_root(output: Any, form: Form, wire: Wire, device: torch.device, *, is_eve
 class _Way:
     """The transfer from the last rank to the first, and back."""
 
-    def __init__(self, form: Form, wire: Wire, device: torch.device, *, is_everywhere: bool) -> None:
+    def __init__(
+        self,
+        form: Form,
+        wire: Wire,
+        device: torch.device,
+        refuse: Callable[[Exception], None],
+        *,
+        is_everywhere: bool,
+    ) -> None:
         self.form = form
+        self.refuse = refuse
         self.wire = wire
         self.device = device
         self.is_first = wire.rank == 0
@@ -100,9 +118,14 @@ class _ToRoot(torch.autograd.Function):
         return tuple(way.forward(states if way.is_last else (), way.form.states))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = ctx.way.backward(cotangents)
+        refusal = of_backward(cotangents)
+        if refusal is not None:
+            # The last rank waits for a gradient. It gets zeros, and all ranks learn of the refusal from the net's pass.
+            ctx.way.refuse(refusal)
+            cotangents = (None,) * len(cotangents)
+        with torch.no_grad(), outside_of_transforms():
+            found = ctx.way.backward(cotangents)
         # On ranks other than the last, the gradient is a meaningless number: it only starts the net's own backward
         # pass.
         return (None, *(found if found is not None else [torch.zeros((), dtype=torch.float32, device="cpu")]))

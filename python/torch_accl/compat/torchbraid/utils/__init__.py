@@ -155,7 +155,7 @@ def unpack_buffer(tens: Tensors, buf: Any) -> None:
     Raises:
         ValueError: the number of elements differs.
     """
-    into, given = _listed(tens), tensor_of(buf).flatten()
+    into, given = _listed(tens), tensor_of(buf, "unpack_buffer", is_written=False).flatten()
     if given.numel() != buffer_size(into):
         raise ValueError(f"unpack_buffer: the buffer has {given.numel()} elements, and the tensors {buffer_size(into)}")
     for tensor, part in zip(into, torch.split(given, [tensor.numel() for tensor in into])):
