@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -534,6 +535,20 @@ def test_buffers_that_the_backend_allocates_can_be_sent(rank, world):
 def test_an_optional_feature_answers_and_does_not_crash(rank, name):
     feature = getattr(backend_of(), name)
     assert (feature() if callable(feature) else feature) in (True, False)
+
+
+@needs("enable_reconfigure")
+@on_ranks(2)
+def test_a_group_that_cannot_be_reconfigured_warns_once_in_the_job(rank, world):
+    store = dist.PrefixStore("reconfigured", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        dist.init_process_group("accl", store=store, rank=rank, world_size=world, enable_reconfigure=True)
+    assert sum("enable_reconfigure=True has no effect" in str(each.message) for each in seen) == (rank == 0)
+    assert not dist.group.WORLD.supports_reconfigure
+    dist.all_reduce(tensor := torch.ones(1))
+    assert tensor.item() == world
 
 
 def test_a_snapshot_says_what_the_calls_of_a_group_have_sent_and_waited_for():

@@ -776,6 +776,52 @@ def test_a_layer_that_begins_to_draw_while_other_threads_do_is_found_out(rank, w
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+class NamesTheDefault(nn.Module):
+    """Draws from the default generator by name, where an operation takes a generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        default = torch.default_generator
+        x = x + torch.rand(6, generator=default) + torch.normal(x.detach(), 0.1, generator=default)
+        x = x[:, torch.randperm(6, generator=default)] + torch.empty(6).uniform_(0, 1, generator=default)
+        return torch.tanh(self.inner(x)) * torch.bernoulli(torch.full((6,), 0.5), generator=default)
+
+
+@on_ranks(1, 2)
+def test_a_layer_that_names_the_default_generator_draws_the_same_beside_other_threads(rank, world):
+    x = torch.zeros(16, 6)
+    found = []
+    for is_beside in (False, True):
+        torch.manual_seed(5)
+        with drawing_thread() if is_beside else nullcontext():
+            net = LayerParallel([ode(lambda number: NamesTheDefault()) for _ in range(8)], fwd=Cycle(factor=2))
+            found.append([net.step(x, x + 1, squared) for _ in range(2)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@on_ranks(1, 2)
+def test_training_after_evaluation_leaves_the_default_generator_alone_beside_other_threads(rank, world):
+    x = torch.ones(4, 6)
+    net = LayerParallel([ode(lambda number: nn.Dropout(0.5)) for _ in range(8)], fwd=Cycle(factor=2))
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait)
+    thread.start()
+    try:
+        before = torch.random.get_rng_state()
+        for _ in range(2):
+            net.eval()
+            net(x)
+            net.train()
+            net.step(x, x, squared)
+            assert torch.equal(before, torch.random.get_rng_state())
+    finally:
+        is_over.set()
+        thread.join()
+
+
 class Checkpointed(nn.Module):
     """Draws before a checkpoint, inside it and after it."""
 
@@ -1388,6 +1434,22 @@ def test_ranks_that_ask_for_different_things_are_told_which(rank, world):
         net.step(x, target, squared)
     net.train()
     assert torch.isfinite(net.step(x, target, squared))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", [0, 1])
+def test_autocast_on_some_ranks_is_refused_on_all(rank, world, where):
+    net = LayerParallel(mixed_list(), mode="exact-wave")
+    x, target = batch()
+    for call in (lambda: net.step(x, target, squared), lambda: net(x)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == where):
+            with pytest.raises(ValueError, match="differ in .*autocast of cpu torch.bfloat16"):
+                call()
+    # Without autocast its type has no meaning.
+    with torch.autocast("cpu", torch.bfloat16 if rank else torch.float16, enabled=False):
+        assert torch.isfinite(net.step(x, target, squared))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.isfinite(net.step(x, target, squared))
 
 
 @on_ranks(1)

@@ -75,6 +75,12 @@ def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _na
     # Launchers give all ranks the same variables, so one rank warns.
     if group.group_rank == 0:
         _warn_of_cgx()
+        if getattr(group, "enable_reconfigure", False):
+            # torch documents that a backend without reconfiguration ignores the argument.
+            warnings.warn(
+                "accl: enable_reconfigure=True has no effect, because accl groups cannot be reconfigured; create a new group instead",
+                stacklevel=2,
+            )
     make = _maker[0] if _maker and is_default_group() else connect
     return make(group, options_of(group, pg_options))
 

@@ -23,6 +23,7 @@ _FIRST_WITH = {
     "abort hooks": ((2, 15), "plug-ins cannot say that they have abort hooks"),
     "completion hooks": ((2, 15), "there are no completion hooks"),
     "supports_window": ((2, 14), "Backend has no windows"),
+    "enable_reconfigure": ((2, 15), "init_process_group has no enable_reconfigure"),
     "supports_reconfigure": ((2, 14), "Backend cannot be reconfigured"),
 }
 

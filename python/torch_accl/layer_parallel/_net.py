@@ -131,7 +131,8 @@ class Layers:
         # The modules that `state` last saw, and how often it found others in their places.
         self._seen: list[weakref.ref[nn.Module]] = []
         self._changes = 0
-        # Layers that drew no random numbers in their final evaluations.
+        # Layers that drew no random numbers in their final evaluations, as far as seen since `state` last changed. In
+        # training a layer may draw, and in evaluation not.
         self.quiet: set[int] = set()
         # Layers whose random numbers no recomputation draws again, as far as seen since `state` last changed.
         self.plainly_drawing: set[int] = set()
@@ -164,6 +165,7 @@ class Layers:
         if now != self._state:
             self._state = now
             self.plainly_drawing.clear()
+            self.quiet.clear()
         return now
 
     def check(self) -> None:

@@ -90,18 +90,22 @@ class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             warn_of_other_threads()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if not _is_random(func) or not _is_on_cpu(args, kwargs):
             return func(*args, **kwargs)
         self.has_drawn = True
-        if kwargs.get("generator") is not None or any(isinstance(each, torch.Generator) for each in args):
+        given = [each for each in (kwargs.get("generator"), *args) if isinstance(each, torch.Generator)]
+        if any(not _is_default(generator) for generator in given):
             # The layer has chosen a generator itself.
             return func(*args, **kwargs)
+        # A layer that passes the default generator draws the same numbers as a layer that passes none.
+        kwargs.pop("generator", None)
+        args = tuple(None if isinstance(each, torch.Generator) else each for each in args)
         if self._has_graph and _is_recomputed():
             self.is_recomputed = True
             if self._followed is None:
                 raise RuntimeError(
-                    "it draws random numbers in a checkpoint, which it did not in an earlier batch, while other threads run; call it again, as from now on that is known"
+                    "it draws random numbers in a checkpoint for the first time, while other threads run; run the batch again, which will then succeed"
                 )
         if self._followed is None:
             return self._drawn(func, args, kwargs)
@@ -149,6 +153,11 @@ def _is_recomputed() -> bool:
     A sign of it is that `torch.utils.checkpoint` has set hooks of saved tensors, or records nothing.
     """
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    """Returns whether it is the CPU's default generator. A dispatch mode gets another Python object for it."""
+    return bool(generator._cdata == torch.default_generator._cdata)  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -243,6 +243,7 @@ class Solver:
         wire, form, side_form = self.wire, None, NO_SIDE
         side_tensors: States = []
         lots: list[tuple[States, States]] = []
+        settings = f"{settings}; {'; '.join(_autocast())}"
         mine = digest(settings.encode())
         state = self.layers.state()
         due = self.shared.due(is_training=is_training)
@@ -720,9 +721,12 @@ def _device(layers: Layers) -> torch.device:
     return torch.device("cpu")
 
 
-def _autocast() -> tuple[Any, ...]:
+def _autocast() -> tuple[str, ...]:
     """Returns the autocast settings, which change the dtypes that layers return."""
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    return tuple(
+        f"autocast of {kind} {torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else 'off'}"
+        for kind in ("cpu", "cuda")
+    )
 
 
 def _difference(of_all: Sequence[str]) -> str:

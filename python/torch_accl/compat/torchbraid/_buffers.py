@@ -191,9 +191,7 @@ def vector(buf: Any, call: str, blocks: int, *, is_written: bool) -> list[Part]:
     return [_fitting(tensor, start, count, call) for start, count in zip(starts, counts)]
 
 
-def _unpacked(
-    buf: Any, call: str, *, is_vector: bool, is_written: bool, is_reduced: bool
-) -> tuple[Tensor, Any, Any]:
+def _unpacked(buf: Any, call: str, *, is_vector: bool, is_written: bool, is_reduced: bool) -> tuple[Tensor, Any, Any]:
     """Returns the memory in elements of the form's type, the counts and the displacements."""
     if not isinstance(buf, list | tuple):
         return tensor_of(buf, call, is_written=is_written), None, None

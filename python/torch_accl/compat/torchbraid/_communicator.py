@@ -790,7 +790,9 @@ class Comm:
         """Receives the next message from one rank, or from any, regardless of its tag."""
         group = self.group
         if group is None or source == self.rank:
-            raise RuntimeError(f"recv from rank {source}: this rank has not sent itself a message that matches; send it before recv")
+            raise RuntimeError(
+                f"recv from rank {source}: this rank has not sent itself a message that matches; send it before recv"
+            )
         device = _device(group)
         header = torch.zeros(3, dtype=torch.int64, device=device)
         if source == ANY_SOURCE:
