@@ -842,7 +842,7 @@ def test_a_wrong_state_is_refused(rank, world):
     with pytest.raises(ValueError, match="layer_min_size is -1"):
         cgx.CGXState(None, -1)
     other = gloo_group()
-    with pytest.raises(RuntimeError, match="this one has gloo"):
+    with pytest.raises(RuntimeError, match="this group has gloo"):
         cgx.CGXState(other)
     # A state whose creation failed does not change how calls are compressed.
     assert not compression.CompressionState.is_any_made
