@@ -179,14 +179,16 @@ def test_compressed_sums_keep_within_the_tolerances_of_the_workload(rank, world,
 
 @on_ranks(2, init=False)
 def test_compression_of_a_group_that_there_is_cannot_change(rank, world):
-    with pytest.raises(RuntimeError, match="set_compression: nothing was created; call create_process_group first"):
+    with pytest.raises(RuntimeError, match="set_compression: no device was chosen; call create_process_group first"):
         accl.set_compression(None)
-    with pytest.raises(RuntimeError, match="get_compression: nothing was created"):
+    with pytest.raises(RuntimeError, match="get_compression: no device was chosen"):
         accl.get_compression()
     accl_group(world)
     accl.set_compression({})
     assert accl.get_compression() == {}
-    with pytest.raises(RuntimeError, match="agreed on it when this group was made; call destroy_process_group, then"):
+    with pytest.raises(
+        RuntimeError, match="agreed on the compression when this group was created; call destroy_process"
+    ):
         accl.set_compression(HALF)
     dist.destroy_process_group()
     accl.set_compression(HALF)
@@ -310,13 +312,17 @@ WRONG = [
     (dict(ranks=places(1) * 2), ValueError, "ranks 0 and 1 are both at 127.0.0.1:1; an engine serves one rank"),
     (dict(design=None), TypeError, "design must be an ACCLDesign"),
     (dict(design="udp"), TypeError, "design must be an ACCLDesign"),
-    (dict(design=DESIGN.roce), ValueError, "design roce: there is no such engine in software; take cyt_rdma"),
-    (dict(design=DESIGN.cyt_tcp), ValueError, "design cyt_tcp: there is no such engine in software; take tcp"),
-    (dict(simulation=False, design=DESIGN.roce), ValueError, "design roce: no card of it can be driven"),
-    (dict(simulation=False, design=DESIGN.axis3x), ValueError, "design axis3x: no card of it can be driven"),
-    (dict(simulation=False, design=DESIGN.cyt_tcp), ValueError, "design cyt_tcp: no card of it can be driven"),
+    (dict(design=DESIGN.roce), ValueError, "design roce: software engines do not have this design; use cyt_rdma"),
+    (dict(design=DESIGN.cyt_tcp), ValueError, "design cyt_tcp: software engines do not have this design; use tcp"),
+    (dict(simulation=False, design=DESIGN.roce), ValueError, "design roce: cards of this design are not supported"),
+    (dict(simulation=False, design=DESIGN.axis3x), ValueError, "design axis3x: cards of this design are not supported"),
+    (
+        dict(simulation=False, design=DESIGN.cyt_tcp),
+        ValueError,
+        "design cyt_tcp: cards of this design are not supported",
+    ),
     (dict(simulation=False), ValueError, "design udp: a card behind XRT needs its bitstream"),
-    (dict(simulation=False, xclbin="/nowhere/accl.xclbin"), FileNotFoundError, "'/nowhere/accl.xclbin' is no file"),
+    (dict(simulation=False, xclbin="/nowhere/accl.xclbin"), FileNotFoundError, "'/nowhere/accl.xclbin' is not a file"),
     (dict(simulation=False, xclbin=__file__, design=DESIGN.cyt_rdma), ValueError, "takes no xclbin"),
     (dict(simulation=False, xclbin=7), TypeError, "a bitstream's path or an ACCLDesign, not 7"),
     (dict(simulation=False, xclbin=__file__, device_index="0"), TypeError, "device_index must be an integer"),
@@ -325,7 +331,7 @@ WRONG = [
     (dict(simulation=1), TypeError, "simulation must be True or False, not 1"),
     (dict(initialize="yes"), TypeError, "initialize must be True or False"),
     (dict(rsfec=1), TypeError, "rsfec must be True or False"),
-    (dict(p2p_enabled=True), ValueError, "p2p_enabled=True: memory of a card that a GPU writes is not offered"),
+    (dict(p2p_enabled=True), ValueError, "p2p_enabled=True: card memory that a GPU writes is not supported"),
     (dict(nbufs=0), ValueError, "nbufs is 0; expected at least 1"),
     (dict(nbufs=513), ValueError, "from 1 to about 280 rx buffers, fewer with more ranks, and not 513"),
     (dict(nbufs="16"), TypeError, "nbufs must be an integer"),
@@ -334,7 +340,7 @@ WRONG = [
     (dict(bufsize=1.5), TypeError, "bufsize must be an integer"),
     (dict(compression="fp16"), TypeError, "compression must be None, DataType.float16 or"),
     (dict(compression={accl.DataType.float64: accl.DataType.float16}), ValueError, "from float64 to float16"),
-    (dict(compression=accl.DataType.int8), ValueError, "compression from float32 to int8 is not offered"),
+    (dict(compression=accl.DataType.int8), ValueError, "compression from float32 to int8 is not supported"),
     (dict(profiling_ranks=[2]), ValueError, "profiling_ranks is 2; expected from 0 to 1"),
     (dict(profiling_ranks="0"), TypeError, "profiling_ranks must be a list of ranks"),
     (dict(profiling_timeout=-1), ValueError, "profiling_timeout is -1; expected a number of seconds"),
@@ -357,7 +363,7 @@ def test_creations_of_other_forms_are_refused_by_name():
         accl.create_process_group(ranks, DESIGN.udp, 16)
     with pytest.raises(TypeError, match="design is given twice"):
         accl.create_process_group(ranks, DESIGN.udp, design=DESIGN.udp)
-    with pytest.raises(ValueError, match="design udp: a card behind Coyote can be driven over cyt_rdma alone"):
+    with pytest.raises(ValueError, match="design udp: a card behind Coyote supports only cyt_rdma"):
         accl.create_process_group_coyote(ranks, DESIGN.udp)
     with pytest.raises(TypeError, match="udp must be True or False"):
         accl.create_simulate_process_group(ranks, udp=DESIGN.udp)
@@ -391,7 +397,7 @@ def test_what_has_no_effect_is_a_warning_where_it_would_matter():
     [said] = said_by(accl.create_process_group_coyote, places(2), DESIGN.cyt_rdma, rsfec=True)
     assert "rsfec=True" in said
     [said] = said_by(accl.create_simulate_process_group, places(2, segment=512), bufsize=2048)
-    assert "segments of 512 bytes, and bufsize is 2048" in said
+    assert "segments of 512 bytes, but bufsize is 2048" in said
 
 
 # Groups.
@@ -423,7 +429,7 @@ def test_a_card_of_a_tcp_design_gets_the_sessions_that_its_ranks_name(rank, worl
 @on_ranks(2, init=False)
 def test_a_group_of_other_ranks_than_were_named_is_refused(rank, world):
     accl.create_simulate_process_group(places(3))
-    with pytest.raises(ValueError, match="the group has 2 ranks, and create_process_group was given 3"):
+    with pytest.raises(ValueError, match="the group has 2 ranks, but create_process_group got 3"):
         init_group("ACCL")
 
 
@@ -469,7 +475,7 @@ def test_initialisation_and_queue_pairs_are_the_engines_matter(rank, world):
             accl.set_remote_qp(other, pairs[other][rank])
     accl.initialize()
     other = (rank + 1) % world
-    with pytest.raises(ValueError, match=rf"is not what get_local_qp\({rank}\) gives on rank {other}"):
+    with pytest.raises(ValueError, match=rf"expected the value of get_local_qp\({rank}\) on rank {other}"):
         accl.set_remote_qp(other, accl.get_local_qp(other))
     with pytest.raises(ValueError, match="this rank itself"):
         accl.get_local_qp(rank)

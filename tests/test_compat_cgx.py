@@ -76,7 +76,7 @@ def test_a_group_keeps_its_store_and_splits_or_says_that_this_torch_cannot(rank,
     store.set(f"of {rank}", "here")
     assert store.get(f"of {1 - rank}") == b"here"
     if MINOR < (2, 14):
-        with pytest.raises(NotImplementedError, match=f"torch {NAME}.*make one with new_group"):
+        with pytest.raises(NotImplementedError, match=f"torch {NAME}.*create one with new_group"):
             group.split_group([0, 1])
         return
     whole = group.split_group([0, 1])
@@ -421,7 +421,7 @@ def test_variables_that_mean_nothing_here_are_a_warning_and_never_wrong_sums(ran
     ):
         assert rank != 0 or name in said[0]
     rows = {
-        "CGX_COMPRESSION_FAKE_RATIO": ("0.5", "wrong on purpose"),
+        "CGX_COMPRESSION_FAKE_RATIO": ("0.5", "wrong results on purpose"),
         "CGX_DEBUG_ALL_TO_ALL_REDUCTION": ("1", "ACCL_ALGORITHM=all_reduce=direct"),
         "CGX_COMPRESSION_QUANTISATION_BITS": ("8", f"did you mean {BITS}"),
         "CGX_REMOTE_BUF_COMPRESSION": ("1", "has no effect here"),
@@ -493,7 +493,7 @@ def test_layers_are_registered_in_order_and_every_setter_reads_back():
     cgx.register_layer(1, 0, 7, 0, 512)
     layer = cgx.Layer
     assert cgx.registered().layers == ((layer(100, 4, 64), layer(50, 32, 1024)), (layer(7, None, 512),))
-    refused("layer 1 of bucket 0 is registered; change it with", cgx.register_layer, 0, 1, 50, 4, 64)
+    refused("layer 1 of bucket 0 is already registered; change it with", cgx.register_layer, 0, 1, 50, 4, 64)
     cgx.set_quantization_bits(0, 1, 8)
     assert cgx.registered().layers[0] == (layer(100, 4, 64), layer(50, 8, 1024))
     cgx.set_quantization_bucket_size(0, 1, 128)
@@ -512,7 +512,9 @@ def test_layers_are_registered_in_order_and_every_setter_reads_back():
         refused("numel is .*; expected a number of at least 1", cgx.register_layer, 0, 2, wrong, 4, 64)
     refused("bucket_idx is -1", cgx.register_layer, -1, 0, 10, 4, 64)
     refused("layer_idx is '0'", cgx.register_layer, 0, "0", 10, 4, 64)
-    refused("there is no layer 2 of bucket 0: register_layer was not told of it", cgx.set_quantization_bits, 0, 2, 4)
+    refused(
+        "there is no layer 2 of bucket 0: register it with register_layer first", cgx.set_quantization_bits, 0, 2, 4
+    )
     refused("there is no layer 0 of bucket 5", cgx.set_quantization_bucket_size, 5, 0, 64)
     refused("bucket_idx is -1", cgx.set_quantization_bits, -1, 0, 4)
     assert cgx.registered() == before
@@ -574,7 +576,7 @@ def test_a_size_that_two_buckets_have_is_exact_unless_they_are_alike(rank, world
             assert error(summed(contribution(rank, 6000)), exact_sum(world, 6000)) < 1e-6
     said = [str(warning.message) for warning in caught]
     assert len(said) == (1 if rank == 0 else 0)
-    assert rank != 0 or "2 registered buckets are of 6000 elements with different layers" in said[0]
+    assert rank != 0 or "2 registered buckets are of this size (6000 elements) but have different layers" in said[0]
 
 
 # Models registered by name.
@@ -650,7 +652,7 @@ def test_registered_models_are_compressed_and_other_calls_are_not(rank, world):
     assert "up.weight" in (found := coarse(gradients, exact)) and not found & {"head.weight", "head.bias"}
     said = [str(warning.message) for warning in caught]
     assert rank != 0 or (len(said) == 1 and "gradient of head.bias, which is excluded" in said[0])
-    with pytest.warns(UserWarning, match=r"exclude_layer\('haed'\) fits no registered layer"):
+    with pytest.warns(UserWarning, match=r"exclude_layer\('haed'\) matches no registered layer"):
         cgx.exclude_layer("haed")
 
 
@@ -660,9 +662,11 @@ def test_names_that_are_excluded_without_a_model_leave_everything_exact(rank, wo
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert error(summed(contribution(rank)), exact_sum(world)) < 1e-6
-    assert rank != 0 or "no names are known" in str(caught[0].message)
+    assert rank != 0 or "no layer names are registered" in str(caught[0].message)
     model, _ = hooked()
-    with pytest.raises(RuntimeError, match=r"exclude_layer was given 'norm', .* call register_model\(model\) first"):
+    with pytest.raises(
+        RuntimeError, match=r"exclude_layer was called with 'norm', .* call register_model\(model\) first"
+    ):
         step(rank, model)
 
 
@@ -671,7 +675,7 @@ def test_what_is_no_model_is_refused():
     refused("expected a model, or pairs of a name and a number of elements, not 3", cgx.register_model, [3])
     refused("number of elements of 'a' is 0; expected", cgx.register_model, [("a", 0)])
     refused("number of elements of 'a' is '7'", cgx.register_model, [("a", "7")])
-    refused("there are no layers", cgx.register_model, [])
+    refused("register_model: expected at least one layer, got none", cgx.register_model, [])
     refused("expected a part of a name, not ''", cgx.exclude_layer, "")
     refused("expected a part of a name, not 3", cgx.exclude_layer, 3)
     assert cgx.registered() == cgx.Registered((), (), ())
@@ -744,9 +748,7 @@ def test_the_hook_compresses_large_matrices_from_the_first_step_on(rank, world):
 def test_setters_change_what_the_hook_does_and_read_back(rank, world):
     exact = step(rank, made())
     model, state = hooked(bits=8, bucket_cap_mb=0.01)
-    with pytest.raises(
-        ValueError, match="there is no layer 0 of bucket 0: the hook knows them from the first backward"
-    ):
+    with pytest.raises(ValueError, match="there is no layer 0 of bucket 0: layers are known after the first backward"):
         cgx.set_quantization_bits(0, 0, 4)
     before = step(rank, model)
     assert coarse(before, exact) == {"up.weight", "down.weight"}
@@ -778,7 +780,7 @@ def test_setters_change_what_the_hook_does_and_read_back(rank, world):
     assert coarse(after, exact) == {"up.weight", "down.weight", "up.bias"}
     state.set_quantization_bits(*place("down.weight"), 32)
     assert coarse(step(rank, model), exact) == {"up.weight", "up.bias"}
-    refused("there is no layer 9 of bucket 0: layers by bucket are", state.set_quantization_bits, 0, 9, 4)
+    refused("there is no layer 9 of bucket 0: layer counts by bucket are", state.set_quantization_bits, 0, 9, 4)
     refused("bits is 'four'", state.set_quantization_bits, 0, 0, "four")
     refused("bucket_size is 7; expected", state.set_quantization_bucket_size, 0, 0, 7)
 
@@ -820,7 +822,7 @@ def test_two_models_have_a_state_each_and_foreign_calls_stay_exact(rank, world):
             assert torch.equal(summed(metrics, group=subgroup), summed(metrics, group=other))
     for (model, _), weights in zip(pairs, alone, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
-    with pytest.raises(ValueError, match="there are [0-9]+ states: call that of the one you mean"):
+    with pytest.raises(ValueError, match="there are [0-9]+ states; call the method of one of them"):
         cgx.set_quantization_bits(0, 0, 4)
     pairs[0][1].set_quantization_bits(0, 0, 3)
     assert pairs[0][1].layers[0][0].bits == 3 and pairs[1][1].layers[0][0].bits != 3
@@ -842,7 +844,7 @@ def test_a_wrong_state_is_refused(rank, world):
     with pytest.raises(ValueError, match="layer_min_size is -1"):
         cgx.CGXState(None, -1)
     other = gloo_group()
-    with pytest.raises(RuntimeError, match="this one has gloo"):
+    with pytest.raises(RuntimeError, match="this group has gloo"):
         cgx.CGXState(other)
     # A state whose creation failed does not change how calls are compressed.
     assert not compression.CompressionState.is_any_made

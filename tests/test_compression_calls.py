@@ -146,7 +146,7 @@ def test_groups_have_figures_of_their_own_that_go_with_them(rank, world):
     gc.collect()
     assert len(_call_measures._rows) == before + 1
     other = gloo_group()
-    with pytest.raises(RuntimeError, match="this one has gloo"):
+    with pytest.raises(RuntimeError, match="this group has gloo"):
         compression.call_measures(other)
 
 

@@ -25,12 +25,12 @@ def test_settings_ask_the_row_whether_error_feedback_is_needed_or_diverges(codec
     facts = _codecs.facts(codec)
     assert facts.text == _native.check_codec(codec) and facts.short == codec
     if facts.needs_feedback:
-        with pytest.raises(ValueError, match=f"{codec},.* give error_feedback=True"):
+        with pytest.raises(ValueError, match=f"{codec},.* set error_feedback=True"):
             Compression(codec)
     else:
         Compression(codec)
     if facts.is_divergent:
-        with pytest.raises(ValueError, match=f"error_feedback: with {codec} it diverges, .* take .* or a finer one"):
+        with pytest.raises(ValueError, match=f"error_feedback: with {codec} it diverges, .* use .* or a finer codec"):
             Compression(codec, error_feedback=True)
     else:
         Compression(codec, error_feedback=True)

@@ -214,5 +214,5 @@ def test_a_part_is_not_taken_for_the_whole_bucket(rank, world, hook):
         "cgx": cgx.CGXState,
     }[hook]()
     call = {"ddp": compression.ddp_hook, "reproducible": compression.reproducible_hook, "cgx": cgx.cgx_hook}[hook]
-    with pytest.raises(RuntimeError, match=r"bucket 4 have 16 elements \(16\), and the bucket has 20 of"):
+    with pytest.raises(RuntimeError, match=r"bucket 4 have 16 elements \(16\), but the bucket has 20 of"):
         call(state, Bucket([model.weight], buffer, [buffer[:16].view(4, 4)]))

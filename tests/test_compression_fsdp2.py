@@ -225,7 +225,7 @@ def test_a_torch_without_a_way_to_the_all_reduce_is_refused(rank, world):
     dist.all_reduce = takes_tensors_only
     try:
         with pytest.raises(
-            RuntimeError, match=r"apply_fsdp2: gradients of module '' .* does not ask __torch_function__"
+            RuntimeError, match=r"apply_fsdp2: gradients of module '' .* does not call __torch_function__"
         ):
             compression.apply_fsdp2(model, state)
     finally:
@@ -241,7 +241,7 @@ def test_replicas_of_another_backend_are_refused(rank, world):
     group = gloo_group()
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
     model = made(replicate, mesh=mesh)
-    with pytest.raises(RuntimeError, match="needs a group of the accl backend, and this one has gloo"):
+    with pytest.raises(RuntimeError, match="needs a group of the accl backend, but this group has gloo"):
         compression.apply_fsdp2(model, compression.CompressionState(SETTINGS, model))
 
 
@@ -254,7 +254,7 @@ def test_a_module_whose_parameters_have_several_meshes_is_refused(rank, world):
     model = Model()
     own = set(model.up.parameters())
     fully_shard(model, shard_placement_fn=lambda p: ShardPlacementResult(None, other) if p in own else None)
-    with pytest.raises(RuntimeError, match=r"module '' are sharded over 2 meshes, .* a fully_shard of their own"):
+    with pytest.raises(RuntimeError, match=r"module '' are sharded over 2 meshes, .* call fully_shard separately"):
         compression.apply_fsdp2(model, compression.CompressionState(SETTINGS, model))
 
 

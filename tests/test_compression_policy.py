@@ -135,7 +135,7 @@ def test_an_error_beyond_the_limit_ends_compression_of_that_parameter_on_all_ran
         exact = gradients(rank, plain, step)
     # Step 6 and not 5, because DistributedDataParallel rebuilds its buckets after the first step.
     assert [step for step, _ in told] == [6], told
-    assert "sums of second.weight by maxmin:1" in told[0][1] and "error_limit is 0.1" in told[0][1]
+    assert "sums of second.weight with maxmin:1" in told[0][1] and "error_limit 0.1" in told[0][1]
     assert torch.equal(found["module.second.weight"], exact["module.second.weight"])
     assert not torch.equal(found["module.first.weight"], exact["module.first.weight"])
     assert state.codec_of("second.weight") is None and state.codec_of("first.weight").startswith("maxmin:8")
@@ -167,10 +167,10 @@ def test_bits_are_raised_where_what_is_carried_over_grows(rank, world, monkeypat
         return [str(warning.message) for warning in caught]
 
     told = [message for number in range(40) for message in step(number)]
-    assert told and all("what is carried over of second.weight is" in message for message in told), told
-    assert "maxmin:2,bucket=8192" in told[0] and "it takes maxmin:3,bucket=8192" in told[0]
+    assert told and all("the residual of second.weight is" in message for message in told), told
+    assert "maxmin:2,bucket=8192" in told[0] and "the parameter uses maxmin:3,bucket=8192" in told[0]
     # One warning for each raise: every warning names another number of bits.
-    assert len(told) == len({message.split("it takes ")[1] for message in told})
+    assert len(told) == len({message.split("the parameter uses ")[1] for message in told})
     assert int(state.codec_of("second.weight")[len("maxmin:")]) == 2 + len(told)
     assert all(float(re.search(r"is ([0-9.e+]+) times its gradient", message)[1]) > 10 for message in told)
     assert same_on_all(state.codec_of("second.weight"))
@@ -336,7 +336,9 @@ def test_one_bit_with_error_feedback_under_adam_is_a_warning(rank, world, kind):
             optimizer.step()
         told += [str(warning.message) for warning in caught]
     assert len(told) == (kind != "SGD"), told
-    assert all(f"meets {kind}" in message and "1-bit Adam, which is not offered" in message for message in told)
+    assert all(
+        f"is used with {kind}," in message and "1-bit Adam, which is not supported" in message for message in told
+    )
 
 
 @on_ranks(2)
@@ -376,7 +378,7 @@ def test_the_finer_codec(codec, expected):
         ({"error_limit": 0.1, "audit": 0}, "not known with audit=0"),
         ({"error_budget": -1}, "error_budget is -1; expected a number above 0"),
         ({"audit": -1}, "audit is -1; expected a number of at least 0"),
-        ({"codec": "auto", "down": "maxmin:8"}, "leave up and down out"),
+        ({"codec": "auto", "down": "maxmin:8"}, "omit up and down"),
         ({"codec": "automatic"}, "unknown codec `automatic`"),
     ],
 )
@@ -387,7 +389,7 @@ def test_wrong_settings_are_refused(settings, said):
 
 @on_ranks(2)
 def test_auto_is_for_models(rank, world):
-    with pytest.raises(ValueError, match="name a codec here"):
+    with pytest.raises(ValueError, match="name a codec for this call"):
         compression.all_reduce_quantized(torch.ones(10), compression=Compression("auto"))
 
 

@@ -204,7 +204,7 @@ def test_wrong_input_is_refused_by_name(rank, world):
         ({"bucket": 0}, "bucket is 0; expected a multiple of 8 from 8 to 8192"),
         ({"bucket": 12}, "bucket is 12"),
         ({"bucket": 8200}, "bucket is 8200"),
-        ({"op": dist.ReduceOp.MAX}, "reproducible sums are SUM or AVG"),
+        ({"op": dist.ReduceOp.MAX}, "reproducible sum: expected SUM or AVG"),
     ):
         with pytest.raises(ValueError, match=sentence):
             call(torch.zeros(8), **wrong)

@@ -84,13 +84,13 @@ def test_a_group_that_is_not_that_of_the_model_is_refused(rank, world):
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     net = DistributedDataParallel(One(), process_group=pair)
     assert compression.CompressionState(Compression(), net, pair).process_group is pair
-    with pytest.raises(ValueError, match="DistributedDataParallel of ranks .* and process_group has ranks"):
+    with pytest.raises(ValueError, match="DistributedDataParallel of ranks .* but process_group has ranks"):
         compression.CompressionState(Compression(), net, dist.group.WORLD)
     # The model may also be inside another module.
     assert compression.CompressionState(Compression(), nn.Sequential(net)).process_group is pair
     both = nn.ModuleList([net, DistributedDataParallel(One())])
     for given in (None, pair):
-        with pytest.raises(ValueError, match="make a state for each"):
+        with pytest.raises(ValueError, match="create a state for each"):
             compression.CompressionState(Compression(), both, given)
     # The default is the group of all ranks, as in torch.
     assert compression.CompressionState(Compression(), One()).process_group is dist.group.WORLD
@@ -100,7 +100,7 @@ def test_a_group_that_is_not_that_of_the_model_is_refused(rank, world):
 @on_ranks(2, fresh=True)
 def test_a_model_of_another_backend_is_refused_when_the_state_is_made(rank, world):
     net = DistributedDataParallel(One(), process_group=gloo_group())
-    with pytest.raises(RuntimeError, match="needs a group of the accl backend, and this one has gloo"):
+    with pytest.raises(RuntimeError, match="needs a group of the accl backend, but this group has gloo"):
         compression.CompressionState(Compression(), net)
 
 
@@ -111,7 +111,7 @@ def test_parameters_on_another_device_are_refused_when_the_state_is_made(rank, w
     with FakeTensorMode(allow_non_fake_inputs=True):
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="cuda"))
     with pytest.raises(
-        RuntimeError, match=r"gradients on the CPU, and these are on cuda:0, which the group has no backend for"
+        RuntimeError, match=r"gradients on the CPU, but these are on cuda:0, which the group has no backend for"
     ):
         compression.CompressionState(Compression(), net)
     # A parameter without memory may still get its memory on the CPU.
@@ -147,8 +147,8 @@ def test_a_state_of_one_rank_that_all_loaded_is_an_error_on_all(rank, world):
     with pytest.raises(RuntimeError) as caught:
         steps(rank, ddp, range(2, 3))
     told = str(caught.value)
-    assert f"rank {rank} cannot go on" in told and "rank 0 loaded what rank 1 carried over" in told, told
-    assert "rank 2 loaded what rank 1 carried over" in told and "each rank" in told, told
+    assert f"rank {rank} cannot go on" in told and "rank 0 loaded the residuals of rank 1" in told, told
+    assert "rank 2 loaded the residuals of rank 1" in told and "each rank" in told, told
 
 
 @on_ranks(3, fresh=True)
@@ -198,7 +198,7 @@ def test_a_state_that_says_no_rank_is_loaded_still(rank, world):
         steps(rank, again, range(2, 4))
         found.append([parameter.detach().clone() for parameter in again.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    with pytest.raises(ValueError, match=r"version 99; this version of torch_accl knows up to"):
+    with pytest.raises(ValueError, match=r"version 99; this version of torch_accl supports up to"):
         other.load_state_dict({**other.state_dict(), "version": 99})
 
 
@@ -222,7 +222,7 @@ def test_what_was_pickled_in_a_newer_version_is_refused_and_in_an_older_one_read
     parts = state.__getstate__()
     assert parts["version"] == 1 and parts["compression"].__getstate__()["version"] == 1
     made = compression.CompressionState.__new__(compression.CompressionState)
-    with pytest.raises(ValueError, match="pickled in version 2; this version of torch_accl knows up to 1"):
+    with pytest.raises(ValueError, match="pickled in version 2; this version of torch_accl supports up to 1"):
         made.__setstate__({**parts, "version": 2})
     # A state as it was pickled before it had a version number.
     older = {name: value for name, value in parts.items() if name != "version"}
@@ -235,9 +235,11 @@ def test_what_was_pickled_in_a_newer_version_is_refused_and_in_an_older_one_read
 def test_settings_pickled_in_a_newer_version_are_refused_and_in_an_older_one_read():
     parts = FEEDBACK.__getstate__()
     made = Compression.__new__(Compression)
-    with pytest.raises(ValueError, match="saved in version 2; this version of torch_accl knows up to 1"):
+    with pytest.raises(ValueError, match="saved in version 2; this version of torch_accl supports up to 1"):
         made.__setstate__({**parts, "version": 2})
-    with pytest.raises(ValueError, match="settings that were saved are not accepted: codec: .*unknown codec `later`"):
+    with pytest.raises(
+        ValueError, match="compression: saved settings are not accepted: codec: .*unknown codec `later`"
+    ):
         made.__setstate__({**parts, "codec": "later:4"})
     made.__setstate__({name: value for name, value in parts.items() if name != "version"})
     assert made == FEEDBACK == pickle.loads(pickle.dumps(FEEDBACK)) == copy.deepcopy(FEEDBACK)
@@ -333,7 +335,7 @@ def test_a_pickled_state_of_one_rank_that_all_loaded_is_an_error_on_all(rank, wo
     net, loaded = pickle.loads(texts[0])
     again = DistributedDataParallel(net)
     again.register_comm_hook(loaded, compression.ddp_hook)
-    with pytest.raises(RuntimeError, match=rf"rank {rank} cannot go on, since rank 1 loaded what rank 0 carried over"):
+    with pytest.raises(RuntimeError, match=rf"rank {rank} cannot go on, since rank 1 loaded the residuals of rank 0"):
         steps(rank, again, range(2, 3))
 
 
@@ -374,7 +376,7 @@ def test_a_copy_in_the_process_keeps_its_group_and_what_comes_from_a_file_is_tol
     # The default group would be the wrong one.
     with pytest.raises(RuntimeError, match="set its process_group"):
         _ = loaded.process_group
-    with pytest.raises(RuntimeError, match="this one has gloo"):
+    with pytest.raises(RuntimeError, match="this group has gloo"):
         loaded.process_group = other
     loaded.process_group = pair
     assert loaded.process_group is pair and torch.equal(losses(loaded)["up.weight"], losses(state)["up.weight"])
@@ -522,7 +524,7 @@ def test_bits_are_of_the_type_that_travels(rank, world):
 
 def test_the_old_name_of_compressed_calls_works_and_is_a_warning():
     with pytest.warns(
-        DeprecationWarning, match=r"Options\(scope=\.\.\.\) is called Options\(compressed_calls=\.\.\.\)"
+        DeprecationWarning, match=r"Options\(scope=\.\.\.\) is deprecated; use Options\(compressed_calls=\.\.\.\)"
     ):
         options = torch_accl.Options(compression="maxmin:8", scope="all")
     assert options.settings == torch_accl.Options(compression="maxmin:8", compressed_calls="all").settings
@@ -532,7 +534,7 @@ def test_the_old_name_of_compressed_calls_works_and_is_a_warning():
 
 
 def test_the_old_name_of_the_state_works_and_is_a_warning():
-    with pytest.warns(DeprecationWarning, match=r"compression\.State is called compression\.CompressionState"):
+    with pytest.warns(DeprecationWarning, match=r"compression\.State is deprecated; use compression\.CompressionState"):
         assert compression.State is compression.CompressionState
     with pytest.raises(AttributeError, match="has no attribute 'Statement'"):
         _ = compression.Statement

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 # Seconds that an address has to accept a connection before the next address is tried; less if the group's timeout is shorter.
 _ADDRESS_S = 3.0
 _TOKEN = "torch_accl/mpi"
-_CANNOT_LEARN = "accl: rank {rank} cannot learn by MPI where rank 0 is: {why}"
+_CANNOT_LEARN = "accl: rank {rank} cannot get the address of rank 0 by MPI: {why}"
 
 
 class Communicator(Protocol):
@@ -62,11 +62,9 @@ def init_from_mpi(
 
     for name in ("store", "rank", "world_size", "init_method"):
         if name in options:
-            raise TypeError(
-                f"init_from_mpi: {name}= follows from the communicator; leave it away, or use init_process_group"
-            )
+            raise TypeError(f"init_from_mpi: the communicator determines {name}=; omit it, or use init_process_group")
     if not all(callable(getattr(comm, name, None)) for name in ("Get_rank", "Get_size", "bcast")):
-        raise TypeError(f"init_from_mpi: expected a communicator of mpi4py, and not {type(comm).__name__}")
+        raise TypeError(f"init_from_mpi: expected an mpi4py communicator, got {type(comm).__name__}")
     # The transport `mpi` sends its messages among these ranks, too. Objects that only mimic a communicator may lack `py2f`.
     if callable(getattr(comm, "py2f", None)):
         lend_communicator(comm)
@@ -132,7 +130,7 @@ def _find(rank: int, told: Any, timeout: timedelta) -> Store:
 
     addresses, port, token = told
     if not addresses:
-        raise DistNetworkError(f"init_from_mpi: rank 0 could not serve a store: {token}")
+        raise DistNetworkError(f"init_from_mpi: rank 0 could not create the store: {token}")
     tried = []
     for address in addresses:
         try:
@@ -142,12 +140,13 @@ def _find(rank: int, told: Any, timeout: timedelta) -> Store:
             store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
             if store.check([_TOKEN]) and store.get(_TOKEN).decode() == token:
                 return store
-            tried.append(f"{address} is another job's")
+            tried.append(f"{address}: the store belongs to another job")
         except (OSError, RuntimeError) as error:
             tried.append(f"{address}: {str(error).splitlines()[0]}")
     raise DistNetworkError(
-        f"init_from_mpi: rank {rank} reaches rank 0 at none of its addresses, port {port}: {'; '.join(tried)}. Open the port range of this "
-        "system between the hosts, or use init_process_group with MASTER_ADDR"
+        f"init_from_mpi: rank {rank} could not connect to rank 0 at any of its addresses, port {port}: "
+        f"{'; '.join(tried)}. Open this system's ephemeral port range between the hosts, or use init_process_group "
+        "with MASTER_ADDR"
     )
 
 

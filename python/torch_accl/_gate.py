@@ -64,7 +64,7 @@ def built(folder: Path) -> list[str]:
     minors = sorted((int(match[1]), int(match[2])) for match in found if match[3] == _SUFFIX)
     if found and not minors:
         others = ", ".join(sorted(match[0] for match in found))
-        raise ImportError(f"torch_accl was built for another Python: here is {others}, and this one loads *{_SUFFIX}")
+        raise ImportError(f"torch_accl was built for another Python: found {others}, but this Python loads *{_SUFFIX}")
     return [f"{major}.{minor}" for major, minor in minors]
 
 
@@ -87,17 +87,19 @@ def refusal(running: str, built_for: list[str]) -> str | None:
 def difference(built_for: Mapping[str, Any], torch: Any, finds_pybind11: bool) -> str | None:
     """Returns how a module, by the values it reports, differs from the running torch; None if it fits."""
     if minor_of(built_for["torch"]) != minor_of(torch.__version__):
-        return f"was built for torch {built_for['torch']}, whatever its name says, but torch {torch.__version__} is running"
+        return (
+            f"was built for torch {built_for['torch']}, despite its file name, but torch {torch.__version__} is running"
+        )
     if built_for["cxx11_abi"] != bool(torch._C._GLIBCXX_USE_CXX11_ABI):
         kinds = {True: "new", False: "old"}
         return (
             f"uses the {kinds[built_for['cxx11_abi']]} C++ ABI of the standard library, but this torch {torch.__version__} "
-            f"the {kinds[not built_for['cxx11_abi']]} one"
+            f"uses the {kinds[not built_for['cxx11_abi']]} one"
         )
     if not finds_pybind11:
         return (
-            f"was built with {built_for['pybind11'].strip('_')}, but this torch {torch.__version__} with another pybind11 or "
-            "compiler"
+            f"was built with {built_for['pybind11'].strip('_')}, but this torch {torch.__version__} was built with "
+            "another pybind11 or compiler"
         )
     return None
 
@@ -108,7 +110,7 @@ def minor_of(version: str) -> str:
 
 
 def _remedy(minor: str) -> str:
-    return f"rebuild it for this one (TORCH={minor} pip install . or make wheel TORCH={minor} in its source folder)"
+    return f"rebuild it for this torch (TORCH={minor} pip install . or make wheel TORCH={minor} in its source folder)"
 
 
 def _import_torch() -> Any:

@@ -81,7 +81,7 @@ class Options(_native.BackendOptions):
             if compressed_calls is not None:
                 raise ValueError("scope is the old name of compressed_calls; give one of them")
             warnings.warn(
-                "Options(scope=...) is called Options(compressed_calls=...)", DeprecationWarning, stacklevel=2
+                "Options(scope=...) is deprecated; use Options(compressed_calls=...)", DeprecationWarning, stacklevel=2
             )
             compressed_calls = scope
         given: dict[str, Any] = {

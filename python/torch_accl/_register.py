@@ -163,7 +163,7 @@ def finish_destroy() -> None:
     try:
         dist.destroy_process_group(frame.f_locals["group"])
     except dist.DistBackendError as another:
-        warnings.warn(f"another group reported, too: {another}", stacklevel=2)
+        warnings.warn(f"another group also reported an error: {another}", stacklevel=2)
 
 
 def settle_cgx() -> None:
@@ -177,7 +177,7 @@ def _warn_of_cgx() -> None:
     if found and not _knows_of_cgx:
         settle_cgx()
         warnings.warn(
-            f"{', '.join(found)}: variables of torch_cgx have no effect on groups of the accl backend. For what they say, "
+            f"{', '.join(found)}: variables of torch_cgx have no effect on groups of the accl backend. To apply them, "
             "use `from torch_accl.compat import cgx` and init_process_group('cgx'); or see torch_accl.compression",
             stacklevel=2,
         )

@@ -170,8 +170,8 @@ def _find(name: str, setting: _Setting) -> None:
     # An mpi4py communicator is false after it was freed. Its handle then refers to another communicator, or to none.
     if not all(_communicator):
         raise DistBackendError(
-            f"accl: transport `{name}` cannot be used: the communicator that init_from_mpi was given was freed; keep it until the first "
-            "group that uses this transport is made"
+            f"accl: transport `{name}` cannot be used: the communicator passed to init_from_mpi was freed; keep it "
+            "until the first group that uses this transport is created"
         )
     try:
         table, finish = found[0].load()(**({"communicator": int(_communicator[0].py2f())} if _communicator else {}))

@@ -147,7 +147,9 @@ class Wanted:
         """
         rank, world = group.group_rank, group.group_size
         if world != len(self.ranks):
-            raise ValueError(f"the group has {world} ranks, and create_process_group was given {len(self.ranks)}")
+            raise ValueError(
+                f"the group has {world} ranks, but create_process_group got {len(self.ranks)}; pass one for each process"
+            )
         if rank in self.profiling_ranks:
             time.sleep(self.profiling_s)
         # A device given to init_process_group itself takes precedence.
@@ -184,7 +186,7 @@ def simulated(design: ACCLDesign) -> str | None:
     """
     if design in (ACCLDesign.roce, ACCLDesign.cyt_tcp):
         other = ACCLDesign.cyt_rdma if design is ACCLDesign.roce else ACCLDesign.tcp
-        raise ValueError(f"design {design.name}: there is no such engine in software; take {other.name}")
+        raise ValueError(f"design {design.name}: software engines do not have this design; use {other.name}")
     return None if design is ACCLDesign.axis3x else design.value
 
 
@@ -196,7 +198,7 @@ def card_of(design: ACCLDesign, xclbin: str | None, index: int) -> str:
         FileNotFoundError: the bitstream does not exist.
     """
     if design in (ACCLDesign.axis3x, ACCLDesign.roce, ACCLDesign.cyt_tcp):
-        raise ValueError(f"design {design.name}: no card of it can be driven; take udp, tcp or cyt_rdma")
+        raise ValueError(f"design {design.name}: cards of this design are not supported; use udp, tcp or cyt_rdma")
     if design is ACCLDesign.cyt_rdma:
         if xclbin:
             raise ValueError("design cyt_rdma: a card behind Coyote takes no xclbin; use create_process_group_coyote")
@@ -204,14 +206,16 @@ def card_of(design: ACCLDesign, xclbin: str | None, index: int) -> str:
     if xclbin is None:
         raise ValueError(
             f"design {design.name}: a card behind XRT needs its bitstream; call create_process_group(ranks, xclbin, device_index, "
-            "design), or with simulation=True"
+            "design), or pass simulation=True"
         )
     if not os.path.isfile(xclbin):
         raise FileNotFoundError(
-            f"xclbin {xclbin!r} is no file; without a card use create_simulate_process_group(ranks)"
+            f"xclbin {xclbin!r} is not a file; without a card use create_simulate_process_group(ranks)"
         )
     if "&" in xclbin:
-        raise ValueError(f"xclbin {xclbin!r} has a `&` in its path, which ends it in the text of a device; rename it")
+        raise ValueError(
+            f"xclbin {xclbin!r}: expected a path without `&`, which separates the settings of a device URL; rename it"
+        )
     return f"xrt://{index}?xclbin={xclbin}"
 
 
@@ -223,7 +227,7 @@ def refuse_p2p(p2p_enabled: bool) -> None:
     """
     if p2p_enabled:
         raise ValueError(
-            "p2p_enabled=True: memory of a card that a GPU writes is not offered; leave it out, and give CPU tensors"
+            "p2p_enabled=True: card memory that a GPU writes is not supported; omit it, and pass CPU tensors"
         )
 
 

@@ -107,7 +107,8 @@ def is_half_on_the_wire(compression: object) -> bool:
             is_half = True
         elif carried not in (given, DataType.none):
             raise ValueError(
-                f"compression from {given.name} to {carried.name} is not offered; a device sends float32 as float16 or as it is"
+                f"compression from {given.name} to {carried.name} is not supported; a device sends float32 as float16 "
+                "or uncompressed"
             )
     return is_half
 

@@ -137,7 +137,7 @@ class CGXProcessGroup(dist.ProcessGroup):
         """
         if not _TAKES_STORE:
             raise NotImplementedError(
-                f"cgx: with torch {torch.__version__} groups of this name cannot be split; make one with new_group"
+                f"cgx: torch {torch.__version__} cannot split groups of this backend; create one with new_group"
             )
         return super().split_group(*arguments, **named)
 
@@ -192,7 +192,7 @@ class CGXProcessGroup(dist.ProcessGroup):
         whole = (Layer(numel, None, now.bucket_size or DEFAULT_BUCKET_SIZE),)
         if registry.is_empty:
             if registry.excluded:
-                self._say_unclear(numel, "exclude_layer was called, and no names are known")
+                self._say_unclear(numel, "exclude_layer was called, but no layer names are registered")
             return None if registry.excluded else whole
         layers = registry.layers_of(numel)
         if layers is None:
@@ -209,8 +209,8 @@ class CGXProcessGroup(dist.ProcessGroup):
         if self.rank() == 0 and why not in self._warned:
             self._warned.add(why)
             warnings.warn(
-                f"cgx: an all_reduce of {numel} elements travels as it is: {why}; a hook knows what is where: "
-                "ddp.register_comm_hook(CGXState(None), cgx_hook), and register_model(model) for names",
+                f"cgx: an all_reduce of {numel} elements is sent uncompressed: {why}; a hook identifies layers: "
+                "use ddp.register_comm_hook(CGXState(None), cgx_hook), and register_model(model) for names",
                 stacklevel=2,
             )
 

@@ -211,8 +211,8 @@ class CGXState(CompressionState):
         if self.step >= SETTLED and index not in self._warned:
             self._warned.add(index)
             warnings.warn(
-                f"cgx: the layers registered for bucket {index} have {[layer.numel for layer in layers]} elements, and its "
-                f"gradients {[parameter.numel() for parameter in parameters]}: those of the state count",
+                f"cgx: the layers registered for bucket {index} have {[layer.numel for layer in layers]} elements, "
+                f"but its gradients have {[parameter.numel() for parameter in parameters]}: the state's settings apply",
                 stacklevel=2,
             )
         return None
@@ -225,7 +225,7 @@ class CGXState(CompressionState):
             seen = {index: len(kept) for index, kept in sorted(self._buckets.items())}
             raise ValueError(
                 f"there is no layer {layer_idx} of bucket {bucket_idx}: "
-                + (f"layers by bucket are {seen}" if seen else "the hook knows them from the first backward pass on")
+                + (f"layer counts by bucket are {seen}" if seen else "layers are known after the first backward pass")
             )
         parameter = parameters[layer_idx]
         self._kept[id(parameter)] = parameter
@@ -240,7 +240,7 @@ def cgx_hook(state: CGXState, bucket: GradBucket) -> torch.futures.Future[torch.
     """
     if isinstance(bucket, tuple):
         raise NotImplementedError(
-            "cgx_hook: torch's Python reducer passes one gradient at a time, and CGX's settings are of buckets; use "
+            "cgx_hook: torch's Python reducer passes one gradient at a time, but CGX's settings apply to buckets; use "
             'torch_accl.compression.ddp_hook, or set torch._dynamo.config.optimize_ddp = "ddp_optimizer"'
         )
     state.see(bucket)

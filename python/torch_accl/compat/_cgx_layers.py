@@ -92,8 +92,8 @@ class Registry:
         layers = self.buckets[bucket_idx] if bucket_idx < len(self.buckets) else ()
         if layer_idx < len(layers):
             raise ValueError(
-                f"layer {layer_idx} of bucket {bucket_idx} is registered; change it with set_quantization_bits and "
-                "set_quantization_bucket_size, or begin anew with reset()"
+                f"layer {layer_idx} of bucket {bucket_idx} is already registered; change it with set_quantization_bits "
+                "and set_quantization_bucket_size, or clear all registrations with reset()"
             )
         if layer_idx > len(layers):
             raise ValueError(
@@ -146,8 +146,8 @@ class Registry:
         names = own or [name for name, numel, known in rows if known is None and numel == parameter.numel()]
         if not names:
             raise RuntimeError(
-                f"exclude_layer was given {', '.join(map(repr, self.excluded))}, and the name of a parameter of shape "
-                f"{tuple(parameter.shape)} is not known; call register_model(model) first"
+                f"exclude_layer was called with {', '.join(map(repr, self.excluded))}, but a parameter of shape "
+                f"{tuple(parameter.shape)} has no registered name; call register_model(model) first"
             )
         return any(self._is_name_excluded(name) for name in names)
 
@@ -155,7 +155,9 @@ class Registry:
         """Returns the registered layers of an all_reduce of `numel` elements; None if there is no such bucket."""
         fitting = {layers for layers in self.buckets if sum(layer.numel for layer in layers) == numel}
         if len(fitting) > 1:
-            return Unclear(f"{_count(len(fitting), 'registered bucket')} of {numel} elements with different layers")
+            return Unclear(
+                f"{_count(len(fitting), 'registered bucket')} of this size ({numel} elements) but have different layers"
+            )
         return fitting.pop() if fitting else None
 
     def model_of(self, numel: int) -> bool | Unclear:
@@ -171,7 +173,9 @@ class Registry:
             for first, last in _runs(model.numels, numel):
                 found = True
                 if bad := [name for name in model.names[first:last] if self._is_name_excluded(name)]:
-                    return Unclear(f"it may have the gradient of {bad[0]}, which is excluded, at an unknown place")
+                    return Unclear(
+                        f"it may contain the gradient of {bad[0]}, which is excluded, at an unknown position"
+                    )
         return found
 
     def _is_name_excluded(self, name: str) -> bool:
@@ -189,7 +193,7 @@ def check_bits(bits: object) -> int | None:
     """
     if type(bits) is not int or bits > MOST_BITS:
         raise ValueError(
-            f"bits is {bits!r}; expected 1 to 8, 9 to {MOST_BITS} for uncompressed, or 0 for that of the environment"
+            f"bits is {bits!r}; expected 1 to 8, 9 to {MOST_BITS} for uncompressed, or 0 for the environment's value"
         )
     return bits if bits > 0 else None
 
@@ -243,7 +247,7 @@ def _of_pairs(layers: Iterable[tuple[str, int | torch.Tensor]]) -> _Model:
             parameters.append(None)
             numels.append(_positive(f"register_model: the number of elements of {name!r}", size))
     if not names:
-        raise ValueError("register_model: there are no layers")
+        raise ValueError("register_model: expected at least one layer, got none")
     return _Model(tuple(names), tuple(numels), tuple(parameters))
 
 

@@ -168,13 +168,14 @@ def warn_of_what_differs() -> None:
     }
     if named := [f"{name}={_text(name)}" for name, is_idle in idle.items() if is_idle]:
         _warn(
-            f"{', '.join(named)} {'has' if len(named) == 1 else 'have'} no effect here: ranks of a host share memory and hosts "
-            "are connected by TCP (ACCL_TRANSPORTS), algorithms are chosen by size (ACCL_ALGORITHM), and what is encoded is sent "
-            "in tiles at once"
+            f"{', '.join(named)} {'has' if len(named) == 1 else 'have'} no effect here: ranks on a host use shared "
+            "memory, and hosts are connected by TCP (ACCL_TRANSPORTS). Algorithms are chosen by size "
+            "(ACCL_ALGORITHM), and each tile is sent as soon as it is encoded"
         )
     if _ratio() < 1:
         _warn(
-            f"{FAKE_RATIO}={_text(FAKE_RATIO)} is ignored: it left gradients unreduced to measure time, which is wrong on purpose"
+            f"{FAKE_RATIO}={_text(FAKE_RATIO)} is ignored: CGX left gradients unreduced to measure time, with wrong "
+            "results on purpose"
         )
     if _switch(ALL_TO_ALL, False):
         _warn(
@@ -186,7 +187,9 @@ def warn_of_what_differs() -> None:
     known = [value for key, value in globals().items() if key.isupper() and isinstance(value, str)]
     for name in sorted(set(variables()) - set(known) - set(BUILD_SWITCHES)):
         nearest = difflib.get_close_matches(name, known, 1)
-        _warn(f"{name} is no variable of CGX and has no effect" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        _warn(
+            f"{name} is not a variable of CGX and has no effect" + (f"; did you mean {nearest[0]}?" if nearest else "")
+        )
 
 
 def variables() -> list[str]:

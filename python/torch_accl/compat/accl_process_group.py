@@ -194,7 +194,7 @@ def create_process_group_coyote(
     refuse_p2p(p2p_enabled)
     _check_design(design)
     if design is not ACCLDesign.cyt_rdma:
-        raise ValueError(f"design {design.name}: a card behind Coyote can be driven over cyt_rdma alone")
+        raise ValueError(f"design {design.name}: a card behind Coyote supports only cyt_rdma")
     place = card_of(design, None, 0)
     _create(ranks, place, design.value, nbufs, bufsize, compression, (profiling_ranks, profiling_timeout), rsfec)
 
@@ -212,8 +212,8 @@ def set_compression(compression: Compression) -> None:
     wanted = _created("set_compression")
     if dist.is_initialized() and (_group_text() is not None) and is_half != (HALF in (_group_text() or "")):
         raise RuntimeError(
-            "set_compression: ranks have agreed on it when this group was made; call destroy_process_group, then this, then "
-            "init_process_group"
+            "set_compression: ranks agreed on the compression when this group was created; call destroy_process_group, "
+            "then set_compression, then init_process_group"
         )
     _hold(replace(wanted, is_half=is_half))
 
@@ -260,7 +260,7 @@ def set_remote_qp(rank: int, qp: Sequence[int]) -> None:
     """
     own, _ = _other("set_remote_qp", rank)
     if list(qp) != [rank, own]:
-        raise ValueError(f"set_remote_qp: {list(qp)} is not what get_local_qp({own}) gives on rank {rank}")
+        raise ValueError(f"set_remote_qp: expected the value of get_local_qp({own}) on rank {rank}, got {list(qp)}")
 
 
 def reset() -> None:
@@ -292,12 +292,12 @@ def _create(
     _check_switches(rsfec=rsfec)
     wanted.check()
     if rsfec:
-        warn("rsfec=True has no effect: error correction of a link is what the card was built with")
+        warn("rsfec=True has no effect: the card's build determines the error correction of its links")
     segments = {rank.max_segment_size for rank in all_ranks}
     if sizes.bytes is not None and segments != {sizes.bytes}:
         warn(
-            f"ranks have segments of {', '.join(map(str, sorted(segments)))} bytes, and bufsize is {sizes.bytes}: a segment is what an "
-            "rx buffer holds, so bufsize counts"
+            f"ranks have segments of {', '.join(map(str, sorted(segments)))} bytes, but bufsize is {sizes.bytes}: a "
+            "segment has the size of an rx buffer, so bufsize is used"
         )
     _hold(wanted)
 
@@ -324,7 +324,7 @@ def _device_arguments(
     path = given["xclbin"]
     if path is not None and not isinstance(path, str):
         raise TypeError(
-            f"create_process_group: the second argument is a bitstream's path or an ACCLDesign, not {path!r}"
+            f"create_process_group: the second argument must be a bitstream's path or an ACCLDesign, not {path!r}"
         )
     return path, given["device_index"], _check_design(given["design"])
 
@@ -343,7 +343,7 @@ def _check_switches(**switches: object) -> None:
 
 def _created(function: str) -> Wanted:
     if not _wanted:
-        raise RuntimeError(f"{function}: nothing was created; call create_process_group first")
+        raise RuntimeError(f"{function}: no device was chosen; call create_process_group first")
     return _wanted[0]
 
 
@@ -369,5 +369,5 @@ def _other(function: str, rank: int) -> tuple[int, int]:
     group = _group(function)
     check_integer(f"{function}: rank", rank, 0, group.size() - 1)
     if rank == group.rank():
-        raise ValueError(f"{function}: {rank} is this rank itself; queue pairs are between two")
+        raise ValueError(f"{function}: {rank} is this rank itself; queue pairs connect two different ranks")
     return group.rank(), rank

@@ -138,7 +138,7 @@ def exclude_layer(name: str) -> None:
         ValueError: `name` is not a text, or is empty.
     """
     if not _registry.exclude(name):
-        warnings.warn(f"cgx: exclude_layer({name!r}) fits no registered layer", stacklevel=2)
+        warnings.warn(f"cgx: exclude_layer({name!r}) matches no registered layer", stacklevel=2)
 
 
 def registered() -> Registered:
@@ -161,9 +161,9 @@ def _only_state(bucket_idx: int, layer_idx: int) -> CGXState:
     if len(_states) == 1:
         return next(iter(_states))
     found = (
-        f"there are {len(_states)} states: call that of the one you mean"
+        f"there are {len(_states)} states; call the method of one of them"
         if _states
-        else "register_layer was not told of it"
+        else "register it with register_layer first"
     )
     raise ValueError(f"there is no layer {layer_idx} of bucket {bucket_idx}: {found}")
 

@@ -44,6 +44,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "State":
-        warnings.warn("compression.State is called compression.CompressionState", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "compression.State is deprecated; use compression.CompressionState", DeprecationWarning, stacklevel=2
+        )
         return CompressionState
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

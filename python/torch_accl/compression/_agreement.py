@@ -98,17 +98,17 @@ def check_progress(mine: Progress, group: dist.ProcessGroup) -> None:
         dist.all_gather_object(rows, (mine.rank, mine.step, mine.version, mine.carried_by, mine.carried_at), group)
     all_ranks = [Progress(*row) for row in rows]
     wrong = [
-        f"rank {each.rank} loaded what rank {each.carried_by} carried over" for each in all_ranks if each.is_of_another
+        f"rank {each.rank} loaded the residuals of rank {each.carried_by}" for each in all_ranks if each.is_of_another
     ]
     if wrong:
-        cause = _some(wrong) + "; a sum would have it as often as it was loaded"
+        cause = _some(wrong) + "; a sum would contain them as often as they were loaded"
     else:
         first = all_ranks[0]
         other = next(each for each in all_ranks if each.numbers != first.numbers)
         cause = f"{_described(first, other)}, and {_described(other, first)}"
     raise RuntimeError(
-        f"compression: rank {mine.rank} cannot go on, since {cause}; save and load the state on each rank for itself, at the same step, or "
-        "give it to torch.distributed.checkpoint"
+        f"compression: rank {mine.rank} cannot go on, since {cause}; save and load a separate state on each rank, at "
+        "the same step, or use torch.distributed.checkpoint"
     )
 
 
@@ -117,7 +117,9 @@ def _described(one: Progress, other: Progress) -> str:
         return f"rank {one.rank} is at step {one.step}"
     if one.version != other.version:
         return f"rank {one.rank} loaded " + (f"a state of version {one.version}" if one.version else "no state")
-    return f"rank {one.rank} carries over " + ("nothing" if one.carried_at is None else f"from step {one.carried_at}")
+    return f"rank {one.rank} has " + (
+        "no residuals" if one.carried_at is None else f"residuals of step {one.carried_at}"
+    )
 
 
 def _some(texts: Sequence[str]) -> str:

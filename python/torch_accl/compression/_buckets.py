@@ -25,8 +25,8 @@ def gradients_of(bucket: GradBucket) -> tuple[torch.Tensor, list[torch.Tensor]]:
     if sum(elements) * (2 if as_real else 1) != buffer.numel():
         numbers = f"{sum(elements)} {'complex ' if as_real else ''}elements ({', '.join(map(str, elements))})"
         raise RuntimeError(
-            f"gradients of bucket {bucket.index()} have {numbers}, and the bucket has {buffer.numel()} of {buffer.dtype}: this version of "
-            "torch lays them out in a way that torch_accl does not know; train without this hook"
+            f"gradients of bucket {bucket.index()} have {numbers}, but the bucket has {buffer.numel()} of "
+            f"{buffer.dtype}: torch_accl does not support the layout of this version of torch; train without this hook"
         )
     if not as_real:
         return buffer, parts

@@ -151,7 +151,7 @@ def checked_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist
     """
     refuse_coalescing(group)
     if tensor.device.type != "cpu":
-        raise ValueError(f"only tensors on the CPU are compressed, and this one is on {tensor.device}")
+        raise ValueError(f"only tensors on the CPU are supported, got a tensor on {tensor.device}")
     return accl_group(group)
 
 
@@ -172,7 +172,8 @@ def refuse_coalescing(group: dist.ProcessGroup | None) -> None:
     with contextlib.suppress(RuntimeError, ValueError):
         found._end_coalescing(torch.device("cpu"))
     raise RuntimeError(
-        "calls inside torch's coalescing manager are made when it ends, by one codec for all; call outside of it. The block ends here"
+        "torch's coalescing manager issues its calls at the end of its block, with one codec for all; issue this call "
+        "outside. The block ends here"
     )
 
 
@@ -206,7 +207,8 @@ def _scope(
         settings, is_audited = _settings(compression), False
     if settings.codec == AUTO:
         raise ValueError(
-            'codec="auto" is chosen by what a model\'s gradients are like, for ddp_hook and apply_fsdp2; name a codec here'
+            'codec="auto" chooses codecs by the gradients of a model, only for ddp_hook and apply_fsdp2; name a codec '
+            "for this call"
         )
     if tensor.is_complex() or tensor.layout is not torch.strided:
         # torch issues calls on float32 views of these tensors, which the engine cannot distinguish from other float32 tensors.

@@ -52,15 +52,16 @@ def apply_fsdp2(model: nn.Module, state: CompressionState) -> None:
         raise RuntimeError("nothing in the model is sharded by FSDP2; call fully_shard first")
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise RuntimeError(
-            "this version of torch does not let FSDP2 have a reduce_scatter of our own; 2.9 and newer do"
+            "this version of torch does not support a custom reduce_scatter in FSDP2; use torch 2.9 or newer"
         )
     found = list(parameter_groups(model))
     # All modules are checked before any is changed.
     for name, module, groups in found:
         if len(groups) > 1:
             raise RuntimeError(
-                f"apply_fsdp2: parameters of module {name!r} are sharded over {len(groups)} meshes, and torch lets such a module have no "
-                "reduce_scatter of its own; give parts with another mesh a fully_shard of their own"
+                f"apply_fsdp2: parameters of module {name!r} are sharded over {len(groups)} meshes, and torch does not "
+                "support a custom reduce_scatter for such a module; call fully_shard separately for each part that "
+                "has another mesh"
             )
         _check_groups(name, module, groups[0])
     for name, module, [group] in found:
@@ -74,9 +75,9 @@ def _check_groups(name: str, module: nn.Module, group: Any) -> None:
         accl_group(replicas)
         if not asks_torch_function():
             raise RuntimeError(
-                f"apply_fsdp2: gradients of module {name!r} are all-reduced between replicas, and torch.distributed.all_reduce of torch "
-                f"{torch.__version__} does not ask __torch_function__, without which that call cannot be compressed; take torch 2.13 "
-                "to 2.15, or train without apply_fsdp2"
+                f"apply_fsdp2: gradients of module {name!r} cannot be compressed between replicas, because all_reduce "
+                f"of torch {torch.__version__} does not call __torch_function__; use torch 2.13 to 2.15, or train "
+                "without apply_fsdp2"
             )
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
@@ -207,7 +208,8 @@ def check_row(shards: Sequence[int], elements: int) -> None:
     """
     if sum(shards) != elements:
         raise RuntimeError(
-            f"the shards of a module's parameters have {sum(shards)} elements ({', '.join(map(str, shards))}), and a rank's "
-            f"row of gradients has {elements}: either some of them had no gradient in this backward pass, or this version "
-            "of torch lays gradients out in a way that torch_accl does not know; use all parameters, or train without apply_fsdp2"
+            f"the shards of a module's parameters have {sum(shards)} elements ({', '.join(map(str, shards))}), but a "
+            f"rank's row of gradients has {elements}: either some parameters had no gradient in this backward pass, or "
+            "torch_accl does not support the gradient layout of this version of torch; use all parameters, or train "
+            "without apply_fsdp2"
         )

@@ -50,8 +50,8 @@ class OfGroup:
         if self._group is None:
             if not self._is_of_default_group:
                 raise RuntimeError(
-                    f"compression: this state comes from a file, where it was for a group of {self.world} ranks that is not the default "
-                    "group; set its process_group to that group"
+                    f"compression: this state comes from a file and belonged to a group of {self.world} ranks other "
+                    "than the default group; set its process_group to that group"
                 )
             self.process_group = accl_group(None)
         assert self._group is not None, "set above"
@@ -69,8 +69,8 @@ class OfGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         warnings.warn(
-            "compression: process_group is not saved with a state (nor is a gradient scaler). What is loaded takes the default group "
-            "if the state was for that; else set process_group",
+            "compression: process_group is not saved with a state, and neither is a gradient scaler. A loaded state "
+            "takes the default group if it belonged to the default group; otherwise set process_group",
             stacklevel=2,
         )
         return {**self._portable(), "version": VERSION}
@@ -80,7 +80,8 @@ class OfGroup:
         version = parts.pop("version", 0)
         if version > VERSION:
             raise ValueError(
-                f"compression: the state was pickled in version {version}; this version of torch_accl knows up to {VERSION}"
+                f"compression: the state was pickled in version {version}; this version of torch_accl supports up to "
+                f"{VERSION}"
             )
         self._restore(self._migrated(parts, version))
 
@@ -126,12 +127,12 @@ def group_of(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessG
     if len(found) > 1:
         raise ValueError(
             f"compression: parts of the model are wrapped in DistributedDataParallel for different groups: {_ranks(found[0])} and "
-            f"{_ranks(found[1])}; make a state for each part"
+            f"{_ranks(found[1])}; create a state for each part"
         )
     if found and given is not None and given is not found[0]:
         raise ValueError(
-            f"compression: the model is wrapped in DistributedDataParallel of {_ranks(found[0])}, and process_group has {_ranks(given)}; "
-            "leave process_group out"
+            f"compression: the model is wrapped in DistributedDataParallel of {_ranks(found[0])}, but process_group "
+            f"has {_ranks(given)}; omit process_group"
         )
     return found[0] if found else given
 

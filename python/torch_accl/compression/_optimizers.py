@@ -27,8 +27,9 @@ def watch_for_adam(parameters: Iterable[torch.Tensor], codec: str) -> None:
         handle.remove()
         if isinstance(optimizer, _ADAMS):
             warnings.warn(
-                f"compression: {codec} with error feedback meets {type(optimizer).__name__}, whose second moments are then those of "
-                "what is left of gradients. This is not 1-bit Adam, which is not offered: take SGD with momentum, or 4 bits and more",
+                f"compression: {codec} with error feedback is used with {type(optimizer).__name__}, which then "
+                "computes second moments from decoded gradients. This is not 1-bit Adam, which is not supported: use "
+                "SGD with momentum, or 4 bits and more",
                 stacklevel=3,
             )
 

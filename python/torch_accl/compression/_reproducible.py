@@ -72,7 +72,7 @@ class Reproducible:
         """
         top = torch.iinfo(_TYPES[self.bits]).max // world
         if top == 0:
-            raise ValueError(f"bits is {self.bits}; a sum of {world} ranks needs more")
+            raise ValueError(f"bits is {self.bits}; a sum of {world} ranks needs more bits")
         return min(top, _MOST_LEVELS)
 
 
@@ -109,7 +109,7 @@ def all_reduce_reproducible(
     refuse_coalescing(group)
     settings = Reproducible(bits, bucket)
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ValueError(f"reproducible sums are SUM or AVG, and this is {op}; others do not depend on an order")
+        raise ValueError(f"reproducible sum: expected SUM or AVG, got {op}; other operators do not depend on an order")
     if not takes_part(group):
         # The call itself reports that this rank is not in the group.
         return dist.all_reduce(tensor, op, group, async_op)
@@ -174,8 +174,8 @@ class _Sum:
         for tensor in tensors:
             if tensor.dtype not in (*FLOATS, torch.complex64) or tensor.layout is not torch.strided:
                 raise ValueError(
-                    f"reproducible sums are of dense float32, float16, bfloat16 and complex64, and this is {tensor.dtype} "
-                    f"({str(tensor.layout).removeprefix('torch.')})"
+                    "reproducible sum: expected a dense float32, float16, bfloat16 or complex64 tensor, got "
+                    f"{tensor.dtype} ({str(tensor.layout).removeprefix('torch.')})"
                 )
         self.tensors = list(tensors)
         # `reshape` copies tensors that are not contiguous, and `_real` copies conjugate ones.

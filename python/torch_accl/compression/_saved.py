@@ -81,7 +81,8 @@ class Saved:
         version = saved.get("version", 1)
         if version > VERSION:
             raise ValueError(
-                f"compression: the state was saved in version {version}; this version of torch_accl knows up to {VERSION}"
+                f"compression: the state was saved in version {version}; this version of torch_accl supports up to "
+                f"{VERSION}"
             )
         if version == 1:
             carried = (None, None, saved["losses"].items(), saved["losses_of_sums"].items())
@@ -115,8 +116,8 @@ def _known(*codecs: str) -> Any:
             facts(codec)
         except ValueError as error:
             raise ValueError(
-                f"compression: the state was saved with a codec that this version of torch_accl does not know ({error}); load it with "
-                "the version that saved it"
+                "compression: the state was saved with a codec that this version of torch_accl does not support "
+                f"({error}); load it with the version that saved it"
             ) from None
     return codecs
 

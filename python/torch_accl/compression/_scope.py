@@ -97,8 +97,8 @@ def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     backend = _cpu_backend(found)
     if not isinstance(backend, _native.Backend):
         raise RuntimeError(
-            f"compression needs a group of the accl backend, and this one has {backend.name()}; "
-            "make it with init_process_group('accl') or new_group(backend='accl')"
+            f"compression needs a group of the accl backend, but this group has {backend.name()}; "
+            "create it with init_process_group('accl') or new_group(backend='accl')"
         )
     return found
 
@@ -121,8 +121,8 @@ def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
     except RuntimeError:
         other = "the group has no backend for"
     raise RuntimeError(
-        f"compression is of gradients on the CPU, and these are on {device}, which {other}: they would travel as they are; train on "
-        "the CPU, or leave compression out"
+        f"compression supports gradients on the CPU, but these are on {device}, which {other}: they would be sent "
+        "uncompressed; train on the CPU, or omit compression"
     )
 
 
@@ -134,7 +134,7 @@ def codec_of_group(group: dist.ProcessGroup) -> str | None:
 def accl_backend(group: dist.ProcessGroup) -> _native.Backend:
     """Returns the accl backend of a group that `accl_group` returned."""
     backend = _cpu_backend(group)
-    assert isinstance(backend, _native.Backend), "`accl_group` has looked"
+    assert isinstance(backend, _native.Backend), "`accl_group` has checked the backend"
     return backend
 
 

@@ -129,9 +129,9 @@ class Compression:
         if self.error_limit is not None:
             _check_positive("error_limit", self.error_limit)
             if self.audit == 0:
-                raise ValueError("error_limit: the error of sums is not known with audit=0; leave it out")
+                raise ValueError("error_limit: the error of sums is not known with audit=0; omit one of them")
         if self.codec == AUTO and (self.up, self.down) != (None, None):
-            raise ValueError('codec="auto" chooses codecs of both ways: leave up and down out')
+            raise ValueError('codec="auto" chooses codecs for both directions; omit up and down')
         for name in ("one_dimensional", "error_feedback"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
@@ -144,14 +144,14 @@ class Compression:
             if self.error_feedback and codec.is_divergent:
                 finer = codec.next_finer or RAW
                 raise ValueError(
-                    f"error_feedback: with {codec.short} it diverges, since an encoding loses more than there was; take "
-                    f"{facts(finer).short} or a finer one"
+                    f"error_feedback: with {codec.short} it diverges, because the loss is larger than the encoded "
+                    f"value; use {facts(finer).short} or a finer codec"
                 )
         lossy = [codec.text for codec in (*codecs, facts(self.inner)) if codec.needs_feedback]
         if lossy and not self.error_feedback:
             raise ValueError(
-                f"{lossy[0]} loses a large part of a gradient, always in the same way: give error_feedback=True, which adds what was "
-                "lost to the next one, or take another codec"
+                f"{lossy[0]} loses a large part of a gradient, always in the same way: set error_feedback=True, which "
+                "adds the loss to the next gradient, or use another codec"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,13 +161,14 @@ class Compression:
         # Pickles of the first format have no version, and the same fields.
         if (version := saved.get("version", 0)) > VERSION:
             raise ValueError(
-                f"compression: the settings were saved in version {version}; this version of torch_accl knows up to {VERSION}"
+                f"compression: the settings were saved in version {version}; this version of torch_accl supports up to "
+                f"{VERSION}"
             )
         self.__dict__.update((name, value) for name, value in saved.items() if name != "version")
         try:
             self.__post_init__()
         except ValueError as error:
-            raise ValueError(f"compression: settings that were saved are not accepted: {error}") from None
+            raise ValueError(f"compression: saved settings are not accepted: {error}") from None
 
     def of_group(self, codec: str | None) -> Compression:
         """Returns these settings for a group whose `Options` name `codec` (or None), which replaces a default codec."""

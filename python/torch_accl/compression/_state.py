@@ -142,14 +142,15 @@ class CompressionState(OfGroup):
             known = facts(codec)
             if known.is_divergent:
                 warnings.warn(
-                    f"compression: {codec} loses more of a gradient than there is, and training with it is likely to diverge; take "
-                    f"{facts(known.next_finer or RAW).short}, or {for_feedback()} with error_feedback=True",
+                    f"compression: the error of {codec} is larger than the gradient itself, so training is likely to "
+                    f"diverge; use {facts(known.next_finer or RAW).short}, or {for_feedback()} with "
+                    "error_feedback=True",
                     stacklevel=2,
                 )
             if known.hides_magnitudes and compression.error_feedback:
                 watch_for_adam(self._parameters, codec)
         for key in compression.unmatched([self._key_of(name) for name in self._names.values()]):
-            warnings.warn(f"compression: {key!r} fits no parameter of the model", stacklevel=2)
+            warnings.warn(f"compression: {key!r} matches no parameter of the model", stacklevel=2)
 
     # ---- for users
 
@@ -219,7 +220,9 @@ class CompressionState(OfGroup):
             ValueError: the factor is not a positive number.
         """
         if not 0 < factor < math.inf:
-            raise ValueError(f"factor is {factor!r}; expected a positive number, the new loss scale by the old one")
+            raise ValueError(
+                f"factor is {factor!r}; expected a positive number: the new loss scale divided by the old one"
+            )
         for residuals in (self._residuals, self._residuals_of_sums):
             for residual in residuals.values():
                 residual.mul_(factor)
@@ -319,7 +322,7 @@ class CompressionState(OfGroup):
         except KeyError:
             raise RuntimeError(
                 f"a gradient belongs to a parameter of shape {tuple(parameter.shape)} that the model did not have when its "
-                "compression.CompressionState was made; make a new one after changing the model"
+                "compression.CompressionState was created; create a new state after changing the model"
             ) from None
 
     def plan(
@@ -476,8 +479,8 @@ class CompressionState(OfGroup):
             if limit is not None and square and error > limit * square:
                 self._decided[name] = None
                 warnings.warn(
-                    f"compression: sums of {name} by {codec[1]} have {error / square:.2g} times their square as squared error, and "
-                    f"error_limit is {limit:.2g}: it travels as it is from now on",
+                    f"compression: the squared error of sums of {name} with {codec[1]} is {error / square:.2g} times "
+                    f"their square, above error_limit {limit:.2g}: the parameter is sent uncompressed from now on",
                     stacklevel=4,
                 )
                 changed = True
@@ -486,8 +489,9 @@ class CompressionState(OfGroup):
                 finer, finer_result = (facts(way).next_finer or RAW for way in (reduce, result))
                 self._decided[name] = intra_node, finer, finer_result
                 warnings.warn(
-                    f"compression: what is carried over of {name} is {carried / calls:.3g} times its gradient, mean of "
-                    f"{LOOK_EVERY} steps: {reduce} loses more than comes in; it takes {finer} from now on",
+                    f"compression: the residual of {name} is {carried / calls:.3g} times its gradient (mean of "
+                    f"{LOOK_EVERY} steps), because {reduce} loses more than it receives; the parameter uses {finer} "
+                    "from now on",
                     stacklevel=4,
                 )
                 changed = True
@@ -581,8 +585,8 @@ def _residual(residuals: dict[str, torch.Tensor], name: str, blocks: int, elemen
     residual = residuals[name]
     if residual.shape != (blocks, elements):
         raise RuntimeError(
-            f"compression: what was carried over of {name} is for {tuple(residual.shape)} elements, and its gradient has "
-            f"{(blocks, elements)} now; load a state of the same model and kind of parallelism, or make a new one"
+            f"compression: the residual of {name} has {tuple(residual.shape)} elements, but its gradient has "
+            f"{(blocks, elements)} now; load a state of the same model and kind of parallelism, or create a new one"
         )
     return residual
 
@@ -593,7 +597,8 @@ def _let_go(residuals: tuple[torch.Tensor, ...], done: object) -> None:
 
 def _warn_of_world(before: int, now: int) -> None:
     warnings.warn(
-        f"compression: what {before} ranks carried over cannot be shared out among {now}: error feedback begins anew",
+        f"compression: residuals of {before} ranks cannot be distributed to {now} ranks: error feedback starts again "
+        "from zero",
         stacklevel=3,
     )
 

@@ -88,7 +88,7 @@ def _of_last(name: str) -> Any:
         return getattr(self._works[-1], name)(*arguments, **named)
 
     method.__name__ = name
-    method.__doc__ = f"As `Work.{name}`."
+    method.__doc__ = f"Like `Work.{name}`."
     return method
 
 

@@ -49,8 +49,8 @@ NAMES = (
     Name("param", "sharded_param", _ALL, "the parameter as the model has it"),
     Name("param", "padded_sharded_param_size", _ALL, "its part of a row"),
     # The parameters of a row: torch 2.15 passes them to the first name; for older versions they follow from the other names.
-    Name("group", "_prepare_reduce_scatter_inputs", ("2.15",), "what is laid out in a row"),
-    Name("group", "post_backward", _ALL, "when a row is about to be laid out"),
+    Name("group", "_prepare_reduce_scatter_inputs", ("2.15",), "the parameters that are laid out in a row"),
+    Name("group", "post_backward", _ALL, "called before a row is laid out"),
     Name("group", "reduce_scatter_unused_params", _ALL, "whether zeros are laid out, too"),
     Name("param", "_unsharded_param", _ALL, "whether it was gathered"),
     Name("param", "unsharded_param", _ALL, "its gradient"),
@@ -166,6 +166,6 @@ def _get(thing: Any, name: str) -> Any:
     except AttributeError:
         [row] = [row for row in NAMES if row.name == name]
         raise RuntimeError(
-            f"apply_fsdp2: torch {torch.__version__} has no {type(thing).__name__}.{name} ({row.use}); it is known of torch 2.13 to 2.15, "
-            "so take one of these, or train without apply_fsdp2"
+            f"apply_fsdp2: torch {torch.__version__} has no {type(thing).__name__}.{name} ({row.use}); use torch 2.13 "
+            "to 2.15, or train without apply_fsdp2"
         ) from None
