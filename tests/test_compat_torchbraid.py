@@ -607,7 +607,7 @@ def test_functions_that_are_wrong_are_named_on_all_ranks(rank, world):
             "refine",
             lambda img, level: img,
             LayerParallelError,
-            r"`refine`, of the state of point \d+, returned the shape",
+            r"`refine` of the state of point \d+ returned the shape",
         ),
         (
             "shape",
