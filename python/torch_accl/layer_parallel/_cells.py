@@ -203,7 +203,7 @@ def stepped(cell: nn.Module) -> nn.Module:
         if cell.proj_size > 0:
             raise ValueError(f"{cell}: proj_size is not supported; put a layer after it")
         if not cell.batch_first:
-            raise ValueError(f"{cell}: inputs have the batch as first dimension; give batch_first=True")
+            raise ValueError(f"{cell}: inputs have the dimensions batch, then steps; give batch_first=True")
     if isinstance(cell, nn.GRU | nn.GRUCell):
         return SteppedGRU(cell)
     if isinstance(cell, nn.LSTM | nn.LSTMCell):
