@@ -436,7 +436,7 @@ def test_a_batch_does_not_depend_on_the_one_before(rank, world):
         for made in (first, second):
             made.setSkipDowncycle(False)
             made.setMaxIters(1)
-    assert len(said) == (rank == 0) and (rank or "the batch before" in str(said[0].message))
+    assert len(said) == (rank == 0) and (rank or "the previous batch" in str(said[0].message))
     assert first.fwd_app.cycle().iterations == 2, "a cycle after the start"
     first(batch(seed=8))
     found, right = first(batch()), second(batch())
@@ -602,26 +602,26 @@ def test_functions_that_are_wrong_are_named_on_all_ranks(rank, world):
             "coarsen",
             lambda img, level: img[..., ::3, ::3],
             ValueError,
-            r"on level 0 coarsen returned \[3, 2, 3, 3\], and shape said \[3, 2, 5, 5\]",
+            r"on level 0 coarsen returned \[3, 2, 3, 3\], but shape returned \[3, 2, 5, 5\]",
         ),
         (
             "refine",
             lambda img, level: img,
             LayerParallelError,
-            r"`refine`, of the state of point \d+, returned the shape",
+            r"`refine` of the state of point \d+ returned the shape",
         ),
         (
             "shape",
             lambda shape, level: shape,
             ValueError,
-            r"coarsen returned \[3, 2, 5, 5\], and shape said \[3, 2, 9, 9\]",
+            r"coarsen returned \[3, 2, 5, 5\], but shape returned \[3, 2, 9, 9\]",
         ),
         ("shape", lambda shape, level: None, TypeError, "shape returned None .* return a list of lengths"),
         (
             "coarsen",
             lambda img: img,
             RuntimeError,
-            "coarsen failed on level 0 with a tensor .* it returns what it is given",
+            "coarsen failed on level 0 with a tensor .* must return its argument unchanged",
         ),
     ]
     for name, function, error, text in cases:
@@ -652,11 +652,11 @@ def test_levels_whose_states_look_alike_are_told_apart(rank, world):
 def test_functions_and_levels_are_given_together():
     three = Pixels([0]).functions
     for arguments, error, text in (
-        ({"spatial_ref_funcs": three}, ValueError, r"no levels_to_coarsen; give the levels, as \[0\]"),
-        ({"levels_to_coarsen": [0]}, ValueError, "no spatial_ref_funcs; give"),
+        ({"spatial_ref_funcs": three}, ValueError, r"no levels_to_coarsen; give the levels, such as \[0\]"),
+        ({"levels_to_coarsen": [0]}, ValueError, "no spatial_ref_funcs; also give"),
         ({"spatial_ref_funcs": three[:2], "levels_to_coarsen": [0]}, TypeError, "has 2 entries; give three functions"),
-        ({"spatial_ref_funcs": three, "levels_to_coarsen": [-1]}, ValueError, r"give a list of levels from 0"),
-        ({"spatial_ref_funcs": three, "levels_to_coarsen": 0.5}, ValueError, r"give a list of levels from 0"),
+        ({"spatial_ref_funcs": three, "levels_to_coarsen": [-1]}, ValueError, r"give a list of levels of at least 0"),
+        ({"spatial_ref_funcs": three, "levels_to_coarsen": 0.5}, ValueError, r"give a list of levels of at least 0"),
     ):
         with pytest.raises(error, match=text):
             net(**arguments)
@@ -702,7 +702,7 @@ def test_diagnostics_and_points(rank, world):
 def test_states_of_points_are_there_without_diagnostics_until_the_backward_pass(rank, world, make):
     functors, counts = [lambda: nn.Linear(WIDTH, WIDTH), Step], [1, 7]
     made, other = make(functors, counts), make(functors, counts)
-    with pytest.raises(RuntimeError, match=r"call it in between, or diagnostics\(True\)"):
+    with pytest.raises(RuntimeError, match=r"call it in between, or call diagnostics\(True\)"):
         made.getFineTimePoints()
     y = made(batch())
     times, states = made.getFineTimePoints()
@@ -717,11 +717,11 @@ def test_states_of_points_are_there_without_diagnostics_until_the_backward_pass(
         torch.testing.assert_close(state.tensor(), expected.tensor(), **near)
     assert [list(each.shape) for each in states[-1].tensors()] == [[5, WIDTH]]
     y.sum().backward()
-    with pytest.raises(RuntimeError, match="states are kept from a forward pass with gradients"):
+    with pytest.raises(RuntimeError, match="states are kept only between a forward pass with gradients"):
         made.getFineTimePoints()
     with torch.no_grad():
         made(batch())
-    with pytest.raises(RuntimeError, match="states are kept from a forward pass with gradients"):
+    with pytest.raises(RuntimeError, match="states are kept only between a forward pass with gradients"):
         made.fwd_app.getTimePoints()
 
 
@@ -734,7 +734,7 @@ def test_a_vector_has_the_tensors_of_a_state():
     copied = vector.clone()
     assert vector.replaceTensor(two) is one and vector.tensor(0) is two and next(iter(copied)) is not one
     assert torch.equal(copied.tensor(), one) and vector.replaceTensor([one])[1] is two and vector.tensors() == (one,)
-    with pytest.raises(TypeError, match="int in place of a tensor"):
+    with pytest.raises(TypeError, match="expected a tensor or several tensors, got int"):
         torchbraid.BraidVector([1])
     assert torchbraid.layer_parallel.LayerParallel is torchbraid.LayerParallel
     assert torchbraid.gru_layer_parallel.GRU_Parallel is torchbraid.GRU_Parallel
@@ -890,7 +890,7 @@ def test_extra_arguments_are_given_to_each_layer(rank, world, layer):
     torch.testing.assert_close(y, right, rtol=5e-2, atol=5e-3)
     other = exact(batch(), 1.0, shift=0.5)
     assert rank != 0 or not torch.allclose(right, other)
-    with pytest.raises(LayerParallelError, match="extra argument of forward wants a gradient"):
+    with pytest.raises(LayerParallelError, match="extra argument of forward requires a gradient"):
         made(batch(), torch.ones((), requires_grad=True), shift=0.5)
     # No hooks for the extra arguments remain.
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in made.layer_models)
@@ -923,7 +923,7 @@ def test_what_cannot_be_is_said():
         net(Step(), 2)
     made = net(comm=MPI.COMM_SELF)
     for call, given in (("setMaxIters", 0), ("setNumRelax", -1), ("setCFactor", 1), ("setMinCoarse", 0)):
-        with pytest.raises(ValueError, match="whole number from"):
+        with pytest.raises(ValueError, match="give an integer of at least"):
             getattr(made, call)(given)
 
 
@@ -1118,7 +1118,9 @@ def test_dt_is_the_time_by_the_steps_of_the_batch_and_not_by_the_declared_ones(r
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
     texts = [str(one.message) for one in said]
-    assert rank or any("a batch has 27 steps and num_steps of all ranks is 26; dt is Tf / 27" in text for text in texts)
+    assert rank or any(
+        "a batch has 27 steps, but num_steps of all ranks is 26; dt is Tf / 27" in text for text in texts
+    )
 
 
 @on_ranks(2)
@@ -1243,13 +1245,13 @@ def test_buffers_of_mpi_say_where_states_are_sent_from(rank, world):
     with warnings_anew() as said:
         net(user_mpi_buf=False)
         net(user_mpi_buf=True)
-    assert len(said) == (rank == 0) and (rank or "memory that they lie in" in str(said[0].message))
+    assert len(said) == (rank == 0) and (rank or "sent from their own memory" in str(said[0].message))
 
 
 @on_ranks(2)
 def test_layers_that_no_backend_sends_from_are_refused(rank, world):
     made = net(lambda: Step().to("meta"), 2)
-    with pytest.raises(ValueError, match="no backend that sends from there"):
+    with pytest.raises(ValueError, match="has no backend for that device"):
         torchbraid._module._check_device(made.ranks, torch.device("cuda"))
 
 
@@ -1681,10 +1683,10 @@ def test_a_real_communicator_has_the_ranks_of_the_world_or_is_refused(rank, worl
         net(comm=Foreign(rank, 3))
     with pytest.raises(ValueError, match=rf"rank {1 - rank} of a communicator was given on rank {rank}"):
         net(comm=Foreign(1 - rank, 2))
-    with pytest.raises(TypeError, match="not int"):
+    with pytest.raises(TypeError, match="or one of mpi4py, got int"):
         net(comm=3)
     MPI.Init("accl")
-    with pytest.raises(ValueError, match=r"MPI.Init\('gloo'\): the group that there is"):
+    with pytest.raises(ValueError, match=r"MPI.Init\('gloo'\): the existing group has the backend"):
         MPI.Init("gloo")
     for comm in (dist.group.WORLD, dist.init_device_mesh("cpu", (2,))):
         assert len(net(comm=comm).layer_models) == 4
@@ -1771,7 +1773,7 @@ def test_buffers_have_the_elements_of_their_tensors_exactly():
         assert utils.pack_buffer([torch.zeros(2, dtype=each) for each in mixed]).dtype == dtype
     with pytest.raises(TypeError, match=r"no type holds torch.float32 and torch.int64 exactly"):
         utils.pack_buffer([torch.zeros(1), torch.zeros(1, dtype=torch.int64)])
-    with pytest.raises(ValueError, match=r"has 15 elements, and the tensors 6"):
+    with pytest.raises(ValueError, match=r"has 15 elements, but the tensors have 6"):
         utils.unpack_buffer(tensors[0], packed)
 
 
@@ -1812,9 +1814,9 @@ def test_means_of_states_are_by_class_and_time():
     assert found.tolist() == [[2.0], [0.5], [0.0]]
     storage.addState(0.5, (first,), torch.tensor([0, 1, 1]))
     assert storage.getState(0.5, [0, 1, 2])[0].tolist() == [[0.75 * 0.5 + 0.25], [0.25 * 5.5], [2.0]]
-    with pytest.raises(KeyError, match="no state of time"):
+    with pytest.raises(KeyError, match="no state for time"):
         storage.getState(1.0, [0])
-    with pytest.raises(ValueError, match="classes 0 to 3, and there are 3"):
+    with pytest.raises(ValueError, match="got classes 0 to 3, but class_count is 3"):
         storage.addState(0.5, first, [0, 1, 3])
     with pytest.raises(ValueError, match="2 classes for states of"):
         storage.addState(0.5, first, [0, 1])
@@ -1852,7 +1854,7 @@ def test_levels_are_counted_and_the_root_prints(capsys):
     mgopt.root_print(0, 1, 2, "not said")
     mgopt.root_print(1, 1, 1, "nor this")
     assert capsys.readouterr().out == "said\n"
-    with pytest.raises(ValueError, match="at least 2"):
+    with pytest.raises(ValueError, match="a cfactor of at least 2"):
         mgopt.compute_levels(8, 2, 1)
 
 
@@ -2112,7 +2114,7 @@ def test_options_that_there_are_not_are_refused_with_those_that_there_are():
             {"criterions": ("tb_mgopt_cross_ent", {"weight": 1})},
             "tb_mgopt_cross_ent has no argument weight; it takes none",
         ),
-        ({"steps": (2, 5)}, r"ni_steps=\[2, 5\]: give numbers of which each is the one before by the same"),
+        ({"steps": (2, 5)}, r"ni_steps=\[2, 5\]: give numbers that grow by the same integer factor"),
         ({"steps": (2, 4, 12)}, r"ni_steps=\[2, 4, 12\]"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -2140,7 +2142,7 @@ def test_options_that_there_are_not_are_refused_with_those_that_there_are():
             solver.mgopt_solve(samples(), samples(), **options)
     with pytest.raises(TypeError, match="model_factory returned Linear whose parallel_nn is NoneType"):
         hierarchy(make=lambda global_steps: nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="has 5 layers, and the next coarser one 2; .* it should have 4"):
+    with pytest.raises(ValueError, match="has 5 layers, and the next coarser level has 2; .* the level should have 4"):
         hierarchy(make=lambda global_steps: Whole(5 if global_steps == 4 else global_steps))
 
 

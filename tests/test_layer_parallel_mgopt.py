@@ -371,7 +371,7 @@ def test_tied_parameters_of_plain_layers_count_once(rank, world, how):
     found = {name: value for part in net._wire.gathered(net.state_dict()) for name, value in part.items()}
     assert torch.equal(found["layers.0.weight"], found["layers.5.weight"])
     shared = nn.Linear(6, 6)
-    with pytest.raises(ValueError, match="steps 1, 2, 3 have parameters that are tied to others"):
+    with pytest.raises(ValueError, match="steps 1, 2, 3 have tied parameters"):
         steps = LayerParallel([nn.Linear(6, 6), *(ode(shared) for _ in range(3))], mode="exact-wave")
         MGOpt(steps, sgd(steps))
 
@@ -414,7 +414,9 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_net_where_it_was(
                 raise ArithmeticError("no optimizer today")
             return torch.optim.SGD(parameters, lr=0.1)
 
-        with pytest.raises(LayerParallelError, match="rank 1 of the layers failed in making the optimizer of level 1"):
+        with pytest.raises(
+            LayerParallelError, match="rank 1 of the layers failed in creating the optimizer of level 1"
+        ):
             MGOpt(net, sgd(net), coarse_optimizer=some)
 
 
@@ -426,8 +428,8 @@ def test_settings_that_cannot_be_are_refused(rank, world):
         (dict(factor=1), "factor=1: give 2 or more"),
         (dict(trials=0), "trials=0: give 1 or more"),
         (dict(interpolation="cubic"), "interpolation='cubic': give one of constant, linear"),
-        (dict(placement="even"), "a coarse layer lies with the first of its layers"),
-        (dict(levels=3), "factor=2 does not divide the 3 steps of one make from layer 0 to 2"),
+        (dict(placement="even"), "a coarse layer is on the rank of the first layer it stands for"),
+        (dict(levels=3), "factor=2 does not divide the 3 equal steps from layer 0 to 2"),
     ]:
         with pytest.raises(ValueError, match=said):
             MGOpt(net, sgd(net), **settings)
@@ -490,7 +492,9 @@ def test_parameters_that_are_frozen_later_are_refused_on_all_ranks(rank, world):
     cycle = MGOpt(net, sgd(net))
     if rank == 0:
         net.layers["1"][0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="other parameters of layer 1 want a gradient than when this MGOpt was made"):
+    with pytest.raises(
+        ValueError, match="requires_grad of the parameters of layer 1 has changed since this MGOpt was created"
+    ):
         cycle.step(*batch(), squared)
     if rank == 0:
         net.layers["1"][0].weight.requires_grad_()

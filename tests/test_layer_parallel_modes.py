@@ -175,7 +175,7 @@ def test_a_solve_that_cannot_converge_says_so(rank, world):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         net.step(x, target, squared)
-    assert sum("has come to max_iterations=3" in str(each.message) for each in seen) == net.is_first
+    assert sum("a solve reached max_iterations=3" in str(each.message) for each in seen) == net.is_first
     assert net.norms.forward_end == "limit" and len(net.norms.forward) == 2
     with pytest.raises(ValueError, match="norms='none'"):
         LayerParallel(steps(), mode="converged", fwd=Cycle(norms="none")).step(x, target, squared)
@@ -233,7 +233,7 @@ def test_a_guess_of_another_shape_is_an_error_on_all_ranks(rank, world):
     net = LayerParallel(steps(), fwd=Cycle(start="guess"), guess=lambda point: torch.zeros(3))
     with pytest.raises(LayerParallelError, match=r"rank 0 .* the guess of point 4, batch 0: .*\[3\]"):
         net.step(x, target, squared)
-    with pytest.raises(ValueError, match="a guess is of states"):
+    with pytest.raises(ValueError, match="a guess provides states"):
         net.bwd = Cycle(start="guess")
 
 
@@ -615,7 +615,9 @@ def test_a_net_that_does_not_converge_is_found_out(rank, world, on_stall):
         warnings.simplefilter("always")
         net.step(x, target, squared)
     assert not net.probes[-1].factor < 1, net.probes
-    mine = [each for each in seen if str(each.message).startswith("layer-parallel training, batch 0: the last of")]
+    mine = [
+        each for each in seen if str(each.message).startswith("layer-parallel training, batch 0: a probe with twice")
+    ]
     assert len(mine) == net.is_first
     assert net.mode == ("exact-wave" if on_stall == "exact" else "inexact")
     assert (net.fwd.iterations, net.bwd.iterations) == ((3, 2) if on_stall == "more" else (2, 1))
@@ -660,7 +662,7 @@ def test_what_is_no_number_exactly_either_changes_no_mode(rank, world):
     net = LayerParallel(steps(), audit_every=1, on_excess="exact")
     x, target = batch()
     x[0, 0] = float("nan")
-    with pytest.warns(UserWarning, match="exactly, too, it is no finite number"):
+    with pytest.warns(UserWarning, match="the exact loss is not finite either"):
         net.step(x, target, squared)
     assert net.mode == "inexact"
 
@@ -847,7 +849,7 @@ def test_another_batch_on_the_last_rank_is_told_once_it_is_seen(rank, world):
             warnings.simplefilter("always")
             for _ in range(4):
                 net.step(given, target, squared)
-        found = ["was given another input than the first" in str(each.message) for each in seen]
+        found = ["the last rank's input differs from the first rank's" in str(each.message) for each in seen]
         assert sum(found) == (count if rank == 0 else 0)
 
 
@@ -870,9 +872,7 @@ def test_a_net_made_on_the_meta_device_is_trained_once_it_is_filled(rank, world)
     x, target = batch()
     with torch.device("meta"):
         net = LayerParallel(steps(), mode="exact-wave")
-    with pytest.raises(
-        LayerParallelError, match=r"meta device; call to_empty\(device=...\) and initialize them before"
-    ):
+    with pytest.raises(LayerParallelError, match=r"meta device; call to_empty\(device=...\) and initialize them first"):
         net.step(x, target, squared)
     net.to_empty(device="cpu")
     right = LayerParallel(steps(), mode="exact-wave")

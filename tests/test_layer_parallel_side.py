@@ -260,7 +260,7 @@ def test_what_is_wrong_with_them_is_said_on_all_ranks(rank, world):
     net = LayerParallel(decoder(), micro_batches=3, side_per_sample=["memory"])
     with pytest.raises(ValueError, match="no layer's forward has an argument `masks`"):
         net.step(x, target, squared, side={**side, "masks": side["mask"]})
-    with pytest.raises(LayerParallelError, match="rank 0 .*the side input `memory` has str among its leaves"):
+    with pytest.raises(LayerParallelError, match="rank 0 .*the side input `memory` has a leaf of type str"):
         net.step(x, target, squared, side={"memory": "all of it"} if rank == 0 else None)
     with pytest.raises(LayerParallelError, match="rank 0 .*side inputs are list"):
         net.step(x, target, squared, side=[1] if rank == 0 else None)
@@ -268,7 +268,7 @@ def test_what_is_wrong_with_them_is_said_on_all_ranks(rank, world):
         net.step(x, target, squared)
     net.mode = "exact-pipeline"
     rows = {"memory": seeded(2, (4, 6, 8))}
-    with pytest.raises(LayerParallelError, match="`memory` has a leaf .* 3 micro-batches do not divide"):
+    with pytest.raises(LayerParallelError, match="`memory` has a leaf .* not divisible by 3 micro-batches"):
         net.step(seeded(1, (3, 3, 5)), seeded(1, (3, 3, 8)), squared, side=rows)
     net = LayerParallel([Head(), *(ode(Changing()) for _ in range(8))])
     with pytest.raises(LayerParallelError, match="changes its input in place"):

@@ -245,12 +245,12 @@ def test_a_function_that_fails_on_one_rank_while_plans_are_made_is_an_error_on_a
 
     layers, (x, target) = steps(), batch()
     net = LayerParallel(layers, fwd=Cycle(coarser=1), spatial=Spatial(coarsen, PIXELS.refine))
-    with pytest.raises(LayerParallelError, match=rf"rank {world - 1} .* making states coarser: MemoryError: no room"):
+    with pytest.raises(LayerParallelError, match=rf"rank {world - 1} .* coarsening states: MemoryError: no room"):
         net.step(x, target, squared)
     other = LayerParallel(
         layers, fwd=Cycle(coarser=1), spatial=Spatial(PIXELS.coarsen if rank else lambda x: x, PIXELS.refine)
     )
-    with pytest.raises(ValueError, match="`coarsen` makes other shapes on other ranks"):
+    with pytest.raises(ValueError, match="`coarsen` returns different shapes on different ranks"):
         other.step(x, target, squared)
 
 
@@ -263,9 +263,9 @@ def test_what_is_wrong_is_said_on_all_ranks(rank, world):
         Cycle(coarser=2)
     wrong = Spatial(PIXELS.coarsen, lambda x, like: x)
     net = LayerParallel(layers, fwd=Cycle(coarser=1), spatial=wrong)
-    with pytest.raises(LayerParallelError, match=r"`refine`, of the state of point \d+, returned the shape"):
+    with pytest.raises(LayerParallelError, match=r"`refine` of the state of point \d+ returned the shape"):
         net.step(x, target, squared)
     pairs = Spatial(lambda x: (x, x), PIXELS.refine)
     net = LayerParallel(layers, fwd=Cycle(coarser=1), spatial=pairs)
-    with pytest.raises(ValueError, match="return as many leaves"):
+    with pytest.raises(ValueError, match="return the same number of leaves"):
         net.step(x, target, squared)

@@ -145,7 +145,7 @@ def test_a_tied_parameter_that_nothing_uses_adds_nothing(rank, world):
 def test_names_that_cannot_be_tied_are_refused_on_all_ranks(rank, world):
     for group, message in (
         (["layers.0.weight", "layers.0.weight"], "at least two names"),
-        (["layers.0.weight", "layers.12.weight"], "of layer 12, which there is not"),
+        (["layers.0.weight", "layers.12.weight"], "layer 12, which does not exist"),
         (["layers.0.weight", "head"], "'head' names no parameter"),
         (["layers.0.weight", "layers.9.bias"], "there is no parameter layers.9.bias"),
         (["layers.0.weight", "layers.8.0.weight"], r"float32\[11, 6\], layers.8.0.weight float32\[6, 6\]"),
@@ -218,7 +218,7 @@ def test_tied_parameters_of_which_some_are_not_trained_are_found_out_on_all_rank
     net = LayerParallel(blocks(), tie=TIE)
     if rank == 0:
         net.layers["0"].weight.requires_grad_(False)
-    with pytest.raises(LayerParallelError, match="some want a gradient and others do not"):
+    with pytest.raises(LayerParallelError, match="differ in requires_grad; set it alike for all of them"):
         net.step(x, target, functional.cross_entropy)
 
 
@@ -231,7 +231,7 @@ def test_tied_parameters_that_are_refused_keep_no_other_rank_waiting(rank, world
         net.layers["0"].weight.requires_grad_(False)
     with pytest.raises(
         LayerParallelError,
-        match="layers.0.weight, layers.1.weight some want a gradient",
+        match="layers.0.weight, layers.1.weight differ in requires_grad",
     ):
         net.step(x, target, functional.mse_loss)
     net.requires_grad_(True)

@@ -148,7 +148,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("how", list(TRANSFORMS))
 def test_a_transform_on_the_first_rank_is_refused_on_all(rank, world, how):
     net = LayerParallel(layers(), mode="exact-wave")
-    with pytest.raises(LayerParallelError, match=r"rank 0 of the layers .* cannot be served .*to_serial\(\)"):
+    with pytest.raises(LayerParallelError, match=r"rank 0 of the layers .* does not support .*to_serial\(\)"):
         TRANSFORMS[how](net, batch()) if rank == 0 else net(batch())
     goes_on(net, batch())
 

@@ -45,7 +45,7 @@ class Audit:
 
     def __str__(self) -> str:
         factor = "" if self.factor is None else f", convergence factor {self.factor:.2g}"
-        losses = "for the gradient of the output that was given"
+        losses = "for the given output gradient"
         if self.loss is not None and self.exact_loss is not None:
             losses = f"loss {self.loss:.6g} instead of {self.exact_loss:.6g}"
         return f"batch {self.batch}: gradients {self.gradient_error:.2%} off (cosine {self.cosine:.4f}), output {self.output_error:.2%} off, {losses}{factor}"
@@ -75,7 +75,7 @@ class Probe:
     def __str__(self) -> str:
         both = {"forward": self.forward, "backward": self.backward}
         shown = " and ".join(f"{name} {factor:.2g}" for name, factor in both.items() if factor is not None)
-        return f"batch {self.batch}: the last of twice as many iterations made residuals {shown} times as large"
+        return f"batch {self.batch}: a probe with twice the iterations ended with residual factors {shown}"
 
 
 def factor_of(residuals: Sequence[float]) -> float | None:

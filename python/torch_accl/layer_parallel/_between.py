@@ -171,7 +171,7 @@ class Between:
             for layer, parameters in fine.items()
         }
         like = {layer: parameters for source, parameters in coarse.items() for layer, _ in self._shares[source]}
-        there = exchanged(self.fine._wire, moves, own, like, "gradients on their way to the coarse net")
+        there = exchanged(self.fine._wire, moves, own, like, "sending gradients to the coarse net")
         found: Field = {}
         for source, parameters in coarse.items():
             sums: list[Tensor | None] = [None] * len(parameters)
@@ -192,7 +192,7 @@ class Between:
         ]
         fine = trained(self.fine)
         like = {source: fine[layer] for layer in fine for source in self._origins[layer].sources}
-        there = exchanged(self.fine._wire, moves, changes, like, "changes on their way to the fine net")
+        there = exchanged(self.fine._wire, moves, changes, like, "sending changes to the fine net")
         found: Field = {}
         for layer in fine:
             origin = self._origins[layer]

@@ -113,7 +113,7 @@ def built(block: Block, number: int, seed: int) -> nn.Module:
         module = block.module(number)
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"layer {number}: what was to build it returned {type(module).__name__}; return a torch.nn.Module"
+            f"layer {number}: the function that builds it returned {type(module).__name__}; return a torch.nn.Module"
         )
     return module
 

@@ -100,7 +100,7 @@ def described_optimizer(optimizer: Optimizer | None) -> Made | None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is {type(optimizer).__name__}; give a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS has one state for all parameters, which cannot be carried over; take another optimizer")
+        raise TypeError("LBFGS has one state for all parameters, which cannot be transferred; use another optimizer")
     kind = type(optimizer)
     try:
         pickled = pickle.dumps((kind, optimizer.defaults))

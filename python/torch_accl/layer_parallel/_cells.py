@@ -199,11 +199,11 @@ def stepped(cell: nn.Module) -> nn.Module:
     """Returns the cell of a module: torch's recurrent modules become steps, any other module is returned unchanged."""
     if isinstance(cell, nn.RNNBase):
         if cell.bidirectional:
-            raise ValueError(f"{cell}: a sequence is gone through in one direction; give one that is not bidirectional")
+            raise ValueError(f"{cell}: a sequence is processed in one direction only; give bidirectional=False")
         if cell.proj_size > 0:
             raise ValueError(f"{cell}: proj_size is not supported; put a layer after it")
         if not cell.batch_first:
-            raise ValueError(f"{cell}: inputs have the batch first, then the steps; give batch_first=True")
+            raise ValueError(f"{cell}: inputs have the dimensions batch, then steps; give batch_first=True")
     if isinstance(cell, nn.GRU | nn.GRUCell):
         return SteppedGRU(cell)
     if isinstance(cell, nn.LSTM | nn.LSTMCell):

@@ -229,7 +229,7 @@ class Copies:
         try:
             sets = self._sets(is_batch=is_batch)
             if len(sets) != self._count:
-                raise ValueError("the parameters of which other ranks have copies are gone")
+                raise ValueError("this rank lacks parameters that other ranks have copies of")
             found = [(_UNSET if self._is_unset else _GIVEN) if self.is_new else 0, 0]
             for each in sets:
                 stored = _hash_pair(each.stored)
@@ -278,8 +278,8 @@ class Copies:
                 forms = {rank: " and ".join(of_rank.get(name, ["none"])) for rank, of_rank in known.items()}
                 if len(set(forms.values())) > 1 or any(len(of_rank.get(name, [])) > 1 for of_rank in known.values()):
                     shown = ", ".join(f"{form} on rank {rank}" for rank, form in forms.items())
-                    return f"copies of {name} have different shapes or types: {shown} of the layers; put modules with the same parameters in their places on all ranks"
-        raise AssertionError("forms differ that are the same")
+                    return f"copies of {name} have different shapes or types: {shown} of the layers; use modules with the same parameters on all ranks"
+        raise AssertionError("equal forms were reported as different")
 
     def _difference(self) -> str:
         """Describes which copies differ in value. All ranks call it together."""
@@ -299,7 +299,7 @@ class Copies:
                 shown.append((copied.name, copied.ranks[0], ", ".join(others)))
         name, lowest, where = shown[0]
         more = f" (and of {len(shown) - 1} more parameters)" if len(shown) > 1 else ""
-        return f"copies of {name}{more} have different values: rank {where} of the layers has others than rank {lowest}; {self._remedy}"
+        return f"copies of {name}{more} have different values: rank {where} of the layers differs from rank {lowest}; {self._remedy}"
 
     # ---- the lowest rank's copies
 
@@ -310,8 +310,8 @@ class Copies:
             if not far <= _ROUNDING and name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(
-                    f"layer-parallel training, {what}: the copy of {name} on rank {self._wire.rank} of the layers was {far:.2g} (relative, in the 2-norm) off rank {each.ranks[0]}'s, "
-                    "further than rounding takes it; the lowest rank's copy is now that of all. Change copies on all ranks alike, and give all ranks the same optimizer",
+                    f"layer-parallel training, {what}: the copy of {name} on rank {self._wire.rank} of the layers was {far:.2g} (relative 2-norm) off rank {each.ranks[0]}'s copy, "
+                    "which is more than rounding explains; all ranks now use the lowest rank's copy. Change copies alike on all ranks, and give all ranks the same optimizer",
                     stacklevel=2,
                 )
 

@@ -58,7 +58,9 @@ class Cycle:
         if self.levels < 1:
             raise ValueError(f"Cycle(levels={self.levels}): give 1 or more")
         if self.iterations < 1 and (self.start != "guess" or self.iterations < 0):
-            raise ValueError(f"Cycle(iterations={self.iterations}): the first one makes the start, so give 1 or more")
+            raise ValueError(
+                f"Cycle(iterations={self.iterations}): the first iteration computes the start, so give 1 or more"
+            )
         self.factors()
         self.relaxations()
         self.coarser_levels()
@@ -106,7 +108,7 @@ class Cycle:
                 return len(relax) // 2
         elif relax >= 0:
             return relax
-        raise ValueError(f"Cycle(relax={self.relax!r}): give F, FCF, or a number from 0")
+        raise ValueError(f"Cycle(relax={self.relax!r}): give F, FCF, or a number of at least 0")
 
     def reuse_for(self, ranks: int, *, is_adjoint: bool) -> str:
         """Returns `reuse`, with `"auto"` resolved for the number of ranks.
@@ -124,4 +126,4 @@ class Cycle:
 def check_backward(cycle: Cycle) -> None:
     """Raises `ValueError` for a cycle that a backward pass cannot use."""
     if cycle.start == "guess":
-        raise ValueError("bwd=Cycle(start='guess'): a guess is of states; let the backward pass begin otherwise")
+        raise ValueError("bwd=Cycle(start='guess'): a guess provides states, not gradients; give another start")

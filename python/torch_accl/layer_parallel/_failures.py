@@ -29,7 +29,8 @@ def described(error: BaseException) -> str:
 
 
 def sentence(
-    causes: Sequence[str | None], remedy: str = "No gradient was taken over; mend it and go on with the next batch."
+    causes: Sequence[str | None],
+    remedy: str = "No gradients were accumulated; fix the cause and continue with the next batch.",
 ) -> str:
     """Returns the message that all ranks raise, from each rank's own cause."""
     # Ranks with the same cause share a sentence.

@@ -28,7 +28,7 @@ def clip_grad_norm_(net: Model, max_norm: float, norm_type: float = 2.0, *, erro
         RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     if norm_type <= 0:
-        raise ValueError(f"norm_type={norm_type}: give more than 0, or inf")
+        raise ValueError(f"norm_type={norm_type}: give a number above 0, or inf")
     wire, solver = net.wire, net.current
     count = len(solver.plans.net.layers)
     powers = [0.0] * count
@@ -86,7 +86,7 @@ class GradScaler(torch.amp.GradScaler):
         wire = self._net.wire
         mine = any(float(value) > 0 for value in found.values())
         [count] = wire.together(
-            torch.tensor([int(mine)], dtype=torch.int64, device=wire.device), "looking for infinite gradients"
+            torch.tensor([int(mine)], dtype=torch.int64, device=wire.device), "checking for infinite gradients"
         )
         # A rank without gradients has no entry yet; it needs one to learn the result.
         device = torch.device(self._device)

@@ -36,7 +36,7 @@ def slots_of(module: nn.Module, places: Collection[int]) -> set[int]:
 def check_net(net: object) -> None:
     """Raises `TypeError` unless `net` is a net itself, without a wrapper."""
     if not isinstance(net, LayerParallel):
-        raise TypeError(f"net is {type(net).__name__}; give a LayerParallel, not what is wrapped around it")
+        raise TypeError(f"net is {type(net).__name__}; give the LayerParallel itself, not a wrapper")
 
 
 def looked_at(net: LayerParallel) -> tuple[list[int], list[list[Place]]]:
@@ -58,7 +58,7 @@ def looked_at(net: LayerParallel) -> tuple[list[int], list[list[Place]]]:
         wanted = {name for group in net._ties.names for name in group}
         return makes, _shared(modules), {name: known[name] for name in wanted & known.keys()}
 
-    of_all = agreed(net._wire, "looking at its layers", "Nothing was changed; mend it and call it again.", own)
+    of_all = agreed(net._wire, "inspecting its layers", "Nothing was changed; fix the cause and repeat the call.", own)
     makes = {layer: make for each, _, _ in of_all for layer, make in each.items()}
     known = {name: place for _, _, each in of_all for name, place in each.items()}
     groups = [[known[name] for name in group] for group in net._ties.names]
@@ -96,5 +96,5 @@ def _check(modules: Mapping[int, nn.Module], names: Sequence[str]) -> None:
         for name, parameter in module.named_parameters():
             if hasattr(parameter, "placements"):
                 raise TypeError(
-                    f"layer {layer} ({names[layer]}) has a parameter {name} that is spread over ranks; give the net before fully_shard"
+                    f"layer {layer} ({names[layer]}) has a parameter {name} that is sharded over ranks; pass the net before you apply fully_shard"
                 )

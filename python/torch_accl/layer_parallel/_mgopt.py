@@ -119,14 +119,16 @@ class MGOpt:
         if interpolation not in ("constant", "linear"):
             raise ValueError(f"interpolation={interpolation!r}: give one of constant, linear")
         if "placement" in settings:
-            raise ValueError("placement is given; a coarse layer lies with the first of its layers, so leave it out")
+            raise ValueError(
+                "placement is not supported: a coarse layer is on the rank of the first layer it stands for; leave it out"
+            )
         self._pre, self._post, self._coarse, self._trials = pre, post, coarse, trials
         self._moments: Moments | None = settings.get("moments", "scaled") if coarse_optimizer is None else None
         _, ties = looked_at(net)
         kinds = net._solver.layers.kinds
         if tied := sorted({layer for group in ties for layer, _ in group if kinds[layer] != "plain"}):
             raise ValueError(
-                f"steps {', '.join(map(str, tied[:5]))}{' ...' if len(tied) > 5 else ''} have parameters that are tied to others; those of plain layers alone may be"
+                f"steps {', '.join(map(str, tied[:5]))}{' ...' if len(tied) > 5 else ''} have tied parameters; only plain layers may have them"
             )
         self._levels = [_Level(net, optimizer, ties)]
         self._trained = _are_trained(net)
@@ -207,7 +209,7 @@ class MGOpt:
         )
         if last:
             raise ValueError(
-                f"other parameters of layer {last - 1} want a gradient than when this MGOpt was made; make a new one"
+                f"requires_grad of the parameters of layer {last - 1} has changed since this MGOpt was created; create a new MGOpt"
             )
 
     def _cycle(self, at: int, point: _Point, batch: _Batch) -> None:
@@ -382,7 +384,9 @@ def _made(
             found.append(coarse_optimizer(parameters, level))
 
     found: list[Optimizer] = []
-    agreed(net._wire, f"making the optimizer of level {level}", "Give one that can be made on all ranks.", make)
+    agreed(
+        net._wire, f"creating the optimizer of level {level}", "Give a coarse_optimizer that works on all ranks.", make
+    )
     return found[0] if found else None
 
 

@@ -122,7 +122,9 @@ class Model(nn.Module):
         if on_stall not in ("warn", "more", "exact"):
             raise ValueError(f"on_stall={on_stall!r}: give one of warn, more, exact")
         if not 0 <= tolerance < 1:
-            raise ValueError(f"tolerance={tolerance}: give a share of the first residual norm, from 0 to below 1")
+            raise ValueError(
+                f"tolerance={tolerance}: give a fraction of the first residual norm, at least 0 and below 1"
+            )
         if max_iterations < 1:
             raise ValueError(f"max_iterations={max_iterations}: give 1 or more")
         check_backward(bwd)
@@ -145,7 +147,7 @@ class Model(nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled, because it holds a process group and the layers of this rank alone; save {self.instead_of_pickling}"
+            f"a {type(self).__name__} cannot be pickled, because it holds a process group and only this rank's layers; save {self.instead_of_pickling}"
         )
 
     def __copy__(self) -> Self:
@@ -259,7 +261,7 @@ class Model(nn.Module):
         _native.layer_levels(list(self._plans.net.layers), cycle.factors())
         if any(cycle.coarser_levels()) and self._solver.shared.spatial is None:
             raise ValueError(
-                f"Cycle(coarser={cycle.coarser}) of a net without `spatial`; give it functions that make states coarser and finer"
+                f"Cycle(coarser={cycle.coarser}) of a net without `spatial`; give it functions that coarsen and refine states"
             )
 
     @property
@@ -295,7 +297,7 @@ class Model(nn.Module):
     @batch.setter
     def batch(self, number: int) -> None:
         if number < 0:
-            raise ValueError(f"batch={number}: give the number of a batch, from 0")
+            raise ValueError(f"batch={number}: give a batch number of at least 0")
         self._solver.shared.number = number
 
     @property
@@ -333,17 +335,17 @@ class Model(nn.Module):
         self.audits.append(audit)
         if audit.exact_loss is not None and not math.isfinite(audit.exact_loss):
             # No setting would improve this.
-            self._change("warn", f"{audit}: exactly, too, it is no finite number")
+            self._change("warn", f"{audit}: the exact loss is not finite either")
         elif not audit.gradient_error <= self._audit_limit:
-            self._change(self._on_excess, f"{audit}, which is over {self._audit_limit:.2%}")
+            self._change(self._on_excess, f"{audit}: the gradient error exceeds the limit of {self._audit_limit:.2%}")
 
     def take_norms(self, solve: Solve, way: Way) -> None:
         """Keeps the norms of a batch whose passes have completed. Reacts to them if the batch was a probe."""
         self.norms = solve.norms
         if "limit" in (solve.norms.forward_end, solve.norms.backward_end) and self.is_first:
             warnings.warn(
-                f"layer-parallel training, mode converged: a solve has come to max_iterations={self._max_iterations} before its tolerance, so gradients are inexact; give more, or "
-                "take an exact mode (net.norms.forward_end and backward_end say of which pass)",
+                f"layer-parallel training, mode converged: a solve reached max_iterations={self._max_iterations} before its tolerance, so gradients are inexact; raise max_iterations or "
+                "use an exact mode (net.norms.forward_end and backward_end name the pass)",
                 stacklevel=2,
             )
         self._can_be_cut = self._is_divided(solve)
@@ -356,18 +358,18 @@ class Model(nn.Module):
             self._change(self._on_stall, str(probe))
 
     def _change(self, what: Excess, why: str) -> None:
-        remedy = "more iterations or an exact mode make it better"
+        remedy = "use more iterations or an exact mode"
         if what == "more":
             self._cycles = {
                 name: replace(cycle, iterations=cycle.iterations + 1) for name, cycle in self._cycles.items()
             }
             fwd, bwd = self._cycles["forward"].iterations, self._cycles["adjoint"].iterations
-            remedy = f"from now on there are {fwd} forward and {bwd} backward iterations"
+            remedy = f"later batches use {fwd} forward and {bwd} backward iterations"
         elif what == "exact":
             # The exact mode is a wave if batches like this one cannot be split, or if the loss may not be a mean over
             # micro-batches.
             self.mode = "exact-pipeline" if self._may_be_cut and self._can_be_cut else "exact-wave"
-            remedy = f"from now on the mode is {self._mode}"
+            remedy = f"later batches use mode {self._mode}"
         if self.is_first:
             warnings.warn(f"layer-parallel training, {why}; {remedy}", stacklevel=2)
 
@@ -456,7 +458,7 @@ class Model(nn.Module):
             LayerParallelError: a rank's input, layer or loss failed; all ranks raise it.
         """
         if self.training:
-            raise RuntimeError("evaluate() of a net in training; call eval() before, and train() afterwards")
+            raise RuntimeError("evaluate() of a net in training mode; call eval() first, and train() afterwards")
         run = self.run(x, side, call="evaluate()")
         job = Job(x, target, loss_fn, side, 1.0)
         trained = self.way_of(self._mode if self._mode not in ("exact-pipeline", "auto") else "exact-wave")
@@ -590,7 +592,7 @@ class Model(nn.Module):
         if not cycle.factors():
             return plans.solve(pass_, cycle)
         if cycle.norms == "none":
-            raise ValueError("Cycle(norms='none') in the mode converged, which goes by norms; give lagged or blocking")
+            raise ValueError("Cycle(norms='none') in mode converged, which needs norms; give lagged or blocking")
         return Converging(
             first=plans.solve(pass_, cycle, is_whole=False),
             more=plans.solve(pass_, cycle, iterations=1, start="guess", is_whole=False),
@@ -615,7 +617,7 @@ class Model(nn.Module):
 def _compared(net: Model, incompatible: Any) -> None:
     """Compares loaded parameters on all ranks."""
     if net._copies is not None:
-        what = "load_state_dict() of a net of which ranks have copies of parameters, which all ranks of the layers call together"
+        what = "load_state_dict() of a net with copied parameters (all ranks of the layers must call it together)"
         net._copies.check(what)
 
 
@@ -638,7 +640,9 @@ def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | Literal["alone"
         raise ValueError("mesh and group are both given; give one of them")
     if mesh is not None:
         if mesh.ndim != 1:
-            raise ValueError(f"the mesh has {mesh.ndim} dimensions; give the one that the layers lie on, as mesh['lp']")
+            raise ValueError(
+                f"the mesh has {mesh.ndim} dimensions; give the one dimension for the layers, such as mesh['lp']"
+            )
         return mesh.get_group()
     if group is not None:
         return None if isinstance(group, str) else group

@@ -41,7 +41,7 @@ __all__ = ["Interpolation", "coarsened", "refined"]
 Interpolation = Literal["constant", "linear"]
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
-_NOTHING = "Nothing was changed; mend it and call it again."
+_NOTHING = "Nothing was changed; fix the cause and repeat the call."
 
 
 @overload
@@ -171,7 +171,7 @@ class _Wanted:
     def check(self) -> None:
         """Raises `ValueError` for invalid arguments."""
         if isinstance(self.factor, bool) or not isinstance(self.factor, int) or self.factor < 1:
-            raise ValueError(f"factor={self.factor!r}: give a whole number from 1")
+            raise ValueError(f"factor={self.factor!r}: give an integer of at least 1")
         choices = {
             "interpolation": ("constant", "linear"),
             "residual": ("scaled", "copied"),
@@ -182,7 +182,7 @@ class _Wanted:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(known)}")
         for name in ("mesh", "group"):
             if name in self.settings:
-                raise ValueError(f"{name} is given; the net stays on its ranks, so leave it out")
+                raise ValueError(f"{name} is not supported: the net stays on its ranks; leave it out")
 
     def __str__(self) -> str:
         shown = ", ".join(f"{name}={_shown(self.settings[name])}" for name in sorted(self.settings))
@@ -230,7 +230,9 @@ def _derived(
     of_all = agreed(wire, what, _NOTHING, asked, is_for_all=True)
     others = sorted({each for each, _, _ in of_all})
     if len(others) > 1:
-        raise ValueError(f"ranks of the layers ask for different things: {others[0]} and {others[1]}; ask for the same")
+        raise ValueError(
+            f"ranks of the layers issued different calls: {others[0]} and {others[1]}; issue the same call on all ranks"
+        )
     made = _optimizer_of_all([(each, has_any) for _, each, has_any in of_all], optimizer)
     makes, ties = looked_at(net)
     origins = wanted.origins(net, makes)
@@ -274,7 +276,7 @@ def _derived(
             )
         )
 
-    agreed(wire, f"{what}, making the optimizer", _NOTHING, build_optimizer)
+    agreed(wire, f"{what}, creating the optimizer", _NOTHING, build_optimizer)
     return new, optimizers[0]
 
 
@@ -303,19 +305,19 @@ def _optimizer_of_all(of_all: Sequence[tuple[Made | None, bool]], own: Optimizer
     names = sorted({made.name for made in given})
     if len(names) > 1:
         raise ValueError(
-            f"ranks of the layers have optimizers of {names[0]} and of {names[1]}; give all the same class"
+            f"ranks of the layers gave optimizers of {names[0]} and {names[1]}; give all ranks the same class"
         )
     without = [rank for rank, (made, has_any) in enumerate(of_all) if made is None]
     for rank in without:
         if of_all[rank][1]:
             raise ValueError(
-                f"rank {rank} of the layers has parameters and gave no optimizer, and others gave one; give one on all"
+                f"rank {rank} of the layers has parameters but gave no optimizer, while other ranks gave one; give one on all ranks"
             )
     usable = [made for made in given if made.pickled is not None]
     if without and not usable:
         raise ValueError(
-            f"rank {without[0]} of the layers has no optimizer, and {names[0]} cannot be pickled; give all ranks one, with an empty group where "
-            "there are no parameters"
+            f"rank {without[0]} of the layers gave no optimizer, but {names[0]} cannot be pickled; give all ranks one, with an empty group on ranks "
+            "without parameters"
         )
     return (usable or given)[0]
 
@@ -455,7 +457,7 @@ def _absent(name: str) -> Callable[[int], nn.Module]:
     """Returns a builder that takes the place of a layer of another rank."""
 
     def absent(number: int) -> nn.Module:
-        raise RuntimeError(f"layer {number} is another rank's")
+        raise RuntimeError(f"layer {number} is on another rank")
 
     absent.__name__ = name
     return absent

@@ -175,7 +175,7 @@ class Layers:
         for number, layer in self._holder.items():
             if kind is not None and any(isinstance(module, kind) for module in layer.modules()):
                 raise TypeError(
-                    f"layer {number} is in fully_shard by itself; give the whole net to fully_shard, and none of its layers"
+                    f"layer {number} is sharded by itself; apply fully_shard to the whole net, not to its layers"
                 )
 
     def is_counted(self, layer: int) -> bool:
@@ -503,9 +503,11 @@ class Evaluation:
         if known is not None:
             return known
         if record.versions and record.versions != [0 if s.is_inference() else s._version for s in record.states]:
-            raise RuntimeError("its input was changed in place before the backward pass, in which it is evaluated anew")
+            raise RuntimeError(
+                "its input was changed in place before the backward pass, which evaluates the layer again"
+            )
         graph, returned = self._recorded(layer, span, micro_batch, record, leaves_trace=False)
-        what = f"layer {layer}, evaluated anew for its adjoint,"
+        what = f"layer {layer}, evaluated again for its adjoint,"
         graph.outputs, _ = states_of(returned, record.after, what, may_be_states=self.layers.kinds[layer] == "ode")
         if span > 1 or is_kept:
             record.coarse[span] = graph
@@ -605,21 +607,21 @@ def states_of(returned: Any, form: Form, who: str, *, may_be_states: bool) -> tu
         if not isinstance(leaf, Tensor):
             if may_be_states and not like.is_state:
                 continue
-            raise TypeError(f"{who} returned {type(leaf).__name__}, where a tensor {like} was planned")
+            raise TypeError(f"{who} returned {type(leaf).__name__}; expected a tensor {like}")
         if leaf.layout != torch.strided:
-            raise TypeError(f"{who} returned a tensor of layout {leaf.layout}, and states are dense")
+            raise TypeError(f"{who} returned a tensor of layout {leaf.layout}; expected a dense one")
         if leaf.shape != like.shape:
             if may_be_states and not like.is_state:
                 continue
-            raise ValueError(f"{who} returned the shape {list(leaf.shape)}, and {list(like.shape)} was planned")
+            raise ValueError(f"{who} returned the shape {list(leaf.shape)}; expected {list(like.shape)}")
         if not like.is_state:
             if leaf.dtype == like.dtype:
                 constants.append(leaf)
             elif not may_be_states:
-                raise TypeError(f"{who} returned {leaf.dtype}, and {like.dtype} was planned")
+                raise TypeError(f"{who} returned {leaf.dtype}; expected {like.dtype}")
             continue
         if leaf.dtype != like.dtype and torch.promote_types(leaf.dtype, like.dtype) != like.dtype:
-            raise TypeError(f"{who} returned {leaf.dtype}, and {like.dtype} was planned")
+            raise TypeError(f"{who} returned {leaf.dtype}; expected {like.dtype}")
         states.append(leaf)
     # An increment has no meaning for integer leaves.
     return states, [] if may_be_states else constants
@@ -640,10 +642,10 @@ def _matched(returned: Any, form: Form, who: str, *, may_be_states: bool) -> lis
     if may_be_states and found.keys() != planned.keys():
         planned = {path: leaf for path, leaf in planned.items() if leaf.is_state}
     if found.keys() != planned.keys():
-        raise TypeError(f"{who} returned another structure than planned: {tree}, and it is to be {form.tree}")
+        raise TypeError(f"{who} returned the structure {tree}; expected {form.tree}")
     return [(found[path], leaf) for path, leaf in planned.items()]
 
 
 def form_returned(returned: Any, layer: int, name: str) -> Form:
     """Returns the form of a plain layer's result."""
-    return form_of(returned, f"what layer {layer} ({name}) returned")[0]
+    return form_of(returned, f"the result of layer {layer} ({name})")[0]

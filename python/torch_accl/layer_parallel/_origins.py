@@ -66,8 +66,8 @@ def coarser(kinds: Sequence[Kind], makes: Sequence[int], factor: int) -> list[Or
             end += 1
         if (end - layer) % factor:
             raise ValueError(
-                f"factor={factor} does not divide the {end - layer} steps of one make from layer {layer} to {end - 1}; give a factor that "
-                "divides every such run of layers with the same classes, shapes and types"
+                f"factor={factor} does not divide the {end - layer} equal steps from layer {layer} to {end - 1}; give a factor that "
+                "divides every run of layers with the same classes, shapes and types"
             )
         found += [Origin(first) for first in range(layer, end, factor)]
         layer = end

@@ -25,7 +25,7 @@ from ._stack import LayerParallel
 __all__ = ["Parcel", "delivered", "named"]
 
 
-_MOVING = "Layers that go to another rank must be picklable; placement='kept' lets all stay where they are."
+_MOVING = "Layers that move to another rank must be picklable; placement='kept' keeps all layers on their ranks."
 
 
 @dataclass
@@ -68,7 +68,7 @@ def delivered(
         for layer, source, to in moves
         if to == wire.rank
     }
-    exchange(wire, sends, list(coming.values()), "layers on their way to other ranks")
+    exchange(wire, sends, list(coming.values()), "sending layers to other ranks")
     found = {layer: parcel(layer) for layer, to in needed if to == wire.rank and layer in modules}
 
     def unpack() -> None:

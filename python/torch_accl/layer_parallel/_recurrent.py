@@ -137,10 +137,10 @@ class RecurrentParallel(Model):
         for rank, theirs in enumerate(of_all):
             if theirs != of_all[0]:
                 raise ValueError(
-                    f"ranks 0 and {rank} of the layers have cells with other parameters: {', '.join(of_all[0])}, and {', '.join(theirs)}; give all ranks the same cell"
+                    f"ranks 0 and {rank} of the layers have cells with different parameters: {', '.join(of_all[0])}, and {', '.join(theirs)}; give all ranks the same cell"
                 )
         if shapes:
-            remedy = "seed torch alike on all ranks before the cell is built, or give all the same weights"
+            remedy = "set the same torch seed on all ranks before building the cell, or give all ranks the same weights"
             # Values may round: one seed gives other last bits on another processor, and a rank may save its own cell
             # after a step of the optimizer.
             self._copies = Copies(self._wire, self.copied, remedy, may_round=True)
@@ -155,7 +155,7 @@ class RecurrentParallel(Model):
         super().check_mode(mode, cycles)
         if mode in ("inexact", "converged", "exact-forward") and not isinstance(self.step_cell, CoarseCell):
             raise ValueError(
-                f"mode={mode!r} of a cell {type(self.step_cell).__name__} without `coarse_step`; give it one, or take exact-wave or exact-pipeline"
+                f"mode={mode!r} of a cell {type(self.step_cell).__name__} without `coarse_step`; add that method, or use exact-wave or exact-pipeline"
             )
 
     def check_cycle(self, cycle: Cycle) -> None:
@@ -209,7 +209,7 @@ class RecurrentParallel(Model):
             RuntimeError: no batch has been run.
         """
         if self._last is None:
-            raise RuntimeError("last_state() before the first batch; call step() or the net itself before")
+            raise RuntimeError("last_state() before the first batch; call step() or the net itself first")
         owner, form, device, mine = self._last
         states, constants = zeros(form, device) if mine is None else mine
         for tensor in (*states, *constants):
@@ -256,12 +256,12 @@ class RecurrentParallel(Model):
             raise LayerParallelError(sentence(self._wire.gathered(cause))) from wrong
         if most_rows != -least_rows:
             of_all = self._wire.gathered(rows)
-            raise ValueError(f"the ranks' parts of the sequence have {of_all} rows; give all the same batch")
+            raise ValueError(f"the ranks' parts of the sequence have {of_all} rows; give all ranks the same batch")
         if self._copies is not None:
             self._copies.settle(copies, what)
         counts = (most,) * self._wire.size if most == -least else tuple(self._wire.gathered(count))
         if sum(counts) == 0:
-            raise ValueError("a sequence of no steps; give at least one on some rank")
+            raise ValueError("the sequence has no steps; give at least one step on some rank")
         return counts
 
     def _solver_of(self, counts: tuple[int, ...]) -> Solver:
@@ -366,7 +366,7 @@ def _sizes_of(x: Any) -> tuple[int, int]:
         raise ValueError("there is no input; give every rank its part of the sequence, of shape (batch, steps, ...)")
     shapes = {tuple(leaf.shape[:2]) for leaf in leaves}
     if len(shapes) > 1:
-        raise ValueError(f"the input has leaves of {sorted(shapes)} rows and steps; give all as many")
+        raise ValueError(f"the input has leaves of {sorted(shapes)} rows and steps; give all leaves the same numbers")
     return leaves[0].shape[0], leaves[0].shape[1]
 
 
@@ -474,7 +474,7 @@ class Inputs(Beside):
         ]
         rows = self._leaves[0].shape[0]
         if rows % micro_batches:
-            raise ValueError(f"the input has {rows} rows, which {micro_batches} micro-batches do not divide")
+            raise ValueError(f"the input has {rows} rows, not divisible by {micro_batches} micro-batches")
         self._rows = rows // micro_batches
         with torch.set_grad_enabled(is_recorded):
             self._aliases = list(self._parameters)

@@ -40,7 +40,7 @@ def agree(model: nn.Module, solver: Solver, error: Exception | None) -> None:
     # If a process is lost, its ranks cannot answer.
     is_lost = isinstance(error, dist.DistError)
     groups = [] if is_lost else _groups_of(model)
-    what = f"replicas comparing how a batch went, before batch {solver.shared.number}"
+    what = f"comparing the results of replicas, before batch {solver.shared.number}"
     has_failed = int(error is not None)
     for group in groups:
         wire = Wire(group)
@@ -65,7 +65,7 @@ def agree(model: nn.Module, solver: Solver, error: Exception | None) -> None:
     ]
     more = f"; and {len(shown) - _SHOWN} more replicas" if len(shown) > _SHOWN else ""
     raise LayerParallelError(
-        f"{'; '.join(shown[:_SHOWN])}{more} No replica took over a gradient of this batch."
+        f"no replica accumulated gradients of this batch: {'; '.join(shown[:_SHOWN])}{more}"
     ) from error
 
 

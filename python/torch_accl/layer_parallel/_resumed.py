@@ -69,12 +69,12 @@ class SolverState:
         """
         if state.get("format") != _FORMAT:
             raise ValueError(
-                f"the saved state of a solver has format {state.get('format')}, and this version reads format {_FORMAT}; give what net.solver.state_dict() returned"
+                f"the saved state of a solver has format {state.get('format')}, and this version reads format {_FORMAT}; give the result of net.solver.state_dict()"
             )
         missing = [key for key in _KEYS if key not in state]
         if missing:
             raise ValueError(
-                f"the saved state of a solver lacks {', '.join(missing)}; give what net.solver.state_dict() returned"
+                f"the saved state of a solver lacks {', '.join(missing)}; give the result of net.solver.state_dict()"
             )
         net = self._net
         try:
@@ -113,5 +113,5 @@ def _cycle(saved: Mapping[str, Any]) -> Cycle:
 def _count(state: Mapping[str, Any], name: str) -> int:
     number = operator.index(state[name])
     if number < 0:
-        raise ValueError(f"{name}={number}: give the number of a batch, from 0")
+        raise ValueError(f"{name}={number}: give a batch number of at least 0")
     return number

@@ -126,7 +126,7 @@ def step(
             found.error = None
     if not isinstance(anchor, Tensor) or found.loss is None:
         raise TypeError(
-            f"step() takes a LayerParallel, or a wrapper around one whose forward hands its argument on, and got {type(model).__name__}"
+            f"step(): expected a LayerParallel, or a wrapper whose forward passes its argument to the net, got {type(model).__name__}"
         )
     anchor.backward()  # type: ignore[no-untyped-call]
     return found.loss
@@ -171,7 +171,7 @@ class Job:
             return ValueError("there is no target; give one on the last rank")
         if isinstance(self.loss_fn, nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters()):
             return ValueError(
-                "the loss function has parameters, which would get no gradient; make them a last plain layer of the net"
+                "the loss function has parameters, which would get no gradient; move them to a last plain layer of the net"
             )
         if micro_batches > 1:
             try:
@@ -207,11 +207,11 @@ class Run:
         self._x, self._side = x, side
         if call == "step()" and not torch.is_grad_enabled():
             self.wrong = RuntimeError(
-                "step() makes gradients, and they are off here; leave no_grad, or call the net itself"
+                "step() computes gradients, but gradients are disabled here; leave no_grad, or call the net itself"
             )
         if any(parameter.is_meta for parameter in self.parameters):
             self.wrong = RuntimeError(
-                "parameters are on the meta device; call to_empty(device=...) and initialize them before"
+                "parameters are on the meta device; call to_empty(device=...) and initialize them first"
             )
         try:
             self.solver.layers.check()
@@ -236,7 +236,7 @@ class Run:
         """Prepares the batch to be run in this way as well."""
         self.way = replace(self.way, meshes=max(self.way.meshes, way.meshes))
         if way.needs_guess and self.solver.shared.guess is None:
-            self.wrong = ValueError("Cycle(start='guess') and no guess; give the net one on every rank")
+            self.wrong = ValueError("Cycle(start='guess') but no guess; give the net one on every rank")
 
     def key(self) -> int:
         """Returns the key of the first rank's input, which inputs of the same kind share."""
@@ -327,7 +327,7 @@ class Through(torch.autograd.Function):
         run: Run = ctx.run
         if run.is_over:
             raise RuntimeError(
-                "backward() of a layer-parallel net a second time: what its layers had left for it is gone; run forward again"
+                "backward() of a layer-parallel net a second time: the values saved by its layers are freed; run forward again"
             )
         run.is_over = True
         refusal = of_backward(cotangents)

@@ -48,7 +48,7 @@ class Scaled(nn.Module):
             paths = [path for path, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, tree))[0]]
             if found.keys() != set(paths):
                 raise TypeError(
-                    f"{type(self.block).__name__} returned another structure than it was given: {tree}, and it is to be {same}"
+                    f"{type(self.block).__name__} returned the structure {tree}; expected its input's structure {same}"
                 )
             before = [found[path] for path in paths]
         by = float(self.by)

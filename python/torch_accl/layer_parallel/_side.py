@@ -50,7 +50,7 @@ def side_of(side: dict[str, Any] | None) -> tuple[SideForm, States]:
     if not side:
         return NO_SIDE, []
     if not isinstance(side, dict) or not all(isinstance(name, str) for name in side):
-        raise TypeError(f"side inputs are {type(side).__name__}; give a dict from the names of arguments to values")
+        raise TypeError(f"side inputs are {type(side).__name__}; give a dict from argument names to values")
     names = tuple(sorted(side))
     forms: list[Form] = []
     tensors: States = []

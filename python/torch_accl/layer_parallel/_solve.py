@@ -221,7 +221,7 @@ class Solver:
         if first**2 != self.wire.size * second:
             of_all = self.wire.gathered(batch.number)
             raise LayerParallelError(
-                f"ranks of the layers are at different batches: {of_all}; call backward() of several batches in the same order on all of them"
+                f"ranks of the layers are at different batches: {of_all}; call backward() of several batches in the same order on all ranks"
             )
         (solve.loss,) = numbers_of([bits])
 
@@ -279,8 +279,8 @@ class Solver:
             self.shared.evaluations = number + 1
         if one not in (_LEAST, -other) and wire.rank == 0:
             warnings.warn(
-                f"layer-parallel training, batch {number}: the last rank was given another input than the first, whose output its target is compared with; let all ranks of the layers go through "
-                "the same batches in the same order (a seeded generator, or a sampler with the rank of data parallelism), or give None as input elsewhere than on the first",
+                f"layer-parallel training, batch {number}: the last rank's input differs from the first rank's, but the target is compared with the output for the first rank's input. Give all ranks of the layers "
+                "the same batches in the same order, by a seeded generator or a sampler with the data-parallel rank. Or give None as input on all ranks but the first",
                 stacklevel=2,
             )
         if has_changed:
@@ -314,7 +314,7 @@ class Solver:
         forms = kind.forms
         if micro_batches > 1 and any(not leaf.shape for leaf in forms[-1].leaves):
             raise ValueError(
-                "the net returns a number, which micro-batches cannot be put together from; take another mode"
+                "the net returns a scalar, but results of micro-batches are joined along a batch dimension; use another mode"
             )
         return Solve(
             self,
@@ -358,10 +358,10 @@ class Solver:
             return digest(packed(made[0].forms[1:]))
 
         remedy = "Functions of `spatial` must work on all ranks."
-        of_all = agreed(self.wire, "making states coarser", remedy, make, is_for_all=True)
+        of_all = agreed(self.wire, "coarsening states", remedy, make, is_for_all=True)
         if len(set(of_all)) > 1:
             raise ValueError(
-                "`coarsen` makes other shapes on other ranks of the layers; give all ranks the same functions"
+                "`coarsen` returns different shapes on different ranks of the layers; give all ranks the same functions"
             )
         kind.meshes[count] = made[0]
         return made[0]
@@ -379,9 +379,7 @@ class Solver:
         unknown = set(side_form.names).difference(*self.wire.gathered(mine))
         if unknown:
             names = ", ".join(f"`{name}`" for name in sorted(unknown))
-            raise ValueError(
-                f"no layer's forward has an argument {names}; side inputs are given to layers by these names"
-            )
+            raise ValueError(f"no layer's forward has an argument {names}; layers take side inputs by argument name")
 
     def _remember(self, key: int, kind: _Kind) -> None:
         # All ranks forget the same kind, because they have run the same batches.
@@ -591,7 +589,7 @@ class Solve:
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in own:
                 raise ValueError(
-                    "the loss depends on a parameter besides the net's output, which would get no gradient; make what has it a last plain "
+                    "the loss depends on a parameter outside the net, which would get no gradient; move its module to a last plain "
                     "layer of the net"
                 )
             todo += [after for after, _ in node.next_functions if after is not None]
@@ -682,12 +680,12 @@ def split(x: Any, micro_batches: int) -> tuple[Form, list[tuple[States, States]]
     for leaf in pytree.tree_leaves(x):
         if isinstance(leaf, Tensor):
             if leaf.dim() == 0 or leaf.shape[0] % micro_batches:
-                text = f"the input has a leaf of shape {list(leaf.shape)}, whose first dimension {micro_batches} micro-batches do not divide; give another `micro_batches`, or a loader with drop_last=True"
+                text = f"the input has a leaf of shape {list(leaf.shape)}, whose first dimension is not divisible by {micro_batches} micro-batches; give another `micro_batches`, or a loader with drop_last=True"
                 raise ValueError(text)
             rows.add(leaf.shape[0])
     if len(rows) > 1:
         raise ValueError(
-            f"the input has leaves of {sorted(rows)} rows, and micro-batches are parts of one batch; give all as many"
+            f"the input has leaves of {sorted(rows)} rows, but micro-batches are parts of one batch; give all leaves the same number"
         )
     parts = [pytree.tree_map(lambda leaf: leaf.chunk(micro_batches)[micro], x) for micro in range(micro_batches)]  # noqa: B023
     formed = [form_of(part, "the input") for part in parts]
@@ -710,7 +708,7 @@ def _check_parts(form: SideForm, per_sample: Collection[str], micro_batches: int
         name = form.names[index]
         if micro_batches > 1 and name in per_sample and (not leaf.shape or leaf.shape[0] % micro_batches):
             raise ValueError(
-                f"the side input `{name}` has a leaf {leaf}, whose first dimension {micro_batches} micro-batches do not divide"
+                f"the side input `{name}` has a leaf {leaf}, whose first dimension is not divisible by {micro_batches} micro-batches"
             )
 
 
@@ -734,4 +732,4 @@ def _difference(of_all: Sequence[str]) -> str:
     other = next(rank for rank, settings in enumerate(of_all) if settings != of_all[0])
     theirs, ours = of_all[other].split("; "), of_all[0].split("; ")
     pairs = [f"`{a}` and `{b}`" for a, b in zip(ours, theirs) if a != b] or ["their number"]
-    return f"ranks 0 and {other} of the layers differ in {', '.join(pairs)}; all ranks must build the same net and ask for the same"
+    return f"ranks 0 and {other} of the layers differ in {', '.join(pairs)}; all ranks must build the same net and issue the same calls"

@@ -58,21 +58,21 @@ class Meshes:
             self.forms.append([known[form] for form in self.forms[-1]])
 
     def _coarser_form(self, form: Form, mesh: int) -> Form:
-        made, _, _ = form_of(self._coarser(form.joined(*zeros(form, self._device)), mesh), "what `coarsen` returned")
+        made, _, _ = form_of(self._coarser(form.joined(*zeros(form, self._device)), mesh), "the result of `coarsen`")
         # Under autocast, `coarsen` may return narrower dtypes. States keep their dtypes.
         leaves = tuple(
             replace(leaf, dtype=like.dtype) if leaf.is_state and like.is_state else leaf
             for leaf, like in zip(made.leaves, form.leaves)
         )
         if made.tree != form.tree or [leaf.dtype for leaf in leaves] != [leaf.dtype for leaf in form.leaves]:
-            text = f"`coarsen` made {made} of {form}; return as many leaves, with values of the same types"
+            text = f"`coarsen` returned {made} for {form}; return the same number of leaves with the same dtypes"
             raise ValueError(text)
         return Form(leaves, made.tree)
 
     def _coarser(self, x: Any, mesh: int) -> Any:
         if self._spatial is None:
             raise ValueError(
-                "Cycle(coarser=...) and no `spatial`; give the net functions that make states coarser and finer"
+                "Cycle(coarser=...) but no `spatial`; give the net functions that coarsen and refine states"
             )
         with torch.no_grad():
             return self._spatial.to_coarser(x, mesh)
@@ -85,7 +85,7 @@ class Meshes:
         """Returns states and constants on the mesh that is next coarser than `mesh`."""
         before, after = self.forms[mesh][point], self.forms[mesh + 1][point]
         found = self._coarser(before.joined(states, constants), mesh)
-        return _worked(found, after, states, f"`coarsen`, of the state of point {point},")
+        return _worked(found, after, states, f"`coarsen` of the state of point {point}")
 
     def refined(self, point: int, mesh: int, states: States, constants: States) -> States:
         """Returns states on the mesh that is next finer than `mesh`."""
@@ -94,7 +94,7 @@ class Meshes:
         like = after.joined(*(self._nothing(leaves) for leaves in (after.states, after.constants)))
         with torch.no_grad():
             found = self._spatial.to_finer(before.joined(states, constants), like, mesh - 1)
-        return _worked(found, after, states, f"`refine`, of the state of point {point},")[0]
+        return _worked(found, after, states, f"`refine` of the state of point {point}")[0]
 
     def _nothing(self, leaves: Sequence[Leaf]) -> States:
         """Returns zeros that take no memory and cannot be written to."""

@@ -165,7 +165,7 @@ class LayerParallel(Model):
         self._ties = Ties([*tie, *shared_names(given, net.owner)], net.owner, self._solver.layers.modules, self._wire)
         self._solver.layers.not_counted = self._ties.not_counted
         if self._ties.names:
-            self._solver.copies = self._copies = Copies(self._wire, self.copied, "give all of them the same values")
+            self._solver.copies = self._copies = Copies(self._wire, self.copied, "give all copies the same values")
             self._copies.check("building the net")
             self.register_state_dict_pre_hook(_made_equal)  # type: ignore[no-untyped-call]
         self._horizon, self._placement = horizon, placement
@@ -251,7 +251,7 @@ def _made_equal(net: LayerParallel, prefix: str, keep_vars: bool) -> None:
     """Makes copies equal before they are saved. They were last compared before the last step of the optimizer."""
     if net._copies is not None:
         net._copies.make_equal(
-            "state_dict() of a net with tied parameters, which all ranks of the layers call together"
+            "state_dict() of a net with tied parameters (all ranks of the layers must call it together)"
         )
 
 
@@ -262,8 +262,8 @@ def _blocks(layers: Sequence[Block | nn.Module]) -> list[Block]:
             layer = Block(layer)
         if not isinstance(layer, Block):
             raise TypeError(
-                f"layer {number} is {type(layer).__name__}; give a module, or ode(f), timed(f), residual(block), custom(layer) or plain(layer) with a "
-                "module or a function of the layer's number that builds it"
+                f"layer {number} is {type(layer).__name__}; give a module, or ode(f), timed(f), residual(block), custom(layer) or plain(layer). Each takes a "
+                "module, or a function that builds it from the layer's number"
             )
         blocks.append(layer)
     if not blocks:
@@ -275,7 +275,7 @@ def _apart(blocks: list[Block], buffer_layers: tuple[int, int]) -> list[Block]:
     steps = [number for number, block in enumerate(blocks) if block.kind != "plain"]
     first, last = buffer_layers
     if first < 0 or last < 0:
-        raise ValueError(f"buffer_layers={buffer_layers}: give two numbers from 0")
+        raise ValueError(f"buffer_layers={buffer_layers}: give two numbers of at least 0")
     outside = set(steps[:first]) | set(steps[len(steps) - last :] if last else [])
     return [block.apart() if number in outside else block for number, block in enumerate(blocks)]
 
@@ -287,7 +287,7 @@ def _placed(
         counts = tuple(placement)
         if len(counts) != ranks or sum(counts) != len(specs) or min(counts) < 0:
             raise ValueError(
-                f"placement={list(counts)}: give {ranks} numbers, one a rank, that make {len(specs)} layers together"
+                f"placement={list(counts)}: give {ranks} numbers, one per rank, with a sum of {len(specs)} layers"
             )
         return counts
     return tuple(_native.layer_placement(list(specs), cycle.factors(), ranks, placement))

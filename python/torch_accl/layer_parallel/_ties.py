@@ -87,7 +87,7 @@ class Ties:
         for group, slots, of_all in brought:
             names = ", ".join(f"layers.{member.layer}.{member.name}" for member in group)
             if len({part.is_trained for part in of_all.values()}) > 1:
-                raise ValueError(f"of the tied parameters {names} some want a gradient and others do not")
+                raise ValueError(f"tied parameters {names} differ in requires_grad; set it alike for all of them")
             total: Tensor | None = None
             for member in group:
                 gradient = of_all[member].gradient
@@ -169,7 +169,7 @@ class Ties:
                 shown = ", ".join(
                     f"{name} {dtype.removeprefix('torch.')}{shape}" for name, (shape, dtype) in zip(names, looks)
                 )
-                raise ValueError(f"tie={names}: they differ in shape or type: {shown}")
+                raise ValueError(f"tie={names}: the parameters differ in shape or type: {shown}")
 
     def _begin_alike(self, group: Sequence[_Member], modules: dict[int, nn.Module]) -> None:
         """Copies the first parameter's values to all others."""
@@ -208,7 +208,7 @@ def _member(name: str, owner: Callable[[int], int]) -> _Member:
         try:
             return _Member(layer, parts[2], owner(layer))
         except IndexError:
-            raise ValueError(f"tie: {name!r} is of layer {layer}, which there is not") from None
+            raise ValueError(f"tie: {name!r} names layer {layer}, which does not exist") from None
     raise ValueError(f"tie: {name!r} names no parameter; give names such as 'layers.0.weight'")
 
 

@@ -91,7 +91,7 @@ def form_of(value: Any, what: str) -> tuple[Form, list[Tensor], list[Tensor]]:
     leaves, tree = pytree.tree_flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{what} has {type(leaf).__name__} among its leaves; all must be tensors")
+            raise TypeError(f"{what} has a leaf of type {type(leaf).__name__}; all leaves must be tensors")
     form = Form(tuple(Leaf(leaf.shape, leaf.dtype, format_of(leaf)) for leaf in leaves), tree)
     states = [leaf for leaf, like in zip(leaves, form.leaves) if like.is_state]
     return form, states, [leaf for leaf, like in zip(leaves, form.leaves) if not like.is_state]

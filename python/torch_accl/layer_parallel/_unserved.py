@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 __all__ = ["TRACED", "of_backward", "of_forward", "once", "outside_of_transforms", "refuse_traced"]
 
 
-_INSTEAD = "train `net.to_serial()`, which is an ordinary module of one rank, or leave the request out"
+_INSTEAD = "train `net.to_serial()`, an ordinary module of one rank, or drop the request"
 TRACED = (
     "torch.compile, torch.export and torch.jit.trace cannot take a layer-parallel net as a whole: a batch sends states to other ranks; compile its layers "
     "instead, as ode(torch.compile(block)), or the module that `net.to_serial()` returns"
@@ -41,9 +41,9 @@ def of_backward(cotangents: Iterable[Tensor | None]) -> Exception | None:
     """Returns the refusal of a backward pass if autograd asks for more than first derivatives, once; otherwise None."""
     if torch.is_grad_enabled():
         # autograd enables gradients in a backward pass only for `create_graph=True`.
-        return _refusal("create_graph=True, as gradient penalties, hessian() and functional.jvp() need it,")
+        return _refusal("create_graph=True (needed by gradient penalties, hessian() and functional.jvp())")
     if any(_is_wrapped(cotangent) for cotangent in cotangents if cotangent is not None):
-        return _refusal("is_grads_batched=True, or jacobian(vectorize=True),")
+        return _refusal("is_grads_batched=True or jacobian(vectorize=True)")
     return None
 
 
@@ -92,4 +92,4 @@ def _is_wrapped(tensor: Tensor) -> bool:
 
 
 def _refusal(what: str) -> NotImplementedError:
-    return NotImplementedError(f"{what} cannot be served by a layer-parallel net; {_INSTEAD}")
+    return NotImplementedError(f"a layer-parallel net does not support {what}; {_INSTEAD}")

@@ -178,15 +178,19 @@ class Walk:
         else:
             returned = evaluation.for_now(layer, span, micro_batch, form, states, constants)
         if any(state._version != version for state, version in before):
-            raise RuntimeError("it changes its input in place; let it work on a copy (of activations: inplace=False)")
+            raise RuntimeError(
+                "the layer changes its input in place; let it work on a copy (for activations: inplace=False)"
+            )
         kind = evaluation.layers.kinds[layer]
         found, made = states_of(returned, after, f"layer {layer} ({batch.names[layer]})", may_be_states=kind == "ode")
         if any(state.device != self.batch.device for state in found):
-            raise ValueError(f"it returned a tensor on {found[0].device}, and its input is on {self.batch.device}")
+            raise ValueError(
+                f"the layer returned a tensor on {found[0].device}, but its input is on {self.batch.device}"
+            )
         if kind == "plain":
             self._keep_constants((batch.segment(layer + 1), micro_batch), made)
         elif any(made_ is not given and not torch.equal(made_, given) for made_, given in zip(made, constants)):
-            raise ValueError("it changes a leaf of whole numbers, which only a plain layer may")
+            raise ValueError("the layer changes an integer leaf, which only plain layers may do")
         if is_final:
             found = evaluation.keep(layer, micro_batch, found)
             evaluation.beside.made(layer, micro_batch, found)
@@ -199,7 +203,7 @@ class Walk:
         known = self.batch.constants.setdefault(lot, made)
         if known is not made and not all(torch.equal(a, b) for a, b in zip(known, made)):
             raise RuntimeError(
-                "whole numbers that it returns depend on the state, which changes from iteration to iteration; such a net "
+                "integers that the layer returns depend on the state, which changes between iterations; such a net "
                 "needs an exact mode"
             )
 
@@ -241,7 +245,7 @@ class Walk:
         self._make(dst, self._sum, lambda: [x - y for x, y in pairs])
 
     def _sum(self) -> str:
-        return "a sum of states"
+        return "adding states"
 
     def _square_norm(self, interval: int, a: int, b: int) -> None:
         if self._squares is None:
@@ -254,12 +258,12 @@ class Walk:
             squares = torch.zeros(self.program.plan.intervals, dtype=torch.float64, device="cpu")
         # The squares are sent as integers. Each is zero on all ranks but one, so nothing rounds or compresses them.
         bits = squares.view(torch.int64).to(self.wire.device)
-        self._reductions[iteration] = (bits, self._tried("adding up a norm", lambda: self.wire.add_up(bits)))
+        self._reductions[iteration] = (bits, self._tried("reducing a norm", lambda: self.wire.add_up(bits)))
 
     def _await_norm(self, iteration: int) -> None:
         bits, work = self._reductions.pop(iteration)
         if work is not None:
-            self._wait([work], "adding up a norm")
+            self._wait([work], "reducing a norm")
         # The sum is in the order of intervals, for any number of ranks.
         self.norms[iteration] = sum(bits.cpu().view(torch.float64).tolist()) ** 0.5
 

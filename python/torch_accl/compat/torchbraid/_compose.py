@@ -27,7 +27,7 @@ class Compose:
     def __call__(self, op: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         if self._rank == 0:
             if op is None:
-                raise TypeError("comp_op() was given None on rank 0; give what it is to call")
+                raise TypeError("comp_op() got None on rank 0; give a callable")
             return op(*args, **kwargs)
         if inspect.isclass(op):
             return None

@@ -211,7 +211,7 @@ class LayerParallel(Parallel):
             batch = batch if points or not self.layer_models else None
         if batch is None and not self.enable_diagnostics:
             raise RuntimeError(
-                "getFineTimePoints: states are kept from a forward pass with gradients to its backward pass; call it in between, or "
+                "getFineTimePoints: states are kept only between a forward pass with gradients and its backward pass; call it in between, or call "
                 "diagnostics(True) on all ranks before the forward pass"
             )
         vectors = [
@@ -291,14 +291,14 @@ def _listed(
     counts: list[Any] = list(global_steps) if isinstance(global_steps, list | tuple) else [global_steps]
     if len(functors) != len(counts) or not functors:
         raise ValueError(
-            f"LayerParallel: {len(functors)} layer_blocks and {len(counts)} global_steps; give as many of both, and at least one"
+            f"LayerParallel: {len(functors)} layer_blocks and {len(counts)} global_steps; give the same number of both, at least one"
         )
     for number, (functor, count) in enumerate(zip(functors, counts)):
         if not hasattr(count, "__index__") or count < 1:
-            raise ValueError(f"LayerParallel: global_steps[{number}]={count!r}; give a number of layers from 1")
+            raise ValueError(f"LayerParallel: global_steps[{number}]={count!r}; give at least 1 layer")
         if isinstance(functor, nn.Module) or not callable(functor):
             raise TypeError(
-                f"LayerParallel: layer_blocks[{number}] is {type(functor).__name__}; give a function that builds a layer, as lambda: Layer()"
+                f"LayerParallel: layer_blocks[{number}] is {type(functor).__name__}; give a function that builds a layer, such as lambda: Layer()"
             )
     return functors, [operator.index(count) for count in counts]
 
@@ -306,7 +306,7 @@ def _listed(
 def _kind(layer: nn.Module, count: int) -> str:
     """Returns the kind of `count` layers like this; "timed plain" is a single layer that takes dt."""
     if not isinstance(layer, nn.Module):
-        raise TypeError(f"it returned {type(layer).__name__}; return a torch.nn.Module")
+        raise TypeError(f"the functor returned {type(layer).__name__}; return a torch.nn.Module")
     taken = [
         parameter
         for parameter in inspect.signature(layer.forward).parameters.values()

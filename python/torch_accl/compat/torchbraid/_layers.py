@@ -43,14 +43,14 @@ class LPBatchNorm2d(nn.BatchNorm2d):
 
     def reset_running_stats(self) -> None:
         """Resets the running statistics to a new layer's."""
-        assert self.running_mean is not None and self.running_var is not None, "it tracks them"
+        assert self.running_mean is not None and self.running_var is not None, "running statistics are tracked"
         self.running_mean.zero_()
         self.running_var.fill_(1)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(
-                f"LPBatchNorm2d: the input has the shape {list(input.shape)}; give samples and channels at least"
+                f"LPBatchNorm2d: the input has the shape {list(input.shape)}; give at least the dimensions samples and channels"
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -51,7 +51,9 @@ def model_of(made: Any) -> nn.Module:
         )
     others = [name for name, each in made.named_modules() if isinstance(each, Model) and each is not inner.body]
     if others:
-        raise TypeError(f"{type(made).__name__} has a second layer-parallel net, `{others[0]}`; give each level one")
+        raise TypeError(
+            f"{type(made).__name__} has a second layer-parallel net, `{others[0]}`; give each level only one"
+        )
     return made
 
 
@@ -318,12 +320,14 @@ class Transfer:
         (makes, ties), (below, others) = looked_at(fine.body), looked_at(coarse.body)
         kinds = coarse.body.solver.layers.kinds
         if ties or others:
-            raise ValueError("layers share parameters, which MG/Opt cannot restrict; build each layer its own")
+            raise ValueError(
+                "layers share parameters, which MG/Opt cannot restrict; give each layer its own parameters"
+            )
         self._origins = finer(kinds, below, factor, is_linear=interpolation == "linear")
         if len(self._origins) != len(makes) or any(makes[at] != below[o.layer] for at, o in enumerate(self._origins)):
             raise ValueError(
-                f"a level has {len(makes)} layers, and the next coarser one {len(below)}; with ni_steps by a factor of {factor} it should have {len(self._origins)}, "
-                "of the same classes, shapes and types in the same order, single ones once: let model_factory make as many as ni_steps says"
+                f"a level has {len(makes)} layers, and the next coarser level has {len(below)}; for a factor of {factor} in ni_steps the level should have {len(self._origins)}. Layers must have "
+                "the same classes, shapes and types in the same order, and single layers once; let model_factory make as many layers as ni_steps gives"
             )
         self._first, self._shares = dependents(self._origins)
         # Whether a layer continues a run of steps of one make; false for a run's first step and for single layers.
@@ -333,7 +337,7 @@ class Transfer:
         ]
         if wrong:
             raise ValueError(
-                f"on rank {wrong[0]} two levels have other parameters beside their layers; let model_factory make heads and tails of the same shapes"
+                f"on rank {wrong[0]} two levels differ in the parameters outside their layers; let model_factory make heads and tails of the same shapes"
             )
 
     def interpolated(self, field: Field) -> Field:
@@ -412,7 +416,7 @@ class Transfer:
         wanted = target.trained() if like is None else like
         shapes = {at: wanted[to] for to, each in sources.items() if to in wanted for at in each}
         own = {layer: tensors for layer, tensors in field.items() if layer != _BESIDE}
-        return exchanged(source.body.wire, moves, own, shapes, "what goes between two levels")
+        return exchanged(source.body.wire, moves, own, shapes, "transferring between two levels")
 
 
 def _beside(level: Level) -> list[tuple[torch.Size, torch.dtype, bool]]:

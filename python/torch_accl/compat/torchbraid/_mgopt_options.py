@@ -136,7 +136,9 @@ def states_of(what: str, option: Option) -> None:
 def factory_arguments(option: Option) -> dict[str, Any]:
     """Returns the keyword arguments of the function that creates a level's model."""
     if option[0] != "Factory":
-        raise ValueError(f"networks={shown((option[0], {}))!r}: give 'Factory', or a pair of that and a dictionary")
+        raise ValueError(
+            f"networks={shown((option[0], {}))!r}: give 'Factory', or a pair of 'Factory' and a dictionary"
+        )
     return option[1]
 
 

@@ -100,7 +100,7 @@ class Parallel(nn.Module):
             else:
                 output = ask()
         norms, form = body.norms, body.output_form
-        assert form is not None, "the body has just said what it returned"
+        assert form is not None, "the body has just set the form of its output"
         forward.solved(norms.forward, self._iterations("forward"))
         node = next((leaf.grad_fn for leaf in pytree.tree_leaves(output) if getattr(leaf, "grad_fn", None)), None)
         self._batch = None
@@ -370,8 +370,8 @@ def _check_device(ranks: Comm, device: torch.device) -> None:
     known = {each.type for each in group._device_types}
     if device.type not in known:
         raise ValueError(
-            f"the layers are on {device}, and the group {dist.get_backend_config(group)} has no backend that sends from there; make the group with one, "
-            f'as MPI.Init("cpu:accl,{device.type}:nccl") or init_process_group does'
+            f"the layers are on {device}, but the group {dist.get_backend_config(group)} has no backend for that device; create the group with one, "
+            f'as with MPI.Init("cpu:accl,{device.type}:nccl") or init_process_group'
         )
 
 
@@ -384,6 +384,6 @@ def explain_buffers(ranks: Comm, *, is_wanted: bool) -> None:
     if not others:
         say_once(
             ranks,
-            f"user_mpi_buf=True has no effect: states are sent from the memory that they lie in, and the group {dist.get_backend_config(group)} "
-            "sends from the CPU's alone; MPI.Init(\"cpu:accl,cuda:nccl\") makes one that sends from a GPU's",
+            f"user_mpi_buf=True has no effect: states are sent from their own memory, and the group {dist.get_backend_config(group)} "
+            'sends from CPU memory only; MPI.Init("cpu:accl,cuda:nccl") creates a group that also sends from GPU memory',
         )

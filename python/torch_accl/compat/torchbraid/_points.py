@@ -49,7 +49,7 @@ def _state(batch: Batch, point: int, micro_batch: int) -> Any:
 def _after(batch: Batch, layer: int, record: Record) -> States:
     """Returns the states after a layer, which the next rank starts with."""
     if record.graph is None:
-        raise RuntimeError(f"the output of layer {layer} was not kept, as its graph is made anew in the backward pass")
+        raise RuntimeError(f"the output of layer {layer} was not kept, because the backward pass rebuilds its graph")
     layers = batch.evaluation.layers
     if layers.kinds[layer] != "ode":
         return record.graph.outputs

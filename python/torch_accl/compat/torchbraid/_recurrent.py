@@ -84,7 +84,9 @@ class GRU_Parallel(Parallel):
         # Ranks may have parts of different lengths.
         of_all: list[int] = self.ranks.allgather(num_steps)
         if min(of_all) < 0 or sum(of_all) < 1:
-            raise ValueError(f"GRU_Parallel(num_steps={of_all}), by rank: give the steps of each rank's part")
+            raise ValueError(
+                f"GRU_Parallel(num_steps={of_all}) by rank: give at least one step on some rank, and no negative number"
+            )
         self._make_alike(basic_block)
         kind = _FastCell if hasattr(basic_block, "fastForward") else _Cell
         cell = kind(basic_block, num_layers, hidden_size, Tf / sum(of_all), self._level)
@@ -114,7 +116,7 @@ class GRU_Parallel(Parallel):
         if count != self._declared:
             say_once(
                 self.ranks,
-                f"GRU_Parallel: a batch has {count} steps and num_steps of all ranks is {self._declared}; dt is Tf / {count}",
+                f"GRU_Parallel: a batch has {count} steps, but num_steps of all ranks is {self._declared}; dt is Tf / {count}",
             )
         for app in (self.fwd_app, self.bwd_app):
             if len(app.steps) != count:
@@ -198,7 +200,7 @@ class _Body(RecurrentParallel):
     def check_mode(self, mode: Mode, cycles: Mapping[str, Cycle] | None = None) -> None:
         if mode == "exact-pipeline":
             raise ValueError(
-                "mode='exact-pipeline' of GRU_Parallel: the first dimension of its states is no batch that could be cut; take one of the other modes"
+                "mode='exact-pipeline' of GRU_Parallel: the first dimension of its states is not a batch and cannot be split; use another mode"
             )
         super().check_mode(mode, cycles)
 

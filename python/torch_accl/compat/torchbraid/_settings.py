@@ -98,7 +98,7 @@ class App:
         except TypeError:
             number = least - 1
         if number < least:
-            raise ValueError(f"torchbraid: {what}={given!r}: give a whole number from {least}")
+            raise ValueError(f"torchbraid: {what}={given!r}: give an integer of at least {least}")
         return number
 
     # ---- settings with an effect
@@ -143,8 +143,8 @@ class App:
         if not skip and self.max_levels > 1:
             say_once(
                 self.comm,
-                "setSkipDowncycle(False): cycles start from the solution of the coarsest level all the same, and one more is made; the states "
-                "of the batch before, which torchbraid starts from, are another batch's",
+                "setSkipDowncycle(False): cycles still start from the solution of the coarsest level, and one more cycle runs. torchbraid starts from "
+                "the previous batch's states, which belong to another batch",
             )
 
     def setFMG(self) -> None:
@@ -199,22 +199,22 @@ class App:
         """Has no effect but a warning."""
         say_once(
             self.comm,
-            f"setAbsTol({abs_tol}) has no effect: as many iterations are made as are asked for; with net.body.mode = 'converged' a pass goes on until its residual "
-            "is a share of the first one, and getFwdStats() has the residual",
+            f"setAbsTol({abs_tol}) has no effect: a pass runs the requested number of iterations; with net.body.mode = 'converged' it runs until its residual "
+            "is a fraction of the first residual. getFwdStats() returns the residual",
         )
 
     def setRelTol(self, rel_tol: float) -> None:
         """Has no effect but a warning."""
         say_once(
             self.comm,
-            f"setRelTol({rel_tol}) has no effect: as many iterations are made as are asked for; net.body.mode = 'converged' is for that",
+            f"setRelTol({rel_tol}) has no effect: a pass runs the requested number of iterations; net.body.mode = 'converged' stops at a relative tolerance",
         )
 
     def setStorage(self, storage: int) -> None:
         """Has no effect but a warning; it would change no result."""
         say_once(
             self.comm,
-            f"setStorage({storage}) has no effect: a plan keeps each state as long as something needs it and no longer; no result depends on it",
+            f"setStorage({storage}) has no effect: a plan keeps each state only as long as an operation needs it; results do not depend on this setting",
         )
 
     def setCRelaxWt(self, CWt: float) -> None:
@@ -225,7 +225,7 @@ class App:
         """
         if CWt != 1.0:
             raise NotImplementedError(
-                f"setCRelaxWt({CWt}): C-relaxation has no weights here, in neither direction; leave it at 1.0"
+                f"setCRelaxWt({CWt}): weights of C-relaxation are not supported, in either direction; leave it at 1.0"
             )
 
     def setRelaxOnlyCG(self, flag: bool | int) -> None:
@@ -233,7 +233,7 @@ class App:
         if flag:
             say_once(
                 self.comm,
-                "setRelaxOnlyCG has no effect: the coarsest level is solved, which is more exact than relaxing it, and takes as long as its steps one after the other",
+                "setRelaxOnlyCG has no effect: the coarsest level is solved, which is more exact than relaxing it and takes the time of its steps in sequence",
             )
 
     def setRevertedRanks(self, reverted: bool | int) -> None:
@@ -287,10 +287,10 @@ class App:
             try:
                 levels = _native.layer_levels(self.steps, longer)
             except ValueError:
-                why = "no step could be made longer"
+                why = "no step can be coarsened further"
                 break
             if len(levels[-1]) - 1 < self._min_coarse:
-                why = f"the next would have fewer than {self._min_coarse} steps"
+                why = f"the next level would have fewer than {self._min_coarse} steps"
                 break
             factors = longer
         if why and self.max_levels > 1:
@@ -352,7 +352,7 @@ class App:
 
     def getTimePointProc(self, level: int, index: int) -> int:
         """Returns the rank that computes a point: the rank of the layer before it."""
-        assert self.owner is not None, "whoever makes the net says whose its layers are"
+        assert self.owner is not None, "the net sets the owners of its layers"
         return self.owner(max(self.getFineTimeIndex(index, level) - 1, 0))
 
     def getTimePoints(self, level: int = 0) -> tuple[list[float], list[Any]]:
@@ -364,7 +364,7 @@ class App:
         """
         if level != 0 or self.points is None:
             raise NotImplementedError(
-                f"getTimePoints({level}): states of the forward pass's finest level are the only ones that are kept"
+                f"getTimePoints({level}): only states of the forward pass's finest level are kept"
             )
         return self.points()
 

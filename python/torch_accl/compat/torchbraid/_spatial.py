@@ -60,12 +60,12 @@ class Levels(Spatial):
             wanted = [operator.index(length) for length in said]
         except TypeError:
             raise TypeError(
-                f"{_FUNCTIONS}: shape returned {said!r} of {given} on level {level}; return a list of lengths"
+                f"{_FUNCTIONS}: shape returned {said!r} for {given} on level {level}; return a list of lengths"
             ) from None
         if not isinstance(found, Tensor) or list(found.shape) != wanted:
             shown = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(
-                f"{_FUNCTIONS}: of a state {given} on level {level} coarsen returned {shown}, and shape said {wanted}; let both say the same"
+                f"{_FUNCTIONS}: for a state {given} on level {level} coarsen returned {shown}, but shape returned {wanted}; make both agree"
             )
         return found
 
@@ -86,18 +86,18 @@ def levels_of(
     if spatial_ref_funcs is None:
         if levels:
             raise ValueError(
-                f"LayerParallel(levels_to_coarsen={levels}) and no spatial_ref_funcs; give {_FUNCTIONS} as well, or leave the levels away"
+                f"LayerParallel(levels_to_coarsen={levels}) but no spatial_ref_funcs; also give {_FUNCTIONS}, or leave the levels out"
             )
         return None
     functions = list(spatial_ref_funcs)
     if len(functions) != 3 or not all(callable(function) for function in functions):
         raise TypeError(
             f"LayerParallel(spatial_ref_funcs=...) has {len(functions)} {'entry' if len(functions) == 1 else 'entries'}; give three functions: coarsen(tensor, level), "
-            "refine(tensor, level), and shape(list of lengths, level), the shape that coarsen makes of such a tensor"
+            "refine(tensor, level), and shape(list of lengths, level), the shape that coarsen returns for such a tensor"
         )
     if levels is None:
         raise ValueError(
-            f"LayerParallel({_FUNCTIONS}) and no levels_to_coarsen; give the levels, as [0] for the way from the finest level to the next"
+            f"LayerParallel({_FUNCTIONS}) but no levels_to_coarsen; give the levels, such as [0] for the step from the finest level to the next"
         )
     return Levels(functions, levels) if levels else None
 
@@ -109,7 +109,7 @@ def _whole(given: Iterable[int]) -> list[int]:
         levels = [-1]
     if any(level < 0 for level in levels):
         raise ValueError(
-            f"LayerParallel(levels_to_coarsen={given!r}): give a list of levels from 0, the way from the finest level to the next"
+            f"LayerParallel(levels_to_coarsen={given!r}): give a list of levels of at least 0, where 0 is the step from the finest level to the next"
         )
     return levels
 
@@ -119,5 +119,5 @@ def _called(name: str, shape: Sequence[int], level: int, call: Callable[[], Any]
         return call()
     except Exception as error:
         raise RuntimeError(
-            f"{_FUNCTIONS}: {name} failed on level {level} with a tensor {list(shape)}: {described(error)}; of what cannot be made coarser, it returns what it is given"
+            f"{_FUNCTIONS}: {name} failed on level {level} with a tensor {list(shape)}: {described(error)}; if a tensor cannot be coarsened, the function must return its argument unchanged"
         ) from error

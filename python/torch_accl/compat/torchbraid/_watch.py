@@ -75,7 +75,7 @@ class Watch:
             isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((self._args, self._kwargs))
         ):
             raise ValueError(
-                "an extra argument of forward wants a gradient, which it would not get; detach it, or make it a part of the state"
+                "an extra argument of forward requires a gradient, which it would not get; detach it, or make it part of the state"
             )
         if self._timer is not None:
             self._timer.start()

@@ -31,7 +31,7 @@ def begin(backend: str | None = None) -> None:
     if dist.is_initialized():
         if backend is not None and dist.get_backend() != backend.lower() and backend.lower() not in _backends():
             raise ValueError(
-                f"MPI.Init({backend!r}): the group that there is has the backend {_backends()}; call this first, and init_process_group not at all"
+                f"MPI.Init({backend!r}): the existing group has the backend {_backends()}; call MPI.Init first, and do not call init_process_group"
             )
         return
     found = place(os.environ)
@@ -70,7 +70,7 @@ def communicator_of(given: Any) -> Comm:
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
             raise ValueError(
-                f"the mesh has {given.ndim} dimensions; give the one that the layers lie on, as mesh['lp']"
+                f"the mesh has {given.ndim} dimensions; give the one dimension for the layers, such as mesh['lp']"
             )
         given = given.get_group()
     if isinstance(given, dist.ProcessGroup):
@@ -78,7 +78,7 @@ def communicator_of(given: Any) -> Comm:
         return COMM_WORLD if group is dist.group.WORLD else Comm(lambda: group, "group")
     if not all(callable(getattr(given, name, None)) for name in ("Get_rank", "Get_size")):
         raise TypeError(
-            f"expected a communicator of torch_accl.compat.torchbraid.MPI, or one of mpi4py, and not {type(given).__name__}"
+            f"expected a communicator of torch_accl.compat.torchbraid.MPI, or one of mpi4py, got {type(given).__name__}"
         )
     return _of_mpi(given)
 
@@ -94,13 +94,13 @@ def _of_mpi(given: Any) -> Comm:
     world, own = COMM_WORLD.Get_size(), COMM_WORLD.Get_rank()
     if size != world:
         raise ValueError(
-            f"a communicator of {size} {'rank' if size == 1 else 'ranks'} was given, and torch.distributed has a world of {world}: mpi4py knows of the "
-            "ranks that MPI's own launcher has started, and a part of them must be split off by torch. Use `from torch_accl.compat.torchbraid import MPI` "
-            "in place of mpi4py's"
+            f"a communicator of {size} {'rank' if size == 1 else 'ranks'} was given, but torch.distributed has a world of {world}: mpi4py counts only the "
+            "ranks that MPI's own launcher started, and torch must create groups of fewer ranks. Use `from torch_accl.compat.torchbraid import MPI` "
+            "instead of mpi4py's"
         )
     if rank != own:
         raise ValueError(
-            f"rank {rank} of a communicator was given on rank {own} of torch.distributed; both must number the ranks alike. Use `from "
-            "torch_accl.compat.torchbraid import MPI` in place of mpi4py's"
+            f"rank {rank} of a communicator was given on rank {own} of torch.distributed; both must number ranks alike. Use `from "
+            "torch_accl.compat.torchbraid import MPI` instead of mpi4py's"
         )
     return COMM_WORLD

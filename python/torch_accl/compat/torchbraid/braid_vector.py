@@ -47,5 +47,5 @@ def _tuple_of(given: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
     found = (given,) if isinstance(given, Tensor) else tuple(given)
     for each in found:
         if not isinstance(each, Tensor):
-            raise TypeError(f"BraidVector: {type(each).__name__} in place of a tensor; give a tensor or several")
+            raise TypeError(f"BraidVector: expected a tensor or several tensors, got {type(each).__name__}")
     return found

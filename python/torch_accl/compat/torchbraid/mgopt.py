@@ -47,7 +47,7 @@ def compute_levels(num_steps: int, min_coarse_size: int, cfactor: int) -> int:
     """
     if cfactor < 2 or min_coarse_size < 1:
         raise ValueError(
-            f"compute_levels(min_coarse_size={min_coarse_size}, cfactor={cfactor}): give at least 1 and at least 2"
+            f"compute_levels(min_coarse_size={min_coarse_size}, cfactor={cfactor}): give a min_coarse_size of at least 1 and a cfactor of at least 2"
         )
     levels = 1
     while min_coarse_size * cfactor**levels <= num_steps:
@@ -336,7 +336,7 @@ class mgopt_solver:
         total, trained, counts, of_trained = self.operator_complexity()
         lines = [
             f"MG/Opt on {self.device}: {len(self.levels)} levels",
-            f"parameters on all levels for each one of the finest: {total:.3f}, of the trained ones {trained:.3f}",
+            f"parameters on all levels per parameter of the finest level: {total:.3f}; trained ones only: {trained:.3f}",
         ]
         for at, (all_of_it, some) in enumerate(zip(counts, of_trained)):
             lines.append(f"  level {at}: {all_of_it} parameters, {some} of them trained")
@@ -365,11 +365,11 @@ class mgopt_solver:
 def _factor_of(steps: Sequence[int]) -> int:
     """Returns the factor between successive numbers of steps; -1 for a single number."""
     if not steps or min(steps) < 1:
-        raise ValueError(f"ni_steps={list(steps)}: give numbers of steps from 1, the coarsest first")
+        raise ValueError(f"ni_steps={list(steps)}: give numbers of steps of at least 1, the coarsest first")
     factors = {after / before for before, after in itertools.pairwise(steps)}
     if len(factors) > 1 or any(factor < 2 or factor != int(factor) for factor in factors):
         raise ValueError(
-            f"ni_steps={list(steps)}: give numbers of which each is the one before by the same whole number from 2, as 4, 8, 16"
+            f"ni_steps={list(steps)}: give numbers that grow by the same integer factor of at least 2, such as 4, 8, 16"
         )
     return int(factors.pop()) if factors else -1
 
@@ -395,7 +395,7 @@ def _check_length(comm: Comm, loader: Iterable[Any]) -> None:
     lengths = comm.allgather(len(loader) if isinstance(loader, Sized) else None)
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"train_loader has {lengths} batches on the ranks; let all have as many, of which rank 0's count"
+            f"train_loader has {lengths} batches on the ranks; give all ranks the same number of batches; only rank 0's are used"
         )
 
 

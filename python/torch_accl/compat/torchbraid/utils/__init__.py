@@ -157,7 +157,9 @@ def unpack_buffer(tens: Tensors, buf: Any) -> None:
     """
     into, given = _listed(tens), tensor_of(buf, "unpack_buffer", is_written=False).flatten()
     if given.numel() != buffer_size(into):
-        raise ValueError(f"unpack_buffer: the buffer has {given.numel()} elements, and the tensors {buffer_size(into)}")
+        raise ValueError(
+            f"unpack_buffer: the buffer has {given.numel()} elements, but the tensors have {buffer_size(into)}"
+        )
     for tensor, part in zip(into, torch.split(given, [tensor.numel() for tensor in into])):
         tensor.detach().copy_(part.view(tensor.shape))
 
@@ -171,7 +173,7 @@ def _holding(dtypes: Sequence[torch.dtype]) -> torch.dtype:
         if all(_holds(dtype, each) for each in dtypes):
             return dtype
     raise TypeError(
-        f"pack_buffer: no type holds {' and '.join(sorted({str(each) for each in dtypes}))} exactly; pack them in buffers of their own"
+        f"pack_buffer: no type holds {' and '.join(sorted({str(each) for each in dtypes}))} exactly; pack them in separate buffers"
     )
 
 
@@ -202,7 +204,7 @@ class MeanInitialGuessStorage:
         if class_count < 1:
             raise _BadArgument(f"MeanInitialGuessStorage(class_count={class_count}): give 1 or more")
         if not 0 <= average_weight <= 1:
-            raise _BadArgument(f"MeanInitialGuessStorage(average_weight={average_weight}): give a share from 0 to 1")
+            raise _BadArgument(f"MeanInitialGuessStorage(average_weight={average_weight}): give a number from 0 to 1")
         self.class_count = class_count
         self.average_weight = average_weight
         self.state_map: dict[float, tuple[Tensor, ...]] = {}
@@ -219,7 +221,7 @@ class MeanInitialGuessStorage:
             KeyError: no state was added for that time.
         """
         if t not in self.state_map:
-            raise KeyError(f"there is no state of time {t}; addState has added {sorted(self.state_map)}")
+            raise KeyError(f"there is no state for time {t}; addState has added states for {sorted(self.state_map)}")
         chosen = _numbers(classes)
         return tuple(mean[chosen.to(mean.device)].clone() for mean in self.state_map[t])
 
@@ -259,7 +261,7 @@ class MeanInitialGuessStorage:
         chosen = _numbers(classes).flatten()
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.class_count:
             raise ValueError(
-                f"addState: classes {int(chosen.min())} to {int(chosen.max())}, and there are {self.class_count}"
+                f"addState: got classes {int(chosen.min())} to {int(chosen.max())}, but class_count is {self.class_count}"
             )
         if any(len(each) != chosen.numel() for each in states):
             raise ValueError(
