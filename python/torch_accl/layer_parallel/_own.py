@@ -190,7 +190,7 @@ def _is_on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
 def warn_of_other_threads() -> None:
     """Warns once in a process."""
     warnings.warn(
-        "layer-parallel training: another thread draws from torch's default generator while layers are evaluated, so masks of dropout differ between iterations and that "
-        "thread's numbers repeat; let it draw from a torch.Generator of its own",
+        "layer-parallel training: another thread draws from torch's default generator while layers are evaluated. Dropout "
+        "masks then differ between iterations, and that thread's numbers repeat; give that thread a torch.Generator of its own",
         stacklevel=2,
     )

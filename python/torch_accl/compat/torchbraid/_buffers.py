@@ -116,10 +116,12 @@ class Part:
             ValueError: the numbers of elements differ.
         """
         if other.dtype != self.dtype:
-            raise TypeError(f"{call}: it sends {self.dtype} and receives {other.dtype}; give buffers of one type")
+            raise TypeError(
+                f"{call}: the send buffer has {self.dtype}, the receive buffer {other.dtype}; give buffers of one type"
+            )
         if other.count != self.count * blocks:
             raise ValueError(
-                f"{call}: it sends {self.count} elements{f' from each of {blocks} ranks' if blocks > 1 else ''} and receives {other.count}; give counts that agree"
+                f"{call}: it sends {self.count} elements{f' from each of {blocks} ranks' if blocks > 1 else ''} but receives {other.count}; give equal counts"
             )
 
 
@@ -163,7 +165,7 @@ def simple(buf: Any, call: str, blocks: int = 1, *, is_written: bool, is_reduced
     if counts is None:
         total = tensor.numel() - start
         if total % blocks:
-            raise ValueError(f"{call}: {total} elements cannot be cut into {blocks} equal parts, one for each rank")
+            raise ValueError(f"{call}: {total} elements cannot be split into {blocks} equal parts, one for each rank")
     else:
         total = _number(counts, call, "count") * blocks
     return _fitting(tensor, start, total, call)
@@ -181,7 +183,7 @@ def vector(buf: Any, call: str, blocks: int, *, is_written: bool) -> list[Part]:
     if given is None:
         if tensor.numel() % blocks:
             raise ValueError(
-                f"{call}: {tensor.numel()} elements cannot be cut into {blocks} equal parts; give a count for each rank"
+                f"{call}: {tensor.numel()} elements cannot be split into {blocks} equal parts; give a count for each rank"
             )
         given = tensor.numel() // blocks
     counts = _numbers(given, call, "count", blocks)
@@ -196,16 +198,16 @@ def _unpacked(buf: Any, call: str, *, is_vector: bool, is_written: bool, is_redu
     if not isinstance(buf, list | tuple):
         return tensor_of(buf, call, is_written=is_written), None, None
     if not buf:
-        raise TypeError(f"{call}: an empty list; {_FORMS}")
+        raise TypeError(f"{call}: got an empty list; {_FORMS}")
     data, *rest = buf
     kind = rest.pop() if rest and isinstance(rest[-1], Datatype | str) else None
     if len(rest) > (1 if kind is None else 2):
-        raise TypeError(f"{call}: a list of {len(buf)} entries whose last is no type; {_FORMS}")
+        raise TypeError(f"{call}: the last of {len(buf)} list entries is not a type; {_FORMS}")
     counts, displs = rest if len(rest) == 2 else (rest[0] if rest else None, None)
     # A single list is the counts by rank where a call takes such counts.
     if len(rest) == 1 and isinstance(counts, tuple if is_vector else list | tuple):
         if len(counts) != 2:
-            raise TypeError(f"{call}: {counts!r} in place of (count, displacement); {_FORMS}")
+            raise TypeError(f"{call}: expected (count, displacement), got {counts!r}; {_FORMS}")
         counts, displs = counts
     return _typed(tensor_of(data, call, is_written=is_written), kind, call, is_reduced=is_reduced), counts, displs
 
@@ -214,26 +216,24 @@ def _typed(tensor: Tensor, kind: Datatype | str | None, call: str, *, is_reduced
     if kind is None:
         return tensor
     if isinstance(kind, str) and kind not in _CODES:
-        raise TypeError(
-            f"{call}: type {kind!r}; expected a type of MPI such as MPI.DOUBLE, or one of {' '.join(_CODES)}"
-        )
+        raise TypeError(f"{call}: type {kind!r}; expected an MPI type such as MPI.DOUBLE, or one of {' '.join(_CODES)}")
     wanted = _CODES[kind] if isinstance(kind, str) else kind.dtype
     if wanted == tensor.dtype:
         return tensor
     if wanted is not None:
         raise TypeError(
-            f"{call}: type {kind} is {wanted}, and the buffer has {tensor.dtype}; leave the type away or give the buffer's"
+            f"{call}: type {kind} is {wanted}, but the buffer has {tensor.dtype}; omit the type or give the buffer's type"
         )
     if is_reduced or not tensor.is_contiguous():
-        why = "bytes have no sums" if is_reduced else "the buffer is not contiguous"
-        raise TypeError(f"{call}: type {kind} of a buffer of {tensor.dtype}: {why}; leave the type away")
+        why = "bytes cannot be summed" if is_reduced else "the buffer is not contiguous"
+        raise TypeError(f"{call}: type {kind} of a buffer of {tensor.dtype}: {why}; omit the type")
     return tensor.view(-1).view(torch.uint8)
 
 
 def _fitting(tensor: Tensor, start: int, count: int, call: str) -> Part:
     if start + count > tensor.numel() or count < 0:
         raise ValueError(
-            f"{call}: the form names elements {start} to {start + count}, and the buffer has {tensor.numel()}; give a smaller count"
+            f"{call}: elements {start} to {start + count} exceed the buffer's {tensor.numel()} elements; give a smaller count"
         )
     return Part(tensor, start, count)
 
@@ -242,9 +242,9 @@ def _number(given: Any, call: str, what: str) -> int:
     try:
         number = operator.index(given)
     except TypeError:
-        raise TypeError(f"{call}: {what} {given!r}; expected a whole number; {_FORMS}") from None
+        raise TypeError(f"{call}: {what} {given!r}; expected an integer; {_FORMS}") from None
     if number < 0:
-        raise ValueError(f"{call}: {what} {number}; expected a number from 0")
+        raise ValueError(f"{call}: {what} {number}; expected at least 0")
     return number
 
 
@@ -254,7 +254,7 @@ def _numbers(given: Any, call: str, what: str, blocks: int) -> Sequence[int]:
     try:
         numbers = [_number(each, call, what) for each in given]
     except TypeError:
-        raise TypeError(f"{call}: {what}s {given!r}; expected a whole number for each of {blocks} ranks") from None
+        raise TypeError(f"{call}: {what}s {given!r}; expected an integer for each of {blocks} ranks") from None
     if len(numbers) != blocks:
         raise ValueError(f"{call}: {len(numbers)} {what}s for {blocks} ranks; give one for each")
     return numbers

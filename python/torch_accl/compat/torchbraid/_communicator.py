@@ -106,7 +106,7 @@ class Op:
         """
         if self.torchs is None:
             raise NotImplementedError(
-                f"MPI.{self.name} of buffers: torch has no such reduction; use the method in small letters, of objects"
+                f"MPI.{self.name} of buffers: torch has no such reduction; use the lower-case method, for objects"
             )
         return self.torchs
 
@@ -304,7 +304,7 @@ class Comm:
         group = self.group
         if group is not None and group.size() < dist.get_world_size():
             raise NotImplementedError(
-                f"Split of {group.size()} ranks: torch makes a group with all {dist.get_world_size()} of the world; split MPI.COMM_WORLD"
+                f"Split of {group.size()} ranks: torch creates groups with all {dist.get_world_size()} ranks of the job only; split MPI.COMM_WORLD"
             )
         of_all = self.allgather((color, key))
         mine: Comm = COMM_NULL
@@ -328,7 +328,7 @@ class Comm:
     def Split_type(self, split_type: object = COMM_TYPE_SHARED, key: int = 0) -> Comm:
         """Returns the communicator of the ranks of this host. Collective."""
         if split_type != COMM_TYPE_SHARED:
-            raise NotImplementedError(f"Split_type({split_type}): MPI.COMM_TYPE_SHARED is the only one here")
+            raise NotImplementedError(f"Split_type({split_type}): only MPI.COMM_TYPE_SHARED is supported")
         hosts = self.allgather(socket.gethostname())
         return self.Split(hosts.index(socket.gethostname()), key)
 
@@ -597,7 +597,7 @@ class Comm:
                 leaving, coming = of_all[source][0][to], of_all[to][1][source]
                 if leaving != coming:
                     raise ValueError(
-                        f"{call}: rank {source} sends {leaving} elements to rank {to}, which expects {coming}; give counts that agree"
+                        f"{call}: rank {source} sends {leaving} elements to rank {to}, but rank {to} expects {coming}; give counts that agree"
                     )
         named = sorted({name for _, _, names, _ in of_all for name in names})
         if len(named) > 1:
@@ -709,11 +709,11 @@ class Comm:
         if message.kind != wanted and _BYTES not in (message.kind, wanted):
             what = "an object" if message.kind == _OBJECT else f"elements of {_KINDS[message.kind]}"
             raise TypeError(
-                f"Recv: rank {message.source} sent {what}, and the buffer has {out.dtype}; receive an object with recv, and elements with a buffer of their type"
+                f"Recv: rank {message.source} sent {what}, but the buffer has {out.dtype}; use recv for objects, and a buffer of the same type for elements"
             )
         if came > out.count * width or came % width:
             raise ValueError(
-                f"Recv: {came} bytes came from rank {message.source}, and the buffer is {out.count} elements of {out.dtype}"
+                f"Recv: rank {message.source} sent {came} bytes, but the buffer has {out.count} elements of {out.dtype}"
             )
         out.write(message.data.clone().view(out.dtype))
 
@@ -736,7 +736,7 @@ class Comm:
         if not 0 <= dest < size:
             raise ValueError(f"send to rank {dest}: this communicator has ranks 0 to {size - 1}")
         if tag < 0:
-            raise ValueError(f"send with tag {tag}: give one from 0")
+            raise ValueError(f"send with tag {tag}: expected a tag of at least 0")
         if dest == self.rank or group is None:
             self._deliver(_Message(self.rank, tag, kind, data.clone()))
             return Request([], [])
@@ -817,7 +817,7 @@ class _Null(Comm):
 
     @staticmethod
     def _refuse() -> NoReturn:
-        raise ValueError("this is MPI.COMM_NULL: Split was given MPI.UNDEFINED here")
+        raise ValueError("this is MPI.COMM_NULL: this rank passed MPI.UNDEFINED to Split")
 
 
 COMM_NULL = _Null()
@@ -851,7 +851,7 @@ def _kind_of(dtype: torch.dtype) -> int:
 
 def _reduction(call: str, op: Op | None) -> Any:
     if op is not None and not isinstance(op, Op):
-        raise TypeError(f"{call}: op={op!r}; expected an operator of MPI such as MPI.SUM")
+        raise TypeError(f"{call}: expected an operator such as MPI.SUM, got op={op!r}")
     return (op or _ADD).for_tensors()
 
 

@@ -69,7 +69,7 @@ class _Way:
 
     def forward(self, tensors: Sequence[Tensor], leaves: Sequence[Leaf]) -> list[Tensor]:
         """Returns the last rank's tensors; zeros on ranks that do not receive them."""
-        what = "the output of the last rank on its way to rank 0 of the layers"
+        what = "sending the output from the last rank to rank 0 of the layers"
         if self.is_last:
             for receiver in self._receivers:
                 self._send(tensors, leaves, receiver, "forward", what)
@@ -82,7 +82,7 @@ class _Way:
 
     def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor] | None:
         """Returns rank 0's gradients on the last rank; None on the others."""
-        what = "the gradient of the output on its way from rank 0 to the last rank of the layers"
+        what = "sending the output's gradient from rank 0 to the last rank of the layers"
         leaves = self.form.states
         if self.is_first:
             given = [
