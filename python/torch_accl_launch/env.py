@@ -134,7 +134,7 @@ def find_store(found: Place, timeout: timedelta) -> Store:
     elif _otherwise and (other := _otherwise[0](found, timeout)) is not None:
         store = other
     else:
-        where = "reports no name of the job" if found.is_on_one_host else "does not report that all ranks are on one host"
+        where = "reports no job name" if found.is_on_one_host else "does not report that all ranks are on one host"
         raise LaunchError(
             f"rank {found.rank}: MASTER_ADDR is not set, and {found.launcher} {where}; set MASTER_ADDR to the host of rank 0 and MASTER_PORT to "
             "a free port there, the same for all ranks"
