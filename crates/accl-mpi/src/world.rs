@@ -382,7 +382,7 @@ pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
                 Some(Broadcast { ended: Some(ended), bytes, .. }) => Some(ended.map(|()| bytes)),
                 given_up if is_late || world.over.is_some() => {
                     std::mem::forget(given_up);
-                    Some(Err("not all processes of the MPI job arrived in time".to_owned()))
+                    Some(Err("not all processes of the MPI job took part".to_owned()))
                 }
                 under_way => {
                     world.broadcast = under_way;

@@ -196,7 +196,7 @@ impl Incoming {
                     Verdict::Crossing,
                     hello.nonce,
                     me,
-                    "it already has or makes a link to this process".to_owned(),
+                    "it already has a link to this process, or is making one".to_owned(),
                 );
             }
             Stance::GivenUp => {

@@ -56,7 +56,7 @@ impl Failed {
     /// Returns the reason as a clause.
     pub(super) fn text(self) -> String {
         match self {
-            Self::Crossing => "it already has or makes a link to this process".to_owned(),
+            Self::Crossing => "it already has a link to this process, or is making one".to_owned(),
             Self::GivenUp(why) | Self::Refused(why) | Self::Exhausted(why) | Self::Other(why) => why,
         }
     }

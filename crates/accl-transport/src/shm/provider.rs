@@ -63,7 +63,7 @@ impl Provider for Shm {
 
     fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
         let Ok([memory, event, board]) = <[Fd; 3]>::try_from(peer.descriptors) else {
-            return Err("the descriptors of the shared memory did not arrive".to_owned());
+            return Err("the descriptors of memory and events did not arrive".to_owned());
         };
         self.waker.board_descriptor()?;
         let ring_bytes = <[u8; 8]>::try_from(&peer.bytes[..]).map_or(u64::MAX, u64::from_le_bytes);
