@@ -20,25 +20,25 @@ help: ## list the targets
 demo: ## train on digits over accl and over gloo, in two processes, and compare
 	@.ci/demo $(ARGS)
 
-demo-device: ## train on digits on emulated collective engines (CCLO) behind ZeroMQ sockets, and on the host, and compare
+demo-device: ## train on digits on emulated collective engines (CCLO) behind ZeroMQ sockets and on the host, and compare
 	@.ci/demo_device $(ARGS)
 
 study: ## train small models with compressed gradients, and compare their losses with float32's; ARGS='--quick'
 	@.ci/study $(ARGS)
 
-study-layers: ## train nets layer-parallel, exactly and by multigrid, and compare what they learn; ARGS='--quick', ARGS='--study digits'
+study-layers: ## train nets layer-parallel, exactly and by multigrid, and compare the results; ARGS='--quick', ARGS='--study digits'
 	@.ci/study_layers $(ARGS)
 
-codec-errors: ## what each codec loses, alone and in sums, beside what it must
+codec-errors: ## compare the errors of each codec, alone and in sums, with reference values
 	@.ci/codec_errors $(ARGS)
 
-test: ## every check and test, cheap ones first; of large matrices and slow tests a part
+test: ## all checks and tests, cheap ones first; large matrices and slow tests only in part
 	@.ci/test
 
-test-quick: ## for a change in hand: gates, Rust tests of changed crates, a part of the tests through torch
+test-quick: ## test a change: gates, Rust tests of changed crates, part of the tests through torch
 	@.ci/quick
 
-test-all: ## every case of every test through torch
+test-all: ## all cases of all tests through torch
 	@.ci/tools
 	@.ci/venv build test
 	@.ci/install
@@ -48,66 +48,66 @@ wheel: ## build the release wheel for TORCH into dist/
 	@.ci/tools
 	@.ci/wheel
 
-sdist: ## make the source distribution, build a wheel of it elsewhere, install that and use it
+sdist: ## create the source distribution, and build, install and use a wheel from it elsewhere
 	@.ci/tools
 	@.ci/sdist --whole
 
-test-torch: ## wheel, tests and peers suite on each torch that is built for; ARGS='2.13.0' for one
+test-torch: ## build the wheel, and run the tests and the peers suite, on each supported torch; ARGS='2.13.0' for one
 	@.ci/test_torch $(ARGS)
 
-test-peers: ## PyTorch's own distributed suite at worlds 2, 3 and 4, next to a fresh gloo run
+test-peers: ## run PyTorch's own distributed suite at worlds 2, 3 and 4, next to a fresh gloo run
 	@.ci/tools
 	@.ci/venv build test
 	@.ci/install
 	@.ci/peers --world 2,3,4 --baseline run $(ARGS)
 
-test-elastic: ## ranks that die at every moment of making groups, over every store and kind of launcher
+test-elastic: ## kill ranks at every step of creating groups, over every store and kind of launcher
 	@.ci/tools
 	@.ci/venv build test
 	@.ci/install
 	@ACCL_TEST_ELASTIC=all .ci/pytest tests/test_elastic.py $(ARGS)
 
-mpi: ## the package with the transport `mpi`, built against MPICC=mpicc and installed beside torch-accl
+mpi: ## build the package with the transport `mpi` against MPICC=mpicc, and install it next to torch-accl
 	@.ci/tools
 	@.ci/venv build
 	@.ci/mpi $(ARGS)
 
-test-mpi: ## the transport `mpi` under Open MPI and MPICH; ARGS='mpich' for one
+test-mpi: ## test the transport `mpi` under Open MPI and MPICH; ARGS='mpich' for one
 	@.ci/tools
 	@.ci/venv build test
 	@.ci/install
 	@.ci/test_mpi $(ARGS)
 
-test-device: ## every world, design, place and count of a group with a device, through torch and below; takes about 20 minutes
+test-device: ## test groups with a device, through torch and below: all world sizes, designs, roots and counts; takes about 20 minutes
 	@.ci/test_device $(ARGS)
 
-fuzz-world: ## simulated worlds of random seeds for HOURS=1, on every core
+fuzz-world: ## run simulated worlds with random seeds for HOURS=1, on every core
 	@HOURS=$(HOURS) .ci/fuzz_world
 
-mutants: ## plant defects in the engine, and show that the simulated world finds each of them; ARGS='--list'
+mutants: ## plant defects in the engine, and check that the simulated world finds each of them; ARGS='--list'
 	@.ci/mutants $(ARGS)
 
-aarch64: ## the crates below Python for Arm: checked, and rings and kernels run under qemu
+aarch64: ## check the crates below Python for Arm, and run rings and kernels under qemu
 	@.ci/aarch64
 
-bench: ## the microbenchmarks
+bench: ## run the microbenchmarks
 	@.ci/tools
 	@.ci/bench $(ARGS)
 
-bench-against: ## all_reduce of this tree beside that of another commit, by turns; ARGS='COMMIT --pairs 31'
+bench-against: ## compare all_reduce of this tree with another commit, alternately; ARGS='COMMIT --pairs 31'
 	@.ci/tools
 	@$(PYTHON) -m benches.against $(ARGS)
 
-scaling: ## what one more rank and one more group cost; ARGS=--write-docs for docs/scaling.md
+scaling: ## measure the cost of one more rank and one more group; ARGS=--write-docs for docs/scaling.md
 	@.ci/scaling $(ARGS)
 
-layer-plans: ## what layer-parallel training could gain on up to 4,096 ranks; ARGS=--write-docs for docs/layer-parallel/tuning.md
+layer-plans: ## predict gains of layer-parallel training on up to 4,096 ranks; ARGS=--write-docs for docs/layer-parallel/tuning.md
 	@.ci/layer_plans $(ARGS)
 
-bench-peers: ## speed next to gloo, MPI, oneCCL and DeepSpeed: docs/performance.md; ARGS='--quick --sections all_reduce'
+bench-peers: ## compare speed with gloo, MPI, oneCCL and DeepSpeed: docs/performance.md; ARGS='--quick --sections all_reduce'
 	@.ci/bench_peers $(ARGS)
 
-bench-lanes: ## several cores a rank: helper threads beside what peers do with theirs; a section of docs/performance.md
+bench-lanes: ## compare several cores per rank: worker threads of accl and of other libraries; a section of docs/performance.md
 	@.ci/bench_peers --sections lanes,lanes_crowded $(ARGS)
 
 clean: ## remove everything that was built, .venv included

@@ -1553,7 +1553,7 @@ def test_forms_of_buffers_that_do_not_fit_are_refused():
         ([four, (2, 3)], ValueError, "elements 3 to 5 exceed"),
         ([four, -1], ValueError, "count -1; expected at least 0"),
         ([four, 2.0], TypeError, "count 2.0; expected an integer"),
-        ([four, 2, 0], TypeError, "the last of 4 list entries is not a type"),
+        ([four, 2, 0], TypeError, "the last of 3 list entries is not a type"),
         ([four, (1, 2, 3)], TypeError, r"expected \(count, displacement\), got \(1, 2, 3\)"),
         ([], TypeError, "got an empty list"),
         ([torch.zeros(2, 3).t(), MPI.BYTE], TypeError, "not contiguous"),

@@ -104,7 +104,7 @@ def test_a_launcher_that_a_rank_starts_counts_and_not_the_copies_of_that_ranks_n
 
 
 def test_of_an_mpis_launcher_inside_anothers_nobody_guesses_which_is_the_inner_one():
-    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_RANK=0 and PMI_RANK=1 are of two launchers"):
+    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_RANK=0 and PMI_RANK=1 come from two nested launchers"):
         place(RECORDINGS["openmpi"][0] | RECORDINGS["mpich"][1])
 
 
@@ -263,9 +263,9 @@ def test_a_rank_or_a_world_that_was_given_and_is_not_the_launchers_is_named():
 def test_who_waits_for_a_rank_that_does_not_come_says_which_one():
     alone = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"alone-{os.getpid()}"}
     (text,) = refusal([MPI | alone | {"OMPI_COMM_WORLD_RANK": "0"}], seconds=1)
-    assert text.startswith("TimeoutError") and "rank 1 of 2 did not come" in text and "MASTER_ADDR" in text
+    assert text.startswith("TimeoutError") and "rank 1 of 2 did not join" in text and "MASTER_ADDR" in text
     (text,) = refusal([MPI | alone], seconds=1)
-    assert text.startswith("TimeoutError") and "rank 0 did not come" in text
+    assert text.startswith("TimeoutError") and "rank 0 did not join the rendezvous" in text
 
 
 @pytest.mark.slow
@@ -332,7 +332,7 @@ def test_a_store_without_a_name_at_the_port_of_a_slurm_job_is_not_waited_for():
     start = time.monotonic()
     others = {"SLURM_STEP_NODELIST": "localhost,a2", "MASTER_PORT": str(port)}
     (text,) = refusal([RECORDINGS["srun_two_nodes"][1]], seconds=60, **others)
-    assert "that of another job (a store without a name" in text and time.monotonic() - start < 40
+    assert "belongs to another job (a store without a name" in text and time.monotonic() - start < 40
 
 
 @pytest.mark.slow
@@ -399,7 +399,7 @@ def test_a_meeting_survives_who_comes_with_nonsense_and_serves_each_rank_once():
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(listener.getsockname())
                 stranger.sendall(words)
-        with pytest.raises(LaunchError, match="takes itself for rank 0 of this job"):
+        with pytest.raises(LaunchError, match="another process has opened it as rank 0 of this job"):
             meeting.Meeting(seats(3)[0], job, 0, deadline).open()
         threads = asking(told, *others)
         host.tell(listener, 4711)
@@ -418,9 +418,9 @@ def test_who_comes_when_all_have_met_is_of_another_job_and_waits_for_its_own_ran
         late = meeting.Meeting(seats(2)[1], job, 0, time.monotonic() + 0.5)
         (thread,) = asking(told, late)
         thread.join()
-        with pytest.raises(LaunchError, match="takes itself for rank 0"):
+        with pytest.raises(LaunchError, match="another process has opened it as rank 0"):
             meeting.Meeting(seats(2)[0], job, 0, deadline).open()
-    assert told[0] == 4711 and "rank 0 did not come" in told[1]
+    assert told[0] == 4711 and "rank 0 did not join the rendezvous" in told[1]
 
 
 def test_more_ranks_than_the_queue_has_room_for_all_meet():
@@ -437,8 +437,8 @@ def test_more_ranks_than_the_queue_has_room_for_all_meet():
 
 
 OTHER_IDEAS = {
-    "world": "rank 1 was told of 2 ranks, and rank 0 of 3",
-    "program": "rank 1 runs /b.py, and rank 0 /a.py",
+    "world": "rank 1 has world size 2, rank 0 has world size 3",
+    "program": "rank 1 runs /b.py, rank 0 runs /a.py",
 }
 
 

@@ -280,7 +280,7 @@ def test_a_process_whose_peers_do_not_end_gives_up_after_the_time_it_has(library
         ACCL_MPI_EXIT_TIMEOUT="2",
     )
     assert job.status != 0
-    assert "MPI_Finalize was given up: not all processes of the MPI job have come to their end" in job.stderr
+    assert "MPI_Finalize was given up: not all processes of the MPI job reached their exit" in job.stderr
     assert job.seconds < 25
 
 
@@ -400,7 +400,7 @@ def test_an_mpi_that_the_script_finalises_too_early_is_an_error_and_no_crash(lib
         """,
     ).check()
     texts = [text for [text] in job.said()]
-    assert len(texts) == 2 and any("MPI was finalised by whoever had started it" in text for text in texts), texts
+    assert len(texts) == 2 and any("MPI was finalised by the code that started it" in text for text in texts), texts
 
 
 @pytest.mark.parametrize("exclusive", ["0", "1"])
@@ -530,7 +530,7 @@ def test_a_child_of_a_rank_has_no_place_in_the_job(library, how, tmp_path):
     said = job.said()
     assert said.count("well") == 2, said
     refused = [text for text in said if text != "well"]
-    assert len(refused) == 2 and all("has the place of this one" in text for text in refused), said
+    assert len(refused) == 2 and all("which already has its rank in the MPI job" in text for text in refused), said
 
 
 def test_a_forked_child_makes_no_links_over_its_parents_mpi(library):
@@ -642,7 +642,7 @@ def test_options_name_the_transport_without_starting_it(library):
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("ACCL_MPI_THREAD_LEVEL", "high", "not one of single, funneled, serialized, multiple"),
+        ("ACCL_MPI_THREAD_LEVEL", "high", "expected one of single, funneled, serialized, multiple"),
         ("ACCL_MPI_EXCLUSIVE", "perhaps", "expected 0 or 1"),
         ("ACCL_MPI_TIMEOUT", "soon", "a number of seconds above 0"),
         ("ACCL_MPI_EXIT_TIMEOUT", "-1", "a number of seconds above 0"),

@@ -100,7 +100,7 @@ def test_what_is_no_table_is_refused():
 def test_a_transport_is_registered_once(library):
     def body(rank):
         register(library)
-        with pytest.raises(ValueError, match="there is a transport `datagrams` already"):
+        with pytest.raises(ValueError, match="a transport `datagrams` already exists"):
             register(library)
 
     check(run_ranks(body, 1, init=False))
@@ -164,7 +164,7 @@ def test_the_command_names_a_transport_of_a_package_without_loading_it(package):
     # A command that reads no settings accepts an unknown transport.
     assert command(package, "pigeons", "algorithms").returncode == 0
     refused = command(package, "pigeons", "info")
-    assert refused.returncode == 1 and "there is no transport `pigeons`" in refused.stderr, refused.stderr
+    assert refused.returncode == 1 and "unknown transport `pigeons`" in refused.stderr, refused.stderr
 
 
 @pytest.mark.slow

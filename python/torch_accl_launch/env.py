@@ -106,8 +106,8 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Rendezvous:
     for given, name, value in (("rank", found.rank_name, found.rank), ("world_size", found.world_name, found.world)):
         if given in asked and int(asked[given]) != value:
             raise LaunchError(
-                f"init_process_group was given {given}={asked[given]}, and {name} is {value}; leave {given}= away, or set MASTER_ADDR and "
-                "MASTER_PORT for ranks that are not the launcher's"
+                f"init_process_group got {given}={asked[given]}, but {name} is {value}; omit {given}=, or set MASTER_ADDR and MASTER_PORT to use "
+                "other ranks than the launcher's"
             )
     yield find_store(found, timeout or default_pg_timeout), found.rank, found.world
 
@@ -134,7 +134,7 @@ def find_store(found: Place, timeout: timedelta) -> Store:
     elif _otherwise and (other := _otherwise[0](found, timeout)) is not None:
         store = other
     else:
-        where = "names no job" if found.is_on_one_host else "does not say that all ranks are on one host"
+        where = "reports no job name" if found.is_on_one_host else "does not report that all ranks are on one host"
         raise LaunchError(
             f"rank {found.rank}: MASTER_ADDR is not set, and {found.launcher} {where}; set MASTER_ADDR to the host of rank 0 and MASTER_PORT to "
             "a free port there, the same for all ranks"
@@ -211,8 +211,8 @@ def _on_slurms_hosts(found: Place, step: str, deadline: float, timeout: timedelt
         )
     if found.rank == 0 and os.environ.get("SLURM_NODEID", "0") != "0":
         raise LaunchError(
-            f"rank 0 is on node {os.environ['SLURM_NODEID']} of {os.environ.get('SLURM_STEP_NODELIST')}, and the others look for it on {nodes[0]}; "
-            "set MASTER_ADDR to its host and MASTER_PORT to a free port there"
+            f"rank 0 is on node {os.environ['SLURM_NODEID']} of {os.environ.get('SLURM_STEP_NODELIST')}, but the other ranks expect it on {nodes[0]}; "
+            "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         )
     port = _wanted_port() or port_of(step, len(_meetings))
     who = f"{step}/{found.world}"
@@ -269,7 +269,7 @@ def _join_step(found: Place, node: str, port: int, who: str, deadline: float, ti
             theirs, has_been_here = who, True
         if theirs != who:
             raise LaunchError(
-                f"rank {found.rank}: port {port} of {node} is that of another job ({theirs or 'a store without a name'}, and this is {who}); set "
+                f"rank {found.rank}: port {port} of {node} belongs to another job ({theirs or 'a store without a name'}; this job is {who}); set "
                 "MASTER_PORT to a port that is free there, the same for all ranks"
             )
         if not has_been_here and _has_come(store, deadline):
@@ -278,7 +278,7 @@ def _join_step(found: Place, node: str, port: int, who: str, deadline: float, ti
         del store
         if time.monotonic() + _LOOK_AGAIN_S >= deadline:
             raise TimeoutError(
-                f"rank {found.rank}: rank 0 of {who} did not come to port {port} of {node} within {timeout.total_seconds():.0f} s"
+                f"rank {found.rank}: rank 0 of {who} did not join the rendezvous at port {port} of {node} within {timeout.total_seconds():.0f} s"
             )
         time.sleep(_LOOK_AGAIN_S)
 

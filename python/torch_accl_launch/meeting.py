@@ -72,12 +72,12 @@ class Meeting:
         except OSError as error:
             listener.close()
             why = (
-                "another process has, which takes itself for rank 0 of this job"
+                "another process has opened it as rank 0 of this job"
                 if error.errno == errno.EADDRINUSE
                 else error.strerror
             )
             raise LaunchError(
-                f"rank 0 cannot open the socket at which the ranks of this host meet: {why}; set MASTER_ADDR and MASTER_PORT, or start the ranks once"
+                f"rank 0 cannot open the rendezvous socket of this host: {why}; set MASTER_ADDR and MASTER_PORT, or start the ranks once"
             ) from None
         return listener
 
@@ -95,7 +95,7 @@ class Meeting:
                 with above_standard_streams(listener.accept()[0]) as peer:
                     awaited -= self._answer(peer, port)
             if awaited:
-                self._check_time(f"{_ranks(awaited)} of {self._place.world} did not come to the meeting of this host")
+                self._check_time(f"{_ranks(awaited)} of {self._place.world} did not join the rendezvous of this host")
         # A later connection comes from another job and is refused at once. The name stays taken.
         listener.shutdown(socket.SHUT_RD)
 
@@ -119,9 +119,9 @@ class Meeting:
 
     def _difference(self, rank: int, asked: dict[str, object]) -> str | None:
         if asked["world"] != self._place.world:
-            return f"rank {rank} was told of {asked['world']} ranks, and rank 0 of {self._place.world}; {_ALIKE}"
+            return f"rank {rank} has world size {asked['world']}, rank 0 has world size {self._place.world}; {_ALIKE}"
         if asked["program"] != program():
-            return f"rank {rank} runs {asked['program']}, and rank 0 {program()}; {_ALIKE}"
+            return f"rank {rank} runs {asked['program']}, rank 0 runs {program()}; {_ALIKE}"
         return None
 
     def ask(self) -> int:
@@ -141,7 +141,7 @@ class Meeting:
                 meeting.connect(self._name)
                 if (user := _user_of(meeting)) != os.getuid():
                     raise LaunchError(
-                        f"user {user} has opened the socket at which the ranks of this host meet; set MASTER_ADDR and MASTER_PORT"
+                        f"user {user} has opened the rendezvous socket of this host; set MASTER_ADDR and MASTER_PORT"
                     )
                 _say(meeting, {"rank": self._place.rank, "world": self._place.world, "program": program()})
                 if line := _line(meeting, min(self._deadline, time.monotonic() + _ANSWER_S)):
@@ -150,7 +150,7 @@ class Meeting:
                         raise LaunchError(answer["wrong"])
                     meeting.sendall(b"heard\n")
                     return int(answer["port"])
-            self._check_time("rank 0 did not come to the meeting of this host")
+            self._check_time("rank 0 did not join the rendezvous of this host")
             time.sleep(_LOOK_AGAIN_S)
 
     def _patience(self, awaited: str) -> float:

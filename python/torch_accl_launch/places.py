@@ -128,8 +128,8 @@ def _check_nested(chosen: Place, others: list[Place]) -> None:
             and _seat(other) != _seat(chosen)
         ):
             raise LaunchError(
-                f"{chosen.rank_name}={chosen.rank} and {other.rank_name}={other.rank} are of two launchers, one inside the other; set RANK and "
-                "WORLD_SIZE to those of the inner one"
+                f"{chosen.rank_name}={chosen.rank} and {other.rank_name}={other.rank} come from two nested launchers; set RANK and WORLD_SIZE "
+                "to the inner launcher's values"
             )
 
 
@@ -153,7 +153,7 @@ def _read(family: _Family, environment: Environment) -> Place:
     local_world, local_world_name = _local_world(family, environment)
     if local_world is not None and not 0 < local_world <= world:
         raise LaunchError(
-            f"{local_world_name}={local_world} cannot be with {world_name}={world}; unset the one that is not the launcher's"
+            f"{local_world_name}={local_world} does not fit {world_name}={world}; unset the one that is not the launcher's"
         )
     if local_rank is not None and not 0 <= local_rank < (local_world or world):
         name, of = (local_world_name, local_world) if local_world is not None else (world_name, world)
@@ -169,7 +169,7 @@ def _one_number(names: tuple[str, ...], environment: Environment) -> tuple[int |
     for number, name in said[1:]:
         if number != said[0][0]:
             raise LaunchError(
-                f"{said[0][1]}={said[0][0]} and {name}={number} contradict; unset the one that is not the launcher's"
+                f"{said[0][1]}={said[0][0]} and {name}={number} contradict each other; unset the one that is not the launcher's"
             )
     return said[0] if said else (None, "")
 
@@ -210,7 +210,7 @@ def _check_torchs(chosen: Place, environment: Environment) -> None:
     ):
         if environment.get(name, "") != "" and _number(name, environment[name]) != value:
             raise LaunchError(
-                f"{name}={environment[name]} and {own}={value} contradict; unset {name}, or set both RANK and WORLD_SIZE"
+                f"{name}={environment[name]} and {own}={value} contradict each other; unset {name}, or set both RANK and WORLD_SIZE"
             )
 
 

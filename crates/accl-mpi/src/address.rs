@@ -37,7 +37,9 @@ impl Address {
         let (version, rest) = bytes.split_first_chunk().ok_or("the peer's address has no version")?;
         let version = u32::from_le_bytes(*version);
         if version != VERSION {
-            return Err(format!("the peer's torch-accl-mpi says version {version} of an address, this one {VERSION}"));
+            return Err(format!(
+                "the peer's torch-accl-mpi has address version {version}, this process {VERSION}; install the same torch-accl-mpi everywhere"
+            ));
         }
         let read = || -> Option<Address> {
             let (job, rest) = rest.split_first_chunk()?;

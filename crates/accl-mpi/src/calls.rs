@@ -63,7 +63,7 @@ fn check(code: c_int, call: &str) -> Checked<()> {
     // SAFETY: `text` has room for the library's longest error string.
     let said = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &raw mut length) };
     if said != ffi::MPI_SUCCESS as c_int {
-        return Err(format!("{call} returns {code}"));
+        return Err(format!("{call} returned error code {code}"));
     }
     let text = String::from_utf8_lossy(&text[..usize::try_from(length).unwrap_or(0).min(text.len())]);
     Err(format!("{call}: {}", text.trim_end_matches('\0').trim()))
@@ -107,7 +107,8 @@ pub(crate) fn library() -> Checked<String> {
     // SAFETY: `text` has room for the longest version string; `MPI_Get_library_version` may be called at any time.
     let code = unsafe { ffi::MPI_Get_library_version(text.as_mut_ptr().cast(), &raw mut length) };
     check(code, "MPI_Get_library_version")?;
-    let text = CStr::from_bytes_until_nul(&text).map_err(|_| "MPI_Get_library_version has no end".to_owned())?;
+    let text =
+        CStr::from_bytes_until_nul(&text).map_err(|_| "MPI_Get_library_version: the text has no end".to_owned())?;
     Ok(text.to_string_lossy().into_owned())
 }
 
@@ -162,7 +163,7 @@ fn datatype(number: u32) -> Checked<ffi::MPI_Datatype> {
             element_types::DOUBLE => ffi::RSMPI_DOUBLE,
             element_types::FLOAT_COMPLEX => ffi::RSMPI_FLOAT_COMPLEX,
             element_types::DOUBLE_COMPLEX => ffi::RSMPI_DOUBLE_COMPLEX,
-            other => return Err(format!("there is no element type {other}")),
+            other => return Err(format!("unknown element type {other}")),
         }
     })
 }
@@ -178,7 +179,7 @@ fn operator(number: u32) -> Checked<ffi::MPI_Op> {
             ops::BAND => ffi::RSMPI_BAND,
             ops::BOR => ffi::RSMPI_BOR,
             ops::BXOR => ffi::RSMPI_BXOR,
-            other => return Err(format!("there is no operator {other}")),
+            other => return Err(format!("unknown operator {other}")),
         }
     })
 }
@@ -274,7 +275,7 @@ impl Communicator {
     /// Creates a communicator of some of the processes, in this order. All of them must call this, with the same tag.
     /// Waits for these processes only.
     pub(crate) fn of_some(self, ranks: &[c_int], tag: c_int) -> Checked<Communicator> {
-        let count = c_int::try_from(ranks.len()).map_err(|_| "MPI_Group_incl: there are too many ranks".to_owned())?;
+        let count = c_int::try_from(ranks.len()).map_err(|_| "MPI_Group_incl: too many ranks".to_owned())?;
         let mut all = MaybeUninit::uninit();
         // SAFETY: `self` is a communicator of this process; the call writes `all` if it succeeds.
         check(unsafe { ffi::MPI_Comm_group(self.0, all.as_mut_ptr()) }, "MPI_Comm_group")?;
@@ -348,7 +349,7 @@ impl Communicator {
                 collectives::ALL_TO_ALL => {
                     (ffi::MPI_Ialltoall(input, count, element, output, count, element, comm, into), "MPI_Ialltoall")
                 }
-                other => return Err(format!("there is no collective {other}")),
+                other => return Err(format!("unknown collective {other}")),
             }
         };
         check(code, name)?;
@@ -449,7 +450,7 @@ impl Request {
     pub(crate) fn complete(&mut self, until: Instant) -> Checked<()> {
         while !self.is_complete()? {
             if Instant::now() >= until {
-                return Err("not all processes of the MPI job have come".to_owned());
+                return Err("not all processes of the MPI job arrived in time".to_owned());
             }
             std::thread::sleep(Duration::from_micros(100));
         }

@@ -59,7 +59,7 @@ fn begin_work(work: impl FnOnce() + Send + 'static) -> Checked<()> {
     let spawned = std::thread::Builder::new().name("accl-mpi-group".to_owned()).spawn(begin);
     spawned.map(|_| ()).map_err(|why| {
         AT_WORK.fetch_sub(1, Ordering::SeqCst);
-        format!("no thread that makes a communicator: {why}")
+        format!("cannot start a thread for a communicator: {why}")
     })
 }
 
@@ -132,7 +132,7 @@ impl Group {
     /// Frees the communicator if it was created for this group and no collective was abandoned in it. Returns whether
     /// the group had the communicator from MPI's start and never used it.
     pub(crate) fn close(&self) -> bool {
-        let state = std::mem::replace(&mut *lock(&self.state), State::Over("the group was left".to_owned()));
+        let state = std::mem::replace(&mut *lock(&self.state), State::Over("the group was destroyed".to_owned()));
         let asked = self.asked.load(Ordering::Relaxed);
         match state {
             State::Made { communicator, is_ours: true } if asked == self.begun.load(Ordering::Relaxed) => {
@@ -206,6 +206,6 @@ impl Call {
     /// Gives the collective up: no further collective may start in its group, and the group's communicator is never
     /// freed.
     pub(crate) fn abandon(&self) {
-        *lock(&self.group.state) = State::Over("a collective of the group was given up".to_owned());
+        *lock(&self.group.state) = State::Over("a collective of the group was abandoned".to_owned());
     }
 }

@@ -46,7 +46,7 @@ pub(crate) fn open(rank: u32, addresses: &[Address], key: u64) -> Checked<Opened
         for (other, address) in addresses.iter().enumerate() {
             if address.library != job.library {
                 return Err(format!(
-                    "rank {rank} uses {}, and rank {other} {}, or another build of it; start all with one library",
+                    "rank {rank} uses {}, rank {other} uses {} or another build of it; start all ranks with the same MPI library",
                     calls::short_name(&job.library),
                     calls::short_name(&address.library)
                 ));
@@ -60,7 +60,7 @@ pub(crate) fn open(rank: u32, addresses: &[Address], key: u64) -> Checked<Opened
         sorted.sort_unstable();
         sorted.dedup();
         if sorted.len() != ranks.len() {
-            return Err("two ranks of the group are one process of the MPI job".to_owned());
+            return Err("two ranks of the group are the same process of the MPI job".to_owned());
         }
         let all_have = |flag: c_int| addresses.iter().all(|address| address.tag & flag != 0);
         let is_job = ranks.len() == job.size as usize && ranks == sorted;
@@ -68,14 +68,14 @@ pub(crate) fn open(rank: u32, addresses: &[Address], key: u64) -> Checked<Opened
         let made = is_job && all_have(HAS_FIRST);
         if !made && !all_have(IS_MULTIPLE) {
             return Ok(Opened::LeftToHost(format!(
-                "the thread level of MPI is {}, with which it does collectives of the first group of all its processes alone; start it with \
+                "MPI has thread level {} and can run collectives only for the first group of all its processes; start it with \
                  MPI_THREAD_MULTIPLE (ACCL_MPI_THREAD_LEVEL=multiple)",
                 job.level.name()
             )));
         }
         // Another group that is created at the same time was offered the communicator too.
         if made && !world.take_first_communicator() {
-            return Err("two groups of all processes are made at once; make one after the other".to_owned());
+            return Err("two groups of all processes are created at once; create one after the other".to_owned());
         }
         Ok(Opened::Group(Group::new(ranks, first, world.tag_of(key), made.then_some(first))))
     })?

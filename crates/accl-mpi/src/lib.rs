@@ -42,7 +42,10 @@ fn start(
 ) -> PyResult<usize> {
     let names = Level::ALL.map(Level::name);
     let level = Level::ALL.into_iter().find(|known| known.name() == level).ok_or_else(|| {
-        PyValueError::new_err(format!("ACCL_MPI_THREAD_LEVEL: value `{level}` is not one of {}", names.join(", ")))
+        PyValueError::new_err(format!(
+            "ACCL_MPI_THREAD_LEVEL: value `{level}` is not accepted; expected one of {}",
+            names.join(", ")
+        ))
     })?;
     let timeout = seconds(timeout)?;
     let wanted = world::Wanted { size, level, is_exclusive: exclusive, communicator, timeout };
@@ -80,7 +83,7 @@ fn library() -> PyResult<String> {
 
 fn seconds(timeout: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(timeout)
-        .map_err(|_| PyValueError::new_err(format!("a timeout of {timeout} s is not possible")))
+        .map_err(|_| PyValueError::new_err(format!("timeout: {timeout} s is out of range")))
 }
 
 #[pymodule]

@@ -96,7 +96,7 @@ impl Link {
 
     pub(crate) fn fail(&mut self, why: impl Into<Vec<u8>>) {
         if self.broken.is_none() {
-            self.broken = Some(CString::new(why).unwrap_or_else(|_| c"it gives no reason".to_owned()));
+            self.broken = Some(CString::new(why).unwrap_or_else(|_| c"no reason is known".to_owned()));
         }
     }
 

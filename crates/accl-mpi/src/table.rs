@@ -110,7 +110,7 @@ unsafe extern "C" fn open(
         })
         .and_then(|opened| opened)
     }));
-    match opened.unwrap_or_else(|_| Err("an internal error".to_owned())) {
+    match opened.unwrap_or_else(|_| Err("an internal error of torch-accl-mpi".to_owned())) {
         // SAFETY: by `accl_transport.h`, `address` has room for `*address_bytes` bytes, and `address_bytes` and `link`
         // are valid.
         Ok((index, ours)) => unsafe {

@@ -19,7 +19,7 @@ use crate::world;
 /// Returns the code of `work`. For an error or a panic, stores the text and returns `FAILED`.
 fn guarded(work: impl FnOnce() -> Checked<c_int>) -> c_int {
     let done = catch_unwind(AssertUnwindSafe(|| world::guard_fork().and_then(|()| work())));
-    match done.unwrap_or_else(|_| Err("an internal error".to_owned())) {
+    match done.unwrap_or_else(|_| Err("an internal error of torch-accl-mpi".to_owned())) {
         Ok(returned) => returned,
         Err(why) => explain(FAILED, why),
     }
@@ -68,8 +68,8 @@ pub(crate) unsafe extern "C" fn start(group: *mut c_void, what: *const Collectiv
         let group = unsafe { &*group.cast::<Group>() };
         // SAFETY: by `accl_transport.h`, `what` points to a collective.
         let &CollectiveV1 { collective, element_type, op, root, count, input, output, .. } = unsafe { &*what };
-        let count = c_int::try_from(count).map_err(|_| format!("MPI does not count to {count}"))?;
-        let root = c_int::try_from(root).map_err(|_| format!("there is no rank {root}"))?;
+        let count = c_int::try_from(count).map_err(|_| format!("a count of {count} elements is too large for MPI"))?;
+        let root = c_int::try_from(root).map_err(|_| format!("root {root} is not a rank"))?;
         let what = Collective { number: collective, element_type, op, root, count, input, output };
         // SAFETY: the pointer came from `Arc::into_raw` in `open`, and that reference lives until `close`.
         let group = unsafe {

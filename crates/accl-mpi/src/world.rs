@@ -112,7 +112,7 @@ struct Broadcast {
 }
 
 /// Error text for a peer with another job identifier: it is in another job, or uses another communicator.
-pub(crate) const ELSEWHERE: &str = "of another MPI job, or not among the ranks of the communicator that this transport was opened over: of several, call init_from_mpi with the largest first";
+pub(crate) const ELSEWHERE: &str = "in another MPI job, or outside the communicator over which this transport was opened; if you call init_from_mpi several times, pass the largest communicator first";
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
 /// The process that began to start MPI. In a forked child all of this state belongs to the parent, including the lock's
@@ -164,8 +164,8 @@ pub(crate) fn guard_fork() -> Checked<()> {
     match STARTED_IN.load(Ordering::Relaxed) {
         0 => Ok(()),
         pid if pid == std::process::id() => Ok(()),
-        _ => Err("MPI was started in the process that this one was forked from, and cannot be used here; other transports can \
-                  (ACCL_TRANSPORTS=tcp in such a process)"
+        _ => Err("MPI was started in the process from which this one was forked, and cannot be used here; use another transport \
+                  in this process (ACCL_TRANSPORTS=tcp)"
             .to_owned()),
     }
 }
@@ -177,7 +177,7 @@ pub(crate) fn guard_fork() -> Checked<()> {
 pub(crate) fn start(wanted: &Wanted) -> Checked<Job> {
     guard_fork()?;
     if let Some(why) = FAILED.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
-        return Err(format!("MPI could not be started before, and that cannot be tried again in a process: {why}"));
+        return Err(format!("an earlier start of MPI failed and cannot be repeated in the same process: {why}"));
     }
     let started = start_or_join(wanted);
     // An invalid setting may be corrected and retried, and so may joining an MPI that other code has started.
@@ -208,14 +208,14 @@ fn start_or_join(wanted: &Wanted) -> Checked<Job> {
         calls::before_finalize(|| {
             let is_whole = with(|world| world.over.is_none() && world.cannot_fence.is_none()).unwrap_or(false);
             if is_whole {
-                let _ = leave(Instant::now() + OTHERS_END, "MPI was finalised by whoever had started it");
+                let _ = leave(Instant::now() + OTHERS_END, "MPI was finalised by the code that started it");
             }
-            let _ = with(|world| world.end("MPI was finalised by whoever had started it"));
+            let _ = with(|world| world.end("MPI was finalised by the code that started it"));
         })?;
         return Ok(install(world));
     }
     if wanted.communicator.is_some() {
-        return Err("a communicator was given, and MPI is not started".to_owned());
+        return Err("a communicator was passed, but MPI is not started".to_owned());
     }
     start_servant(wanted.clone(), until)
 }
@@ -227,7 +227,7 @@ fn permit_sharing(level: Level, is_exclusive: bool) -> Checked<()> {
         Level::Serialized if is_exclusive => Ok(()),
         Level::Serialized => Err(format!(
             "MPI was started with thread level {}, at which two threads may not call it at once; start it with MPI_THREAD_MULTIPLE \
-             (mpi4py.rc.thread_level = \"multiple\"), or set ACCL_MPI_EXCLUSIVE=1 if nobody else calls MPI from the first group on",
+             (mpi4py.rc.thread_level = \"multiple\"), or set ACCL_MPI_EXCLUSIVE=1 if no other code calls MPI from the first group on",
             level.name()
         )),
         Level::Single | Level::Funneled => Err(format!(
@@ -271,7 +271,7 @@ fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
         if let Ok(Order { until, answer }) = to_do.recv() {
             // Without a world, nothing was ever sent.
             let is_idle = lock().is_none();
-            let left = if is_idle { Ok(()) } else { leave(until, "the process is about to end") };
+            let left = if is_idle { Ok(()) } else { leave(until, "the process is exiting") };
             let left = left.and_then(|()| calls::finalize());
             let _ = answer.send(left);
         }
@@ -279,14 +279,14 @@ fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
     std::thread::Builder::new()
         .name("accl-mpi".to_owned())
         .spawn(serve)
-        .map_err(|why| format!("the thread that starts MPI cannot start: {why}"))?;
+        .map_err(|why| format!("cannot create the thread that starts MPI: {why}"))?;
     *SERVANT.lock().unwrap_or_else(PoisonError::into_inner) = Some(orders);
     // MPI_Init_thread itself has no deadline; if it is late, it is left running.
     match told.recv_timeout(until.saturating_duration_since(Instant::now()) + GRACE) {
         Ok(job) => job,
         Err(_) => Err(format!(
-            "MPI_Init_thread has not returned for {} s; every process of the MPI job opens the transport, or a script that starts MPI itself \
-             calls torch_accl.init_from_mpi(comm) in those that do",
+            "MPI_Init_thread has not returned for {} s; open the transport in every process of the MPI job, or start MPI in the script and \
+             call torch_accl.init_from_mpi(comm) in the processes that use it",
             timeout.as_secs()
         )),
     }
@@ -298,25 +298,26 @@ fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, unti
     let (rank, size) = (from.rank()?, from.size()?);
     if let Some(launched) = wanted.size.filter(|&launched| launched != size && wanted.communicator.is_none()) {
         return Err(format!(
-            "{} sees a job of {size} where the launcher has started {launched}: start the job with this library's mpirun or mpiexec, or \
+            "{} sees a job of {size} where the launcher has started {launched}; start the job with this library's mpirun or mpiexec, or \
              build torch-accl-mpi with the mpicc that belongs to the launcher (MPICC=/path/to/mpicc make mpi)",
             calls::short_name(&library)
         ));
     }
     let communicator = from.duplicate(until).map_err(|why| {
         format!(
-            "the communicator of {size} processes was not made: {why}; every process of the MPI job opens the transport, or \
-             torch_accl.init_from_mpi(comm) is called with a communicator of those that do"
+            "cannot create the communicator of {size} processes: {why}; open the transport in every process of the MPI job, or \
+             pass torch_accl.init_from_mpi(comm) a communicator of the processes that use it"
         )
     })?;
-    let first =
-        communicator.duplicate(until).map_err(|why| format!("the communicator of collectives was not made: {why}"))?;
+    let first = communicator
+        .duplicate(until)
+        .map_err(|why| format!("cannot create the communicator for collectives: {why}"))?;
     // Leaked: if this gives up, the library may still write to it.
     let id = Box::leak(Box::new(some_number().to_le_bytes()));
     // SAFETY: the bytes are leaked, so they stay valid, and they are read only after the request has completed.
     unsafe { communicator.broadcast(id.as_mut_ptr(), id.len()) }
         .and_then(|mut request| request.complete(until))
-        .map_err(|why| format!("the job's identity was not agreed on: {why}"))?;
+        .map_err(|why| format!("the processes did not agree on the job's identity: {why}"))?;
     let id = u128::from_le_bytes(*id);
     let largest_tag = communicator.largest_tag()?;
     Ok(World {
@@ -356,7 +357,7 @@ fn some_number() -> u128 {
 pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
     let until = Instant::now() + timeout;
     let length = u16::try_from(given.len()).ok().filter(|&length| usize::from(length) + 2 <= BROADCAST_BYTES);
-    let length = length.ok_or_else(|| format!("{} bytes are more than can be told at once", given.len()))?;
+    let length = length.ok_or_else(|| format!("{} bytes are too many for one broadcast", given.len()))?;
     let mut bytes = Box::new([0; BROADCAST_BYTES]);
     bytes[..2].copy_from_slice(&length.to_le_bytes());
     bytes[2..2 + given.len()].copy_from_slice(given);
@@ -365,7 +366,7 @@ pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
             return Err(why.clone());
         }
         if world.broadcast.is_some() {
-            return Err("another thread is telling the job something".to_owned());
+            return Err("another thread is in a broadcast of the job".to_owned());
         }
         world.broadcast = Some(Broadcast { bytes, request: None, ended: None });
         Ok(())
@@ -381,7 +382,7 @@ pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
                 Some(Broadcast { ended: Some(ended), bytes, .. }) => Some(ended.map(|()| bytes)),
                 given_up if is_late || world.over.is_some() => {
                     std::mem::forget(given_up);
-                    Some(Err("not all processes of the MPI job have come".to_owned()))
+                    Some(Err("not all processes of the MPI job took part".to_owned()))
                 }
                 under_way => {
                     world.broadcast = under_way;
@@ -411,7 +412,7 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
     let until = Instant::now() + timeout;
     let Some(servant) = SERVANT.lock().unwrap_or_else(PoisonError::into_inner).take() else {
         // Other code has started MPI, or it was never started.
-        let _ = with(|world| world.end("the process is about to end"));
+        let _ = with(|world| world.end("the process is exiting"));
         return Ok(());
     };
     let cannot_fence = with(|world| {
@@ -425,11 +426,11 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
         return Ok(());
     }
     let (answer, answered) = mpsc::channel();
-    servant.send(Order { until, answer }).map_err(|_| "the thread that has started MPI is gone".to_owned())?;
+    servant.send(Order { until, answer }).map_err(|_| "the thread that started MPI has exited".to_owned())?;
     let left = || until.saturating_duration_since(Instant::now()) + GRACE;
     let answer = answered.recv_timeout(left().min(PATIENCE)).or_else(|_| {
         eprintln!(
-            "torch_accl_mpi: process {} has ended and waits for the others of its MPI job, as MPI wants it",
+            "torch_accl_mpi: process {} is exiting and waits for the other processes of its MPI job, as MPI_Finalize requires",
             std::process::id()
         );
         answered.recv_timeout(left())
@@ -464,7 +465,7 @@ fn leave(until: Instant, why: &str) -> Checked<()> {
             Ok(false) if Instant::now() < until => std::thread::sleep(Duration::from_micros(50)),
             Ok(false) => {
                 let _ = with(|world| world.end(why));
-                return Err("not all processes of the MPI job have come to their end in time".to_owned());
+                return Err("not all processes of the MPI job reached their exit in time".to_owned());
             }
             Err(why) => return Err(why),
         }
@@ -610,7 +611,7 @@ impl World {
     pub(crate) fn connect(&mut self, index: usize, peer: &Address, max_payload_bytes: usize) -> Checked<()> {
         if peer.library != self.job.library {
             return Err(format!(
-                "this process uses {}, and the peer uses {}, or another build of it; start all with one library",
+                "this process uses {}, the peer uses {} or another build of it; start all ranks with the same MPI library",
                 calls::short_name(&self.job.library),
                 calls::short_name(&peer.library)
             ));
@@ -625,7 +626,7 @@ impl World {
     }
 
     pub(crate) fn link(&mut self, index: usize) -> Checked<&mut Link> {
-        self.links.get_mut(index).and_then(Option::as_mut).ok_or_else(|| "the link is no more".to_owned())
+        self.links.get_mut(index).and_then(Option::as_mut).ok_or_else(|| "the link no longer exists".to_owned())
     }
 
     /// A link, and the unused buffers for its frames.
@@ -752,7 +753,7 @@ impl World {
         match link.filter(|link| link.peer.is_none_or(|peer| peer.rank == source)) {
             Some(link) => {
                 if bytes < HEAD_BYTES || bytes - HEAD_BYTES > link.max_payload_bytes {
-                    link.fail(format!("a message of {bytes} bytes from MPI rank {source} cannot be a frame"));
+                    link.fail(format!("a message of {bytes} bytes from MPI rank {source} is not a valid frame"));
                 }
                 link.arrives(incoming);
             }

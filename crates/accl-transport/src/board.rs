@@ -147,7 +147,7 @@ impl Board {
     pub(crate) fn descriptor(&self) -> Result<BorrowedFd<'_>, String> {
         match &self.place {
             Place::Shared(_, fd) => Ok(fd.as_fd()),
-            Place::Own(_, why) => Err(format!("a page of shared memory: {why}")),
+            Place::Own(_, why) => Err(format!("no event bitmap in shared memory: {why}")),
         }
     }
 
@@ -211,7 +211,7 @@ fn shared() -> Result<(Mapping, Fd), String> {
 fn fill(page: &Mapping, fd: BorrowedFd<'_>) -> Result<(), String> {
     match page.fill(0, PAGE) {
         Err(Errno::INVAL) => page.fill_all(fd),
-        filled => filled.map_err(|why| format!("{PAGE} bytes of shared memory: {why}")),
+        filled => filled.map_err(|why| format!("cannot allocate {PAGE} bytes of shared memory: {why}")),
     }
 }
 

@@ -11,7 +11,7 @@ use crate::fork::Fd;
 
 /// Returns the effective user id of the process at the other end of a Unix socket, as the kernel recorded it.
 pub(crate) fn peer_uid(socket: &Fd) -> Result<u32, String> {
-    credentials(socket).map(|c| c.uid).map_err(|why| format!("its credentials are hidden: {why}"))
+    credentials(socket).map(|c| c.uid).map_err(|why| format!("cannot read its credentials: {why}"))
 }
 
 /// Returns a descriptor of the process at the other end of a Unix socket, readable once that process has died. `None`

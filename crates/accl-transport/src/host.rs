@@ -54,7 +54,7 @@ pub(crate) fn random_uuid() -> std::result::Result<[u8; 16], String> {
         Err(why) => std::fs::File::open("/dev/urandom")
             .and_then(|mut device| device.read_exact(&mut uuid))
             .map(|()| uuid)
-            .map_err(|_| format!("no random numbers: {why}")),
+            .map_err(|_| format!("cannot get random numbers: {why}")),
     }
 }
 

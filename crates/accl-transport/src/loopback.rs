@@ -198,7 +198,7 @@ unsafe impl Link for LoopbackLink {
     fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
         if payload_bytes > self.max_payload_bytes {
             return Err(Error::internal(format!(
-                "a payload of {payload_bytes} bytes exceeds {}",
+                "a payload of {payload_bytes} bytes exceeds the maximum of {}",
                 self.max_payload_bytes
             )));
         }

@@ -49,7 +49,8 @@ impl Mapping {
     /// # Errors
     /// A clause that names what does not fit or what the system refused.
     pub(crate) fn open(fd: BorrowedFd<'_>, len: usize) -> Result<Mapping, String> {
-        let seals = rustix::fs::fcntl_get_seals(fd).map_err(|why| format!("no memory that can be sealed: {why}"))?;
+        let seals =
+            rustix::fs::fcntl_get_seals(fd).map_err(|why| format!("cannot read the seals of the memory: {why}"))?;
         if !seals.contains(SEALS) {
             return Err("the memory is not sealed".to_owned());
         }
@@ -67,7 +68,7 @@ impl Mapping {
             rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)
         }
         .map_err(|why| format!("mmap of {len} bytes: {why}"))?;
-        let base = NonNull::new(base.cast()).ok_or("mmap gave no address")?;
+        let base = NonNull::new(base.cast()).ok_or("mmap returned no address")?;
         Ok(Mapping { base, len })
     }
 

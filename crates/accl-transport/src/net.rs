@@ -32,7 +32,7 @@ pub(crate) fn interfaces() -> Result<Vec<Interface>> {
     let mut first = std::ptr::null_mut();
     // SAFETY: `getifaddrs` stores a list into the pointer or fails.
     if unsafe { libc::getifaddrs(&mut first) } != 0 {
-        return Err(Error::network(format!("no list of interfaces: {}", std::io::Error::last_os_error())));
+        return Err(Error::network(format!("cannot list the network interfaces: {}", std::io::Error::last_os_error())));
     }
     let mut all = Vec::new();
     let mut at = first;

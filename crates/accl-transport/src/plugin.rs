@@ -125,10 +125,10 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
         arm: table.arm,
     }));
     if checked.arm.is_some() != checked.attach.is_some() {
-        return Err(lacks("attach, or no arm: one is of no use without the other"));
+        return Err(lacks("attach or no arm; set both or neither"));
     }
     if checked.descriptors.is_none() && checked.poll_interval.is_none() && checked.arm.is_none() {
-        return Err(lacks("descriptors and no poll_interval_us, so nothing would end a sleep"));
+        return Err(lacks("descriptors and no poll_interval_us, so a sleeping thread would never wake"));
     }
     let collectives = TableCollectives::of(&table, name).map_err(lacks)?;
     let refuse = |why: &str| {
@@ -139,7 +139,7 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
     }
     if table.flags & IN_MEMORY != 0 && table.flags & ONE_HOST == 0 {
         return Err(refuse(
-            "memory is shared within a host alone, so ACCL_TRANSPORT_IN_MEMORY needs ACCL_TRANSPORT_ONE_HOST",
+            "processes share memory only within a host, so ACCL_TRANSPORT_IN_MEMORY needs ACCL_TRANSPORT_ONE_HOST",
         ));
     }
     rows::register(Transport {
@@ -198,7 +198,10 @@ impl Plugin {
         }
         let handle = Handle { table: self.table, link, generation: crate::fork_generation() };
         if address_bytes > MAX_ADDRESS_BYTES {
-            return Err(format!("transport {} has an address of {address_bytes} bytes", self.table.name));
+            return Err(format!(
+                "transport {} returned an address of {address_bytes} bytes, which is too long",
+                self.table.name
+            ));
         }
         address.truncate(address_bytes);
         Ok(Box::new(Half { handle, address }))
@@ -333,10 +336,10 @@ impl PluginLink {
             // SAFETY: the header guarantees that the descriptor is open now, and the borrow ends in this iteration.
             let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
             let copy = Fd::adopt(|| rustix::io::fcntl_dupfd_cloexec(theirs, 3));
-            fds.push(copy.map_err(|why| format!("a descriptor of transport {name} cannot be watched: {why}"))?);
+            fds.push(copy.map_err(|why| format!("cannot watch a descriptor of transport {name}: {why}"))?);
         }
         if fds.is_empty() && handle.table.poll_interval.is_none() && handle.table.arm.is_none() {
-            return Err(format!("a link of transport {name} has no descriptor, and there is no poll_interval_us"));
+            return Err(format!("a link of transport {name} has no descriptor, and its table has no poll_interval_us"));
         }
         if let Some(attach) = handle.table.attach {
             // A doorbell is a few bytes that must not be delayed. A Unix socket has no such delay, and refuses the
@@ -421,7 +424,7 @@ impl PluginLink {
                 let fits = bytes <= self.max_payload_bytes;
                 let frame = parts(head.cast_mut(), payload.cast_mut(), bytes).filter(|_| fits);
                 if frame.is_none() {
-                    let why = format!("{} with {}: what came cannot be a frame", self.handle.table.name, self.peer);
+                    let why = format!("{} with {}: received an invalid frame", self.handle.table.name, self.peer);
                     self.fail(Error::protocol(why));
                 }
                 frame
@@ -488,7 +491,7 @@ impl PluginLink {
         match unsafe { (table.reserve)(link, payload_bytes, &raw mut head, &raw mut payload) } {
             OK => {
                 let Some(place) = parts(head, payload, payload_bytes) else {
-                    let why = format!("{} has reserved what is no place for a frame", table.name);
+                    let why = format!("transport {}: reserve returned an invalid address for a frame", table.name);
                     return Err(self.fail(Error::internal(why)));
                 };
                 self.is_reserved = true;
@@ -627,7 +630,8 @@ unsafe impl Link for PluginLink {
     /// would wait for ever.
     fn wake_peer(&mut self) {
         if self.lost.is_none() && self.guard_fork().is_ok() && !self.progress() {
-            let why = format!("{} says that frames are in shared memory, and holds some back", self.handle.table.name);
+            let why =
+                format!("transport {} has ACCL_TRANSPORT_IN_MEMORY but holds frames back", self.handle.table.name);
             self.fail(Error::internal(why));
         }
     }
@@ -798,7 +802,7 @@ mod tests {
             "what is behind its end is no part of it"
         );
         assert!(refused(&TransportV1 { coll_abandon: Some(nothing), ..whole() }).contains("has no coll_address"));
-        assert!(refused(&TransportV1 { arm: Some(arm), ..whole() }).contains("no attach, or no arm"));
+        assert!(refused(&TransportV1 { arm: Some(arm), ..whole() }).contains("no attach or no arm; set both"));
         assert!(refused(&TransportV1 { name: std::ptr::null(), ..empty() }).contains("no name"));
         assert!(refused(&empty()).contains("`empty` has no open"));
         assert!(

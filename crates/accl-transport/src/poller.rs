@@ -42,7 +42,7 @@ impl Waker {
     /// # Errors
     /// A clause with the reason why there is no descriptor.
     pub(crate) fn board_descriptor(&self) -> std::result::Result<BorrowedFd<'_>, String> {
-        self.board.as_ref().ok_or("nobody takes what is posted")?.descriptor()
+        self.board.as_ref().ok_or("the poller of this process has no event bitmap")?.descriptor()
     }
 
     /// Resets the event descriptor's counter. For threads that sleep on the descriptor directly, and not in a
@@ -248,7 +248,7 @@ impl Poller {
         };
         match added {
             Ok(()) => Ok(()),
-            Err(why) => Err(Error::exhausted(format!("a descriptor cannot be watched: {why}"))),
+            Err(why) => Err(Error::exhausted(format!("cannot watch a descriptor: {why}"))),
         }
     }
 
@@ -305,5 +305,5 @@ impl Poller {
 }
 
 fn no_descriptor(why: Errno) -> Error {
-    Error::exhausted(format!("no event descriptor: {why}; raise the limit with `ulimit -n`"))
+    Error::exhausted(format!("cannot create an event descriptor: {why}; raise the limit with `ulimit -n`"))
 }

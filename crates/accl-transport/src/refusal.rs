@@ -19,7 +19,7 @@ pub(crate) fn guard_fork(is_ours: bool) -> Result<()> {
 pub(crate) fn unfit_payload(payload_bytes: usize, max_payload_bytes: usize, is_open: bool) -> Error {
     let state = if is_open { "open" } else { "closed" };
     Error::internal(format!(
-        "a payload of {payload_bytes} bytes on a link that takes {max_payload_bytes} and is {state}"
+        "cannot send a payload of {payload_bytes} bytes: the link is {state} and takes at most {max_payload_bytes} bytes"
     ))
 }
 

@@ -40,13 +40,13 @@ pub fn register(transport: Transport) -> Result<&'static Transport> {
     let name = transport.name;
     if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(is_name) {
         return Err(Error::invalid_argument(format!(
-            "`{}` cannot name a transport: use up to {MAX_NAME_BYTES} small letters, digits and _",
+            "name of a transport: expected up to {MAX_NAME_BYTES} lower-case letters, digits and _, got `{}`",
             name.escape_default()
         )));
     }
     let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
     if TRANSPORTS.iter().chain(registered.iter().copied()).any(|row| row.name == name) {
-        return Err(Error::invalid_argument(format!("there is a transport `{name}` already")));
+        return Err(Error::invalid_argument(format!("a transport `{name}` already exists")));
     }
     let row: &'static Transport = Box::leak(Box::new(transport));
     registered.push(row);
@@ -75,7 +75,7 @@ pub fn check(names: &[String]) -> Result<()> {
     }
     let is_known = |name: &String| find(name).is_some() || is_announced(name);
     match names.iter().find(|name| !is_known(name)) {
-        Some(name) => Err(refusal(names, &format!("there is no transport `{name}`"))),
+        Some(name) => Err(refusal(names, &format!("unknown transport `{name}`"))),
         None => Ok(()),
     }
 }
@@ -86,7 +86,7 @@ pub fn check(names: &[String]) -> Result<()> {
 /// The errors of [`check`], and `Configuration` if a transport was announced and not registered.
 pub fn named(names: &[String]) -> Result<Vec<&'static Transport>> {
     check(names)?;
-    let is_missing = |name: &str| refusal(names, &format!("nobody has handed in the transport `{name}`"));
+    let is_missing = |name: &str| refusal(names, &format!("transport `{name}` is announced but not registered"));
     names.iter().map(|name| find(name).ok_or_else(|| is_missing(name))).collect()
 }
 
@@ -94,7 +94,7 @@ fn refusal(names: &[String], why: &str) -> Error {
     let mut known: Vec<String> = transports().iter().map(|row| row.name.to_owned()).collect();
     let announced = ANNOUNCED.read().unwrap_or_else(PoisonError::into_inner);
     known.extend(announced.iter().filter(|name| find(name).is_none()).cloned());
-    let expected = format!("expected a comma-separated list out of {}", known.join(", "));
+    let expected = format!("expected a comma-separated list of {}", known.join(", "));
     let value = names.join(",");
     Error::configuration(format!("transports (ACCL_TRANSPORTS): value `{value}` is not accepted ({why}); {expected}"))
 }
@@ -139,6 +139,6 @@ mod tests {
         announce("of_a_package");
         check(&names).unwrap();
         let why = named(&names).unwrap_err();
-        assert!(why.message.contains("nobody has handed in the transport `of_a_package`"), "{why}");
+        assert!(why.message.contains("transport `of_a_package` is announced but not registered"), "{why}");
     }
 }

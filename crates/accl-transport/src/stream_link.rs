@@ -330,7 +330,7 @@ impl<S: ByteStream> StreamLink<S> {
         }
         let word = self.inbound.words[self.inbound.start / WORD];
         let Some(len) = payload_bytes_of(u64::from_le(word)).filter(|&len| len <= self.max_payload_bytes) else {
-            let error = Error::protocol(format!("{}: the stream holds what cannot be a frame", self.stream.describe()));
+            let error = Error::protocol(format!("{}: the stream contains an invalid frame", self.stream.describe()));
             self.told = true;
             return Err(self.ended.insert(error).clone());
         };

@@ -85,14 +85,14 @@ impl Collectives for TableCollectives {
             return Err(self.why());
         }
         if bytes > address.len() {
-            return Err(format!("transport {} has an address of {bytes} bytes", self.name));
+            return Err(format!("transport {} returned an address of {bytes} bytes, which is too long", self.name));
         }
         address.truncate(bytes);
         Ok(address)
     }
 
     fn open(&self, rank: u32, addresses: &[Vec<u8>], key: u64) -> Result<Opened, String> {
-        let world = u32::try_from(addresses.len()).map_err(|_| "there are too many ranks".to_owned())?;
+        let world = u32::try_from(addresses.len()).map_err(|_| "the group has too many ranks".to_owned())?;
         let places: Vec<*const c_void> = addresses.iter().map(|address| address.as_ptr().cast()).collect();
         let lengths: Vec<usize> = addresses.iter().map(Vec::len).collect();
         let mut group = std::ptr::null_mut();

@@ -107,7 +107,7 @@ pub trait HalfLink: Send {
     /// A clause that names the part of the answer that does not fit.
     fn take_answer(&mut self, peer: PeerAddress, max_payload_bytes: usize) -> Result<(), String>;
 
-    /// Returns what differs from the configuration, such as `rings of 256 KiB instead of ACCL_RING_BYTES are used`, and
+    /// Returns what differs from the configuration, such as `shm uses rings of 256 KiB instead of ACCL_RING_BYTES`, and
     /// the reason. The endpoint logs it once for all links of the transport.
     fn compromise(&self) -> Option<(String, String)> {
         None

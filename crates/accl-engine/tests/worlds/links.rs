@@ -403,7 +403,7 @@ fn a_rank_that_another_has_given_up_learns_of_it_when_it_links() {
                 let error = error_of(send(&member, 0, 5).and_then(|()| receive(&member, 0)), "a call with 0");
                 assert!(begin.elapsed() < 2 * SOON, "{fabric:?}: {:?}: {error}", begin.elapsed());
                 assert_eq!(error.kind, ErrorKind::PeerLost, "{error}");
-                assert!(error.to_string().contains("it has given this process up"), "{error}");
+                assert!(error.to_string().contains("it considers this process lost"), "{error}");
             }
             given_up.wait();
         });

@@ -106,8 +106,8 @@ def _claim_place() -> None:
     holder, _, held = os.environ.get(_PLACE, "").partition(" ")
     if held == name and holder != str(os.getpid()):
         raise RuntimeError(
-            f"process {holder} has the place of this one in the MPI job, as its parent; use other transports in what a rank starts "
-            "(ACCL_TRANSPORTS=tcp in such a process)"
+            f"this process was started by process {holder}, which already has its rank in the MPI job; use other transports in processes "
+            "that a rank starts (ACCL_TRANSPORTS=tcp)"
         )
     os.environ[_PLACE] = f"{os.getpid()} {name}"
 
@@ -133,7 +133,7 @@ class JobCommunicator:
             RuntimeError: not all processes of the job called this within `ACCL_MPI_TIMEOUT`.
         """
         if root != 0:
-            raise ValueError(f"only rank 0 can tell the others something, not {root}")
+            raise ValueError(f"bcast: expected root 0, got {root}")
         return json.loads(_native.broadcast(json.dumps(obj).encode(), _seconds("ACCL_MPI_TIMEOUT")))
 
 

@@ -155,7 +155,7 @@ impl Incoming {
     fn answer_note(self, bytes: &[u8; GREETING_BYTES], me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
         let note = Note::parse(bytes).map_err(|_| "a stranger".to_owned())?;
         let Some(lane) = me.lane_of(&note.to) else {
-            return self.refuse(Verdict::NotHere, 0, me, "another process listens there".to_owned());
+            return self.refuse(Verdict::NotHere, 0, me, "another process listens at this address".to_owned());
         };
         let answer = host.on_note(lane, &note.from, &note.text);
         self.refuse(Verdict::Accepted, 0, me, answer)
@@ -173,19 +173,34 @@ impl Incoming {
 
     fn answer(mut self, hello: &Hello, me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
         let Some(lane) = me.lane_of(&hello.to) else {
-            return self.refuse(Verdict::NotHere, hello.nonce, me, "another process listens there".to_owned());
+            return self.refuse(
+                Verdict::NotHere,
+                hello.nonce,
+                me,
+                "another process listens at this address".to_owned(),
+            );
         };
         let opened = me.provider(lane, &hello.transport).filter(|opened| opened.row.carrier == self.carrier);
         let Some(opened) = opened.filter(|_| me.lane_of(&hello.from).is_none()) else {
-            return self.refuse(Verdict::Refused, hello.nonce, me, "the handshake makes no sense there".to_owned());
+            return self.refuse(
+                Verdict::Refused,
+                hello.nonce,
+                me,
+                "it does not accept this transport from this process".to_owned(),
+            );
         };
         match host.stance_to(lane, &hello.from) {
             Stance::Unlinked => {}
             Stance::Linked | Stance::Crossing => {
-                return self.refuse(Verdict::Crossing, hello.nonce, me, "it connects itself".to_owned());
+                return self.refuse(
+                    Verdict::Crossing,
+                    hello.nonce,
+                    me,
+                    "it already has a link to this process, or is making one".to_owned(),
+                );
             }
             Stance::GivenUp => {
-                return self.refuse(Verdict::GivenUp, hello.nonce, me, "it has given this process up".to_owned());
+                return self.refuse(Verdict::GivenUp, hello.nonce, me, "it considers this process lost".to_owned());
             }
         }
         let max_payload_bytes = me.max_payload_bytes.min(hello.max_payload_bytes as usize);

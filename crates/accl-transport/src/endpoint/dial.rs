@@ -322,7 +322,7 @@ impl Attempt {
         let Some(mut half) =
             self.half.take_if(|_| reply.nonce == self.nonce && max_payload_bytes <= settings.max_payload_bytes())
         else {
-            return Err(Failed::Other("its reply makes no sense".to_owned()));
+            return Err(Failed::Other("its reply does not match the hello of this process".to_owned()));
         };
         let descriptors = std::mem::take(&mut self.stream.fds);
         half.take_answer(PeerAddress { bytes: reply.body, descriptors }, max_payload_bytes)?;
@@ -336,7 +336,7 @@ impl Attempt {
 /// Explains why the received bytes are no reply.
 fn explain(refusal: &Refusal) -> String {
     match refusal {
-        Refusal::Stranger => "something else answers there".to_owned(),
+        Refusal::Stranger => "another program answers at this address".to_owned(),
         Refusal::Version(version) => format!("it has protocol version {version}, this process {PROTOCOL_VERSION}"),
     }
 }

@@ -176,7 +176,7 @@ impl Endpoint {
                 Err(why) if !over_tcp.is_empty() => warnings.no_unix_socket(&over_unix, &over_tcp, &why.to_string()),
                 Err(why) => {
                     let names = over_unix.join(",");
-                    return Err(Error::network(format!("no Unix socket, which {names} needs: {why}")));
+                    return Err(Error::network(format!("{names}: cannot create a Unix socket: {why}")));
                 }
             }
         }
@@ -419,7 +419,7 @@ impl Endpoint {
                         // Usually out of descriptors. Peers that wait in the queue stay there.
                         self.starved = true;
                         match why {
-                            Errno::MFILE => self.warnings.no_descriptors("all that are allowed are open"),
+                            Errno::MFILE => self.warnings.no_descriptors("all allowed descriptors are open"),
                             Errno::NFILE => self.warnings.no_files_on_host(),
                             _ => {}
                         }
@@ -630,7 +630,7 @@ pub fn check_peers(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Re
         if peer.version != PROTOCOL_VERSION {
             missing.push(Missing { index, why: format!("it has protocol version {}", peer.version) });
         } else if !seen.insert(peer.uuid) {
-            let error = Error::invalid_argument(format!("{} stands twice in the list of peers", peer.host_and_pid()));
+            let error = Error::invalid_argument(format!("{} is in the list of peers twice", peer.host_and_pid()));
             let missing = vec![Missing { index, why: error.message.clone() }];
             return Err(ConnectError { error, missing });
         }
@@ -653,13 +653,13 @@ fn check_ways(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Result<
         .filter(|(_, peer)| is_apart(peer))
         .map(|(index, peer)| {
             let (mine, theirs) = (me.transports.join(","), peer.transports.join(","));
-            Missing { index, why: format!("no transport leads there: it uses {theirs}, this process {mine}") }
+            Missing { index, why: format!("no common transport reaches it: it uses {theirs}, this process {mine}") }
         })
         .collect();
     let Some(first) = missing.first() else { return Ok(()) };
     let error = Error::configuration(format!(
-        "{}: {}; shm needs one host and one user, tcp an address that the other can reach (ACCL_TRANSPORTS, \
-         ACCL_SOCKET_IFNAME)",
+        "{}: {}; check ACCL_TRANSPORTS and ACCL_SOCKET_IFNAME: shm needs one host and one user, tcp needs an address that \
+         the peer can reach",
         peers[first.index].host_and_pid(),
         first.why
     ));

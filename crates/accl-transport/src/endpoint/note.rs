@@ -49,7 +49,7 @@ impl Letter {
             left,
             attempt: None,
             until: now + PATIENCE,
-            why: "no transport leads there".to_owned(),
+            why: "no common transport reaches it".to_owned(),
         }
     }
 
@@ -101,7 +101,7 @@ impl Attempt {
         match Reply::parse(&bytes) {
             Ok(reply) if reply.verdict == Verdict::Accepted => Ok(Some(reply.text())),
             Ok(reply) => Err(Failed::Refused(reply.text())),
-            Err(_) => Err(Failed::Other("something else answers there".to_owned())),
+            Err(_) => Err(Failed::Other("another program answers at this address".to_owned())),
         }
     }
 }

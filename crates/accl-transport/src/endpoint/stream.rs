@@ -46,7 +46,7 @@ impl Stream {
                 Ok(count) => self.received.extend_from_slice(&room[..count]),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(None),
-                Err(why) => return Err(format!("the handshake cannot be received: {why}")),
+                Err(why) => return Err(format!("cannot receive the handshake: {why}")),
             }
         }
         let mut message = [0; N];
@@ -68,8 +68,8 @@ impl Stream {
         });
         match sent {
             Ok(count) if count == bytes.len() => Ok(()),
-            Ok(count) => Err(format!("the system took {count} of {} bytes of the handshake", bytes.len())),
-            Err(why) => Err(format!("the handshake cannot be sent: {why}")),
+            Ok(count) => Err(format!("the system accepted only {count} of {} bytes of the handshake", bytes.len())),
+            Err(why) => Err(format!("cannot send the handshake: {why}")),
         }
     }
 }

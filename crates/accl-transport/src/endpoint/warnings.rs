@@ -32,7 +32,8 @@ impl Warnings {
         self.fallbacks.extend(lost);
         let (lost, left) = (lost.join(","), left.join(","));
         self.untold.push(format!(
-            "{left} is used instead of {lost}, which costs speed: no Unix socket: {why}; ACCL_TRANSPORTS={left} silences this"
+            "{left} is used instead of {lost}, which costs speed: cannot create a Unix socket: {why}; set \
+             ACCL_TRANSPORTS={left} to silence this warning"
         ));
     }
 
@@ -40,8 +41,8 @@ impl Warnings {
         if !std::mem::replace(&mut self.no_descriptors, true) {
             self.untold.push(format!(
                 "connections to peers wait for descriptors: {why}; raise the hard limit of descriptors (`ulimit -Hn`) \
-                 before the job starts, or use ACCL_TRANSPORTS=tcp, which takes one for each peer where shared memory \
-                 takes three"
+                 before the job starts, or set ACCL_TRANSPORTS=tcp: tcp takes one descriptor per peer, shared memory \
+                 three"
             ));
         }
     }
@@ -49,7 +50,7 @@ impl Warnings {
     pub(super) fn no_files_on_host(&mut self) {
         if !std::mem::replace(&mut self.no_descriptors, true) {
             self.untold.push(
-                "connections to peers wait, because this host has no file left to open; raise its sysctl fs.file-max"
+                "connections to peers wait: this host has reached its limit of open files; raise its sysctl fs.file-max"
                     .to_owned(),
             );
         }
@@ -60,14 +61,15 @@ impl Warnings {
         match trouble {
             Trouble::Compromise(transport, what, why) => {
                 if self.compromises.insert(transport) {
-                    self.untold.push(format!("{what} with {peer} (and maybe others), which costs bandwidth: {why}"));
+                    self.untold
+                        .push(format!("{what} with {peer} (and maybe other peers), which costs bandwidth: {why}"));
                 }
             }
             Trouble::Fallback(wanted, why, used) => {
                 if self.fallbacks.insert(wanted) {
                     self.untold.push(format!(
-                        "{used} is used instead of {wanted} with {peer} (and maybe others), which costs speed: {why}; \
-                         ACCL_TRANSPORTS={used} silences this"
+                        "{used} is used instead of {wanted} with {peer} (and maybe other peers), which costs speed: {why}; \
+                         set ACCL_TRANSPORTS={used} to silence this warning"
                     ));
                 }
             }

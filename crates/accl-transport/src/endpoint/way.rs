@@ -56,14 +56,14 @@ impl Failed {
     /// Returns the reason as a clause.
     pub(super) fn text(self) -> String {
         match self {
-            Self::Crossing => "it connects itself".to_owned(),
+            Self::Crossing => "it already has a link to this process, or is making one".to_owned(),
             Self::GivenUp(why) | Self::Refused(why) | Self::Exhausted(why) | Self::Other(why) => why,
         }
     }
 
     /// Classifies an error of a system call that connects.
     fn of_connecting(why: Errno) -> Self {
-        let text = format!("no connection: {why}");
+        let text = format!("cannot connect: {why}");
         if why == Errno::CONNREFUSED { Self::Refused(text) } else { Self::Other(text) }
     }
 }
@@ -113,11 +113,11 @@ impl Destination {
 }
 
 fn connect_unix(name: &str) -> Result<Fd, Failed> {
-    let address =
-        SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|why| format!("its socket's name: {why}"))?;
+    let address = SocketAddrUnix::new_abstract_name(name.as_bytes())
+        .map_err(|why| format!("the name of its socket is invalid: {why}"))?;
     let socket = new_socket(AddressFamily::UNIX)?;
     rustix::net::connect(&socket, &address).map_err(|why| match why {
-        Errno::AGAIN => Failed::Other("its queue of connections is full".to_owned()),
+        Errno::AGAIN => Failed::Other("its connection queue is full".to_owned()),
         why => Failed::of_connecting(why),
     })?;
     Ok(socket)
@@ -159,10 +159,10 @@ fn new_socket(family: AddressFamily) -> Result<Fd, Failed> {
         rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)
     };
     Fd::adopt(make).map_err(|why| match why {
-        Errno::MFILE | Errno::NFILE => {
-            Failed::Exhausted(format!("no socket: {why}; raise the limit of this process with `ulimit -n`"))
-        }
-        Errno::NOMEM | Errno::NOBUFS => Failed::Exhausted(format!("no socket: {why}")),
-        why => Failed::Other(format!("no socket: {why}")),
+        Errno::MFILE | Errno::NFILE => Failed::Exhausted(format!(
+            "cannot create a socket: {why}; raise the limit of this process with `ulimit -n`"
+        )),
+        Errno::NOMEM | Errno::NOBUFS => Failed::Exhausted(format!("cannot create a socket: {why}")),
+        why => Failed::Other(format!("cannot create a socket: {why}")),
     })
 }

@@ -121,10 +121,10 @@ impl ShmLink {
     fn broken(&mut self, why: Broken) -> Error {
         self.told = true;
         self.fail(match why {
-            Broken::Corrupt => Error::protocol(format!("the ring of {} holds what cannot be a frame", self.peer)),
+            Broken::Corrupt => Error::protocol(format!("the ring of {} contains an invalid frame", self.peer)),
             Broken::Exhausted => Error::exhausted(format!(
-                "no memory for the ring to {}, which is as small as segments allow; free some, or set ACCL_SEGMENT_BYTES lower \
-                 or ACCL_TRANSPORTS=tcp",
+                "no memory for the ring to {}, although it has the minimum size for ACCL_SEGMENT_BYTES; free memory, lower \
+                 ACCL_SEGMENT_BYTES, or set ACCL_TRANSPORTS=tcp",
                 self.peer
             )),
         })

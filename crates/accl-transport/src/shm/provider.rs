@@ -31,7 +31,7 @@ pub(crate) const ROW: Transport = Transport {
 const CREATOR: usize = 0;
 const GUEST: usize = 1;
 
-const NO_EVENTS: &str = "its event descriptor and its board did not arrive";
+const NO_EVENTS: &str = "its event descriptor and event bitmap did not arrive";
 
 struct Shm {
     ring_bytes: u64,
@@ -63,7 +63,7 @@ impl Provider for Shm {
 
     fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
         let Ok([memory, event, board]) = <[Fd; 3]>::try_from(peer.descriptors) else {
-            return Err("the descriptors did not arrive".to_owned());
+            return Err("the descriptors of memory and events did not arrive".to_owned());
         };
         self.waker.board_descriptor()?;
         let ring_bytes = <[u8; 8]>::try_from(&peer.bytes[..]).map_or(u64::MAX, u64::from_le_bytes);
@@ -72,10 +72,10 @@ impl Provider for Shm {
             || ring_bytes > usize::MAX / 4
             || !ring_bytes.is_multiple_of(PAGE)
         {
-            return Err(format!("rings of {ring_bytes} bytes cannot be used"));
+            return Err(format!("invalid ring size: {ring_bytes} bytes"));
         }
         let region = Region::open(memory.as_fd(), ring_bytes, &self.budget)
-            .map_err(|why| format!("{} bytes of shared memory: {why}", region_bytes(ring_bytes)))?;
+            .map_err(|why| format!("cannot use {} bytes of shared memory: {why}", region_bytes(ring_bytes)))?;
         let waker = Arc::clone(&self.waker);
         let events = Some(PeerEvents::new(event, &board)?);
         Ok(Box::new(Half { region, side: GUEST, memory: None, waker, events, refused: None }))
@@ -118,7 +118,8 @@ impl PeerEvents {
     fn new(event: Fd, board: &Fd) -> Result<PeerEvents, String> {
         Ok(PeerEvents {
             event,
-            board: PeerBoard::open(board.as_fd()).map_err(|why| format!("the peer's board: {why}"))?,
+            board: PeerBoard::open(board.as_fd())
+                .map_err(|why| format!("cannot map the peer's event bitmap: {why}"))?,
         })
     }
 }
@@ -160,7 +161,7 @@ impl HalfLink for Half {
     fn compromise(&self) -> Option<(String, String)> {
         let why = self.refused.clone()?;
         let kib = self.region.ring_bytes() / 1024;
-        Some((format!("rings of {kib} KiB instead of ACCL_RING_BYTES are used"), why))
+        Some((format!("shm uses rings of {kib} KiB instead of ACCL_RING_BYTES"), why))
     }
 
     fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String> {

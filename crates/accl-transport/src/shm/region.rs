@@ -99,7 +99,7 @@ impl Region {
             Ok(()) => Ok(()),
             // Kernels before 5.14 cannot do this, so the whole region is allocated now.
             Err(Errno::INVAL) => self.memory.fill_all(fd),
-            Err(why) => Err(format!("{} bytes of shared memory: {why}", region_bytes(self.ring_bytes))),
+            Err(why) => Err(format!("cannot allocate {} bytes of shared memory: {why}", region_bytes(self.ring_bytes))),
         }
     }
 
