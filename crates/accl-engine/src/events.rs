@@ -64,7 +64,7 @@ pub(crate) fn ended_at_once(group: &str, rank: u32, collective: Collective, seq:
         seq,
         bytes,
         us = took.as_nanos() as f64 / 1e3,
-        "ended on the fast path"
+        "completed on the fast path"
     );
 }
 
@@ -87,7 +87,7 @@ pub(crate) fn of_frames(peer: String) -> Tell {
             Ok(Header { kind, group, seq, edge, tag, value, .. }) => {
                 tracing::trace!(peer, ?kind, group = %format_args!("{group:016x}"), seq, edge, tag, value, bytes, "{what}");
             }
-            Err(error) => tracing::trace!(peer, bytes, "{what} what is no frame: {error}"),
+            Err(error) => tracing::trace!(peer, bytes, "{what} an invalid frame: {error}"),
         }
     })
 }

@@ -491,8 +491,8 @@ impl Group {
                 Delivery::Complete | Delivery::Interrupted => {}
                 Delivery::Late => tracing::warn!(
                     group = &*self.caller.name,
-                    "destroyed, and {} ms later another rank has not yet taken what calls that are done have sent to it; it is \
-                     lost if this process ends before that rank receives it",
+                    "group destroyed, but after {} ms another rank has not received data sent by completed calls; the \
+                     data is lost if this process exits before that rank receives it",
                     patience.as_millis()
                 ),
             }
