@@ -449,7 +449,7 @@ impl Group {
     /// Aborts the group here and on all ranks: calls in flight fail at once, later calls are refused. Any thread may
     /// call this.
     pub fn abort(&self, reason: &str) {
-        let error = self.in_context(Error::aborted(format!("abort was called: {reason}")));
+        let error = self.in_context(Error::aborted(format!("the group was aborted: {reason}")));
         if self.with_state(|group, context| group.fail(error, context, Notify::Peers)).is_ok() {
             self.driver.flush();
             self.driver.kick();
