@@ -64,7 +64,7 @@ pub(crate) fn ended_at_once(group: &str, rank: u32, collective: Collective, seq:
         seq,
         bytes,
         us = took.as_nanos() as f64 / 1e3,
-        "completed on the fast path"
+        "ended on the fast path"
     );
 }
 
