@@ -778,7 +778,7 @@ impl<'a> Meeting<'a> {
         let missing = missing.join(", ");
         self.timed_out(&format!(
             "the addresses of all ranks for devices or MPI: ranks {missing} have not sent theirs; raise the timeout, \
-             or check the logs of these ranks"
+             or check their logs"
         ))
     }
 
