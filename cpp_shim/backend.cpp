@@ -492,7 +492,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
     refuse(bridge::Kind::InvalidType, "all_reduce", "tensor is on device " + tensor.device().str() + "; accl takes CPU tensors");
   }
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) {
-    refuse(bridge::Kind::Unsupported, "all_reduce", "sparse tensors are only reduced with SUM");
+    refuse(bridge::Kind::Unsupported, "all_reduce", "sparse tensors support only SUM");
   }
   const Tensors tensors{tensor};
   // Keeps the replaced tensors alive: these may be the last references to tensors that Python knows.
@@ -688,7 +688,7 @@ std::vector<int64_t> AcclBackend::time_calls(const std::string& collective, cons
 
 at::Tensor AcclBackend::allocateTensor(long size, at::TensorOptions options) {
   if (!options.device().is_cpu()) {
-    refuse(bridge::Kind::InvalidType, "allocate_tensor", "device " + options.device().str() + "; accl has CPU memory");
+    refuse(bridge::Kind::InvalidType, "allocate_tensor", "device " + options.device().str() + "; accl allocates CPU memory");
   }
   return at::empty({size}, options);
 }

@@ -140,7 +140,8 @@ class Check {
     for (const int64_t size : sizes) {
       if (size < 0 || size > tensor.size(0)) {
         refuse(bridge::Kind::InvalidArgument, call_,
-               "split size " + std::to_string(size) + " of a tensor with " + std::to_string(tensor.size(0)) + " rows");
+               "split size " + std::to_string(size) + " is out of range for a tensor with " +
+                   std::to_string(tensor.size(0)) + " rows");
       }
     }
     try {

@@ -214,7 +214,7 @@ void InFlight::await_completed(const WorkEntry& entry, std::chrono::steady_clock
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begun).count();
   throw_status({Kind::Timeout,
                 "accl: wait: Timed out waiting " + std::to_string(waited) +
-                    "ms for a callback of this call's future; the call itself is over",
+                    "ms for a callback of this call's future; the call itself has completed",
                 -1, -1});
 }
 

@@ -32,7 +32,7 @@ void finish_destroy() noexcept {
   try {
     py::module_::import("torch_accl._register").attr("finish_destroy")();
   } catch (const std::exception& thrown) {
-    TORCH_WARN_ONCE("accl: torch could not forget a group that was destroyed: ", thrown.what());
+    TORCH_WARN_ONCE("accl: torch could not unregister a destroyed group: ", thrown.what());
   }
 }
 

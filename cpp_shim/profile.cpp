@@ -142,7 +142,7 @@ void AsyncEvent::close() noexcept {
     close = nullptr;
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(mine));
   } catch (const std::exception& thrown) {
-    TORCH_WARN_ONCE("accl: an event of the profiler is lost: ", thrown.what());
+    TORCH_WARN_ONCE("accl: a profiler event is lost: ", thrown.what());
   }
 }
 
@@ -160,7 +160,7 @@ void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept
     at::RecordFunction event(std::move(*callbacks));
     event.before(std::string_view(name), c10::ArrayRef<const c10::IValue>(), &times);
   } catch (const std::exception& thrown) {
-    TORCH_WARN_ONCE("accl: an event of the profiler is lost: ", thrown.what());
+    TORCH_WARN_ONCE("accl: a profiler event is lost: ", thrown.what());
   }
 }
 

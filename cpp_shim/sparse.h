@@ -103,7 +103,7 @@ class SparseSum final : public bridge::Task {
     for (int rank = 0; rank < world_; ++rank) {
       if (!all[rank].slice(0, 1).equal(own.slice(0, 1))) {
         throw Failed{{bridge::Kind::Mismatch,
-                      "accl: sparse all_reduce: rank " + std::to_string(rank) + " has another shape than rank " +
+                      "accl: sparse all_reduce: rank " + std::to_string(rank) + " has a different shape than rank " +
                           std::to_string(rank_) + ", which has " + c10d::toString(mine.sizes()),
                       rank_, rank}};
       }

@@ -33,7 +33,7 @@ AcclWork::~AcclWork() {
     home_->watch(entry_);
   } catch (const OutOfResources& thrown) {
     // The next drain completes the entry.
-    TORCH_WARN_ONCE("accl: a call cannot be watched: ", thrown.what());
+    TORCH_WARN_ONCE("accl: no thread can watch a call for completion: ", thrown.what());
   } catch (const std::exception&) {
     // The engine has shut down and has ended the call.
   }

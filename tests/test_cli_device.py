@@ -40,9 +40,9 @@ def test_help_lists_every_key():
     ("arguments", "words"),
     [
         (("info", "simm"), "did you mean sim"),
-        (("info", "none"), "no device"),
+        (("info", "none"), "expected a device such as sim"),
         (("info", "sim", "--ranks", "0"), "none of 0 ranks"),
-        (("dump", "sim"), "live in the processes of their ranks"),
+        (("dump", "sim"), "exist only in the processes of their ranks"),
         (("reset", "emulator://h:5500", "--rank", "2", "--ranks", "2"), "rank 2 is none of 2 ranks"),
     ],
 )

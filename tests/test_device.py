@@ -305,7 +305,7 @@ WRONG = [
     ("xrt://0", "xclbin"),
     ("emulator://", "HOST:PORT"),
     ("emulator://@/nowhere/ranks.json", "/nowhere/ranks.json"),
-    ("a device", "blanks"),
+    ("a device", "contains white space"),
 ]
 
 

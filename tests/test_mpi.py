@@ -917,7 +917,7 @@ tell(found, before)
         ACCL_TRANSPORTS="shm,tcp",
     )
     [(seconds, text, stays)] = job.said()
-    assert 2 < seconds < 12 and "Timed out" in text and "mpi has not ended it" in text, (seconds, text)
+    assert 2 < seconds < 12 and "Timed out" in text and "mpi has not completed it" in text, (seconds, text)
     assert "never freed" in text and stays, text
     assert job.status != 0
 

@@ -307,7 +307,7 @@ except (RuntimeError, ValueError) as error:
     scripts = run_script(code, world=3, env={name: [others, value, others]})
     for rank, script in enumerate(scripts):
         assert value in script.stdout, (script.stdout, script.stderr)
-        assert ("rank 1 could not make the group" in script.stdout) == (rank != 1)
+        assert ("rank 1 could not create the group" in script.stdout) == (rank != 1)
 
 
 def test_a_later_group_may_not_change_what_is_fixed_for_the_process():
@@ -407,5 +407,5 @@ def test_a_cpu_that_is_not_there_or_too_few_of_them_are_a_line_and_no_error(tmp_
 
     env = {"ACCL_WORKER_COUNT": "1", "ACCL_WORKER_AFFINITY": "100000"}
     (first, bound), (second, also_bound) = check(run_ranks(body, 2, init=False, env=env))
-    assert "CPU 100000 cannot be had" in first and bound == also_bound == [], first
-    assert "names 1 CPUs, and this host has 2 threads" in second, second
+    assert "CPU 100000 is not available" in first and bound == also_bound == [], first
+    assert "lists 1 CPUs, but the ranks of this host up to this rank have 2 worker threads" in second, second

@@ -4,7 +4,7 @@
 //! one. The module states what it was built for (`src/built.rs`). Nothing is written outside the build's own directory,
 //! so builds for several torches can share a source tree.
 
-#![allow(clippy::disallowed_methods, reason = "what cargo and the build say is no setting of the product")]
+#![allow(clippy::disallowed_methods, reason = "variables of cargo and of the build are not product settings")]
 
 use std::env;
 use std::fs;

@@ -107,7 +107,7 @@ impl CompletionPool {
         // If the system has no thread left, the job waits for an existing one.
         if state.threads == 0 {
             state.expected -= 1;
-            return Err(Error::exhausted("no thread for completions; raise the limit of processes (`ulimit -u`)"));
+            return Err(Error::exhausted("cannot start a completion thread; raise the process limit with `ulimit -u`"));
         }
         Ok(())
     }

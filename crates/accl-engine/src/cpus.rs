@@ -31,6 +31,6 @@ pub(crate) fn bind(thread: Option<Pid>, cpu: u32) -> Result<(), &'static str> {
     match is_numbered && sched_setaffinity(thread, &one).is_ok() {
         true => Ok(()),
         false if is_there(cpu) => Err("this process may not use it"),
-        false => Err("this machine has none of that number"),
+        false => Err("this machine has no CPU with this number"),
     }
 }

@@ -202,7 +202,7 @@ impl Engine {
             let info = endpoint.info().clone();
             let _ = self.connecting.set((info, Connector::new(endpoint, self.lanes())?));
         }
-        self.opened().ok_or_else(|| Error::internal("the endpoint was not kept"))
+        self.opened().ok_or_else(|| Error::internal("the endpoint was not stored"))
     }
 
     /// Opens the drivers of the lanes after the first: fewer than requested if the system lacks resources.
@@ -215,13 +215,13 @@ impl Engine {
         let named = self.config.worker_affinity.len();
         if wanted >= cores && wanted > named && !is_auto {
             tracing::warn!(
-                "ACCL_WORKER_COUNT asks for {wanted} threads besides the caller's, and this process may use {cores} cores: those that share a core \
-                 gain nothing"
+                "ACCL_WORKER_COUNT requests {wanted} worker threads in addition to the caller's, but this process may \
+                 use only {cores} cores: threads that share a core gain nothing"
             );
         }
         if named > 0 && wanted == 0 && !is_auto {
             tracing::warn!(
-                "ACCL_WORKER_AFFINITY has no effect, since ACCL_WORKER_COUNT adds no threads: it is 0, which is its default"
+                "ACCL_WORKER_AFFINITY has no effect, because ACCL_WORKER_COUNT is 0 (its default) and adds no threads"
             );
         }
         let open = || {
@@ -240,7 +240,9 @@ impl Engine {
                 Err(_) if is_auto => break,
                 Err(error) => {
                     let got = lanes.len();
-                    tracing::warn!("ACCL_WORKER_COUNT asks for {wanted} threads, and there are {got}: {error}");
+                    tracing::warn!(
+                        "ACCL_WORKER_COUNT requests {wanted} worker threads, but only {got} could be started: {error}"
+                    );
                     break;
                 }
             }
@@ -361,12 +363,12 @@ impl Engine {
         let deliveries = left.into_iter().map(|(lane, left)| lane.await_delivery(left.sent, now + patience, interrupt));
         if deliveries.fold(false, |is_late, delivery| is_late | (delivery == Delivery::Late)) {
             tracing::warn!(
-                "the process ends, and {} ms later a peer has not yet taken what calls that are done have sent to it",
+                "exiting: after {} ms a peer has not received data sent by completed calls",
                 patience.as_millis()
             );
         }
         for device in self.devices.leave_all(time::now() + LAST_DEVICES) {
-            tracing::warn!("the process ends while device `{device}` is still busy: what it does now nobody can end");
+            tracing::warn!("exiting while device `{device}` is still busy: its current call cannot be stopped");
         }
         let until = time::now() + LAST_GOODBYES;
         self.lanes().for_each(|lane| send_the_rest(lane, until));
@@ -380,8 +382,8 @@ impl Engine {
         let left = self.driver.completions().drain(Instant::now() + LAST_CALLBACKS, interrupt);
         if left > 0 {
             tracing::warn!(
-                "the process ends while {left} callbacks of calls have not ended; wait for their futures before the end, since \
-                 a callback that still runs when Python ends can abort the process"
+                "exiting while {left} callbacks of calls have not completed; wait for their futures before exiting, \
+                 because a callback that still runs when Python exits can abort the process"
             );
         }
         self.driver.completions().stop(Duration::from_secs(1));

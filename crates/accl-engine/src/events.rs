@@ -87,7 +87,7 @@ pub(crate) fn of_frames(peer: String) -> Tell {
             Ok(Header { kind, group, seq, edge, tag, value, .. }) => {
                 tracing::trace!(peer, ?kind, group = %format_args!("{group:016x}"), seq, edge, tag, value, bytes, "{what}");
             }
-            Err(error) => tracing::trace!(peer, bytes, "{what} what is no frame: {error}"),
+            Err(error) => tracing::trace!(peer, bytes, "{what} an invalid frame: {error}"),
         }
     })
 }

@@ -47,10 +47,10 @@ pub struct Prediction {
 pub fn simulate(scenario: &Scenario, collective: Collective, sizes: &[Bytes]) -> Result<Vec<Prediction>> {
     let Scenario { ranks, ranks_per_host, cores_per_host, .. } = *scenario;
     if !(1..=MAX_RANKS).contains(&ranks) {
-        return Err(Error::invalid_argument(format!("{ranks} ranks are no world; expected 1 to {MAX_RANKS}")));
+        return Err(Error::invalid_argument(format!("ranks: expected 1 to {MAX_RANKS}, got {ranks}")));
     }
     if ranks_per_host == 0 || cores_per_host == 0 {
-        return Err(Error::invalid_argument("a host has at least one rank and one core"));
+        return Err(Error::invalid_argument("each host must have at least one rank and one core"));
     }
     let topology = Topology::new((0..ranks).map(|rank| rank / ranks_per_host).collect());
     accl_schedule::check_rules(&topology, &scenario.config.algorithm)?;

@@ -52,7 +52,7 @@ fn failed(error: Error) -> PyErr {
 /// Parses the text of a device; `none` is refused.
 fn device(text: &str) -> PyResult<DeviceUrl> {
     let url = DeviceUrl::parse(text).map_err(refused)?;
-    url.ok_or_else(|| PyValueError::new_err("`none` is no device; give one such as sim or emulator://localhost:5500"))
+    url.ok_or_else(|| PyValueError::new_err("expected a device such as sim or emulator://localhost:5500, got `none`"))
 }
 
 /// Returns the keys of a device's text: name, accepted values, and purpose.
@@ -103,7 +103,7 @@ fn reach(text: &str, rank: u32, world: u32) -> PyResult<(Box<dyn Bus>, Settings)
     let url = device(text)?;
     if matches!(url.place, Place::Sim) {
         return Err(PyValueError::new_err(
-            "the engines of `sim` live in the processes of their ranks, and end with them; give emulator://HOST:PORT or a card",
+            "the engines of `sim` exist only in the processes of their ranks; use emulator://HOST:PORT or a card",
         ));
     }
     let settings = url.settings(rank, world).map_err(refused)?;

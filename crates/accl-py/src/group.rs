@@ -116,7 +116,7 @@ struct Inner {
 
 impl Group {
     fn inner(&self) -> Result<&Inner> {
-        self.0.as_ref().ok_or_else(|| Error::internal("a group was used before it was made"))
+        self.0.as_ref().ok_or_else(|| Error::internal("a group was used before it was created"))
     }
 
     pub(crate) fn group(&self) -> Result<&Arc<accl_engine::Group>> {
@@ -192,7 +192,7 @@ bridged! {
 
     /// Completes the calls for which numbers were reserved, with success or an error.
     fn group_conclude(group: &Group, first: i64, count: u64, outcome: &Status) -> Status {
-        let first = u64::try_from(first).map_err(|_| Error::internal("a number that was not reserved was given up"))?;
+        let first = u64::try_from(first).map_err(|_| Error::internal("released an unreserved sequence number"))?;
         group.group()?.conclude_seqs(first..first + count, outcome.to_error().as_ref());
         Ok(Status::ok())
     }
@@ -373,7 +373,8 @@ fn address_of(host: &str) -> Option<IpAddr> {
 fn timeout_of(timeout_ms: i64) -> Result<Duration> {
     let refused = || {
         Error::invalid_argument(format!(
-            "timeout of {timeout_ms} ms; give one that is not negative (a `timedelta` of more than 292 years becomes negative in torch)"
+            "timeout: expected a value that is not negative, got {timeout_ms} ms (a `timedelta` of more than 292 years \
+             becomes negative in torch)"
         ))
     };
     millis(timeout_ms).ok_or_else(refused)
@@ -386,8 +387,8 @@ pub(crate) fn millis(timeout_ms: i64) -> Option<Duration> {
 
 pub(crate) fn call_desc(args: &CallArgs, mode: Mode) -> Result<CallDesc> {
     let collective =
-        Collective::from_code(args.collective.repr).ok_or_else(|| Error::internal("unknown code of a collective"))?;
-    let op = ReduceOp::from_code(args.op.repr).ok_or_else(|| Error::internal("unknown code of a reduce operator"))?;
+        Collective::from_code(args.collective.repr).ok_or_else(|| Error::internal("unknown collective code"))?;
+    let op = ReduceOp::from_code(args.op.repr).ok_or_else(|| Error::internal("unknown reduce operator code"))?;
     Ok(CallDesc {
         op,
         factor: args.factor,
@@ -439,5 +440,5 @@ fn tensor_desc(view: &TensorView) -> Result<TensorDesc> {
 }
 
 fn dtype(code: ffi::Dtype) -> Result<Dtype> {
-    Dtype::from_code(code.repr).ok_or_else(|| Error::internal("unknown code of a dtype"))
+    Dtype::from_code(code.repr).ok_or_else(|| Error::internal("unknown dtype code"))
 }

@@ -152,7 +152,7 @@ impl LayerPlan {
     /// Returns the total time and each rank's activities as (operation, begin, end), in picoseconds. `shares` is the
     /// thousandths of a state's bytes and of a layer's time on each coarser mesh.
     #[pyo3(signature = (layers, state, rates, shares=Vec::new()))]
-    #[allow(clippy::type_complexity, reason = "it is what Python is given")]
+    #[allow(clippy::type_complexity, reason = "it is passed to Python")]
     fn simulate(
         &self,
         py: Python<'_>,
@@ -182,7 +182,10 @@ impl LayerPlan {
 impl LayerPlan {
     fn list(&self, rank: usize) -> PyResult<&[Op]> {
         self.plan.ranks.get(rank).map(Vec::as_slice).ok_or_else(|| {
-            refused(Error::invalid_argument(format!("rank {rank} of a plan for {} ranks", self.plan.ranks.len())))
+            refused(Error::invalid_argument(format!(
+                "rank {rank} is out of range for a plan with {} ranks",
+                self.plan.ranks.len()
+            )))
         })
     }
 
@@ -191,10 +194,7 @@ impl LayerPlan {
         if given.len() == wanted {
             return Ok(());
         }
-        Err(refused(Error::invalid_argument(format!(
-            "{name} has {} numbers, and the plan needs {wanted}",
-            given.len()
-        ))))
+        Err(refused(Error::invalid_argument(format!("{name}: got {} numbers, expected {wanted}", given.len()))))
     }
 }
 
@@ -257,7 +257,7 @@ fn one_of<T: Copy>(what: &str, name: &str, known: &[(&str, T)]) -> PyResult<T> {
 }
 
 fn unknown(what: &str, name: &str, known: &str) -> PyErr {
-    refused(Error::invalid_argument(format!("`{name}` is no {what}; give one of {known}")))
+    refused(Error::invalid_argument(format!("{what}: expected one of {known}, got `{name}`")))
 }
 
 fn layers_of(layers: &[LayerSpec]) -> PyResult<Vec<Layer>> {
@@ -273,7 +273,7 @@ fn cycle_of((iterations, shape, relaxations, start, norms, has_final_sweep, reus
         shape: one_of("shape", &shape, &SHAPES)?,
         relaxations,
         start: one_of("start", &start, &STARTS)?,
-        norms: one_of("way of norms", &norms, &NORMS)?,
+        norms: one_of("mode of norms", &norms, &NORMS)?,
         has_final_sweep,
         reuse: one_of("reuse", &reuse, &REUSES)?,
     })
@@ -281,7 +281,7 @@ fn cycle_of((iterations, shape, relaxations, start, norms, has_final_sweep, reus
 
 /// Checks a plan. The checker accepts every plan of the builders; if it ever does not, the plan must not be executed.
 fn checked(plan: Plan) -> accl_types::Result<LayerPlan> {
-    check::check(&plan).map_err(|wrong| Error::internal(format!("a plan that its checker refuses: {wrong}")))?;
+    check::check(&plan).map_err(|wrong| Error::internal(format!("the plan checker refused a plan: {wrong}")))?;
     Ok(LayerPlan { plan })
 }
 

@@ -20,7 +20,7 @@ bridged! {
         let mut collectives = Collective::ALL.iter().filter(|collective| !collective.is_point_to_point());
         let found = collectives.find(|collective| collective.name() == name);
         let code = found.map(|&collective| Numbered::of(collective as i64));
-        code.ok_or_else(|| Error::invalid_argument(format!("there is no collective {name}")))
+        code.ok_or_else(|| Error::invalid_argument(format!("unknown collective {name}")))
     }
 
     /// The name of the algorithm that such a call uses. Issues no call.

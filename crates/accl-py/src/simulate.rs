@@ -26,7 +26,7 @@ fn simulate<'py>(
         .iter()
         .copied()
         .find(|known| known.name() == collective)
-        .ok_or_else(|| refused(Error::invalid_argument(format!("`{collective}` is no collective"))))?;
+        .ok_or_else(|| refused(Error::invalid_argument(format!("`{collective}` is not a collective"))))?;
     let mut constants: Machine = match machine_file {
         Some(path) => accl_calibrate::read_machine(path).map_err(refused)?,
         None => py.detach(|| log::during(config.log, || accl_calibrate::find(&config))).machine,

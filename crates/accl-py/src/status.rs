@@ -10,8 +10,9 @@ use crate::guard::FromError;
 
 /// The reason for leaving a call that has not failed. Added as a note to the exception that the handler raised, and
 /// sent to peers.
-pub(crate) const INTERRUPTED: &str = "interrupted by a signal handler of Python (such as that of Ctrl-C) inside a blocking call, \
-    which ends its group on all ranks; make a new group, or wait for a call made with async_op=True, which may be interrupted";
+pub(crate) const INTERRUPTED: &str = "interrupted by a Python signal handler (such as for Ctrl-C) inside a blocking \
+    call, which aborts its group on all ranks; create a new group, or wait for a call issued with async_op=True, which \
+    may be interrupted";
 
 impl Status {
     /// Success.

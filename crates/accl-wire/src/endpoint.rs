@@ -93,7 +93,7 @@ impl EndpointInfo {
     pub fn from_text(text: &str) -> Result<EndpointInfo> {
         parse(text).map_err(|why| {
             let start: String = text.chars().take(60).flat_map(char::escape_default).collect();
-            Error::rendezvous(format!("`{start}` does not describe an endpoint: {why}"))
+            Error::rendezvous(format!("`{start}` is not an endpoint address: {why}"))
         })
     }
 
@@ -109,17 +109,17 @@ fn parse(text: &str) -> std::result::Result<EndpointInfo, String> {
     }
     let mut words = text.split_ascii_whitespace();
     if words.next() != Some(INTRODUCTION) {
-        return Err("it does not begin like one".to_owned());
+        return Err("its first word is unknown".to_owned());
     }
     let pairs: Vec<_> = words.filter_map(|word| word.split_once('=')).collect();
     let value = |name: &str| {
         pairs.iter().find(|(n, _)| *n == name).map(|(_, v)| *v).ok_or_else(|| format!("`{name}` is missing"))
     };
-    let number = |name: &str| value(name)?.parse::<u32>().map_err(|_| format!("`{name}` is no number"));
+    let number = |name: &str| value(name)?.parse::<u32>().map_err(|_| format!("`{name}` is not a number"));
     let string = |name: &str| unescape(value(name)?).ok_or_else(|| format!("`{name}` is garbled"));
     let list = |name: &str| Ok::<_, String>(value(name)?.split(',').filter(|item| !item.is_empty()));
     let addresses = list("addresses")?
-        .map(|item| item.parse::<SocketAddr>().map_err(|_| format!("`{item}` is no address")))
+        .map(|item| item.parse::<SocketAddr>().map_err(|_| format!("`{item}` is not an address")))
         .collect::<std::result::Result<_, _>>()?;
     let transports = list("transports")?
         .map(|item| unescape(item).ok_or_else(|| "`transports` is garbled".to_owned()))

@@ -115,7 +115,10 @@ impl<'a> Groups<'a> {
     /// `Protocol` if the length is not a multiple of the size of a group number.
     pub fn parse(payload: &'a [u8]) -> Result<Self> {
         if !payload.len().is_multiple_of(size_of::<u64>()) {
-            return Err(Error::protocol(format!("{} bytes cannot be numbers of groups", payload.len())));
+            return Err(Error::protocol(format!(
+                "a payload of {} bytes is not a list of group numbers",
+                payload.len()
+            )));
         }
         Ok(Self(payload))
     }
@@ -290,7 +293,7 @@ impl Signature {
     /// `Protocol` if the payload is too short.
     pub fn parse(payload: &[u8]) -> Result<(Signature, &[u8])> {
         let Some((head, rest)) = payload.split_first_chunk::<SIGNATURE_BYTES>() else {
-            return Err(Error::protocol(format!("a payload of {} bytes has no room for a signature", payload.len())));
+            return Err(Error::protocol(format!("a payload of {} bytes is too short for a signature", payload.len())));
         };
         let signature = Signature {
             collective: head[0],

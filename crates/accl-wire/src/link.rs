@@ -62,7 +62,7 @@ pub enum Answers {
 /// A peeked frame must keep its address and contents until [`Link::release`] or the end of the link. No other use of
 /// the link may change that. A reserved place must stay valid until [`Link::commit`] or the next [`Link::try_reserve`].
 /// The executor relies on this: it handles a frame while it sends over the same link.
-#[expect(unsafe_code, reason = "whoever uses a link reads where it says that a frame is")]
+#[expect(unsafe_code, reason = "users of a link read frames at the addresses that it returns")]
 pub unsafe trait Link: Send {
     /// Returns the maximum payload bytes of one frame. This is at least the configured segment plus
     /// [`crate::frame::OVERHEAD_BYTES`].

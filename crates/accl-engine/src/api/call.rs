@@ -43,7 +43,7 @@ impl Call {
         match self.driver.upgrade() {
             Some(driver) => driver.wait(&self.state, timeout, interrupt),
             None => {
-                let ended = || Waited::Failed(self.state.in_context(Error::aborted("the engine has ended")));
+                let ended = || Waited::Failed(self.state.in_context(Error::aborted("the engine was shut down")));
                 self.state.outcome().unwrap_or_else(ended)
             }
         }
@@ -77,7 +77,7 @@ impl Call {
     /// * `Aborted` when the engine has ended, and in a forked child.
     /// * `Internal` when the call already has a callback.
     pub fn when_done(&self, f: Box<dyn FnOnce() + Send>) -> Result<()> {
-        let ended = || Error::aborted("the engine has ended");
+        let ended = || Error::aborted("the engine was shut down");
         let driver = self.driver.upgrade().ok_or_else(ended)?;
         driver.refuse_if_forked()?;
         driver.completions().expect()?;
@@ -89,7 +89,9 @@ impl Call {
             }
             Kept::Refused => {
                 driver.completions().withdraw();
-                Err(self.state.in_context(Error::internal("a call has one callback, and this one has its own")))
+                Err(self
+                    .state
+                    .in_context(Error::internal("the call already has a callback, and only one is supported")))
             }
         }
     }

@@ -40,7 +40,7 @@ impl Group {
             let is_over = || self.missing_links().map_or(true, |missing| missing.is_empty());
             connector.await_change(TICK, is_over);
             if interrupt() {
-                return Err(self.in_context(Error::aborted("interrupted while links were made")));
+                return Err(self.in_context(Error::aborted("interrupted while creating links")));
             }
             if time::now() >= deadline {
                 return Err(self.in_context(self.unlinked(timeout, &self.missing_links()?)));
@@ -70,7 +70,7 @@ impl Group {
             missing::unlinked(&missing, context.net)
         });
         Error::timeout(format!(
-            "after {} ms {} of {} ranks have no link to this one: {}",
+            "after {} ms, {} of {} ranks have no link to this rank: {}",
             timeout.as_millis(),
             missing.len(),
             self.caller.world - 1,

@@ -39,8 +39,8 @@ impl DefaultCodec {
         let codec = codec_of(config)?;
         if config.compress_all && codec.summary().row().needs_feedback {
             return Err(Error::configuration(format!(
-                "compression: {codec:?} is of use only with error feedback, which ordinary calls have not got; take another \
-                 codec, or leave compressed_calls at hooks"
+                "compression: {codec:?} requires error feedback, which ordinary calls do not have; choose another \
+                 codec, or set compressed_calls to hooks"
             )));
         }
         let raw = codec::parse("raw")?;
@@ -110,10 +110,6 @@ mod tests {
         };
         assert!(!of("sign", false).unwrap() && of("mxfp4", true).unwrap());
         let error = of("sign,bucket=64", true).unwrap_err();
-        assert!(
-            error.message.contains("sign,bucket=64,meta=float32 is of use only with error feedback"),
-            "{}",
-            error.message
-        );
+        assert!(error.message.contains("sign,bucket=64,meta=float32 requires error feedback"), "{}", error.message);
     }
 }

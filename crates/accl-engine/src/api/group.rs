@@ -449,7 +449,7 @@ impl Group {
     /// Aborts the group here and on all ranks: calls in flight fail at once, later calls are refused. Any thread may
     /// call this.
     pub fn abort(&self, reason: &str) {
-        let error = self.in_context(Error::aborted(format!("abort was called: {reason}")));
+        let error = self.in_context(Error::aborted(format!("the group was aborted: {reason}")));
         if self.with_state(|group, context| group.fail(error, context, Notify::Peers)).is_ok() {
             self.driver.flush();
             self.driver.kick();
@@ -491,8 +491,8 @@ impl Group {
                 Delivery::Complete | Delivery::Interrupted => {}
                 Delivery::Late => tracing::warn!(
                     group = &*self.caller.name,
-                    "destroyed, and {} ms later another rank has not yet taken what calls that are done have sent to it; it is \
-                     lost if this process ends before that rank receives it",
+                    "group destroyed, but after {} ms another rank has not received data sent by completed calls; the \
+                     data is lost if this process exits before that rank receives it",
                     patience.as_millis()
                 ),
             }

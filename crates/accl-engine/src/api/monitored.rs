@@ -169,7 +169,7 @@ impl Group {
         }
         let (kind, why) = match settled {
             Ok(true) => return Ok(()),
-            Ok(false) => (ErrorKind::Timeout, format!("it did not answer within {} ms", timeout.as_millis())),
+            Ok(false) => (ErrorKind::Timeout, format!("rank 0 did not answer within {} ms", timeout.as_millis())),
             Err(error) if error.kind == ErrorKind::PeerLost => (error.kind, error.message),
             Err(error) => return Err(error),
         };

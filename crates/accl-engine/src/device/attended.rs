@@ -82,8 +82,8 @@ impl Attended {
             }
             if now > deadline {
                 return Err(Error::timeout(format!(
-                    "device `{url}` is still busy for a group that was left, and cannot be opened anew before the deadline of this one; reset \
-                     it with `accl device reset`, or end this process"
+                    "device `{url}` is still busy with an earlier group, and cannot be reopened before the deadline of \
+                     this group; reset it with `accl device reset`, or end this process"
                 )));
             }
         }

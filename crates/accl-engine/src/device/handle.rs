@@ -61,13 +61,13 @@ impl Device {
     /// Returns whether the device or the host does a call; all ranks decide alike.
     pub(crate) fn route(&self, desc: &CallDesc, world: u32) -> Route {
         if self.sidestep.contains(&desc.collective) {
-            return Route::Host("`sidestep` says so");
+            return Route::Host("`sidestep` assigns it to the host");
         }
         if desc.encoding(world).is_some() {
             return Route::Host("it is encoded");
         }
         if !desc.uses_host_memory() {
-            return Route::Host("its tensors do not lie in host memory");
+            return Route::Host("its tensors are not in host memory");
         }
         let request = Request {
             collective: desc.collective,
@@ -120,7 +120,7 @@ impl External for Device {
         };
         if let Some(task) = unsent {
             // The device was closed, or its thread has panicked.
-            task.fail(format!("the thread of {self:?} has ended; make a new group"));
+            task.fail(format!("the thread of {self:?} has ended; create a new group"));
         }
     }
 }

@@ -66,7 +66,7 @@ impl Opening {
                 // The last thing that the thread does.
                 drop(ending);
             })
-            .map_err(|error| Error::exhausted(format!("no thread for the device `{url}`: {error}")))?;
+            .map_err(|error| Error::exhausted(format!("cannot start the thread of device `{url}`: {error}")))?;
         let mut opening = Self { device, steps, news, tells: None, deadline };
         if let Step::Reached(tells) = opening.step(look)? {
             opening.tells = tells;
@@ -112,7 +112,7 @@ impl Opening {
     }
 
     fn out_of_turn(&self) -> Error {
-        Error::internal(format!("{:?} has come to a step of its opening out of turn", self.device))
+        Error::internal(format!("{:?} reached a step of its setup out of order", self.device))
     }
 
     /// Waits for the next step that the device's thread has reached.
@@ -122,12 +122,12 @@ impl Opening {
             match self.steps.recv_timeout(LOOK) {
                 Ok(step) => return step,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::internal(format!("the thread of {device:?} ended while it opened it")));
+                    return Err(Error::internal(format!("the thread of {device:?} ended while opening it")));
                 }
                 Err(RecvTimeoutError::Timeout) => look()?,
             }
             if time::now() > self.deadline + LAST_WORDS {
-                return Err(Error::timeout(format!("{device:?} is not open before the deadline of the group")));
+                return Err(Error::timeout(format!("{device:?} did not open before the deadline of the group")));
             }
         }
     }

@@ -124,20 +124,20 @@ impl Inner {
     fn arrive(&mut self, from: u32, taken: u64, packets: &[u8], most_kept: u64) -> Result<()> {
         let Some(flow) = self.peers.get_mut(from as usize) else {
             return Err(Error::protocol(format!(
-                "packets for a device came from rank {from}, which is not in this group"
+                "received packets for a device from rank {from}, which is not in this group"
             )));
         };
         if !(flow.taken_there..=flow.sent).contains(&taken) {
             return Err(Error::protocol(format!(
-                "rank {from} says that its device has taken {taken} bytes of packets, after {} of {} that were sent to it",
+                "rank {from} reported that its device took {taken} bytes of packets; expected {} to {} bytes",
                 flow.taken_there, flow.sent
             )));
         }
         let kept = flow.come - flow.taken_here + packets.len() as u64;
         if kept > most_kept {
             return Err(Error::protocol(format!(
-                "rank {from} has sent {kept} bytes of packets that the device of this rank has yet to take, where at most {most_kept} \
-                 may be on their way"
+                "rank {from} sent {kept} bytes of packets that the device of this rank has not taken; at most \
+                 {most_kept} may be in flight"
             )));
         }
         flow.taken_there = taken;
@@ -149,7 +149,7 @@ impl Inner {
         }
         result.map_err(|length| {
             Error::protocol(format!(
-                "rank {from} has sent a packet of {length} bytes for a device, and none has more than {MOST_PACKET_BYTES}"
+                "rank {from} sent a packet of {length} bytes for a device; expected at most {MOST_PACKET_BYTES}"
             ))
         })
     }

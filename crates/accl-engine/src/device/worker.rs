@@ -132,7 +132,9 @@ impl Start {
         if hears {
             match next_news(news, until, &*bus)? {
                 Some(News::Told(told)) => bus.hear(&told, &mut settings)?,
-                Some(News::AllAreSetUp) => return Err(Error::internal("a device was to hear what no rank has told")),
+                Some(News::AllAreSetUp) => {
+                    return Err(Error::internal("a device expects texts from all ranks, but none were sent"));
+                }
                 None => return Ok(None),
             }
         }
@@ -149,7 +151,7 @@ impl Start {
 impl Worker {
     fn serve(&mut self, task: ExternalTask) {
         let Some(mut tensors) = CollectiveMemory::of(&task) else {
-            return task.fail(format!("{} does whole collectives alone", self.driver.bus().describe()));
+            return task.fail(format!("{} runs only whole collectives", self.driver.bus().describe()));
         };
         let ExternalCollective { collective, dtype, op, .. } = *tensors.collective();
         match self.perform(&task, &mut tensors) {
@@ -160,14 +162,14 @@ impl Worker {
             Err(Stop::Failed(error)) => {
                 task.fail_as(error.kind, error.message);
                 if self.driver.running().is_some() && self.driver.dead().is_none() {
-                    let _ = self.give_up("was given up, since its results cannot be fetched");
+                    let _ = self.give_up("was abandoned, because its results cannot be read");
                 }
             }
             Err(Stop::Cancelled) => {
                 // Nothing writes into the caller's memory any more: the device has buffers of its own.
                 drop(task);
                 if self.driver.running().is_some() {
-                    let error = self.give_up("was given up, since its call has failed");
+                    let error = self.give_up("was abandoned, because its call failed");
                     tracing::warn!("{}", error.message);
                 }
             }
@@ -184,9 +186,11 @@ impl Worker {
         let request = request(collective)?;
         let settings = self.driver.settings();
         let Route::Device { operation, elements, function } = route(&request, settings) else {
-            return Err(
-                Error::internal(format!("{} was given to a device that does none", collective.collective)).into()
-            );
+            return Err(Error::internal(format!(
+                "{} was passed to a device that does not support it",
+                collective.collective
+            ))
+            .into());
         };
         let root = if operation.row().has_root { request.root.0 } else { 0 };
         let calls = Calls { operation, elements, function, on_wire: self.url.wire().carries(elements), root };
@@ -262,7 +266,7 @@ impl Worker {
             if let Some(finished) = self.driver.poll()? {
                 let device = self.url.scheme();
                 let (seq, nanos) = (collective.seq, finished.nanos);
-                tracing::debug!(device, seq, %call, code = 0, nanos, "a call of the device is done");
+                tracing::debug!(device, seq, %call, code = 0, nanos, "the device completed a call");
                 break;
             }
             if !self.goes_on(task) {
@@ -294,7 +298,7 @@ impl Worker {
     /// Returns the error of a collective that missed its deadline, with the state that can be read from the device.
     fn late(&mut self, collective: &ExternalCollective, deadline: Moment) -> Error {
         let waited = deadline.since(collective.started).as_millis();
-        let why = self.give_up("has not ended");
+        let why = self.give_up("has not completed");
         let text = format!("Timed out waiting {waited}ms for {}: {}", collective.collective, why.message);
         Error::new(ErrorKind::Timeout, text)
     }
@@ -305,9 +309,10 @@ fn next_news(news: &Receiver<News>, until: Moment, bus: &dyn Bus) -> Result<Opti
     match news.recv_timeout(until.since(time::now())) {
         Ok(news) => Ok(Some(news)),
         Err(RecvTimeoutError::Disconnected) => Ok(None),
-        Err(RecvTimeoutError::Timeout) => {
-            Err(Error::timeout(format!("{} has not heard of all others before the deadline", bus.describe())))
-        }
+        Err(RecvTimeoutError::Timeout) => Err(Error::timeout(format!(
+            "{} did not receive the texts of all other ranks before the deadline",
+            bus.describe()
+        ))),
     }
 }
 
@@ -340,8 +345,8 @@ fn request(collective: &ExternalCollective) -> Result<Request> {
     let block_bytes = own.copied().unwrap_or(0);
     if let Some(other) = inputs.iter().chain(&outputs).find(|bytes| **bytes != block_bytes) {
         return Err(Error::invalid_argument(format!(
-            "a device takes blocks of one size, and this {} has blocks of {block_bytes} and of {other} bytes; give all of them the \
-             same size, or take the host with sidestep=\"{}=host\"",
+            "a device requires blocks of equal size, but this {} has blocks of {block_bytes} and {other} bytes; make \
+             all blocks the same size, or choose the host with sidestep=\"{}=host\"",
             collective.collective, collective.collective
         )));
     }

@@ -35,7 +35,8 @@ impl Driver {
         match self.election.start_background(self) {
             true => Ok(()),
             false => Err(Error::exhausted(
-                "no thread for parts of large calls; raise the limit with `ulimit -u`, or set ACCL_WORKER_COUNT=0",
+                "cannot start a worker thread for large calls; raise the process limit with `ulimit -u`, or set \
+                 ACCL_WORKER_COUNT=0",
             )),
         }
     }

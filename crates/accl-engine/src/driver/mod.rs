@@ -216,8 +216,9 @@ impl Driver {
             return Ok(());
         }
         Err(Error::aborted(
-            "this process was forked from the one that made the group, and a group does not survive a fork; start the child \
-             with spawn, or let it call destroy_process_group(), which leaves the parent's group as it is, and make a group of its own",
+            "this process was forked from the process that created the group, and a group does not survive a fork; \
+             start the child with spawn, or call destroy_process_group() in the child, which leaves the parent's group \
+             unchanged, and create a new group",
         ))
     }
 

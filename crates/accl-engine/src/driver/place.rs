@@ -46,6 +46,6 @@ impl Place {
 
 fn bind(thread: Option<Pid>, cpu: u32) {
     if let Err(why) = cpus::bind(thread, cpu) {
-        tracing::warn!("ACCL_WORKER_AFFINITY: CPU {cpu} cannot be had, since {why}; the thread stays where it was");
+        tracing::warn!("ACCL_WORKER_AFFINITY: CPU {cpu} is not available: {why}; the thread keeps its binding");
     }
 }

@@ -168,7 +168,7 @@ impl OtherPart {
 impl Drop for OtherPart {
     fn drop(&mut self) {
         if !*self.has_ended.get_mut() {
-            self.end(Some(&Error::aborted("the process ends, and a part of the call was not begun")), true);
+            self.end(Some(&Error::aborted("the process exited before a part of the call was started")), true);
         }
     }
 }

@@ -109,7 +109,9 @@ impl Connector {
         spawned.map(drop).map_err(|why| {
             *place = handed_over.lock().take();
             self.shared.state.lock().is_running = false;
-            Error::exhausted(format!("no thread that makes links: {why}; raise the limit with `ulimit -u`"))
+            Error::exhausted(format!(
+                "cannot start the thread that creates links: {why}; raise the process limit with `ulimit -u`"
+            ))
         })
     }
 

@@ -64,7 +64,7 @@ fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
         && let Some(bare) = spec.config.sidestep.iter().find(|sidestep| sidestep.to == SidestepTo::Unnamed)
     {
         return Err(Error::configuration(format!(
-            "sidestep: `{0}` alone is for groups with a device; without one write {0}=host or {0}=mpi, or give a device",
+            "sidestep: `{0}` alone requires a group with a device; write {0}=host or {0}=mpi, or set a device",
             bare.collective
         )));
     }
@@ -86,7 +86,7 @@ fn while_it_goes_on<T>(
             asked = Instant::now();
             is_over = !meeting.goes_on()?;
         }
-        if is_over { Err(Error::aborted("another process has taken the place of a rank")) } else { Ok(()) }
+        if is_over { Err(Error::aborted("another process has replaced a rank")) } else { Ok(()) }
     };
     let done = act(&mut look);
     if is_over { Ok(None) } else { done.map(Some) }
@@ -120,7 +120,8 @@ fn refuse_among(
     let (label, wait) = (launch_label(), spec.timeout.min(REFUSAL));
     tracing::warn!(
         group = spec.name,
-        "rank {} cannot make the group: {}; it waits {} s at most for the other ranks, which fail with this",
+        "rank {} cannot create the group: {}; it waits at most {} s for the other ranks, which fail with the same \
+         error",
         spec.rank,
         error.message,
         wait.as_secs()
@@ -128,7 +129,7 @@ fn refuse_among(
     let mut meeting = Meeting::new(spec, store, &mine, &label, makings, Instant::now() + wait).refusing(error);
     // The result is known: the meeting ends with this rank's own error, or the other ranks have not arrived.
     let _ = meeting.gather(&mut || match interrupt() {
-        true => Err(Error::aborted("interrupted while the others were notified")),
+        true => Err(Error::aborted("interrupted while notifying the other ranks")),
         false => Ok(()),
     });
     meeting.leave_hint();
@@ -165,7 +166,10 @@ impl Engine {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Arc<Group>> {
         if spec.rank.0 >= spec.world {
-            return Err(Error::invalid_argument(format!("rank {} does not fit a world of {}", spec.rank, spec.world)));
+            return Err(Error::invalid_argument(format!(
+                "rank {} is out of range for world size {}",
+                spec.rank, spec.world
+            )));
         }
         let deadline = Instant::now().checked_add(spec.timeout).unwrap_or_else(far);
         let (parts, mine, url) = match self.introduction(spec) {
@@ -184,7 +188,7 @@ impl Engine {
         self.want_neighbours(&members, spec);
         let mut look = || {
             if interrupt() {
-                return Err(Error::aborted("interrupted while the group was being made"));
+                return Err(Error::aborted("interrupted while creating the group"));
             }
             self.look_for_lost(&members)
         };
@@ -314,7 +318,7 @@ impl Engine {
     }
 
     /// Connects, and does everything that may fail on one rank alone. Returns `None` if the session has ended.
-    #[expect(clippy::too_many_arguments, reason = "all of a group that is being made")]
+    #[expect(clippy::too_many_arguments, reason = "all of a group under creation")]
     fn prepare(
         &self,
         parts: Parts<'_>,
@@ -367,9 +371,9 @@ impl Engine {
         let deadline = time::now() + deadline.saturating_duration_since(Instant::now());
         // The device can be reached again only after it was left.
         drop(device.opened.take());
-        let opener = self.opener().ok_or_else(|| {
-            Error::configuration(format!("device `{url}`: this engine was not given a way to open devices"))
-        })?;
+        let opener = self
+            .opener()
+            .ok_or_else(|| Error::configuration(format!("device `{url}`: this engine cannot open devices")))?;
         let place = (spec.rank.0, spec.world);
         let sidestep = spec.config.sidestep.iter().map(|sidestep| sidestep.collective).collect();
         let frame_bytes = self.config.segment_bytes as usize;
@@ -447,7 +451,7 @@ impl Engine {
                 Some(Gone::Lost(error)) => format!("is lost: {}", error.message),
                 Some(Gone::Left) | None => "has left".to_owned(),
             };
-            let text = format!("while the group was being made rank {rank} ({}) {how}", core.net.host_and_pid(peer));
+            let text = format!("while creating the group: rank {rank} ({}) {how}", core.net.host_and_pid(peer));
             Err(Error::peer_lost(text).with_peer(rank))
         })
     }
@@ -465,8 +469,8 @@ impl Engine {
             return Ok(());
         };
         Err(Error::configuration(format!(
-            "{}: this process already runs with `{mine}` and cannot change to `{theirs}`; give the first group of the \
-             process this option",
+            "{}: this process already runs with `{mine}` and cannot change to `{theirs}`; pass this option to the \
+             first group of the process",
             row.option
         )))
     }
@@ -485,8 +489,8 @@ impl Engine {
         let own = spec.rank.index();
         if let Some(rank) = (0..infos.len()).find(|&rank| rank != own && infos[rank].info.uuid == parts.info.uuid) {
             return Err(Error::rendezvous(format!(
-                "ranks {rank} and {} are the same process; give every rank a process of its own: threads of one process cannot be \
-                 ranks of one group",
+                "ranks {rank} and {} are the same process; start a separate process for each rank: threads of one \
+                 process cannot be ranks of one group",
                 spec.rank
             )));
         }
@@ -525,7 +529,7 @@ impl Engine {
                 let missing = missing();
                 tracing::warn!(
                     group = spec.name,
-                    "rank {}: after {} s {}; it waits for them for {} s more",
+                    "rank {}: after {} s, {}; it waits at most {} s more",
                     spec.rank,
                     WORTH_A_WORD.as_secs(),
                     self.listed(&missing, &peers),
@@ -554,7 +558,7 @@ impl Engine {
         infos: &[EndpointInfo],
         own: usize,
     ) -> Result<Vec<PeerId>> {
-        let polling = lane.polling().ok_or_else(|| Error::internal("a lane has nothing to sleep in"))?;
+        let polling = lane.polling().ok_or_else(|| Error::internal("a lane has no poller"))?;
         // A peer that left and came back may have a dead link that this process has not noticed yet.
         lane.after_a_look(|core| {
             let introduce = |info: &EndpointInfo| {

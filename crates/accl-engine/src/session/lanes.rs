@@ -135,7 +135,8 @@ impl Engine {
         self.other_lanes().iter().take(threads).zip(own).for_each(|(driver, &cpu)| driver.place.move_to(cpu));
         if own.len() < threads {
             tracing::warn!(
-                "worker_affinity (ACCL_WORKER_AFFINITY, or CCL_WORKER_AFFINITY) names {} CPUs, and this host has {} threads up to those of this rank: those beyond stay where they were",
+                "worker_affinity (ACCL_WORKER_AFFINITY or CCL_WORKER_AFFINITY) lists {} CPUs, but the ranks of this \
+                 host up to this rank have {} worker threads; the threads without a listed CPU keep their binding",
                 cpus.len(),
                 first + threads
             );
@@ -162,8 +163,8 @@ pub(super) fn tell_bound(spec: &GroupSpec, infos: &[RankInfo]) {
     let cpus = cpus::online();
     if could_have_more(infos, spec.rank.index(), cpus) {
         tracing::warn!(
-            "ACCL_WORKER_COUNT=auto adds no thread to this rank: something has bound it to one of the machine's {cpus} CPUs; where that is Open MPI's mpirun, \
-             --bind-to none leaves it all of them"
+            "ACCL_WORKER_COUNT=auto adds no thread to this rank, because the rank is bound to one of the machine's \
+             {cpus} CPUs; with Open MPI's mpirun, --bind-to none removes the binding"
         );
     }
 }
@@ -187,7 +188,8 @@ pub(super) fn tell_fewer_lanes(spec: &GroupSpec, infos: &[RankInfo], lanes: Lane
     let rank = infos.iter().position(has_fewest).unwrap_or_default();
     tracing::warn!(
         group = spec.name,
-        "rank {rank} has use for {used} threads for parts of large calls and this one has {here}: as many as it has use for are used"
+        "this rank has {here} worker threads for large calls, but the group uses only {used}: rank {rank} can use no \
+         more"
     );
 }
 

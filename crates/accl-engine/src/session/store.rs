@@ -72,8 +72,9 @@ impl Store for MemoryStore {
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
         let mut map = self.shared.lock();
         let entry = map.entry(self.key(key)).or_insert_with(|| b"0".to_vec());
-        let old: i64 =
-            String::from_utf8_lossy(entry).parse().map_err(|_| Error::rendezvous(format!("{key} holds no number")))?;
+        let old: i64 = String::from_utf8_lossy(entry)
+            .parse()
+            .map_err(|_| Error::rendezvous(format!("{key} does not hold a number")))?;
         let value = old + delta;
         *entry = value.to_string().into_bytes();
         Ok(value)

@@ -48,7 +48,7 @@ fn library() -> Option<&'static dyn Collectives> {
 
 fn refused(named: &[Collective], why: impl fmt::Display) -> Error {
     let all: Vec<String> = named.iter().map(|collective| format!("{collective}={MPI}")).collect();
-    Error::configuration(format!("sidestep (ACCL_SIDESTEP): `{}` cannot be: {why}", all.join(",")))
+    Error::configuration(format!("sidestep (ACCL_SIDESTEP): `{}` is not possible: {why}", all.join(",")))
 }
 
 impl Sidestep {
@@ -68,7 +68,8 @@ impl Sidestep {
         let library = library().ok_or_else(|| {
             refused(
                 named,
-                "the transport mpi was not handed in, or does no collectives; install torch-accl[mpi] of this version, or take the host",
+                "the transport mpi is not registered or has no collectives; install torch-accl[mpi] of this version, \
+                 or choose the host",
             )
         })?;
         let address = library.address().map_err(|why| refused(named, why))?;
@@ -89,13 +90,14 @@ impl Sidestep {
         workers: &Workers,
     ) -> Result<Option<Arc<Self>>> {
         let addresses: Option<Vec<Vec<u8>>> = told.iter().map(|text| bytes_of(text)).collect();
-        let addresses = addresses.ok_or_else(|| Error::internal("a rank has told an address that is none"))?;
-        let library = library().ok_or_else(|| Error::internal("a library is gone"))?;
+        let addresses = addresses.ok_or_else(|| Error::internal("a rank sent an invalid address"))?;
+        let library =
+            library().ok_or_else(|| Error::internal("the library of the transport mpi is no longer registered"))?;
         let opened = match library.open(rank, &addresses, group).map_err(|why| refused(&named, why))? {
             Opened::Group(opened) => opened,
             Opened::LeftToHost(why) => {
                 if rank == 0 {
-                    tracing::warn!("group {name}: collectives stay with the host although sidestep names {MPI}: {why}");
+                    tracing::warn!("group {name}: collectives run on the host although sidestep requests {MPI}: {why}");
                 }
                 return Ok(None);
             }
@@ -114,7 +116,11 @@ impl Sidestep {
             return None;
         }
         if let Some(why) = kept_by_host(desc, self.world) {
-            tracing::debug!(collective = desc.collective.name(), why, "the host does a call that {MPI} was named for");
+            tracing::debug!(
+                collective = desc.collective.name(),
+                why,
+                "the host runs a call that sidestep assigns to {MPI}"
+            );
             return None;
         }
         Some(CallDesc { offload: Some(self.clone()), ..desc.clone() })

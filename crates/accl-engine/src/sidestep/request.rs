@@ -161,7 +161,7 @@ impl Room {
         let mut all: Vec<u8> = Vec::new();
         let length = bytes as usize + ALIGNMENT;
         all.try_reserve_exact(length)
-            .map_err(|_| Error::exhausted(format!("no memory for {bytes} bytes of tensors that lie apart")))?;
+            .map_err(|_| Error::exhausted(format!("cannot allocate {bytes} bytes for tensors in separate memory")))?;
         let begin = all.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
         // The capacity suffices, so the buffer does not move.
         all.resize(begin + bytes as usize, 0);

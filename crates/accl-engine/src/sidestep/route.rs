@@ -16,7 +16,7 @@ pub(super) fn kept_by_host(desc: &CallDesc, world: u32) -> Option<&'static str> 
         return Some("it is encoded");
     }
     if !desc.uses_host_memory() {
-        return Some("its tensors do not lie in host memory");
+        return Some("its tensors are not in host memory");
     }
     if !desc.has_equal_blocks() {
         return Some("its blocks differ in size");
@@ -30,14 +30,16 @@ pub(super) fn kept_by_host(desc: &CallDesc, world: u32) -> Option<&'static str> 
 /// Like [`kept_by_host`], for the dtype and operator of a reduction.
 fn kept_reduction(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
     if dtype.size_bytes() == 2 {
-        return Some("libraries add float16 and bfloat16 otherwise or not at all, and other 16-bit types go with them");
+        return Some(
+            "libraries add float16 and bfloat16 differently or not at all, and other 16-bit types are treated alike",
+        );
     }
     match (dtype.class(), op) {
         (_, ReduceOp::Avg | ReduceOp::PremulSum) => Some("libraries have no such operator"),
         (DtypeClass::Bool | DtypeClass::Opaque | DtypeClass::Float16, _) => Some("libraries do not add such types"),
         (DtypeClass::Float | DtypeClass::Complex, ReduceOp::Sum | ReduceOp::Product) => None,
         (DtypeClass::Float | DtypeClass::Complex, ReduceOp::Min | ReduceOp::Max) => {
-            Some("libraries do not say what becomes of NaN")
+            Some("libraries do not specify the result for NaN")
         }
         (DtypeClass::Float | DtypeClass::Complex, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor) => {
             Some("these types have no bitwise operators")

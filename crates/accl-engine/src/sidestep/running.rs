@@ -98,13 +98,13 @@ impl Library {
         };
         let name = membership.name;
         if let Some(why) = broken {
-            return task.fail_as(ErrorKind::Network, format!("{name} does no more collectives of this group: {why}"));
+            return task.fail_as(ErrorKind::Network, format!("{name} runs no more collectives of this group: {why}"));
         }
         let request = match Request::new(&task, membership.rank, membership.world) {
             Ok(Some(request)) if request.hold(&task) => request,
             // The call has failed here. The other ranks may have begun theirs, so the library's group is unusable.
             Ok(_) => {
-                broken.get_or_insert_with(|| "a collective of it was not begun".to_owned());
+                broken.get_or_insert_with(|| "one of its collectives was not started".to_owned());
                 return;
             }
             Err(error) => {
@@ -118,7 +118,7 @@ impl Library {
             Ok(call) => self.running.push(Running { group, task, memory: request.memory, call }),
             Err(why) => {
                 broken.get_or_insert_with(|| why.clone());
-                task.fail_as(ErrorKind::Network, format!("{name} has not begun it: {why}"));
+                task.fail_as(ErrorKind::Network, format!("{name} could not start the collective: {why}"));
             }
         }
     }
@@ -143,7 +143,7 @@ impl Library {
     fn end(&mut self, running: Running, end: End) {
         let Running { group, task, mut memory, call } = running;
         let Some(known) = self.groups.get_mut(&group) else {
-            return abandon(task, memory, call, Error::internal("its group was forgotten"));
+            return abandon(task, memory, call, Error::internal("its group no longer exists"));
         };
         let name = known.membership.name;
         match end {
@@ -156,16 +156,16 @@ impl Library {
             }
             End::Failed(why) => {
                 known.broken.get_or_insert_with(|| why.clone());
-                let text = format!("{name} has failed to do it: {why}");
+                let text = format!("the collective failed in {name}: {why}");
                 abandon(task, memory, call, Error::new(ErrorKind::Network, text));
             }
             End::Late => {
-                known.broken.get_or_insert_with(|| "a collective of it was late".to_owned());
+                known.broken.get_or_insert_with(|| "one of its collectives missed its deadline".to_owned());
                 let error = late_error(name, &task);
                 abandon(task, memory, call, error);
             }
             End::Cancelled => {
-                known.broken.get_or_insert_with(|| "a collective of it was given up".to_owned());
+                known.broken.get_or_insert_with(|| "one of its collectives was abandoned".to_owned());
                 let text = format!("{name} cannot be stopped");
                 abandon(task, memory, call, Error::new(ErrorKind::Network, text));
             }
@@ -185,7 +185,7 @@ impl Library {
     /// Abandons everything in flight, because the process is about to end.
     pub(super) fn abandon_all(&mut self) {
         for Running { task, memory, call, .. } in std::mem::take(&mut self.running) {
-            abandon(task, memory, call, Error::aborted("the process is about to end"));
+            abandon(task, memory, call, Error::aborted("the process is exiting"));
         }
     }
 }
@@ -221,11 +221,12 @@ fn abandon(task: ExternalTask, memory: Memory, call: Box<dyn CollectiveCall>, er
 
 fn late_error(name: &str, task: &ExternalTask) -> Error {
     let Some(ExternalCollective { collective, started, .. }) = task.collective() else {
-        return Error::timeout(format!("{name} has not ended it"));
+        return Error::timeout(format!("{name} has not completed it"));
     };
     let waited = time::now().since(*started).as_millis();
     Error::timeout(format!(
-        "Timed out waiting {waited}ms for {collective}: {name} has not ended it, and all ranks have made it; look whether a rank was stopped or \
-         the network of {name} stands still, or take the host with sidestep=\"{collective}=host\""
+        "Timed out waiting {waited}ms for {collective}: {name} has not completed it, although all ranks issued it; \
+         check whether a rank is stopped or the network of {name} hangs, or choose the host with \
+         sidestep=\"{collective}=host\""
     ))
 }

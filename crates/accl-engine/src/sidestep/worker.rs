@@ -83,7 +83,7 @@ impl Workers {
                 signals::block_all();
                 served.serve();
             })
-            .map_err(|why| Error::exhausted(format!("no thread for the collectives of a library: {why}")))?;
+            .map_err(|why| Error::exhausted(format!("cannot start the thread for collectives of a library: {why}")))?;
         Ok(self.worker.get_or_init(|| worker).clone())
     }
 

@@ -507,7 +507,7 @@ impl World<'_> {
     fn abort(&mut self, process: usize, group: usize) {
         let host = &mut self.processes[process];
         let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else { return };
-        let error = member.caller.in_context(Error::aborted("abort was called: by the world"));
+        let error = member.caller.in_context(Error::aborted("the group was aborted: by the world"));
         core.with_group(member.caller.group, clock::now(), |group, context| group.fail(error, context, Notify::Peers));
         core.net.flush_all();
         self.kick(process);

@@ -119,7 +119,7 @@ fn a_device_that_stays_stuck_is_named_at_the_deadline_of_the_next_group() {
     let errors: Vec<Error> = world.try_run("h").into_iter().map(|made| made.err().unwrap()).collect();
     assert_eq!(errors[0].kind, ErrorKind::Timeout, "{}", errors[0]);
     for error in errors {
-        assert!(error.to_string().contains("is still busy for a group that was left"), "{error}");
+        assert!(error.to_string().contains("is still busy with an earlier group"), "{error}");
     }
     devices.faults().is_stuck.store(NOBODY, Ordering::SeqCst);
 }

@@ -368,7 +368,7 @@ fn ranks_with_other_devices_or_none_make_no_group() {
 fn an_engine_without_a_way_to_devices_says_so() {
     let world = World::new(options(1, Network::Udp));
     let error = world.try_run("g").remove(0).err().expect("no group");
-    assert!(error.to_string().contains("was not given a way to open devices"), "{error}");
+    assert!(error.to_string().contains("this engine cannot open devices"), "{error}");
 }
 
 #[test]

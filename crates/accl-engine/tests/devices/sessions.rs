@@ -273,7 +273,7 @@ fn an_interrupt_ends_the_wait_for_what_the_others_tell_on_all_ranks() {
     assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
     for error in failed(results) {
         assert_eq!(error.kind, ErrorKind::Aborted, "{error}");
-        assert!(error.to_string().contains("interrupted while the group was being made"), "{error}");
+        assert!(error.to_string().contains("interrupted while creating the group"), "{error}");
     }
 }
 
@@ -353,8 +353,8 @@ fn a_rank_that_has_not_seen_that_all_are_there_counts_itself_out_when_a_device_d
 #[test]
 fn what_others_have_written_for_what_ranks_tell_is_an_error() {
     for (garbage, says) in [
-        ("nonsense", "the store holds something that is not what ranks have told"),
-        ("1\na\n", "the store holds something that is not what the ranks of this group have told"),
+        ("nonsense", "the store holds an invalid list of rank texts"),
+        ("1\na\n", "the store holds texts that the ranks of this group did not write"),
     ] {
         let (devices, store) = (devices(2), MemoryStore::default());
         let results = all(2, |rank| {

@@ -407,7 +407,7 @@ fn a_rank_that_fails_after_the_meeting_tells_the_others_at_once() {
             assert_eq!(error.kind, ErrorKind::Exhausted, "{error}");
             assert!(error.message.contains("no memory for that"), "{error}");
             if rank as u32 != victim {
-                assert!(error.message.contains(&format!("rank {victim} could not make the group")), "{error}");
+                assert!(error.message.contains(&format!("rank {victim} could not create the group")), "{error}");
             }
             assert!(took < SOON, "rank {rank} waited {took:?}");
         }
@@ -423,7 +423,7 @@ fn ranks_that_come_when_a_refusing_rank_has_gone_quote_its_cause_at_their_deadli
         accl_engine::refuse_group(&soon(refusing), &store, &cause, &mut || false);
         let engine = engine();
         let Err(error) = engine.create_group(soon(late), &store, &mut || false) else { panic!("made") };
-        let quoted = format!("rank {refusing} was here and failed: no interface has that name");
+        let quoted = format!("rank {refusing} arrived and failed: no interface has that name");
         assert!(error.kind == ErrorKind::Timeout && error.message.contains(&quoted), "{error}");
         engine.shutdown();
     }
@@ -470,7 +470,7 @@ fn a_rank_that_has_no_endpoint_to_publish_fails_the_others_with_its_cause() {
                     let began = Instant::now();
                     let Err(error) = engine.create_group(spec, store, &mut || false) else { panic!("made") };
                     assert!(error.message.contains("nosuch0"), "{error}");
-                    let is_of_another = error.message.contains(&format!("rank {victim} could not make the group"));
+                    let is_of_another = error.message.contains(&format!("rank {victim} could not create the group"));
                     assert_eq!(is_of_another, rank != victim, "{error}");
                     assert!(began.elapsed() < SOON, "rank {rank} waited {:?}", began.elapsed());
                     engine.shutdown();
@@ -558,7 +558,7 @@ fn a_rank_that_came_and_gave_up_is_not_counted_among_the_missing() {
         answers.store(true, Ordering::SeqCst);
         let sentence = "1 of 4 ranks are missing: 3;";
         assert!(hasty.contains(sentence), "{hasty}");
-        assert!(message.starts_with("rank 1 could not make the group: ") && message.contains(sentence), "{message}");
+        assert!(message.starts_with("rank 1 could not create the group: ") && message.contains(sentence), "{message}");
     });
 }
 
@@ -584,7 +584,7 @@ fn of_two_processes_with_one_rank_one_is_told_so() {
         });
         let [error] = errors.as_slice() else { panic!("rank {twice} twice: {errors:#?}") };
         // The second process may come after the group was created. Then no rank answers it.
-        let told = ["is taken".to_owned(), format!("another process has rank {twice}, too")];
+        let told = ["is already used by".to_owned(), format!("another process also has rank {twice}")];
         assert!(told.iter().any(|told| error.message.contains(told)), "{error}");
     }
 }

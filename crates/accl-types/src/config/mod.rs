@@ -304,7 +304,7 @@ fn mistyped(name: &str, near: &str) -> Error {
 fn unknown(name: &str, known: impl Iterator<Item = &'static str> + Clone) -> Error {
     let hint = nearest(name, known.clone()).map(|n| format!("; did you mean {n}?")).unwrap_or_default();
     let known = known.collect::<Vec<_>>().join(", ");
-    Error::configuration(format!("{name}: unknown setting{hint} known settings: {known}"))
+    Error::configuration(format!("{name}: unknown setting; known settings: {known}{hint}"))
 }
 
 /// The page `docs/environment.md`, generated from the table. `codecs` is the description of codec names from the table
@@ -313,10 +313,10 @@ pub fn environment_page(codecs: &str) -> String {
     let mut page = String::from(
         "# Settings\n\n\
          Generated from the table in `crates/accl-types/src/config/table.rs`; do not edit.\n\n\
-         Every setting but those without a variable is an environment variable and an argument of `torch_accl.Options`,\n\
-         which is passed as `pg_options`; the argument wins. *Process* settings are fixed by the\n\
-         first group of a process; *group* settings may differ from group to group. Settings marked *agreed* must be the\n\
-         same on all ranks of a group; a difference is an error that names both values.\n\n\
+         Every setting is an argument of `torch_accl.Options`, which is passed as `pg_options`. Settings with a variable can\n\
+         also be set in the environment; the argument has precedence. *Process* settings are fixed by the first group of a\n\
+         process; *group* settings may differ from group to group. Settings marked *agreed* must be the same on all ranks of\n\
+         a group; a difference is an error that names both values.\n\n\
          | variable | option | scope | default | accepted | effect |\n|---|---|---|---|---|---|\n",
     );
     for row in ROWS {
@@ -344,13 +344,13 @@ pub fn environment_page(codecs: &str) -> String {
     page.push_str(
         "\n## Unknown names\n\n\
          An `ACCL_*` variable that is not in the tables above has no effect:\n\n\
-         | name | what happens |\n|---|---|\n\
+         | name | effect |\n|---|---|\n\
          | one typing mistake away from a name above: a character missing, added or wrong, or two exchanged | an error on every rank, with the right name |\n\
          | Kubernetes sets it for a service such as `accl` or `accl-train`: `*_SERVICE_HOST`, `*_SERVICE_PORT`, `*_SERVICE_PORT_*`, `*_PORT=tcp://...`, `*_PORT_<number>_TCP*` (also `udp`, `sctp`) | nothing |\n\
          | a name of `torch-accl-mpi` in the table below | nothing: that package reads it |\n\
-         | any other name | rank 0 prints one warning for each process; so does `accl config` |\n\n\
-         ## Names of others\n\n\
-         Other projects and packages are known to use these names; the warning names the owner. `*` stands for anything.\n\n\
+         | any other name | one warning per process on rank 0; `accl config` prints the same warning |\n\n\
+         ## Names of other projects\n\n\
+         Other projects and packages are known to use these names; the warning names the owner. `*` matches any text.\n\n\
          | variable | belongs to |\n|---|---|\n",
     );
     for foreign in FOREIGN {
@@ -460,9 +460,9 @@ mod tests {
         assert!(!all.contains("barrier") && !all.contains("send"), "the host does those: {all}");
         assert_eq!(shown(&all).unwrap(), all);
         for (text, why) in [
-            ("all=mpi,all=host", "`all` stands twice"),
-            ("gather=mpi,gather", "`gather` stands twice"),
-            ("barrier=mpi", "the host does every barrier"),
+            ("all=mpi,all=host", "`all` is listed twice"),
+            ("gather=mpi,gather", "`gather` is listed twice"),
+            ("barrier=mpi", "every barrier runs on the host"),
             ("allgather=mpi", "did you mean all_gather?"),
         ] {
             let error = shown(text).unwrap_err();

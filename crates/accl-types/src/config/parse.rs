@@ -20,7 +20,7 @@ pub(super) fn log_level(text: &str) -> Result<LogLevel, String> {
 pub(super) fn device(text: &str) -> Result<String, String> {
     match text {
         "" => Ok("none".to_owned()),
-        text if text.contains(char::is_whitespace) => Err(" (it has blanks)".to_owned()),
+        text if text.contains(char::is_whitespace) => Err(" (it contains white space)".to_owned()),
         text => Ok(text.to_owned()),
     }
 }
@@ -37,7 +37,7 @@ pub(super) fn sidestep(text: &str) -> Result<Vec<Sidestep>, String> {
             None => SidestepTo::Unnamed,
             Some("host") => SidestepTo::Host,
             Some("mpi") => SidestepTo::Mpi,
-            Some(other) => return Err(format!(" (`{other}` is nothing that does collectives)")),
+            Some(other) => return Err(format!(" (`{other}` cannot run collectives)")),
         };
         let is_again = if name == ALL {
             others.replace(to).is_some()
@@ -45,17 +45,17 @@ pub(super) fn sidestep(text: &str) -> Result<Vec<Sidestep>, String> {
             let known = Collective::ALL.iter().map(|collective| collective.name()).chain([ALL]);
             let collective = Collective::ALL.iter().find(|collective| collective.name() == name).ok_or_else(|| {
                 let hint = nearest(name, known).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
-                format!(" (`{name}` is no collective{hint})")
+                format!(" (`{name}` is not a collective{hint})")
             })?;
             if to == SidestepTo::Mpi && !moves_blocks(*collective) {
-                return Err(format!(" (`{part}`: the host does every {name})"));
+                return Err(format!(" (`{part}`: every {name} runs on the host)"));
             }
             let is_again = named.iter().any(|known| known.collective == *collective);
             named.push(Sidestep { collective: *collective, to });
             is_again
         };
         if is_again {
-            return Err(format!(" (`{name}` stands twice)"));
+            return Err(format!(" (`{name}` is listed twice)"));
         }
     }
     if let Some(to) = others {
@@ -139,7 +139,8 @@ pub(super) fn port_range(text: &str) -> Result<Option<(u16, u16)>, String> {
         return Ok(None);
     }
     let (first, last) = text.split_once('-').unwrap_or((text, text));
-    let port = |t: &str| t.trim().parse::<u16>().ok().filter(|&p| p > 0).ok_or_else(|| format!(" (`{t}` is no port)"));
+    let port =
+        |t: &str| t.trim().parse::<u16>().ok().filter(|&p| p > 0).ok_or_else(|| format!(" (`{t}` is not a port)"));
     let (first, last) = (port(first)?, port(last)?);
     if first > last { Err(" (the first port is above the last)".into()) } else { Ok(Some((first, last))) }
 }
@@ -152,10 +153,10 @@ pub(super) fn names(text: &str) -> Result<Vec<String>, String> {
     }
     for (i, name) in names.iter().enumerate() {
         if !name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_') {
-            return Err(format!(" (`{name}` cannot be a name)"));
+            return Err(format!(" (`{name}` is not a valid name)"));
         }
         if names[..i].contains(name) {
-            return Err(format!(" (`{name}` stands twice)"));
+            return Err(format!(" (`{name}` is listed twice)"));
         }
     }
     Ok(names)
@@ -199,7 +200,7 @@ pub(super) fn worker_affinity(text: &str) -> Result<Vec<u32>, String> {
     let mut sorted = cpus.clone();
     sorted.sort_unstable();
     match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(format!(" (CPU {} stands twice)", pair[0])),
+        Some(pair) => Err(format!(" (CPU {} is listed twice)", pair[0])),
         None => Ok(cpus),
     }
 }
@@ -243,13 +244,13 @@ fn algorithm_rule(text: &str) -> Result<AlgorithmRule, String> {
     let kinds = || Collective::ALL.iter().filter(|c| !c.is_point_to_point());
     let collective = kinds().find(|c| c.name() == collective).copied().ok_or_else(|| {
         let near = nearest(collective, kinds().map(|c| c.name())).unwrap_or_default();
-        format!(" (`{collective}` is no collective; did you mean {near}?)")
+        format!(" (`{collective}` is not a collective; did you mean {near}?)")
     })?;
     let (algorithm, range) = rest.split_once(':').unwrap_or((rest, "-"));
     if algorithm.is_empty() {
         return Err(format!(" (`{text}` names no algorithm)"));
     }
-    let (min, max) = range.split_once('-').ok_or_else(|| format!(" (`{range}` is no range)"))?;
+    let (min, max) = range.split_once('-').ok_or_else(|| format!(" (`{range}` is not a range)"))?;
     let bound = |t: &str, open: u64| if t.is_empty() { Ok(open) } else { size(t, 0, u64::MAX) };
     Ok(AlgorithmRule {
         collective,

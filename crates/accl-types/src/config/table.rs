@@ -72,7 +72,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "warn",
         accepted: Accepted::Words("one of off, warn, info, debug, trace"),
-        effect: "What is told on standard error; `info` names the transport, address and algorithm chosen, `debug` follows calls, `trace` their frames.",
+        effect: "Log level for standard error; `info` names the transport, address and algorithm chosen, `debug` logs calls, `trace` also their frames.",
         set: |c, v| parse::log_level(v).map(|x| c.log = x),
         show: |c| parse::show_log_level(c.log).to_owned(),
     },
@@ -83,9 +83,9 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "",
         accepted: Accepted::Words(
-            "a comma-separated list of interface prefixes; `=` before it means exact names, `^` all but these",
+            "a comma-separated list of interface prefixes; `=` before the list means exact names, `^` excludes the listed interfaces",
         ),
-        effect: "Network interfaces whose addresses are offered to peers; empty means all that are up, the one with the route to the master first.",
+        effect: "Network interfaces whose addresses are offered to peers. Empty means all interfaces that are up; the one with the route to the master comes first.",
         set: |c, v| {
             c.socket_ifname = parse::ifname_filter(v);
             Ok(())
@@ -99,7 +99,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "",
         accepted: Accepted::Words(
-            "`first-last` with 1 <= first <= last <= 65535, or empty for a port of the system's choice",
+            "`first-last` with 1 <= first <= last <= 65535, or empty for a port that the system chooses",
         ),
         effect: "Ports the process may listen on; one is used per process.",
         set: |c, v| parse::port_range(v).map(|x| c.port_range = x),
@@ -111,7 +111,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: true,
         default: "shm,tcp",
-        accepted: Accepted::Words("a comma-separated list out of shm, tcp and the transports that were registered"),
+        accepted: Accepted::Words("a comma-separated list of shm, tcp and registered transports"),
         effect: "Transports in the order in which they are tried for a pair of ranks.",
         set: |c, v| parse::names(v).map(|x| c.transports = x),
         show: |c| c.transports.join(","),
@@ -122,11 +122,13 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "",
-        accepted: Accepted::Words("text of at most 128 bytes without blanks, or empty for the host's own identity"),
-        effect: "Identity of the host: ranks with different ones do not share memory and count as different hosts for two-level algorithms.",
+        accepted: Accepted::Words(
+            "text of at most 128 bytes without white space, or empty for the host's own identity",
+        ),
+        effect: "Identity of the host. Ranks with different identities do not share memory and count as different hosts for two-level algorithms.",
         set: |c, v| {
             if v.contains(char::is_whitespace) {
-                return Err(" (it has blanks)".into());
+                return Err(" (it contains white space)".into());
             }
             // Every rank reads this value from every other rank at the rendezvous.
             if v.len() > 128 {
@@ -144,7 +146,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "1MiB",
         accepted: Accepted::Words("a size from 16KiB to 64MiB, as bytes or with KiB, MiB, GiB"),
-        effect: "Most shared memory of one direction between two processes of a host; it begins with 16KiB and grows with its use.",
+        effect: "Maximum shared memory per direction between two processes on a host; starts at 16KiB and grows with use.",
         set: |c, v| parse::size(v, 16 << 10, 64 << 20).map(|x| c.ring_bytes = x),
         show: |c| show_size(c.ring_bytes),
     },
@@ -155,7 +157,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "256MiB",
         accepted: Accepted::Words("a size from 0 to 1TiB, as bytes or with KiB, MiB, GiB"),
-        effect: "Most shared memory that one process creates for its links, each counted as if it had grown; rings shrink to fit, then tcp is used.",
+        effect: "Maximum shared memory that one process creates for its links, each counted at its maximum size. Rings shrink to fit; then tcp is used.",
         set: |c, v| parse::size(v, 0, 1 << 40).map(|x| c.shm_limit = x),
         show: |c| show_size(c.shm_limit),
     },
@@ -166,7 +168,7 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "64KiB",
         accepted: Accepted::Words("a size from 1KiB to 4MiB, as bytes or with KiB, MiB, GiB"),
-        effect: "Most payload bytes of one frame: the grain of pipelining.",
+        effect: "Maximum payload bytes of one frame: the unit of pipelining.",
         set: |c, v| parse::size(v, 1 << 10, 4 << 20).map(|x| c.segment_bytes = x),
         show: |c| show_size(c.segment_bytes),
     },
@@ -177,7 +179,7 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "256KiB",
         accepted: Accepted::Words("a size from 0 to 64MiB, as bytes or with KiB, MiB, GiB"),
-        effect: "How many bytes a sender may be ahead of the receiver's matching call, per group and peer; a message counts 128 more than it holds.",
+        effect: "Maximum bytes sent before the receiver issues the matching call, per group and peer. A message counts as its size plus 128.",
         set: |c, v| parse::size(v, 0, 64 << 20).map(|x| c.eager_bytes = x),
         show: |c| show_size(c.eager_bytes),
     },
@@ -188,7 +190,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "auto",
         accepted: Accepted::Words("auto, or microseconds from 0 to 1000000"),
-        effect: "How long a waiting thread spins before it gives up its core; `auto` adapts to cores and ranks per host.",
+        effect: "Time that a waiting thread spins before it yields its core; `auto` adapts to cores and ranks per host.",
         set: |c, v| parse::spin(v).map(|x| c.spin_us = x),
         show: |c| c.spin_us.map_or_else(|| "auto".to_owned(), |us| us.to_string()),
     },
@@ -199,7 +201,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "0",
         accepted: Accepted::Words("auto, or a number of threads from 0 to 63"),
-        effect: "How many threads besides the caller's do parts of large calls, each with links of its own. For ranks with a core for each; a group has as many as the rank with the fewest. `auto`: none where the ranks of a host have a core each or fewer, else as many as they have cores for and memory or network have work for.",
+        effect: "Number of worker threads, in addition to the caller's thread, that run parts of large calls; each has its own links. Useful if each rank has a core for each thread. A group uses as many as its rank with the fewest. `auto`: none if the ranks of a host have one core each or fewer; otherwise as many as the cores allow and memory or network can keep busy.",
         set: |c, v| parse::worker_count(v).map(|x| c.worker_count = x),
         show: |c| parse::show_worker_count(c.worker_count),
     },
@@ -210,7 +212,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "auto",
         accepted: Accepted::Words("auto, or a list of CPUs such as 0-3,28-31"),
-        effect: "Where those threads run: a CPU for each thread of the host, its ranks in order, also beyond what the launcher has bound a rank to. `auto`: wherever the process may run. A thread whose CPU cannot be had stays there, too, and one line says why.",
+        effect: "CPUs of the worker threads: one for each thread on the host, in rank order; CPUs outside the launcher's binding of a rank are allowed. `auto`: wherever the process may run. If a CPU is not available, its thread also runs wherever the process may run, and a warning gives the reason.",
         set: |c, v| parse::worker_affinity(v).map(|x| c.worker_affinity = x),
         show: |c| parse::show_worker_affinity(&c.worker_affinity),
     },
@@ -223,7 +225,7 @@ pub const ROWS: &[Row] = &[
         accepted: Accepted::Words(
             "a comma-separated list of `collective=algorithm` or `collective=algorithm:min-max` with sizes such as 64KiB",
         ),
-        effect: "Replaces the choice of algorithm for a collective, everywhere or for a range of sizes in bytes; `docs/algorithms.md` has the names.",
+        effect: "Overrides the algorithm of a collective, for all sizes or for a range of sizes in bytes; `docs/algorithms.md` lists the names.",
         set: |c, v| parse::algorithm_rules(v).map(|x| c.algorithm = x),
         show: |c| parse::show_algorithm_rules(&c.algorithm),
     },
@@ -234,7 +236,7 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "0",
         accepted: Accepted::Words("0 or 1"),
-        effect: "With 1 the choice of algorithm depends on nothing but collective, size, dtype and world (not on hosts, cores or `ACCL_CALIBRATION`), so that results are the same on every machine.",
+        effect: "With 1, the algorithm depends only on collective, size, dtype and world size, so that results are the same on every machine. It does not depend on hosts, cores or `ACCL_CALIBRATION`.",
         set: |c, v| parse::flag(v).map(|x| c.deterministic = x),
         show: |c| u8::from(c.deterministic).to_string(),
     },
@@ -245,7 +247,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "auto",
         accepted: Accepted::Words("auto, off, or the path of a file (with a `/`)"),
-        effect: "Where the constants come from by which algorithms are chosen: `auto` measures them once per machine, in one to three tenths of a second, and keeps them in `$XDG_CACHE_HOME/torch-accl` or `~/.cache/torch-accl`; a path names another place; `off` takes built-in ones. Those of rank 0 count for all ranks of a group.",
+        effect: "Source of the constants by which algorithms are chosen. `auto` measures them once per machine, in 0.1 to 0.3 seconds, and stores them in `$XDG_CACHE_HOME/torch-accl` or `~/.cache/torch-accl`. A path names another file; `off` uses the built-in constants. The constants of rank 0 apply to all ranks of a group.",
         set: |c, v| parse::calibration(v).map(|x| c.calibration = x),
         show: |c| parse::show_calibration(&c.calibration).to_owned(),
     },
@@ -256,7 +258,7 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "maxmin:4",
         accepted: Accepted::Codec,
-        effect: "What `torch_accl.compression` encodes with where nothing else is said; by itself it compresses nothing.",
+        effect: "Codec that `torch_accl.compression` uses if no other is given; the setting alone compresses nothing.",
         set: |c, v| {
             if v.is_empty() {
                 return Err(String::new());
@@ -273,7 +275,7 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "hooks",
         accepted: Accepted::Words("hooks or all"),
-        effect: "What is compressed: `hooks`, only what the hooks and functions of `torch_accl.compression` send; `all`, every all_reduce that adds at least 1,024 float32, float16 or bfloat16 elements, and every reduce_scatter and all_gather whose blocks all have as many, with `compression`.",
+        effect: "Calls that are compressed. `hooks`: only calls of the hooks and functions of `torch_accl.compression`. `all`: also every all_reduce that adds at least 1,024 float32, float16 or bfloat16 elements, with the codec `compression`. The same applies to every reduce_scatter and all_gather whose blocks all have as many elements.",
         set: |c, v| parse::compress_all(v).map(|x| c.compress_all = x),
         show: |c| parse::show_compress_all(c.compress_all).to_owned(),
     },
@@ -286,7 +288,7 @@ pub const ROWS: &[Row] = &[
         accepted: Accepted::Words(
             "none, sim (or 1), sim://?KEY=VALUE, emulator://HOST:PORT,..., emulator://@FILE, xrt://INDEX?xclbin=FILE or coyote://INDEX, with keys that `accl device --help` lists",
         ),
-        effect: "The collective engine (CCLO) that does collectives of the group of the whole job; its kind and keys must be the same on all ranks. Sub-groups, messages and what no engine does stay on the host.",
+        effect: "Collective engine (CCLO) for collectives of the default process group; its kind and keys must be the same on all ranks. Sub-groups, point-to-point messages and calls that no engine supports run on the host.",
         set: |c, v| parse::device(v).map(|x| c.device = x),
         show: |c| c.device.clone(),
     },
@@ -297,9 +299,9 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "",
         accepted: Accepted::Words(
-            "a comma-separated list of `collective=host` and `collective=mpi`, or of collectives alone in a group with a device; `all` stands for those that are not named",
+            "a comma-separated list of `collective=host` and `collective=mpi`, or of collectives alone in a group with a device; `all` stands for every collective that is not listed",
         ),
-        effect: "Who does a collective instead: `host`, the engine's own schedules, where a group has a device, as a collective alone says there; `mpi`, the MPI library of the job, whole ([MPI](mpi.md#collectives-of-the-mpi-library)).",
+        effect: "Where a collective runs instead. `host`: in the engine's own schedules, if the group has a device; a collective alone means the same there. `mpi`: as a whole in the MPI library of the job ([MPI](mpi.md#collectives-of-the-mpi-library)).",
         set: |c, v| parse::sidestep(v).map(|x| c.sidestep = x),
         show: |c| parse::show_sidestep(&c.sidestep),
     },
@@ -321,7 +323,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "accl",
         accepted: Accepted::Words("accl, ccl or pg"),
-        effect: "How calls and waits are called in torch's profiler: `accl:all_reduce`, asynchronous, and `accl:wait:all_reduce`; with `ccl`, as torch-ccl called them, `oneccl_bindings_for_pytorch::allreduce` and `oneccl_bindings_for_pytorch::wait::cpu::allreduce`, both synchronous; with `pg`, `pg::allreduce` and, for one of 16 elements, `pg::wait::allreduce::sz:16`.",
+        effect: "Names of calls and waits in torch's profiler. `accl`: `accl:all_reduce`, asynchronous, and `accl:wait:all_reduce`. `ccl`, as in torch-ccl: `oneccl_bindings_for_pytorch::allreduce` and `oneccl_bindings_for_pytorch::wait::cpu::allreduce`, both synchronous. `pg`: `pg::allreduce` and, for a call with 16 elements, `pg::wait::allreduce::sz:16`.",
         set: |c, v| parse::profile_names(v).map(|x| c.profile_names = x),
         show: |c| parse::show_profile_names(c.profile_names).to_owned(),
     },

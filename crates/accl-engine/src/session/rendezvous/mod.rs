@@ -288,9 +288,7 @@ impl<'a> Meeting<'a> {
             self.pause(&pace, look)?;
         }
         if told.len() != self.spec.world as usize || told[self.spec.rank.index()] != text {
-            return Err(Error::rendezvous(
-                "the store holds something that is not what the ranks of this group have told",
-            ));
+            return Err(Error::rendezvous("the store holds texts that the ranks of this group did not write"));
         }
         Ok(Some(told))
     }
@@ -318,7 +316,7 @@ impl<'a> Meeting<'a> {
             standing = if pace.is_long() { self.standing_of_mine(&session)? } else { self.standing(&session)? };
         }
         self.concluded = true;
-        self.clean_up(&session).unwrap_or_else(|why| tracing::debug!("keys stay in the store: {why}"));
+        self.clean_up(&session).unwrap_or_else(|why| tracing::debug!("cannot delete keys from the store: {why}"));
         Ok(Outcome::Made)
     }
 
@@ -368,7 +366,7 @@ impl<'a> Meeting<'a> {
                 return Ok(());
             }
             if Instant::now() >= self.deadline {
-                let text = "another thread of this process still makes a group over the same store and name";
+                let text = "another thread of this process, which is creating a group with the same store and name";
                 return Err(self.timed_out(text));
             }
             self.pause(&pace, look)?;
@@ -523,7 +521,11 @@ impl<'a> Meeting<'a> {
         }
         let infos = roster_from_text(text)?;
         let Some(member) = infos.get(self.spec.rank.index()).filter(|_| infos.len() == self.spec.world as usize) else {
-            return Err(Error::rendezvous(format!("a roster of {} ranks for {}", infos.len(), self.spec.world)));
+            return Err(Error::rendezvous(format!(
+                "participant list: got {} ranks, expected {}",
+                infos.len(),
+                self.spec.world
+            )));
         };
         if member.is_same_making(self.mine) && self.session.as_deref() == Some(session) {
             return Ok(Some(infos));
@@ -546,8 +548,9 @@ impl<'a> Meeting<'a> {
 
     fn standing(&self, session: &str) -> Result<Standing> {
         let Some(count) = self.text(&ready(&self.keys, session))? else { return Ok(Standing::Open) };
-        let count: i64 =
-            count.parse().map_err(|_| Error::rendezvous(format!("the store holds `{count}` for a count of ranks")))?;
+        let count: i64 = count
+            .parse()
+            .map_err(|_| Error::rendezvous(format!("the store holds an invalid count of ranks: `{count}`")))?;
         if count >= i64::from(self.spec.world) {
             return Ok(Standing::Over(Why::Complete));
         }
@@ -575,7 +578,7 @@ impl<'a> Meeting<'a> {
         if !matches!(standing, Standing::Open) {
             return Ok(standing);
         }
-        let process = notice.map_or_else(|| "which is in the group".to_owned(), |notice| notice.process);
+        let process = notice.map_or_else(|| "which has joined the group".to_owned(), |notice| notice.process);
         Ok(Standing::Over(Why::Taken(process)))
     }
 
@@ -747,7 +750,7 @@ impl<'a> Meeting<'a> {
 
     fn taken(&self, process: &str) -> Error {
         Error::rendezvous(format!(
-            "rank {} is taken by another process, {process}; give every process a rank of its own",
+            "rank {} is already used by another process, {process}; give each process its own rank",
             self.spec.rank
         ))
     }
@@ -762,7 +765,7 @@ impl<'a> Meeting<'a> {
         if self.makings.confirmed.load(Ordering::SeqCst) != self.confirmed_before {
             return Ok(None);
         }
-        Err(self.taken("which is in the group"))
+        Err(self.taken("which has joined the group"))
     }
 
     /// Returns the error for a deadline that passed before all ranks had sent their texts.
@@ -774,12 +777,13 @@ impl<'a> Meeting<'a> {
         }
         let missing = missing.join(", ");
         self.timed_out(&format!(
-            "what all ranks tell of their devices: ranks {missing} have not; raise the timeout, or see what they say"
+            "the addresses of all ranks for devices or MPI: ranks {missing} have not sent theirs; raise the timeout, \
+             or check their logs"
         ))
     }
 
     fn unconnected(&self) -> Error {
-        self.timed_out("all ranks to be connected with each other; raise the timeout, or see what the others say")
+        self.timed_out("all ranks to connect to each other; raise the timeout, or check the logs of the other ranks")
     }
 
     /// Returns the error for a deadline that passed before all ranks were present.
@@ -800,28 +804,27 @@ impl<'a> Meeting<'a> {
         }
         if missing.is_empty() {
             // The last info arrived between the last request and this one.
-            return self.timed_out(
-                "the group to be complete: the last rank came only when the time was up; raise the timeout",
-            );
+            return self
+                .timed_out("the group to be complete: the last rank arrived only at the deadline; raise the timeout");
         }
         let what = format!("the group to be complete: {} of {world} ranks are missing: ", missing.len());
         let mut what = what + &missing.join(", ");
         if mine == 0 && missing.len() + 1 == world as usize {
-            what += " (they have not come; or the group is made already and another process has rank 0, too)";
+            what += " (they have not arrived, or the group already exists and another process also has rank 0)";
         }
         if session.is_none() {
             what += &format!(
-                " (the others wait for it; or the group is made already and another process has rank {mine}, too)"
+                " (the other ranks wait for it, or the group already exists and another process also has rank {mine})"
             );
         }
         if let Some(other) = self.other_world {
-            what += &format!(" (a rank 0 was there for a world of {other})");
+            what += &format!(" (a rank 0 was present with world size {other})");
         }
         if let Some((_, process)) = self.beaten_by.last() {
-            what += &format!(" (rank {mine} is taken in its group, by {process})");
+            what += &format!(" (in its group, rank {mine} is already used by {process})");
         }
         if let Some(cause) = (0..world).filter(|&rank| rank != mine).find_map(|rank| self.hint(rank)) {
-            what += &format!(" (rank {} was here and failed: {})", cause.origin, cause.text);
+            what += &format!(" (rank {} arrived and failed: {})", cause.origin, cause.text);
         }
         self.timed_out(&(what + "; start them, or raise the timeout"))
     }
@@ -839,7 +842,7 @@ impl<'a> Meeting<'a> {
 
 impl Drop for Meeting<'_> {
     fn drop(&mut self) {
-        let text = "its making ended without a reason".to_owned();
+        let text = "its creation ended without a reason".to_owned();
         let cause = Cause { kind: accl_types::ErrorKind::Internal, origin: self.spec.rank, text };
         self.end_with(&Why::Failed(cause));
         if let Some(what) = self.leads.take() {
@@ -855,7 +858,7 @@ fn cause_of(spec: &GroupSpec, error: &Error) -> Cause {
 
 /// Returns the error of a rank that learns that another rank could not create the group.
 fn gave_up(cause: &Cause) -> Error {
-    let text = format!("rank {} could not make the group: {}", cause.origin, cause.text);
+    let text = format!("rank {} could not create the group: {}", cause.origin, cause.text);
     Error::new(cause.kind, text).with_peer(cause.origin)
 }
 

@@ -58,8 +58,7 @@ impl RankInfo {
     }
 
     pub(super) fn from_text(text: &str) -> Result<Self> {
-        let broken =
-            |what: &str| Error::rendezvous(format!("the store holds something that is no rank's info: {what}"));
+        let broken = |what: &str| Error::rendezvous(format!("the store holds an invalid rank entry: {what}"));
         let mut lines = text.splitn(7, '\n');
         check_version(lines.next(), CARD_MAGIC).map_err(|why| broken(&why))?;
         let counter = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no counter"))?;
@@ -115,13 +114,13 @@ impl RankInfo {
 /// Checks that a text's first line has the magic and the version of this process. The error is a readable reason.
 fn check_version(line: Option<&str>, magic: &str) -> std::result::Result<(), String> {
     let version =
-        line.and_then(|line| line.strip_prefix(magic)?.strip_prefix(' ')).ok_or("it begins in another way")?;
+        line.and_then(|line| line.strip_prefix(magic)?.strip_prefix(' ')).ok_or("its first line is unknown")?;
     if version.parse() == Ok(PROTOCOL_VERSION) {
         return Ok(());
     }
     Err(format!(
-        "its protocol version is {version}, and that of this process {PROTOCOL_VERSION}; install the same version of torch-accl \
-         on all hosts"
+        "its protocol version is {version}, but this process uses version {PROTOCOL_VERSION}; install the same version \
+         of torch-accl on all hosts"
     ))
 }
 
@@ -137,7 +136,7 @@ pub(super) fn refusal_from_text(text: &str) -> Result<Option<Cause>> {
     if !text.starts_with(REFUSAL_MAGIC) {
         return Ok(None);
     }
-    let broken = |what: &str| Error::rendezvous(format!("the store holds something that is no refusal: {what}"));
+    let broken = |what: &str| Error::rendezvous(format!("the store holds an invalid refusal: {what}"));
     check_version(lines.next(), REFUSAL_MAGIC).map_err(|why| broken(&why))?;
     let head = lines.next().and_then(|line| line.split_once(' '));
     let cause = head.zip(lines.next()).and_then(|((origin, kind), text)| {
@@ -153,7 +152,7 @@ pub(super) fn roster_to_text(infos: &[RankInfo]) -> String {
 }
 
 pub(super) fn roster_from_text(text: &str) -> Result<Vec<RankInfo>> {
-    let texts = split(text).ok_or_else(|| Error::rendezvous("the store holds something that is no roster of ranks"))?;
+    let texts = split(text).ok_or_else(|| Error::rendezvous("the store holds an invalid participant list"))?;
     texts.into_iter().map(RankInfo::from_text).collect()
 }
 
@@ -164,7 +163,7 @@ pub(super) fn told_to_text(told: &[String]) -> String {
 
 pub(super) fn told_from_text(text: &str) -> Result<Vec<String>> {
     let texts = split(text);
-    let texts = texts.ok_or_else(|| Error::rendezvous("the store holds something that is not what ranks have told"))?;
+    let texts = texts.ok_or_else(|| Error::rendezvous("the store holds an invalid list of rank texts"))?;
     Ok(texts.into_iter().map(str::to_owned).collect())
 }
 
@@ -223,8 +222,7 @@ impl Notice {
     }
 
     pub(super) fn from_text(text: &str) -> Result<Self> {
-        let broken =
-            |what: &str| Error::rendezvous(format!("the store holds something that is no leader's notice: {what}"));
+        let broken = |what: &str| Error::rendezvous(format!("the store holds an invalid leader's notice: {what}"));
         let mut lines = text.split('\n');
         check_version(lines.next(), NOTICE_MAGIC).map_err(|why| broken(&why))?;
         let session = lines.next().ok_or_else(|| broken("no session"))?.to_owned();
@@ -275,7 +273,7 @@ impl Why {
             b"taken" => Ok(Why::Taken(String::from_utf8_lossy(rest).into_owned())),
             b"failed" => Cause::parse(rest).map(Why::Failed),
             b"complete" => Ok(Why::Complete),
-            _ => Err(Error::rendezvous("the store holds something that is no reason of ours")),
+            _ => Err(Error::rendezvous("the store holds an invalid reason for the end of a session")),
         }
     }
 }
