@@ -52,7 +52,7 @@ DOCS = ROOT / "docs" / "compression"
 PAGE = ROOT / "docs" / "compression-accuracy.md"
 NAME = "study"
 COMMAND = "make study ARGS=--write-docs"
-ALT = "Losses on the way, and differences from float32 at the end"
+ALT = "Losses during training, and differences from float32 at the end"
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, reduction: str = "mean") -> tuple[Tensor, Tensor]:
@@ -208,7 +208,7 @@ def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
     print(f"picture: {picture}")
     if asked.quick:
         # After so few steps and seeds, losses mean nothing, but ranks must still agree.
-        print("nothing is judged after so few steps")
+        print("nothing is judged, because there are too few steps")
     complaints = [
         complaint
         for task in asked.models
@@ -228,26 +228,24 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         description=words + description, epilog=JUDGED, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--models", type=chosen, default=list(TASKS), metavar="A,B", help="only these: " + ", ".join(BY_NAME)
+        "--models", type=chosen, default=list(TASKS), metavar="A,B", help="models to train: " + ", ".join(BY_NAME)
     )
     parser.add_argument("--seeds", type=int, metavar="N", help=f"runs of each setting, at least 2 (default: {SEEDS})")
     parser.add_argument("--quick", action="store_true", help="two seeds and a twentieth of the steps; judges nothing")
-    parser.add_argument("--out", type=Path, help="folder of the picture and the figures as JSON (default: demo-output)")
-    parser.add_argument(
-        "--write-docs", action="store_true", help="write both to docs/compression, and the page's tables"
-    )
-    parser.add_argument("--page-only", action="store_true", help="train nothing, write from the figures that are there")
+    parser.add_argument("--out", type=Path, help="folder for picture and figures as JSON (default: demo-output)")
+    parser.add_argument("--write-docs", action="store_true", help="write both to docs/compression, and update the page")
+    parser.add_argument("--page-only", action="store_true", help="train nothing; write from existing figures")
     asked = parser.parse_args(given)
     if asked.write_docs and (asked.quick or asked.out):
-        parser.error("--write-docs goes with neither --quick nor --out")
+        parser.error("--write-docs cannot be combined with --quick or --out")
     asked.seeds = (QUICK_SEEDS if asked.quick else SEEDS) if asked.seeds is None else asked.seeds
     if asked.seeds < 2:
-        parser.error("--seeds: differences have no spread with less than 2")
+        parser.error("--seeds: expected at least 2, because one difference has no spread")
     asked.out = DOCS if asked.write_docs else asked.out or Path("demo-output")
     if asked.page_only:
         asked.models = [task for task in asked.models if task.name in kept(asked.out, NAME, "models")["models"]]
         if not asked.models:
-            parser.error(f"{asked.out / NAME}.json has no such figures yet")
+            parser.error(f"{asked.out / NAME}.json has no figures of these models; run without --page-only first")
     return asked
 
 
@@ -255,7 +253,7 @@ def chosen(text: str) -> list[Task]:
     """Parses a list of models by name."""
     for name in text.split(","):
         if name not in BY_NAME:
-            raise argparse.ArgumentTypeError(f"unknown model `{name}`; expected some of {', '.join(BY_NAME)}")
+            raise argparse.ArgumentTypeError(f"unknown model `{name}`; expected one or more of {', '.join(BY_NAME)}")
     return [BY_NAME[name] for name in text.split(",")]
 
 

@@ -197,14 +197,14 @@ def report(runs: list[Run], args: argparse.Namespace, console: Console, world: i
             row.append("host" if calls == "0" else calls)
         table.add_row(name, *row)
     console.print(table)
-    return conclude(runs, args, console, world, "what the table says, with the model's passes and its optimizer")
+    return conclude(runs, args, console, world, "rows that the table marks host, the model's passes and its optimizer")
 
 
 def main() -> int:
     """Runs both paths and compares."""
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--elements", type=positive, default=100_000, help="of each rank (default: 100000)")
-    parser.add_argument("--repeat", type=positive, default=10, help="times that each call is made (default: 10)")
+    parser.add_argument("--elements", type=positive, default=100_000, help="elements of each rank (default: 100000)")
+    parser.add_argument("--repeat", type=positive, default=10, help="number of times to issue each call (default: 10)")
     return main_of(parser, every_call, report)
 
 

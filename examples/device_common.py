@@ -113,14 +113,14 @@ def parser_of(text: str, ranks: int = 2) -> argparse.ArgumentParser:
     parser.add_argument(
         "--device",
         default="sim",
-        help="none (the host path alone), sim (an engine in each rank's process), emulator://HOST:PORT, or any other text that "
-        "torch_accl.Options(device=...) takes (default: sim)",
+        help="device URL: none (only the host path), sim (an engine in each rank's process), emulator://HOST:PORT, or any other that "
+        "torch_accl.Options(device=...) accepts (default: sim)",
     )
     parser.add_argument(
-        "--ranks", type=positive, default=ranks, help=f"processes, unless torchrun says (default: {ranks})"
+        "--ranks", type=positive, default=ranks, help=f"processes to start, without torchrun (default: {ranks})"
     )
-    parser.add_argument("--seed", type=int, default=20, help="of weights and data (default: 20)")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--seed", type=int, default=20, help="seed of weights and data (default: 20)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 
 
@@ -128,7 +128,7 @@ def positive(text: str) -> int:
     """Parses a number of at least 1."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
     return number
 
 
@@ -229,9 +229,9 @@ def verdict_of(runs: list[Run], world: int) -> tuple[bool, str]:
     """Returns whether the last run's results are as expected from the first run, and a sentence about it."""
     first, last = runs[0], runs[-1]
     if len(runs) == 1:
-        return True, "nothing to compare with: this was the host path alone"
+        return True, "nothing to compare, because only the host path ran"
     if not torch.equal(first.exact, last.exact):
-        return False, f"{int((first.exact != last.exact).sum())} elements of results are not those of the host path"
+        return False, f"{int((first.exact != last.exact).sum())} elements of results differ from the host path"
     also = "the same results and " if len(first.exact) else ""
     if torch.equal(first.weights, last.weights):
         return True, f"{also or 'the same '}weights as over the host path, bit for bit"
@@ -241,18 +241,18 @@ def verdict_of(runs: list[Run], world: int) -> tuple[bool, str]:
         spread = abs(tails[0] - tails[1]) / first.losses[0]
         return (
             spread <= SPREAD_OF_HALF,
-            f"{also}last losses that differ by {spread:.3g} of the first, where at most {SPREAD_OF_HALF:g} is expected: float16 on the "
-            "wire loses bits",
+            f"{also}last losses that differ by {spread:.3g} of the first (expected: at most {SPREAD_OF_HALF:g}; float16 on the wire loses "
+            "bits)",
         )
     if world <= 2:
         return (
             False,
-            f"weights differ by up to {difference:.3g} of the largest; of two ranks sums are exact in either order",
+            f"weights differ by up to {difference:.3g} of the largest weight, although sums of two ranks are exact in either order",
         )
     return (
         difference <= SPREAD_OF_ORDER,
-        f"{also}weights that differ by up to {difference:.3g} of the largest, where at most {SPREAD_OF_ORDER:g} is expected: sums of "
-        f"{world} ranks depend on their order",
+        f"{also}weights that differ by up to {difference:.3g} of the largest (expected: at most {SPREAD_OF_ORDER:g}; sums of "
+        f"{world} ranks depend on their order)",
     )
 
 
@@ -277,7 +277,7 @@ def report_training(title: str, host_only: str) -> Report:
         table.add_row("step, median of the slowest rank", *(f"{median(run.step_ms):.1f} ms" for run in runs))
         table.add_row("all steps", *(f"{run.seconds:.1f} s" for run in runs))
         table.add_row("collectives", *(str(run.collectives) for run in runs))
-        table.add_row("of them on the device", *(str(sum(run.calls.values())) for run in runs))
+        table.add_row("collectives on the device", *(str(sum(run.calls.values())) for run in runs))
         console.print(table)
         return conclude(runs, args, console, world, host_only)
 
@@ -294,7 +294,7 @@ def conclude(runs: list[Run], args: argparse.Namespace, console: Console, world:
         console.print(f"On the device: {done or 'nothing'}.")
         console.print(f"On the host: {on_host} collectives; {host_only}.")
         if world > 1 and not run.calls:
-            is_good, sentence = False, f"the device did nothing: {run.line or 'the group has none'}"
+            is_good, sentence = False, f"the device ran no collectives: {run.line or 'the group has no device'}"
     console.print(f"Verified: {sentence}." if is_good else f"[red]Wrong: {sentence}.[/red]")
     if args.json and not console.quiet:
         figures: list[dict[str, Any]] = [

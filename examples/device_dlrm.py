@@ -128,7 +128,7 @@ def train(job: Job) -> None:
     """Trains for some steps; keeps this rank's tables and the networks."""
     args = job.args
     if args.batch % job.world:
-        raise ValueError(f"--batch is {args.batch}; expected a multiple of the {job.world} ranks")
+        raise ValueError(f"--batch: expected a multiple of the {job.world} ranks, got {args.batch}")
     clicks = Clicks(args.tables, args.rows, args.seed)
     tables = Tables(args.tables, args.rows, args.width, job.rank, job.world)
     torch.manual_seed(args.seed)
@@ -168,14 +168,14 @@ def main() -> int:
     """Trains over both paths and compares."""
     parser = parser_of(__doc__ or "")
     parser.add_argument("--tables", type=positive, default=8, help="embedding tables, over all ranks (default: 8)")
-    parser.add_argument("--rows", type=positive, default=1000, help="of each table (default: 1000)")
+    parser.add_argument("--rows", type=positive, default=1000, help="rows of each table (default: 1000)")
     parser.add_argument("--width", type=positive, default=16, help="elements of a row (default: 16)")
     parser.add_argument("--batch", type=positive, default=512, help="samples a step, over all ranks (default: 512)")
-    parser.add_argument("--steps", type=positive, default=300, help="(default: 300)")
-    parser.add_argument("--learning-rate", type=float, default=0.1, help="of the networks (default: 0.1)")
+    parser.add_argument("--steps", type=positive, default=300, help="training steps (default: 300)")
+    parser.add_argument("--learning-rate", type=float, default=0.1, help="learning rate of the networks (default: 0.1)")
     report = report_training(
         "DLRM-like model, tables spread over the ranks",
-        "the networks, looking rows up, the optimizer, and what this device does not do",
+        "the networks, look-ups of rows, the optimizer, and calls that this device does not run",
     )
     return main_of(parser, train, report)
 

@@ -76,7 +76,7 @@ def mnist(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for images, labels in (parts[:2], parts[2:]):
         if images.shape[1:] != (1, SIDE, SIDE) or len(images) != len(labels):
             raise ValueError(
-                f"{folder}: expected images of {SIDE}x{SIDE} with a label each, not {tuple(images.shape)} and {len(labels)} labels"
+                f"{folder}: expected images of {SIDE}x{SIDE} with a label each, got {tuple(images.shape)} and {len(labels)} labels"
             )
     return parts[0], parts[1], parts[2], parts[3]
 
@@ -92,10 +92,10 @@ def read_idx(folder: Path, name: str, magic: int) -> Tensor:
     dimensions = magic & 0xFF
     head = 4 * (1 + dimensions)
     if len(data) < head or struct.unpack_from(">I", data)[0] != magic:
-        raise ValueError(f"{path} is no IDX file of unsigned bytes in {dimensions} dimensions")
+        raise ValueError(f"{path}: expected an IDX file of unsigned bytes in {dimensions} dimensions")
     shape = struct.unpack_from(f">{dimensions}I", data, 4)
     if len(data) - head != torch.Size(shape).numel():
-        raise ValueError(f"{path} has {len(data) - head} bytes of data, and says that its shape is {shape}")
+        raise ValueError(f"{path} has {len(data) - head} bytes of data, and its header has the shape {shape}")
     return torch.frombuffer(bytearray(data[head:]), dtype=torch.uint8).view(shape)
 
 
@@ -108,9 +108,7 @@ def train(job: Job) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     batches = len(labels) // args.batch
     if batches < 1 or args.batch < job.world:
-        raise ValueError(
-            f"--batch is {args.batch}; expected from {job.world} to the {len(labels)} images that there are"
-        )
+        raise ValueError(f"--batch: expected from {job.world} (ranks) to {len(labels)} (images), got {args.batch}")
     steps = min(args.steps or args.epochs * batches, args.epochs * batches)
 
     def loss_of(images: Tensor, labels: Tensor) -> Tensor:
@@ -140,12 +138,12 @@ def main() -> int:
     parser = parser_of(__doc__ or "")
     parser.add_argument("--mnist", type=Path, metavar="FOLDER", help="MNIST's four IDX files, in place of the digits")
     parser.add_argument("--epochs", type=positive, default=4, help="passes over the images (default: 4)")
-    parser.add_argument("--steps", type=positive, help="end after so many steps, without judging the accuracy")
+    parser.add_argument("--steps", type=positive, help="stop after this many steps, without judging accuracy")
     parser.add_argument("--batch", type=positive, default=64, help="images per step, over all ranks (default: 64)")
-    parser.add_argument("--bucket-mib", type=float, default=0.125, help="of a bucket of gradients (default: 0.125)")
+    parser.add_argument("--bucket-mib", type=float, default=0.125, help="size of a gradient bucket (default: 0.125)")
     report = report_training(
         "MNIST-shaped network, DistributedDataParallel",
-        "forward and backward passes, the optimizer, and what the device does not do, such as barriers",
+        "forward and backward passes, the optimizer, and calls that the device does not run, such as barriers",
     )
     return main_of(parser, train, report)
 

@@ -175,14 +175,14 @@ def train(job: Job) -> None:
 def main() -> int:
     """Trains over both paths and compares."""
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--images", type=Path, metavar="FOLDER", help="a folder of images for each class, in a folder")
-    parser.add_argument("--side", type=positive, default=64, help="of the images, in pixels (default: 64)")
-    parser.add_argument("--batch", type=positive, default=4, help="images a step, of each rank (default: 4)")
-    parser.add_argument("--steps", type=positive, default=4, help="(default: 4)")
-    parser.add_argument("--learning-rate", type=float, default=0.01, help="of SGD (default: 0.01)")
+    parser.add_argument("--images", type=Path, metavar="FOLDER", help="folder with a folder of images for each class")
+    parser.add_argument("--side", type=positive, default=64, help="side of the images in pixels (default: 64)")
+    parser.add_argument("--batch", type=positive, default=4, help="images per step on each rank (default: 4)")
+    parser.add_argument("--steps", type=positive, default=4, help="training steps (default: 4)")
+    parser.add_argument("--learning-rate", type=float, default=0.01, help="learning rate of SGD (default: 0.01)")
     report = report_training(
         "ResNet-50, DistributedDataParallel",
-        "forward and backward passes, the optimizer, and what the device does not do, such as barriers",
+        "forward and backward passes, the optimizer, and calls that the device does not run, such as barriers",
     )
     return main_of(parser, train, report)
 

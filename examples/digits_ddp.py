@@ -30,11 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 ACCURACY_WANTED = 0.97
 MEASURED = {
     "step time": "median over all steps of the slowest rank's time for forward, backward and optimizer",
-    "communication time": "after the training, the gradient buckets of one step are reduced again with nothing else "
+    "communication time": "time to reduce the gradient buckets of one step again, after the training, with nothing else "
     "running; median of the slowest rank's time over 200 such rounds",
     "bytes moved": "gradient bytes handed to all_reduce by one rank, over the whole run",
     "same weights": "every parameter bit for bit equal to the first run's, after the last step",
-    "calls of the device": "collectives that the rank's collective engine has done in the whole run; the rest the host has",
+    "calls of the device": "collectives that the rank's collective engine ran in the whole run; the host ran the others",
 }
 
 
@@ -283,10 +283,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=20, help="passes over the images (default: 20)")
     parser.add_argument("--batch", type=int, default=64, help="images per step, over all ranks (default: 64)")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="of Adam (default: 0.002)")
-    parser.add_argument("--seed", type=int, default=20, help="of weights and batches (default: 20)")
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder of the picture")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="learning rate of Adam (default: 0.002)")
+    parser.add_argument("--seed", type=int, default=20, help="seed of weights and batches (default: 20)")
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the picture")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
 
 
@@ -313,7 +313,7 @@ def main() -> int:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.device and not runs[1].device_calls:
-        console.print(f"the device {args.device} has done nothing")
+        console.print(f"the device {args.device} ran no collectives")
         return 1
     low = [run for run in runs if run.accuracy < ACCURACY_WANTED]
     for run in low:

@@ -195,7 +195,7 @@ def table_of(runs: list[Run], depths: list[int]) -> Table:
         "optimizer steps",
         "last loss",
         "test accuracy",
-        "work to the deepest's last loss",
+        "work to reach deepest's last loss",
     ):
         table.add_column(column, justify="right")
     wanted = {run.seed: run.losses[-1] for run in runs if run.name == "deepest"}
@@ -237,7 +237,7 @@ def draw(runs: list[Run], path: Path) -> None:
             for axes in (left, right):
                 axes.axvline(work, color="0.8", linewidth=0.8, zorder=0)
     left.set(xlabel="layer evaluations", ylabel=f"loss over {LOOKED_AT} training images", yscale="log")
-    right.set(xlabel="layer evaluations", ylabel="share of test images that are right", ylim=(0.5, 1.0))
+    right.set(xlabel="layer evaluations", ylabel="share of test images classified correctly", ylim=(0.5, 1.0))
     left.legend()
     right.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -249,16 +249,20 @@ def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", default="8,16,32,64", help="steps of the nets, each a multiple of the one before")
-    parser.add_argument("--epochs", type=int, default=4, help="of each depth; the deepest net alone gets the same work")
+    parser.add_argument(
+        "--epochs", type=int, default=4, help="epochs of each depth; a run of only the deepest net gets the same work"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each way")
-    parser.add_argument("--ways", default=",".join(WAYS), help="of %(default)s, which are run")
-    parser.add_argument("--moments", default="scaled", choices=("scaled", "copied", "none"), help="what Adam keeps")
+    parser.add_argument("--ways", default=",".join(WAYS), help="ways to run (default: %(default)s)")
+    parser.add_argument(
+        "--moments", default="scaled", choices=("scaled", "copied", "none"), help="Adam's moments in a deeper net"
+    )
     parser.add_argument("--mode", default="exact-wave", choices=MODES)
-    parser.add_argument("--factor", type=int, default=4, help="how many steps are a coarse step in inexact mode")
-    parser.add_argument("--horizon", type=float, default=4.0, help="length of time that all steps make")
+    parser.add_argument("--factor", type=int, default=4, help="steps of the net per coarse step in inexact mode")
+    parser.add_argument("--horizon", type=float, default=4.0, help="total time of all steps")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--looks", type=int, default=2, help="how often the nets are tested in an epoch of the deepest")
+    parser.add_argument("--looks", type=int, default=2, help="tests of the nets per epoch of the deepest net")
     parser.add_argument("--backend", default="accl")
     parser.add_argument("--quick", action="store_true", help="2 -> 4 -> 8 steps, an epoch each, one seed")
     parser.add_argument("--json", action="store_true", help="print the runs as JSON")
@@ -269,12 +273,14 @@ def arguments() -> argparse.Namespace:
     try:
         args.depths = [int(steps) for steps in args.depths.split(",")]
     except ValueError:
-        parser.error(f"--depths: {args.depths} is no list of numbers")
+        parser.error(f"--depths: expected a comma-separated list of numbers, got {args.depths}")
     if any(b % a or b == a for a, b in zip(args.depths, args.depths[1:])) or min(args.depths) < 1:
-        parser.error(f"--depths: of {', '.join(map(str, args.depths))} each must be a multiple of the one before")
+        parser.error(
+            f"--depths: expected each to be a multiple of the one before, got {', '.join(map(str, args.depths))}"
+        )
     args.ways = args.ways.split(",")
     if unknown := [name for name in args.ways if name not in WAYS]:
-        parser.error(f"--ways: {', '.join(unknown)} is none of {', '.join(WAYS)}")
+        parser.error(f"--ways: unknown {', '.join(unknown)}; expected one or more of {', '.join(WAYS)}")
     return args
 
 

@@ -141,7 +141,7 @@ def topics(context: int) -> Data:
     cut = len(symbols) * 9 // 10
     windows = symbols[:cut].unfold(0, context + 1, 1)
     held = symbols[cut:].unfold(0, context + 1, context)
-    words = f"the {len(text) >> 10} KiB that Python {platform.python_version()} has to say of its topics, the last tenth held out "
+    words = f"{len(text) >> 10} KiB of the help topics of Python {platform.python_version()}, the last tenth held out "
     words += f"(SHA-256 {hashlib.sha256(text).hexdigest()[:12]})"
     return Data(windows[:, :-1], windows[:, 1:], held[:, :-1], held[:, 1:], words)
 
@@ -256,7 +256,7 @@ TASKS = (
     Task(
         "transformer",
         "Python's topics, a language model",
-        f"a transformer over bytes whose blocks have the norm before, width {WIDTH}, windows of {CONTEXT}, Adam, learning rate 0.001, 8 windows a batch",
+        f"a transformer over bytes with pre-norm blocks, width {WIDTH}, windows of {CONTEXT}, Adam, learning rate 0.001, 8 windows a batch",
         partial(stack, transformer, 1.0),
         depth=32,
         source=lambda depth: topics(CONTEXT),
@@ -282,7 +282,7 @@ TASKS = (
     Task(
         "gru",
         "Python's topics, a recurrent language model",
-        f"a GRU of {HIDDEN} over bytes, the loss that of all steps, Adam, learning rate 0.003, 8 windows a batch",
+        f"a GRU of width {HIDDEN} over bytes, the loss of all steps, Adam, learning rate 0.003, 8 windows a batch",
         lambda depth, setting, seed: Sequences(setting, seed),
         depth=256,
         source=topics,

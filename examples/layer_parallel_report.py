@@ -20,10 +20,11 @@ from benches.peers.tables import Table, plain
 DEPARTED = 0.05
 
 SAID = f"""\
-Figures are means over seeds, with the least and the greatest. *Held out* is evaluated exactly, or by the iterations that inexact training
-has. A run *departs* from the exact one of the same seed where its training loss, as a mean of the batches between two looks at the net, is more than
-{DEPARTED:g} above the other's from then on to the end. *Factor above {MOST_FACTOR:g}* is the first look at which the convergence factor
-of either pass was that, and *gradient off* the first at which gradients were further than {MOST_OFF:g} from exact ones, relative, in the 2-norm."""
+Figures are means over seeds, with minimum and maximum if there are several. *Held out* is evaluated exactly, *by iterations* by the iterations
+of inexact training. The training loss is a mean over the batches between two looks. A run *departs* at the first look from which its training
+loss stays more than {DEPARTED:g} above the exact run's loss, with the same seed. *Factor above {MOST_FACTOR:g}* is the first look at which
+the convergence factor of a pass exceeded this value. *Gradient off by {MOST_OFF:g}* is the first look at which the relative error of the
+gradients, in the 2-norm, exceeded this value."""
 
 
 class Found:
@@ -90,7 +91,7 @@ def table(found: Found, task: Task) -> Table:
     """Returns a table with a row for each setting, the exact one first."""
     is_share = task.shown == "accuracy"
     key = f"held_{task.shown}"
-    head = ("", "training loss", f"held out: {task.shown}", "by iterations", "less that of exact", "departs at batch")
+    head = ("", "training loss", f"held out: {task.shown}", "by iterations", "minus exact", "departs at batch")
     made = Table((*head, f"factor above {MOST_FACTOR:g}", f"gradient off by {MOST_OFF:g}", "exact from batch"))
     names = [EXACT.name, *(name for name in found.runs if name != EXACT.name)]
     for name in names:
@@ -126,9 +127,7 @@ def steps(found: Iterable[int | None]) -> str:
 def measured(record: dict[str, Any], task: Task) -> str:
     """Returns the date and conditions of the measurement as text."""
     seeds = "1 seed" if record["seeds"] == 1 else f"{record['seeds']} seeds"
-    words = (
-        f"{record['depth']} {task.layers}, {record['steps']:,} batches, looked at every {record['every']}, {seeds}; "
-    )
+    words = f"{record['depth']} {task.layers}, {record['steps']:,} batches, a look every {record['every']}, {seeds}; "
     return words + f"{record['date']}, commit {record['commit']}, torch {record['torch']}, {record['processor']}."
 
 

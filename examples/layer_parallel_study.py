@@ -321,31 +321,29 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*(task.name for task in TASKS), "all"]
-    parser.add_argument("--study", choices=names, default="all", help="which one (default: %(default)s)")
+    parser.add_argument("--study", choices=names, default="all", help="study to run (default: %(default)s)")
     parser.add_argument(
         "--seeds",
         type=int,
         metavar="N",
         help=f"runs of each setting (default: {', '.join(f'{task.name} {task.seeds}' for task in TASKS)})",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few steps of shallow nets, which say nothing about a loss"
-    )
+    parser.add_argument("--quick", action="store_true", help="a few steps of shallow nets; their losses mean nothing")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, instead of tables")
     parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="folder of the pictures and of the figures (default: demo-output)"
+        "--plot", type=Path, metavar="DIR", help="folder for the pictures and the figures (default: demo-output)"
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="how many share the runs (default: one for each usable core)"
+        "--processes", type=int, metavar="N", help="processes that share the runs (default: one for each usable core)"
     )
-    parser.add_argument("--write-docs", action="store_true", help="write to docs/layer-parallel, and the page's tables")
-    parser.add_argument("--page-only", action="store_true", help="train nothing, write from the figures that are there")
+    parser.add_argument("--write-docs", action="store_true", help="write to docs/layer-parallel, and update the page")
+    parser.add_argument("--page-only", action="store_true", help="train nothing; write from existing figures")
     asked = parser.parse_args(given)
     if asked.write_docs and (asked.quick or asked.plot):
-        parser.error("--write-docs goes with neither --quick nor --plot")
+        parser.error("--write-docs cannot be combined with --quick or --plot")
     for name in ("seeds", "processes"):
         if getattr(asked, name) is not None and getattr(asked, name) < 1:
-            parser.error(f"--{name}: give 1 or more")
+            parser.error(f"--{name}: expected 1 or more")
     asked.tasks = list(TASKS) if asked.study == "all" else [BY_NAME[asked.study]]
     if asked.quick:
         asked.tasks = [task.quick() for task in asked.tasks]
@@ -353,7 +351,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     if asked.page_only:
         asked.tasks = [task for task in asked.tasks if task.name in kept(asked.plot, NAME, "studies")["studies"]]
         if not asked.tasks:
-            parser.error(f"{asked.plot / NAME}.json has no such figures yet")
+            parser.error(f"{asked.plot / NAME}.json has no figures of these studies; run without --page-only first")
     return asked
 
 

@@ -161,7 +161,9 @@ def sources(train_bytes: int = 128 << 10, held_bytes: int = 32 << 10) -> Data:
         if len(text) > wanted:
             break
     else:
-        raise RuntimeError(f"the library of this Python has {len(text):,} bytes of sources; {wanted + 1:,} are needed")
+        raise RuntimeError(
+            f"this Python's library has {len(text):,} bytes of sources; expected at least {wanted + 1:,}"
+        )
     symbols = torch.frombuffer(bytearray(text[: wanted + 1]), dtype=torch.uint8).long()
     # Bytes outside of ASCII are rare here, and become one symbol.
     symbols[symbols >= Language.SYMBOLS] = 0

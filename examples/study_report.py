@@ -18,10 +18,10 @@ from benches.peers.pictures import save
 from benches.peers.tables import Bar, Table, plain
 
 JUDGED = """\
-Judged is the mean loss over the whole training set after the last step, as the difference from the float32 run of the same
-seed. There is parity when the mean of the differences is within 2 standard errors of zero, or within a quarter of float32's own
-spread over seeds (its standard deviation) if that is more. It must hold for 8 and 4 bits, and for 2 bits with error feedback,
-where the optimizer is not Adam; all else is shown."""
+The criterion is the mean loss over the whole training set after the last step, minus the loss of float32 with the same
+seed. Parity holds if the mean of the differences is near enough to zero. The limit is 2 standard errors, or a quarter of float32's
+standard deviation over seeds if that is more. With optimizers other than Adam, parity must hold for 8 and 4 bits, and for 2 bits
+with error feedback. All other results are shown, not judged."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Found:
     def complaints(self, title: str, judges: bool) -> list[str]:
         """Returns the requirements that are not met: ranks must agree, and parity must hold where it is judged."""
         found = [
-            f"{title}: {setting.name} is {number(one.mean)} from float32, more than {number(one.allowed)}"
+            f"{title}: {setting.name} differs from float32 by {number(one.mean)}; expected at most {number(one.allowed)}"
             for setting in SETTINGS
             if judges and setting.judged and setting.name in self.runs and not (one := self.verdict(setting.name)).holds
         ]
         differing = [name for name, runs in self.runs.items() if not all(run["same_weights"] for run in runs)]
-        return found + [f"{title}: ranks ended with different weights with {name}" for name in differing]
+        return found + [f"{title}: ranks have different weights after training with {name}" for name in differing]
 
 
 def number(value: float) -> str:
@@ -97,14 +97,14 @@ def tables(results: dict[str, Any]) -> list[str]:
             lines += [f"**{task.title}**: {task.text}; {record['data']}.", ""]
             lines += [*model_table(Found(record), task.judged).lines(), "", measured(task, record), ""]
     if "digits" in results["models"]:
-        lines += ["What tells working error feedback from none, on the digits:", ""]
+        lines += ["Checks of error feedback, on the digits:", ""]
         lines += [*claims(Found(results["models"]["digits"])).lines(), ""]
     return lines[:-1]
 
 
 def model_table(found: Found, judges: bool) -> Table:
     """Returns a table with a row for each setting."""
-    head = ("", "times fewer bytes", "final loss", "held out: loss", "accuracy", "loss less that of float32", "parity")
+    head = ("", "times fewer bytes", "final loss", "held out: loss", "accuracy", "loss minus float32's loss", "parity")
     table = Table(head)
     for setting in SETTINGS:
         if setting.name not in found.runs:
@@ -196,7 +196,7 @@ def draw(results: dict[str, Any], target: Path) -> None:
         )
         # A setting that is far off must not hide the others.
         below.set_yscale("symlog", linthresh=max(4 * quarter, 1e-9))
-        below.set(ylabel="final loss beside float32, same seed")
+        below.set(ylabel="final loss minus float32's, same seed")
     grid[0][0].legend(frameon=False)
     grid[1][0].set_title("grey: a quarter of float32's spread; bars: 2 standard errors", fontsize=8)
     target.parent.mkdir(parents=True, exist_ok=True)

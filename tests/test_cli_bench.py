@@ -227,23 +227,23 @@ WRONG = {
     "range": (["--sizes", "8-4"], "ends before it begins"),
     "step": (["--sizes", "4-64:x1"], "not a factor of at least 2"),
     "too large": (["--sizes", "900TiB"], "GiB are available here"),
-    "no ranks": (["--ranks", "0"], "0 is not a number of ranks"),
-    "too many ranks": (["--ranks", "100000000"], "100000000 are more than the"),
+    "no ranks": (["--ranks", "0"], "--ranks: expected 1 or more, got 0"),
+    "too many ranks": (["--ranks", "100000000"], ", got 100000000: "),
     "dtype": (["--dtype", "flot32"], "did you mean float32?"),
     "op": (["--op", "summ"], "did you mean sum?"),
-    "op of the dtype": (["--op", "band"], "band is not defined for float32; it has sum"),
-    "moved only": (["--dtype", "float8_e5m2"], "can only be moved"),
+    "op of the dtype": (["--op", "band"], "band is not defined for float32; this type supports sum"),
+    "moved only": (["--dtype", "float8_e5m2"], "this type can only be moved, not reduced"),
     "backend": (["--against", "glo"], "did you mean gloo?"),
-    "missing backend": (["--against", "mpi"], "mpi is not part of this torch"),
-    "backend of devices": (["--against", "nccl"], "nccl takes no CPU tensors"),
+    "missing backend": (["--against", "mpi"], "this installation of torch was built without mpi"),
+    "backend of devices": (["--against", "nccl"], "nccl does not accept CPU tensors"),
     "algorithm": (["--algorithm", "rng"], "did you mean ring?"),
     "codec": (["--codec", "maxmin:9"], "--codec: codec maxmin: bits is 9; expected 1 to 8"),
     "codec's setting": (["--codec", "maxmin:4,buckt=64"], "did you mean `bucket`?"),
-    "algorithm of one": (["broadcast", "all_reduce", "--algorithm", "ring"], "broadcast has no 'ring'"),
+    "algorithm of one": (["broadcast", "all_reduce", "--algorithm", "ring"], "broadcast has no algorithm 'ring'"),
     "pins": (["--pin", "--ranks", str(os.cpu_count() + 1)], "ranks cannot have a core each"),
-    "iterations": (["--iterations", "0"], "--iterations: 0 is not above zero"),
-    "time": (["--time", "nan"], "nan is not above zero"),
-    "warm-up": (["--warmup", "-1"], "-1 is below zero"),
+    "iterations": (["--iterations", "0"], "--iterations: expected a number above zero, got 0"),
+    "time": (["--time", "nan"], "--time: expected a number above zero, got nan"),
+    "warm-up": (["--warmup", "-1"], "--warmup: expected a number of at least 0, got -1"),
     "two questions": (["--try-all", "--against", "gloo"], "leave out --against"),
     "no such argument": (["--bogus"], "unrecognized arguments: --bogus"),
     "no number": (["--ranks", "two"], "invalid int value: 'two'"),
@@ -301,7 +301,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_measuring(tmp_path):
 def test_more_ranks_than_ports_are_refused():
     ended = command("--ranks", "3", env={"ACCL_PORT_RANGE": "20000-20001"})
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "3 are more than the 2 ranks that there are ports for" in ended.stderr
+    assert "--ranks: expected at most 2, got 3: there are no ports for more" in ended.stderr
 
 
 @pytest.mark.slow
@@ -412,7 +412,7 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(dead, start):
     os.kill(ranks[dead], signal.SIGKILL)
     _, err = command.communicate(timeout=30)
     assert command.returncode == 1
-    assert f"accl bench: rank {dead} (process {ranks[dead]}) was ended by SIGKILL" in err.splitlines()
+    assert f"accl bench: rank {dead} (process {ranks[dead]}) was killed by SIGKILL" in err.splitlines()
     assert "Traceback" not in err
     assert all_end(ranks)
 

@@ -41,9 +41,9 @@ def test_help_lists_every_key():
     [
         (("info", "simm"), "did you mean sim"),
         (("info", "none"), "expected a device such as sim"),
-        (("info", "sim", "--ranks", "0"), "none of 0 ranks"),
+        (("info", "sim", "--ranks", "0"), "rank 0 does not exist among 0 ranks"),
         (("dump", "sim"), "exist only in the processes of their ranks"),
-        (("reset", "emulator://h:5500", "--rank", "2", "--ranks", "2"), "rank 2 is none of 2 ranks"),
+        (("reset", "emulator://h:5500", "--rank", "2", "--ranks", "2"), "rank 2 does not exist among 2 ranks"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(arguments, words):

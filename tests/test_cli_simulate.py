@@ -235,7 +235,10 @@ def test_the_drawing_of_cores_has_a_line_a_node_and_a_mark_a_core():
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--ranks", "1"], "expected 2 or more"), (["--ranks", "2", "--calibrate"], "--calibrate is for one process")],
+    [
+        (["--ranks", "1"], "expected 2 or more"),
+        (["--ranks", "2", "--calibrate"], "--calibrate: measures in one process"),
+    ],
 )
 def test_ranks_that_info_cannot_start_are_refused(arguments, said):
     ended = accl("info", *arguments, status=2)

@@ -137,7 +137,7 @@ def test_the_study_fails_where_parity_does(tmp_path, capsys, four_bits, status):
     asked = study.arguments(["--models", "digits", "--out", str(tmp_path)])
     assert study.finish(results, asked) == status
     said = capsys.readouterr()
-    assert ("4 bits is" in said.err) == bool(status) and ("**missed**" in said.out) == bool(status)
+    assert ("4 bits differs from float32 by" in said.err) == bool(status) and ("**missed**" in said.out) == bool(status)
     assert (tmp_path / "study.svg").stat().st_size > 1000
     # With Adam the result is shown but not judged.
     results["models"] = {"language_adam": results["models"]["digits"]}
@@ -148,7 +148,7 @@ def test_ranks_that_end_with_different_weights_fail_the_study():
     found = record(float32=[1.0, 1.02, 1.01])
     found["runs"][1]["same_weights"] = False
     assert Found(found).complaints("digits", judges=False) == [
-        "digits: ranks ended with different weights with float32"
+        "digits: ranks have different weights after training with float32"
     ]
 
 
@@ -157,7 +157,7 @@ def test_ranks_that_end_with_different_weights_fail_the_study():
     [
         (["--models", "digit"], "unknown model `digit`"),
         (["--quick", "--write-docs"], "--quick"),
-        (["--seeds", "1"], "less than 2"),
+        (["--seeds", "1"], "--seeds: expected at least 2"),
     ],
 )
 def test_wrong_arguments_of_the_study_are_one_sentence(capsys, given, said):

@@ -80,7 +80,7 @@ def test_what_a_device_does_not_do_stays_on_the_host(tmp_path):
 def test_under_torchrun_and_without_a_device_an_example_runs_as_well(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     found = figures(tmp_path, "collectives", "--device", "none", launcher=launcher)
-    assert len(found["runs"]) == 1 and "host path alone" in found["verdict"]
+    assert len(found["runs"]) == 1 and "only the host path ran" in found["verdict"]
 
 
 @pytest.mark.slow
@@ -136,8 +136,8 @@ def runs_with(device, weights, losses=(1.0, 1.0), exact=(3.0,), calls=1):
         (False, 3, runs_with("sim", [1.0, 1, 1, 1.1]), "depend on their order"),
         (True, 2, runs_with("sim://?compression=fp16", [1.0, 1, 1, 2], losses=[1.0, 1.01]), "loses bits"),
         (False, 2, runs_with("sim://?compression=fp16", [1.0, 1, 1, 2], losses=[1.0, 1.2]), "loses bits"),
-        (False, 3, runs_with("sim", [1.0] * 4, exact=[4.0]), "1 elements of results are not those"),
-        (False, 2, runs_with("sim", [1.0] * 4, calls=0), "the device did nothing"),
+        (False, 3, runs_with("sim", [1.0] * 4, exact=[4.0]), "1 elements of results differ from the host path"),
+        (False, 2, runs_with("sim", [1.0] * 4, calls=0), "the device ran no collectives: the group has no device"),
     ],
 )
 def test_a_wrong_weight_or_an_idle_device_is_found(is_good, world, runs, part, capsys):
@@ -166,9 +166,9 @@ def test_files_of_mnist_are_read_packed_or_not(tmp_path):
         device_mnist.mnist(tmp_path)
     path = tmp_path / "t10k-labels-idx1-ubyte"
     for data, part in (
-        (idx(0x803, images), "no IDX file of unsigned bytes in 1 dimensions"),
-        (b"", "no IDX file"),
-        (idx(0x801, labels)[:-1], "has 4 bytes of data, and says that its shape is"),
+        (idx(0x803, images), "expected an IDX file of unsigned bytes in 1 dimensions"),
+        (b"", "expected an IDX file"),
+        (idx(0x801, labels)[:-1], "has 4 bytes of data, and its header has the shape"),
         (idx(0x801, labels), "with a label each"),
     ):
         path.write_bytes(data)

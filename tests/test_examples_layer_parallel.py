@@ -38,7 +38,7 @@ def test_digits_are_learnt_in_every_mode_and_drawn(tmp_path):
 @pytest.mark.slow
 def test_a_mode_that_it_does_not_know_is_refused(tmp_path):
     ended = run(tmp_path, "--modes", "fast")
-    assert ended.returncode and "--modes: fast is none of exact-wave" in ended.stderr
+    assert ended.returncode and "--modes: unknown fast; expected one or more of exact-wave" in ended.stderr
 
 
 @pytest.mark.slow
@@ -67,4 +67,4 @@ def test_nested_iteration_is_studied_with_the_same_work_for_every_way(tmp_path):
 
 def test_depths_that_are_no_multiples_are_refused():
     ended = start("layer_parallel_nested.py", "--depths", "8,12", ranks=1)
-    assert ended.returncode and "--depths: of 8, 12 each must be a multiple of the one before" in ended.stderr
+    assert ended.returncode and "--depths: expected each to be a multiple of the one before, got 8, 12" in ended.stderr

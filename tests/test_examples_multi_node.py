@@ -92,10 +92,10 @@ def test_mpirun_starts_ranks_on_two_hosts(line):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "say where"),
-        (("198.18.0.1",), "say where"),
+        ((), "expected an address and a command"),
+        (("198.18.0.1",), "expected an address and a command"),
         (("198.18.0.9", "true"), "there is no host 198.18.0.9"),
-        (("make",), "198.18.0.1 is there already"),
+        (("make",), "198.18.0.1 exists already"),
     ],
 )
 def test_what_hosts_cannot_do_is_one_sentence(arguments, said):

@@ -229,8 +229,8 @@ def test_an_indicator_that_is_no_number_is_a_reason_to_go_on_exactly():
     [
         (["--study", "digit"], "invalid choice: 'digit'"),
         (["--quick", "--write-docs"], "--quick"),
-        (["--seeds", "0"], "--seeds: give 1 or more"),
-        (["--page-only", "--plot", "nowhere"], "nowhere/study.json has no such figures yet"),
+        (["--seeds", "0"], "--seeds: expected 1 or more"),
+        (["--page-only", "--plot", "nowhere"], "nowhere/study.json has no figures of these studies"),
     ],
 )
 def test_wrong_arguments_of_the_study_are_one_sentence(capsys, given, said):

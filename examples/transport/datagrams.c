@@ -94,7 +94,7 @@ static int datagrams_open(void *context, size_t max_payload_bytes, const void *p
                           void *address, size_t *address_bytes) {
   (void)context;
   datagrams_link *link = calloc(1, sizeof *link);
-  if (!link) return refuse("no memory");
+  if (!link) return refuse("out of memory");
   link->max_payload_bytes = max_payload_bytes;
   link->outbound = malloc(HEAD_BYTES + max_payload_bytes);
   link->inbound = malloc(HEAD_BYTES + max_payload_bytes);
@@ -106,7 +106,7 @@ static int datagrams_open(void *context, size_t max_payload_bytes, const void *p
                 holds_frames(link->fd, HEAD_BYTES + max_payload_bytes);
   length = sizeof own;
   if (!is_made || getsockname(link->fd, (struct sockaddr *)&own, &length) || (peer && meet(link, peer, peer_bytes))) {
-    int result = refuse("no datagram socket");
+    int result = refuse("cannot create a datagram socket");
     datagrams_destroy(link);
     return result;
   }
@@ -120,7 +120,7 @@ static int datagrams_open(void *context, size_t max_payload_bytes, const void *p
 static int datagrams_connect(void *of, const void *peer, size_t peer_bytes, size_t max_payload_bytes) {
   datagrams_link *link = of;
   link->max_payload_bytes = max_payload_bytes;
-  return meet(link, peer, peer_bytes) ? fail(link, "no way to the peer's socket") : ACCL_TRANSPORT_OK;
+  return meet(link, peer, peer_bytes) ? fail(link, "cannot connect to the peer's socket") : ACCL_TRANSPORT_OK;
 }
 
 /* Sends the pending frame, and the end marker behind the last one. */
@@ -138,7 +138,7 @@ static int datagrams_progress(void *of) {
       link->is_pending = 0;
       link->has_said_end = 1;
     } else if (errno != EINTR) {
-      return fail(link, "a datagram cannot be sent");
+      return fail(link, "cannot send a datagram");
     }
   }
   return ACCL_TRANSPORT_OK;
@@ -167,12 +167,12 @@ static int datagrams_peek(void *of, const void **head, const void **payload, siz
     ssize_t bytes = recv(link->fd, link->inbound, HEAD_BYTES + link->max_payload_bytes, MSG_DONTWAIT | MSG_TRUNC);
     if (bytes < 0 && errno == EAGAIN) return ACCL_TRANSPORT_AGAIN;
     if (bytes < 0 && errno == ECONNRESET) continue;
-    if (bytes < 0 && errno != EINTR) return fail(link, "no datagram can be received");
+    if (bytes < 0 && errno != EINTR) return fail(link, "cannot receive a datagram");
     if (bytes == END_BYTES) link->is_ended = 1;
     if (bytes <= END_BYTES) continue;
     if ((size_t)bytes < HEAD_BYTES || (size_t)bytes > HEAD_BYTES + link->max_payload_bytes) {
       errno = EPROTO;
-      return fail(link, "a datagram is no frame");
+      return fail(link, "received a datagram that is not a frame");
     }
     link->inbound_bytes = (size_t)bytes;
     link->has_frame = 1;

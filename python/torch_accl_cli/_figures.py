@@ -17,10 +17,10 @@ def empty_figure(path: Path | None) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise WrongInput("--plot: matplotlib is not installed; `pip install matplotlib` has it") from None
+        raise WrongInput("--plot: matplotlib is not installed; run `pip install matplotlib`") from None
     figure = Figure(layout="constrained")
     if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
-        raise WrongInput(f"--plot: {str(path)!r} does not end like a picture, such as .png or .svg")
+        raise WrongInput(f"--plot: expected a file name with a picture suffix such as .png or .svg, got {str(path)!r}")
     if not path.parent.is_dir():
         raise WrongInput(f"--plot: the directory of {str(path)!r} does not exist")
     return figure

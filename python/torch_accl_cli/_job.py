@@ -48,9 +48,9 @@ def find(place: Place, connect_all: bool) -> dict[str, Any]:
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     group = dist.group.WORLD
-    assert group is not None, "it was made just now"
+    assert group is not None, "the default process group was created just now"
     backend = group._get_backend(torch.device("cpu"))
-    assert isinstance(backend, Backend), "torch has put another one around it"
+    assert isinstance(backend, Backend), "torch has wrapped the backend in another one"
     if connect_all:
         backend.eager_connect_single_device(torch.device("cpu"))
     # Every rank waits here until all are connected, and in the following gather until all have taken their facts.

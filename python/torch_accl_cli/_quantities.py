@@ -25,7 +25,7 @@ def parse_link(text: str) -> tuple[int, int]:
             return max(1, round(8192 * _SECOND_PS / per_second)), round(way_ps)
     except KeyError:
         pass
-    raise WrongInput(f"--link: {text!r} is no rate and time; expected something like 100Gbit/s,2us")
+    raise WrongInput(f"--link: expected RATE,TIME such as 100Gbit/s,2us, got {text!r}")
 
 
 def parse_time(name: str, text: str) -> int:
@@ -33,7 +33,7 @@ def parse_time(name: str, text: str) -> int:
     try:
         return round(_quantity(text, _TIMES))
     except KeyError:
-        raise WrongInput(f"{name}: {text!r} is no time; expected something like 1.5ms") from None
+        raise WrongInput(f"{name}: expected a time such as 1.5ms, got {text!r}") from None
 
 
 def _quantity(text: str, units: dict[str, int]) -> float:

@@ -30,7 +30,7 @@ def parse_size(name: str, text: str) -> int:
     """Returns the bytes of the argument called `name`."""
     size = _bytes(text)
     if size is None:
-        raise WrongInput(f"{name}: {text!r} is no size; expected something like 64KiB")
+        raise WrongInput(f"{name}: expected a size such as 64KiB, got {text!r}")
     return size
 
 

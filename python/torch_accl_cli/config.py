@@ -10,7 +10,7 @@ from ._listing import add_json, print_found
 __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 
 NAME = "config"
-SUMMARY = "settings, their values and what they do"
+SUMMARY = "settings, their values and their effects"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

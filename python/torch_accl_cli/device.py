@@ -14,29 +14,30 @@ from ._wrong import WrongInput
 __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 
 NAME = "device"
-SUMMARY = "collective engines (CCLO) that groups can be given: what they do, what is in one, and its reset"
+SUMMARY = "explain, dump or reset a collective engine (CCLO)"
 
 _DESCRIPTION = """\
-info: what a device's text means, without looking for the device: its settings, and which collectives the device does and which
-the host, with the reason. dump: the registers and tables of the device of one rank, in words. reset: resets the device of one rank.
+info: explains a device URL without opening the device: its settings, the collectives that the device runs, and the collectives that
+the host runs, with the reason. dump: prints the registers and tables of one rank's device, with explanations. reset: resets one rank's
+device.
 
-A device is one of sim, sim://?KEY=VALUE&..., emulator://HOST:PORT, emulator://HOST:PORT,HOST:PORT, emulator://@FILE,
+A device URL is one of sim, sim://?KEY=VALUE&..., emulator://HOST:PORT, emulator://HOST:PORT,HOST:PORT, emulator://@FILE,
 xrt://INDEX?xclbin=FILE and coyote://INDEX. Keys:
 """
 
 # Keys that `torch_accl.Options(device=...)` accepts. A test compares them with the keys of the native module.
 _KEYS = (
     ("xclbin", "bitstream of a card behind XRT"),
-    ("design", "udp, tcp or cyt_rdma: how the devices reach one another"),
-    ("ranks", "a file with the addresses of all ranks"),
-    ("rx_buffers", "buffers for eager messages, 1 to about 280"),
-    ("rx_bytes", "the size of each, such as 64KiB"),
-    ("eager", "the largest eager message"),
-    ("rendezvous", "the size of each buffer for sums of larger ones"),
-    ("memory", "host or device: where the buffers of calls lie"),
-    ("compression", "none or fp16: what float32 is added as, and sent as in sums"),
+    ("design", "network protocol between the devices: udp, tcp or cyt_rdma"),
+    ("ranks", "file with the addresses of all ranks"),
+    ("rx_buffers", "number of buffers for eager messages, 1 to about 280"),
+    ("rx_bytes", "size of each of these buffers, such as 64KiB"),
+    ("eager", "maximum size of an eager message"),
+    ("rendezvous", "size of each buffer for sums of larger messages"),
+    ("memory", "location of the buffers of calls: host or device"),
+    ("compression", "none, or fp16 to add and send float32 sums as float16"),
     ("engine", "name of the engine's kernel in a bitstream for XRT"),
-    ("hostctrl", "name of the kernel that starts its calls in a bitstream for XRT"),
+    ("hostctrl", "name of the kernel that starts the engine's calls, in a bitstream for XRT"),
 )
 
 
@@ -45,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = _DESCRIPTION + "\n".join(f"  {name:12} {about}" for name, about in _KEYS)
     parser.add_argument("what", choices=("info", "dump", "reset"))
-    parser.add_argument("device", help="such as emulator://localhost:5500?design=udp")
-    parser.add_argument("--rank", type=int, default=0, help="whose device is looked at or reset (0)")
+    parser.add_argument("device", help="device URL, such as emulator://localhost:5500?design=udp")
+    parser.add_argument("--rank", type=int, default=0, help="rank whose device is dumped or reset (default: 0)")
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="how many ranks there are (2, or as many as --rank needs)"
+        "--ranks", type=int, metavar="N", help="number of ranks (default: 2, or as many as --rank needs)"
     )
     add_json(parser)
 
@@ -58,7 +59,7 @@ def run(given: argparse.Namespace) -> int:
     if given.ranks is None:
         given.ranks = max(2, given.rank + 1)
     if given.ranks < 1 or not 0 <= given.rank < given.ranks:
-        raise WrongInput(f"rank {given.rank} is none of {given.ranks} ranks")
+        raise WrongInput(f"--rank: rank {given.rank} does not exist among {given.ranks} ranks")
     native = load_native()
     try:
         found, text = _found(native, given)
@@ -81,7 +82,7 @@ def _found(native: Any, given: argparse.Namespace) -> tuple[dict[str, Any], str]
         registers = [dict(zip(names, register, strict=True)) for register in dump["registers"]]
         return dump | {"registers": registers}, _show_dump(dump)
     name = native.device_reset(given.device, given.rank, given.ranks)
-    return {"device": name, "reset": True}, f"{name} is reset; the groups that used it have to be made anew"
+    return {"device": name, "reset": True}, f"{name} is reset; create the groups that used it again"
 
 
 def _named_routes(facts: dict[str, Any]) -> dict[str, Any]:
@@ -110,5 +111,5 @@ def _show_facts(facts: dict[str, Any]) -> str:
 def _show_dump(dump: dict[str, Any]) -> str:
     lines = [dump["device"]]
     lines += [f"  {offset:#06x} {name:21} {value:#010x}  {about}" for name, offset, value, about in dump["registers"]]
-    lines.append(f"  {dump['state']}" if dump["is_set_up"] else "  it is not set up")
+    lines.append(f"  {dump['state']}" if dump["is_set_up"] else "  the device is not set up")
     return "\n".join(lines)

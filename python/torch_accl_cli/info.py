@@ -15,24 +15,24 @@ from ._wrong import WrongInput
 __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 
 NAME = "info"
-SUMMARY = "versions and what this machine offers"
+SUMMARY = "versions and properties of this machine, or of the ranks of a job"
 
 _DESCRIPTION = """\
-Versions, what a process of this machine would offer its peers, and the constants by which it would choose. Under torchrun, mpirun
-or srun, or with --ranks: the ranks that were started, the cores that each may use, the links between them, and the algorithms that calls
-of float32 would take."""
+Prints versions, the properties that a process on this machine offers its peers, and the constants by which it chooses algorithms.
+Under torchrun, mpirun or srun, or with --ranks: prints the ranks, the cores that each may use, the links between them, and the
+algorithms of float32 calls."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.description = _DESCRIPTION
     add_json(parser)
-    parser.add_argument("--calibrate", action="store_true", help="measure the constants of the cost model anew")
-    parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks as `accl run` does, and show those")
+    parser.add_argument("--calibrate", action="store_true", help="measure the constants of the cost model again")
+    parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks as `accl run` does, and show them")
     parser.add_argument(
         "--connect-all",
         action="store_true",
-        help="under a launcher, make the links between all ranks; a group begins with some, and calls make others",
+        help="with several ranks, create all links first; a new group has only some links, and calls create the others",
     )
 
 
@@ -48,12 +48,12 @@ def run(given: argparse.Namespace) -> int:
             # All ranks find the same error, and only rank 0 reports it.
             if place.rank != 0:
                 return 2
-            raise WrongInput(f"--ranks: {place.launcher} has started {place.world} ranks; leave it away")
+            raise WrongInput(f"--ranks: {place.launcher} has already started {place.world} ranks; leave out --ranks")
         return _start_ranks(given)
     if place is not None and place.world > 1 and not given.calibrate:
         return _run_in_job(given, place)
     if given.connect_all:
-        raise WrongInput("--connect-all is for ranks that torchrun, mpirun or srun has started, or --ranks")
+        raise WrongInput("--connect-all: needs several ranks; start them with torchrun, mpirun, srun or --ranks")
     return print_found(given, lambda native: facts(native, given.calibrate), _show)
 
 
@@ -65,9 +65,9 @@ def _start_ranks(given: argparse.Namespace) -> int:
 
     if given.ranks < 2 or given.calibrate:
         raise WrongInput(
-            "--calibrate is for one process"
+            "--calibrate: measures in one process; leave out --ranks"
             if given.calibrate
-            else f"--ranks: {given.ranks} ranks have no links; expected 2 or more"
+            else f"--ranks: expected 2 or more, got {given.ranks}"
         )
     options = [
         option for option, is_given in (("--json", given.json), ("--connect-all", given.connect_all)) if is_given

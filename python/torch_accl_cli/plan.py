@@ -19,16 +19,16 @@ from ._wrong import WrongInput
 __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 
 NAME = "plan"
-SUMMARY = "predict a layer-parallel training step, and draw who computes what when"
+SUMMARY = "predict a layer-parallel training step, and draw the timeline of each rank"
 
 _DESCRIPTION = """\
-Predicts the step of a net whose layers lie on several ranks: serial, as pipelines, and by multigrid over layers with every setting that is
-asked for; and draws the best one, or the one that --factor names. Of several numbers of ranks it shows the best setting of multigrid for each.
-Nothing is computed or sent. Times of a layer are to be taken while all ranks compute. Of a pipeline's micro-batch a layer is taken to need
-its share of the time, which small kernels do not do."""
+Predicts a training step of a net whose layers are distributed over several ranks: serially, as pipelines, and by multigrid over layers. Tries
+multigrid with several factors and numbers of levels, or only with those that --factor and --levels give. Draws the best setting of multigrid.
+With several numbers of ranks, shows the best setting for each number. Computes and sends nothing. Measure the times of a layer while all ranks
+compute. In pipelines, the time of a micro-batch is assumed to be its share of the batch's time; small kernels take longer."""
 
 _EPILOG = """\
-exit status: 0; 1 when this installation cannot be loaded; 2 when the arguments make no sense
+exit status: 0; 1 if this installation cannot be loaded; 2 if an argument is invalid
 
 examples:
   accl plan --layers 64 --ranks 4
@@ -84,7 +84,7 @@ class _Net(Planner):
         coarser = _numbers("--coarser", given.coarser, least=1) if given.coarser else ()
         if given.factor is not None and any(level >= (given.levels or 2) for level in coarser):
             raise WrongInput(
-                f"--coarser: {given.coarser} of {given.levels or 2} levels, the finest of which is level 0"
+                f"--coarser: expected levels below {given.levels or 2} (the finest is level 0), got {given.coarser}"
             )
         super().__init__(native, ranks, costs, _numbers("--relax", given.relax), coarser)
         self.state, self.graph = state, parse_size("--graph", given.graph)
@@ -110,42 +110,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     add = parser.add_argument
-    add("--layers", type=int, required=True, metavar="N", help="layers of the net")
-    add("--ranks", required=True, metavar="P[,P...]", help="ranks that they lie on")
-    add("--factor", type=int, metavar="C", help="steps of a level that are one of the next (default: the best)")
-    add("--levels", type=int, metavar="L", help="levels, with --factor (default: 2)")
+    add("--layers", type=int, required=True, metavar="N", help="number of layers of the net")
+    add("--ranks", required=True, metavar="P[,P...]", help="ranks that hold the layers; several numbers are compared")
+    add("--factor", type=int, metavar="C", help="coarsening factor (default: the best)")
+    add("--levels", type=int, metavar="L", help="number of levels, with --factor (default: 2)")
     add("--forward", type=int, default=2, metavar="K", help="iterations of the forward pass (default %(default)s)")
     add("--backward", type=int, default=1, metavar="K", help="iterations of the backward pass (default %(default)s)")
     add(
         "--relax",
         default="0",
         metavar="N[,N...]",
-        help="relaxations of C-points: 0 is F, 1 is FCF; from the finest level, the last for the rest (default %(default)s)",
+        help="C-relaxations by level, the finest first; the last holds for further levels; 0 is F, 1 is FCF (default %(default)s)",
     )
     add(
         "--coarser",
         metavar="L[,L...]",
-        help="levels, from 1 on, whose states are coarser than those of the level before (default: none)",
+        help="levels, from 1 on, whose states are coarser than the states of the level before (default: none)",
     )
     add(
         "--share",
         type=float,
         default=0.25,
         metavar="S",
-        help="of the bytes of a state, and of the time of a layer, that are left where states become coarser (default %(default)s)",
+        help="fraction of a state's bytes, and of a layer's time, that is left where states become coarser (default %(default)s)",
     )
-    add("--micro-batches", type=int, metavar="M", help="of the pipelines (default: 4 times the ranks)")
+    add("--micro-batches", type=int, metavar="M", help="micro-batches in pipelines (default: 4 times the ranks)")
     add(
         "--layer",
         default="1ms,1ms,1ms,2ms",
         metavar="TIMES",
-        help="of one layer: plain, recorded, VJP of its input, VJP of everything (default %(default)s)",
+        help="times of one layer: plain, recorded, VJP of its input, VJP of everything (default %(default)s)",
     )
-    add("--state", default="1MiB", metavar="SIZE", help="bytes of a state of a batch (default %(default)s)")
+    add("--state", default="1MiB", metavar="SIZE", help="bytes of the state of a batch (default %(default)s)")
     add("--graph", default="4MiB", metavar="SIZE", help="bytes that a recorded layer keeps (default %(default)s)")
-    add("--link", default="100Gbit/s,10us", metavar="RATE,TIME", help="between ranks (default %(default)s)")
+    add("--link", default="100Gbit/s,10us", metavar="RATE,TIME", help="network between ranks (default %(default)s)")
     add("--json", action="store_true", help="print one JSON document instead of text")
-    add("--plot", type=Path, metavar="FILE", help="draw the step, such as plan.png")
+    add("--plot", type=Path, metavar="FILE", help="draw the step into a file such as plan.png")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -153,12 +153,12 @@ def run(given: argparse.Namespace) -> int:
     for name in ("layers", "forward", "backward", "micro_batches"):
         value = getattr(given, name)
         if value is not None and value < 1:
-            raise WrongInput(f"--{name.replace('_', '-')}: expected a number above zero, not {value}")
+            raise WrongInput(f"--{name.replace('_', '-')}: expected a number above zero, got {value}")
     if given.levels is not None and given.factor is None:
-        raise WrongInput("--levels: it goes with --factor; without, all are tried")
+        raise WrongInput("--levels: needs --factor; without --factor all numbers of levels are tried")
     worlds = _numbers("--ranks", given.ranks, least=1)
     if len(worlds) > 1 and given.plot is not None:
-        raise WrongInput(f"--plot: it draws the step of one number of ranks, and --ranks has {len(worlds)}")
+        raise WrongInput(f"--plot: draws the step for one number of ranks, and --ranks has {len(worlds)}")
     figure = empty_figure(given.plot)
     nets = [_Net(given, load_native(), ranks) for ranks in worlds]
     try:
@@ -186,18 +186,18 @@ def _numbers(name: str, text: str, least: int = 0) -> list[int]:
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:
-        raise WrongInput(f"{name}: {text!r} is no number, and no numbers with commas between") from None
+        raise WrongInput(f"{name}: expected a number or a comma-separated list of numbers, got {text!r}") from None
     for number in found:
         if number < least:
             raise WrongInput(
-                f"{name}: expected {'a number above zero' if least else 'no number below zero'}, not {number}"
+                f"{name}: expected {'a number above zero' if least else 'a number of at least 0'}, got {number}"
             )
     return found
 
 
 def _thousandths(share: float) -> int:
     if not 0 < share <= 1:
-        raise WrongInput(f"--share: expected a number above 0 and not above 1, not {share}")
+        raise WrongInput(f"--share: expected a number above 0 and at most 1, got {share}")
     return max(round(1000 * share), 1)
 
 
@@ -230,7 +230,9 @@ def _show_worlds(given: argparse.Namespace, nets: Sequence[_Net], found: Sequenc
     """Prints the best setting for each number of ranks."""
     serial_ms = nets[0].costs.serial / 1e9
     if not all(found):
-        raise WrongInput(f"--layers: {given.layers} layers have no coarser level, and only multigrid is compared")
+        raise WrongInput(
+            f"--layers: {given.layers} layers have no coarser level, which multigrid needs; with several numbers of ranks, only multigrid is compared"
+        )
     if given.json:
         worlds = [{"ranks": net.ranks, "settings": _rows(each)} for net, each in zip(nets, found)]
         print(json.dumps({"serial_ms": serial_ms, "worlds": worlds}, indent=2))
@@ -259,7 +261,7 @@ def _text(net: _Net, found: Sequence[_Found], shown: _Found) -> str:
         )
     lines.append("")
     lines.append(
-        f"* below: {_named(shown.setting)}; . waits, {', '.join(f'{s} {n}' for n, s in _SYMBOLS.items() if n not in ('chunk', 'loss'))}"
+        f"* is drawn below: {_named(shown.setting)}; . waits, {', '.join(f'{s} {n}' for n, s in _SYMBOLS.items() if n not in ('chunk', 'loss'))}"
     )
     for name, (_, total, ranks), symbols in _timelines(net, shown):
         lines.append(f"{name}, {total / 1e9:.2f} ms")

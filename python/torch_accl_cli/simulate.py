@@ -16,14 +16,14 @@ from ._wrong import WrongInput, nearest
 __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 
 NAME = "simulate"
-SUMMARY = "predict the time of collectives in a world of any size"
+SUMMARY = "predict the time of collectives for any number of ranks"
 
 _DESCRIPTION = """\
-Predicts what each algorithm would take and which one would be chosen, from the counts of its schedules and the constants
-of this machine (`accl info` shows them). Nothing is sent."""
+Predicts the time of each algorithm, and the algorithm that accl would choose. Uses the counts of the algorithms' schedules, and
+the constants of this machine (`accl info` shows them). Sends nothing."""
 
 _EPILOG = """\
-exit status: 0; 1 when this installation cannot be loaded; 2 when the arguments make no sense
+exit status: 0; 1 if this installation cannot be loaded; 2 if an argument is invalid
 
 examples:
   accl simulate --ranks 4096 --ranks-per-host 8 --link 100Gbit/s,2us
@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     add = parser.add_argument
-    add("--ranks", type=int, required=True, metavar="N", help="ranks of the world")
-    add("--ranks-per-host", type=int, metavar="N", help="ranks of each host (default: all on one)")
-    add("--cores-per-host", type=int, metavar="N", help="cores that they share (default: one for each)")
+    add("--ranks", type=int, required=True, metavar="N", help="number of ranks")
+    add("--ranks-per-host", type=int, metavar="N", help="ranks on each host (default: all on one host)")
+    add("--cores-per-host", type=int, metavar="N", help="cores that a host's ranks share (default: one for each)")
     add("--link", metavar="RATE,TIME", help="the network between hosts, such as 100Gbit/s,2us (default: as measured)")
     add("--collective", default="all_reduce", metavar="NAME", help="one or several, or all (default %(default)s)")
     add("--sizes", default=_DEFAULT_SIZES, help="sizes and ranges, such as 4,1KiB or 4-64MiB:x4 (default %(default)s)")
-    add("--machine", metavar="FILE", help="constants such as the cache has them, instead of this machine's")
+    add("--machine", metavar="FILE", help="constants to use instead of this machine's, in the cache's format")
     add("--json", action="store_true", help="print one JSON document instead of tables")
-    add("--plot", type=Path, metavar="FILE", help="draw time over size, such as curves.png")
+    add("--plot", type=Path, metavar="FILE", help="draw time over size into a file such as curves.png")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def run(given: argparse.Namespace) -> int:
     cores = per_host if given.cores_per_host is None else given.cores_per_host
     for name, value in (("--ranks", given.ranks), ("--ranks-per-host", per_host), ("--cores-per-host", cores)):
         if value < 1:
-            raise WrongInput(f"{name}: expected a number above zero, not {value}")
+            raise WrongInput(f"{name}: expected a number above zero, got {value}")
     sizes = parse_sizes(given.sizes)
     link = None if given.link is None else parse_link(given.link)
     figure = empty_figure(given.plot)
@@ -81,7 +81,7 @@ def _collectives(text: str, known: list[str]) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
-            raise WrongInput(f"--collective: {name!r} is no collective{nearest(name, known)}")
+            raise WrongInput(f"--collective: unknown collective {name!r}{nearest(name, known)}")
     return names
 
 
@@ -90,7 +90,7 @@ def _tables(found: dict[str, list[dict[str, Any]]], world: dict[str, int]) -> st
     for name, predictions in found.items():
         algorithms = list(dict.fromkeys(key for prediction in predictions for key in prediction["times_us"]))
         hosts = -(-world["ranks"] // world["ranks_per_host"])
-        lines.append(f"# {name}: {world['ranks']} ranks on {hosts} hosts; microseconds, * is chosen")
+        lines.append(f"# {name}: {world['ranks']} ranks on {hosts} hosts; microseconds, * marks the chosen algorithm")
         rows = [["size", *algorithms]]
         for prediction in predictions:
             rows.append([show_size(prediction["bytes"]), *(_cell(prediction, key) for key in algorithms)])

@@ -16,27 +16,29 @@ from .._wrong import WrongInput
 __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 
 NAME = "bench"
-SUMMARY = "time collectives, beside other backends"
+SUMMARY = "time collectives over accl and other backends"
 
 _DESCRIPTION = """\
-Times collectives between processes of this machine, or between those that torchrun, mpirun or srun started.
-Backends take turns within one run and never run at once; a time is the median of the medians of the rounds."""
+Times collectives between processes of this machine, or between the ranks that torchrun, mpirun or srun started.
+Backends take turns within one run and never run at once. A time is the median of the medians of the rounds."""
 
 _EPILOG = """\
 columns:
-  size     bytes of the largest buffer of the call: the whole output of an all_gather or gather, the whole input of a
-           reduce_scatter, scatter or all_to_all, the tensor of the others; rounded down to whole elements for each rank
-  count    elements of it, or of one rank's block where the call has blocks
-  time     one call. all_reduce, reduce_scatter, all_gather, all_to_all and barrier follow one another, and the slowest
-           rank counts. A rooted call (broadcast, reduce, gather, scatter; the root is rank 0) is made after a barrier
-           that is not counted and lasts until its last rank is done
+  size     bytes of the largest buffer of the call, rounded down to whole elements for each rank: the whole output of
+           all_gather or gather, the whole input of reduce_scatter, scatter or all_to_all, the tensor of other calls
+  count    elements of this buffer, or of one rank's block if the call has blocks
+  time     time of one call. all_reduce, reduce_scatter, all_gather, all_to_all and barrier are issued back to back,
+           and the slowest rank counts. A rooted call (broadcast, reduce, gather, scatter) has rank 0 as root. It
+           follows an untimed barrier and lasts until it has completed on the last rank
   algbw    size / time, in GB/s of 10^9 bytes
-  busbw    algbw times 2(n-1)/n for all_reduce, (n-1)/n for calls with blocks, 1 for broadcast and reduce, n ranks
-  #wrong   elements with a wrong value on all ranks, of one call before the timing
-  ratio    time of the other backend or codec over that of accl; with --try-all, of the choice over the best algorithm
-  error    of a codec: norm of the error over that of the exact result, of one call on Gaussian values
+  busbw    algbw times a factor, with n ranks: 2(n-1)/n for all_reduce, (n-1)/n for calls with blocks, 1 for broadcast
+           and reduce
+  #wrong   elements with a wrong value, summed over all ranks, in one call before the timing
+  ratio    time of the other backend or codec over the time of accl; with --try-all, time of the engine's choice over
+           the time of the best algorithm
+  error    of a codec: norm of the error over the norm of the exact result, in one call on Gaussian values
 
-exit status: 0; 1 when a result is wrong or a rank failed; 2 when the arguments are wrong or something is missing
+exit status: 0; 1 if a result is wrong or a rank failed; 2 if an argument is invalid or something is missing
 
 examples:
   accl bench --against gloo --sizes 4-64MiB:x4
@@ -51,36 +53,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     add = parser.add_argument
-    add("collectives", nargs="*", metavar="COLLECTIVE", help="such as all_reduce (the default); all for all of them")
+    add("collectives", nargs="*", metavar="COLLECTIVE", help="collectives such as all_reduce (the default), or all")
     add("--sizes", default="4-64MiB:x4", help="sizes and ranges, such as 4,1KiB or 4-64MiB:x4 (default %(default)s)")
-    add("--dtype", default="float32", help="types, such as float32,bfloat16 (default %(default)s)")
-    add("--op", default="sum", help="operators of what reduces, such as sum,max (default %(default)s)")
-    add("--ranks", type=int, help="processes to start (default 2; under a launcher, those that it started)")
+    add("--dtype", default="float32", help="data types, such as float32,bfloat16 (default %(default)s)")
+    add("--op", default="sum", help="reduction operators, such as sum,max (default %(default)s)")
+    add("--ranks", type=int, help="processes to start (default 2; under a launcher, its number of ranks)")
     add("--against", metavar="BACKENDS", help="other backends to time, such as gloo or gloo,mpi")
     add(
         "--codec",
         action="append",
         metavar="CODEC",
-        help="also time accl with compressed messages, such as maxmin:4 or bf16; give it again for another",
+        help="also time accl with this codec, such as maxmin:4 or bf16; repeat the option for further codecs",
     )
-    add("--algorithm", metavar="NAME", help="let accl take this algorithm (`accl algorithms` lists them)")
+    add("--algorithm", metavar="NAME", help="force accl to use this algorithm (`accl algorithms` lists them)")
     add("--try-all", action="store_true", help="time every algorithm in the engine and judge the engine's choice")
-    add("--engine", action="store_true", help="time accl without torch; peers still through torch")
+    add("--engine", action="store_true", help="time accl without torch; other backends still run through torch")
     how_long = parser.add_mutually_exclusive_group()
-    how_long.add_argument("--iterations", type=int, metavar="N", help="calls in each round (default: by --time)")
+    how_long.add_argument("--iterations", type=int, metavar="N", help="calls in each round (default: set by --time)")
     how_long.add_argument(
-        "--time", type=float, default=0.2, metavar="S", help="seconds for a case and backend (default %(default)s)"
+        "--time", type=float, default=0.2, metavar="S", help="seconds for each case and backend (default %(default)s)"
     )
     add("--alternations", type=int, default=5, metavar="N", help="rounds of all backends in turn (default %(default)s)")
     add("--warmup", type=int, default=5, metavar="N", help="calls before the first round (default %(default)s)")
     add(
         "--pin",
         action=argparse.BooleanOptionalAction,
-        help="keep each rank on a core of its own (default: if there are enough, and no launcher did it)",
+        help="bind each rank to its own core (default: if there are enough cores and no launcher has bound the ranks)",
     )
     add("--json", action="store_true", help="print one JSON document instead of the table")
-    add("--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth over size, such as speed.png")
-    add("--timeout", type=float, default=60, metavar="S", help="seconds that a call may take (default %(default)s)")
+    add("--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth over size into a file such as speed.png")
+    add("--timeout", type=float, default=60, metavar="S", help="timeout of a call in seconds (default %(default)s)")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -104,7 +106,7 @@ def run(given: argparse.Namespace) -> int:
             asked.check_memory(ranks, ranks)
             return run_ranks(ranks, asked.timeout_s, lambda place, store: run_rank(asked, place, store))
         if given.ranks not in (None, place.world):
-            raise WrongInput(f"--ranks: {place.launcher} started {place.world} ranks, so there cannot be {given.ranks}")
+            raise WrongInput(f"--ranks: expected {place.world}, as started by {place.launcher}, got {given.ranks}")
         return run_rank(asked, place, meet(place, asked.timeout_s))
     except WrongInput:
         # All ranks of a launcher find the same error, and only rank 0 reports it.

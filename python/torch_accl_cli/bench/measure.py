@@ -105,7 +105,7 @@ class Compressed:
 def backend_of(group: dist.ProcessGroup | None) -> _native.Backend:
     """Returns accl's native backend of a torch group."""
     found = group or dist.group.WORLD
-    assert found is not None, "a run opens its group first"
+    assert found is not None, "a run must first create the default process group"
     return accl_backend(found)
 
 

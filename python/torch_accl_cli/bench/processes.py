@@ -187,7 +187,7 @@ def _raise_cause(ended: list[_Rank]) -> None:
             raise BrokenPipeError
         if (rank.status or 0) < 0:
             name = signal.Signals(-(rank.status or 0)).name
-            raise Failed(f"rank {rank.number} (process {rank.pid}) was ended by {name}")
+            raise Failed(f"rank {rank.number} (process {rank.pid}) was killed by {name}")
     for rank in ended:
         said = rank.said()
         if said and rank.status == 2:

@@ -109,7 +109,7 @@ def _print(lines: list[str]) -> None:
 
 
 def _heading(case: Case, table: AlgorithmTable | BackendTable) -> list[str]:
-    rooted = ", root 0: each call after a barrier, to its last rank's end" if case.collective.rooted else ""
+    rooted = ", root 0: each call follows a barrier and ends on its last rank" if case.collective.rooted else ""
     return ["#", f"# {case.collective.name}{rooted}", *table.head()]
 
 

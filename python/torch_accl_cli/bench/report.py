@@ -127,7 +127,7 @@ class AlgorithmTable:
         """Returns the lines that follow the table."""
         good = sum(cell.is_good for cell in cells)
         verdict = (
-            f"# {good} of {len(cells)} cells: the choice takes at most {GOOD_RATIO} times the best algorithm plus "
+            f"# {good} of {len(cells)} cells: the engine's choice takes at most {GOOD_RATIO} times the best algorithm's time plus "
             f"{GOOD_EXTRA_US} us"
         )
         return [*_wrong_values(cells), verdict]

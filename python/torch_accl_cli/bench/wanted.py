@@ -100,7 +100,7 @@ def wanted(given: argparse.Namespace) -> Wanted:
     _positive(given.alternations, "--alternations")
     _positive(given.timeout, "--timeout")
     if given.warmup < 0:
-        raise WrongInput(f"--warmup: {given.warmup} is below zero")
+        raise WrongInput(f"--warmup: expected a number of at least 0, got {given.warmup}")
     return Wanted(
         collectives=collectives,
         sizes=parse_sizes(given.sizes),
@@ -133,7 +133,9 @@ def check_plot(path: Path | None) -> None:
     known = Figure().canvas.get_supported_filetypes()
     kind = path.suffix.removeprefix(".").lower()
     if kind not in known:
-        raise WrongInput(f"--plot: {str(path)!r} does not end in a kind of picture: {', '.join(sorted(known))}")
+        raise WrongInput(
+            f"--plot: expected a file name that ends in one of {', '.join(sorted(known))}, got {str(path)!r}"
+        )
     try:
         if path.exists():
             with path.open("ab"):
@@ -148,21 +150,24 @@ def check_plot(path: Path | None) -> None:
 def check_ranks(ranks: int) -> None:
     """Refuses more ranks than this machine has memory, ports or processes for."""
     if ranks < 1:
-        raise WrongInput(f"--ranks: {ranks} is not a number of ranks; expected 1 or more")
+        raise WrongInput(f"--ranks: expected 1 or more, got {ranks}")
     limits = [
-        (_available_memory() // _RANK_BYTES, f"there is memory for (each takes about {show_size(_RANK_BYTES)})"),
-        (_ports(), "there are ports for (each listens on one; see ACCL_PORT_RANGE)"),
-        (_processes(), "this user may start processes for (`ulimit -u`)"),
+        (
+            _available_memory() // _RANK_BYTES,
+            f"there is no memory for more (each takes about {show_size(_RANK_BYTES)})",
+        ),
+        (_ports(), "there are no ports for more (each listens on one; see ACCL_PORT_RANGE)"),
+        (_processes(), "this user may not start more processes (see `ulimit -u`)"),
     ]
     most, why = min(limits)
     if ranks > most:
-        raise WrongInput(f"--ranks: {ranks} are more than the {most} ranks that {why}")
+        raise WrongInput(f"--ranks: expected at most {most}, got {ranks}: {why}")
 
 
 def check_pin(pin: bool | None, ranks: int, cores: int) -> None:
     """Refuses pinning if there are more ranks than cores."""
     if pin and ranks > cores:
-        raise WrongInput(f"--pin: {ranks} ranks cannot have a core each, since there are {cores} here")
+        raise WrongInput(f"--pin: {ranks} ranks cannot have a core each: only {cores} cores are available here")
 
 
 def _collectives(names: Sequence[str]) -> list[str]:
@@ -195,7 +200,7 @@ def _ops(text: str, dtypes: list[str], known: dict[str, list[str]], collectives:
             if op.upper() in known[dtype]:
                 continue
             has = [name.lower() for name in known[dtype] if name not in _NOT_OFFERED]
-            instead = f"it has {', '.join(has)}" if has else "it can only be moved"
+            instead = f"this type supports {', '.join(has)}" if has else "this type can only be moved, not reduced"
             raise WrongInput(f"--op: {op} is not defined for {dtype}; {instead}")
     return ops
 
@@ -207,9 +212,9 @@ def _peers(text: str | None) -> list[str]:
     peers = _each(text, known, "--against") if text else []
     for name in peers:
         if "cpu" not in dist.Backend.backend_capability.get(name, ["cpu"]):
-            raise WrongInput(f"--against: {name} takes no CPU tensors, which are what is measured")
+            raise WrongInput(f"--against: {name} does not accept CPU tensors, and accl bench measures with CPU tensors")
         if not dist.is_backend_available(name):
-            raise WrongInput(f"--against: {name} is not part of this torch; it was built without it")
+            raise WrongInput(f"--against: this installation of torch was built without {name}")
     return peers
 
 
@@ -230,17 +235,21 @@ def _rules(algorithm: str | None, collectives: list[str], table: list[_Algorithm
     names = list(dict.fromkeys(row["name"] for row in table if row["collective"] in collectives))
     if algorithm not in names:
         of = ", ".join(collectives)
-        raise WrongInput(f"--algorithm: {of} has no {algorithm!r}{nearest(algorithm, names)}; {_expected(names)}")
+        raise WrongInput(
+            f"--algorithm: {of} has no algorithm {algorithm!r}{nearest(algorithm, names)}; {_expected(names)}"
+        )
     having = [row["collective"] for row in table if row["name"] == algorithm and row["collective"] in collectives]
     lacking = [name for name in collectives if name not in having]
     if lacking:
-        raise WrongInput(f"--algorithm: {', '.join(lacking)} has no {algorithm!r}, only {', '.join(having)} has")
+        raise WrongInput(
+            f"--algorithm: {', '.join(lacking)} has no algorithm {algorithm!r}; expected a collective among {', '.join(having)}"
+        )
     return [f"{collective}={algorithm}" for collective in having]
 
 
 def _positive(value: float | None, argument: str) -> None:
     if value is not None and not (0 < value < math.inf):
-        raise WrongInput(f"{argument}: {value} is not above zero")
+        raise WrongInput(f"{argument}: expected a number above zero, got {value}")
 
 
 def _expected(names: Iterable[str]) -> str:

@@ -18,20 +18,20 @@ from .._wrong import WrongInput
 __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 
 NAME = "run"
-SUMMARY = "start the ranks of a script, each on cores of its own"
+SUMMARY = "start the ranks of a script, each on its own cores"
 
 _DESCRIPTION = """\
-Starts a script once for each rank, with the variables that torchrun sets, on cores of its own, and ends all ranks when one fails."""
+Starts a script once for each rank, on its own cores and with the variables that torchrun sets. If a rank fails, all others are ended."""
 
 _EPILOG = """\
-On several hosts, this command is started by ssh, which must not ask for a password, with the same interpreter and in the same folder.
-Variables whose names begin with ACCL_, CCL_, OMP_, KMP_, MKL_, TORCH or PYTHON go with the ranks; others by --env.
+On other hosts, ssh starts this command with the same interpreter and in the same folder. ssh must not ask for a password. Ranks get the
+variables whose names begin with ACCL_, CCL_, OMP_, KMP_, MKL_, TORCH or PYTHON; --env adds others.
 
-Cores are shared out whole, with all their hardware threads, and no rank's span two NUMA nodes where that can be. Ranks that outnumber
-the cores are not bound. OMP_NUM_THREADS, where it is unset, is the number of a rank's cores.
+A rank gets whole cores, with all their hardware threads. If possible, a rank's cores are on one NUMA node. If there are more ranks than
+cores, ranks are not bound. If OMP_NUM_THREADS is unset, it becomes the number of a rank's cores.
 
-exit status: that of the rank that failed first (128 and the signal's number for one that was killed); 0; 2 when the arguments are wrong;
-127 when the script cannot be started
+exit status: 0; the status of the rank that failed first (128 plus the signal's number if a signal killed it); 2 if an argument is invalid;
+127 if the script cannot be started
 
 examples:
   accl run -n 2 train.py --lr 0.1
@@ -50,19 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     add = parser.add_argument
     add("-n", "--ranks", type=int, default=2, metavar="N", help="ranks on each host (default %(default)s)")
-    add("--hosts", metavar="HOSTS", help="hosts, such as a,b or a:4,b:2 with numbers of ranks (default: this one)")
+    add("--hosts", metavar="HOSTS", help="hosts, such as a,b or a:4,b:2 with numbers of ranks (default: this host)")
     add(
         "--bind",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep each rank on cores of its own (the default)",
+        help="bind each rank to its own cores (the default)",
     )
     add(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="a variable for all ranks; give it again for another",
+        help="environment variable for all ranks; repeat the option for further variables",
     )
     add("--prefix", action=argparse.BooleanOptionalAction, help="put the rank before each line (default: with --hosts)")
     add(
@@ -70,15 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=5,
         metavar="S",
-        help="seconds that ranks have to end when one has failed (default %(default)s)",
+        help="seconds until ranks are killed after one has failed (default %(default)s)",
     )
-    add("--master-addr", default="", metavar="HOST", help="where rank 0 is, for the others (default: its host)")
-    add("--master-port", type=int, default=0, metavar="PORT", help="the port of its store (default: a free one)")
-    add("--ssh", metavar="COMMAND", help="what reaches a host, such as `ssh -p 2222` (default: ssh, in batch mode)")
+    add("--master-addr", default="", metavar="HOST", help="address of rank 0 for the other ranks (default: its host)")
+    add("--master-port", type=int, default=0, metavar="PORT", help="port of rank 0's store (default: a free port)")
+    add("--ssh", metavar="COMMAND", help="command to reach a host, such as `ssh -p 2222` (default: ssh, in batch mode)")
     add("--quiet", action="store_true", help="do not show where the ranks run")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("-m", "--module", action="store_true", help="the script is a Python module")
-    how.add_argument("--no-python", action="store_true", help="the script is a program, and no Python script")
+    how.add_argument("--no-python", action="store_true", help="the script is a program, not a Python script")
     add("script", nargs="?", metavar="SCRIPT", help="a Python script")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     # Set when this command starts itself on another host.
@@ -125,14 +125,14 @@ def _check(given: argparse.Namespace) -> None:
     if given.script is None:
         raise WrongInput("a script is missing; see `accl run --help`")
     if given.ranks < 1:
-        raise WrongInput(f"-n: there cannot be {given.ranks} ranks")
+        raise WrongInput(f"-n: expected 1 or more ranks, got {given.ranks}")
     if not 0 <= given.master_port < 1 << 16:
-        raise WrongInput(f"--master-port: {given.master_port} is not a port")
+        raise WrongInput(f"--master-port: expected a port number, got {given.master_port}")
     if not 0 <= given.grace < math.inf:
-        raise WrongInput(f"--grace: {given.grace:g} is not a number of seconds")
+        raise WrongInput(f"--grace: expected a finite number of seconds, at least 0, got {given.grace:g}")
     if not given.module and not given.no_python and not given.hosts and not os.path.exists(given.script):
         raise WrongInput(
-            f"{given.script}: there is no such script in {os.getcwd()}; -m is for modules, and --no-python for programs"
+            f"{given.script}: no such script in {os.getcwd()}; use -m for a module and --no-python for a program"
         )
 
 

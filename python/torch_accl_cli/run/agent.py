@@ -128,7 +128,7 @@ def serve() -> int:
     order = Order(**json.loads(line))
     if why := _unresolved(order.master):
         report(
-            failed=f"{order.master}, where rank 0 is to be met, has no address here: {why}; give one with --master-addr"
+            failed=f"{order.master}, the address of rank 0, cannot be resolved here: {why}; give an address with --master-addr"
         )
         return 127
     with holder:
@@ -337,7 +337,7 @@ class Team:
         if self._lonely_at is not None and now >= self._lonely_at and not self._hears_something():
             self._lonely_at = None
             self._report(
-                failed=f"{_SILENCE_S:.0f} s passed without a word of who has started the ranks; they are ended"
+                failed=f"no message from `accl run`, which started the ranks, for {_SILENCE_S:.0f} s; the ranks are ended"
             )
             self.end(signal.SIGTERM)
         if self._kill_at is not None and not self._has_killed and now >= self._kill_at:

@@ -56,10 +56,10 @@ def hosts_of(text: str, ranks: int) -> list[Host]:
         # An IPv6 address is written in brackets, which are not a part of it.
         match = re.fullmatch(r"(?:((?:[^@\[\]:]*@)?)\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:]+))(?::([0-9]+))?", part)
         if match is None or (match[4] is not None and int(match[4]) < 1):
-            raise ValueError(f"{part!r} is no host, and no host with a number of ranks such as a:4")
+            raise ValueError(f"expected HOST or HOST:RANKS such as a:4, got {part!r}")
         name = match[3] or match[1] + match[2]
         if any(host.name == name for host in found):
-            raise ValueError(f"{name} stands twice; give the number of its ranks as {name}:{2 * ranks}")
+            raise ValueError(f"{name} is listed twice; give its number of ranks as {name}:{2 * ranks}")
         found.append(Host(name, int(match[4] or ranks)))
     return found
 
@@ -231,11 +231,11 @@ class _Crowd:
             os.set_blocking(agent.process.stderr.fileno(), False)
             agent.err += agent.process.stderr.read() or b""
             raise Unreachable(
-                f"{agent.host.name}: {_said(agent).removeprefix(': ') or 'the connection ended without a word'}"
+                f"{agent.host.name}: {_said(agent).removeprefix(': ') or 'the connection ended without an error message'}"
             )
         if agent.running:
             self._report(
-                failed=f"the connection to {agent.host.name} ended, and with it {_ranks(agent.running)}",
+                failed=f"lost the connection to {agent.host.name}, and with it {_ranks(agent.running)}",
                 host=agent.host.name,
             )
             self._stop(1)
@@ -269,7 +269,7 @@ class _Crowd:
         assert agent.first is not None
         if (theirs := agent.first.get("version")) != version():
             raise Unreachable(
-                f"{agent.host.name} has torch-accl {theirs}, and this host {version()}; install the same on both"
+                f"{agent.host.name} has torch-accl {theirs}, and this host has {version()}; install the same version on both"
             )
 
     def _begin(self) -> None:
