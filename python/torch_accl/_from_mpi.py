@@ -130,7 +130,7 @@ def _find(rank: int, told: Any, timeout: timedelta) -> Store:
 
     addresses, port, token = told
     if not addresses:
-        raise DistNetworkError(f"init_from_mpi: rank 0 could not create the store: {token}")
+        raise DistNetworkError(f"accl: rank 0 could not create the store whose address MPI distributes: {token}")
     tried = []
     for address in addresses:
         try:
@@ -144,9 +144,9 @@ def _find(rank: int, told: Any, timeout: timedelta) -> Store:
         except (OSError, RuntimeError) as error:
             tried.append(f"{address}: {str(error).splitlines()[0]}")
     raise DistNetworkError(
-        f"init_from_mpi: rank {rank} could not connect to rank 0 at any of its addresses, port {port}: "
-        f"{'; '.join(tried)}. Open this system's ephemeral port range between the hosts, or use init_process_group "
-        "with MASTER_ADDR"
+        f"accl: rank {rank} could not connect to rank 0 at any of its addresses, port {port}: {'; '.join(tried)}. "
+        "Open this system's ephemeral port range between the hosts, or set MASTER_ADDR and MASTER_PORT for "
+        "init_process_group"
     )
 
 

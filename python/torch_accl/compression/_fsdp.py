@@ -52,7 +52,7 @@ def apply_fsdp2(model: nn.Module, state: CompressionState) -> None:
         raise RuntimeError("nothing in the model is sharded by FSDP2; call fully_shard first")
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise RuntimeError(
-            "this version of torch does not support a custom reduce_scatter in FSDP2; use torch 2.9 or newer"
+            "this version of torch does not support a custom reduce_scatter in FSDP2; use torch 2.13 or newer"
         )
     found = list(parameter_groups(model))
     # All modules are checked before any is changed.

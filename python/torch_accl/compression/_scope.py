@@ -117,12 +117,12 @@ def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
     if device.type == "cpu":
         return
     try:
-        other = f"the group reduces with {group._get_backend(device).name()}"
+        other = f"the group reduces with {group._get_backend(device).name()}, uncompressed"
     except RuntimeError:
         other = "the group has no backend for"
     raise RuntimeError(
-        f"compression supports gradients on the CPU, but these are on {device}, which {other}: they would be sent "
-        "uncompressed; train on the CPU, or omit compression"
+        f"compression supports gradients on the CPU, but these are on {device}, which {other}; train on the CPU, or "
+        "omit compression"
     )
 
 

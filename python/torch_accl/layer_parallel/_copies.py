@@ -296,10 +296,12 @@ class Copies:
             first = known[copied.ranks[0]][0]
             others = [str(rank) for rank, hashes in known.items() if any(each != first for each in hashes)]
             if others:
-                shown.append((copied.name, copied.ranks[0], ", ".join(others)))
-        name, lowest, where = shown[0]
+                shown.append((copied.name, copied.ranks[0], others))
+        name, lowest, others = shown[0]
+        one = len(others) == 1
+        where = f"rank {others[0]}" if one else f"ranks {', '.join(others)}"
         more = f" (and of {len(shown) - 1} more parameters)" if len(shown) > 1 else ""
-        return f"copies of {name}{more} have different values: rank {where} of the layers differs from rank {lowest}; {self._remedy}"
+        return f"copies of {name}{more} have different values: {where} of the layers {'differs' if one else 'differ'} from rank {lowest}; {self._remedy}"
 
     # ---- the lowest rank's copies
 

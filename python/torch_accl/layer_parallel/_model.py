@@ -334,8 +334,12 @@ class Model(nn.Module):
         """Keeps an audit and reacts to it. All ranks have the same figures, so they react alike."""
         self.audits.append(audit)
         if audit.exact_loss is not None and not math.isfinite(audit.exact_loss):
-            # No setting would improve this.
-            self._change("warn", f"{audit}: the exact loss is not finite either")
+            # No mode would improve this.
+            self._change(
+                "warn",
+                f"{audit}: the exact loss is not finite either",
+                "lower the learning rate, or look for the cause in the data and the loss",
+            )
         elif not audit.gradient_error <= self._audit_limit:
             self._change(self._on_excess, f"{audit}: the gradient error exceeds the limit of {self._audit_limit:.2%}")
 
@@ -355,10 +359,9 @@ class Model(nn.Module):
         probe = Probe(solve.batch.number, forward, backward)
         self.probes.append(probe)
         if not probe.factor < 1:
-            self._change(self._on_stall, str(probe))
+            self._change(self._on_stall, str(probe), "use an exact mode, as more iterations do not help")
 
-    def _change(self, what: Excess, why: str) -> None:
-        remedy = "use more iterations or an exact mode"
+    def _change(self, what: Excess, why: str, remedy: str = "use more iterations or an exact mode") -> None:
         if what == "more":
             self._cycles = {
                 name: replace(cycle, iterations=cycle.iterations + 1) for name, cycle in self._cycles.items()

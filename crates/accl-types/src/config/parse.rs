@@ -243,8 +243,9 @@ fn algorithm_rule(text: &str) -> Result<AlgorithmRule, String> {
     let (collective, rest) = text.split_once('=').ok_or_else(|| format!(" (`{text}` has no `=`)"))?;
     let kinds = || Collective::ALL.iter().filter(|c| !c.is_point_to_point());
     let collective = kinds().find(|c| c.name() == collective).copied().ok_or_else(|| {
-        let near = nearest(collective, kinds().map(|c| c.name())).unwrap_or_default();
-        format!(" (`{collective}` is not a collective; did you mean {near}?)")
+        let hint = nearest(collective, kinds().map(|c| c.name()));
+        let hint = hint.map(|near| format!("; did you mean {near}?")).unwrap_or_default();
+        format!(" (`{collective}` is not a collective{hint})")
     })?;
     let (algorithm, range) = rest.split_once(':').unwrap_or((rest, "-"));
     if algorithm.is_empty() {
