@@ -120,7 +120,7 @@ def test_each_level_has_relaxations_of_its_own():
         (["--layers", "0", "--ranks", "2"], "--layers: expected a number above zero, not 0"),
         (["--layers", "8", "--ranks", "2", "--levels", "3"], "--levels: it goes with --factor"),
         (["--layers", "8", "--ranks", "2", "--factor", "1"], "a coarsening factor of 1"),
-        (["--layers", "8", "--ranks", "2", "--factor", "2", "--levels", "9"], "have at most 4"),
+        (["--layers", "8", "--ranks", "2", "--factor", "2", "--levels", "9"], "allow at most 4"),
         (["--layers", "8", "--ranks", "2", "--share", "0"], "--share: expected a number above 0 and not above 1"),
         (["--layers", "8", "--ranks", "2", "--coarser", "0"], "--coarser: expected a number above zero, not 0"),
         (["--layers", "8", "--ranks", "2", "--factor", "2", "--coarser", "2"], "--coarser: 2 of 2 levels"),
