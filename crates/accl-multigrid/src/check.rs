@@ -247,7 +247,7 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
                 let (pass, layer, micro) = key;
                 let times = found.unwrap_or(0);
                 return violation(format!(
-                    "layer {layer} has {times} final evaluations, expected 1, in the {pass:?} pass of micro-batch {micro}"
+                    "layer {layer} has {times} final evaluations, expected 1, in pass {pass:?} of micro-batch {micro}"
                 ));
             }
         }
