@@ -123,7 +123,7 @@ def test_each_level_has_relaxations_of_its_own():
         (["--layers", "0", "--ranks", "2"], "--layers: expected a number above zero, got 0"),
         (["--layers", "8", "--ranks", "2", "--levels", "3"], "--levels: needs --factor"),
         (["--layers", "8", "--ranks", "2", "--factor", "1"], "a coarsening factor of 1"),
-        (["--layers", "8", "--ranks", "2", "--factor", "2", "--levels", "9"], "have at most 4"),
+        (["--layers", "8", "--ranks", "2", "--factor", "2", "--levels", "9"], "allow at most 4"),
         (["--layers", "8", "--ranks", "2", "--share", "0"], "--share: expected a number above 0 and at most 1, got 0"),
         (["--layers", "8", "--ranks", "2", "--coarser", "0"], "--coarser: expected a number above zero, got 0"),
         (

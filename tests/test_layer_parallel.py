@@ -1456,7 +1456,7 @@ def test_autocast_on_some_ranks_is_refused_on_all(rank, world, where):
 def test_settings_that_cannot_be_are_refused(rank, world):
     blocks = [ode(nn.Linear(2, 2)) for _ in range(8)]
     for settings, said in [
-        (dict(fwd=Cycle(levels=5, factor=2)), "5 levels, where 8 layers with these coarsening factors have at most 4"),
+        (dict(fwd=Cycle(levels=5, factor=2)), "5 levels, but 8 layers with these coarsening factors allow at most 4"),
         (dict(mode="fast"), "mode='fast': give one of inexact, exact-forward"),
         (dict(placement=[3, 5]), "placement=.3, 5.: give 1 numbers"),
         (dict(micro_batches=0), "micro_batches=0: give 1 or more"),

@@ -49,12 +49,12 @@ pub(super) fn read(path: &Path) -> Result<Option<Fitted>, String> {
     let wrong = |why: &str| format!("{}: {why}", path.display());
     match std::fs::metadata(path) {
         Ok(facts) if facts.is_file() && facts.len() <= MAX_BYTES => {}
-        Ok(_) => return Err(wrong("this is no file with a machine's constants")),
+        Ok(_) => return Err(wrong("this is not a file of machine constants")),
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
         Err(error) => return Err(wrong(&error.to_string())),
     }
     let text = std::fs::read_to_string(path).map_err(|error| wrong(&error.to_string()))?;
-    parse(&text).map(Some).map_err(|why| wrong(&format!("this is no file with a machine's constants: {why}")))
+    parse(&text).map(Some).map_err(|why| wrong(&format!("this is not a file of machine constants: {why}")))
 }
 
 pub(super) fn parse(text: &str) -> Result<Fitted, String> {
@@ -67,8 +67,8 @@ pub(super) fn parse(text: &str) -> Result<Fitted, String> {
     if let Some(format) = words[0].strip_prefix("format=") {
         if !format.parse::<u64>().is_ok_and(|format| (1..=FORMAT).contains(&format)) {
             return Err(format!(
-                "its format is {format}, and this version of torch-accl knows up to {FORMAT}; take the version that wrote it, or \
-                 remove the file so that the constants are measured anew"
+                "its format is {format}, but this version of torch-accl reads formats up to {FORMAT}; use the version \
+                 that wrote the file, or remove it to measure the constants again"
             ));
         }
         words.remove(0);
@@ -84,7 +84,7 @@ pub(super) fn parse(text: &str) -> Result<Fitted, String> {
 fn named(list: &str) -> Result<Vec<&'static str>, String> {
     let constant = |name: &str| {
         let found = CONSTANTS.iter().find(|constant| constant.name == name).map(|constant| constant.name);
-        found.ok_or_else(|| format!("at_bounds: there is no constant {name}"))
+        found.ok_or_else(|| format!("at_bounds: unknown constant {name}"))
     };
     list.split(',').map(constant).collect()
 }
@@ -95,7 +95,7 @@ fn named(list: &str) -> Result<Vec<&'static str>, String> {
 /// A clause that names the file.
 pub(super) fn write(path: &Path, fitted: &Fitted) -> Result<(), String> {
     static WRITTEN: AtomicU32 = AtomicU32::new(0);
-    let failed = |error: std::io::Error| format!("{}: the constants could not be kept: {error}", path.display());
+    let failed = |error: std::io::Error| format!("{}: the constants could not be stored: {error}", path.display());
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(failed)?;
     }
@@ -119,7 +119,7 @@ fn text(fitted: &Fitted) -> String {
     let Fitted { machine, at_bounds } = fitted;
     let sizes: Vec<String> = SIZES.iter().map(|size| format!("{} KiB", size >> 10)).collect();
     let mut text = format!(
-        "# Constants of the cost model of torch-accl. Five numbers: for calls of {}.\n# {}\nformat = {FORMAT}\n",
+        "# Constants of torch-accl's cost model. Five numbers are for calls of {}.\n# {}\nformat = {FORMAT}\n",
         sizes.join(", "),
         identity()
     );
@@ -131,7 +131,7 @@ fn text(fitted: &Fitted) -> String {
     if !at_bounds.is_empty() {
         let _ = writeln!(
             text,
-            "at_bounds = {}  # not determined by the measurement, which leaves less",
+            "at_bounds = {}  # not determined by the measurement: the lowest possible values",
             at_bounds.join(", ")
         );
     }
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(read(&path), Ok(Some(fitted)));
         let written = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, written.replace("at_bounds = shm_call_ps", "at_bounds = speed")).unwrap();
-        assert!(read(&path).unwrap_err().contains("there is no constant speed"));
+        assert!(read(&path).unwrap_err().contains("at_bounds: unknown constant speed"));
     }
 
     #[test]
@@ -203,8 +203,8 @@ mod tests {
         for newer in [(FORMAT + 1).to_string(), "0".to_owned(), "next".to_owned()] {
             std::fs::write(&path, written.replace(&line, &format!("format = {newer}\n"))).unwrap();
             let why = read(&path).unwrap_err();
-            assert!(why.contains(&format!("its format is {newer}, and this version")), "{why}");
-            assert!(why.contains("constants") && why.contains("measured anew"), "{why}");
+            assert!(why.contains(&format!("its format is {newer}, but this version")), "{why}");
+            assert!(why.contains("constants") && why.contains("measure the constants again"), "{why}");
         }
     }
 
@@ -216,7 +216,7 @@ mod tests {
             std::fs::write(&path, garbage).unwrap();
             assert!(read(&path).unwrap_err().contains("constants"), "{garbage:?}");
         }
-        assert!(read(&folder.0).unwrap_err().contains("no file"));
+        assert!(read(&folder.0).unwrap_err().contains("not a file of machine constants"));
     }
 
     #[test]
@@ -226,7 +226,7 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         // A regular file cannot contain a directory, not even for root.
         let why = write(&file.join("torch-accl/machine.txt"), &machine(1)).unwrap_err();
-        assert!(why.contains("could not be kept"), "{why}");
+        assert!(why.contains("could not be stored"), "{why}");
         assert_eq!(read(&file.join("torch-accl/machine.txt")), Ok(None));
     }
 

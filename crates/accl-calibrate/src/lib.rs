@@ -109,14 +109,14 @@ fn find_at(path: Option<PathBuf>, of_user: bool, measure: &dyn Fn() -> Result<Fi
                     // A file that the user named is used as it is and not overwritten, because its values may be
                     // intended.
                     tracing::warn!(
-                        "{}: no machine has {} of 0, so the algorithms that are chosen may be slow ones; \
-                         `accl info --calibrate` measures anew",
+                        "{}: {} cannot be 0, so slow algorithms may be chosen; run `accl info --calibrate` to measure \
+                         again",
                         path.display(),
                         listed(&names)
                     );
                     return Calibrated::in_file(path.clone(), kept);
                 }
-                tracing::info!("{}: no machine has {} of 0; measured anew", path.display(), listed(&names));
+                tracing::info!("{}: {} cannot be 0; measuring again", path.display(), listed(&names));
                 degenerate = Some(kept.machine);
             }
             Ok(None) => {}
@@ -124,15 +124,15 @@ fn find_at(path: Option<PathBuf>, of_user: bool, measure: &dyn Fn() -> Result<Fi
                 tracing::warn!("{why}; the built-in constants are used: correct ACCL_CALIBRATION or remove the file");
                 return Calibrated::built_in();
             }
-            Err(why) => tracing::warn!("{why}; it is written anew"),
+            Err(why) => tracing::warn!("{why}; the file will be replaced"),
         }
     }
     match (measure().map(|fitted| keep(path.clone(), fitted)), degenerate, path) {
         (Ok(found), ..) => found,
         (Err(error), Some(machine), Some(path)) => {
             tracing::warn!(
-                "{}: no machine has {} of 0, and the machine was not calibrated anew: {error}; built-in constants take \
-                 their place",
+                "{}: {} cannot be 0, and the machine could not be calibrated again: {error}; built-in constants \
+                 replace them",
                 path.display(),
                 listed(&machine.impossible())
             );
@@ -154,7 +154,7 @@ pub fn calibrate(config: &Config) -> Result<Calibrated> {
         Calibration::Auto => cache_home().map(|home| cache::path_in(&home)),
         Calibration::File(path) => Some(PathBuf::from(path)),
         Calibration::Off => {
-            return Err(Error::configuration("ACCL_CALIBRATION=off: nothing is measured; take the setting back"));
+            return Err(Error::configuration("ACCL_CALIBRATION=off disables the measurement; unset it to calibrate"));
         }
     };
     measured(&ASKED).map(|fitted| keep(path, fitted))
@@ -199,7 +199,7 @@ fn keep(path: Option<PathBuf>, fitted: Fitted) -> Calibrated {
     tracing::info!(machine = %fitted.machine, "calibrated");
     if !fitted.at_bounds.is_empty() {
         tracing::info!(
-            "the measurement does not determine {}; the least that can be is kept",
+            "the measurement does not determine {}; the lowest possible values are used",
             listed(&fitted.at_bounds)
         );
     }
@@ -209,7 +209,7 @@ fn keep(path: Option<PathBuf>, fitted: Fitted) -> Calibrated {
         Ok(()) => Calibrated::in_file(path, fitted),
         Err(why) => {
             tracing::warn!(
-                "{why}; every start measures anew until ACCL_CALIBRATION names a file that can be written, or is `off`"
+                "{why}; every start measures again until ACCL_CALIBRATION names a writable file or is `off`"
             );
             unkept(fitted)
         }

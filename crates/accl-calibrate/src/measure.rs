@@ -48,7 +48,8 @@ pub(super) fn measure(until: Instant) -> Result<Times> {
     };
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("accl-calibrate".into()).spawn_scoped(scope, measuring);
-        let thread = thread.map_err(|error| Error::exhausted(format!("no thread: {error}")))?;
+        let thread =
+            thread.map_err(|error| Error::exhausted(format!("cannot start a thread for the calibration: {error}")))?;
         thread.join().unwrap_or_else(|_| Err(Error::internal("the calibration panicked")))
     })
 }
@@ -155,7 +156,8 @@ fn run(transport: &str, cores: Cores, steps: &[Step], until: Instant) -> Result<
     std::thread::scope(|scope| {
         let other = std::thread::Builder::new().name("accl-calibrate".into());
         let other = other.spawn_scoped(scope, || member(1, cores.1));
-        let other = other.map_err(|error| Error::exhausted(format!("no thread: {error}")))?;
+        let other =
+            other.map_err(|error| Error::exhausted(format!("cannot start a thread for the calibration: {error}")))?;
         let first = member(0, cores.0);
         let second = other.join().unwrap_or_else(|_| Err(Error::internal("the calibration panicked")));
         first.and_then(|took| second.map(|_| took))
@@ -287,7 +289,7 @@ impl Member {
         match call.wait(None, &mut || false) {
             Waited::Done => Ok(()),
             Waited::Failed(error) => Err(error),
-            Waited::TimedOut(_) | Waited::Interrupted => Err(Error::timeout("a call of the calibration did not end")),
+            Waited::TimedOut(_) | Waited::Interrupted => Err(Error::timeout("a calibration call did not complete")),
         }
     }
 }

@@ -68,7 +68,7 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
     let mut makers: HashMap<Value, Rank> = HashMap::new();
     for &(rank, value) in plan.inputs.iter().chain(&plan.guesses) {
         if makers.insert(value, rank).is_some() {
-            return violation(format!("value {value} comes from outside twice"));
+            return violation(format!("value {value} is an input or a guess twice"));
         }
     }
     let outside = makers.clone();
@@ -77,8 +77,10 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
         let mut gone = HashSet::new();
         for (at, op) in list.iter().enumerate() {
             if let Some(value) = op.reads().find(|value| !live.contains(value)) {
-                let why = if gone.contains(&value) { "given up before" } else { "not there" };
-                return violation(format!("rank {rank} reads value {value} in operation {at}, which is {why}: {op:?}"));
+                let why = if gone.contains(&value) { "already freed" } else { "not available" };
+                return violation(format!(
+                    "rank {rank} reads value {value}, which is {why}, in operation {at}: {op:?}"
+                ));
             }
             if let Some(value) = op.makes() {
                 if !live.insert(value) || gone.contains(&value) {
@@ -88,13 +90,13 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
                     return violation(format!("value {value} of rank {rank} has no shape"));
                 }
                 if !matches!(op, Op::Recv { .. }) && makers.insert(value, rank).is_some() {
-                    return violation(format!("rank {rank} makes value {value}, which another one makes"));
+                    return violation(format!("rank {rank} makes value {value}, which another rank also makes"));
                 }
             }
             check_meshes(plan, rank, op)?;
             if let Op::Free { value } = op {
                 if !live.remove(value) {
-                    return violation(format!("rank {rank} gives up value {value}, which it does not have"));
+                    return violation(format!("rank {rank} frees value {value}, which it does not have"));
                 }
                 gone.insert(*value);
             }
@@ -102,7 +104,7 @@ fn check_values(plan: &Plan) -> Result<(), Violation> {
         let kept: HashSet<Value> =
             plan.outputs.iter().chain(&plan.states).filter(|&&(on, _)| on == rank).map(|&(_, value)| value).collect();
         if let Some(value) = live.symmetric_difference(&kept).min() {
-            let what = if kept.contains(value) { "does not have at the end" } else { "never gives up" };
+            let what = if kept.contains(value) { "ends without" } else { "never frees" };
             return violation(format!("rank {rank} {what} value {value}"));
         }
     }
@@ -124,7 +126,7 @@ fn check_meshes(plan: &Plan, rank: Rank, op: &Op) -> Result<(), Violation> {
     };
     match is_right {
         true => Ok(()),
-        false => violation(format!("rank {rank} puts states of different meshes together: {op:?}")),
+        false => violation(format!("rank {rank} combines states of different meshes: {op:?}")),
     }
 }
 
@@ -135,16 +137,19 @@ fn check_names(plan: &Plan) -> Result<(), Violation> {
     for &(rank, value) in sides.into_iter().flatten() {
         if rank.index() >= ranks || value as usize >= plan.points.len() {
             return violation(format!(
-                "value {value} comes from outside or goes there at rank {rank}, and there is no such"
+                "value {value} of rank {rank} is an input or output, but the value or the rank does not exist"
             ));
         }
     }
     if let Some(point) = plan.points.iter().find(|&&point| point > plan.layers) {
-        return violation(format!("a value has the shape of point {point}, and the net ends at point {}", plan.layers));
+        return violation(format!("a value has the shape of point {point}, but the net ends at point {}", plan.layers));
     }
     let outputs = if plan.is_final { plan.micro_batches } else { 0 };
     if [plan.inputs.len(), plan.outputs.len()] != [plan.micro_batches, outputs].map(|count| count as usize) {
-        return violation(format!("{} micro-batches have other numbers of inputs or outputs", plan.micro_batches));
+        return violation(format!(
+            "the numbers of inputs or outputs do not match {} micro-batches",
+            plan.micro_batches
+        ));
     }
     for (rank, list) in lists(plan) {
         for op in list {
@@ -161,7 +166,7 @@ fn check_names(plan: &Plan) -> Result<(), Violation> {
                 _ => true,
             };
             if !is_known {
-                return violation(format!("rank {rank} does what the plan does not have: {op:?}"));
+                return violation(format!("rank {rank} refers to something that the plan does not have: {op:?}"));
             }
         }
     }
@@ -183,7 +188,7 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
             match *op {
                 Op::Eval { pass, layer, micro_batch, is_final, .. } => {
                     if *owners.entry(layer).or_insert(rank) != rank {
-                        return violation(format!("layer {layer} is evaluated by rank {rank} and another one"));
+                        return violation(format!("layer {layer} is evaluated by rank {rank} and by another rank"));
                     }
                     let key = (layer, micro_batch);
                     if is_final {
@@ -221,13 +226,13 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
             _ => None,
         });
         if evaluated.collect::<HashSet<_>>() != forgotten {
-            return violation(format!("rank {rank} forgets other layers than it has"));
+            return violation(format!("rank {rank} does not forget exactly the layers that it evaluated"));
         }
     }
     if makes_forward && makes_adjoint {
         for micro in 0..plan.micro_batches {
             if losses.get(&micro) != Some(&1) {
-                return violation(format!("micro-batch {micro} has no loss, or several"));
+                return violation(format!("micro-batch {micro} has no loss or several losses"));
             }
         }
     }
@@ -242,13 +247,13 @@ fn check_finals(plan: &Plan) -> Result<(), Violation> {
                 let (pass, layer, micro) = key;
                 let times = found.unwrap_or(0);
                 return violation(format!(
-                    "layer {layer} is evaluated for good {times} times in the {pass:?} pass of micro-batch {micro}"
+                    "layer {layer} has {times} final evaluations, expected 1, in pass {pass:?} of micro-batch {micro}"
                 ));
             }
         }
     }
     if let Some((pass, layer, _)) = counts.keys().min() {
-        return violation(format!("layer {layer} is evaluated for good in a {pass:?} pass that has no such"));
+        return violation(format!("layer {layer} has an unexpected final evaluation in a {pass:?} pass"));
     }
     check_micro_batches(plan)
 }
@@ -283,12 +288,12 @@ fn check_micro_batches(plan: &Plan) -> Result<(), Violation> {
         };
         let other = op.reads().find(|value| of.get(value).copied() != micro);
         if let (Some(value), Some(micro), false) = (other, micro, matches!(op, Op::Send { .. })) {
-            return violation(format!("micro-batch {micro} reads value {value}, which is of another one: {op:?}"));
+            return violation(format!("micro-batch {micro} reads value {value} of another micro-batch: {op:?}"));
         }
     }
     let outputs = (0..).zip(&plan.outputs).find(|&(micro, &(_, value))| of.get(&value) != Some(&micro));
     match outputs {
-        Some((micro, _)) => violation(format!("the output of micro-batch {micro} is of another one")),
+        Some((micro, _)) => violation(format!("the output of micro-batch {micro} belongs to another micro-batch")),
         None => Ok(()),
     }
 }
@@ -311,16 +316,16 @@ fn check_norms(plan: &Plan) -> Result<(), Violation> {
             }
         }
         if !squares.is_empty() || posted != awaited {
-            return violation(format!("rank {rank} has squares or norms that nobody waits for"));
+            return violation(format!("rank {rank} has squares or norms that it does not await"));
         }
         if posted != plan.norms {
-            return violation(format!("rank {rank} posts other norms than the plan has"));
+            return violation(format!("rank {rank} posts norms that differ from the norms of the plan"));
         }
     }
     for (iteration, mut found) in intervals {
         found.sort_unstable();
         if !found.iter().copied().eq(0..plan.intervals) {
-            return violation(format!("the norm of iteration {iteration} is not of all intervals, each once"));
+            return violation(format!("the norm of iteration {iteration} does not have each interval exactly once"));
         }
     }
     Ok(())
@@ -344,12 +349,12 @@ fn check_messages(plan: &Plan) -> Result<(), Violation> {
         }
         if received.remove(&(pass, from, to)).as_ref() != Some(values) {
             return violation(format!(
-                "what rank {from} sends to rank {to} is not what that expects, in the {pass:?} pass"
+                "the values that rank {from} sends differ from the values that rank {to} expects, in the {pass:?} pass"
             ));
         }
     }
     match received.keys().next() {
-        Some((_, from, to)) => violation(format!("rank {to} expects of rank {from} what that never sends")),
+        Some((_, from, to)) => violation(format!("rank {to} expects values that rank {from} never sends")),
         None => Ok(()),
     }
 }

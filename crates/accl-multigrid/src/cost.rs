@@ -181,7 +181,7 @@ pub fn simulate(plan: &Plan, costs: &Costs) -> Timing {
             }
         }
         if !has_moved {
-            assert!((0..ranks).all(|rank| at[rank] == plan.ranks[rank].len()), "a checked plan comes to its end");
+            assert!((0..ranks).all(|rank| at[rank] == plan.ranks[rank].len()), "a checked plan completes");
             break;
         }
     }

@@ -107,7 +107,7 @@ impl Cycle {
     pub(crate) fn check(&self) -> Result<()> {
         match (self.iterations, self.start) {
             (0, Start::Coarsest | Start::FullMultigrid) => {
-                Err(Error::invalid_argument("0 iterations; the first one makes the start, so give 1 or more"))
+                Err(Error::invalid_argument("0 iterations; the first iteration computes the start, so give 1 or more"))
             }
             _ => Ok(()),
         }

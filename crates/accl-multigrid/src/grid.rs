@@ -100,8 +100,8 @@ impl Grid {
             }
             if in_finer.len() == finer.points.len() {
                 let text = format!(
-                    "{} levels, where {count} layers with these coarsening factors have at most {}; give fewer levels, or \
-                     fewer layers that are apart",
+                    "{} levels, but {count} layers with these coarsening factors allow at most {}; give fewer levels, \
+                     or fewer layers that are apart",
                     factors.len() + 1,
                     index + 1
                 );
@@ -121,7 +121,7 @@ impl Grid {
     pub fn with_coarser_states(mut self, is_coarser: &[bool]) -> Result<Self> {
         if is_coarser.len() + 1 != self.levels.len() {
             let text = format!(
-                "states of {} levels, and there are {} besides the finest",
+                "got states of {} levels, expected {}: one for each level except the finest",
                 is_coarser.len(),
                 self.levels.len() - 1
             );
@@ -191,7 +191,7 @@ mod tests {
         let refused = |layers: &[Layer], factors: &[u32]| Grid::new(layers, factors).unwrap_err().to_string();
         assert!(
             refused(&[ODE; 8], &[2, 2, 2, 2])
-                .contains("5 levels, where 8 layers with these coarsening factors have at most 4")
+                .contains("5 levels, but 8 layers with these coarsening factors allow at most 4")
         );
         assert!(refused(&[PLAIN; 3], &[2]).contains("at most 1"));
         assert!(refused(&[ODE; 8], &[1]).contains("factor of 1"));

@@ -27,7 +27,7 @@ impl Placement {
             return Err(Error::invalid_argument("0 ranks; give 1 or more"));
         }
         if owners.is_empty() {
-            return Err(Error::invalid_argument("no rank has a layer; give at least one rank some"));
+            return Err(Error::invalid_argument("no rank has a layer; give at least one rank a layer"));
         }
         Ok(Self { owners, ranks: counts.len() as u32 })
     }

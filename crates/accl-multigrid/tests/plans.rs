@@ -246,7 +246,7 @@ fn what_cannot_be_planned_is_refused() {
         let placement = Placement::even(layers, 2).unwrap();
         mgrit(&grid, &placement, Pass::Forward, &cycle).unwrap_err().to_string()
     };
-    assert!(refused(7, Cycle::new(2)).contains("7 layers are placed, and the net has 8"));
+    assert!(refused(7, Cycle::new(2)).contains("the placement has 7 layers, but the net has 8"));
     assert!(refused(8, Cycle::new(0)).contains("0 iterations"));
     let placement = Placement::even(8, 2).unwrap();
     assert!(pipeline(&grid, &placement, Schedule::FillDrain, 0).unwrap_err().to_string().contains("0 micro-batches"));

@@ -195,7 +195,7 @@ fn cannot_encode(row: &Algorithm) -> Error {
     let rows = ALGORITHMS.iter().filter(|other| other.collective == row.collective && other.encodes != Encodes::No);
     let names: Vec<&str> = rows.map(|row| row.name).collect();
     Error::configuration(format!(
-        "{} {}: ranks would end with different bits if messages were encoded; take one of {}, or do not compress",
+        "{} {}: with compression, ranks would get different results; use one of {}, or do not compress",
         row.collective,
         row.name,
         names.join(", ")
@@ -231,21 +231,27 @@ fn check_applies(row: &'static Algorithm, equal_blocks: bool, topology: &Topolog
 pub(crate) fn choice_text() -> String {
     let (together_kib, over, tenths) = (TOGETHER_BYTES >> 10, TOGETHER_TENTHS / 10, TOGETHER_TENTHS % 10);
     format!(
-        "An override that fits the call, else the algorithm whose predicted time is the least. The prediction adds up what the
-algorithm's file counts (messages of the busiest rank, their bytes, the longest chain, what crosses between hosts) with
-what each takes on the machine; [decision 12](decisions/0012-a-cost-model-chooses.md) has the formula. All ranks use the
-constants of rank 0, which come from the cache that `accl info` shows (`ACCL_CALIBRATION`), and those of the group: the
-cores that the ranks of a host have, the transport between them, and the hosts. With `ACCL_DETERMINISTIC=1` all of these
-are left out: the choice is that of the built-in constants, one host and a core for each rank.
+        "If an override fits the call, it is used. Otherwise the algorithm with the lowest predicted time is used. The
+prediction combines counts and times. The counts are in the algorithm's file: messages of the busiest rank, their bytes,
+the longest chain, and the traffic between hosts. The times are the constants of the machine.
+[Decision 12](decisions/0012-a-cost-model-chooses.md) has the formula.
 
-Two things are not left to the prediction. An all_to_all takes `direct` for up to {DIRECT_WORLD} ranks and `pairwise` above: its
-sizes differ from rank to rank, and so may not enter the choice. What needs blocks of equal size is taken only where all
-ranks know that they are; a rank that gives splits to an all_to_all cannot, so its `bruck` runs only when asked for.
+All ranks use the constants of rank 0, which come from the cache that `accl info` shows (`ACCL_CALIBRATION`). They also
+use facts of the group: the cores that the ranks of a host have, the transport between them, and the hosts.
+`ACCL_DETERMINISTIC=1` ignores all of these. The choice then assumes the built-in constants, one host and a core for
+each rank.
 
-Small sums and products of float16 and bfloat16 (at most {together_kib} KiB, 3 to {TOGETHER_WORLD} ranks) take a row that adds up together, and so
-rounds once, if its predicted time is at most {over}.{tenths} times the least.
+Two choices do not depend on the prediction:
 
-`accl simulate` prints the prediction for every algorithm, and what is taken, for a world of any size.
+* An all_to_all uses `direct` for up to {DIRECT_WORLD} ranks and `pairwise` above. Its sizes differ between
+  ranks, so they must not affect the choice.
+* An algorithm that needs blocks of equal size is used only if all ranks know that the blocks are equal. A rank that
+  passes splits to an all_to_all cannot know this, so `bruck` of all_to_all runs only on request.
+
+Small sums and products of float16 and bfloat16 (at most {together_kib} KiB, 3 to {TOGETHER_WORLD} ranks) prefer an
+algorithm that adds *together*, and so rounds once. Its predicted time may be at most {over}.{tenths} times the lowest.
+
+`accl simulate` prints the prediction for every algorithm, and the choice, for a world of any size.
 "
     )
 }
@@ -255,7 +261,7 @@ fn obstacle(row: &Algorithm, equal_blocks: bool, topology: &Topology) -> Option<
     let world = topology.world();
     if !(row.applies)(world, topology) {
         let hosts = topology.host_count();
-        return Some(format!("it needs {}, and the group has {world} ranks on {hosts} host(s)", row.requires));
+        return Some(format!("it needs {}, but the group has {world} ranks on {hosts} host(s)", row.requires));
     }
     (row.needs_equal_blocks && !equal_blocks).then(|| "it needs blocks of equal size".to_owned())
 }
@@ -265,7 +271,10 @@ fn unknown(rule: &AlgorithmRule) -> Error {
     let known = ALGORITHMS.iter().filter(|row| of_collective(row)).map(|row| row.name);
     let hint = nearest(&rule.algorithm, known).map(|name| format!("; did you mean {name}?")).unwrap_or_default();
     let known = names(of_collective);
-    Error::configuration(format!("unknown algorithm `{}` for {}{hint} known: {known}", rule.algorithm, rule.collective))
+    Error::configuration(format!(
+        "unknown algorithm `{}` for {}; expected one of {known}{hint}",
+        rule.algorithm, rule.collective
+    ))
 }
 
 fn names(keep: impl Fn(&Algorithm) -> bool) -> String {

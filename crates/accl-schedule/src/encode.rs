@@ -23,7 +23,7 @@ impl Program {
     /// # Panics
     /// Panics for a collective for which [`encodes`] is false.
     pub fn encoded(&self, row: &Algorithm, request: &Request) -> Program {
-        assert!(encodes(request.collective), "{} is not encoded", request.collective);
+        assert!(encodes(request.collective), "{} has no encoded programs", request.collective);
         let mut trace = Trace::new(self, row, request);
         for op in &self.ops {
             trace.op(&op.kind);
@@ -312,7 +312,7 @@ impl Emission {
 
     fn new_code(&mut self, version: VersionId) -> Span {
         let state = &mut self.versions[version as usize];
-        let Some(role) = state.role else { unreachable!("what is sent or received has a role") };
+        let Some(role) = state.role else { unreachable!("a sent or received version has a role") };
         let code = self.codes.len() as u32;
         state.code = Some(code);
         self.codes.push(Code { like: state.like, role });
@@ -360,7 +360,7 @@ impl Emission {
         }
         match &state.made {
             Made::Original(chunk) => found.push((Span::chunk(Buf::In, *chunk), self.rank)),
-            Made::Received(_) => unreachable!("what is received has bytes"),
+            Made::Received(_) => unreachable!("a received version has encoded bytes"),
             Made::Reduced { local, incoming, order, .. } => {
                 let start = found.len();
                 self.operands(*local, false, found);

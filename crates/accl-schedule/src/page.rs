@@ -9,34 +9,42 @@ use crate::topology::Topology;
 
 const HEAD: &str = "# Algorithms
 
-Generated from the table in `crates/accl-schedule/src/algorithms/mod.rs`; do not edit (`ACCL_BLESS=1 cargo test -p
-accl-schedule` writes it anew).
+Generated from the table in `crates/accl-schedule/src/algorithms/mod.rs`; do not edit. The command
+`ACCL_BLESS=1 cargo test -p accl-schedule` updates this page.
 
-An algorithm is a pure function from (world, rank, root, hosts) to the list of what that rank does with symbolic chunks.
-A checker proves for every row that the collective's post-condition holds, that sends and receives match, that nothing
-is read before it is written, that nothing waits in a circle, that all ranks compute the same expression, and that steps
-and bytes are those below: for worlds 1 to 17 with every root, and for larger ones up to 1024. Of calls that are compressed it
-proves the same, and that all ranks decode the same bytes ([compression](compression.md)).
+An algorithm is a pure function: from (world, rank, root, hosts) it computes that rank's list of operations on symbolic
+chunks. A checker proves for every row:
 
-* **steps**: the longest chain of messages in which each is sent after the one before has arrived. Messages are
-  pipelined segment by segment, so that the steps of a chain or a ring of few ranks overlap.
-* **bytes**: what the busiest rank sends or receives, whichever is more, as a multiple of the largest buffer of the call
+* The collective's postcondition holds, and all ranks compute the same expression.
+* Sends match receives, every chunk is written before it is read, and no deadlock occurs.
+* Steps and bytes match the formulas below.
+* In compressed calls the same holds, and all ranks decode the same bytes ([compression](compression.md)).
+
+The checker covers worlds 1 to 17 with every root, and larger ones up to 1024.
+
+The columns of the tables:
+
+* **steps**: the longest chain of messages in which each message is sent after the previous one has arrived. Messages
+  are pipelined segment by segment, so the steps of a chain or of a small ring overlap.
+* **bytes**: the bytes that the busiest rank sends or receives, whichever is more. The unit is the call's largest buffer
   (the output of all_gather and gather, the input of reduce_scatter, scatter and all_to_all).
-* **adds**: whether contributions are added up *together*, by a rank that has collected them, or *in turn*; see below how often
-  sums of 16-bit floats are rounded by that.
-* n is the world, h the number of hosts, p the largest power of two that is at most n.
+* **adds**: *together* if one rank collects the contributions and adds them up at once, otherwise *in turn*. This
+  decides [how often sums of 16-bit floats are rounded](#how-often-sums-of-16-bit-floats-are-rounded).
+* n is the world size, h the number of hosts, p the largest power of two that is at most n.
 
-Set one with `ACCL_ALGORITHM=<collective>=<name>` or `ACCL_ALGORITHM=<collective>=<name>:<min>-<max>`; the last entry
-that fits a call's size wins. An unknown name is an error that names the nearest one, and so is one that cannot run in
-the group. A new algorithm is one file and one line: see [adding an algorithm](adding-an-algorithm.md).
+Set an algorithm with `ACCL_ALGORITHM=<collective>=<name>` or `ACCL_ALGORITHM=<collective>=<name>:<min>-<max>`; the last
+entry that fits a call's size wins. An unknown name is an error that lists the known names, with the nearest one. An
+algorithm that cannot run in the group is also an error. A new algorithm is one file and one line: see
+[adding an algorithm](adding-an-algorithm.md).
 ";
 
 const ROUNDING: &str = "
 ## How often sums of 16-bit floats are rounded
 
-float16 and bfloat16 are added in float32 and rounded when a partial sum is stored or sent: as often as the longest chain of
-additions has links, here as the checker counts them on one host. Where a figure is 1 the sum is that of float32 in the order of
-ranks, rounded once. AVG divides before the last rounding; PREMUL_SUM rounds each product besides.
+float16 and bfloat16 are added in float32. A partial sum is rounded when it is stored or sent. So a sum is rounded once
+for each link of the longest chain of additions. The table has the checker's counts on one host. If a count is 1, the
+sum is the float32 sum in the order of ranks, rounded once. AVG divides before the last rounding. PREMUL_SUM also rounds
+each product.
 
 ";
 
@@ -66,9 +74,9 @@ pub fn algorithms_page() -> String {
             ));
         }
     }
-    page.push_str("\n## Which one is taken\n\n");
+    page.push_str("\n## Which algorithm is used\n\n");
     page.push_str(&choice_text());
-    page.push_str("\n## In figures\n\nSteps and bytes for some worlds of one host.\n\n");
+    page.push_str("\n## Steps and bytes\n\nSteps and bytes for some world sizes on one host.\n\n");
     let worlds = [2, 4, 7, 16, 100, 1024];
     page.push_str("| collective | name |");
     worlds.iter().for_each(|world| page.push_str(&format!(" n = {world} |")));
@@ -106,8 +114,8 @@ pub fn algorithms_page() -> String {
 fn requirements(row: &Algorithm) -> String {
     let equal = if row.needs_equal_blocks { "blocks of equal size" } else { "" };
     let encodes = match row.encodes {
-        Encodes::No if crate::encodes(row.collective) => "calls that are not compressed",
-        Encodes::Often => "to be named where calls are compressed",
+        Encodes::No if crate::encodes(row.collective) => "uncompressed calls",
+        Encodes::Often => "`ACCL_ALGORITHM`, if calls are compressed",
         Encodes::No | Encodes::Twice => "",
     };
     [row.requires, equal, encodes].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(", ")

@@ -322,5 +322,5 @@ fn a_message_that_waits_for_all_of_another_in_a_circle_is_refused() {
         program.ops.iter_mut().flat_map(|op| &mut op.deps).for_each(|dep| dep.stream = false);
     }
     let why = check_programs(&case, &programs).unwrap_err();
-    assert!(why.to_string().contains("waits in a circle"), "{why}");
+    assert!(why.to_string().contains("waits in a cycle"), "{why}");
 }

@@ -195,7 +195,7 @@ impl Bus for FaultyBus {
         for (rank, text) in (0u32..).zip(told) {
             let for_us = format!("qp of rank {rank} for peer {}: ", self.rank);
             if !text.lines().any(|line| line.starts_with(&for_us)) {
-                return Err(Error::device(format!("what rank {rank} has told makes no sense: `{text}`")));
+                return Err(Error::device(format!("rank {rank} sent no queue pair for this rank: `{text}`")));
             }
             settings.peers[rank as usize].session = queue_pair(self.opening, rank);
         }

@@ -105,7 +105,7 @@ impl Store for DirStore {
             .map_err(|why| failed("locked", &lock_path, &why.into()))?;
         let path = self.path(key);
         let old = match fs::read_to_string(&path) {
-            Ok(text) => text.parse().map_err(|_| Error::rendezvous(format!("{key} holds no number")))?,
+            Ok(text) => text.parse().map_err(|_| Error::rendezvous(format!("{key} does not hold a number")))?,
             Err(why) if why.kind() == io::ErrorKind::NotFound => 0,
             Err(why) => return Err(failed("read", &path, &why)),
         };

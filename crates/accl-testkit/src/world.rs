@@ -206,7 +206,7 @@ impl World {
                     let work = move || {
                         body(rank, Member::new(self.group(name, global, rank as u32, ranks.len() as u32)));
                     };
-                    spawn.spawn_scoped(scope, work).unwrap_or_else(|error| panic!("no thread: {error}"))
+                    spawn.spawn_scoped(scope, work).unwrap_or_else(|error| panic!("cannot start a thread: {error}"))
                 })
                 .collect();
             let results: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();

@@ -408,8 +408,8 @@ fn an_all_to_all_with_split_sizes_on_some_ranks_alone_says_what_to_do() {
     for error in errors {
         assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
         let words = [
-            "rank 0 has its device or MPI do it",
-            "all ranks must give split sizes, or none",
+            "only rank 0 offloads it to a device or MPI",
+            "on all ranks, pass split sizes or none",
             "sidestep=\"all_to_all=host\"",
         ];
         assert!(words.iter().all(|word| error.to_string().contains(word)), "{error}");

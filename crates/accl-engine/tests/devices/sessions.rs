@@ -200,7 +200,7 @@ fn whoever_fails_between_the_steps_is_named_on_all_ranks() {
     for (what, says) in [
         ("opens", "the card of rank 1 has no power"),
         ("hears", "the card of rank 1 connects no queue pair"),
-        ("babbles", "what rank 1 has told makes no sense: `qp`"),
+        ("babbles", "rank 1 sent no queue pair for this rank: `qp`"),
     ] {
         let (devices, store) = (devices(3), MemoryStore::default());
         let faults = devices.faults();

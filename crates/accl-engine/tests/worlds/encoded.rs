@@ -511,7 +511,7 @@ fn a_damaged_tile_ends_the_group_on_all_ranks_and_names_its_sender() {
             for error in errors {
                 // A rank that issues its call after the group has failed gets the cause.
                 assert!(matches!(error.kind, ErrorKind::Protocol | ErrorKind::Aborted), "{error}");
-                let texts = ["what came from rank 0 is damaged: tile", "look at the network between the two ranks"];
+                let texts = ["data from rank 0 is corrupted: tile", "check the network between the two ranks"];
                 assert!(texts.iter().all(|text| error.message.contains(text)), "{error}");
             }
         }

@@ -230,7 +230,7 @@ fn a_failure_of_an_external_operation_names_it_and_its_cause_on_all_ranks() {
         for (rank, error) in errors.iter().enumerate() {
             let text = error.to_string();
             assert_eq!(error.kind, ErrorKind::Device, "rank {rank}: {text}");
-            let words = ["all_reduce", "copy-in by `stand-in` failed", "its fan has stopped", "look at what"];
+            let words = ["all_reduce", "copy-in by `stand-in` failed", "its fan has stopped", "check the output of"];
             assert!(words.iter().all(|word| text.contains(word)), "rank {rank}: {text}");
             let blame = if rank == 1 { "[rank 1]" } else { "rank 1 reported" };
             assert!(text.contains(blame), "rank {rank}: {text}");
@@ -483,7 +483,7 @@ fn a_tensor_that_nothing_stages_is_refused_with_the_remedy() {
         message.inputs = Blocks::of(on_device(second));
         message.peer = Some(Rank(1));
         message.staging = Some(device.clone());
-        refused(message, &["send", "input tensor 0", "messages do not stage"]);
+        refused(message, &["send", "input tensor 0", "messages are not staged"]);
         assert_eq!(device.begun(), 0);
         // The refused calls have taken no sequence numbers.
         member.barrier().unwrap();

@@ -206,23 +206,23 @@ impl CallDesc {
         let all = sides.iter().flat_map(|(side, blocks)| (0..).zip(blocks.pieces()).map(move |(i, t)| (*side, i, t)));
         for (side, index, tensor) in all.filter(|(_, _, tensor)| tensor.memory() != MemoryKind::Host) {
             let why = match &self.staging {
-                None => "and nothing was given that stages it; copy it to host memory first, or set `staging`",
+                None => "and no staging is configured; copy it to host memory first, or set `staging`",
                 // A point-to-point message has no plan.
                 Some(_) if self.collective.is_point_to_point() => {
-                    "which messages do not stage; copy it to host memory first"
+                    "but point-to-point messages are not staged; copy it to host memory first"
                 }
                 Some(_) if self.op == ReduceOp::PremulSum => {
-                    "and PREMUL_SUM scales tensors before they are staged; scale it first, and take SUM"
+                    "but PREMUL_SUM scales tensors before they are staged; scale it first and use SUM"
                 }
                 Some(_) if self.encoding(world).is_some() => {
-                    "and calls that are encoded read host memory; copy it there first, or make the call without a codec"
+                    "but compressed calls read host memory; copy it to host memory first, or call without a codec"
                 }
                 Some(_) if !tensor.is_dense_value() => {
-                    "and is not dense there; give a contiguous tensor, for instance tensor.contiguous()"
+                    "but is not dense; pass a contiguous tensor, for instance tensor.contiguous()"
                 }
                 Some(_) => continue,
             };
-            let text = format!("{side} tensor {index} lies in {}, {why}", tensor.memory());
+            let text = format!("{side} tensor {index} is in {}, {why}", tensor.memory());
             return Err(Error::unsupported(text).of(self.collective).on_rank(rank));
         }
         Ok(())
@@ -232,16 +232,14 @@ impl CallDesc {
     fn check_offload(&self, rank: Rank, world: u32) -> Result<()> {
         let Some(by) = &self.offload else { return Ok(()) };
         let why = match self.collective {
-            Collective::Barrier | Collective::Send | Collective::Recv => "which moves no blocks between all ranks",
-            _ if self.op == ReduceOp::PremulSum => {
-                "and PREMUL_SUM scales tensors before that; scale them first, and take SUM"
-            }
-            _ if self.encoding(world).is_some() => "and is encoded; make it without a codec",
-            _ if self.is_staged() => "and has tensors that do not lie in host memory; copy them there first",
-            _ if !self.equal_blocks => "and has blocks of unequal sizes",
+            Collective::Barrier | Collective::Send | Collective::Recv => "it does not move blocks between all ranks",
+            _ if self.op == ReduceOp::PremulSum => "PREMUL_SUM scales tensors beforehand; scale them first and use SUM",
+            _ if self.encoding(world).is_some() => "it is compressed; call without a codec",
+            _ if self.is_staged() => "it has tensors outside host memory; copy them to host memory first",
+            _ if !self.equal_blocks => "it has blocks of unequal sizes",
             _ => return Ok(()),
         };
-        let text = format!("the call was given to `{}`, {why}", by.name());
+        let text = format!("`{}` cannot run the call: {why}", by.name());
         Err(Error::unsupported(text).of(self.collective).on_rank(rank))
     }
 
@@ -251,13 +249,13 @@ impl CallDesc {
         let mut pieces = self.inputs.pieces().iter().chain(self.outputs.pieces());
         if let Some(other) = pieces.find(|piece| piece.dtype != self.dtype) {
             return refused(format!(
-                "tensors that are encoded must have one dtype, but one is {} and one {}",
+                "all tensors of a compressed call must have the same dtype, but one is {} and one {}",
                 self.dtype, other.dtype
             ));
         }
         let tensors = encoding.codecs.tensors();
         if let Some(block) = self.inputs.iter().chain(self.outputs.iter()).find(|block| block.len() != tensors) {
-            return refused(format!("codecs were given for {tensors} tensors, and there are {}", block.len()));
+            return refused(format!("got codecs for {tensors} tensors, expected codecs for {}", block.len()));
         }
         Ok(())
     }
@@ -267,7 +265,7 @@ impl CallDesc {
             if rank.0 < world {
                 return Ok(());
             }
-            Err(Error::invalid_argument(format!("{what} {rank} is not a rank of this group, which has {world}"))
+            Err(Error::invalid_argument(format!("{what} {rank} is not a rank of this group of {world} ranks"))
                 .of(self.collective))
         };
         if self.collective.is_rooted() {
@@ -299,7 +297,7 @@ impl CallDesc {
         for (what, blocks, expected) in [("input", &self.inputs, inputs), ("output", &self.outputs, outputs)] {
             if blocks.len() != expected {
                 return Err(Error::invalid_argument(format!(
-                    "{} {what} tensors were given where {expected} are needed",
+                    "got {} {what} tensors, expected {expected}",
                     blocks.len()
                 ))
                 .of(self.collective));

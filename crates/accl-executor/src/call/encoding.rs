@@ -110,8 +110,8 @@ impl Codecs {
         for tensor in &tensors {
             if tensor.grain() > TILE_ELEMS {
                 return Err(Error::configuration(format!(
-                    "the buckets of {:?}, {:?} and {:?} meet every {} elements only, and a tile has {TILE_ELEMS} at most; \
-                     give them buckets that divide each other",
+                    "the buckets of {:?}, {:?} and {:?} align only every {} elements, but a tile has at most \
+                     {TILE_ELEMS}; choose bucket sizes that divide each other",
                     tensor.intra_node,
                     tensor.reduce,
                     tensor.result,
@@ -173,7 +173,7 @@ impl Codecs {
         if word == 0 {
             return "no codec".to_owned();
         }
-        let unknown = || "a codec that this version does not know".to_owned();
+        let unknown = || "a codec unknown to this version".to_owned();
         let describe = |word: u64| codec::from_word(word as u32).map_or_else(unknown, |summary| summary.to_string());
         let [reduce, result] = [word, word >> Summary::BITS].map(describe);
         if reduce == result { reduce } else { format!("{reduce} for sums and {result} for results") }

@@ -86,7 +86,7 @@ pub(crate) enum ExternalWork {
 const UNDER_WAY: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
-const PANICKED: &str = "it panicked when it was begun";
+const PANICKED: &str = "the worker panicked when it began the operation";
 
 struct Shared {
     state: AtomicU8,
@@ -268,7 +268,7 @@ impl ExternalHandle {
             UNDER_WAY => ExternalState::UnderWay,
             DONE if !self.shared.has_panicked.load(Ordering::Relaxed) => ExternalState::Done,
             _ => {
-                let silent = || Error::device("it gave the task up without a word");
+                let silent = || Error::device("the worker dropped the task without a result");
                 ExternalState::Failed(self.shared.why.get().cloned().unwrap_or_else(silent))
             }
         }
@@ -352,7 +352,7 @@ mod tests {
             (ExternalTask::done, ExternalState::Done),
             (|task| task.fail("no power"), failed(ErrorKind::Device, "no power")),
             (|task| task.fail_as(ErrorKind::Timeout, "no answer"), failed(ErrorKind::Timeout, "no answer")),
-            (drop, failed(ErrorKind::Device, "it gave the task up without a word")),
+            (drop, failed(ErrorKind::Device, "the worker dropped the task without a result")),
         ];
         for (end, state) in ends {
             let (_shelf, handle, task, wakes) = begin();

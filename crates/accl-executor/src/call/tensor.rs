@@ -84,11 +84,13 @@ impl TensorDesc {
         let count = sizes.iter().try_fold(1_u64, |count, &size| count.checked_mul(u64::try_from(size).ok()?));
         let is_fit = sizes.len() == strides.len() && strides.iter().all(|&stride| stride >= 0);
         let Some(count) = count.filter(|_| is_fit) else {
-            return Err(Error::internal("a tensor was described with unfit sizes or strides"));
+            return Err(Error::internal("a tensor description has invalid sizes or strides"));
         };
         // An expanded tensor has one element in memory, but packing it needs memory for all its elements.
         if count > i64::MAX as u64 / dtype.size_bytes() as u64 {
-            return Err(Error::exhausted(format!("a tensor of {count} elements has more bytes than an address has")));
+            return Err(Error::exhausted(format!(
+                "a tensor of {count} elements has more bytes than the address space"
+            )));
         }
         let mut expected = 1;
         let mut dense = true;

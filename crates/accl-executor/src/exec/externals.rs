@@ -95,7 +95,7 @@ impl Externals {
         begin: impl FnOnce(&Wake) -> Option<ExternalHandle>,
     ) -> bool {
         let Some(wake) = &self.wake else {
-            self.failure = Some(Error::internal(format!("{step} has nobody to wake")));
+            self.failure = Some(Error::internal(format!("{step} has no wake callback")));
             return true;
         };
         let Some(handle) = begin(wake) else { return false };
@@ -133,9 +133,8 @@ impl Externals {
                     ExternalStep::Offload | ExternalStep::Join => why,
                     ExternalStep::CopyIn | ExternalStep::CopyOut => {
                         let Error { kind, message, context } = why;
-                        let text = format!(
-                            "{step} by `{name}` failed: {message}; look at what `{name}` itself reports on this rank"
-                        );
+                        let text =
+                            format!("{step} by `{name}` failed: {message}; check the output of `{name}` on this rank");
                         Error { context, ..Error::new(kind, text) }
                     }
                 };
@@ -193,7 +192,7 @@ impl Externals {
         let is_left_out = |of: &UnderWay| of.handle.has_ended() || without_parts && of.step == ExternalStep::Join;
         let UnderWay { step, handle, .. } = self.under_way.iter().find(|of| !is_left_out(of))?;
         Some(match step {
-            ExternalStep::Join => "parts of the call on other lanes".to_owned(),
+            ExternalStep::Join => "the part of the call on other lanes".to_owned(),
             ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Offload => {
                 format!("the external operation {step} by `{}`", handle.name())
             }

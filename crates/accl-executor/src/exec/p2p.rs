@@ -341,9 +341,9 @@ impl P2p {
         let at = match incoming.arrive(part, data, limit) {
             Ok(Arrival::Place { at }) => at,
             Ok(Arrival::Kept | Arrival::Refused) => {
-                return Err(Error::internal("a message that was matched has no memory to be placed in"));
+                return Err(Error::internal("a matched message has no destination memory"));
             }
-            Err(Excess) => return Err(Error::protocol(format!("rank {from} sent too much of message {id}"))),
+            Err(Excess) => return Err(Error::protocol(format!("rank {from} sent too many bytes of message {id}"))),
         };
         let group = message.call.group_id;
         // The grant is sent first, so that the rest is in flight while these bytes are copied.

@@ -49,7 +49,7 @@ pub(crate) const PROBE: u32 = u32::MAX;
 /// Returns the error for a message that arrived damaged.
 fn corrupted(from: Rank, why: &str) -> Error {
     Error::protocol(format!(
-        "what came from rank {from} is damaged: {why}; look at the network between the two ranks, and whether both run the \
+        "data from rank {from} is corrupted: {why}; check the network between the two ranks, and that both run the \
          same version"
     ))
 }
@@ -168,7 +168,7 @@ type Come<'a> = (&'a Region, u64, &'a [u8]);
 
 fn come<'a>(plan: &'a Plan, fresh: &Fresh<'a>) -> Come<'a> {
     let PlanOpKind::Recv { dst, .. } = &plan.ops[fresh.op as usize].kind else {
-        unreachable!("tiles come by a receive that keeps them as they are")
+        unreachable!("tiles arrive by a receive without a reduction")
     };
     (dst, fresh.at, fresh.payload)
 }
@@ -613,17 +613,17 @@ impl Run {
     ) -> Result<()> {
         self.note_peer();
         let op = self.plan.receive(from, header.edge).ok_or_else(|| {
-            Error::mismatch(format!("rank {from} sent a message that this rank's part in the call does not have"))
+            Error::mismatch(format!("unexpected message from rank {from}; check that all ranks issue the same call"))
         })?;
         let total = self.plan.ops[op as usize].total;
         if header.value != total {
             return Err(Error::mismatch(format!(
-                "rank {from} sends {} bytes where this rank expects {total}; make the split sizes agree",
+                "rank {from} sends {} bytes, but this rank expects {total}; make the split sizes agree",
                 header.value
             )));
         }
         if !payload.len().is_multiple_of(self.compute.elem_bytes()) {
-            return Err(Error::protocol(format!("rank {from} sent part of an element in message {}", header.edge)));
+            return Err(Error::protocol(format!("rank {from} sent an incomplete element in message {}", header.edge)));
         }
         let part = match header.kind {
             Kind::Begin => {
@@ -639,8 +639,8 @@ impl Run {
                 self.queue(op);
                 Ok(())
             }
-            Ok(Arrival::Refused) => Err(Error::internal("an encoded message came before it could be placed")),
-            Err(Excess) => Err(Error::protocol(format!("rank {from} sent too much of message {}", header.edge))),
+            Ok(Arrival::Refused) => Err(Error::internal("an encoded message arrived before its destination was ready")),
+            Err(Excess) => Err(Error::protocol(format!("rank {from} sent too many bytes of message {}", header.edge))),
         }
     }
 

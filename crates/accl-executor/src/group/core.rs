@@ -284,7 +284,8 @@ impl Core {
         self.with_group(id, now, |group, context| group.note_absentees(context.net));
         if !is_complete {
             let error = Error::exhausted(format!(
-                "more than {} MiB came for groups that were being made here; let all ranks make a group before they use it",
+                "received more than {} MiB for groups that this rank is still creating; let all ranks create a group \
+                 before its first call",
                 MAX_LOBBY_BYTES >> 20
             ));
             self.with_group(id, now, |group, context| group.fail(group.in_context(error), context, Notify::Peers));
@@ -566,7 +567,7 @@ impl Core {
             let allowed = self.active.iter().filter_map(|group| self.groups.get(group)?.least_allowance(id)).min();
             if silence >= allowed.unwrap_or(VANISHED).min(VANISHED) {
                 let error = Error::peer_lost(format!(
-                    "{}: its host has not answered for {} ms, although what it was sent was repeated; look at the network \
+                    "{}: its host has not answered for {} ms, despite retransmissions; check the network \
                      between the hosts",
                     self.net.describe(id),
                     silence.as_millis()
@@ -994,16 +995,16 @@ impl Core {
     pub fn residue(&self) -> Vec<String> {
         let counts = [
             ("active groups", self.active.len()),
-            ("frames of groups that are not there", self.lobby.kept().0),
-            ("bytes of such frames", self.lobby.kept().1),
-            ("groups that are being made", self.expected.len()),
+            ("frames of unknown groups", self.lobby.kept().0),
+            ("bytes of these frames", self.lobby.kept().1),
+            ("groups being created", self.expected.len()),
             ("announcements", self.causes.len()),
             ("callbacks", self.completed.callbacks.len()),
-            ("calls whose external operations have yet to stop", self.stopping.len()),
+            ("calls with external operations that have not stopped", self.stopping.len()),
             ("control frames", self.net.queued()),
             ("peers with unsent bytes", usize::from(self.net.has_unsent())),
-            ("peers that have yet to greet", usize::from(self.net.awaits_greeting())),
-            ("threads that look", self.watchers as usize),
+            ("peers that have not sent their hello", usize::from(self.net.awaits_greeting())),
+            ("threads that poll", self.watchers as usize),
         ];
         let own = counts.into_iter().filter(|(_, count)| *count > 0).map(|(what, count)| format!("{count} {what}"));
         own.chain(self.groups.values().flat_map(GroupState::residue)).collect()

@@ -88,7 +88,7 @@ impl Sequence {
             return Ok(seq);
         }
         if !self.reserved.remove(&seq) {
-            return Err(Error::internal(format!("call number {seq} was not reserved")));
+            return Err(Error::internal(format!("sequence number {seq} was not reserved")));
         }
         if let Lanes::First(numbers) = &self.lanes {
             numbers.take_reserved(seq, parts);

@@ -343,7 +343,7 @@ impl GroupState {
     pub fn conclude_seqs(&mut self, seqs: Range<u64>, failed: Option<&Error>, context: &mut Context<'_>) {
         let unused = self.sequence.conclude(seqs, failed.is_some());
         let (Some(why), Some(first)) = (failed, unused) else { return };
-        let error = Error::new(why.kind, format!("call {first} could not be made on this rank: {}", why.message));
+        let error = Error::new(why.kind, format!("call {first} could not be issued on this rank: {}", why.message));
         self.fail(self.in_context(error), context, Notify::Peers);
     }
 
@@ -572,11 +572,11 @@ impl GroupState {
             Kind::Packets => match &self.packets {
                 Some(sink) => sink.arrive(from, header.value, payload),
                 None => {
-                    Err(Error::protocol(format!("rank {from} has sent packets for a device, and there is none here")))
+                    Err(Error::protocol(format!("rank {from} sent packets for a device, but this rank has no device")))
                 }
             },
             // These frames never belong to a single group.
-            Kind::Groups | Kind::Fate => Err(Error::protocol("a frame of no group came for one")),
+            Kind::Groups | Kind::Fate => Err(Error::protocol("received a frame of a kind that belongs to no group")),
         }
     }
 
@@ -810,7 +810,7 @@ impl GroupState {
                 format!("{who} is lost: {}; see that rank's own output for the reason", error.message)
             }
             Some(Gone::Lost(_) | Gone::Left) | None => {
-                format!("{who} has left the group and takes part in no further call")
+                format!("{who} has left the group and issues no more calls")
             }
         })
     }
@@ -834,8 +834,8 @@ impl GroupState {
         let text = match under_way {
             // Other ranks may wait for this operation, and it waits for none of them.
             Some(what) => format!(
-                "Timed out waiting {}ms for {}: {what} on this rank has not ended; look at what it reports itself, or raise the \
-                 timeout",
+                "Timed out waiting {}ms for {}: {what} on this rank has not completed; check its own output, or raise \
+                 the timeout",
                 allowed.as_millis(),
                 call.collective
             ),
@@ -882,12 +882,12 @@ impl GroupState {
         if awaited.is_empty() {
             let external = self.runs.get(&call.seq).and_then(Run::external_under_way);
             match external {
-                Some(what) => text.push_str(&format!("; {what} is under way")),
+                Some(what) => text.push_str(&format!("; {what} is still in flight")),
                 None if call.collective.is_point_to_point() => {
-                    text.push_str(" from any rank: nobody sent with this tag");
+                    text.push_str(" from any rank: no rank sent a message with this tag");
                 }
                 None => text.push_str(
-                    "; no rank is missing: calls that were made before it are not over, or what it was to stop has not stopped",
+                    "; no rank is missing: an earlier call has not completed, or an operation did not stop when asked",
                 ),
             }
         }
@@ -895,20 +895,20 @@ impl GroupState {
             text.push_str(if index == 0 { "; missing: " } else { ", " });
             text.push_str(&self.members.describe(rank, net));
             if let Some(why) = net.trouble(self.members.peer(rank)) {
-                text.push_str(&format!(" to which there is no link yet: {why}"));
+                text.push_str(&format!(" with no link yet: {why}"));
             }
             if let Some(silence) = net.peer(self.members.peer(rank)).silent_for() {
                 text.push_str(&format!(" whose host has not answered for {} ms", silence.as_millis()));
             }
             if !call.collective.is_point_to_point() {
                 match self.members.last_seq(rank) {
-                    Some(seq) if seq >= call.seq => text.push_str(" which is in this call"),
+                    Some(seq) if seq >= call.seq => text.push_str(" which has entered this call"),
                     Some(seq) => text.push_str(&format!(" whose last call seen here was seq {seq}")),
-                    None => text.push_str(" which has made no call on this group seen here"),
+                    None => text.push_str(" with no call on this group seen here"),
                 }
             }
         }
-        text.push_str("; look whether these ranks are stuck or skip the call, or raise the timeout");
+        text.push_str("; check whether these ranks are stuck or skip the call, or raise the timeout");
         text
     }
 
@@ -1057,7 +1057,7 @@ impl GroupState {
     pub fn aborted(&mut self, collective: Option<Collective>) -> Option<Error> {
         let cause = self.failure.raise()?;
         let mut error = Error::aborted(format!(
-            "the group failed earlier and takes no more calls; destroy it and make a new one. First cause: {}",
+            "the group failed earlier and accepts no more calls; destroy it and create a new one. First cause: {}",
             brief(cause)
         ))
         .in_group(&self.name)
@@ -1089,7 +1089,7 @@ impl GroupState {
     pub(crate) fn residue(&self) -> Vec<String> {
         let counts = [
             ("calls", self.runs.len()),
-            ("calls that others have begun", self.inbox.calls()),
+            ("calls that other ranks have begun", self.inbox.calls()),
             ("messages", self.p2p.messages().count()),
             ("reserved numbers", self.sequence.promised()),
         ];

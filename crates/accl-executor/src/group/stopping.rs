@@ -73,7 +73,7 @@ impl Stopping {
             }
             let what = run.any_external_under_way().unwrap_or_default();
             let text = format!(
-                "{what} was asked to stop and has not done so within {} ms; the call failed before of this: {}",
+                "{what} did not stop within {} ms when asked; the call had already failed: {}",
                 STOP_WITHIN.as_millis(),
                 error.message
             );

@@ -205,7 +205,7 @@ impl Caller {
     ) -> Result<Arc<CallState>> {
         let blocks = if desc.collective == Collective::Send { &desc.inputs } else { &desc.outputs };
         let [tensor] = blocks.pieces() else {
-            return Err(Error::invalid_argument("a message has one tensor"));
+            return Err(Error::invalid_argument("a point-to-point message takes exactly one tensor"));
         };
         let count = tensor.count_elems();
         let signature = Signature {
@@ -256,7 +256,7 @@ impl Caller {
 
     /// Returns the error of a call on a group that no longer exists.
     pub fn destroyed(&self, collective: Option<Collective>) -> Error {
-        let error = self.in_context(Error::aborted("the group was destroyed; make a new one"));
+        let error = self.in_context(Error::aborted("the group was destroyed; create a new one"));
         match collective {
             Some(collective) => error.of(collective),
             None => error,

@@ -165,7 +165,7 @@ impl Compute {
             | PlanOpKind::RecvReduce { .. }
             | PlanOpKind::Combine(_)
             | PlanOpKind::External(_) => {
-                unreachable!("an operation with a peer or of tiles is no work by bytes")
+                unreachable!("operations with a peer or on tiles are not executed by bytes")
             }
         }
     }

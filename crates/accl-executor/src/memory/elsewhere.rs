@@ -71,7 +71,7 @@ impl<'task> CollectiveMemory<'task> {
             unsafe { accl_kernels::copy(head.as_mut_ptr(), address, bytes) };
             rest = tail;
         }
-        assert!(rest.is_empty(), "a collective has no more than what its ranks contribute");
+        assert!(rest.is_empty(), "a read ends within the rank's contribution");
         true
     }
 
@@ -91,7 +91,7 @@ impl<'task> CollectiveMemory<'task> {
             unsafe { accl_kernels::copy(address, head.as_ptr(), bytes) };
             rest = tail;
         }
-        assert!(rest.is_empty(), "a collective has no more than what its ranks receive");
+        assert!(rest.is_empty(), "a write ends within the rank's output");
         true
     }
 }

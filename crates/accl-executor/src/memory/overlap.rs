@@ -11,7 +11,8 @@ use crate::call::{Blocks, CallDesc, TensorDesc};
 pub(crate) fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
     if tensor.is_expanded() {
         return Err(Error::invalid_argument(
-            "an output tensor has several elements at one address (it was expanded); give a tensor of its own, for instance tensor.clone()",
+            "an output tensor has several elements at one address (it was expanded); pass a tensor with its own \
+             memory, for instance tensor.clone()",
         ));
     }
     Ok(())
@@ -78,7 +79,7 @@ impl Marks {
         let words = places.div_ceil(64);
         let mut marks = Vec::new();
         marks.try_reserve_exact(words).map_err(|_| {
-            Error::exhausted("no memory to see whether output tensors that lie between each other share elements")
+            Error::exhausted("out of memory while checking whether interleaved output tensors share elements")
         })?;
         marks.resize(words, 0);
         Ok(Self(marks))

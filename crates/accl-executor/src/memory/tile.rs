@@ -54,27 +54,27 @@ impl TileHead {
     /// Description of the problem.
     pub(crate) fn check(self, tile: &[u8]) -> std::result::Result<(), String> {
         if tile.len() < TILE_HEADER_BYTES {
-            return Err(format!("it has {} bytes, and a header alone has {TILE_HEADER_BYTES}", tile.len()));
+            return Err(format!("it has {} bytes, expected at least {TILE_HEADER_BYTES} for its header", tile.len()));
         }
         let word = |at: usize| u32::from_le_bytes([tile[at], tile[at + 1], tile[at + 2], tile[at + 3]]);
         let (magic, flags) = (word(0) as u16, (word(0) >> 16) as u16);
         if magic != MAGIC {
-            return Err(format!("it begins with {magic:#06x} where a tile begins with {MAGIC:#06x}"));
+            return Err(format!("it begins with {magic:#06x}, expected {MAGIC:#06x}"));
         }
         if flags & !HAS_CHECKSUM != 0 {
-            return Err(format!("it has flags that this version does not know ({flags:#06x})"));
+            return Err(format!("it has flags unknown to this version ({flags:#06x})"));
         }
         if word(4) != self.elems {
-            return Err(format!("it has {} elements where {} are expected", word(4), self.elems));
+            return Err(format!("it has {} elements, expected {}", word(4), self.elems));
         }
         if word(8) != self.settings {
-            return Err("its settings are not those of this call".to_owned());
+            return Err("its settings differ from the settings of this call".to_owned());
         }
         // The sender decides whether there is a checksum: another kind of link may have brought the tile.
         let found = word(12);
         let expected = if flags & HAS_CHECKSUM != 0 { checksum(tile) } else { 0 };
         if found != expected {
-            return Err(format!("its checksum is {found:#010x}, and that of what came {expected:#010x}"));
+            return Err(format!("its checksum is {found:#010x}, but its bytes give {expected:#010x}"));
         }
         Ok(())
     }
@@ -150,9 +150,9 @@ mod tests {
             wrong[at] ^= 1;
             head.check(&wrong).unwrap_err()
         };
-        assert!(why(0, head).contains("begins with 0xacc0 where a tile begins with 0xacc1"), "{}", why(0, head));
-        assert!(why(4, head).contains("1001 elements where 1000 are expected"), "{}", why(4, head));
-        assert!(why(8, head).contains("settings are not those of this call"), "{}", why(8, head));
+        assert!(why(0, head).contains("begins with 0xacc0, expected 0xacc1"), "{}", why(0, head));
+        assert!(why(4, head).contains("1001 elements, expected 1000"), "{}", why(4, head));
+        assert!(why(8, head).contains("settings differ from the settings of this call"), "{}", why(8, head));
         assert!(why(100, head).contains("checksum"), "{}", why(100, head));
     }
 }

@@ -321,7 +321,7 @@ fn find_partners(program: &Program, ops: &mut [PlanOp]) {
 /// Returns the chunk whose elements all these spans have.
 fn like_of<'a>(program: &Program, spans: impl Iterator<Item = &'a Span>) -> (Buf, u32) {
     let mut chunks = spans.flat_map(Span::chunks);
-    let Some((buf, chunk)) = chunks.next() else { unreachable!("a combination makes something") };
+    let Some((buf, chunk)) = chunks.next() else { unreachable!("a combination has a result") };
     if buf == Buf::Code { program.codes[chunk as usize].like } else { (buf, chunk) }
 }
 

@@ -129,7 +129,8 @@ impl Planner {
     fn offloaded(&self, key: &PlanKey) -> Result<Plan> {
         let topology = self.chooser.topology();
         let is_it = |row: &&Algorithm| row.collective == Collective::Barrier && row.name == MEETING;
-        let algorithm = ALGORITHMS.iter().find(is_it).ok_or_else(|| Error::internal("no barrier to meet by"))?;
+        let algorithm =
+            ALGORITHMS.iter().find(is_it).ok_or_else(|| Error::internal("no barrier algorithm for offloaded calls"))?;
         let world = topology.world();
         let request = Request { collective: Collective::Barrier, world, rank: self.rank, root: Rank(0), topology };
         let program = (algorithm.build)(&request).lower(&request);

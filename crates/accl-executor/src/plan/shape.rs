@@ -293,7 +293,7 @@ fn check_kept_block(collective: Collective, key: &PlanKey, rank: Rank) -> Result
     }
     let bytes = |block: &[Elems]| block.iter().map(|elems| elems.0).sum::<u64>() * key.elem_bytes;
     Err(Error::invalid_argument(format!(
-        "the block that rank {rank} keeps has {} bytes as input and {} as output",
+        "the block that rank {rank} keeps has {} bytes in the input but {} bytes in the output",
         bytes(&input),
         bytes(&output)
     )))

@@ -62,13 +62,13 @@ pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from,
         let on_device = if is_on_device(mine) { my_rank } else { from };
         let name = Collective::from_code(mine.collective).map_or("the collective", Collective::name);
         return Error::mismatch(format!(
-            "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}, and rank {on_device} has its device or MPI \
-             do it where the other takes the host; all ranks must give split sizes, or none, and tensors in the same kind of memory, \
-             or take the host with sidestep=\"{name}=host\""
+            "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}, \
+             and only rank {on_device} offloads it to a device or MPI; on all ranks, pass split sizes or none, and \
+             tensors in the same kind of memory, or use the host with sidestep=\"{name}=host\""
         ))
         .with_peer(from);
     }
-    let detail = if mine_text == theirs_text { " (the sizes of single blocks differ)" } else { "" };
+    let detail = if mine_text == theirs_text { " (the sizes of individual blocks differ)" } else { "" };
     Error::mismatch(format!(
         "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}{detail}; all ranks of \
          a group must make the same calls in the same order"
@@ -79,7 +79,7 @@ pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from,
 fn disagreement_on_codecs(seq: u64, mine: (Rank, &Signature), theirs: (Rank, &Signature)) -> Error {
     let [(my_rank, my_text), (their_rank, their_text)] =
         [mine, theirs].map(|(rank, signature)| (rank, Codecs::describe_word(signature.reserved)));
-    let detail = if my_text == their_text { " (the settings of another of its tensors differ)" } else { "" };
+    let detail = if my_text == their_text { " (the settings of another tensor of the call differ)" } else { "" };
     Error::mismatch(format!(
         "ranks disagree on how call {seq} is compressed: rank {my_rank} with {my_text}, rank {their_rank} with \
          {their_text}{detail}; give all ranks of the group the same compression settings"

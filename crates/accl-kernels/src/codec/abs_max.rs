@@ -20,7 +20,7 @@ use crate::reduce::float16::Toward;
 pub(super) const ROW: Row = Row {
     id: 4,
     name: "absmax",
-    description: "levels evenly on both sides of zero, up to the greatest magnitude of a bucket; zero stays zero",
+    description: "levels spaced evenly on both sides of zero, up to the largest magnitude of a bucket; zero stays zero",
     settings: &Setting::ALL,
     bits: 2..=8,
     buckets: Buckets::MultiplesOf8,

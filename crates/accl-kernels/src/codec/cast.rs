@@ -21,7 +21,7 @@ pub(super) const RAW: Row = Row {
     loss: |_| Loss::None,
     next_finer: |_| None,
     bound: |_, _, _| Bound { share: 0.0, floor: 0.0 },
-    ..row(0, "raw", "elements as they are", |_, isa| cast(&RAW, None, isa))
+    ..row(0, "raw", "elements unchanged", |_, isa| cast(&RAW, None, isa))
 };
 
 pub(super) const BF16: Row = Row {
@@ -88,7 +88,7 @@ impl Cast {
 
     /// Returns the bytes of the elements in an encoded slice.
     fn elements<'a>(&self, src: &'a [u8], tensor: Dtype, count: usize) -> &'a [u8] {
-        assert_eq!(src.len(), self.encoded_bytes(tensor, count), "what {count} elements become");
+        assert_eq!(src.len(), self.encoded_bytes(tensor, count), "encoded bytes of {count} elements");
         &src[..count * self.wire(tensor).size_bytes()]
     }
 }

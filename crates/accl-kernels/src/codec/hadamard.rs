@@ -39,7 +39,7 @@ use crate::isa::Isa;
 pub(super) const ROW: Row = Row {
     id: 12,
     name: "hadamard",
-    description: "`maxmin` of buckets after a random rotation, so that a few large values do not spoil the others",
+    description: "`maxmin` of buckets after a random rotation, so that a few large values do not harm the others",
     settings: &Setting::ALL,
     bits: 1..=8,
     buckets: Buckets::PowersOfTwo,
@@ -137,7 +137,7 @@ impl Hadamard {
 
     /// Calls `each` with the first element's index and the values of every part, in their order.
     fn decode_parts(&self, mut src: &[u8], tensor: Dtype, count: usize, mut each: impl FnMut(usize, &[f32])) {
-        assert_eq!(src.len(), self.encoded_bytes(tensor, count), "what {count} elements become");
+        assert_eq!(src.len(), self.encoded_bytes(tensor, count), "encoded bytes of {count} elements");
         let mut values = vec![0.0; self.part().min(count)];
         for start in (0..count).step_by(self.part()) {
             let elements = self.part().min(count - start);
@@ -172,7 +172,7 @@ impl Codec for Hadamard {
     unsafe fn encode(&self, mut dst: &mut [u8], slice: Slice, rng_key: RngKey) -> NonFinite {
         let _env = DefaultFloatEnv::enter();
         let count = slice.count;
-        assert_eq!(dst.len(), self.encoded_bytes(slice.tensor, count), "room for what {count} elements become");
+        assert_eq!(dst.len(), self.encoded_bytes(slice.tensor, count), "room for {count} encoded elements");
         let mut non_finite = NonFinite::default();
         let mut values = vec![0.0; self.part().min(count)];
         for start in (0..count).step_by(self.part()) {

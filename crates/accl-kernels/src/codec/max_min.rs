@@ -22,7 +22,7 @@ use crate::reduce::float16::Toward;
 pub(super) const ROW: Row = Row {
     id: 3,
     name: "maxmin",
-    description: "levels evenly between the least and the greatest value of a bucket",
+    description: "levels spaced evenly between the smallest and the largest value of a bucket",
     settings: &Setting::ALL,
     bits: 1..=8,
     buckets: Buckets::MultiplesOf8,
@@ -87,6 +87,6 @@ impl Scheme for MaxMin {
     }
 
     fn min_of(_: f32, _: u8) -> f32 {
-        unreachable!("it is among the metadata")
+        unreachable!("the minimum is in the metadata")
     }
 }

@@ -18,7 +18,7 @@ const MANY: usize = 1 << 20;
 pub fn page_with_table(page: &str) -> Option<String> {
     let (before, rest) = page.split_once(BEGIN)?;
     let (_, after) = rest.split_once(END)?;
-    let mut table = String::from("\n| codec | bits an element | settings | what it is |\n|---|---|---|---|\n");
+    let mut table = String::from("\n| codec | bits per element | settings | description |\n|---|---|---|---|\n");
     CODECS.iter().for_each(|row| table.push_str(&line(row)));
     Some(format!("{before}{BEGIN}{table}\n{END}{after}"))
 }

@@ -149,7 +149,7 @@ impl<S: Scaling> Scaled<S> {
     /// Calls `each` with the first element's index, the codes and the blocks' scales of every piece, in their order.
     fn decode_pieces(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, &[u8], &[f32])) {
         let layout = Self::layout(count);
-        assert_eq!(src.len(), layout.end, "what {count} elements become");
+        assert_eq!(src.len(), layout.end, "encoded bytes of {count} elements");
         let (mut room, mut of_blocks) = ([0; PIECE], [0.0; MOST_BLOCKS]);
         let scales = src[layout.scales_at..layout.codes_at].chunks(Self::SPAN / S::BLOCK * S::SCALE_BYTES);
         let codes = src[layout.codes_at..layout.codes_end].chunks(Self::SPAN * Self::BITS / 8);
@@ -212,7 +212,7 @@ impl<S: Scaling> Codec for Scaled<S> {
     unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: RngKey) -> NonFinite {
         let _env = DefaultFloatEnv::enter();
         let layout = Self::layout(slice.count);
-        assert_eq!(dst.len(), layout.end, "room for what {} elements become", slice.count);
+        assert_eq!(dst.len(), layout.end, "room for {} encoded elements", slice.count);
         let (groups, rest) = dst.split_at_mut(layout.scales_at);
         let (scales, rest) = rest.split_at_mut(layout.codes_at - layout.scales_at);
         let (codes, zeros) = rest.split_at_mut(layout.codes_end - layout.codes_at);

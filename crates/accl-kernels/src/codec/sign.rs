@@ -116,7 +116,7 @@ impl Sign {
     fn decode_pieces(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, usize, &[u8], f32)) {
         let meta = self.settings.meta;
         let [codes_at, codes_end, end] = self.layout(count);
-        assert_eq!(src.len(), end, "what {count} elements become");
+        assert_eq!(src.len(), end, "encoded bytes of {count} elements");
         let buckets = src[codes_at..codes_end].chunks(self.bucket() / SHARE);
         let means = src[..codes_at].chunks_exact(meta.size_bytes());
         for (begin, (codes, mean)) in (0..count).step_by(self.bucket()).zip(buckets.zip(means)) {
@@ -148,7 +148,7 @@ impl Codec for Sign {
         let _env = DefaultFloatEnv::enter();
         let count = slice.count;
         let [codes_at, codes_end, end] = self.layout(count);
-        assert_eq!(dst.len(), end, "room for what {count} elements become");
+        assert_eq!(dst.len(), end, "room for {count} encoded elements");
         let (means, rest) = dst.split_at_mut(codes_at);
         let (codes, zeros) = rest.split_at_mut(codes_end - codes_at);
         zeros.fill(0);

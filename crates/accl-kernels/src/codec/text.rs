@@ -58,8 +58,8 @@ pub(super) fn settings(text: &str, row: &Row) -> Result<Settings> {
                 rounding = Some(known.ok_or_else(one_of)?.1);
             }
             ("skip_incomplete", None) => settings.skip_incomplete = true,
-            ("skip_incomplete", Some(_)) => return Err(wrong("skip_incomplete has no value".to_owned())),
-            _ => return Err(wrong(format!("{key} has no value; expected `{key}=` and one"))),
+            ("skip_incomplete", Some(_)) => return Err(wrong("skip_incomplete takes no value".to_owned())),
+            _ => return Err(wrong(format!("{key} has no value; expected `{key}=VALUE`"))),
         }
     }
     settings.rounding = rounding.unwrap_or(Rounding::default_of(settings.bits));

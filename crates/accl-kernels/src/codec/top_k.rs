@@ -34,7 +34,7 @@ use crate::isa::Isa;
 pub(super) const ROW: Row = Row {
     id: 13,
     name: "topk",
-    description: "one in 2^bits elements of a bucket, the greatest; the others are zero",
+    description: "the elements of largest magnitude, one in 2^bits of a bucket; the others are zero",
     settings: &[Setting::Bits, Setting::Bucket, Setting::Meta],
     bits: 1..=8,
     buckets: Buckets::MultiplesOf8,
@@ -140,7 +140,7 @@ impl TopK {
     /// (indices and values). `None` instead of kept elements: the bucket is NaN.
     fn decode_buckets(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, usize, Option<Kept<'_>>)) {
         let layout = self.layout(count);
-        assert_eq!(src.len(), layout.end, "what {count} elements become");
+        assert_eq!(src.len(), layout.end, "encoded bytes of {count} elements");
         let meta = self.settings.meta;
         let kept = self.kept(self.bucket());
         let values = src[..layout.indices_at].chunks(kept * meta.size_bytes());
@@ -183,7 +183,7 @@ impl Codec for TopK {
         let _env = DefaultFloatEnv::enter();
         let count = slice.count;
         let layout = self.layout(count);
-        assert_eq!(dst.len(), layout.end, "room for what {count} elements become");
+        assert_eq!(dst.len(), layout.end, "room for {count} encoded elements");
         let (values, rest) = dst.split_at_mut(layout.indices_at);
         let (indices, zeros) = rest.split_at_mut(layout.indices_end - layout.indices_at);
         zeros.fill(0);

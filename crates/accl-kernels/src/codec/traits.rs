@@ -393,7 +393,7 @@ const _: () = {
         bits += width(Setting::ALL[index]);
         index += 1;
     }
-    assert!(bits == Summary::BITS, "a word has other fields than it has room for");
+    assert!(bits == Summary::BITS, "the fields do not fill the word");
     assert!(MOST_BITS as u32 <= 1 << width(Setting::Bits), "bits do not fit their field");
     assert!(MOST_BUCKET / 8 <= 1 << width(Setting::Bucket), "buckets do not fit their field");
     assert!(META.len() <= 1 << width(Setting::Meta), "types of metadata do not fit their field");

@@ -397,7 +397,7 @@ impl<S: Scheme> Codec for Uniform<S> {
         let _env = DefaultFloatEnv::enter();
         let count = slice.count;
         let layout = self.layout(slice.tensor, count);
-        assert_eq!(dst.len(), layout.end, "room for what {count} elements become");
+        assert_eq!(dst.len(), layout.end, "room for {count} encoded elements");
         let (metas, rest) = dst.split_at_mut(layout.codes_at);
         let (codes, tail) = rest.split_at_mut(layout.tail_at - layout.codes_at);
         let (codes, zeros) = codes.split_at_mut(layout.codes_end - layout.codes_at);
@@ -444,7 +444,7 @@ impl<S: Scheme> Codec for Uniform<S> {
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], tensor: Dtype, count: usize) {
         let _env = DefaultFloatEnv::enter();
         let layout = self.layout(tensor, count);
-        assert_eq!(src.len(), layout.end, "what {count} elements become");
+        assert_eq!(src.len(), layout.end, "encoded bytes of {count} elements");
         let mut room = [MaybeUninit::uninit(); RUN];
         self.decode_runs(src, &layout, |elements, codes, scales| {
             let dst = dst.wrapping_add(elements.start * into.size_bytes());
@@ -465,7 +465,7 @@ impl<S: Scheme> Codec for Uniform<S> {
     fn decode_add(&self, sums: &mut [f32], src: &[u8], tensor: Dtype) {
         let _env = DefaultFloatEnv::enter();
         let layout = self.layout(tensor, sums.len());
-        assert_eq!(src.len(), layout.end, "what {} elements become", sums.len());
+        assert_eq!(src.len(), layout.end, "encoded bytes of {} elements", sums.len());
         self.decode_runs(src, &layout, |elements, codes, scales| {
             // SAFETY: the instruction set was checked when `self` was made.
             unsafe { (self.loops.decode_add)(&mut sums[elements], codes, scales) };

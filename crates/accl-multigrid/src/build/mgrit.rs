@@ -24,7 +24,7 @@ use crate::plan::{Op, Pass, Phase, PhaseKind, Plan, Value};
 /// needs one.
 pub fn mgrit(grid: &Grid, placement: &Placement, pass: Pass, cycle: &Cycle) -> Result<Plan> {
     if placement.layers() != grid.layers() {
-        let text = format!("{} layers are placed, and the net has {}", placement.layers(), grid.layers());
+        let text = format!("the placement has {} layers, but the net has {}", placement.layers(), grid.layers());
         return Err(Error::invalid_argument(text));
     }
     if grid.levels().len() > 1 {
@@ -308,9 +308,7 @@ impl<'a> Solve<'a> {
     }
 
     fn at(&self, level: usize, position: usize) -> Value {
-        let Some(value) = self.u[level][position] else {
-            unreachable!("a position is read after it was given a value")
-        };
+        let Some(value) = self.u[level][position] else { unreachable!("a position has a value before it is read") };
         value
     }
 

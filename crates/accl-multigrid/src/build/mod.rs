@@ -149,7 +149,7 @@ impl Builder {
         });
         if is_final && let Some(&(on, at)) = self.evals.get(&value) {
             let Op::Eval { is_final, .. } = &mut self.ranks[on.index()][at] else {
-                unreachable!("an evaluation stands where it was put")
+                unreachable!("the recorded position has an evaluation")
             };
             if !*is_final && self.reuse == Reuse::Values {
                 // The result is the earlier evaluation's, bit for bit, and is not read.

@@ -34,7 +34,7 @@ pub enum Schedule {
 /// `InvalidArgument` if the placement has another number of layers, or if there are no micro-batches.
 pub fn pipeline(grid: &Grid, placement: &Placement, schedule: Schedule, micro_batches: u32) -> Result<Plan> {
     if placement.layers() != grid.layers() {
-        let text = format!("{} layers are placed, and the net has {}", placement.layers(), grid.layers());
+        let text = format!("the placement has {} layers, but the net has {}", placement.layers(), grid.layers());
         return Err(Error::invalid_argument(text));
     }
     if micro_batches == 0 {
@@ -187,7 +187,7 @@ impl<'a> Pipe<'a> {
 
     fn came_out(&self, pass: Pass, micro: u32) -> Value {
         let Some(value) = self.came_out[of(pass)][micro as usize] else {
-            unreachable!("a task begins when its input is there")
+            unreachable!("a task begins after its input has arrived")
         };
         value
     }

@@ -52,7 +52,7 @@ pub fn check_algorithm(row: &Algorithm, root: Rank, topology: &Topology) -> Resu
     }
     match row.sums {
         Sums::Together if report.roundings > 1 => {
-            Err(Violation::new(format!("rounds {} times where it says that it adds up together", report.roundings)))
+            Err(Violation::new(format!("rounds {} times, but the row states `Sums::Together`", report.roundings)))
         }
         Sums::Together | Sums::InTurn => Ok(report),
     }

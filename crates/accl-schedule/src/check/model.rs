@@ -106,7 +106,7 @@ pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(
         };
         if !known {
             return Err(Violation::new(format!(
-                "rank {rank}: a chunk is sized like {like:?} {chunk}, which is not there"
+                "rank {rank}: a chunk has the size of {like:?} {chunk}, which does not exist"
             )));
         }
     }
@@ -133,7 +133,9 @@ pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(
                         return Err(Violation::new("no such peer"));
                     }
                 }
-                OpKind::Reduce { srcs, .. } if srcs.len() < 2 => return Err(Violation::new("reduces less than two")),
+                OpKind::Reduce { srcs, .. } if srcs.len() < 2 => {
+                    return Err(Violation::new("reduces fewer than two operands"));
+                }
                 OpKind::Combine { dsts, srcs, .. } => check_combine(dsts, srcs)?,
                 OpKind::Copy { .. } | OpKind::Reduce { .. } => {}
             }
@@ -144,7 +146,7 @@ pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(
                 let other = &program.ops[dep.on as usize].kind;
                 let other = other.reads().iter().chain(other.writes()).next();
                 if other.map(|span| self::sizes(case, rank, program, span)).as_ref() != sizes.first() {
-                    return Err(Violation::new(format!("streams behind operation {} of another size", dep.on)));
+                    return Err(Violation::new(format!("streams after operation {} of a different size", dep.on)));
                 }
             }
             Ok(())
@@ -160,14 +162,14 @@ fn check_combine(dsts: &[Span], srcs: &[Span]) -> Result<(), Violation> {
     let bufs = |spans: &[Span]| spans.iter().flat_map(|span| span.chunks()).map(|(buf, _)| buf).collect::<Vec<_>>();
     let (to, from) = (bufs(dsts), bufs(srcs));
     if dsts.len() != to.len() || srcs.len() != from.len() {
-        return Err(Violation::new("combines more than a chunk"));
+        return Err(Violation::new("combines a span of several chunks"));
     }
     let to_is_fit = matches!(to[..], [Buf::Code] | [Buf::Out] | [Buf::Code, Buf::Out]);
     if !to_is_fit || from.is_empty() || from.iter().any(|buf| !matches!(buf, Buf::In | Buf::Code)) {
-        return Err(Violation::new("combines what cannot be"));
+        return Err(Violation::new("combines buffers that cannot be combined"));
     }
     if from == [Buf::Code] && to.contains(&Buf::Code) {
-        return Err(Violation::new("encodes anew what nothing was added to"));
+        return Err(Violation::new("encodes an unchanged chunk again"));
     }
     Ok(())
 }
@@ -184,7 +186,7 @@ fn check_divisions(case: &Case, program: &Program) -> Result<(), Violation> {
         Collective::AllToAll => by_block(input) && by_block(output),
     };
     let alike = case.collective == Collective::Broadcast || input.pieces() == output.pieces();
-    if fits && alike { Ok(()) } else { Err(Violation::new(format!("divisions {input:?} and {output:?} do not fit"))) }
+    if fits && alike { Ok(()) } else { Err(Violation::new(format!("divisions {input:?} and {output:?} do not match"))) }
 }
 
 /// The contents that a chunk of `Out` must have at the end.

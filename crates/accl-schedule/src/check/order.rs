@@ -161,7 +161,7 @@ impl Graph {
 
     fn stuck(&self, programs: &[Program], op: u32) -> Violation {
         let (rank, index) = self.locate(op);
-        Violation::new("waits in a circle").at(rank as u32, index, &programs[rank].ops[index].kind)
+        Violation::new("waits in a cycle").at(rank as u32, index, &programs[rank].ops[index].kind)
     }
 
     /// Number of messages in the longest chain in which each message is sent after the previous one was received.
@@ -234,11 +234,13 @@ fn match_messages(case: &Case, programs: &[Program], first: &[u32]) -> Result<Ve
     })?;
     each(true, &mut |rank, index| {
         let Some((key, expected)) = end(rank, index) else { return Ok(()) };
-        let Some(send) = sends.remove(&key) else { return Err(Violation::new("receives what nobody sends")) };
+        let Some(send) = sends.remove(&key) else {
+            return Err(Violation::new("receives a message that no rank sends"));
+        };
         let sender = key.0 as usize;
         let sent = end(sender, (send - first[sender]) as usize).map(|(_, sizes)| sizes);
         if sent.as_ref() != Some(&expected) {
-            return Err(Violation::new(format!("expects sizes {expected:?} and is sent {sent:?}")));
+            return Err(Violation::new(format!("expects sizes {expected:?}, got {sent:?}")));
         }
         let recv = first[rank] + index as u32;
         partner[send as usize] = recv;
@@ -246,7 +248,7 @@ fn match_messages(case: &Case, programs: &[Program], first: &[u32]) -> Result<Ve
         Ok(())
     })?;
     each(false, &mut |rank, index| match partner[first[rank] as usize + index] {
-        NONE => Err(Violation::new("sends what nobody receives")),
+        NONE => Err(Violation::new("sends a message that no rank receives")),
         _ => Ok(()),
     })?;
     Ok(partner)
@@ -265,7 +267,7 @@ pub(super) fn check_messages(case: &Case, ranks: &[u32], programs: &[Program]) -
                 }
                 let ok = if wanted { ends.remove(&key) == Some(sizes) } else { ends.insert(key, sizes).is_none() };
                 if !ok {
-                    return Err(Violation::new("no message of these sizes").at(rank, index, &op.kind));
+                    return Err(Violation::new("no matching message of these sizes").at(rank, index, &op.kind));
                 }
             }
         }

@@ -116,7 +116,7 @@ impl Pool {
             match &self.nodes[number as usize] {
                 Node::Leaf { rank, chunk: of } => {
                     if *of != chunk || std::mem::replace(&mut seen[*rank as usize], true) {
-                        return Err(Violation::new(format!("chunk {of} of rank {rank} is in it wrongly or twice")));
+                        return Err(Violation::new(format!("it contains chunk {of} of rank {rank} wrongly or twice")));
                     }
                 }
                 Node::Encoded { value, .. } => open.push((*value, expected)),
@@ -130,7 +130,7 @@ impl Pool {
         }
         match seen.iter().position(|&seen| !seen) {
             None => Ok(()),
-            Some(rank) => Err(Violation::new(format!("rank {rank} is missing in it"))),
+            Some(rank) => Err(Violation::new(format!("the contribution of rank {rank} is missing"))),
         }
     }
 }
@@ -156,7 +156,7 @@ impl Memory {
     fn read(&mut self, span: &Span) -> Result<Vec<u32>, Violation> {
         span.chunks()
             .map(|(buf, chunk)| {
-                let unwritten = || Violation::new(format!("reads {buf:?} {chunk}, which nobody has written"));
+                let unwritten = || Violation::new(format!("reads {buf:?} {chunk}, which was not written"));
                 self.at(buf, chunk).ok_or_else(unwritten)
             })
             .collect()
@@ -231,7 +231,7 @@ pub(super) fn check_values(
             // Encoded bytes may still be in flight, so a chunk of `Code` must not be written again.
             for (buf, chunk) in kind.writes().iter().flat_map(|span| span.chunks()) {
                 if buf == Buf::Code && !memory.encoded.insert(chunk) {
-                    return Err(Violation::new("makes bytes where there are some"));
+                    return Err(Violation::new("writes an encoded chunk a second time"));
                 }
             }
             Ok(())

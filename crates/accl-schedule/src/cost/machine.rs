@@ -105,19 +105,19 @@ pub struct Constant {
 pub const CONSTANTS: &[Constant] = &[
     Constant {
         name: "shm_call_ps",
-        effect: "a call over shared memory by itself",
+        effect: "overhead of a call over shared memory",
         least: 1,
         at: |m| std::slice::from_mut(&mut m.shm.call_ps),
     },
     Constant {
         name: "shm_frame_ps",
-        effect: "a frame through shared memory without its bytes, at either end",
+        effect: "sending or receiving a frame through shared memory, without its bytes",
         least: 1,
         at: |m| std::slice::from_mut(&mut m.shm.frame_ps),
     },
     Constant {
         name: "shm_latency_ps",
-        effect: "until a frame in shared memory is seen",
+        effect: "time until the receiver sees a frame in shared memory",
         least: 1,
         at: |m| std::slice::from_mut(&mut m.shm.latency_ps),
     },
@@ -135,19 +135,19 @@ pub const CONSTANTS: &[Constant] = &[
     },
     Constant {
         name: "tcp_call_ps",
-        effect: "a call over sockets by itself",
+        effect: "overhead of a call over sockets",
         least: 1,
         at: |m| std::slice::from_mut(&mut m.tcp.call_ps),
     },
     Constant {
         name: "tcp_frame_ps",
-        effect: "a frame through a socket without its bytes, at either end",
+        effect: "sending or receiving a frame through a socket, without its bytes",
         least: 1,
         at: |m| std::slice::from_mut(&mut m.tcp.frame_ps),
     },
     Constant {
         name: "tcp_latency_ps",
-        effect: "until a frame in a socket of this host is seen",
+        effect: "time until the receiver sees a frame from a socket of the same host",
         least: 1,
         at: |m| std::slice::from_mut(&mut m.tcp.latency_ps),
     },
@@ -165,19 +165,19 @@ pub const CONSTANTS: &[Constant] = &[
     },
     Constant {
         name: "network_latency_ps",
-        effect: "one way between hosts, besides the software of sockets",
+        effect: "latency between hosts in one direction, in addition to the software of sockets",
         least: 0,
         at: |m| std::slice::from_mut(&mut m.network.latency_ps),
     },
     Constant {
         name: "network_sent_ps_per_kib",
-        effect: "a host's connection to the others, in one direction",
+        effect: "sending bytes over a host's connection to the others, in one direction",
         least: 1,
         at: |m| std::slice::from_mut(&mut m.network.sent_ps_per_kib),
     },
     Constant {
         name: "reduced_ps_per_kib",
-        effect: "reducing what arrived instead of copying it: the difference",
+        effect: "additional cost of reducing received bytes instead of copying them",
         least: 0,
         at: |m| &mut m.reduced_ps_per_kib,
     },
@@ -189,25 +189,25 @@ pub const CONSTANTS: &[Constant] = &[
     },
     Constant {
         name: "block_ps",
-        effect: "each tensor of a call that has one for each rank",
+        effect: "each tensor of a call with one tensor per rank",
         least: 0,
         at: |m| std::slice::from_mut(&mut m.block_ps),
     },
     Constant {
         name: "switch_ps",
-        effect: "giving a core to another rank",
+        effect: "switching a core to another rank",
         least: 1,
         at: |m| std::slice::from_mut(&mut m.switch_ps),
     },
     Constant {
         name: "crowding_per_mille",
-        effect: "thousandths by which bytes take longer for each further peer at once",
+        effect: "additional time of bytes for each further peer at the same time, in thousandths",
         least: 0,
         at: |m| std::slice::from_mut(&mut m.crowding_per_mille),
     },
     Constant {
         name: "memory_cores",
-        effect: "cores that move memory as fast as the host can",
+        effect: "number of cores that move memory as fast as the host can",
         least: 1,
         at: |m| std::slice::from_mut(&mut m.memory_cores),
     },
@@ -288,9 +288,9 @@ impl FromStr for Machine {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut machine = Machine::default();
         for word in text.split_whitespace() {
-            let (name, values) = word.split_once('=').ok_or_else(|| format!("`{word}` has no `=`"))?;
+            let (name, values) = word.split_once('=').ok_or_else(|| format!("expected NAME=VALUE, got `{word}`"))?;
             let constant = CONSTANTS.iter().find(|constant| constant.name == name);
-            let constant = constant.ok_or_else(|| format!("`{name}` is no constant"))?;
+            let constant = constant.ok_or_else(|| format!("unknown constant `{name}`"))?;
             let parsed: Result<Vec<u64>, _> = values.split(',').map(str::parse::<u64>).collect();
             let places = (constant.at)(&mut machine);
             match parsed {
@@ -298,7 +298,7 @@ impl FromStr for Machine {
                     places.copy_from_slice(&parsed);
                 }
                 Ok(_) | Err(_) => {
-                    return Err(format!("{name}: expected {} numbers up to {LARGEST}, not `{values}`", places.len()));
+                    return Err(format!("{name}: expected {} numbers up to {LARGEST}, got `{values}`", places.len()));
                 }
             }
         }

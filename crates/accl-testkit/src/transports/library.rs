@@ -99,7 +99,7 @@ impl Collectives for Library {
 
     fn open(&self, rank: u32, addresses: &[Vec<u8>], key: u64) -> Result<Opened, String> {
         if let Some(other) = addresses.iter().position(|address| address != b"here") {
-            return Err(format!("rank {other} is somewhere else"));
+            return Err(format!("rank {other} is in another process"));
         }
         if self.leaves_to_host.load(Ordering::Relaxed) {
             return Ok(Opened::LeftToHost("it was told to".to_owned()));
@@ -179,7 +179,7 @@ fn perform(parts: &[CollectiveV1]) {
     };
     let alike =
         |part: &CollectiveV1| (part.collective, part.element_type, part.op, part.root, part.count, in_place(part));
-    assert!(parts.iter().all(|part| alike(part) == alike(&what)), "ranks came with different collectives: {parts:?}");
+    assert!(parts.iter().all(|part| alike(part) == alike(&what)), "ranks issued different collectives: {parts:?}");
     let (root, world) = (what.root as usize, parts.len());
     let block = what.count as usize * element_bytes(what.element_type);
     // Contributions are copied first, because results may overwrite them.
@@ -255,7 +255,7 @@ fn combine(into: &mut [u8], other: &[u8], element_type: u32, op: u32) {
                             b
                         }
                     }
-                    other => panic!("the operator {other} is not for tests"),
+                    other => panic!("operator {other} is not supported in tests"),
                 };
                 into.copy_from_slice(&combined.to_ne_bytes());
             }
@@ -266,6 +266,6 @@ fn combine(into: &mut [u8], other: &[u8], element_type: u32, op: u32) {
         element_types::INT64 => each!(i64),
         element_types::FLOAT => each!(f32),
         element_types::DOUBLE => each!(f64),
-        other => panic!("the element type {other} is not for tests"),
+        other => panic!("element type {other} is not supported in tests"),
     }
 }

@@ -14,7 +14,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 pub(super) const ROW: Transport = Transport {
     name: "pipe",
-    about: "a pipe each way between processes of one host",
+    about: "a pipe in each direction between processes of one host",
     carrier: Carrier::Unix,
     descriptors: 2,
     is_cheap_to_look_at: false,

@@ -11,7 +11,7 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 
 pub(super) const ROW: Transport = Transport {
     name: "sealed",
-    about: "records over TCP, each readable when it is whole, as with encryption",
+    about: "records over TCP, each readable once it is complete, as with encryption",
     carrier: Carrier::Tcp,
     descriptors: 1,
     is_cheap_to_look_at: false,

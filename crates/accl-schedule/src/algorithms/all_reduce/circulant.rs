@@ -18,7 +18,7 @@ pub const ROW: Algorithm = Algorithm {
     sums: Sums::InTurn,
     steps: |n, _| circulant::chain(n) + bruck::steps(n),
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
-    steps_formula: "2 log2 n; at most 2 ceil(log2 n) where n is no power of two",
+    steps_formula: "2 log2 n; at most 2 ceil(log2 n) if n is not a power of two",
     bytes_formula: "2(n-1)/n",
     cost: |n, topology| {
         let among = Among::World(topology);

@@ -26,7 +26,7 @@ pub const ROW: Algorithm = Algorithm {
         let [to, from] = [Phase::to_owners(among, n, part), Phase::from_owners(among, n, part, Arriving::Copied)];
         Cost::of([to.copied(), from]).reduces_part(n, part)
     },
-    wins: "small sums of 16-bit floats in small worlds, which it rounds once",
+    wins: "small sums of 16-bit floats in small worlds; rounds once",
     source: "composition: reduce_scatter direct_collected, all_gather direct",
 };
 

@@ -28,7 +28,7 @@ pub const ROW: Algorithm = Algorithm {
     steps_formula: "2 floor(log2 n)",
     bytes_formula: "2 (1 for n = 2, 3/2 for n = 3)",
     cost,
-    wins: "medium buffers in large worlds that are no power of two",
+    wins: "medium buffers in large worlds, if n is not a power of two",
     source: "Sanders, Speck, Träff 2009",
 };
 

@@ -23,8 +23,8 @@ pub const ROW: Algorithm = Algorithm {
         let p = floor_power_of_two(n);
         Fraction::new(2 * (p - 1) + if p == n { 0 } else { p }, p)
     },
-    steps_formula: "2 log2 n; 2 floor(log2 n) + 2 where n is no power of two",
-    bytes_formula: "2(p-1)/p, +1 where n is no power of two",
+    steps_formula: "2 log2 n; 2 floor(log2 n) + 2 if n is not a power of two",
+    bytes_formula: "2(p-1)/p, +1 if n is not a power of two",
     cost: |n, topology| {
         let (among, p) = (Among::World(topology), floor_power_of_two(n));
         let core = |arriving| halving::phases(among, p, |blocks| Fraction::new(blocks, p), arriving);

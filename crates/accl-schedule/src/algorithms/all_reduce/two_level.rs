@@ -29,7 +29,7 @@ pub const ROW: Algorithm = Algorithm {
         let inside = (topology.largest_host() - 1 + owners - 1) * hosts;
         Fraction::new(inside + 2 * (hosts - 1), owners * hosts)
     },
-    steps_formula: "2 + 2 log2 h, or 2 + 2(h-1) where h is no power of two; at most, for hosts of different sizes",
+    steps_formula: "2 + 2 log2 h, or 2 + 2(h-1) if h is not a power of two; at most, for hosts of different sizes",
     bytes_formula: "(L-1 + c-1)/c + 2(h-1)/(hc); L and c: ranks of the largest and the smallest host",
     cost,
     wins: "several hosts with several ranks each",

@@ -24,7 +24,7 @@ pub const ROW: Algorithm = Algorithm {
         let arriving = flat::to_root(Among::World(topology), Fraction::WHOLE, Arriving::Copied);
         Cost::of([arriving]).reduces(n)
     },
-    wins: "small sums of 16-bit floats in small worlds, which it rounds once",
+    wins: "small sums of 16-bit floats in small worlds; rounds once",
     source: "folklore",
 };
 

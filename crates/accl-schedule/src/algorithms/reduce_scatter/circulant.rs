@@ -18,7 +18,7 @@ pub const ROW: Algorithm = Algorithm {
     sums: Sums::InTurn,
     steps: |n, _| circulant::chain(n),
     bytes: |n, _| Fraction::new(n - 1, n),
-    steps_formula: "log2 n; at most ceil(log2 n) where n is no power of two",
+    steps_formula: "log2 n; at most ceil(log2 n) if n is not a power of two",
     bytes_formula: "(n-1)/n",
     cost: |_, topology| Cost::of(circulant::phases(Among::World(topology))),
     wins: "small and medium blocks in large worlds",

@@ -25,7 +25,7 @@ pub const ROW: Algorithm = Algorithm {
         let part = Fraction::new(1, n);
         Cost::of([Phase::to_owners(Among::World(topology), n, part).copied()]).reduces_part(n, part)
     },
-    wins: "small sums of 16-bit floats in small worlds, which it rounds once",
+    wins: "small sums of 16-bit floats in small worlds; rounds once",
     source: "folklore",
 };
 

@@ -24,7 +24,7 @@ pub const ROW: Algorithm = Algorithm {
     steps: |n, _| floor_log2(n) + added_steps(n),
     bytes: busiest,
     steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above",
-    bytes_formula: "(n-1)/n; 1 + (sum of k + min(k, n-p) for k = 1, 2, 4 ... p/2)/n where n is no power of two",
+    bytes_formula: "(n-1)/n; 1 + (sum of k + min(k, n-p) for k = 1, 2, 4 ... p/2)/n if n is not a power of two",
     cost: |n, topology| {
         let (among, p) = (Among::World(topology), floor_power_of_two(n));
         let kept = |blocks: u32| Fraction::new(blocks + blocks.min(n - p), n);

@@ -21,7 +21,7 @@ pub const ROW: Algorithm = Algorithm {
     sums: Sums::InTurn,
     steps: |_, topology| hosts::steps(topology),
     bytes: |_, topology| hosts::bytes(topology),
-    steps_formula: "1 + log2 h, or 1 + h-1 where h is no power of two; 1 more for hosts of different sizes",
+    steps_formula: "1 + log2 h, or 1 + h-1 if h is not a power of two; 1 more for hosts of different sizes",
     bytes_formula: "(n-1)/n; more for hosts of different sizes",
     cost,
     wins: "several hosts with several ranks each",
