@@ -22,7 +22,7 @@ def test_info_says_who_does_what_and_why():
     assert found["ranks"] == 3 and found["eager_bytes"] == 1 << 20 and "design=udp" in found["agreed"]
     routes = {(row["collective"], row["op"], row["dtype"]): row for row in found["routes"]}
     assert routes["all_reduce", "SUM", "float32"]["device"] and routes["broadcast", None, "bool"]["device"]
-    assert routes["all_reduce", "AVG", "float32"]["why"] == "a device has SUM and MAX alone"
+    assert routes["all_reduce", "AVG", "float32"]["why"] == "a device supports only SUM and MAX"
     assert not routes["all_to_all", None, "float32"]["device"]
     text = accl("device", "info", "sim").stdout
     assert "all_gather      device" in text and "barrier         host: " in text
@@ -71,6 +71,6 @@ def test_an_emulator_is_dumped_and_reset():
 def test_the_emulator_says_what_it_takes_and_what_it_does_not():
     text = accl("emulator", "--help").stdout
     assert "accl emulator" in text and "--faithful" in text and "--trace" in text
-    assert "--faithful takes numbers from 1 to 13, not `14`" in accl("emulator", "--faithful=14", status=2).stderr
-    assert "rank 4 is none of 2 ranks" in accl("emulator", "-s", "2", "-r", "4", status=2).stderr
+    assert "--faithful: expected numbers from 1 to 13, got `14`" in accl("emulator", "--faithful=14", status=2).stderr
+    assert "--rank: rank 4 is not below --ranks, which is 2" in accl("emulator", "-s", "2", "-r", "4", status=2).stderr
     assert "--clock" in accl("emulator", "--clock", "fast", status=2).stderr

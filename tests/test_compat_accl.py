@@ -333,7 +333,7 @@ WRONG = [
     (dict(rsfec=1), TypeError, "rsfec must be True or False"),
     (dict(p2p_enabled=True), ValueError, "p2p_enabled=True: card memory that a GPU writes is not supported"),
     (dict(nbufs=0), ValueError, "nbufs is 0; expected at least 1"),
-    (dict(nbufs=513), ValueError, "from 1 to about 280 rx buffers, fewer with more ranks, and not 513"),
+    (dict(nbufs=513), ValueError, "rx buffers: expected from 1 to about 280, fewer with more ranks, got 513"),
     (dict(nbufs="16"), TypeError, "nbufs must be an integer"),
     (dict(bufsize=0), ValueError, "bufsize is 0; expected at least 1"),
     (dict(bufsize=1 << 33), ValueError, "`rx_bytes` cannot be `8589934592`"),

@@ -357,7 +357,9 @@ def silent(port, answers=b""):
     return server
 
 
-@pytest.mark.parametrize(("what", "words"), [("nobody", "refused"), ("silent", "has not greeted"), ("garbage", "")])
+@pytest.mark.parametrize(
+    ("what", "words"), [("nobody", "refused"), ("silent", "did not complete the ZeroMQ greeting"), ("garbage", "")]
+)
 def test_a_port_without_an_emulator_is_every_ranks_error_in_time(what, words):
     port = free_ports(2)
 

@@ -106,14 +106,14 @@ pub fn route(request: &Request, settings: &Settings) -> Route {
         Collective::Gather => Operation::Gather,
         Collective::Scatter => Operation::Scatter,
         Collective::AllToAll => Operation::AllToAll,
-        Collective::Barrier => return Route::Host("a barrier is a message between hosts"),
-        Collective::Send | Collective::Recv => return Route::Host("a device cannot have sends wait for receives"),
+        Collective::Barrier => return Route::Host("barriers run between hosts"),
+        Collective::Send | Collective::Recv => return Route::Host("a device cannot make sends wait for receives"),
     };
     if !request.equal_blocks {
-        return Route::Host("blocks of a device have one size");
+        return Route::Host("a device needs blocks of equal size");
     }
     if operation == Operation::AllToAll && settings.network != Network::Rdma {
-        return Route::Host("an all_to_all of a device needs RDMA");
+        return Route::Host("all_to_all on a device needs RDMA");
     }
     if !operation.row().reduces {
         return Route::Device { operation, elements: DataType::Bytes, function: ReduceFunction::Sum };
@@ -130,8 +130,8 @@ pub fn route(request: &Request, settings: &Settings) -> Route {
     match request.op {
         ReduceOp::Sum => Route::Device { operation, elements, function: ReduceFunction::Sum },
         ReduceOp::Max if is_whole => Route::Device { operation, elements, function: ReduceFunction::Max },
-        ReduceOp::Max => Route::Host("a device does not order numbers that are none"),
-        _ => Route::Host("a device has SUM and MAX alone"),
+        ReduceOp::Max => Route::Host("a device does not support NaN in MAX"),
+        _ => Route::Host("a device supports only SUM and MAX"),
     }
 }
 

@@ -7,19 +7,20 @@ use crate::hazards::HAZARDS;
 use crate::offload::{Request, Route, route};
 
 const HEAD: &str = "# Devices: keys, routes, hazards\n\n\
-    Generated from the tables of `crates/accl-cclo`; do not edit. What devices are and how a group gets one stands in [devices.md](devices.md).\n\n";
+    Generated from the tables of `crates/accl-cclo`; do not edit. [devices.md](devices.md) explains devices and how a group gets one.\n\n";
 
 /// Renders the page as Markdown.
 pub fn tables_page() -> String {
     let mut page = String::from(HEAD);
-    page.push_str("## Keys of a device's text\n\n| key | accepted | what it is for |\n|---|---|---|\n");
+    page.push_str("## Keys of a device URL\n\n| key | accepted | meaning |\n|---|---|---|\n");
     for key in &KEYS {
         page.push_str(&format!("| `{}` | {} | {} |\n", key.name, key.accepted, key.about));
     }
     page.push_str(
-        "\n## Who does what\n\n\
-         Of a group with a device, by the signature of the call alone, the same on all ranks. Calls that are encoded, that `sidestep` \
-         names, or whose blocks differ in size are done by the host.\n\n| collective | design | device | host |\n|---|---|---|---|\n",
+        "\n## What runs where\n\n\
+         The table shows whether device or host runs a collective of a group with a device. The choice depends only on the signature of the \
+         call, so it is the same on all ranks. The host runs encoded calls, collectives that `sidestep` names, and calls with blocks of unequal \
+         sizes.\n\n| collective | design | device | host |\n|---|---|---|---|\n",
     );
     for &collective in Collective::ALL {
         let designs = if collective == Collective::AllToAll { &["cyt_rdma", "udp"][..] } else { &["udp"][..] };
@@ -34,13 +35,13 @@ pub fn tables_page() -> String {
         }
     }
     page.push_str(
-        "\n## What firmware does wrong\n\n\
-         By the numbers that `accl emulator --faithful=4,7` takes. The driver works round all of them, whatever the device is; calls that it cannot \
-         keep clear of one are refused with the number.\n\n\
+        "\n## Firmware defects\n\n\
+         `accl emulator --faithful=4,7` takes the numbers of these hazards. The driver works around all of them on every kind of device. If it \
+         cannot avoid a hazard, it refuses the call and names the number.\n\n\
          | number | when | firmware | the emulator, repaired | the driver |\n|---|---|---|---|---|\n",
     );
     for hazard in &HAZARDS {
-        let wire = if hazard.is_on_wire { " (all emulators of a world must)" } else { "" };
+        let wire = if hazard.is_on_wire { " (all emulators of a job must agree)" } else { "" };
         page.push_str(&format!(
             "| {} | {} | {} | {}{wire} | {} |\n",
             hazard.number, hazard.condition, hazard.faithful, hazard.repaired, hazard.way_round

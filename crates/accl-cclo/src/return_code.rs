@@ -29,32 +29,32 @@ const fn fault(bit: u32, about: &'static str) -> Fault {
 pub const FAULTS: [Fault; 28] = [
     fault(0, "DMA mismatch"),
     raised(1, "internal DMA error"),
-    raised(2, "DMA address that is nobody's"),
-    raised(3, "DMA error of the memory"),
-    raised(4, "DMA that did not end well"),
+    raised(2, "DMA to an address outside all memories"),
+    raised(3, "DMA error reported by the memory"),
+    raised(4, "DMA that did not succeed"),
     fault(5, "DMA without an end of packet"),
-    fault(6, "DMA of another length than expected"),
-    fault(7, "DMA that took too long"),
-    fault(8, "a switch that could not be set"),
-    fault(9, "no rx buffer with the message in time"),
-    fault(10, "an rx buffer in a wrong state"),
-    fault(11, "nothing received in time"),
-    fault(12, "an rx buffer with another tag"),
-    fault(13, "an rx buffer that there is not"),
-    raised(14, "an operation that the firmware does not have"),
-    fault(15, "a receive into an rx buffer that there is not"),
-    raised(16, "a largest eager message that is smaller than an rx buffer"),
-    raised(17, "a largest rendezvous message that is no larger than the largest eager one"),
-    fault(18, "DMA of a size that is not possible"),
+    fault(6, "DMA of an unexpected length"),
+    fault(7, "DMA timeout"),
+    fault(8, "a switch that could not be configured"),
+    fault(9, "timeout while waiting for an rx buffer with the message"),
+    fault(10, "an rx buffer in an invalid state"),
+    fault(11, "receive timeout"),
+    fault(12, "an rx buffer with an unexpected tag"),
+    fault(13, "an rx buffer that does not exist"),
+    raised(14, "an operation that the firmware does not support"),
+    fault(15, "a receive into an rx buffer that does not exist"),
+    raised(16, "the largest eager message is smaller than an rx buffer"),
+    raised(17, "the largest rendezvous message is no larger than the largest eager message"),
+    fault(18, "DMA of an invalid size"),
     fault(19, "arithmetic"),
-    fault(20, "a packet that was not sent in time"),
-    raised(21, "a packet with a wrong sequence number"),
+    fault(20, "timeout while sending a packet"),
+    raised(21, "a packet with an unexpected sequence number"),
     fault(22, "compression"),
-    fault(23, "a kernel that did not answer in time"),
-    fault(24, "a kernel that said something else than expected"),
-    raised(25, "a segment of another length than expected"),
-    fault(26, "DMA with another tag"),
-    fault(31, "a call that a reset has dropped before it could go on"),
+    fault(23, "kernel timeout"),
+    fault(24, "an unexpected answer of a kernel"),
+    raised(25, "a segment of an unexpected length"),
+    fault(26, "DMA with an unexpected tag"),
+    fault(31, "a reset dropped the call before it completed"),
 ];
 
 impl ReturnCode {
@@ -90,8 +90,7 @@ impl fmt::Display for ReturnCode {
         }
         let known = self.faults().map(|fault| format!("{} (bit {})", fault.about, fault.bit));
         let unknown = (0..u32::BITS).filter(|bit| self.unknown() >> bit & 1 == 1);
-        let all: Vec<String> =
-            known.chain(unknown.map(|bit| format!("bit {bit}, which no firmware is known to set"))).collect();
+        let all: Vec<String> = known.chain(unknown.map(|bit| format!("unknown bit {bit}"))).collect();
         write!(f, "return code {:#x}: {}", self.0, all.join("; "))
     }
 }
@@ -106,7 +105,7 @@ mod tests {
         assert_eq!(ReturnCode(0).to_string(), "no error");
         assert_eq!(
             ReturnCode::NOT_IMPLEMENTED.to_string(),
-            "return code 0x4000: an operation that the firmware does not have (bit 14)"
+            "return code 0x4000: an operation that the firmware does not support (bit 14)"
         );
         for bit in 0..u32::BITS {
             let text = ReturnCode(1 << bit).to_string();

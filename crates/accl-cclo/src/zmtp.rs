@@ -61,15 +61,15 @@ pub fn check_greeting(bytes: &[u8]) -> Result<(), String> {
     let is_signed = bytes.first().is_none_or(|byte| *byte == SIGNATURE_FIRST)
         && bytes.get(last).is_none_or(|byte| byte & SIGNATURE_BIT != 0);
     if !is_signed {
-        return Err("it does not greet as ZeroMQ does".to_owned());
+        return Err("its greeting is not a ZeroMQ greeting".to_owned());
     }
     let (at, version) = VERSION;
     if let Some(other) = bytes.get(at).filter(|other| **other < version) {
-        return Err(format!("its ZeroMQ speaks version {other} of the protocol, before {version}"));
+        return Err(format!("its ZeroMQ uses version {other} of the protocol; expected at least {version}"));
     }
     let (at, mechanism) = MECHANISM;
     if bytes.get(at..at + mechanism.len()).is_some_and(|other| other != mechanism) {
-        return Err("it wants security that emulators have not".to_owned());
+        return Err("it requests a ZeroMQ security mechanism, and emulators have none".to_owned());
     }
     Ok(())
 }
@@ -106,7 +106,7 @@ fn ready_with(properties: &[(&[u8], &[u8])]) -> Vec<u8> {
 /// # Errors
 /// A description of what is wrong with the metadata.
 pub fn socket_type(metadata: &[u8]) -> Result<&[u8], &'static str> {
-    property_of(metadata, SOCKET_TYPE)?.ok_or("it does not say of which type its socket is")
+    property_of(metadata, SOCKET_TYPE)?.ok_or("it does not name the type of its socket")
 }
 
 /// Returns the emulator rank of a socket from its metadata, or `None` if the metadata has no rank.
@@ -122,7 +122,7 @@ pub fn rank(metadata: &[u8]) -> Result<Option<u32>, &'static str> {
 fn property_of<'a>(mut metadata: &'a [u8], wanted: &[u8]) -> Result<Option<&'a [u8]>, &'static str> {
     let mut found = None;
     while !metadata.is_empty() {
-        let (name, value, rest) = property(metadata).ok_or("its properties have impossible lengths")?;
+        let (name, value, rest) = property(metadata).ok_or("its properties have invalid lengths")?;
         if name.eq_ignore_ascii_case(wanted) {
             found = Some(value);
         }
@@ -146,7 +146,7 @@ fn property(metadata: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
 /// A description of what is wrong with the command.
 pub fn pong(command: &[u8]) -> Result<Option<Vec<u8>>, &'static str> {
     let Some(ping) = command.strip_prefix(PING) else { return Ok(None) };
-    let context = ping.get(PING_TIME_BYTES..).ok_or("it sends pings of too few bytes")?;
+    let context = ping.get(PING_TIME_BYTES..).ok_or("it sent a ping that is too short")?;
     Ok(Some(frame(COMMAND, &[PONG, context].concat())))
 }
 
@@ -156,7 +156,7 @@ pub fn pong(command: &[u8]) -> Result<Option<Vec<u8>>, &'static str> {
 /// A description of why it may not.
 pub fn check_flags(flags: u8) -> Result<(), &'static str> {
     let is_none = flags & !(MORE | LONG | COMMAND) != 0 || flags & (MORE | COMMAND) == MORE | COMMAND;
-    if is_none { Err("it sends frames with flags that there are not") } else { Ok(()) }
+    if is_none { Err("it sent a frame with invalid flags") } else { Ok(()) }
 }
 
 /// Returns a frame with this body.

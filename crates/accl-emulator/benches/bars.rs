@@ -113,7 +113,7 @@ fn register_on(place: &str, asks: usize, answers: usize) {
     print(
         &format!("register/{place}/zeromq"),
         format!("{zeromq:.1?}"),
-        &format!("{:.2} times a plain ping-pong; bar 1.6", zeromq.as_secs_f64() / tcp.as_secs_f64()),
+        &format!("{:.2} times a plain ping-pong; target 1.6", zeromq.as_secs_f64() / tcp.as_secs_f64()),
     );
     print(&format!("register/{place}/tcp"), format!("{tcp:.1?}"), "");
 }
@@ -135,8 +135,8 @@ fn memory() {
             reads.push(begin.elapsed());
         }
     });
-    print(&format!("memory/write/{MEMORY_BYTES}"), format!("{:.1?}", median(writes)), "bar 250 ms");
-    print(&format!("memory/read/{MEMORY_BYTES}"), format!("{:.1?}", median(reads)), "bar 250 ms");
+    print(&format!("memory/write/{MEMORY_BYTES}"), format!("{:.1?}", median(writes)), "target 250 ms");
+    print(&format!("memory/read/{MEMORY_BYTES}"), format!("{:.1?}", median(reads)), "target 250 ms");
 }
 
 /// Returns the time from starting a call on all ranks until all polls report its end.
@@ -176,7 +176,7 @@ fn all_reduce() {
             }
         });
         let id = format!("all_reduce/{comms}/2 processes/{}", 4 * ELEMENTS);
-        print(&id, format!("{:.1?}", median(taken)), "bar 500 ms over udp; the original: 46 s");
+        print(&id, format!("{:.1?}", median(taken)), "target 500 ms over udp; the original: 46 s");
     }
 }
 
@@ -245,7 +245,7 @@ fn sim_register() {
         }
         begin.elapsed() / (2 * TIMES)
     };
-    print("register/sim", format!("{:.1?}", median((0..TURNS).map(turn).collect())), "bar 1 us");
+    print("register/sim", format!("{:.1?}", median((0..TURNS).map(turn).collect())), "target 1 us");
 }
 
 /// Measures two engines on two threads, each with the driver of its rank, without the links between processes.
@@ -282,7 +282,7 @@ fn sim_all_reduce() {
             rank(0).max(other.join().unwrap())
         });
         let id = format!("all_reduce/sim/{design}/2 threads/{}", 4 * ELEMENTS);
-        print(&id, format!("{taken:.1?}"), "bar between processes: 10 times the host path, about 50 ms");
+        print(&id, format!("{taken:.1?}"), "target between processes: 10 times the host path, about 50 ms");
     }
 }
 
@@ -302,13 +302,13 @@ fn many_ranks() {
     let mut child = Command::new("sh").args(["-c", &text]).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    print(&format!("up/{RANKS}"), format!("{:.1?}", begin.elapsed()), "bar 3 s");
+    print(&format!("up/{RANKS}"), format!("{:.1?}", begin.elapsed()), "target 3 s");
     let emulators = Emulators(vec![child]);
     let child = &emulators.0[0];
     let before = cpu_ticks(child);
     std::thread::sleep(IDLE);
     let share = (cpu_ticks(child) - before) as f64 / TICKS_PER_SECOND / IDLE.as_secs_f64();
-    print(&format!("idle/{RANKS}"), format!("{:.2} %", 100.0 * share), "bar 1 % of a processor");
+    print(&format!("idle/{RANKS}"), format!("{:.2} %", 100.0 * share), "target 1 % of a processor");
     run(async {
         // Segments must hold an element for each rank.
         let setup = Setup { memory: 1 << 20, ..Setup::default() };
@@ -317,9 +317,9 @@ fn many_ranks() {
         for _ in 0..TURNS {
             taken.push(timed(&mut hosts, setup.buffers(), 1024).await);
         }
-        print(&format!("all_reduce/udp/{RANKS}/4096"), format!("{:.1?}", median(taken)), "bar 2 s");
+        print(&format!("all_reduce/udp/{RANKS}/4096"), format!("{:.1?}", median(taken)), "target 2 s");
         let per_rank = resident_bytes(child) as f64 / f64::from(RANKS) / f64::from(1 << 20);
-        print(&format!("resident/{RANKS}"), format!("{per_rank:.2} MiB"), "a rank; bar 4 MiB");
+        print(&format!("resident/{RANKS}"), format!("{per_rank:.2} MiB"), "a rank; target 4 MiB");
         for _ in 0..10 {
             timed(&mut hosts, setup.buffers(), 1024).await;
         }
@@ -328,7 +328,7 @@ fn many_ranks() {
             timed(&mut hosts[..], setup.buffers(), 1024).await;
         }
         let growth = resident_bytes(child).saturating_sub(after_ten) >> 10;
-        print("growth/1000", format!("{growth} KiB"), "from 10 calls to 1000; bar: none");
+        print("growth/1000", format!("{growth} KiB"), "from 10 calls to 1000; no target");
         sum(&mut hosts, 1024).await;
     });
 }

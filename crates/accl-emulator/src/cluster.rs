@@ -332,7 +332,7 @@ mod tests {
             cluster.take(0, 1, of, &packet);
             assert_eq!(has_come(&mut cluster), is_taken, "a packet of job {of} for job {job}");
             let trouble = cluster.engine(0).unwrap().trouble();
-            let said = "packets of another job have come from rank 1, 1 in all, and went nowhere";
+            let said = "packets of another job arrived from rank 1 and were dropped, 1 in total";
             assert_eq!(trouble.starts_with(said), !is_taken, "{trouble}");
         }
     }

@@ -21,50 +21,50 @@ const MOST_RANKS: i64 = 9999;
 
 /// Emulates CCLO engines for hosts that speak the protocol of the ACCL project's emulator.
 ///
-/// All ranks run in this process, or one of them with `-r`. Rank r answers its host at port + r, and has its packets at port + ranks + r.
+/// All ranks run in this process, or some of them with `--rank`. Rank r answers its host at port + r, and publishes packets at port + ranks + r.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
-    /// How many ranks there are.
+    /// Number of ranks.
     #[arg(short = 's', long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS))]
     ranks: u32,
-    /// Which of them runs here, or which of them do: 3, or 4-7; without, all do.
+    /// Rank or range of ranks that runs in this process, such as 3 or 4-7; without it, all ranks.
     #[arg(short = 'r', long, value_name = "RANKS")]
     rank: Option<String>,
-    /// The first port.
+    /// First port.
     #[arg(short = 'p', long, default_value_t = 5500, value_parser = clap::value_parser!(u16).range(1..))]
     port: u16,
-    /// How engines reach one another.
+    /// Network between the engines.
     #[arg(short = 'c', long, value_enum, default_value_t = Comms::Tcp)]
     comms: Comms,
-    /// Taken and not looked at: how much the original logs.
+    /// Log level of the original; accepted and ignored.
     #[arg(short = 'l', long, hide = true)]
     log_level: Option<u32>,
     /// Loops the data that an engine sends to kernels back to the engine.
     #[arg(short = 'b', long)]
     loopback: bool,
-    /// Where this process listens.
+    /// Address at which this process listens.
     #[arg(long, default_value = "127.0.0.1")]
     bind: IpAddr,
-    /// Host and first port of each rank, by commas: h0:5500,h1:5500.
+    /// Host and first port of each rank, separated by commas: h0:5500,h1:5500.
     #[arg(long, value_delimiter = ',')]
     hosts: Vec<String>,
-    /// Keeps defects of firmware: all, or those with these numbers.
+    /// Keeps firmware defects: all, or only the given numbers, such as 4,7.
     #[arg(long, value_name = "NUMBERS", num_args = 0..=1, default_missing_value = "all")]
     faithful: Option<String>,
-    /// Where chance comes from: `--faithful=10` hangs the same messages with the same seed.
+    /// Seed of random decisions: with the same seed, `--faithful=10` hangs the same messages.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Clock of the engines, by which the counter register holds what a call would take.
+    /// Clock of the engines, used to estimate the duration of a call for the counter register.
     #[arg(long, value_name = "FREQUENCY", default_value = "250MHz")]
     clock: String,
-    /// Network between the engines: its rate, and the fixed time of each message.
+    /// Bandwidth of a link between engines, and the fixed time of each message.
     #[arg(long, value_name = "RATE,TIME", default_value = "100Gbit/s,2us")]
     link: String,
-    /// Writes everything down that goes in and out, a JSON object a line.
+    /// Writes every request, reply and packet to a file, one JSON object per line.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Seconds that a call waits for the emulators of other ranks to be there.
+    /// Seconds that a call waits for the emulators of other ranks.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     peer_timeout: u32,
 }
@@ -85,8 +85,8 @@ impl Arguments {
         }
         text.split(',').try_fold(Faithful::default(), |kept, number| {
             let known = HAZARDS.iter().find(|hazard| hazard.number.to_string() == number.trim());
-            let hazard =
-                known.ok_or_else(|| format!("--faithful takes numbers from 1 to {}, not `{number}`", HAZARDS.len()))?;
+            let hazard = known
+                .ok_or_else(|| format!("--faithful: expected numbers from 1 to {}, got `{number}`", HAZARDS.len()))?;
             Ok(kept.with(hazard.number))
         })
     }
@@ -96,14 +96,15 @@ impl Arguments {
             return Ok((0..self.ranks).map(|_| ("127.0.0.1".to_owned(), self.port)).collect());
         }
         let host = |text: &String| {
-            let (host, port) = text.rsplit_once(':').ok_or_else(|| format!("--hosts takes HOST:PORT, not `{text}`"))?;
+            let (host, port) =
+                text.rsplit_once(':').ok_or_else(|| format!("--hosts: expected HOST:PORT, got `{text}`"))?;
             let number = port.parse().ok().filter(|&number| number > 0);
-            let number = number.ok_or_else(|| format!("--hosts takes HOST:PORT, and `{port}` is no port"))?;
+            let number = number.ok_or_else(|| format!("--hosts: expected HOST:PORT, got port `{port}`"))?;
             Ok((host.to_owned(), number))
         };
         let hosts: Vec<_> = self.hosts.iter().map(host).collect::<Result<_, String>>()?;
         if hosts.len() != self.ranks as usize {
-            return Err(format!("--hosts names {} ranks, and --ranks {}", hosts.len(), self.ranks));
+            return Err(format!("--hosts names {} ranks, but --ranks is {}", hosts.len(), self.ranks));
         }
         Ok(hosts)
     }
@@ -111,11 +112,11 @@ impl Arguments {
     fn own_ranks(&self) -> Result<Range<u32>, String> {
         let Some(text) = &self.rank else { return Ok(0..self.ranks) };
         let (first, last) = text.split_once('-').unwrap_or((text, text));
-        let wrong = || format!("--rank takes a rank or a range of them, such as 3 or 4-7, not `{text}`");
+        let wrong = || format!("--rank: expected a rank or a range of ranks, such as 3 or 4-7, got `{text}`");
         let [first, last] = [first, last].map(|rank| rank.trim().parse::<u32>().ok());
         let (first, last) = first.zip(last).filter(|(first, last)| first <= last).ok_or_else(wrong)?;
         if last >= self.ranks {
-            return Err(format!("rank {last} is none of {} ranks", self.ranks));
+            return Err(format!("--rank: rank {last} is not below --ranks, which is {}", self.ranks));
         }
         Ok(first..last + 1)
     }
@@ -171,7 +172,7 @@ pub fn run(name: &str, arguments: impl IntoIterator<Item = OsString>) -> u8 {
 fn serve_as_asked(arguments: &Arguments) -> Result<(), String> {
     let options = arguments.options()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| format!("no runtime: {error}"))?;
+    let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
     let said = options.places();
     let ready = move || println!("{said}");
     runtime.block_on(serve(options, ready)).map_err(|error| error.to_string())

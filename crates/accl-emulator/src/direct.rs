@@ -125,7 +125,7 @@ impl Direct<'_> {
         let next = &mut handed_out[usize::from(memory.is_host())];
         let address = *next;
         if !self.engine.memory(memory.is_host()).grow(address, bytes) {
-            return Err(self.failed(&format!("it has no room for a buffer of {bytes} bytes")));
+            return Err(self.failed(&format!("no memory is left for a buffer of {bytes} bytes")));
         }
         *next += bytes.next_multiple_of(ALIGNMENT);
         Ok(address)
@@ -134,7 +134,7 @@ impl Direct<'_> {
     pub(crate) fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {
         match self.engine.memory(memory.is_host()).read(address, into.len()) {
             Some(bytes) => into.copy_from_slice(bytes),
-            None => return Err(self.failed(&format!("there are no {} bytes at {address:#x}", into.len()))),
+            None => return Err(self.failed(&format!("no buffer contains {} bytes at {address:#x}", into.len()))),
         }
         Ok(())
     }
@@ -142,13 +142,13 @@ impl Direct<'_> {
     pub(crate) fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()> {
         match self.engine.memory(memory.is_host()).read_mut(address, from.len()) {
             Some(bytes) => bytes.copy_from_slice(from),
-            None => return Err(self.failed(&format!("there are no {} bytes at {address:#x}", from.len()))),
+            None => return Err(self.failed(&format!("no buffer contains {} bytes at {address:#x}", from.len()))),
         }
         Ok(())
     }
 
     pub(crate) fn start(&mut self, call: &Descriptor) -> Result<()> {
-        self.succeed(&Request::Call { control: CONTROL, call: *call }, "it takes no call")
+        self.succeed(&Request::Call { control: CONTROL, call: *call }, "it does not accept the call")
     }
 
     pub(crate) fn poll(&mut self) -> bool {

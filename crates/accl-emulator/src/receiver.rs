@@ -103,7 +103,7 @@ impl Receiver {
             return;
         }
         if stream.held_bytes + packet.len() > MOST_HELD_BYTES {
-            stream.fail("it sends more than anybody asks for");
+            stream.fail("it sent more packets than this engine can hold");
             return;
         }
         stream.held_bytes += packet.len();
@@ -166,7 +166,7 @@ impl Receiver {
                 Joined::Write { address, is_host, data } => match memories.of(is_host).read_mut(address, data.len()) {
                     Some(place) => place.copy_from_slice(data),
                     None => {
-                        stream.fail("it writes to an address that this engine does not have");
+                        stream.fail("it wrote to an address that this engine does not have");
                         return moved;
                     }
                 },
@@ -176,7 +176,7 @@ impl Receiver {
                         if let (Some(expected), Some(said)) = (number, said)
                             && expected != said
                         {
-                            stream.fail("packets of it were lost");
+                            stream.fail("packets from it were lost");
                             return moved;
                         }
                         let place = if notices.len() < MOST_NOTICES { begin(&header, exchange) } else { None };

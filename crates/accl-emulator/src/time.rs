@@ -30,7 +30,7 @@ pub const CONSTANTS: [Constant; 6] = [
     constant("link", 100_000_000_000, "bit/s", "reference 14: clusters of 100 Gbit/s"),
     constant("hop", 2_000_000, "ps", "assumed: a switch and two network engines"),
     constant("call", 235, "cycles", "reference 14, issue 198: a nop takes 940 ns by the engine's counter"),
-    constant("move", 100, "cycles", "assumed: firmware issues a command of the data mover and takes its end"),
+    constant("move", 100, "cycles", "assumed: firmware issues a command of the data mover and handles its completion"),
     constant("width", 64, "bytes a cycle", "reference 2.4: a word of the data path has 64 bytes"),
 ];
 const CLOCK_HZ: u64 = CONSTANTS[0].value;
@@ -83,15 +83,12 @@ impl Speed {
     /// A sentence with the accepted form.
     pub fn parse(clock: &str, link: &str) -> Result<Self, String> {
         let clock_hz = quantity(clock, FREQUENCIES).filter(|&hz| hz > 0).ok_or_else(|| {
-            format!(
-                "--clock: `{clock}` is no clock; expected a number above zero in {}, such as 250MHz",
-                names(FREQUENCIES)
-            )
+            format!("--clock: got `{clock}`; expected a number above zero in {}, such as 250MHz", names(FREQUENCIES))
         })?;
         let both = link.split_once(',').and_then(|(rate, hop)| Some((quantity(rate, RATES)?, quantity(hop, TIMES)?)));
         let (link_bits_per_second, hop_ps) = both.filter(|&(rate, _)| rate > 0).ok_or_else(|| {
             format!(
-                "--link: `{link}` is no rate and time; expected a rate above zero in {} and a time in {}, such as 100Gbit/s,2us",
+                "--link: got `{link}`; expected a rate above zero in {} and a time in {}, such as 100Gbit/s,2us",
                 names(RATES),
                 names(TIMES)
             )
@@ -199,16 +196,14 @@ mod tests {
         for clock in ["", "250", "MHz", "0MHz", "-1MHz", "250mhz", "1.MHz", ".5MHz", "1e3MHz", "99999999999GHz"] {
             assert_eq!(
                 Speed::parse(clock, "100Gbit/s,2us").unwrap_err(),
-                format!(
-                    "--clock: `{clock}` is no clock; expected a number above zero in Hz, kHz, MHz or GHz, such as 250MHz"
-                )
+                format!("--clock: got `{clock}`; expected a number above zero in Hz, kHz, MHz or GHz, such as 250MHz")
             );
         }
         for link in ["", "100Gbit/s", "100Gbit/s,", "2us,100Gbit/s", "100Gb,2us", "0Gbit/s,2us", "100Gbit/s,2us,1"] {
             assert_eq!(
                 Speed::parse("250MHz", link).unwrap_err(),
                 format!(
-                    "--link: `{link}` is no rate and time; expected a rate above zero in bit/s, Kbit/s, Mbit/s, Gbit/s, Tbit/s, MB/s or GB/s and \
+                    "--link: got `{link}`; expected a rate above zero in bit/s, Kbit/s, Mbit/s, Gbit/s, Tbit/s, MB/s or GB/s and \
                      a time in ns, us, ms or s, such as 100Gbit/s,2us"
                 )
             );

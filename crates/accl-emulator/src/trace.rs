@@ -76,7 +76,7 @@ impl Trace {
         let (path, to_write) = (path.to_owned(), shared.clone());
         let write = move || {
             if let Err(error) = write_all(file, &to_write) {
-                eprintln!("accl-emulator: --trace ends here, {} cannot be written: {error}", path.display());
+                eprintln!("accl-emulator: --trace stops here: {} cannot be written: {error}", path.display());
                 to_write.end();
             }
         };

@@ -24,9 +24,9 @@ use crate::device::{DeviceUrl, Place};
 pub fn open(url: &DeviceUrl, rank: u32) -> Result<Box<dyn Bus>> {
     match &url.place {
         Place::Emulator(_) => Ok(Box::new(EmulatorBus::open(&url.emulator_of(rank)?)?)),
-        Place::Sim => {
-            Err(Error::internal("the device `sim` has no bus of this crate: whoever has the engine hands it in"))
-        }
+        Place::Sim => Err(Error::internal(
+            "this crate has no bus for the device `sim`: the caller that has the engine must pass a bus",
+        )),
         Place::Xrt { index, xclbin } => {
             let (engine, hostctrl) = (url.engine_kernel(), url.hostctrl_kernel());
             Ok(Box::new(XrtBus::open(XrtPlace { index: *index, xclbin, engine, hostctrl })?))

@@ -16,15 +16,15 @@ const STREAMS_MASK: u32 = 0xFF;
 words! {
     /// The words of a call, in the order in which a host writes them.
     pub struct Words: 15 words {
-        0 operation: "What is to be done: see [`super::OPERATIONS`].",
-        1 count: "How much of it: see [`super::Counts`].",
+        0 operation: "Operation: see [`super::OPERATIONS`].",
+        1 count: "Count: see [`super::Counts`].",
         2 communicator: "Offset of the communicator in exchange memory.",
         3 root: "Root, destination or source: a rank in the communicator.",
-        4 function: "What is to be set, or how to add.",
+        4 function: "Parameter of a config call, or the reduction function.",
         5 tag: "Tag of a message, or the number of a kernel stream.",
         6 arithmetic: "Offset of the arithmetic config in exchange memory; zero if no elements are involved.",
-        7 compression: "What is compressed: see [`super::Compression`].",
-        8 places: "Kernel streams in the low byte, host memory in the next one.",
+        7 compression: "Compressed parts: see [`super::Compression`].",
+        8 places: "Flags of kernel streams in the low byte, flags of host memory in the next byte.",
         9 first_low: "Address of operand 0, low word.",
         10 first_high: "Address of operand 0, high word.",
         11 second_low: "Address of operand 1, low word.",

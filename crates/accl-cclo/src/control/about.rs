@@ -110,7 +110,7 @@ impl About {
 impl Fields {
     pub(super) fn about(self) -> Result<About, String> {
         let network = NETWORKS.iter().find(|(name, _)| *name == self.comms);
-        let (_, network) = network.ok_or_else(|| format!("its comms are `{}`", self.comms))?;
+        let (_, network) = network.ok_or_else(|| format!("unknown comms `{}`", self.comms))?;
         Ok(About {
             version: self.version,
             ranks: self.ranks,
@@ -144,13 +144,13 @@ pub fn difference(answers: &[Option<About>]) -> Option<String> {
     for (rank, about) in known() {
         if about.rank != rank {
             return Some(format!(
-                "the emulator that was asked as rank {rank} is that of rank {}: its address is wrong",
+                "the emulator at the address of rank {rank} serves rank {}; correct the address",
                 about.rank
             ));
         }
         if about.ranks as usize != ranks {
             return Some(format!(
-                "the emulator of rank {rank} was started for {} ranks, and there are {ranks}",
+                "the emulator of rank {rank} was started for {} ranks, but there are {ranks}",
                 about.ranks
             ));
         }
@@ -163,15 +163,15 @@ pub fn difference(answers: &[Option<About>]) -> Option<String> {
         known().find_map(|(rank, about)| Some((rank, known().find(|other| is_of_another_world(about, other))?.0)));
     if let Some((rank, other)) = strange {
         return Some(format!(
-            "the emulators of ranks {rank} and {other} are of two worlds, as that of rank {rank} has a rank {other} of its own: give all ranks \
-             addresses of one"
+            "the emulators of ranks {rank} and {other} belong to two jobs, because the process of rank {rank} serves its own rank {other}; \
+             give all ranks addresses of one job"
         ));
     }
     if let Some((first, about)) = known().next()
         && let Some((other, differs)) = known().find(|(_, other)| other.network != about.network)
     {
         return Some(format!(
-            "the emulators of ranks {first} and {other} do not reach each other: they speak {} and {}; start all with the same --comms",
+            "the emulators of ranks {first} and {other} cannot reach each other: they use {} and {}; start all with the same --comms",
             about.comms(),
             differs.comms()
         ));
@@ -179,15 +179,15 @@ pub fn difference(answers: &[Option<About>]) -> Option<String> {
     let (first, about) = known().next()?;
     if let Some((other, differs)) = known().find(|(_, other)| other.version != about.version) {
         return Some(format!(
-            "the emulators of ranks {first} and {other} are of versions {} and {}; install the same on all hosts",
+            "the emulators of ranks {first} and {other} have versions {} and {}; install the same version on all hosts",
             about.version, differs.version
         ));
     }
     let kept = about.kept_on_wire();
     if let Some((other, differs)) = known().find(|(_, other)| other.kept_on_wire() != kept) {
         return Some(format!(
-            "the emulators of ranks {first} and {other} differ in what goes over the wire: they keep hazards {} and {}; start all with \
-             the same --faithful",
+            "the emulators of ranks {first} and {other} send different packets: they keep hazards {} and {}; start all with the same \
+             --faithful",
             numbers(&kept),
             numbers(&differs.kept_on_wire())
         ));
@@ -196,8 +196,8 @@ pub fn difference(answers: &[Option<About>]) -> Option<String> {
     let all: Vec<u8> = on_wire().collect();
     (kept != all).then(|| {
         format!(
-            "the emulator of rank {original} is the original, or says nothing of itself, and that of rank {first} differs from it in what \
-             goes over the wire; start ours with --faithful={}",
+            "the emulator of rank {original} is ACCL's own, or does not describe itself, and the emulator of rank {first} sends other \
+             packets; start the emulators of torch-accl with --faithful={}",
             numbers(&all)
         )
     })
@@ -253,7 +253,7 @@ mod tests {
         assert!(owned.to_json().ends_with(r#""owner":"process 7 of host h","owner_s":3}"#));
         assert_eq!(Reply::from_json(owned.to_json().as_bytes()), Ok(owned));
         let other = r#"{"status":0,"version":"0.1.0","ranks":3,"rank":2,"comms":"ib","hazards":[],"clock_hz":1,"link_bits_per_second":1,"hop_ps":0,"missing":[],"trouble":""}"#;
-        assert_eq!(Reply::from_json(other.as_bytes()), Err("its comms are `ib`".to_owned()));
+        assert_eq!(Reply::from_json(other.as_bytes()), Err("unknown comms `ib`".to_owned()));
         assert!(Reply::from_json(br#"{"status":0,"version":"0.1.0"}"#).is_err());
         let placed = Reply::About(About { process: 1 << 60, served: [4, 2], ..self::about(5) });
         assert_eq!(Reply::from_json(placed.to_json().as_bytes()), Ok(placed));
@@ -264,7 +264,7 @@ mod tests {
         let of = |rank, process, served| Some(About { process, served, ..about(rank) });
         assert_eq!(difference(&[of(0, 7, [0, 2]), of(1, 7, [0, 2]), of(2, 8, [2, 1])]), None);
         let text = difference(&[of(0, 7, [0, 3]), of(1, 7, [0, 3]), of(2, 9, [0, 3])]).unwrap();
-        assert!(text.starts_with("the emulators of ranks 0 and 2 are of two worlds"), "{text}");
+        assert!(text.starts_with("the emulators of ranks 0 and 2 belong to two jobs"), "{text}");
         // Values from a socket can at most yield a sentence, never a panic.
         assert_eq!(difference(&[of(0, 7, [u32::MAX, u32::MAX]), of(1, 8, [1, u32::MAX]), of(2, 8, [1, 2])]), None);
     }
@@ -291,25 +291,25 @@ mod tests {
         };
         assert_eq!(
             with(2, About { network: Network::Rdma, ..about(2) }),
-            "the emulators of ranks 0 and 2 do not reach each other: they speak udp and cyt_rdma; start all with the same --comms"
+            "the emulators of ranks 0 and 2 cannot reach each other: they use udp and cyt_rdma; start all with the same --comms"
         );
         assert_eq!(
             with(1, About { hazards: vec![1, 4, 12], ..about(1) }),
-            "the emulators of ranks 0 and 1 differ in what goes over the wire: they keep hazards none and 1,12; start all with the same --faithful"
+            "the emulators of ranks 0 and 1 send different packets: they keep hazards none and 1,12; start all with the same --faithful"
         );
         assert_eq!(
             with(2, About { version: "0.2.0".to_owned(), ..about(2) }),
-            "the emulators of ranks 0 and 2 are of versions 0.1.0 and 0.2.0; install the same on all hosts"
+            "the emulators of ranks 0 and 2 have versions 0.1.0 and 0.2.0; install the same version on all hosts"
         );
         assert_eq!(
             with(1, About { ranks: 2, ..about(1) }),
-            "the emulator of rank 1 was started for 2 ranks, and there are 3"
+            "the emulator of rank 1 was started for 2 ranks, but there are 3"
         );
-        assert_eq!(with(1, about(2)), "the emulator that was asked as rank 1 is that of rank 2: its address is wrong");
+        assert_eq!(with(1, about(2)), "the emulator at the address of rank 1 serves rank 2; correct the address");
         let mut all = all;
         all[2] = None;
-        let original = "the emulator of rank 2 is the original, or says nothing of itself, and that of rank 0 differs from it in what goes \
-                        over the wire; start ours with --faithful=1,2,3,12";
+        let original = "the emulator of rank 2 is ACCL's own, or does not describe itself, and the emulator of rank 0 sends other \
+                        packets; start the emulators of torch-accl with --faithful=1,2,3,12";
         assert_eq!(difference(&all).unwrap(), original);
         for about in all.iter_mut().flatten() {
             about.hazards = vec![1, 2];

@@ -32,8 +32,9 @@ impl<'de> Deserialize<'de> for Data {
                 let mut bytes = Vec::new();
                 while let Some(number) = array.next_element::<i16>()? {
                     let byte = byte_of(number);
-                    bytes
-                        .push(byte.ok_or_else(|| serde::de::Error::custom("an array holds a number that is no byte"))?);
+                    bytes.push(
+                        byte.ok_or_else(|| serde::de::Error::custom("an array holds a number that is not a byte"))?,
+                    );
                 }
                 Ok(Data::Bytes(bytes))
             }

@@ -78,7 +78,7 @@ impl Reply {
             return fields.about().map(Self::About);
         }
         let status = Status::TABLE.iter().find(|(number, _)| *number == fields.status);
-        let (_, status) = status.ok_or_else(|| format!("its status is {}", fields.status))?;
+        let (_, status) = status.ok_or_else(|| format!("unknown status {}", fields.status))?;
         Ok(match fields.rdata {
             Some(Data::Number(value)) if *status == Status::Good => Self::Register(value),
             Some(Data::Bytes(bytes)) if *status == Status::Good => Self::Memory(array.unwrap_or(bytes)),

@@ -259,9 +259,9 @@ impl Fields {
 impl std::fmt::Display for BadRequest {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Json(why) => write!(f, "a request is no JSON of this protocol: {why}"),
-            Self::Type(number) => write!(f, "there is no request of type {number}"),
-            Self::Missing(field) => write!(f, "a request lacks its field `{field}`, or has another type there"),
+            Self::Json(why) => write!(f, "a request is not valid JSON of this protocol: {why}"),
+            Self::Type(number) => write!(f, "unknown request type {number}"),
+            Self::Missing(field) => write!(f, "a request lacks the field `{field}`, or the field has a wrong type"),
             Self::Call { word: BadWord { name, value }, .. } => write!(f, "the {name} of a call cannot be {value}"),
         }
     }

@@ -44,7 +44,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<RankLine>> {
 fn parse(text: &str) -> std::result::Result<Vec<RankLine>, String> {
     const ACCEPTED: &str = "expected {\"ips\": [ADDRESS, ...]} or \
                             {\"ranks\": [{\"ip\": ADDRESS, \"port\": N, \"session\": N, \"max_segment\": N}, ...]}";
-    let file: File = serde_json::from_str(text).map_err(|error| format!("makes no sense: {error}; {ACCEPTED}"))?;
+    let file: File = serde_json::from_str(text).map_err(|error| format!("is invalid: {error}; {ACCEPTED}"))?;
     let port = |rank: usize, port: Option<u16>| {
         let counted = || u16::try_from(rank).ok().and_then(|rank| FIRST_PORT.checked_add(rank));
         port.or_else(counted).ok_or_else(|| format!("has no port below 65536 for rank {rank}"))
@@ -54,7 +54,7 @@ fn parse(text: &str) -> std::result::Result<Vec<RankLine>, String> {
             ips.into_iter().map(|ip| Object { ip, port: None, session: None, max_segment: None }).collect()
         }
         (None, Some(ranks)) => ranks,
-        (Some(_), Some(_)) | (None, None) => return Err(format!("has neither or both of its keys; {ACCEPTED}")),
+        (Some(_), Some(_)) | (None, None) => return Err(format!("must have exactly one of its keys; {ACCEPTED}")),
     };
     if objects.is_empty() {
         return Err("names no rank".to_owned());
@@ -72,14 +72,17 @@ impl RankLine {
     /// Returns the address in the form that an engine takes.
     pub(super) fn address(&self, path: &Path, rank: usize) -> Result<Ipv4Addr> {
         self.ip.parse().map_err(|_| {
-            refused(path, &format!("gives rank {rank} the address `{}`; expected one such as 10.10.10.1", self.ip))
+            refused(
+                path,
+                &format!("gives rank {rank} the address `{}`; expected an IPv4 address such as 10.10.10.1", self.ip),
+            )
         })
     }
 }
 
 /// Returns the error for an invalid file.
 pub(super) fn refused(path: &Path, why: &str) -> Error {
-    Error::new(ErrorKind::Configuration, format!("the file of ranks {} {why}", path.display()))
+    Error::new(ErrorKind::Configuration, format!("the ranks file {} {why}", path.display()))
 }
 
 #[cfg(test)]
@@ -108,6 +111,6 @@ mod tests {
         }
         assert_eq!(parse(r#"{"ips": []}"#).unwrap_err(), "names no rank");
         let missing = read(Path::new("/nowhere/ranks.json")).unwrap_err();
-        assert!(missing.message.starts_with("the file of ranks /nowhere/ranks.json cannot be read: "), "{missing}");
+        assert!(missing.message.starts_with("the ranks file /nowhere/ranks.json cannot be read: "), "{missing}");
     }
 }

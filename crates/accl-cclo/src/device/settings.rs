@@ -46,8 +46,8 @@ impl DeviceUrl {
         match (&self.place, self.design()) {
             (Place::Xrt { .. }, Design::Tcp) => settings.check_sessions().map_err(|error| {
                 self.refused(&format!(
-                    "{}: nobody here sets up the network kernels of a tcp design (network_krnl, tcp_session_handler), which open them; open \
-                     them before, and give each rank the numbers of its own by `ranks=FILE`, with a `session` for each rank",
+                    "{}: torch-accl does not set up the network kernels of a tcp design (network_krnl, tcp_session_handler), which open \
+                     sessions; open the sessions first, and give each rank its own numbers by `ranks=FILE`, with a `session` for each rank",
                     error.message
                 ))
             }),
@@ -78,12 +78,13 @@ impl DeviceUrl {
     /// The device is no emulator, there is none for this rank, or the ranks file is invalid.
     pub fn emulator_of(&self, rank: u32) -> Result<Address> {
         let Place::Emulator(addresses) = &self.place else {
-            return Err(self.refused("it is no emulator"));
+            return Err(self.refused("it is not an emulator"));
         };
         let nth = |count: usize| {
-            usize::try_from(rank).ok().filter(|index| *index < count).ok_or_else(|| {
-                self.refused(&format!("it names {count} emulators, and rank {rank} has none among them"))
-            })
+            usize::try_from(rank)
+                .ok()
+                .filter(|index| *index < count)
+                .ok_or_else(|| self.refused(&format!("it names {count} emulators, but none for rank {rank}")))
         };
         match addresses {
             Addresses::One(Address { host, port }) => {
@@ -111,15 +112,15 @@ impl DeviceUrl {
         let refused = |text: String| Err(Error::new(ErrorKind::Configuration, text));
         if eager.div_ceil(rx_bytes) > MAX_SEGMENTS {
             return refused(format!(
-                "an eager message of {} has more than {MAX_SEGMENTS} segments of {}; take a smaller `eager` or larger `rx_bytes`",
+                "an eager message of {} has more than {MAX_SEGMENTS} segments of {}; use a smaller `eager` or larger `rx_bytes`",
                 show_size(eager),
                 show_size(rx_bytes)
             ));
         }
         if settings.rx_buffers < eager.div_ceil(rx_bytes) {
             return refused(format!(
-                "{} rx buffers of {} do not hold an eager message of {}, and ranks that all send before they receive would wait for \
-                 ever; take more or larger rx buffers, or a smaller `eager`",
+                "{} rx buffers of {} cannot hold an eager message of {}, so ranks that all send before they receive would hang; use more or \
+                 larger rx buffers, or a smaller `eager`",
                 settings.rx_buffers,
                 show_size(rx_bytes),
                 show_size(eager)
@@ -127,7 +128,9 @@ impl DeviceUrl {
         }
         let world = settings.world();
         if matches!(self.place, Place::Xrt { .. }) && self.design() == Design::Udp && world > MAX_UDP_RANKS {
-            return refused(format!("cards reach {MAX_UDP_RANKS} ranks over udp, not {world}; take a tcp design"));
+            return refused(format!(
+                "over udp, cards reach at most {MAX_UDP_RANKS} ranks, not {world}; use a tcp design"
+            ));
         }
         Ok(())
     }
@@ -168,14 +171,15 @@ impl DeviceUrl {
     fn peers_of(&self, path: &Path, world: u32) -> Result<Vec<Peer>> {
         let lines = ranks::read(path)?;
         if lines.len() != world as usize {
-            return Err(ranks::refused(path, &format!("names {} ranks, and there are {world}", lines.len())));
+            return Err(ranks::refused(path, &format!("names {} ranks, but there are {world}", lines.len())));
         }
         let rx_bytes = self.sized(0, Vec::new()).rx_bytes;
         let peer = |(rank, line): (u32, &RankLine)| {
             // A segment is as large as an rx buffer.
             if let Some(bytes) = line.segment_bytes.filter(|bytes| *bytes != rx_bytes) {
-                let why =
-                    format!("gives rank {rank} segments of {bytes} bytes; add `rx_bytes={bytes}`, or leave it out");
+                let why = format!(
+                    "gives rank {rank} segments of {bytes} bytes; add `rx_bytes={bytes}`, or remove `max_segment`"
+                );
                 return Err(ranks::refused(path, &why));
             }
             let ip = match self.place {
@@ -184,7 +188,7 @@ impl DeviceUrl {
             };
             let usual = self.session(rank);
             if let Some(session) = line.session.filter(|session| self.sessions_are_ranks() && *session != usual) {
-                let why = format!("gives rank {rank} session {session}; emulators take the rank for it");
+                let why = format!("gives rank {rank} session {session}; the session of an emulated engine is its rank");
                 return Err(ranks::refused(path, &why));
             }
             Ok(Peer { ip, port: line.port, session: line.session.unwrap_or(usual) })
@@ -200,7 +204,7 @@ impl DeviceUrl {
                 if let Addresses::Each(all) = addresses
                     && all.len() != world as usize
                 {
-                    return Err(self.refused(&format!("it names {} emulators, and there are {world} ranks", all.len())));
+                    return Err(self.refused(&format!("it names {} emulators, but there are {world} ranks", all.len())));
                 }
                 let Address { host, port } = self.emulator_of(rank)?;
                 // Emulators address one another by rank, and ignore this address.
@@ -231,7 +235,7 @@ impl DeviceUrl {
 
     fn port_of(&self, first: u16, rank: u32) -> Result<u16> {
         let port = u16::try_from(rank).ok().and_then(|rank| first.checked_add(rank));
-        port.ok_or_else(|| self.refused(&format!("rank {rank} has no port below 65536, from {first} on")))
+        port.ok_or_else(|| self.refused(&format!("rank {rank} has no port below 65536: ports begin at {first}")))
     }
 
     fn refused(&self, why: &str) -> Error {

@@ -65,11 +65,11 @@ fn a_text_that_makes_no_sense_says_what_would() {
     for (text, why) in [
         ("simm", "unknown scheme `simm`; did you mean sim? expected one of none, 1, sim, sim://?KEY=VALUE, "),
         ("http://h:1", "unknown scheme `http`"),
-        ("sim://h0", "`sim` is in the process of its rank, not at `h0`"),
+        ("sim://h0", "`sim` runs in the process of its rank and has no address; got `h0`"),
         ("sim://?desing=udp", "unknown key `desing`; did you mean design? expected one of xclbin, design, ranks, "),
         ("sim://?design=roce", "`design` cannot be `roce`; expected udp, tcp, cyt_rdma"),
         ("sim://?design", "`design` has no `=`"),
-        ("sim://?eager=1&eager=2", "`eager` stands twice"),
+        ("sim://?eager=1&eager=2", "`eager` is given twice"),
         ("sim://?eager=large", "`eager` cannot be `large`; expected a size below 4 GiB"),
         ("sim://?eager=4GiB", "`eager` cannot be `4GiB`; expected a size below 4 GiB"),
         ("sim://?eager=64kb", "`eager` cannot be `64kb`; expected a size below 4 GiB"),
@@ -79,31 +79,31 @@ fn a_text_that_makes_no_sense_says_what_would() {
             "sim://?rx_buffers=many",
             "`rx_buffers` cannot be `many`; expected a number from 1 to about 280, fewer with more ranks",
         ),
-        ("sim://?xclbin=a", "`xclbin` is for xrt://INDEX alone, not for sim"),
-        ("sim://?engine=a", "`engine` is for xrt://INDEX alone, not for sim"),
-        ("emulator://", "`` is no HOST:PORT of an emulator"),
-        ("emulator://h0", "`h0` is no HOST:PORT of an emulator"),
-        ("emulator://h0:5500,:1", "`:1` is no HOST:PORT of an emulator"),
-        ("emulator://h0:0", "`h0:0` is no HOST:PORT of an emulator"),
-        ("emulator://@", "no file of ranks stands behind the `@`"),
-        ("emulator://h:1?ranks=a", "`ranks` of emulators stand behind an at sign: emulator://@FILE"),
+        ("sim://?xclbin=a", "`xclbin` is a key of xrt://INDEX only, not of sim"),
+        ("sim://?engine=a", "`engine` is a key of xrt://INDEX only, not of sim"),
+        ("emulator://", "expected HOST:PORT of an emulator, got ``"),
+        ("emulator://h0", "expected HOST:PORT of an emulator, got `h0`"),
+        ("emulator://h0:5500,:1", "expected HOST:PORT of an emulator, got `:1`"),
+        ("emulator://h0:0", "expected HOST:PORT of an emulator, got `h0:0`"),
+        ("emulator://@", "expected a ranks file after the `@`"),
+        ("emulator://h:1?ranks=a", "emulators have no key `ranks`; name the file after an at sign: emulator://@FILE"),
         ("xrt://0", "a card behind XRT needs its bitstream; add `xclbin=FILE`"),
         ("xrt://0?xclbin=", "a card behind XRT needs its bitstream; add `xclbin=FILE`"),
-        ("xrt://a?xclbin=b", "`a` is no index of a card"),
+        ("xrt://a?xclbin=b", "expected the index of a card, got `a`"),
         ("xrt://0?xclbin=b&design=cyt_rdma", "cards behind XRT are built for udp or tcp"),
-        ("coyote://0?design=udp", "cards behind Coyote are driven over cyt_rdma alone"),
+        ("coyote://0?design=udp", "cards behind Coyote support cyt_rdma only"),
         ("coyote://0?memory=device", "buffers of cards behind Coyote lie in host memory"),
-        ("sim://?rx_bytes=100", "an rx buffer has a multiple of 64 bytes, not 100"),
-        ("sim://?rx_buffers=0", "a device has from 1 to about 280 rx buffers, fewer with more ranks, and not 0"),
+        ("sim://?rx_bytes=100", "size of an rx buffer: expected a multiple of 64 bytes, got 100"),
+        ("sim://?rx_buffers=0", "rx buffers: expected from 1 to about 280, fewer with more ranks, got 0"),
         (
             "sim://?eager=64&rx_bytes=1KiB",
-            "the largest eager message has at least the 1024 bytes of an rx buffer, not 64",
+            "largest eager message: expected at least the 1024 bytes of an rx buffer, got 64",
         ),
-        ("sim://?rendezvous=4MiB", "the largest rendezvous message is larger than the 4194304 bytes"),
+        ("sim://?rendezvous=4MiB", "largest rendezvous message: expected more than the 4194304 bytes"),
         ("sim://?rx_bytes=1KiB", "an eager message of 4MiB has more than 64 segments of 1KiB"),
         ("sim://?rx_buffers=300", "the tables of 1 ranks and 300 rx buffers do not fit into the exchange memory"),
-        ("sim://?rx_bytes=0", "an rx buffer has a multiple of 64 bytes, not 0"),
-        ("sim://?eager=0", "the largest eager message has at least"),
+        ("sim://?rx_bytes=0", "size of an rx buffer: expected a multiple of 64 bytes, got 0"),
+        ("sim://?eager=0", "largest eager message: expected at least"),
     ] {
         let message = refused(text);
         assert!(message.starts_with(&format!("device `{text}`: {why}")), "{message}");
@@ -129,7 +129,7 @@ fn settings_hold_a_whole_message_and_a_little_more() {
     assert!(many.starts_with("device `sim`: the tables of 300 ranks and 80 rx buffers do not fit"), "{many}");
     assert_eq!(
         parsed("sim").settings(3, 3).unwrap_err().message,
-        "device `sim`: rank 3 is none of the 3 ranks of the device"
+        "device `sim`: rank 3 is not among the 3 ranks of the device"
     );
 }
 
@@ -173,11 +173,14 @@ fn each_rank_has_an_address() {
     let url = format!("xrt://0?xclbin=a&design=tcp&eager=4KiB&rx_bytes=1KiB&ranks={ranks}");
     assert_eq!(peers(&url, 2), [("10.1.1.1".to_owned(), 5500, 4), ("10.1.1.2".to_owned(), 7, NO_SESSION)]);
     let text = parsed(&url).settings(0, 3).unwrap_err().message;
-    assert_eq!(text, format!("the file of ranks {ranks} names 2 ranks, and there are 3"));
+    assert_eq!(text, format!("the ranks file {ranks} names 2 ranks, but there are 3"));
     let text = parsed(&format!("sim://?ranks={ranks}")).settings(0, 2).unwrap_err().message;
-    assert!(text.ends_with("gives rank 0 segments of 1024 bytes; add `rx_bytes=1024`, or leave it out"), "{text}");
+    assert!(
+        text.ends_with("gives rank 0 segments of 1024 bytes; add `rx_bytes=1024`, or remove `max_segment`"),
+        "{text}"
+    );
     let text = parsed("xrt://0?xclbin=a").settings(0, 17).unwrap_err().message;
-    assert!(text.ends_with("cards reach 16 ranks over udp, not 17; take a tcp design"), "{text}");
+    assert!(text.ends_with("over udp, cards reach at most 16 ranks, not 17; use a tcp design"), "{text}");
 }
 
 #[test]
@@ -187,7 +190,8 @@ fn sessions_that_nobody_opens_are_asked_for_before_anything_starts() {
         url.check_sessions(&url.settings(0, 2).unwrap()).map_err(|error| error.message)
     };
     let text = checked("xrt://0?xclbin=a&design=tcp").unwrap_err();
-    let words = ["has no session to ranks 1: nobody here sets up", "network_krnl", "`ranks=FILE`, with a `session`"];
+    let words =
+        ["has no session to ranks 1: torch-accl does not set up", "network_krnl", "`ranks=FILE`, with a `session`"];
     assert!(words.iter().all(|word| text.contains(word)), "{text}");
     let ranks = |session: &str| {
         let name = format!("sessions{}.json", session.len());
@@ -209,11 +213,11 @@ fn each_rank_has_an_emulator() {
     assert_eq!(at(&format!("emulator://@{ranks}"), 0), Ok("h0:5500".to_owned()));
     assert_eq!(at(&format!("emulator://@{ranks}"), 1), Ok("127.0.0.1:5501".to_owned()));
     let text = at("emulator://h:5500,i:7", 2).unwrap_err().message;
-    assert!(text.ends_with("it names 2 emulators, and rank 2 has none among them"), "{text}");
+    assert!(text.ends_with("it names 2 emulators, but none for rank 2"), "{text}");
     assert!(at("emulator://h:65535", 1).unwrap_err().message.contains("rank 1 has no port below 65536"));
     assert!(matches!(parsed("emulator://h:1").place, Place::Emulator(Addresses::One(_))));
     let text = parsed("emulator://h:5500,i:7").settings(0, 3).unwrap_err().message;
-    assert!(text.ends_with("it names 2 emulators, and there are 3 ranks"), "{text}");
+    assert!(text.ends_with("it names 2 emulators, but there are 3 ranks"), "{text}");
 }
 
 proptest! {

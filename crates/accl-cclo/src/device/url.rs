@@ -113,29 +113,29 @@ const HOSTCTRL_KERNEL: &str = "hostctrl:{hostctrl_0_0}";
 
 /// All keys.
 pub const KEYS: [Key; 11] = [
-    key("xclbin", "the path of a file", "The bitstream of a card behind XRT, which alone takes it, and must have it."),
-    key("design", "udp, tcp, cyt_rdma", "How the devices were built to reach one another."),
     key(
-        "ranks",
+        "xclbin",
         "the path of a file",
-        "A file with the addresses of all ranks; an emulator's stands behind `@` instead.",
+        "Bitstream of a card behind XRT: required for these cards, refused for other devices.",
     ),
+    key("design", "udp, tcp, cyt_rdma", "Network for which the devices were built."),
+    key("ranks", "the path of a file", "File with the addresses of all ranks. Emulators name it after `@` instead."),
     key(
         "rx_buffers",
         "a number from 1 to about 280, fewer with more ranks",
-        "How many buffers wait for eager messages.",
+        "Number of rx buffers, which hold eager messages.",
     ),
-    key("rx_bytes", SIZE, "The size of each of them, a multiple of 64."),
-    key("eager", SIZE, "The largest message that is sent before its receiver has asked for it."),
-    key("rendezvous", SIZE, "The size of each buffer for sums of larger messages."),
-    key("memory", "host, device", "Where the buffers of calls lie."),
+    key("rx_bytes", SIZE, "Size of each rx buffer, a multiple of 64."),
+    key("eager", SIZE, "Largest message that is sent before its receiver has requested it."),
+    key("rendezvous", SIZE, "Size of each buffer for sums of larger messages."),
+    key("memory", "host, device", "Memory that holds the buffers of calls."),
     key(
         "compression",
         "none, fp16",
-        "What float32 is added as, and sent as in sums; what is only moved travels as it is.",
+        "Type in which float32 is added and sent in sums. Data that is only moved stays unchanged.",
     ),
-    key("engine", KERNEL, "The kernel of the engine in a bitstream for XRT."),
-    key("hostctrl", KERNEL, "The kernel that starts its calls in a bitstream for XRT."),
+    key("engine", KERNEL, "Kernel of the engine in a bitstream for XRT."),
+    key("hostctrl", KERNEL, "Kernel that starts the engine's calls in a bitstream for XRT."),
 ];
 
 /// Accepted schemes, which precede `://`.
@@ -195,13 +195,13 @@ impl DeviceUrl {
         for pair in keys.split('&').filter(|pair| !pair.is_empty()) {
             let (key, value) = pair.split_once('=').ok_or_else(|| format!("`{pair}` has no `=`"))?;
             if pairs.iter().any(|(known, _)| *known == key) {
-                return Err(format!("`{key}` stands twice"));
+                return Err(format!("`{key}` is given twice"));
             }
             pairs.push((key, value));
         }
         let mut url = Self::at(match scheme {
             "sim" if place.is_empty() => Place::Sim,
-            "sim" => return Err(format!("`sim` is in the process of its rank, not at `{place}`")),
+            "sim" => return Err(format!("`sim` runs in the process of its rank and has no address; got `{place}`")),
             "emulator" => Place::Emulator(Addresses::parse(place)?),
             "xrt" => {
                 let at = pairs.iter().position(|(key, value)| *key == "xclbin" && !value.is_empty());
@@ -242,7 +242,7 @@ impl DeviceUrl {
             "engine" | "hostctrl" if value.is_empty() => return Err(unknown()),
             "engine" if matches!(self.place, Place::Xrt { .. }) => self.engine = Some(value.to_owned()),
             "hostctrl" if matches!(self.place, Place::Xrt { .. }) => self.hostctrl = Some(value.to_owned()),
-            other => return Err(format!("`{other}` is for xrt://INDEX alone, not for {}", self.scheme())),
+            other => return Err(format!("`{other}` is a key of xrt://INDEX only, not of {}", self.scheme())),
         }
         Ok(())
     }
@@ -251,14 +251,14 @@ impl DeviceUrl {
     fn agrees_with_place(&self) -> std::result::Result<(), String> {
         match (&self.place, self.design()) {
             (Place::Emulator(_), _) if self.ranks.is_some() => {
-                Err("`ranks` of emulators stand behind an at sign: emulator://@FILE".to_owned())
+                Err("emulators have no key `ranks`; name the file after an at sign: emulator://@FILE".to_owned())
             }
             (Place::Xrt { .. }, Design::CytRdma) => Err("cards behind XRT are built for udp or tcp".to_owned()),
             (Place::Coyote { .. }, Design::Udp | Design::Tcp) => {
-                Err("cards behind Coyote are driven over cyt_rdma alone".to_owned())
+                Err("cards behind Coyote support cyt_rdma only".to_owned())
             }
             (Place::Coyote { .. }, Design::CytRdma) if self.memory == Some(Memory::Device) => Err(
-                "buffers of cards behind Coyote lie in host memory; moving them to the card (offload) is not offered"
+                "buffers of cards behind Coyote lie in host memory; moving them to the card (offload) is not supported"
                     .to_owned(),
             ),
             (Place::Sim | Place::Emulator(_) | Place::Xrt { .. } | Place::Coyote { .. }, _) => Ok(()),
@@ -345,7 +345,7 @@ impl fmt::Display for DeviceUrl {
 impl Addresses {
     fn parse(text: &str) -> std::result::Result<Self, String> {
         if let Some(path) = text.strip_prefix('@') {
-            let path = Some(path).filter(|path| !path.is_empty()).ok_or("no file of ranks stands behind the `@`")?;
+            let path = Some(path).filter(|path| !path.is_empty()).ok_or("expected a ranks file after the `@`")?;
             return Ok(Self::File(path.into()));
         }
         let all = text.split(',').map(Address::parse).collect::<std::result::Result<Vec<Address>, String>>()?;
@@ -370,7 +370,7 @@ impl Address {
     fn parse(text: &str) -> std::result::Result<Self, String> {
         let parts = text.trim().rsplit_once(':').filter(|(host, _)| !host.is_empty());
         let parts = parts.and_then(|(host, port)| Some((host, port.parse().ok().filter(|port| *port > 0)?)));
-        let (host, port) = parts.ok_or_else(|| format!("`{text}` is no HOST:PORT of an emulator"))?;
+        let (host, port) = parts.ok_or_else(|| format!("expected HOST:PORT of an emulator, got `{text}`"))?;
         Ok(Self { host: host.to_owned(), port })
     }
 }
@@ -434,7 +434,7 @@ fn find<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Opt
 }
 
 fn index(text: &str) -> std::result::Result<u32, String> {
-    text.parse().map_err(|_| format!("`{text}` is no index of a card"))
+    text.parse().map_err(|_| format!("expected the index of a card, got `{text}`"))
 }
 
 fn refused(text: &str, why: &str) -> Error {

@@ -23,8 +23,8 @@ pub(crate) fn claim(bus: &mut dyn Bus, mut go_on: impl FnMut() -> bool) -> Resul
         let Some(holder) = bus.claim()? else { break };
         if look == MOST_LOOKS || !go_on() {
             let text = format!(
-                "{} is in use by {holder}, and a device has one driver at a time; end that one, give this group another device, or take the \
-                 device away from it with `accl device reset`",
+                "{} is in use by {holder}, and a device has one driver at a time; end the other driver, give this group another device, or \
+                 take the device away with `accl device reset`",
                 bus.describe()
             );
             return Err(Error::new(ErrorKind::Device, text));

@@ -125,15 +125,19 @@ impl fmt::Display for Diagnosis {
         let named: Vec<String> =
             self.expected.iter().map(|(rank, inbound)| format!("seq {inbound} from rank {rank}")).collect();
         match (named.is_empty(), self.is_cut_off) {
-            (true, true) => write!(f, "there was no time to read what it expects from other ranks")?,
-            (true, false) => write!(f, "it expects nothing")?,
-            (false, true) => {
-                write!(f, "it expects {}, and there was no time to read what from others", named.join(" and "))?
+            (true, true) => {
+                write!(f, "no time was left to read the sequence numbers that it expects from other ranks")?
             }
+            (true, false) => write!(f, "it expects nothing")?,
+            (false, true) => write!(
+                f,
+                "it expects {}, and no time was left to read the sequence numbers from others",
+                named.join(" and ")
+            )?,
             (false, false) => write!(f, "it expects {}", named.join(" and "))?,
         }
         if self.more_ranks > 0 && !self.is_cut_off {
-            write!(f, " and something from {} ranks more", self.more_ranks)?;
+            write!(f, " and messages from {} more ranks", self.more_ranks)?;
         }
         for (index, buffer) in &self.buffers {
             let RxBuffer { sequence, source, tag, bytes, .. } = buffer;
@@ -148,18 +152,18 @@ impl fmt::Display for Diagnosis {
             }
         }
         if self.more_buffers > 0 {
-            write!(f, "; {} rx buffers more are not idle", self.more_buffers)?;
+            write!(f, "; {} more rx buffers are not idle", self.more_buffers)?;
         }
         if self.looked_at < self.all {
-            write!(f, "; there was no time to look at more than {} of {} rx buffers", self.looked_at, self.all)?;
+            write!(f, "; no time was left to read more than {} of {} rx buffers", self.looked_at, self.all)?;
         } else if self.buffers.is_empty() {
             write!(f, "; its rx buffers are empty")?;
         }
         match self.return_code {
-            None => write!(f, "; there was no time to read with what the call before has ended")?,
-            Some(code) if !code.is_ok() => write!(f, "; the call before has ended with {code}")?,
+            None => write!(f, "; no time was left to read the return code of the previous call")?,
+            Some(code) if !code.is_ok() => write!(f, "; the previous call ended with {code}")?,
             Some(_) => {}
         }
-        if self.trouble.is_empty() { Ok(()) } else { write!(f, "; it says: {}", self.trouble) }
+        if self.trouble.is_empty() { Ok(()) } else { write!(f, "; it reports: {}", self.trouble) }
     }
 }

@@ -58,7 +58,7 @@ impl Elements {
             _ => Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "the buffers of a call hold elements of one type, or of two of which the smaller is that on the wire, not {}{}",
+                    "elements of a call: expected one type, or two types of which the smaller is also on the wire, got {}{}",
                     types.iter().map(|dtype| format!("{dtype:?}")).collect::<Vec<_>>().join(", "),
                     self.wire.map_or_else(String::new, |wire| format!(" and {wire:?} on the wire"))
                 ),
@@ -85,7 +85,7 @@ mod tests {
         assert_eq!(chosen(mixed), (Some((F32, F16)), Compression { result: true, ..none }));
         assert_eq!(chosen(mixed.on_wire(F16)), (Some((F32, F16)), Compression { result: true, ..wire }));
         let text = mixed.on_wire(F64).choose().unwrap_err().message;
-        assert!(text.ends_with("not F16, F32 and F64 on the wire"), "{text}");
+        assert!(text.ends_with("got F16, F32 and F64 on the wire"), "{text}");
         assert!(Elements { second: Some(F64), ..mixed }.choose().is_err());
     }
 }

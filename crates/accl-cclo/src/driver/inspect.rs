@@ -72,24 +72,22 @@ impl Picture {
         let name = bus.describe();
         let elsewhere = |what: String| {
             let text = format!(
-                "{name}: {what}, so a program that lays out its tables in another way has set it up, and only its registers can be read"
+                "{name}: {what}, so a program with another layout of tables has set it up, and only its registers can be read"
             );
             Error::new(ErrorKind::Device, text)
         };
         let mut layout = Layout::default();
         let rx_buffers = (1..=MAX_RX_BUFFERS).contains(&count).then(|| layout.take(count as usize * RxBuffer::COUNT));
         let rx_buffers = rx_buffers.and_then(std::result::Result::ok);
-        let rx_buffers = rx_buffers.ok_or_else(|| elsewhere(format!("its register 0x0 says {count} rx buffers")))?;
-        let head =
-            layout.take(Communicator::word_count(0)).map_err(|_| elsewhere("no communicator fits".to_owned()))?;
+        let rx_buffers = rx_buffers.ok_or_else(|| elsewhere(format!("its register 0x0 holds {count} rx buffers")))?;
+        let head = layout
+            .take(Communicator::word_count(0))
+            .map_err(|_| elsewhere("no communicator fits behind its rx buffers".to_owned()))?;
         let [ranks, local] = [bus.read_register(head.word(0))?, bus.read_register(head.word(1))?];
         let place = layout.take(Communicator::word_count(ranks as usize) - head.words).ok();
         let place = place.filter(|_| local < ranks).map(|rest| Place { words: head.words + rest.words, ..head });
         let place = place.ok_or_else(|| {
-            elsewhere(format!(
-                "where its communicator would lie, at {:#x}, it says rank {local} of {ranks}",
-                head.offset
-            ))
+            elsewhere(format!("the position of its communicator, {:#x}, holds rank {local} of {ranks}", head.offset))
         })?;
         Ok((rx_buffers, Ranks { place, count: ranks, local }))
     }
@@ -138,8 +136,7 @@ pub(super) fn await_reset(bus: &mut dyn Bus, go_on: &mut dyn FnMut() -> bool) ->
 /// Returns the error for a device that is held by a call.
 pub(super) fn held(bus: &dyn Bus) -> Error {
     let text = format!(
-        "{} does not come back to a reset: a call that is under way holds it, and nothing ends that; reload the board, or start the emulator \
-         again",
+        "{} does not complete a reset: a call in flight holds it, and nothing can end this call; reload the board, or restart the emulator",
         bus.describe()
     );
     Error::new(ErrorKind::Device, text)

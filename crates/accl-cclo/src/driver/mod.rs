@@ -114,7 +114,7 @@ impl<B: Bus> Driver<B> {
             let is_it = |config: &ArithmeticConfig| (config.uncompressed, config.compressed) == (dtype, on_wire);
             let found = self.tables.configs.iter().find(|(config, _)| is_it(config));
             found.map(|(_, place)| place.offset).ok_or_else(|| {
-                let text = format!("no device has arithmetic for {dtype:?} that travels as {on_wire:?}");
+                let text = format!("no device has arithmetic for {dtype:?} that is sent as {on_wire:?}");
                 Error::new(ErrorKind::Unsupported, text)
             })
         })?;
@@ -155,7 +155,7 @@ impl<B: Bus> Driver<B> {
     /// Checks that firmware will do what the call asks for.
     fn check(&self, call: &Descriptor) -> Result<()> {
         if !self.takes_packets {
-            return Err(Error::internal(format!("`{call}` was given to a device before packets were let in")));
+            return Err(Error::internal(format!("`{call}` was issued before packets were enabled")));
         }
         let unknown = |what: &str, offset: u32| {
             Error::new(ErrorKind::InvalidArgument, format!("`{call}` is refused: there is no {what} at {offset:#x}"))
@@ -209,7 +209,7 @@ impl<B: Bus> Driver<B> {
                 // This project's emulator reports more detail than the bits do.
                 let about = self.bus.about().ok().flatten().map(|about| about.trouble);
                 let trouble =
-                    about.filter(|trouble| !trouble.is_empty()).map(|trouble| format!("; it says: {trouble}"));
+                    about.filter(|trouble| !trouble.is_empty()).map(|trouble| format!("; it reports: {trouble}"));
                 let text = format!("{}: `{call}` failed: {code}{}", self.bus.describe(), trouble.unwrap_or_default());
                 Err(self.kill(Error::new(ErrorKind::Device, text)))
             }
@@ -229,7 +229,7 @@ impl<B: Bus> Driver<B> {
             return Err(dead.clone());
         }
         if let Some(running) = self.running.filter(|_| self.queue.first().is_none()) {
-            return Err(Error::internal(format!("`{call}` was posted while `{running}` runs, which was not")));
+            return Err(Error::internal(format!("`{call}` was posted while `{running}`, which was not posted, runs")));
         }
         self.check(&call)?;
         Ok(self.queue.post(call, deadline))
@@ -259,7 +259,7 @@ impl<B: Bus> Driver<B> {
             State::Ended(finished) => Ok(Some(finished)),
             State::Waits => progress.map(|()| None),
             State::Unknown => {
-                Err(Error::internal("the end of a request was asked for that has been said, or was not posted here"))
+                Err(Error::internal("polled a request whose end was reported before, or that was not posted here"))
             }
         }
     }
@@ -286,8 +286,8 @@ impl<B: Bus> Driver<B> {
             Some(_) if self.queue.first().is_some_and(|first| first.id == overdue.id) => {
                 "has not ended before its deadline".to_owned()
             }
-            Some(_) => format!("has kept `{}` from its deadline", overdue.call),
-            None => format!("of `{}` was not asked about before its deadline", overdue.call),
+            Some(_) => format!("has delayed `{}` past its deadline", overdue.call),
+            None => format!("(`{}`) was not polled before its deadline", overdue.call),
         };
         Err(self.give_up(&why, || clock() < now + DIAGNOSIS_TIME))
     }

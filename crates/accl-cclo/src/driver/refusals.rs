@@ -33,19 +33,19 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
     let is_local = matches!(call.operation, Operation::Copy | Operation::Combine | Operation::Nop);
     let is_message = matches!(call.operation, Operation::Send | Operation::Recv);
     if call.operation == Operation::Config {
-        return refused("the driver itself sets what a device is set up with; open it with other settings".to_owned());
+        return refused("only the driver itself configures a device; open it with other settings".to_owned());
     }
     if row.has_root && call.root >= ranks {
-        return refused(format!("its communicator has {ranks} ranks, and none is rank {}", call.root));
+        return refused(format!("its communicator has {ranks} ranks, and no rank {}", call.root));
     }
     if is_message && call.root == local {
-        return refused("a device does not send to itself; copy instead".to_owned());
+        return refused("a device cannot send to itself; use a copy".to_owned());
     }
     if row.reduces && call.reduce_function().is_none() {
         return refused(format!("function {} is neither sum nor max", call.function));
     }
     if row.reduces && config.is_none_or(|config| config.functions.is_empty()) {
-        return refused("it adds, and its elements are only moved".to_owned());
+        return refused("it reduces, but its elements can only be moved".to_owned());
     }
     let element_bytes = config.map_or(1, |config| u64::from(config.uncompressed.size_bytes()));
     let bytes = u64::from(call.count) * element_bytes;
@@ -57,7 +57,7 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
         Counts::Nothing | Counts::Value => (0, ""),
     };
     if counted > u64::from(u32::MAX) {
-        return refused(format!("it is about {counted} bytes{of_whom}, and firmware counts to 4 GiB; cut it"));
+        return refused(format!("it covers {counted} bytes{of_whom}, and firmware counts to 4 GiB; split it"));
     }
     if is_local || ranks <= 1 {
         return Ok(());
@@ -72,17 +72,20 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
     let all = settings.memory;
     if in_host.iter().any(|(is_used, is_host)| *is_used && *is_host != all.is_host()) {
         return refused(format!(
-            "all its buffers must lie in memory of the {}",
+            "all its buffers must lie in {} memory",
             if all.is_host() { "host" } else { "device" }
         ));
     }
     let over_rdma = settings.network == Network::Rdma;
     if call.streams.result && is_message {
         if call.tag > MAX_STREAM {
-            return refused(format!("kernel streams have numbers up to {MAX_STREAM}, and its tag is {:#x}", call.tag));
+            return refused(format!(
+                "its tag must be the number of a kernel stream: expected at most {MAX_STREAM}, got {:#x}",
+                call.tag
+            ));
         }
         if call.operation == Operation::Send && over_rdma {
-            return refused("a message for a kernel stream hangs now and then over RDMA (hazard 10)".to_owned());
+            return refused("a message for a kernel stream sometimes hangs over RDMA (hazard 10)".to_owned());
         }
     } else if is_message && call.tag == ANY_TAG {
         return refused("both ends of a message must name the same tag, which is not `any` (hazard 7)".to_owned());
@@ -93,7 +96,11 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
         if !over_rdma {
             return refused("it needs RDMA (hazard 2)".to_owned());
         }
-        return if is_plain { Ok(()) } else { refused("it has neither compression nor kernel streams".to_owned()) };
+        return if is_plain {
+            Ok(())
+        } else {
+            refused("it supports neither compression nor kernel streams".to_owned())
+        };
     }
     let is_eager = !is_plain || bytes <= u64::from(settings.max_eager_bytes);
     if is_eager {
@@ -107,22 +114,22 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
     }
     if !over_rdma {
         return refused(format!(
-            "a message of {bytes} bytes is larger than the largest eager one of {} (hazard 2); cut it",
+            "a message of {bytes} bytes is larger than the largest eager message of {} bytes (hazard 2); split it",
             settings.max_eager_bytes
         ));
     }
     let spare = u64::from(settings.max_rendezvous_bytes);
     match call.operation {
         Operation::Gather if call.root > 0 && call.root + 1 < ranks => refused(format!(
-            "its root is neither the first nor the last rank (hazard 3); cut its blocks to {} bytes",
+            "its root is neither the first nor the last rank (hazard 3); split its blocks to at most {} bytes",
             settings.max_eager_bytes
         )),
         Operation::ReduceScatter => refused(format!(
-            "the source of rank 0 would be overwritten (hazard 6); cut its blocks to {} bytes",
+            "the source of rank 0 would be overwritten (hazard 6); split its blocks to at most {} bytes",
             settings.max_eager_bytes
         )),
         Operation::Reduce | Operation::AllReduce if of_all > spare => refused(format!(
-            "{ranks} ranks contribute {of_all} bytes, and a spare buffer holds {spare} (hazard 5); cut it, or take a larger `rendezvous`"
+            "{ranks} ranks contribute {of_all} bytes, and a spare buffer holds {spare} (hazard 5); split it, or use a larger `rendezvous`"
         )),
         _ => Ok(()),
     }
@@ -164,19 +171,14 @@ mod tests {
         let half = Compression { wire: true, ..Compression::default() };
         // The largest eager message has 4096 elements, and a spare buffer 8192.
         for (network, ranks, call, why) in [
-            (Network::Udp, 2, call(Config, 1), "the driver itself sets what a device is set up with"),
+            (Network::Udp, 2, call(Config, 1), "only the driver itself configures a device"),
             (
                 Network::Udp,
                 2,
                 Descriptor { root: 2, ..call(Broadcast, 1) },
-                "its communicator has 2 ranks, and none is rank 2",
+                "its communicator has 2 ranks, and no rank 2",
             ),
-            (
-                Network::Udp,
-                2,
-                Descriptor { root: 0, ..tagged(Send, 1) },
-                "a device does not send to itself; copy instead",
-            ),
+            (Network::Udp, 2, Descriptor { root: 0, ..tagged(Send, 1) }, "a device cannot send to itself; use a copy"),
             (Network::Udp, 2, Descriptor { function: 2, ..call(Reduce, 1) }, "function 2 is neither sum nor max"),
             (
                 Network::Udp,
@@ -188,19 +190,19 @@ mod tests {
                 Network::Udp,
                 2,
                 Descriptor { streams: to_stream, tag: 247, ..tagged(Send, 1) },
-                "kernel streams have numbers up to 246",
+                "the number of a kernel stream: expected at most 246, got",
             ),
             (
                 Network::Rdma,
                 2,
                 Descriptor { streams: to_stream, ..tagged(Send, 1) },
-                "a message for a kernel stream hangs now and then",
+                "a message for a kernel stream sometimes hangs",
             ),
             (
                 Network::Udp,
                 2,
                 Descriptor { hosts: Hosts::all(true), ..call(Broadcast, 1) },
-                "all its buffers must lie in memory of the device",
+                "all its buffers must lie in device memory",
             ),
             (Network::Tcp, 2, call(AllToAll, 1), "it needs RDMA (hazard 2)"),
             (Network::Udp, 2, call(Barrier, 0), "it needs RDMA (hazard 2)"),
@@ -208,13 +210,13 @@ mod tests {
                 Network::Rdma,
                 2,
                 Descriptor { compression: half, ..call(AllToAll, 1) },
-                "it has neither compression nor kernel streams",
+                "it supports neither compression nor kernel streams",
             ),
             (
                 Network::Udp,
                 2,
                 call(Broadcast, 4097),
-                "a message of 16388 bytes is larger than the largest eager one of 16384 (hazard 2)",
+                "a message of 16388 bytes is larger than the largest eager message of 16384 bytes (hazard 2)",
             ),
             (
                 Network::Udp,
@@ -245,7 +247,7 @@ mod tests {
                 Network::Rdma,
                 4,
                 call(AllGather, 1 << 29),
-                "it is about 8589934592 bytes of all ranks, and firmware counts to 4 GiB",
+                "it covers 8589934592 bytes of all ranks, and firmware counts to 4 GiB",
             ),
         ] {
             let text = said(network, ranks, call).unwrap_or_default();

@@ -57,7 +57,7 @@ impl<B: Bus> Driver<B> {
             let [built, asked] = [network, settings.network].map(|network| Design::of(network).name());
             return Err(Error::new(
                 ErrorKind::Configuration,
-                format!("{} was built for {built}, and `design` asks for {asked}", bus.describe()),
+                format!("{} was built for {built}, but `design` requests {asked}", bus.describe()),
             ));
         }
         if let Some(about) = bus.about()? {
@@ -150,11 +150,11 @@ impl<B: Bus> Driver<B> {
         match about {
             Some(About { missing, .. }) if !missing.is_empty() => {
                 let ranks: Vec<String> = missing.iter().map(u32::to_string).collect();
-                format!("; it waits for the emulators of ranks {}: start them, or correct where they are", ranks.join(", "))
+                format!("; it waits for the emulators of ranks {}: start them, or correct their addresses", ranks.join(", "))
             }
-            Some(About { trouble, .. }) if !trouble.is_empty() => format!("; it says: {trouble}"),
+            Some(About { trouble, .. }) if !trouble.is_empty() => format!("; it reports: {trouble}"),
             None if function == ConfigFunction::EnablePackets => {
-                "; it does not say for whom it waits, and packets are let in once the devices of all ranks reach one another".to_owned()
+                "; it does not report the missing ranks; packets are enabled once the devices of all ranks reach one another".to_owned()
             }
             Some(_) | None => String::new(),
         }
@@ -192,16 +192,19 @@ fn differs(about: &About, settings: &Settings) -> Option<String> {
     if about.network != network && !settings.suits_any_network {
         let [is, asked] = [about.network, network].map(|network| Design::of(network).name());
         return Some(format!(
-            "was started for {is}, and `design` asks for {asked}; add `design={is}`, or start it with other `--comms`"
+            "was started for {is}, but `design` requests {asked}; add `design={is}`, or start it with another `--comms`"
         ));
     }
     if about.ranks != world {
         return Some(format!(
-            "was started for {} ranks, and there are {world}; start it with other `--ranks`",
+            "was started for {} ranks, but there are {world}; start it with another `--ranks`",
             about.ranks
         ));
     }
     (about.rank != settings.rank).then(|| {
-        format!("is that of rank {}, and this is rank {}; its address is another rank's", about.rank, settings.rank)
+        format!(
+            "serves rank {}, but this is rank {}; correct the address of this rank's emulator",
+            about.rank, settings.rank
+        )
     })
 }

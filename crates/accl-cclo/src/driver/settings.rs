@@ -98,10 +98,10 @@ impl Settings {
         let mut chosen = Vec::with_capacity(members.len());
         for (index, member) in members.iter().enumerate() {
             if members[..index].contains(member) {
-                return refused(format!("rank {member} stands twice in a communicator"));
+                return refused(format!("rank {member} is given twice for a communicator"));
             }
             let Some(entry) = ranks.get(*member as usize) else {
-                return refused(format!("rank {member} is none of the {} ranks of the device", self.world()));
+                return refused(format!("rank {member} is not among the {} ranks of the device", self.world()));
             };
             chosen.push(*entry);
         }
@@ -119,33 +119,35 @@ impl Settings {
         let refused = |text: String| Err(Error::new(ErrorKind::Configuration, text));
         let (world, rx_bytes) = (self.world(), self.rx_bytes);
         if self.rank >= world {
-            return refused(format!("rank {} is none of the {world} ranks of the device", self.rank));
+            return refused(format!("rank {} is not among the {world} ranks of the device", self.rank));
         }
         if self.rx_buffers == 0 || self.rx_buffers > MAX_RX_BUFFERS {
             return refused(format!(
-                "a device has from 1 to about 280 rx buffers, fewer with more ranks, and not {}",
+                "rx buffers: expected from 1 to about 280, fewer with more ranks, got {}",
                 self.rx_buffers
             ));
         }
         if rx_bytes == 0 || !rx_bytes.is_multiple_of(SEGMENT_UNIT) {
-            return refused(format!("an rx buffer has a multiple of {SEGMENT_UNIT} bytes, not {rx_bytes}"));
+            return refused(format!(
+                "size of an rx buffer: expected a multiple of {SEGMENT_UNIT} bytes, got {rx_bytes}"
+            ));
         }
         // A segment without elements would never end.
         let least = world.saturating_mul(8).next_multiple_of(SEGMENT_UNIT);
         if rx_bytes < least {
             return refused(format!(
-                "an rx buffer must hold an element for each of {world} ranks: at least {least} bytes, not {rx_bytes}"
+                "an rx buffer must hold an element for each of {world} ranks: expected at least {least} bytes, got {rx_bytes}"
             ));
         }
         if self.max_eager_bytes < rx_bytes {
             return refused(format!(
-                "the largest eager message has at least the {rx_bytes} bytes of an rx buffer, not {}",
+                "largest eager message: expected at least the {rx_bytes} bytes of an rx buffer, got {}",
                 self.max_eager_bytes
             ));
         }
         if self.max_rendezvous_bytes <= self.max_eager_bytes {
             return refused(format!(
-                "the largest rendezvous message is larger than the {} bytes of the largest eager one, not {}",
+                "largest rendezvous message: expected more than the {} bytes of the largest eager message, got {}",
                 self.max_eager_bytes, self.max_rendezvous_bytes
             ));
         }

@@ -53,7 +53,7 @@ impl Tables {
                 ErrorKind::Configuration,
                 format!(
                     "the tables of {ranks} ranks and {buffers} rx buffers do not fit into the exchange memory of a device: {needs} \
-                     bytes are needed where {left} are left; take fewer rx buffers"
+                     bytes are needed, and {left} are left; use fewer rx buffers"
                 ),
             )
         })?;
@@ -82,8 +82,8 @@ impl Tables {
             Error::new(
                 ErrorKind::Exhausted,
                 format!(
-                    "a communicator of {ranks} ranks does not fit into the exchange memory of a device: {needs} bytes are needed where \
-                     {left} are left, and none are given back; set the device up again, with fewer rx buffers"
+                    "a communicator of {ranks} ranks does not fit into the exchange memory of a device: {needs} bytes are needed, and \
+                     {left} are left; this memory is never freed, so set the device up again with fewer rx buffers"
                 ),
             )
         })?;

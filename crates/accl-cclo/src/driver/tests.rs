@@ -109,10 +109,13 @@ fn an_emulator_that_is_another_than_was_asked_for_is_refused_before_anything_sta
     for (about, why) in [
         (
             About { network: Network::Rdma, ..about() },
-            "was started for cyt_rdma, and `design` asks for udp; add `design=cyt_rdma`, or start it with other `--comms`",
+            "was started for cyt_rdma, but `design` requests udp; add `design=cyt_rdma`, or start it with another `--comms`",
         ),
-        (About { ranks: 3, ..about() }, "was started for 3 ranks, and there are 2; start it with other `--ranks`"),
-        (About { rank: 1, ..about() }, "is that of rank 1, and this is rank 0; its address is another rank's"),
+        (About { ranks: 3, ..about() }, "was started for 3 ranks, but there are 2; start it with another `--ranks`"),
+        (
+            About { rank: 1, ..about() },
+            "serves rank 1, but this is rank 0; correct the address of this rank's emulator",
+        ),
     ] {
         assert_eq!(opened(about).err().unwrap().message, format!("emulator at h:1 {why}"));
     }
@@ -123,8 +126,8 @@ fn what_a_device_says_is_wrong_is_part_of_why_a_call_does_not_end() {
     let mut driver = opened(About { trouble: "no packet of rank 1 has come".to_owned(), ..about() }).unwrap();
     assert_eq!(
         driver.give_up("has not ended in 300 ms", || true).message,
-        "emulator at h:1: a call has not ended in 300 ms; it expects seq 0 from rank 1; its rx buffers are empty; it says: no packet of rank 1 has \
-         come; the device takes no more calls until it is reset"
+        "emulator at h:1: a call has not ended in 300 ms; it expects seq 0 from rank 1; its rx buffers are empty; it reports: no packet of rank 1 \
+         has come; the device takes no more calls until it is reset"
     );
 }
 
@@ -146,18 +149,18 @@ fn a_diagnosis_among_many_ranks_ends_when_its_time_is_over() {
     };
     let text = within(10);
     for said in [
-        "there was no time to read what it expects from other ranks",
-        "there was no time to look at more than 10 of 16 rx buffers",
-        "there was no time to read with what the call before has ended",
+        "no time was left to read the sequence numbers that it expects from other ranks",
+        "no time was left to read more than 10 of 16 rx buffers",
+        "no time was left to read the return code of the previous call",
     ] {
         assert!(text.contains(said), "{text}");
     }
     let text = within(19);
-    let said = "it expects seq 0 from rank 62 and seq 0 from rank 63, and there was no time to read what from others; its rx buffers are empty;";
+    let said = "it expects seq 0 from rank 62 and seq 0 from rank 63, and no time was left to read the sequence numbers from others; its rx buffers are empty;";
     assert!(text.contains(said), "{text}");
     let text = within(1000);
     assert!(
-        text.contains(" and seq 0 from rank 63 and something from 55 ranks more; its rx buffers are empty;"),
+        text.contains(" and seq 0 from rank 63 and messages from 55 more ranks; its rx buffers are empty;"),
         "{text}"
     );
 }
@@ -208,5 +211,5 @@ fn no_call_starts_before_packets_are_let_in() {
     let mut driver = set_up(&Card::default());
     let call = driver.call(Operation::Copy, DataType::F32, DataType::F32, 4).unwrap();
     let text = driver.start(&call).unwrap_err().message;
-    assert!(text.ends_with("was given to a device before packets were let in"), "{text}");
+    assert!(text.ends_with("was issued before packets were enabled"), "{text}");
 }

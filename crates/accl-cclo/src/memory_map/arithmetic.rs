@@ -10,10 +10,10 @@ words! {
     pub struct ArithmeticHead: 7 words {
         0 uncompressed_bytes: "Size of an element in memory in bytes.",
         1 compressed_bytes: "Size of an element on a compressed wire in bytes.",
-        2 log2_ratio: "Logarithm of how many elements one compressed one stands for.",
+        2 log2_ratio: "Logarithm of the number of elements in one compressed element.",
         3 compressor: "Stream destination of the compressor.",
         4 decompressor: "Stream destination of the decompressor.",
-        5 functions: "How many functions follow.",
+        5 functions: "Number of functions that follow.",
         6 adds_compressed: "One if arithmetic works on the compressed form.",
     }
 }

@@ -15,11 +15,11 @@ words! {
     /// A communicator's entry for one rank.
     pub struct RankEntry: 6 words {
         0 ip: "IPv4 address, the first octet in the top byte.",
-        1 port: "Its port.",
-        2 inbound: "Sequence number of the next message from it, which the engine counts.",
-        3 outbound: "Sequence number of the next message to it, which the engine counts.",
-        4 session: "Socket index (UDP), session (TCP) or number of the queue pair (RDMA); the emulator takes the rank.",
-        5 segment_bytes: "Most bytes of a segment: a multiple of 64, and no more than an rx buffer holds.",
+        1 port: "Port of the rank.",
+        2 inbound: "Sequence number of the next message from the rank, counted by the engine.",
+        3 outbound: "Sequence number of the next message to the rank, counted by the engine.",
+        4 session: "Socket index (UDP), session (TCP) or number of the queue pair (RDMA); in the emulator, the rank.",
+        5 segment_bytes: "Maximum bytes of a segment: a multiple of 64, and at most the size of an rx buffer.",
     }
 }
 

@@ -32,23 +32,23 @@ macro_rules! registers {
 }
 
 registers! {
-    RX_BUFFER_COUNT 0x0000 "rx_buffer_count" "Eager rx buffers; written last, since any number but zero starts the rx engine.";
+    RX_BUFFER_COUNT 0x0000 "rx_buffer_count" "Number of eager rx buffers. Written last, because any value except zero starts the rx engine.";
     RX_BUFFER_BYTES 0x0004 "rx_buffer_bytes" "Size of each eager rx buffer in bytes.";
-    GATHER_FAN_IN 0x1FC4 "gather_fan_in" "Most ranks that a root of a flat gather has addresses out to, above `gather_fan_in_bytes`.";
+    GATHER_FAN_IN 0x1FC4 "gather_fan_in" "Maximum number of ranks to which the root of a flat gather sends addresses at a time, above `gather_fan_in_bytes`.";
     GATHER_FAN_IN_BYTES 0x1FC8 "gather_fan_in_bytes" "Blocks of more bytes than this are gathered from `gather_fan_in` ranks at a time.";
-    BROADCAST_FLAT_RANKS 0x1FCC "broadcast_flat_ranks" "Up to so many ranks a rendezvous broadcast is flat, and a binomial tree among more.";
-    REDUCE_FLAT_RANKS 0x1FD0 "reduce_flat_ranks" "Up to so many ranks a rendezvous reduction is flat.";
-    REDUCE_FLAT_BYTES 0x1FD4 "reduce_flat_bytes" "Up to so many bytes a rendezvous reduction is flat among any number of ranks.";
+    BROADCAST_FLAT_RANKS 0x1FCC "broadcast_flat_ranks" "Maximum number of ranks of a flat rendezvous broadcast; more ranks use a binomial tree.";
+    REDUCE_FLAT_RANKS 0x1FD0 "reduce_flat_ranks" "Maximum number of ranks of a flat rendezvous reduction.";
+    REDUCE_FLAT_BYTES 0x1FD4 "reduce_flat_bytes" "Maximum bytes of a rendezvous reduction that is flat for any number of ranks.";
     SPARE_1_LOW 0x1FD8 "spare_1_low" "Address of spare buffer 1, low word: scratch for rendezvous reductions.";
     SPARE_1_HIGH 0x1FDC "spare_1_high" "Address of spare buffer 1, high word.";
     SPARE_2_LOW 0x1FE0 "spare_2_low" "Address of spare buffer 2, low word.";
     SPARE_2_HIGH 0x1FE4 "spare_2_high" "Address of spare buffer 2, high word.";
     SPARE_3_LOW 0x1FE8 "spare_3_low" "Address of spare buffer 3, low word.";
     SPARE_3_HIGH 0x1FEC "spare_3_high" "Address of spare buffer 3, high word.";
-    CYCLES 0x1FF0 "cycles" "Cycles that the last call took, of four nanoseconds each.";
-    IS_CONFIGURED 0x1FF4 "is_configured" "Zero after a reset; the driver writes one, and whoever finds that does not have the engine to itself.";
-    HARDWARE_ID 0x1FF8 "hardware_id" "What the engine was built with; zero in the emulator.";
-    RETURN_CODE 0x1FFC "return_code" "Bits of what went wrong in the call that ended last; zero if nothing did.";
+    CYCLES 0x1FF0 "cycles" "Duration of the last call in cycles of four nanoseconds.";
+    IS_CONFIGURED 0x1FF4 "is_configured" "Zero after a reset; the driver writes one. Another driver that reads one does not have the engine to itself.";
+    HARDWARE_ID 0x1FF8 "hardware_id" "Build options of the engine; zero in the emulator.";
+    RETURN_CODE 0x1FFC "return_code" "Error bits of the call that ended last; zero if it succeeded.";
 }
 
 /// Registers for the low and the high word of each spare buffer's address.

@@ -5,13 +5,13 @@ use crate::words::{address, halves, words};
 words! {
     /// An entry of the table of rx buffers. The host writes addresses and zeros; the engine writes the rest.
     pub struct RxBuffer: 7 words {
-        0 status: "What it is used for: see [`RxStatus`].",
-        1 address_low: "Its address in device memory, low word.",
-        2 address_high: "Its address in device memory, high word.",
-        3 tag: "Tag of the message in it.",
-        4 bytes: "Bytes of the message in it.",
-        5 source: "Rank in its communicator that sent it.",
-        6 sequence: "Sequence number of the message in it.",
+        0 status: "Status: see [`RxStatus`].",
+        1 address_low: "Address in device memory, low word.",
+        2 address_high: "Address in device memory, high word.",
+        3 tag: "Tag of the message in the buffer.",
+        4 bytes: "Bytes of the message in the buffer.",
+        5 source: "Rank of the sender in its communicator.",
+        6 sequence: "Sequence number of the message in the buffer.",
     }
 }
 

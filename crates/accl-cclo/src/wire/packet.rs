@@ -180,24 +180,25 @@ impl Joiner {
         let mut rest = packet;
         if self.network == Network::Rdma {
             let (word, behind) =
-                rest.split_first_chunk::<WORD_BYTES>().ok_or(bad("it ends within its request word"))?;
-            let word = RequestWord::from_bytes(word).ok_or(bad("its request word asks for nothing that there is"))?;
+                rest.split_first_chunk::<WORD_BYTES>().ok_or(bad("a packet ends within its request word"))?;
+            let word = RequestWord::from_bytes(word).ok_or(bad("a packet has an invalid request word"))?;
             rest = behind;
             if rest.len() > MAX_PACKET_BYTES || rest.len() > word.bytes as usize {
-                return Err(bad("it is longer than its request word says"));
+                return Err(bad("a packet is longer than its request word states"));
             }
             if word.verb == Verb::Write {
                 return Ok(Joined::Write { address: word.address, is_host: word.is_host, data: rest });
             }
         } else if rest.len() > MAX_PACKET_BYTES {
-            return Err(bad("it is longer than a packet may be"));
+            return Err(bad("a packet is longer than the maximum"));
         }
         let (header, begins_at) = match self.under_way.take() {
             Some(begun) => begun,
             None => {
-                let (head, behind) = rest.split_first_chunk::<WORD_BYTES>().ok_or(bad("it ends within its header"))?;
+                let (head, behind) =
+                    rest.split_first_chunk::<WORD_BYTES>().ok_or(bad("a packet ends within its header"))?;
                 rest = behind;
-                (Header::from_bytes(head).ok_or(bad("its header is of no kind of message that there is"))?, 0)
+                (Header::from_bytes(head).ok_or(bad("a header has an unknown kind of message"))?, 0)
             }
         };
         let left = header.payload_bytes() - begins_at;
@@ -205,10 +206,10 @@ impl Joiner {
         // UDP sends whole words.
         let may_be_longer = self.network == Network::Udp && rest.len() == left.next_multiple_of(WORD_BYTES);
         if rest.len() > left && !may_be_longer {
-            return Err(bad("it is longer than what is left of its message"));
+            return Err(bad("a packet is longer than the rest of its message"));
         }
         if rest.is_empty() && left > 0 && begins_at > 0 {
-            return Err(bad("it is empty in the middle of a message"));
+            return Err(bad("a packet is empty in the middle of a message"));
         }
         let data = &rest[..rest.len().min(left)];
         if !is_last {

@@ -394,11 +394,11 @@ impl Engine {
 
     /// Returns why calls of this engine fail or do not end; empty if no fault is known.
     pub fn trouble(&self) -> String {
-        let lost = self.lost.iter().map(|sender| format!("rank {sender} has gone"));
-        let broken = self.receiver.broken().map(|(sender, why)| format!("rank {sender} is not understood: {why}"));
+        let lost = self.lost.iter().map(|sender| format!("rank {sender} disconnected"));
+        let broken = self.receiver.broken().map(|(sender, why)| format!("cannot receive from rank {sender}: {why}"));
         let strays = self.strays.iter().map(|(sender, count)| {
             format!(
-                "packets of another job have come from rank {sender}, {count} in all, and went nowhere; reset the devices of all ranks"
+                "packets of another job arrived from rank {sender} and were dropped, {count} in total; reset the devices of all ranks"
             )
         });
         broken.chain(lost).chain(strays).collect::<Vec<_>>().join("; ")

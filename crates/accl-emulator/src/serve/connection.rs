@@ -67,7 +67,7 @@ fn keep_alive(socket: impl AsFd) -> std::io::Result<()> {
 /// Runs a part of the greeting, and fails at the deadline.
 async fn in_time<T>(deadline: Instant, greets: impl Future<Output = Result<T, End>>) -> Result<T, End> {
     let greeted = timeout_at(deadline, greets).await;
-    greeted.map_err(|_| format!("it has not greeted in {} s", GREETING_PATIENCE.as_secs()))?
+    greeted.map_err(|_| format!("it did not complete the ZeroMQ greeting within {} s", GREETING_PATIENCE.as_secs()))?
 }
 
 /// A ZeroMQ connection.
@@ -156,7 +156,7 @@ impl Connection {
         loop {
             let (flags, body) = self.from.next_frame(MOST_COMMAND_BYTES).await?;
             if flags & COMMAND == 0 {
-                return Err("it sends messages before it is ready".into());
+                return Err("it sent a message before its READY command".into());
             }
             if let Some(metadata) = body.strip_prefix(READY) {
                 let socket = zmtp::socket_type(metadata)?;
@@ -180,7 +180,7 @@ impl Connection {
             room = room.saturating_sub(body.len() as u64);
             frames.push(body);
             if frames.len() > MOST_FRAMES {
-                return Err(format!("it sends a message of more than {MOST_FRAMES} frames").into());
+                return Err(format!("it sent a message of more than {MOST_FRAMES} frames").into());
             }
             if flags & MORE == 0 {
                 return Ok(frames);
@@ -197,9 +197,7 @@ impl Receiving {
         let len = if flags & LONG == 0 { u64::from(self.0.read_u8().await?) } else { self.0.read_u64().await? };
         let most_bytes = if flags & COMMAND == 0 { most_bytes } else { MOST_COMMAND_BYTES };
         if len > most_bytes {
-            return Err(
-                format!("it sends a frame of {len} bytes, and a message has {MOST_MESSAGE_BYTES} at most").into()
-            );
+            return Err(format!("it sent a frame of {len} bytes; a message has at most {MOST_MESSAGE_BYTES}").into());
         }
         let mut body = Vec::new();
         (&mut self.0).take(len).read_to_end(&mut body).await?;
@@ -216,8 +214,7 @@ impl Sending {
     pub(super) async fn write_within(&mut self, mut bytes: &[u8], patience: Duration) -> Result<(), End> {
         while !bytes.is_empty() {
             let written = timeout(patience, self.0.write(bytes)).await;
-            let written = written
-                .map_err(|_| format!("it has fetched none of what it is sent for {} s", patience.as_secs()))??;
+            let written = written.map_err(|_| format!("it has read nothing for {} s", patience.as_secs()))??;
             if written == 0 {
                 return Err(End::Gone);
             }
@@ -261,7 +258,7 @@ mod tests {
         let role = Role { ready: zmtp::ready(b"REP"), takes: [b"REQ", b"DEALER"], refuses: "it asks nothing" };
         let begin = Instant::now();
         let Err(End::Refused(why)) = connection.greet_last(&role).await else { panic!("nothing was sent") };
-        assert!(why.contains("has not greeted"), "{why}");
+        assert!(why.contains("did not complete the ZeroMQ greeting"), "{why}");
         assert!(begin.elapsed() < GREETING_PATIENCE / 2);
     }
 }

@@ -36,7 +36,7 @@ pub(super) async fn serve_hosts(rank: u32, listener: TcpListener, events: mpsc::
             continue;
         };
         let Ok(greets) = greeting.clone().try_acquire_owned() else {
-            said.lock().await.say(rank, from, "too many connections have yet to greet");
+            said.lock().await.say(rank, from, "too many connections have not completed the ZeroMQ greeting");
             continue;
         };
         let (places, said, events) = (places.clone(), said.clone(), events.clone());
@@ -98,7 +98,7 @@ impl Said {
         }
         let others = match std::mem::take(&mut self.unsaid) {
             0 => String::new(),
-            unsaid => format!(", as {unsaid} before it were"),
+            unsaid => format!(" ({unsaid} more before it)"),
         };
         self.last = Some(Instant::now());
         disconnected(rank, from, &format!("{why}{others}"));

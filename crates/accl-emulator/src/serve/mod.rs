@@ -220,7 +220,7 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
             trouble: String::new(),
         });
     }
-    let ended = asked_to_end().map_err(|error| ServeError(format!("signals cannot be waited for: {error}")))?;
+    let ended = asked_to_end().map_err(|error| ServeError(format!("cannot wait for signals: {error}")))?;
     ready();
     let engine = |rank: u32| {
         let seed = options.seed.rotate_left(u32::BITS).wrapping_add(u64::from(rank));
@@ -328,7 +328,7 @@ impl Server {
             }
             Event::Lost { rank, peer } => {
                 self.seat(rank).not_found.insert(peer);
-                eprintln!("accl-emulator: rank {rank}: rank {peer} has gone");
+                eprintln!("accl-emulator: rank {rank}: rank {peer} disconnected");
                 self.look_for_peers(rank);
                 self.cluster.tell(rank, |engine| engine.lose(peer));
             }
@@ -437,8 +437,7 @@ impl Server {
         for seat in self.seats.iter_mut().filter(|seat| seat.deadline.is_some_and(|deadline| deadline <= now)) {
             let ranks: Vec<String> = seat.missing().map(|rank| rank.to_string()).collect();
             seat.trouble = format!(
-                "rank {}: packets cannot be let in after {seconds} s, because the emulators of these ranks are not there: {}; start them, or correct \
-                 --hosts",
+                "rank {}: cannot enable packets: after {seconds} s, the emulators of these ranks are missing: {}; start them, or correct --hosts",
                 seat.rank,
                 ranks.join(", ")
             );
@@ -502,7 +501,7 @@ fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
                 // The task of the socket ends only with the process.
                 Err(mpsc::error::TrySendError::Closed(_)) if seat.trouble.is_empty() => {
                     seat.trouble =
-                        format!("rank {}: its packets cannot be sent any more; restart its emulator", seat.rank);
+                        format!("rank {}: its packets can no longer be sent; restart its emulator", seat.rank);
                     eprintln!("accl-emulator: {}", seat.trouble);
                 }
                 Err(mpsc::error::TrySendError::Closed(_)) => {}

@@ -175,7 +175,7 @@ impl Subscribers {
                 biased;
                 _ = &mut send => break,
                 () = tokio::time::sleep_until(until), if is_onlooker => {
-                    let why = "those who only look may hold up packets for 5 s and a tenth of the time, and it reads too little";
+                    let why = "it reads too slowly; a subscriber without a rank may delay packets for 5 s and a tenth of the time";
                     disconnected(self.about.rank, from, why);
                     self.all.retain(|subscriber| subscriber.number != number);
                     break;
@@ -239,7 +239,7 @@ impl Subscribers {
         let own = self.about.rank;
         self.all.retain(|before| {
             if is_of_rank(before) {
-                let why = format!("rank {rank} has connected anew, from {}", subscriber.from);
+                let why = format!("rank {rank} has connected again, from {}", subscriber.from);
                 disconnected(own, before.from, &why);
             }
             !is_of_rank(before)

@@ -80,9 +80,7 @@ async fn subscribed(wanted: &Wanted) -> Connection {
             Ok(connection) => return connection,
             Err(End::Refused(why)) if !is_said => {
                 let Wanted { rank, address, .. } = wanted;
-                eprintln!(
-                    "accl-emulator: rank {rank}: what listens at {address} does not publish what it should: {why}"
-                );
+                eprintln!("accl-emulator: rank {rank}: cannot subscribe to the service at {address}: {why}");
                 is_said = true;
             }
             Err(End::Refused(_) | End::Gone) => {}
@@ -129,7 +127,7 @@ pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::
                 Ok(frames) => frames,
                 Err(End::Gone) => break,
                 Err(End::Refused(why)) => {
-                    eprintln!("accl-emulator: rank {rank}: rank {peer} is listened to no more: {why}");
+                    eprintln!("accl-emulator: rank {rank}: closed the connection to rank {peer}: {why}");
                     break;
                 }
             };

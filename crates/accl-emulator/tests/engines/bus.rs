@@ -151,8 +151,8 @@ fn a_communicator_of_some_ranks_lies_at_an_address_of_its_own() {
     let mut drivers = opened(&url(&format!("emulator://127.0.0.1:{port}?design=udp&eager=4KiB&rx_buffers=16")), 3);
     let refused = |result: accl_types::Result<u32>| result.unwrap_err().message;
     assert_eq!(refused(drivers[0].add_communicator(&[1, 2])), "rank 0 is not among the 2 ranks of its communicator");
-    assert_eq!(refused(drivers[0].add_communicator(&[0, 3])), "rank 3 is none of the 3 ranks of the device");
-    assert_eq!(refused(drivers[0].add_communicator(&[0, 0])), "rank 0 stands twice in a communicator");
+    assert_eq!(refused(drivers[0].add_communicator(&[0, 3])), "rank 3 is not among the 3 ranks of the device");
+    assert_eq!(refused(drivers[0].add_communicator(&[0, 0])), "rank 0 is given twice for a communicator");
     let mut two = drivers.split_off(1);
     let places: Vec<u32> = two.iter_mut().map(|driver| driver.add_communicator(&[1, 2]).unwrap()).collect();
     run_pair(&mut two, &places);
@@ -179,8 +179,8 @@ fn an_emulator_that_ends_is_noticed_at_once() {
     emulators.0[0].wait().unwrap();
     let call = drivers[0].call(Operation::Nop, DataType::I32, DataType::I32, 0).unwrap();
     let text = drivers[0].start(&call).unwrap_err().message;
-    let begins = format!("emulator at 127.0.0.1:{port} has closed the connection");
-    assert!(text.starts_with(&begins) && text.ends_with("it has ended, start it again"), "{text}");
+    let begins = format!("emulator at 127.0.0.1:{port} closed the connection");
+    assert!(text.starts_with(&begins) && text.ends_with("if it has exited, start it again"), "{text}");
     assert_eq!(drivers[0].start(&call).unwrap_err().message, text, "later calls say why");
     let text = drivers[0].bus().reconnect().err().unwrap().message;
     assert!(text.starts_with(&format!("no emulator answers at 127.0.0.1:{port}: ")), "{text}");
@@ -209,7 +209,7 @@ fn an_emulator_that_is_stopped_is_noticed_at_the_deadline() {
         "a bus that has failed is dead"
     );
     let text = bus.reconnect().err().unwrap().message;
-    assert!(text.contains("has not greeted in 400 ms"), "{text}");
+    assert!(text.contains("did not complete the ZeroMQ greeting within 400 ms"), "{text}");
 }
 
 #[test]
@@ -271,17 +271,17 @@ fn an_emulator_that_is_another_than_was_asked_for_is_refused_before_anything_sta
     assert_eq!(
         refused("tcp", 0, 2, 0),
         format!(
-            "{} was started for udp, and `design` asks for tcp; add `design=udp`, or start it with other `--comms`",
+            "{} was started for udp, but `design` requests tcp; add `design=udp`, or start it with another `--comms`",
             at(0)
         )
     );
     assert_eq!(
         refused("udp", 0, 3, 0),
-        format!("{} was started for 2 ranks, and there are 3; start it with other `--ranks`", at(0))
+        format!("{} was started for 2 ranks, but there are 3; start it with another `--ranks`", at(0))
     );
     assert_eq!(
         refused("udp", 0, 2, 1),
-        format!("{} is that of rank 1, and this is rank 0; its address is another rank's", at(1))
+        format!("{} serves rank 1, but this is rank 0; correct the address of this rank's emulator", at(1))
     );
 }
 
@@ -298,7 +298,7 @@ fn packets_that_are_not_let_in_in_time_are_blamed_on_the_ranks_that_are_missing(
         text,
         format!(
             "emulator at 127.0.0.1:{port} did not answer `config EnablePackets = 0` in time; it waits for the emulators of ranks 2, 3: start \
-             them, or correct where they are"
+             them, or correct their addresses"
         )
     );
 }
@@ -311,7 +311,7 @@ fn a_device_that_a_call_holds_says_so_and_does_not_wait_for_the_deadline_of_the_
     let begin = Instant::now();
     let text = opened_after_a_call_without_end(&url).err().unwrap().message;
     assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
-    let said = "does not come back to a reset: a call that is under way holds it, and nothing ends that";
+    let said = "does not complete a reset: a call in flight holds it, and nothing can end this call";
     assert!(text.contains(said), "{text}");
 }
 
@@ -351,7 +351,7 @@ fn a_second_driver_of_emulators_that_are_in_use_is_told_so_and_the_first_goes_on
         let at = port + u16::try_from(rank).unwrap();
         let holder = format!("emulator at 127.0.0.1:{at} is in use by process {} of host ", std::process::id());
         assert!(
-            text.starts_with(&holder) && text.ends_with("or take the device away from it with `accl device reset`"),
+            text.starts_with(&holder) && text.ends_with("or take the device away with `accl device reset`"),
             "{text}"
         );
         let mut looks = buses::open(&url, rank).unwrap();
@@ -422,15 +422,11 @@ fn emulators_that_do_not_understand_each_other_are_refused_on_all_ranks_in_one_s
     for (first, second, why) in [
         ("-s 2 -c udp", "-s 2 -c udp", None),
         ("-s 2 -c udp --faithful=4", "-s 2 -c udp", None),
-        ("-s 2 -c udp", "-s 2 -c tcp", Some("do not reach each other: they speak udp and tcp")),
-        (
-            "-s 2 -c udp",
-            "-s 2 -c udp --faithful",
-            Some("differ in what goes over the wire: they keep hazards none and 1,2,3,12"),
-        ),
-        ("-s 2 -c udp", "-s 3 -c udp", Some("the emulator of rank 1 was started for 3 ranks, and there are 2")),
-        ("-s 2 -c udp", "", Some("rank 1 is the original, or says nothing of itself")),
-        ("-s 2 -c udp", "", Some("start ours with --faithful=1,2,3,12")),
+        ("-s 2 -c udp", "-s 2 -c tcp", Some("cannot reach each other: they use udp and tcp")),
+        ("-s 2 -c udp", "-s 2 -c udp --faithful", Some("send different packets: they keep hazards none and 1,2,3,12")),
+        ("-s 2 -c udp", "-s 3 -c udp", Some("the emulator of rank 1 was started for 3 ranks, but there are 2")),
+        ("-s 2 -c udp", "", Some("rank 1 is ACCL's own, or does not describe itself")),
+        ("-s 2 -c udp", "", Some("start the emulators of torch-accl with --faithful=1,2,3,12")),
         ("-s 2 -c udp --faithful=1,2,3,12", "", None),
     ] {
         // Worlds of other sizes use other ports, so each has its own range.
@@ -461,14 +457,14 @@ fn what_a_rank_has_told_that_is_no_emulators_answer_is_refused() {
     let own = bus.tell(&settings).unwrap().unwrap();
     for (text, why) in [
         ("1 nonsense", "expected ident"),
-        (r#"1 {"status":0}"#, "it says something else"),
+        (r#"1 {"status":0}"#, "the text is not a self-description"),
         ("1 ", "EOF"),
-        ("nonsense", "it does not begin with a number"),
-        ("", "it does not begin with a number"),
+        ("nonsense", "the text does not begin with a number"),
+        ("", "the text does not begin with a number"),
     ] {
         let message = bus.hear(&[own.clone(), text.to_owned()], &mut settings).unwrap_err().message;
         assert!(
-            message.starts_with(&format!("what rank 1 has told of its emulator makes no sense: {why}")),
+            message.starts_with(&format!("invalid self-description of the emulator of rank 1: {why}")),
             "{message}"
         );
     }
@@ -491,7 +487,10 @@ fn refusal(port: u16) -> (String, Duration) {
 #[test]
 fn what_is_no_emulator_is_told_from_one_in_time() {
     let (text, took) = refusal(listener(std::mem::forget));
-    assert!(text.contains("has not greeted in 1000 ms; it is stopped, or no emulator"), "{text}");
+    assert!(
+        text.contains("did not complete the ZeroMQ greeting within 1000 ms; it is stopped, or is not an emulator"),
+        "{text}"
+    );
     assert!(took < Duration::from_millis(1400), "{took:?}");
     let (text, took) = refusal(listener(|mut stream| {
         let mut bytes = [0; 64];
@@ -519,9 +518,9 @@ fn what_is_no_emulator_is_told_from_one_in_time() {
 fn answers_that_make_no_sense_are_told_in_a_sentence() {
     for (answer, why) in [
         ("nonsense", "does not speak the protocol of an emulator: expected ident at line 1 column 2; check the port"),
-        (r#"{"status":7}"#, "does not speak the protocol of an emulator: its status is 7; check the port"),
+        (r#"{"status":7}"#, "does not speak the protocol of an emulator: unknown status 7; check the port"),
         (r#"{"status":1}"#, "refuses a read of the register at 0x0"),
-        (r#"{"status":0,"rdata":[1]}"#, "answers something else than was asked to a read of the register at 0x0"),
+        (r#"{"status":0,"rdata":[1]}"#, "sent an unexpected reply to a read of the register at 0x0"),
     ] {
         let port = free_ports(1);
         let answering = answering(port, answer);
@@ -564,7 +563,7 @@ fn impossible_length(length: u64) {
     let text = bus.read_register(0).unwrap_err().message;
     assert!(
         text.ends_with(
-            "does not speak the protocol of an emulator: it sends frames of impossible lengths; check the port"
+            "does not speak the protocol of an emulator: it sent a frame of an invalid length; check the port"
         ),
         "{text}"
     );
@@ -593,7 +592,7 @@ fn memory_that_there_is_not_is_refused() {
     let mut fresh = bus.reconnect().unwrap();
     assert_eq!(fresh.allocate(Memory::Device, 1), Ok(12288), "connections share them");
     let text = bus.allocate(Memory::Device, 2 << 30).unwrap_err().message;
-    assert!(text.contains("has no 2147483648 bytes of memory: "), "{text}");
+    assert!(text.contains("cannot allocate 2147483648 bytes of memory: "), "{text}");
     let text = bus.read_memory(Memory::Device, 1 << 30, &mut [0; 4]).unwrap_err().message;
     assert!(text.ends_with("refuses a read of 4 bytes of device memory at 0x40000000"), "{text}");
     assert_eq!(bus.read_register(map::HARDWARE_ID.offset), Ok(0), "a refusal is an answer");
@@ -675,7 +674,7 @@ fn a_driver_is_told_that_too_many_hosts_are_connected() {
     let text = buses::open(&url, 0).err().unwrap().message;
     assert_eq!(
         text,
-        format!("what listens at 127.0.0.1:{port} takes no connection: it says `64 hosts are connected already`")
+        format!("the service at 127.0.0.1:{port} refused the connection: `64 hosts are connected already`")
     );
     drop(hosts);
     let begin = Instant::now();
@@ -726,7 +725,7 @@ fn a_call_that_somebody_elses_reset_has_ended_is_no_success() {
     accl_cclo::driver::reset(&mut *other, || true).unwrap();
     let text = drivers[0].poll().unwrap_err().message;
     let said = format!(
-        "emulator at 127.0.0.1:{port} was reset by somebody else, by `accl device reset` or another driver, and does not do "
+        "emulator at 127.0.0.1:{port} was reset by another connection (`accl device reset` or another driver) and refuses "
     );
     assert!(text.starts_with(&said), "{text}");
     // The host that lost the emulator does not reset it for the next host.

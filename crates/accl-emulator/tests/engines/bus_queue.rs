@@ -51,7 +51,7 @@ fn posted_calls_run_in_order_and_each_end_is_said_once() {
     assert!(poll(driver, first, 0).unwrap().is_some());
     assert_eq!(seen(driver, places[2], 4), b"abcd");
     let text = poll(driver, first, 0).unwrap_err().message;
-    assert_eq!(text, "the end of a request was asked for that has been said, or was not posted here");
+    assert_eq!(text, "polled a request whose end was reported before, or that was not posted here");
     let third = copy(driver, places[0], places[1]);
     driver.start(&third).unwrap();
     assert!(driver.poll().unwrap().is_some(), "calls can be started again once nothing is posted");
@@ -121,10 +121,10 @@ fn a_posted_call_that_is_kept_from_its_deadline_names_the_one_that_keeps_it() {
     });
     let text = text.unwrap_err().message;
     assert!(
-        text.contains("`recv of 1 elements, rank 0, communicator at 0x1c8` has kept `copy of 4 elements"),
+        text.contains("`recv of 1 elements, rank 0, communicator at 0x1c8` has delayed `copy of 4 elements"),
         "{text}"
     );
-    assert!(text.contains("; there was no time to look at more than 2 of 16 rx buffers; "), "{text}");
+    assert!(text.contains("; no time was left to read more than 2 of 16 rx buffers; "), "{text}");
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn single_precision_travels_as_half_and_lies_as_half() {
     assert!(driver.poll().unwrap().is_some());
     assert_eq!(seen(driver, result, 8), halves(&values));
     let text = driver.call(Operation::Copy, DataType::F64, DataType::F16, 4).unwrap_err().message;
-    assert_eq!(text, "no device has arithmetic for F64 that travels as F16");
+    assert_eq!(text, "no device has arithmetic for F64 that is sent as F16");
 }
 
 #[test]

@@ -92,7 +92,7 @@ fn an_error_of_firmware_is_decoded() {
     drivers[0].start(&Descriptor { first: 1 << 40, result: 0, ..call }).unwrap();
     assert_eq!(
         message(drivers[0].poll()),
-        "the engine of rank 0 in this process: `copy of 4 elements, communicator at 0x1c8` failed: return code 0x4: DMA address that is nobody's (bit 2)"
+        "the engine of rank 0 in this process: `copy of 4 elements, communicator at 0x1c8` failed: return code 0x4: DMA to an address outside all memories (bit 2)"
     );
 }
 
@@ -101,7 +101,7 @@ fn a_device_of_another_design_is_refused() {
     let world = LocalEngines::new(Network::Udp, Faithful::default(), 1);
     LocalBus::new(&world, 0).write_register(map::HARDWARE_ID.offset, 0x101).unwrap();
     let refused = message(open(&world, settings(Network::Udp, 0, 1)).map(drop));
-    assert_eq!(refused, "the engine of rank 0 in this process was built for tcp, and `design` asks for udp");
+    assert_eq!(refused, "the engine of rank 0 in this process was built for tcp, but `design` requests udp");
 }
 
 #[test]
@@ -109,29 +109,29 @@ fn settings_that_firmware_refuses_are_refused_in_a_sentence() {
     let good = settings(Network::Udp, 0, 2);
     assert!(good.check().is_ok());
     for (settings, text) in [
-        (Settings { rank: 2, ..good.clone() }, "rank 2 is none of the 2 ranks of the device"),
+        (Settings { rank: 2, ..good.clone() }, "rank 2 is not among the 2 ranks of the device"),
         (
             Settings { rx_buffers: 0, ..good.clone() },
-            "a device has from 1 to about 280 rx buffers, fewer with more ranks, and not 0",
+            "rx buffers: expected from 1 to about 280, fewer with more ranks, got 0",
         ),
         (
             Settings { rx_buffers: 513, ..good.clone() },
-            "a device has from 1 to about 280 rx buffers, fewer with more ranks, and not 513",
+            "rx buffers: expected from 1 to about 280, fewer with more ranks, got 513",
         ),
-        (Settings { rx_bytes: 100, ..good.clone() }, "an rx buffer has a multiple of 64 bytes, not 100"),
+        (Settings { rx_bytes: 100, ..good.clone() }, "size of an rx buffer: expected a multiple of 64 bytes, got 100"),
         (
             Settings { max_eager_bytes: 64, ..good.clone() },
-            "the largest eager message has at least the 1024 bytes of an rx buffer, not 64",
+            "largest eager message: expected at least the 1024 bytes of an rx buffer, got 64",
         ),
         (
             Settings { max_rendezvous_bytes: 16 << 10, ..good.clone() },
-            "the largest rendezvous message is larger than the 16384 bytes of the largest eager one, not 16384",
+            "largest rendezvous message: expected more than the 16384 bytes of the largest eager message, got 16384",
         ),
     ] {
         assert_eq!(message(settings.check()), text);
     }
     let many = settings(Network::Udp, 0, 64);
-    let text = "an rx buffer must hold an element for each of 64 ranks: at least 512 bytes, not 64";
+    let text = "an rx buffer must hold an element for each of 64 ranks: expected at least 512 bytes, got 64";
     assert_eq!(message(Settings { rx_bytes: 64, ..many.clone() }.check()), text);
     let world = LocalEngines::new(Network::Udp, Faithful::default(), 1);
     let refused = message(open(&world, Settings { rx_buffers: 280, ..many }).map(drop));
@@ -186,9 +186,9 @@ fn a_dump_with_other_settings_than_the_devices_reads_what_the_device_was_set_up_
     host.write_register(0x1C8, 0x0A0A_0A01).unwrap();
     assert_eq!(
         message(look(&right)),
-        "the engine of rank 1 in this process: where its communicator would lie, at 0x1c8, it says rank 1 of 168430081, so a program that lays \
-         out its tables in another way has set it up, and only its registers can be read"
+        "the engine of rank 1 in this process: the position of its communicator, 0x1c8, holds rank 1 of 168430081, so a program \
+         with another layout of tables has set it up, and only its registers can be read"
     );
     host.write_register(map::RX_BUFFER_COUNT.offset, 513).unwrap();
-    assert!(message(look(&right)).contains("its register 0x0 says 513 rx buffers"));
+    assert!(message(look(&right)).contains("its register 0x0 holds 513 rx buffers"));
 }

@@ -297,7 +297,10 @@ fn a_sender_that_nobody_asks_is_not_kept_without_a_bound() {
         taken += PACKET;
         assert!(taken <= 65 << 20, "it takes everything");
     }
-    assert_eq!(world.engines[0].trouble(), "rank 1 is not understood: it sends more than anybody asks for");
+    assert_eq!(
+        world.engines[0].trouble(),
+        "cannot receive from rank 1: it sent more packets than this engine can hold"
+    );
     assert_eq!(world.engines[0].held(1), 0);
 }
 

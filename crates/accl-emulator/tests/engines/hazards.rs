@@ -244,7 +244,7 @@ fn a_packet_that_was_lost_ends_the_call_that_waits_for_its_sender() {
                 world.engines[1].take(0, packet);
             }
         }
-        assert_eq!(world.engines[1].trouble(), "rank 0 is not understood: packets of it were lost", "{network:?}");
+        assert_eq!(world.engines[1].trouble(), "cannot receive from rank 0: packets from it were lost", "{network:?}");
         // The first message has arrived, the second has not.
         for wanted in [ReturnCode::default(), ReturnCode::WRONG_SEQUENCE] {
             assert!(world.engines[1].start(0, Descriptor { root: 0, tag: 7, ..recv }));

@@ -80,7 +80,7 @@ fn a_call_that_waits_for_a_peer_that_is_killed_ends_with_an_error() {
         for (host, _) in &mut *survivors {
             assert_eq!(host.end().await, NOT_HEARD);
             let about = host.about().await;
-            assert_eq!((about.missing, about.trouble.as_str()), (vec![2], "rank 2 has gone"));
+            assert_eq!((about.missing, about.trouble.as_str()), (vec![2], "rank 2 disconnected"));
         }
         // A new process in its place is a full peer.
         emulators.0.push(one(2));
@@ -104,7 +104,7 @@ fn ranks_whose_emulators_are_not_there_are_named_and_the_call_ends() {
         assert_eq!(about.missing, [2]);
         assert_eq!(
             about.trouble,
-            "rank 0: packets cannot be let in after 1 s, because the emulators of these ranks are not there: 2; start them, or correct --hosts"
+            "rank 0: cannot enable packets: after 1 s, the emulators of these ranks are missing: 2; start them, or correct --hosts"
         );
         emulators.0.push(one(2));
         sum(&mut hosts(&ports(port, 3), &Setup::default()).await, 300).await;
@@ -240,7 +240,10 @@ fn whoever_has_subscribed_and_reads_nothing_holds_up_a_world_for_some_seconds_at
     emulators.0[0].kill().unwrap();
     let mut said = String::new();
     emulators.0[0].stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    assert!(said.contains("is disconnected: those who only look may hold up packets for 5 s"), "{said}");
+    assert!(
+        said.contains("is disconnected: it reads too slowly; a subscriber without a rank may delay packets for 5 s"),
+        "{said}"
+    );
 }
 
 #[test]

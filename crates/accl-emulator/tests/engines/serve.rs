@@ -90,28 +90,26 @@ fn wrong_arguments_are_refused_in_a_sentence() {
         assert_eq!(output.status.code(), Some(2), "{text}");
         String::from_utf8(output.stderr).unwrap()
     };
-    assert_eq!(refused("-s 2 -r 2"), "accl-emulator: rank 2 is none of 2 ranks\n");
-    assert_eq!(refused("-s 4 -r 2-4"), "accl-emulator: rank 4 is none of 4 ranks\n");
+    assert_eq!(refused("-s 2 -r 2"), "accl-emulator: --rank: rank 2 is not below --ranks, which is 2\n");
+    assert_eq!(refused("-s 4 -r 2-4"), "accl-emulator: --rank: rank 4 is not below --ranks, which is 4\n");
     for range in ["2-1", "a", "1-", "-1"] {
-        let text = format!("accl-emulator: --rank takes a rank or a range of them, such as 3 or 4-7, not `{range}`\n");
+        let text =
+            format!("accl-emulator: --rank: expected a rank or a range of ranks, such as 3 or 4-7, got `{range}`\n");
         assert_eq!(refused(&format!("-s 4 --rank={range}")), text);
     }
     assert!(
         refused("--trace /nowhere/out.jsonl")
             .starts_with("accl-emulator: --trace: /nowhere/out.jsonl cannot be written: ")
     );
-    assert_eq!(refused("--faithful 4,14"), "accl-emulator: --faithful takes numbers from 1 to 13, not `14`\n");
+    assert_eq!(refused("--faithful 4,14"), "accl-emulator: --faithful: expected numbers from 1 to 13, got `14`\n");
     assert!(refused("--port 0").contains("invalid value '0' for '--port <PORT>'"));
-    assert_eq!(refused("--hosts a:0"), "accl-emulator: --hosts takes HOST:PORT, and `0` is no port\n");
-    assert_eq!(refused("-s 2 --hosts a:1"), "accl-emulator: --hosts names 1 ranks, and --ranks 2\n");
+    assert_eq!(refused("--hosts a:0"), "accl-emulator: --hosts: expected HOST:PORT, got port `0`\n");
+    assert_eq!(refused("-s 2 --hosts a:1"), "accl-emulator: --hosts names 1 ranks, but --ranks is 2\n");
     assert!(
         refused("--clock fast")
-            .starts_with("accl-emulator: --clock: `fast` is no clock; expected a number above zero in Hz, kHz,")
+            .starts_with("accl-emulator: --clock: got `fast`; expected a number above zero in Hz, kHz,")
     );
-    assert!(
-        refused("--link 100Gbit/s")
-            .starts_with("accl-emulator: --link: `100Gbit/s` is no rate and time; expected a rate above")
-    );
+    assert!(refused("--link 100Gbit/s").starts_with("accl-emulator: --link: got `100Gbit/s`; expected a rate above"));
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     assert!(

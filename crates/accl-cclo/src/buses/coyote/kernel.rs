@@ -44,7 +44,8 @@ impl Kernel {
         let (all, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: the kernel chooses the address of a new mapping, so the mapping overlaps no other.
         let mapped = unsafe { mmap(null_mut(), REGISTER_WORDS * size_of::<u64>(), all, flags, &file, REGISTERS_AT) }?;
-        let registers = NonNull::new(mapped.cast()).ok_or_else(|| io::Error::other("registers at address zero"))?;
+        let registers =
+            NonNull::new(mapped.cast()).ok_or_else(|| io::Error::other("the registers are mapped at address zero"))?;
         Ok(Self { path, contexts: vec![file], registers, pages: Vec::new() })
     }
 
@@ -112,14 +113,14 @@ impl Calls for Kernel {
     }
 
     fn read_word(&self, index: usize) -> u64 {
-        assert!(index < REGISTER_WORDS, "register words end at {REGISTER_WORDS}");
+        assert!(index < REGISTER_WORDS, "a card has only {REGISTER_WORDS} register words");
         // SAFETY: the mapping has `REGISTER_WORDS` words, is page-aligned and lives as long as `self`. Volatile, since a register may change at any
         // time.
         unsafe { self.registers.add(index).read_volatile() }
     }
 
     fn write_word(&mut self, index: usize, value: u64) {
-        assert!(index < REGISTER_WORDS, "register words end at {REGISTER_WORDS}");
+        assert!(index < REGISTER_WORDS, "a card has only {REGISTER_WORDS} register words");
         // SAFETY: `index` was checked above, and the mapping has `REGISTER_WORDS` words, is page-aligned and lives as long as `self`.
         unsafe { self.registers.add(index).write_volatile(value) }
     }

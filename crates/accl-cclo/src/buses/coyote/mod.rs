@@ -39,7 +39,8 @@ const CONTROL_CONTEXT: usize = 0;
 const MAX_CONTEXTS: u32 = 64;
 /// Possible holders of a region's lock, for messages. The lock lives as long as the open device file, which stays open if the card may still write to
 /// buffers.
-const HOLDER: &str = "another driver of this host, or by an earlier group of this process whose last call never ended";
+const HOLDER: &str =
+    "another driver on this host, or by an earlier group of this process whose last call did not complete";
 /// Memory key of a queue pair; Coyote v1 ignores it.
 const KEY: u16 = 0;
 
@@ -78,7 +79,7 @@ impl CoyoteBus {
         let mut words = [0; MAX_WORDS];
         let failed = |what, error| failed(region, what, &error);
         let read = calls.request(CONTROL_CONTEXT, Request::ReadConfig, &mut words);
-        read.map_err(|error| failed("say what it was built with", error))?;
+        read.map_err(|error| failed("read its configuration", error))?;
         let port = (0..).zip(HAS_RDMA).find(|(_, bit)| words[0] & bit != 0).map(|(port, _)| port);
         let port = port.ok_or_else(|| {
             let text = format!("{} has a shell without RDMA; load one with RDMA", name(region));
@@ -152,10 +153,7 @@ impl CoyoteBus {
 
     fn ask(&mut self, context: usize, what: Request, words: &mut [u64; MAX_WORDS], said: &str) -> Result<()> {
         if self.only_looks {
-            return Err(Error::internal(format!(
-                "{}: a connection that only looks was asked to {said}",
-                self.describe()
-            )));
+            return Err(Error::internal(format!("{}: a read-only connection was asked to {said}", self.describe())));
         }
         self.calls.request(context, what, words).map_err(|error| failed(self.region, said, &error))
     }
@@ -163,12 +161,12 @@ impl CoyoteBus {
     /// Maps host memory in whole huge pages that the card can access as well. Returns its address.
     fn map(&mut self, context: usize, bytes: u64) -> Result<u64> {
         if self.only_looks {
-            return Err(Error::internal(format!("{}: a connection that only looks has no buffers", self.describe())));
+            return Err(Error::internal(format!("{}: a read-only connection has no buffers", self.describe())));
         }
         let whole = bytes.max(1).div_ceil(PAGE_BYTES).checked_mul(PAGE_BYTES);
         let whole = whole.and_then(|whole| Some((whole, usize::try_from(whole).ok()?)));
-        let (whole, length) =
-            whole.ok_or_else(|| Error::new(ErrorKind::Exhausted, format!("no buffer has {bytes} bytes")))?;
+        let (whole, length) = whole
+            .ok_or_else(|| Error::new(ErrorKind::Exhausted, format!("cannot allocate a buffer of {bytes} bytes")))?;
         let address = self.calls.map_pages(length).map_err(|error| {
             let pages = whole / PAGE_BYTES;
             let text = format!(
@@ -204,7 +202,7 @@ impl Bus for CoyoteBus {
         claim(self, || true)?;
         let own = settings.rank as usize;
         let ip = settings.peers.get(own).map(|peer| peer.ip);
-        let ip = ip.ok_or_else(|| Error::internal(format!("rank {own} is none of its device's")))?;
+        let ip = ip.ok_or_else(|| Error::internal(format!("rank {own} is not among the ranks of its device")))?;
         let mut ends = self.queue_pairs(ip, settings.world().saturating_sub(1))?.into_iter();
         self.ends = (0..settings.peers.len()).map(|rank| if rank == own { None } else { ends.next() }).collect();
         Ok(Some(QueuePair::all_to_text(&self.ends)))
@@ -215,8 +213,7 @@ impl Bus for CoyoteBus {
         let own = settings.rank as usize;
         let senseless = |rank: usize, why: &str| {
             let text = format!(
-                "what rank {rank} has told of its queue pairs makes no sense to rank {own}: {why}; install the same version of torch-accl \
-                 on all hosts"
+                "rank {own}: invalid queue pairs from rank {rank}: {why}; install the same version of torch-accl on all hosts"
             );
             Error::new(ErrorKind::Device, text)
         };
@@ -224,23 +221,27 @@ impl Bus for CoyoteBus {
         for (rank, text) in told.iter().enumerate() {
             let ends = QueuePair::all_from_text(text).map_err(|error| senseless(rank, &error.to_string()))?;
             if ends.len() != settings.peers.len() {
-                return Err(senseless(rank, &format!("it has {} of {}", ends.len(), settings.peers.len())));
+                return Err(senseless(rank, &format!("got {} of {}", ends.len(), settings.peers.len())));
             }
             if rank == own {
                 if ends != self.ends {
-                    return Err(senseless(rank, "it is not what this rank has told"));
+                    return Err(senseless(rank, "they differ from the queue pairs that this rank sent"));
                 }
                 continue;
             }
-            let remote = ends[own].ok_or_else(|| senseless(rank, "it has none for this rank"))?;
+            let remote = ends[own].ok_or_else(|| senseless(rank, "none of them is for this rank"))?;
             if !remote.is_sound() {
-                return Err(senseless(rank, "it has numbers that no card has"));
+                return Err(senseless(rank, "a number is too large for a card"));
             }
             let local = self.ends.get(rank).copied().flatten();
-            pairs.push((rank, local.ok_or_else(|| Error::internal("nothing was told before it was heard"))?, remote));
+            pairs.push((rank, local.ok_or_else(|| Error::internal("this rank has no queue pairs yet"))?, remote));
         }
         if pairs.len() + 1 != settings.peers.len() {
-            return Err(Error::internal(format!("{} of {} ranks were heard", told.len(), settings.peers.len())));
+            return Err(Error::internal(format!(
+                "queue pairs arrived from {} of {} ranks",
+                told.len(),
+                settings.peers.len()
+            )));
         }
         for (rank, local, remote) in pairs {
             self.connect(&local, &remote)?;
@@ -252,7 +253,7 @@ impl Bus for CoyoteBus {
     /// Claims the region by a lock on the device's file. Only processes of this project on this host respect the lock.
     fn claim(&mut self) -> Result<Option<String>> {
         if self.only_looks {
-            return Err(Error::internal(format!("{}: a connection that only looks takes nothing", self.describe())));
+            return Err(Error::internal(format!("{}: a read-only connection cannot claim a device", self.describe())));
         }
         let is_ours = self.calls.claim().map_err(|error| failed(self.region, "be locked", &error))?;
         Ok((!is_ours).then(|| HOLDER.to_owned()))
@@ -265,7 +266,7 @@ impl Bus for CoyoteBus {
     fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
         let index = self.register_at(offset)?;
         if self.only_looks {
-            return Err(Error::internal(format!("{}: a connection that only looks writes nothing", self.describe())));
+            return Err(Error::internal(format!("{}: a read-only connection cannot write", self.describe())));
         }
         self.calls.write_word(index, value.into());
         Ok(())
@@ -286,7 +287,7 @@ impl Bus for CoyoteBus {
 
     fn start(&mut self, call: &Descriptor) -> Result<()> {
         if self.only_looks {
-            return Err(Error::internal(format!("{}: a connection that only looks starts nothing", self.describe())));
+            return Err(Error::internal(format!("{}: a read-only connection cannot start calls", self.describe())));
         }
         for (offset, word) in hostctrl::WORD_OFFSETS.into_iter().zip(call.to_words()) {
             self.calls.write_word(word_of(HOSTCTRL + offset), word.into());
@@ -310,7 +311,7 @@ impl Bus for CoyoteBus {
     }
 
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
-        let calls = self.calls.again().map_err(|error| failed(self.region, "open it once more", &error))?;
+        let calls = self.calls.again().map_err(|error| failed(self.region, "be opened again", &error))?;
         Ok(Box::new(Self {
             calls,
             region: self.region,
@@ -377,7 +378,7 @@ fn failed(region: u32, what: &str, error: &io::Error) -> Error {
 }
 
 /// Hint in messages if the kernel reports that a resource is busy.
-const IN_USE: &str = "; another process uses the card: end that first, or take another region";
+const IN_USE: &str = "; another process uses the card: end that process, or use another region";
 
 /// Returns the error for a region that cannot be opened.
 fn missing(devices: &Path, region: u32, error: &io::Error) -> Error {
@@ -389,7 +390,7 @@ fn missing(devices: &Path, region: u32, error: &io::Error) -> Error {
     let is_v2 = std::fs::read_dir(devices)
         .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with(V2_PREFIX)));
     let remedy = if is_v2 {
-        "the driver of Coyote v2 is loaded, which has other requests and is not offered; load that of v1"
+        "the loaded driver is Coyote v2, which has other requests and is not supported; load the driver of Coyote v1"
     } else {
         "load the driver of Coyote v1 and a shell with an engine"
     };

@@ -363,22 +363,22 @@ fn queue_pairs_that_make_no_sense_are_told_from_whom_they_came() {
     for (text, why) in [
         (String::new(), "EOF while parsing a value"),
         ("{}".to_owned(), "invalid type: map"),
-        (text(&|ends| ends.truncate(2)), "it has 2 of 3"),
-        (text(&|ends| ends[0] = None), "it has none for this rank"),
-        (text(&|ends| pair(ends, &|pair| pair.first_packet = 1 << 24)), "it has numbers that no card has"),
-        (text(&|ends| pair(ends, &|pair| pair.number = 1 << 10)), "it has numbers that no card has"),
+        (text(&|ends| ends.truncate(2)), "got 2 of 3"),
+        (text(&|ends| ends[0] = None), "none of them is for this rank"),
+        (text(&|ends| pair(ends, &|pair| pair.first_packet = 1 << 24)), "a number is too large for a card"),
+        (text(&|ends| pair(ends, &|pair| pair.number = 1 << 10)), "a number is too large for a card"),
     ] {
         let told = [told[0].clone(), text, told[2].clone()];
         let (recorder, bus, settings) = &mut cards[0];
         taken(recorder);
         let message = bus.hear(&told, settings).unwrap_err().message;
-        let begins = "what rank 1 has told of its queue pairs makes no sense to rank 0: ";
+        let begins = "rank 0: invalid queue pairs from rank 1: ";
         assert!(message.starts_with(&format!("{begins}{why}")), "{message}");
         assert_eq!(taken(recorder), [], "nothing is connected");
     }
     let (_, bus, settings) = &mut cards[0];
     let message = bus.hear(&[told[1].clone(), told[1].clone(), told[2].clone()], settings).unwrap_err().message;
-    assert!(message.contains("it is not what this rank has told"), "{message}");
+    assert!(message.contains("they differ from the queue pairs that this rank sent"), "{message}");
     assert_eq!(settings.check_sessions().unwrap_err().message, "the device of rank 0 has no session to ranks 1, 2");
 }
 
@@ -405,7 +405,7 @@ fn a_card_that_is_not_there_and_the_driver_of_v2_are_told_apart() {
     let said = |devices: &Path| missing(devices, 0, &Kernel::open(devices, 0).err().unwrap()).message;
     assert!(said(&devices).ends_with("; load the driver of Coyote v1 and a shell with an engine"));
     std::fs::write(devices.join("coyote_fpga_0_v0"), "").unwrap();
-    assert!(said(&devices).ends_with("is not offered; load that of v1"));
+    assert!(said(&devices).ends_with("is not supported; load the driver of Coyote v1"));
 }
 
 /// An ordinary file can be opened and mapped, but it refuses requests, so it is reported as no device.
@@ -420,7 +420,7 @@ fn what_is_no_device_is_refused() {
     let again = kernel.again().unwrap();
     assert_eq!(again.read_word(3), 7, "both map the same registers");
     let text = CoyoteBus::with(Box::new(kernel), 0).err().unwrap().message;
-    assert!(text.starts_with("card behind Coyote, region 0 could not say what it was built with: "), "{text}");
+    assert!(text.starts_with("card behind Coyote, region 0 could not read its configuration: "), "{text}");
 }
 
 /// Tests accesses to buffers if huge pages are free, and otherwise prints that none are.
@@ -453,13 +453,13 @@ fn a_region_that_another_driver_has_is_refused_before_anything_of_it_changes() {
     let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
     let settings = Settings::new(map::Network::Rdma, 0, vec![peer(0), peer(1)]);
     let text = bus.tell(&settings).unwrap_err().message;
-    let said = "card behind Coyote, region 2 is in use by another driver of this host, or by an earlier group of this process whose last call never \
-                ended, and a device has one driver at a time; ";
+    let said = "card behind Coyote, region 2 is in use by another driver on this host, or by an earlier group of this process whose last call did \
+                not complete, and a device has one driver at a time; ";
     assert!(text.starts_with(said), "{text}");
     assert_eq!(taken(&recorder), []);
     let busy = io::Error::from_raw_os_error(16);
     let text = missing(Path::new("/dev"), 0, &busy).message;
-    assert!(text.ends_with("; another process uses the card: end that first, or take another region"), "{text}");
+    assert!(text.ends_with("; another process uses the card: end that process, or use another region"), "{text}");
 }
 
 #[test]

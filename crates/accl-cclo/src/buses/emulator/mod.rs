@@ -124,7 +124,8 @@ impl EmulatorBus {
         let address = *next;
         let end = address.checked_add(bytes).filter(|end| *end < MEMORY_BYTES).ok_or_else(|| {
             let left = MEMORY_BYTES.saturating_sub(address);
-            let text = format!("emulator at {} has no {bytes} bytes of memory: {left} are left", self.address);
+            let text =
+                format!("emulator at {} cannot allocate {bytes} bytes of memory: {left} bytes are left", self.address);
             Error::new(ErrorKind::Exhausted, text)
         })?;
         *next = end.next_multiple_of(PAGE_BYTES);
@@ -135,21 +136,21 @@ impl EmulatorBus {
         let said = match reply {
             Reply::Status(Status::Taken) => {
                 let text = format!(
-                    "emulator at {} was reset by somebody else, by `accl device reset` or another driver, and does not do what this process has \
-                     asked it to; make a new group",
+                    "emulator at {} was reset by another connection (`accl device reset` or another driver) and refuses requests of this \
+                     process; create a new group",
                     self.address
                 );
                 return Error::new(ErrorKind::Device, text);
             }
             Reply::Status(Status::Not | Status::NoControl) => "refuses",
-            _ => "answers something else than was asked to",
+            _ => "sent an unexpected reply to",
         };
         Error::new(ErrorKind::Device, format!("emulator at {} {said} {}", self.address, Named(request)))
     }
 }
 
 fn not_an_emulator(address: &Address, why: impl fmt::Display) -> Error {
-    let text = format!("what answers at {address} does not speak the protocol of an emulator: {why}; check the port");
+    let text = format!("the service at {address} does not speak the protocol of an emulator: {why}; check the port");
     Error::new(ErrorKind::Device, text)
 }
 
@@ -160,20 +161,23 @@ fn unconnected(address: &Address, failure: &Failure, deadline: Duration) -> Erro
             format!("no emulator answers at {address}: {error}; start `accl-emulator` there first")
         }
         Failure::UnreachedInTime => {
-            format!("{address} cannot be reached in {} ms; it is stopped, or no emulator", deadline.as_millis())
+            format!(
+                "cannot connect to {address} within {} ms; it is stopped, or is not an emulator",
+                deadline.as_millis()
+            )
         }
         Failure::Ungreeted | Failure::Late => format!(
-            "what listens at {address} has not greeted in {} ms; it is stopped, or no emulator",
+            "the service at {address} did not complete the ZeroMQ greeting within {} ms; it is stopped, or is not an emulator",
             deadline.as_millis()
         ),
         // The end of a stream only says that the peer closed the connection.
         Failure::Closed(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
-            format!("emulator at {address} has closed the connection; it has ended, start it again")
+            format!("emulator at {address} closed the connection; if it has exited, start it again")
         }
         Failure::Closed(error) => {
-            format!("emulator at {address} has closed the connection: {error}; it has ended, start it again")
+            format!("emulator at {address} closed the connection: {error}; if it has exited, start it again")
         }
-        Failure::Refused(why) => format!("what listens at {address} takes no connection: it says `{why}`"),
+        Failure::Refused(why) => format!("the service at {address} refused the connection: `{why}`"),
         Failure::Senseless(why) => return not_an_emulator(address, why),
     };
     Error::new(ErrorKind::Device, text)
@@ -193,7 +197,7 @@ impl Bus for EmulatorBus {
         let read = |(rank, text): (usize, &String)| {
             let (number, text) = text.split_once(' ').unwrap_or_default();
             let why = match (number.parse(), Reply::from_json(text.as_bytes())) {
-                (Err(_), _) => "it does not begin with a number".to_owned(),
+                (Err(_), _) => "the text does not begin with a number".to_owned(),
                 (Ok(number), _) if text == SAYS_NOTHING => {
                     numbers.push(number);
                     return Ok(None);
@@ -202,11 +206,11 @@ impl Bus for EmulatorBus {
                     numbers.push(number);
                     return Ok(Some(about));
                 }
-                (_, Ok(_)) => "it says something else".to_owned(),
+                (_, Ok(_)) => "the text is not a self-description".to_owned(),
                 (_, Err(why)) => why,
             };
             let text = format!(
-                "what rank {rank} has told of its emulator makes no sense: {why}; install the same version of torch-accl on all hosts"
+                "invalid self-description of the emulator of rank {rank}: {why}; install the same version of torch-accl on all hosts"
             );
             Err(Error::new(ErrorKind::Device, text))
         };
@@ -222,8 +226,8 @@ impl Bus for EmulatorBus {
         let owner = format!("process {} of host {}", std::process::id(), host.nodename().to_string_lossy());
         let request = Request::Claim { owner, job: self.job };
         match self.ask(&request, Duration::ZERO)? {
-            Reply::About(About { owner, owner_s, .. }) => Ok(Some(format!("{owner}, for {owner_s} s now"))),
-            Reply::Status(Status::Taken) => Ok(Some("whoever has reset it".to_owned())),
+            Reply::About(About { owner, owner_s, .. }) => Ok(Some(format!("{owner} (for {owner_s} s)"))),
+            Reply::Status(Status::Taken) => Ok(Some("the driver that reset it".to_owned())),
             Reply::Status(_) => Ok(None),
             reply => Err(self.refusal(&request, &reply)),
         }
@@ -290,7 +294,7 @@ impl Bus for EmulatorBus {
                 return Ok(());
             }
         }
-        Err(Error::new(ErrorKind::Device, format!("{} says without end that calls have ended", self.describe())))
+        Err(Error::new(ErrorKind::Device, format!("{} keeps reporting completed calls", self.describe())))
     }
 
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
@@ -329,9 +333,9 @@ impl fmt::Display for Named<'_> {
                 write!(f, "an allocation of {bytes} bytes of {} memory", memory(*is_host))
             }
             Request::Call { call, .. } => write!(f, "the start of `{call}`"),
-            Request::Poll { .. } => write!(f, "whether its call has ended"),
-            Request::About => write!(f, "what it is"),
-            Request::Claim { .. } => write!(f, "whether it is in use"),
+            Request::Poll { .. } => write!(f, "a poll of its call"),
+            Request::About => write!(f, "a request for its self-description"),
+            Request::Claim { .. } => write!(f, "a claim"),
         }
     }
 }

@@ -75,7 +75,7 @@ impl Requester {
         let mut requester = Self { stream: BufReader::with_capacity(BUFFER_BYTES, timed) };
         match requester.greet() {
             Err(Failure::Late) => Err(Failure::Ungreeted),
-            Err(Failure::Closed(error)) => Err(Failure::Senseless(format!("it does not greet: {error}"))),
+            Err(Failure::Closed(error)) => Err(Failure::Senseless(format!("the ZeroMQ greeting failed: {error}"))),
             greeted => greeted.map(|()| requester),
         }
     }
@@ -92,7 +92,7 @@ impl Requester {
                     }
                     self.obey(&body)?;
                 }
-                Frame { .. } => return Err(senseless("it sends messages before it is ready")),
+                Frame { .. } => return Err(senseless("it sent a message before its READY command")),
             }
         }
     }
@@ -136,7 +136,7 @@ fn reached(address: &Address, patience: Duration) -> Result<TcpStream, Failure> 
         Ok(address) => vec![address],
         Err(_) => looked_up(address.to_string(), patience)?,
     };
-    let nobody = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    let nobody = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
     let mut last = Failure::Unreached(nobody);
     let deadline = Instant::now() + patience;
     for address in addresses {
@@ -236,7 +236,7 @@ impl Message {
             return Ok(!has_more);
         }
         if !body.is_empty() || !has_more {
-            return Err(senseless("its answers do not begin as those to requests"));
+            return Err(senseless("its replies do not begin with an empty frame"));
         }
         self.has_delimiter = true;
         Ok(false)
@@ -289,7 +289,7 @@ fn read_frame(from: &mut impl Read, most_bytes: u64) -> Result<Frame, Failure> {
     };
     let most_bytes = if flags & COMMAND == 0 { most_bytes } else { MOST_COMMAND_BYTES };
     if len > most_bytes {
-        return Err(senseless("it sends frames of impossible lengths"));
+        return Err(senseless("it sent a frame of an invalid length"));
     }
     let mut body = vec![0; len as usize];
     from.read_exact(&mut body).map_err(failure)?;
@@ -313,8 +313,8 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unreached(error) | Self::Closed(error) => error.fmt(f),
-            Self::UnreachedInTime | Self::Ungreeted | Self::Late => f.write_str("the time is up"),
-            Self::Refused(why) => write!(f, "it says `{why}`"),
+            Self::UnreachedInTime | Self::Ungreeted | Self::Late => f.write_str("the time limit has passed"),
+            Self::Refused(why) => write!(f, "it refused the connection: `{why}`"),
             Self::Senseless(why) => f.write_str(why),
         }
     }
@@ -417,22 +417,22 @@ mod tests {
             bytes
         };
         for (bytes, why) in [
-            (b"HTTP/1.1 400 Bad Request".to_vec(), "it does not greet as ZeroMQ does"),
-            (with(9, 0x7E), "it does not greet as ZeroMQ does"),
-            (with(10, 1), "its ZeroMQ speaks version 1 of the protocol, before 3"),
-            (with(12, b'C'), "it wants security that emulators have not"),
+            (b"HTTP/1.1 400 Bad Request".to_vec(), "its greeting is not a ZeroMQ greeting"),
+            (with(9, 0x7E), "its greeting is not a ZeroMQ greeting"),
+            (with(10, 1), "its ZeroMQ uses version 1 of the protocol; expected at least 3"),
+            (with(12, b'C'), "it requests a ZeroMQ security mechanism, and emulators have none"),
             ([&greeting()[..], &ready_of(b"PUB")].concat(), "its socket is of type `PUB`, not REP"),
-            ([&greeting()[..], &frame(COMMAND, READY)].concat(), "it does not say of which type its socket is"),
+            ([&greeting()[..], &frame(COMMAND, READY)].concat(), "it does not name the type of its socket"),
             (
                 [&greeting()[..], &frame(COMMAND, b"\x05READY\x0bSocket-Type\xFF\xFF\xFF\xFFREP")].concat(),
-                "its properties have impossible lengths",
+                "its properties have invalid lengths",
             ),
-            ([&begun[..], &frame(0, b"alone")].concat(), "its answers do not begin as those to requests"),
-            ([&begun[..], &frame(MORE, b"a")].concat(), "its answers do not begin as those to requests"),
-            ([&begun[..], &[8, 0]].concat(), "it sends frames with flags that there are not"),
-            ([&begun[..], &[COMMAND | MORE, 0]].concat(), "it sends frames with flags that there are not"),
-            ([&begun[..], &[LONG, 0, 0, 0x10, 0, 0, 0, 0, 0]].concat(), "it sends frames of impossible lengths"),
-            ([&begun[..], &[COMMAND | LONG, 0, 0, 0, 0, 0, 1, 0, 0]].concat(), "it sends frames of impossible lengths"),
+            ([&begun[..], &frame(0, b"alone")].concat(), "its replies do not begin with an empty frame"),
+            ([&begun[..], &frame(MORE, b"a")].concat(), "its replies do not begin with an empty frame"),
+            ([&begun[..], &[8, 0]].concat(), "it sent a frame with invalid flags"),
+            ([&begun[..], &[COMMAND | MORE, 0]].concat(), "it sent a frame with invalid flags"),
+            ([&begun[..], &[LONG, 0, 0, 0x10, 0, 0, 0, 0, 0]].concat(), "it sent a frame of an invalid length"),
+            ([&begun[..], &[COMMAND | LONG, 0, 0, 0, 0, 0, 1, 0, 0]].concat(), "it sent a frame of an invalid length"),
         ] {
             assert_eq!(said(&bytes), why);
         }
@@ -443,7 +443,7 @@ mod tests {
         let large = frame(MORE, &vec![0; MOST_BYTES as usize / 2]);
         let bytes =
             [&greeting()[..], &ready_of(b"REP"), &frame(MORE, &[]), &large, &large, &frame(MORE, b"x")].concat();
-        assert_eq!(said(&bytes), "it sends frames of impossible lengths");
+        assert_eq!(said(&bytes), "it sent a frame of an invalid length");
     }
 
     /// Starts a peer that sends `says` after its greeting. Its thread returns the bytes that it received.

@@ -94,13 +94,13 @@ impl XrtBus {
         }
         self.card
             .try_lock()
-            .map_err(|_| Error::new(ErrorKind::Device, format!("{} is in the middle of something", name(self.index))))
+            .map_err(|_| Error::new(ErrorKind::Device, format!("{} is busy with another request", name(self.index))))
     }
 
     fn acting(&self) -> Result<MutexGuard<'_, Card>> {
         if self.only_looks {
             return Err(Error::internal(format!(
-                "{}: a connection that only looks was asked for more",
+                "{}: a read-only connection can only read registers",
                 name(self.index)
             )));
         }
@@ -116,8 +116,8 @@ impl XrtBus {
 
     fn failed(&self, what: &str, failure: &Failure) -> Error {
         let why = match failure {
-            Failure::Failed(function, returned) => format!("{function} has returned {returned}"),
-            Failure::NoBytes => "no buffer has such bytes".to_owned(),
+            Failure::Failed(function, returned) => format!("{function} returned {returned}"),
+            Failure::NoBytes => "no buffer contains these bytes".to_owned(),
             other => format!("{other:?}"),
         };
         Error::new(ErrorKind::Device, format!("{} could not {what}: {why}", name(self.index)))
@@ -128,8 +128,8 @@ impl XrtBus {
         self.acting()?.allocate(length, flags, bank).map_err(|_| {
             let (index, host_only) = (name(self.index), flags & HOST_ONLY != 0);
             let remedy =
-                if host_only { "few boards have memory of the host; take `memory=device`" } else { "it is full" };
-            Error::new(ErrorKind::Exhausted, format!("{index} has no {bytes} bytes in bank {bank}: {remedy}"))
+                if host_only { "few boards can use host memory; use `memory=device`" } else { "the bank is full" };
+            Error::new(ErrorKind::Exhausted, format!("{index} cannot allocate {bytes} bytes in bank {bank}: {remedy}"))
         })
     }
 }
@@ -182,10 +182,9 @@ impl Bus for XrtBus {
                 Ok(true)
             }
             state if UNDER_WAY.contains(&state) => Ok(false),
-            state => Err(Error::new(
-                ErrorKind::Device,
-                format!("{} has ended a run in state {state} of XRT's, which is no good end", name(self.index)),
-            )),
+            state => {
+                Err(Error::new(ErrorKind::Device, format!("{}: a run failed with XRT state {state}", name(self.index))))
+            }
         }
     }
 
@@ -217,24 +216,22 @@ fn refused(index: u32, xclbin: &Path, failure: &Failure) -> Error {
             )
         }
         Failure::NoFunction(function, version) => format!(
-            "{card} needs XRT's C interface, and the library that is installed, version {version}, lacks `{function}`; install one that has \
+            "{card} needs XRT's C interface, but the installed library, version {version}, lacks `{function}`; install a version that has \
              it, such as 2.13"
         ),
-        Failure::NoCard => format!("XRT knows no card {index}; `xbutil examine` says which there are"),
+        Failure::NoCard => format!("XRT has no card {index}; `xbutil examine` lists the cards"),
         Failure::NotLoaded(returned) => {
-            format!(
-                "{card} has not taken the bitstream {xclbin} (XRT returned {returned}); it may be for another board"
-            )
+            format!("{card} did not load the bitstream {xclbin} (XRT returned {returned}); it may be for another board")
         }
         Failure::InUse => format!(
-            "{card} is in use by another process, which has the kernel of its engine or another bitstream, or by an earlier group of this \
-             process whose last call never ended; a device has one driver at a time: end that one, or give this group another card"
+            "{card} is in use: another process has its engine's kernel or another bitstream, or the last call of an earlier group of this \
+             process did not complete; a device has one driver at a time: end the other driver, or give this group another card"
         ),
         Failure::NoKernel(kernel) => format!(
-            "the bitstream {xclbin} has no kernel `{kernel}`, or another process has it; name kernels by the keys `engine` and `hostctrl`"
+            "the bitstream {xclbin} has no kernel `{kernel}`, or another process has it; name the kernels with the keys `engine` and `hostctrl`"
         ),
         Failure::NoBuffer | Failure::NoBytes => format!("{card} has no memory"),
-        Failure::Failed(function, returned) => format!("{card} cannot be opened: {function} has returned {returned}"),
+        Failure::Failed(function, returned) => format!("{card} cannot be opened: {function} returned {returned}"),
     };
     let kind = match failure {
         Failure::NoKernel(_) | Failure::NotLoaded(_) => ErrorKind::Configuration,

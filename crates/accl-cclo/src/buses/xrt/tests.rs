@@ -91,7 +91,7 @@ fn each_call_of_the_library_is_the_one_that_the_reference_has() {
     assert_eq!(folder.taken(), ["write engine 0x1ff8 = 0x3", "read engine 0x1ff8"]);
     assert!(bus.read_register(0x2000).unwrap_err().message.ends_with("has no register at 0x2000"));
     let text = bus.write_register(0, 0xBAD).unwrap_err().message;
-    assert_eq!(text, "card 0 behind XRT could not write the register at 0x0: xrtKernelWriteRegister has returned -5");
+    assert_eq!(text, "card 0 behind XRT could not write the register at 0x0: xrtKernelWriteRegister returned -5");
     folder.taken();
 
     let rx = bus.allocate_rx(4096).unwrap();
@@ -115,9 +115,9 @@ fn each_call_of_the_library_is_the_one_that_the_reference_has() {
         ]
     );
     let text = bus.write_memory(Memory::Device, device + 97, b"abcd").unwrap_err().message;
-    assert_eq!(text, "card 0 behind XRT could not write 4 bytes at 0x102000061: no buffer has such bytes");
+    assert_eq!(text, "card 0 behind XRT could not write 4 bytes at 0x102000061: no buffer contains these bytes");
     let text = bus.allocate(Memory::Host, 2 << 20).unwrap_err().message;
-    assert!(text.ends_with("few boards have memory of the host; take `memory=device`"), "{text}");
+    assert!(text.ends_with("few boards can use host memory; use `memory=device`"), "{text}");
     folder.taken();
 
     let call = Descriptor {
@@ -178,7 +178,7 @@ fn what_a_card_may_still_write_to_is_not_given_back() {
     bus.write_register(map::HARDWARE_ID.offset, 6).unwrap();
     bus.start(&Descriptor::new(Operation::Nop)).unwrap();
     let text = bus.poll().unwrap_err().message;
-    assert_eq!(text, "card 0 behind XRT has ended a run in state 6 of XRT's, which is no good end");
+    assert_eq!(text, "card 0 behind XRT: a run failed with XRT state 6");
     folder.taken();
     drop(bus);
     assert_eq!(folder.taken(), [] as [&str; 0]);
@@ -192,7 +192,7 @@ fn what_cannot_be_opened_is_told_in_a_sentence() {
     let text = refusal(&library, place(0, Path::new("/nowhere/a.xclbin")));
     assert_eq!(text, "card 0 behind XRT needs its bitstream, and there is no file /nowhere/a.xclbin");
     let text = refusal(&library, place(7, &xclbin));
-    assert_eq!(text, "XRT knows no card 7; `xbutil examine` says which there are");
+    assert_eq!(text, "XRT has no card 7; `xbutil examine` lists the cards");
     let other = folder.file("other-board.xclbin", "");
     let text = refusal(&library, place(0, &other));
     assert!(text.ends_with("(XRT returned -22); it may be for another board"), "{text}");
@@ -200,7 +200,7 @@ fn what_cannot_be_opened_is_told_in_a_sentence() {
     assert_eq!(
         text,
         format!(
-            "the bitstream {shown} has no kernel `e`, or another process has it; name kernels by the keys `engine` and `hostctrl`"
+            "the bitstream {shown} has no kernel `e`, or another process has it; name the kernels with the keys `engine` and `hostctrl`"
         )
     );
     folder.taken();
@@ -214,7 +214,7 @@ fn what_cannot_be_opened_is_told_in_a_sentence() {
     folder.compile("int nothing;", &["-shared", "-fPIC", "-o", empty.to_str().unwrap()]).unwrap();
     assert_eq!(
         refusal(&empty, place(0, &xclbin)),
-        "card 0 behind XRT needs XRT's C interface, and the library that is installed, version 2.99.1, lacks `xrtIniStringSet`; install one \
+        "card 0 behind XRT needs XRT's C interface, but the installed library, version 2.99.1, lacks `xrtIniStringSet`; install a version \
          that has it, such as 2.13"
     );
 }
@@ -226,7 +226,7 @@ fn a_card_that_another_process_has_is_said_to_be_in_use() {
     let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
     let text = refusal(&library, XrtPlace { engine: "taken", ..place(0, &xclbin) });
     assert!(
-        text.starts_with("card 0 behind XRT is in use by another process, which has the kernel of its engine or"),
+        text.starts_with("card 0 behind XRT is in use: another process has its engine's kernel or another bitstream"),
         "{text}"
     );
     let taken = folder.file("taken.xclbin", "");
@@ -309,7 +309,7 @@ fn prototypes_are_those_of_the_headers_and_debians_library_knows_no_card() {
     if said.contains("cannot open shared object file") {
         return println!("skipped: what Debian's library needs is not installed: {said}");
     }
-    assert_eq!(said, "XRT knows no card 0; `xbutil examine` says which there are");
+    assert_eq!(said, "XRT has no card 0; `xbutil examine` lists the cards");
 }
 
 #[test]
