@@ -1,4 +1,4 @@
-"""The text that the prose gates read: comments of sources and paragraphs of pages, with the line of each.
+"""The text that the prose gates read: comments, messages and names of sources and paragraphs of pages, with the line of each.
 
 Owns how text is found in a file. The gates, `.ci/words` and `.ci/prose`, own what is wrong with a text. Needs nothing but Python.
 """
@@ -67,19 +67,78 @@ def of_file(path: str, source: str) -> Iterator[Text]:
         yield from joined(path, ((n, "#", m[1]) for n, line in lines if (m := re.match(r"\s*#(?!!) ?(.*)", line))))
 
 
-def c_comments(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yields line, mark and text of each `//` comment. Strings and character literals are skipped."""
-    token = re.compile(
-        r'(?P<mark>//[/!]?)(?P<text>[^\n]*)|/\*.*?\*/|b?r(?P<hashes>#*)".*?"(?P=hashes)|"(?:\\.|[^"\\])*"'
-        r"|'(?:\\u\{[^}]*\}|\\x..|\\.|[^\\'\n])'",
-        re.S,
-    )
+# A comment, a string or a character literal of Rust or C.
+C_TOKEN = re.compile(
+    r'(?P<mark>//[/!]?)(?P<text>[^\n]*)|/\*.*?\*/|b?r(?P<hashes>#*)"(?P<raw>.*?)"(?P=hashes)|"(?P<string>(?:\\.|[^"\\])*)"'
+    r"|'(?:\\u\{[^}]*\}|\\x..|\\.|[^\\'\n])'",
+    re.S,
+)
+
+
+def c_tokens(source: str) -> Iterator[tuple[int, re.Match[str]]]:
+    """Yields each comment, string and character literal with its line."""
     line, last = 1, 0
-    for match in token.finditer(source):
+    for match in C_TOKEN.finditer(source):
         line += source.count("\n", last, match.start())
         last = match.start()
+        yield line, match
+
+
+def c_comments(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yields line, mark and text of each `//` comment."""
+    for line, match in c_tokens(source):
         if match["mark"]:
             yield line, match["mark"], match["text"].strip()
+
+
+def messages(path: str, source: str) -> Iterator[Text]:
+    """Yields each text of at least three words in a string literal, which a user may see. Docstrings are comments."""
+    for line, text in c_strings(source) if path.endswith(C_LIKE) else python_strings(source):
+        if len(re.findall(r"[A-Za-z]{2,}", text)) >= 3 and " " in text.strip():
+            yield Text(path, line, text)
+
+
+def c_strings(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line and content of each string literal, with its lines joined."""
+    for line, match in c_tokens(source):
+        content = match["raw"] if match["raw"] is not None else match["string"]
+        if content is not None:
+            yield line, re.sub(r"\\\n\s*", "", content).replace("\\n", " ")
+
+
+def python_strings(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line and content of each string; in an f-string, values are shown as X."""
+    skipped = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr):
+            skipped.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            skipped.update(node.values)
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+            yield node.lineno, node.value
+
+
+def names(path: str, source: str) -> Iterator[Text]:
+    """Yields each identifier of a source once, with the first line on which it stands."""
+    if path.endswith(C_LIKE):
+        code = C_TOKEN.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source)
+        found = (
+            (line, name) for line, text in enumerate(code.split("\n"), 1) for name in re.findall(r"[A-Za-z_]\w*", text)
+        )
+    else:
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        found = ((token.start[0], token.string) for token in tokens if token.type == tokenize.NAME)
+    seen = set()
+    for line, name in found:
+        if name not in seen:
+            seen.add(name)
+            yield Text(path, line, name)
+
+
+def words_of(name: str) -> list[str]:
+    """Returns the words of an identifier, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
 
 
 def python_comments(source: str) -> Iterator[tuple[int, str, str]]:

@@ -42,9 +42,9 @@ factories = script("check_factories")
 planter = script("mutants")
 messages = script("check_messages")
 sys.path.insert(0, str(HERE))
-words = script("words")
 prose = script("prose")
 plain_text = sys.modules["plain_text"]
+words = sys.modules["word_table"]
 cover = script("cover.py", HERE.parent / "tests" / "support")
 
 
@@ -68,10 +68,16 @@ class Mutants(unittest.TestCase):
 
 
 class Words(unittest.TestCase):
-    TABLE: dict[str, list[dict[str, str]]] = {"word": [{"find": "told|tells?", "use": "notify"}]}
+    TABLE: dict[str, Any] = {"word": [{"find": "told|tells?", "names": ["told", "tell"], "use": "notify"}]}
 
     def found(self, path: str, source: str, **table: Any) -> list[str]:
-        return list(words.check(plain_text.of_file(path, source), self.TABLE | table))
+        used: set[int] = set()
+        both = self.TABLE | table
+        texts = [*plain_text.of_file(path, source), *self.messages(path, source)]
+        return [*words.check(texts, both, used), *words.unused(both, used)]
+
+    def messages(self, path: str, source: str) -> list[Any]:
+        return [] if path.endswith((".md", ".toml")) else list(plain_text.messages(path, source))
 
     def test_a_word_of_the_table_is_refused_with_the_fields_word(self) -> None:
         for path, source in (
@@ -86,14 +92,40 @@ class Words(unittest.TestCase):
                 (line,) = self.found(path, source)
                 self.assertRegex(line, rf"^{path}:[12]: `[Tt]\w+` in .*: write notify$")
 
-    def test_names_strings_and_code_are_not_looked_at(self) -> None:
+    def test_a_word_in_a_message_is_refused(self) -> None:
         for path, source in (
-            ("a.rs", 'let told = "told"; // The field `told` is set.\n'),
-            ("a.py", 'told = "is told"  # See `told`.\n'),
+            ("a.rs", 'let text = format!("rank {rank} is told \\\n    of the end");\n'),
+            ("a.rs", 'let text = r#"a rank tells the others"#;\n'),
+            ("a.cpp", 'throw Error("the peer was told of it");\n'),
+            ("a.py", 'raise ValueError(f"rank {rank} is told of it")\n'),
+            ("a.py", 'text = ("the peer "\n    "is told of it")\n'),
+        ):
+            with self.subTest(source):
+                (line,) = self.found(path, source)
+                self.assertIn("write notify", line)
+
+    def test_short_strings_code_and_quoted_names_are_data(self) -> None:
+        for path, source in (
+            ("a.rs", 'let x = "told"; // The field `told` is set.\n'),
+            ("a.py", 'x = "told: yes"  # See `told`.\n'),
+            ("a.py", 'def f():\n    """Returns it."""\n    return "a field named `told` is set"\n'),
             ("a.md", "```\nis told\n```\n"),
         ):
             with self.subTest(source):
                 self.assertEqual(self.found(path, source), [])
+
+    def test_a_word_in_a_name_is_refused_and_a_part_of_a_word_is_not(self) -> None:
+        for path, source, wrong in (
+            ("a.rs", "fn told_by(x: u8) {} // told\n", ["told_by"]),
+            ("a.rs", 'struct HasTold; let stolder = "told";\n', ["HasTold"]),
+            ("a.cpp", "void tell_peer();\nvoid tell_peer();\n", ["tell_peer"]),
+            ("a.py", "def tell():\n    x.told = TELL_AFTER\n", ["tell", "told", "TELL_AFTER"]),
+        ):
+            with self.subTest(source):
+                lines = list(words.check_names(plain_text.names(path, source), self.TABLE, set()))
+                self.assertEqual(len(lines), len(wrong), lines)
+                for name, line in zip(wrong, lines):
+                    self.assertRegex(line, rf"^{path}:\d: the name `{name}` has the word `\w+`: use notify$")
 
     def test_an_exception_holds_for_its_text_alone_and_is_removed_when_nothing_needs_it(self) -> None:
         exception = [{"path": "a.md", "text": "is told apart", "why": "a test"}]
