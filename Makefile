@@ -107,7 +107,7 @@ layer-plans: ## what layer-parallel training could gain on up to 4,096 ranks; AR
 bench-peers: ## speed next to gloo, MPI, oneCCL and DeepSpeed: docs/performance.md; ARGS='--quick --sections all_reduce'
 	@.ci/bench_peers $(ARGS)
 
-bench-lanes: ## several cores a rank: helper threads beside what peers do with theirs; a section of docs/performance.md
+bench-lanes: ## several cores per rank: worker threads, compared with other libraries; a section of docs/performance.md
 	@.ci/bench_peers --sections lanes,lanes_crowded $(ARGS)
 
 clean: ## remove everything that was built, .venv included

@@ -26,7 +26,7 @@ def collect(bench: Bench) -> dict[str, Any]:
         bench.say(f"accl bench --try-all, {ranks} ranks")
         command = [*bench.shop.accl, "bench", *COLLECTIVES, "--try-all", "--json"]
         command += ["--sizes", ",".join(SIZES), "--ranks", str(ranks), "--alternations", str(bench.effort.turns)]
-        cells = json.loads(finish(command, "accl bench fails", LIMIT_S))["cells"]
+        cells = json.loads(finish(command, "accl bench failed", LIMIT_S))["cells"]
         found[str(ranks)] = [summary(cell) for cell in cells]
     return {"choices": found}
 

@@ -27,15 +27,15 @@ AUDITED, AUTO = 1.01, 0.97
 def collect(bench: Bench) -> dict[str, Any]:
     """Runs one start over each kind of link."""
     if CONTENDER not in bench.contenders:
-        raise Unavailable(f"{title_of(CONTENDER)} was left out")
+        raise Unavailable(f"{title_of(CONTENDER)} was not selected")
     if reason := bench.shop.missing.get(CONTENDER):
         raise Unavailable(f"{title_of(CONTENDER)}: {reason}")
     python = bench.shop.names["python"]
     found = {}
     for place, transport in ((SHM, "shm"), (TCP, "tcp")):
-        bench.say(f"compression's policy over {place}")
+        bench.say(f"compression policy over {place}")
         found[place] = start(python, transport, HERE)
-    bench.say(f"compression's policy over {SHAPED}")
+    bench.say(f"compression policy over {SHAPED}")
     with bench.network(SHAPED_BITS) as link:
         found[SHAPED] = start(python, "tcp", link.hosts)
     return {"places": found}

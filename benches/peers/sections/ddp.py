@@ -28,7 +28,7 @@ def collect(bench: Bench) -> dict[str, Any]:
     """Returns the medians over the starts."""
     for name in CONTENDERS.values():
         if name not in bench.contenders:
-            raise Unavailable(f"{title_of(name)} was left out")
+            raise Unavailable(f"{title_of(name)} was not selected")
         if reason := bench.shop.missing.get(name):
             raise Unavailable(f"{title_of(name)}: {reason}")
     turns = min(bench.effort.turns, STARTS)

@@ -47,7 +47,7 @@ def collect(bench: Bench) -> dict[str, Any]:
     """Measures on all cores of a machine that has enough."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < CORES_FOR_IT:
-        raise Unavailable(f"there are {len(cores)} cores, and {CORES_FOR_IT} are needed")
+        raise Unavailable(f"needs {CORES_FOR_IT} cores, found {len(cores)}")
     return measured_on(bench, cores)
 
 

@@ -52,7 +52,7 @@ def collect(bench: Bench) -> dict[str, Any]:
     """Returns the rounds of all starts, one after the other."""
     for name in CONTENDERS:
         if name not in bench.contenders:
-            raise Unavailable(f"{title_of(name)} was left out")
+            raise Unavailable(f"{title_of(name)} was not selected")
         if reason := bench.shop.missing.get(name):
             raise Unavailable(f"{title_of(name)}: {reason}")
     starts = []

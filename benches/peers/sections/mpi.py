@@ -49,7 +49,7 @@ def collect(bench: Bench) -> dict[str, Any]:
                     environment | {"PYTHONPATH": package, "ACCL_TRANSPORTS": "mpi"},
                 )
                 found.setdefault(library, {})[segment] = one
-            bench.say(f"{title_of(library)}, collectives that it does as a whole")
+            bench.say(f"{title_of(library)}, collectives that it runs as a whole")
             found[library][WHOLE] = start(
                 bench.shop,
                 library,
@@ -83,7 +83,7 @@ def make(shop: Workshop, library: str) -> tuple[str, str]:
     shop.say(f"build torch-accl-mpi for {title_of(library)}")
     finish(
         [str(ROOT / ".ci" / "mpi"), "--target", str(package)],
-        "torch-accl-mpi cannot be built",
+        "torch-accl-mpi does not build",
         environment=os.environ | {"MPICC": compiler},
     )
     return str(measured), str(package)
@@ -94,7 +94,7 @@ def start(shop: Workshop, library: str, arguments: list[str], environment: Mappi
     contender = BY_NAME[library]
     program = shutil.which(contender.launcher[0])
     if program is None:
-        raise Unavailable(f"`{contender.launcher[0]}` is not there")
+        raise Unavailable(f"`{contender.launcher[0]}` not found")
     command = [
         program,
         *contender.launcher[1:],
@@ -125,7 +125,7 @@ def start(shop: Workshop, library: str, arguments: list[str], environment: Mappi
         process.wait()
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines or process.returncode != 0:
-        said = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["nothing was said"]
+        said = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["no error message"]
         raise Unavailable(f"two ranks under `{contender.launcher[0]}` have failed: {said[-1]}")
     measured: dict[str, Any] = json.loads(lines[0])
     return measured

@@ -38,7 +38,7 @@ PLANNED_MS = 10
 def collect(bench: Bench) -> dict[str, Any]:
     """Calibrates and measures in the same minutes, since the host may move the cores."""
     accl = bench.shop.accl
-    finish([*accl, "info", "--calibrate"], "accl info fails")
+    finish([*accl, "info", "--calibrate"], "accl info failed")
     cores = len(os.sched_getaffinity(0))
     predicted, figures = {}, {}
     for place, (ranks, per_host) in HERE.items():
@@ -50,7 +50,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 def collect_shaped(bench: Bench) -> dict[str, Any]:
     """Measures the same between two hosts, and predicts with the rate and latency of a plain connection."""
     accl = bench.shop.accl
-    finish([*accl, "info", "--calibrate"], "accl info fails")
+    finish([*accl, "info", "--calibrate"], "accl info failed")
     with bench.network(SHAPED_BITS) as link:
         rate, latency = statistics.median(link.goodput(3)), link.latency(LATENCY_TURNS)
         named = f"{8 * rate / 1e6:.1f}Mbit/s,{latency * 1e6:.1f}us"
@@ -65,7 +65,7 @@ def simulated(
     """Returns the output of `accl simulate` by size."""
     command = [*accl, "simulate", "--ranks", str(ranks), "--ranks-per-host", str(per_host), "--json"]
     command += ["--cores-per-host", str(cores), "--sizes", ",".join(str(cell.bytes) for cell in cells)]
-    said = json.loads(finish(command + (["--link", link] if link else []), "accl simulate fails"))
+    said = json.loads(finish(command + (["--link", link] if link else []), "accl simulate failed"))
     by_size: list[dict[str, Any]] = said["predictions"]["all_reduce"]
     return by_size
 
