@@ -13,8 +13,7 @@ const char *peer_open(const struct place *place) {
   MPI_Comm_size(MPI_COMM_WORLD, &ranks);
   if (rank == place->rank && ranks == place->ranks) return NULL;
   snprintf(wrong, sizeof wrong, "MPI reports rank %d of %d, but this process was started as rank %d of %d",
-            rank, ranks, place->rank,
-           place->ranks);
+           rank, ranks, place->rank, place->ranks);
   return wrong;
 }
 

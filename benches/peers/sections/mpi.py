@@ -141,27 +141,30 @@ def table(found: Mapping[str, Any]) -> Table:
     differ."""
     runs = {segment: found[segment] for segment in SEGMENTS if segment in found}
     first = next(iter(runs.values()))
-    shown = Table([f"2 ranks, {first['library']}", "transport `mpi`", "MPI", "bar"])
+    shown = Table([f"2 ranks, {first['library']}", "transport `mpi`", "MPI", "target"])
     for segment, one in runs.items():
         trip, rate = one["trip_us"], one["bytes_per_us"]
         row = partial(add_row, shown, f"group with segments of {segment}")
-        row("empty frame there and back, us", trip, Bar(trip[0] - trip[1], at_most=ABOVE_TRIP_US, unit=" us more"))
-        row("frames of 64 KiB in a row, MB/s", rate, Bar(ratio(*rate), at_least=OF_BANDWIDTH, unit=" of it"))
+        row("round trip of an empty frame, us", trip, Bar(trip[0] - trip[1], at_most=ABOVE_TRIP_US, unit=" us more"))
+        row("stream of 64 KiB frames, MB/s", rate, Bar(ratio(*rate), at_least=OF_BANDWIDTH, unit=" of MPI"))
         for size in SUMS:
             pair = one[f"all_reduce_{size}_us"]
             row(
-                f"all_reduce of {show_size(size)}, us", pair, Bar(ratio(*pair), at_most=OF_ALL_REDUCE, unit=" times it")
+                f"all_reduce of {show_size(size)}, us",
+                pair,
+                Bar(ratio(*pair), at_most=OF_ALL_REDUCE, unit=" times MPI"),
             )
     for name, own in STEPPED.items():
         for size in SUMS:
             pair = found.get(WHOLE, {}).get(f"{name}_{size}_us")
             if pair is not None:
-                bar = Bar(ratio(*pair), at_most=OF_ITS_OWN, unit=" times it")
+                bar = Bar(ratio(*pair), at_most=OF_ITS_OWN, unit=" times MPI")
                 shown.row(
-                    f"{name} of {show_size(size)} by `ACCL_SIDESTEP`, beside `{own}`, us", [*map(plain, pair), bar]
+                    f"{name} of {show_size(size)} by `ACCL_SIDESTEP`, compared with `{own}`, us",
+                    [*map(plain, pair), bar],
                 )
     idle = max(one["idle_us"] for one in runs.values())
-    shown.row("processor time in 2 s of nothing, us", [plain(idle), "", Bar(idle, at_most=IDLE_US)])
+    shown.row("processor time in 2 s without calls, us", [plain(idle), "", Bar(idle, at_most=IDLE_US)])
     return shown
 
 
@@ -174,11 +177,16 @@ SECTION = Section(
     name="mpi",
     title="Over MPI",
     text=(
-        "Two ranks on one host under the library's launcher, each on a core of its own; both columns in the same processes and by "
-        "turns, medians. A frame is copied into its buffer and out of it, as the engine does; a message of MPI (`MPI_Isend`, "
-        "`MPI_Irecv`, 64 under way) is not. What `ACCL_SIDESTEP` hands to MPI is beside the same non-blocking collective in C, with links over `shm`. Sums are `dist.all_reduce` with `ACCL_TRANSPORTS=mpi` beside `MPI_Allreduce`, float32. "
-        "Each run is a job of its own, and a figure the median of its turns, which take longer than the text below says; none is left out for where the host has the cores. On one host `shm` is "
-        "faster than either; what counts here is what the transport adds to the library."
+        "Two ranks run on one host under the library's launcher, each on its own core. Both columns are measured "
+        "alternately in the same processes; figures are medians.\n\n"
+        "* Frames: the transport copies a frame into its buffer and out of it, as in the engine. MPI messages "
+        "(`MPI_Isend`, `MPI_Irecv`, 64 in flight) are not copied.\n"
+        "* Sums: `dist.all_reduce` with `ACCL_TRANSPORTS=mpi` is compared with `MPI_Allreduce`, in float32.\n"
+        "* `ACCL_SIDESTEP`: a collective that MPI runs as a whole is compared with the same non-blocking "
+        "collective in C. Links use `shm`.\n\n"
+        "Each run is a separate job, and a figure is the median of its turns. These turns take longer than the last line "
+        "of this section mentions, and they count even if the host has moved the cores. On one host, `shm` is faster than "
+        "both columns; this section shows what the transport adds to the library."
     ),
     collect=collect,
     tables=tables,
