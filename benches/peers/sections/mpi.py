@@ -186,7 +186,7 @@ SECTION = Section(
         "collective in C. Links use `shm`.\n\n"
         "Each run is a separate job, and a figure is the median of its turns. These turns take longer than the last line "
         "of this section mentions, and they count even if the host has moved the cores. On one host, `shm` is faster than "
-        "both columns; this section shows what the transport adds to the library."
+        "both columns; this section shows the additional cost of the transport."
     ),
     collect=collect,
     tables=tables,

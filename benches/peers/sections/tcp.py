@@ -100,9 +100,8 @@ ALL = (
         name="tcp_shaped",
         title="all_reduce over 1 Gbit/s, two ranks",
         text=(
-            "The same as in the previous section, over a link that a token bucket at both ends limits to "
-            f"{SHAPED_BITS / 1e9:g} Gbit/s in each direction. An all_reduce between two ranks sends as many bytes in "
-            "each direction as the tensor has.\n\n"
+            f"The same over a shaped link: a token bucket at both ends limits it to {SHAPED_BITS / 1e9:g} Gbit/s in each "
+            "direction. An all_reduce between two ranks sends as many bytes in each direction as the tensor has.\n\n"
             "The plain transfer is one TCP connection without any library, which sends 120 MiB in each direction at "
             "once. It is measured before and after the libraries. Its figure is the median over the turns of the "
             "slower direction.\n\n"

@@ -71,8 +71,7 @@ ALL = (
         "two_hosts_shaped",
         "all_reduce, four ranks on two hosts over 1 Gbit/s",
         "1 Gbit/s",
-        f"The same as in the previous section, over a link that a token bucket at both ends limits to {SHAPED_BITS / 1e9:g} "
-        "Gbit/s in each direction. ",
+        f"The same over a shaped link: a token bucket at both ends limits it to {SHAPED_BITS / 1e9:g} Gbit/s in each direction. ",
         shaped=True,
     ),
 )
