@@ -107,7 +107,7 @@ layer-plans: ## predict gains of layer-parallel training on up to 4,096 ranks; A
 bench-peers: ## compare speed with gloo, MPI, oneCCL and DeepSpeed: docs/performance.md; ARGS='--quick --sections all_reduce'
 	@.ci/bench_peers $(ARGS)
 
-bench-lanes: ## compare several cores per rank: worker threads of accl and of other libraries; a section of docs/performance.md
+bench-lanes: ## several cores per rank: worker threads, compared with other libraries; a section of docs/performance.md
 	@.ci/bench_peers --sections lanes,lanes_crowded $(ARGS)
 
 clean: ## remove everything that was built, .venv included

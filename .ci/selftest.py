@@ -266,7 +266,7 @@ class PeersArguments(unittest.TestCase):
             Path(parent, "file").touch()
             with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as said:
                 arguments.parse(["--output", str(Path(parent, "file"))])
-            self.assertIn("cannot be made a folder", said.getvalue())
+            self.assertIn("cannot create folder", said.getvalue())
 
 
 class Against(unittest.TestCase):

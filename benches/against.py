@@ -121,13 +121,15 @@ def line(row: dict[str, Any]) -> str:
 def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m benches.against", description=__doc__.splitlines()[0])
-    parser.add_argument("revision", help="the commit to compare with")
+    parser.add_argument("revision", help="commit to compare with")
     parser.add_argument(
-        "--pairs", type=int, default=31, help="turns of both builds for each case (default: %(default)s)"
+        "--pairs", type=int, default=31, help="number of turns of both builds for each case (default: %(default)s)"
     )
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long a turn measures (default: %(default)s)")
     parser.add_argument(
-        "--cases", nargs="+", default=CASES, metavar="ID", help="ids of the bench, such as all_reduce/auto/shm/2/4"
+        "--seconds", type=float, default=0.5, help="seconds that a turn measures (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", default=CASES, metavar="ID", help="cases to compare, such as all_reduce/auto/shm/2/4"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON document")
     asked = parser.parse_args()

@@ -154,7 +154,7 @@ fn main() -> ExitCode {
     let _pinned = Pinned::new(0, 1, &pin::cores());
     let mut buffers = Buffers::new();
     let mut all = Vec::new();
-    arguments.say(&format!("{:>60} {:>10} {:>12} {:>12}", "", "G elem/s", "reference", "times that"));
+    arguments.say(&format!("{:>60} {:>10} {:>12} {:>12}", "", "G elem/s", "reference", "ratio"));
     for case in cases(Sweep::chosen()).iter().filter(|case| arguments.want(&case.id())) {
         let (rate, reference, share) = measure(&mut buffers, case);
         arguments.say(&format!("{:>60} {rate:>10.2} {reference:>12.2} {share:>12.2}", case.id()));

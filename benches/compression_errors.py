@@ -79,7 +79,7 @@ FORMATS = {
     "e4m3": (6.8e-4, 6.5e-4),
 }
 WITHIN = 0.05
-RATIO, VARIANCE = "stochastic over nearest", "beside its variance"
+RATIO, VARIANCE = "stochastic relative to nearest", "relative to its variance"
 # Limits of the ratio of stochastic rounding to nearest, for rows of `ONCE`: about 2 from 3 bits on. With 2 bits many
 # values are near a level instead of spread evenly between two, so the ratio differs. In large buckets of Laplace values
 # it differs even more.
@@ -313,11 +313,14 @@ def tables(results: dict[str, Any]) -> list[str]:
     missed = [check for check in made if not check.is_met]
     furthest = max(abs(2 * check.value / (check.least + check.most) - 1) for check in made if is_of_others(check))
     return [
-        f"Error is squared error over squared sum, here of {SAMPLES:,} numbers in float32, seed {SEED}. {len(made) - len(missed)} of "
-        f"{len(made)} figures are where they must be: within {WITHIN:.0%} of those that are known of other implementations of this "
-        f"arithmetic (the furthest is {furthest:.1%} off); stochastic rounding within {OF_VARIANCE:.0%} of its variance with these "
-        "numbers, and beside rounding to nearest, in the rows that others have figures of, at 2.0 within 2 % from 3 bits on and "
-        f"at {TWO_BITS[0]} to {TWO_BITS[1]} with 2 bits.",
+        f"The error is the squared error divided by the sum of squares, for {SAMPLES:,} numbers in float32 with seed {SEED}. "
+        f"{len(made) - len(missed)} of {len(made)} figures are in their expected range:",
+        "",
+        f"* Figures with a reference: within {WITHIN:.0%} of the figures of other implementations of the same arithmetic. The "
+        f"furthest is {furthest:.1%} off.",
+        f"* Stochastic rounding: within {OF_VARIANCE:.0%} of its variance for these numbers.",
+        "* Stochastic rounding relative to rounding to nearest, in the rows with a reference: 2.0 within 2 % from 3 bits on, and "
+        f"{TWO_BITS[0]} to {TWO_BITS[1]} with 2 bits.",
         "",
         *(f"* **missed**: {check}" for check in missed),
         *([""] if missed else []),
@@ -325,16 +328,17 @@ def tables(results: dict[str, Any]) -> list[str]:
         "",
         *once_table(found).lines(),
         "",
-        "Stochastic rounding, times that:",
+        "Stochastic rounding: the error as a multiple of the error above:",
         "",
         *ratio_table(found).lines(),
         "",
-        f"All codecs, with their defaults (below 4 bits these round stochastically); mixed scales are Gaussian values in rows of {ROW}, "
-        "of which each has a log-normal scale of its own, and are shown only:",
+        "All codecs with their default settings, which round stochastically below 4 bits. Mixed scales are Gaussian values in "
+        f"rows of {ROW}, where each row has its own log-normal scale; they have no reference:",
         "",
         *format_table(results).lines(),
         "",
-        f"Sums of Gaussian values by all_reduce with `maxmin`, buckets of {SUM_BUCKET}; ranks' values are correlated or not:",
+        f"Sums of Gaussian values by `all_reduce` with `maxmin` and buckets of {SUM_BUCKET}, with and without correlation between "
+        "the ranks' values:",
         "",
         *sum_table(found).lines(),
         "",
@@ -368,7 +372,7 @@ def ratio_table(found: dict[str, Any]) -> Table:
 
 def format_table(results: dict[str, Any]) -> Table:
     """Returns a table with a row for each codec, the fewest bits first."""
-    table = Table(("", "bits an element", *SHAPES))
+    table = Table(("", "bits per element", *SHAPES))
     found, bits = results["figures"]["format"], results["bits"]
     for codec in sorted(found, key=lambda codec: (bits[codec], codec)):
         table.row(f"`{codec}`", [f"{bits[codec]:.2f}", *map(short, found[codec])])
@@ -442,19 +446,19 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="folder of the figures as JSON (default: demo-output)")
+    parser.add_argument("--out", type=Path, help="folder for the figures as JSON (default: demo-output)")
     parser.add_argument(
-        "--write-docs", action="store_true", help="write them to docs/compression, and the page's tables"
+        "--write-docs", action="store_true", help="write the figures to docs/compression, and the page's tables"
     )
     parser.add_argument(
-        "--page-only", action="store_true", help="measure nothing, write from the figures that are there"
+        "--page-only", action="store_true", help="measure nothing; write the page from existing figures"
     )
     asked = parser.parse_args(given)
     if asked.write_docs and asked.out:
-        parser.error("--write-docs does not go with --out")
+        parser.error("--write-docs cannot be combined with --out")
     asked.out = DOCS if asked.write_docs else asked.out or Path("demo-output")
     if asked.page_only and not (asked.out / f"{NAME}.json").exists():
-        parser.error(f"there is no {asked.out / NAME}.json yet")
+        parser.error(f"--page-only: {asked.out / NAME}.json does not exist")
     return asked
 
 

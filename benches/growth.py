@@ -87,7 +87,7 @@ def first_group(backend: str, world: int) -> float:
             return 0
 
         if run_ranks(world, TIMEOUT_S, body):
-            raise Failed(f"a rank of {world} over {backend} has failed")
+            raise Failed(f"the first group of {world} ranks over {backend}: a rank has failed")
         return max(float(Path(folder, str(rank)).read_text()) for rank in range(world))
 
 
@@ -108,9 +108,11 @@ def first_groups(*, quick: bool, samples: int) -> list[str]:
 def main() -> int:
     """Measures, prints, and writes the page if asked."""
     parser = argparse.ArgumentParser(prog="python -m benches.growth", description=__doc__.splitlines()[0])
-    parser.add_argument("--write-docs", action="store_true", help="write the tables to docs/scaling.md, too")
-    parser.add_argument("--quick", action="store_true", help="small worlds only")
-    parser.add_argument("--samples", type=int, default=5, help="first groups of each size (default: %(default)s)")
+    parser.add_argument("--write-docs", action="store_true", help="also write the tables to docs/scaling.md")
+    parser.add_argument("--quick", action="store_true", help="measure small worlds only")
+    parser.add_argument(
+        "--samples", type=int, default=5, help="number of first groups of each size (default: %(default)s)"
+    )
     asked = parser.parse_args()
     try:
         first = first_groups(quick=asked.quick, samples=asked.samples)

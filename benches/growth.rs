@@ -46,12 +46,12 @@ fn main() {
     }
 }
 
-const FORMS_HEAD: &str = "| ranks | links of a rank | descriptors | shared memory | other memory | forms in | first all_reduce |\n\
+const FORMS_HEAD: &str = "| ranks | links of a rank | descriptors | shared memory | other memory | created in | first all_reduce |\n\
                           |---|---:|---:|---:|---:|---:|---:|";
 
 fn calls_head(first: &str) -> String {
     format!(
-        "| {first} | system calls a call | links looked at | frames sent | bytes sent | system calls a sleep | links looked at \
+        "| {first} | system calls a call | links polled | frames sent | bytes sent | system calls a sleep | links polled \
          |\n|---|---:|---:|---:|---:|---:|---:|\n"
     )
 }

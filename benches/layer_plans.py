@@ -138,7 +138,7 @@ def main() -> int:
     """Plans, prints, and writes the page if asked."""
     parser = argparse.ArgumentParser(prog="python -m benches.layer_plans", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--write-docs", action="store_true", help="write the tables to docs/layer-parallel/tuning.md, too"
+        "--write-docs", action="store_true", help="also write the tables to docs/layer-parallel/tuning.md"
     )
     asked = parser.parse_args()
     lines = list(tables())

@@ -92,8 +92,8 @@ fn place(transport: &str, ranks: u32) -> Result<()> {
         }
     }
     println!(
-        "# {transport}, {ranks} ranks: predictions within {:.0} %: {} of {} of what is chosen, {} of {} of all; choice \
-         within {} times the best + {} us: {} of {} cells",
+        "# {transport}, {ranks} ranks: predictions within {:.0} %: {} of {} of the chosen algorithms, {} of {} of all; \
+         choice within {} times the best + {} us: {} of {} cells",
         CLOSE * 100.0,
         score.close,
         score.cells,

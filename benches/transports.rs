@@ -61,7 +61,7 @@ fn bench(criterion: &mut Criterion, other: &mut Option<Other>, transport: &str, 
         group.throughput(Throughput::Bytes(bytes as u64 * factor));
         group.bench_function(BenchmarkId::from_parameter(bytes), |bencher| {
             let other = other.get_or_insert_with(|| {
-                Other::start(transport).unwrap_or_else(|error| panic!("the other side over {transport}: {error}"))
+                Other::start(transport).unwrap_or_else(|error| panic!("the other process over {transport}: {error}"))
             });
             bencher.iter_custom(|iterations| {
                 let start = Instant::now();
@@ -159,11 +159,12 @@ impl Wire {
         let store = place.store()?;
         let keys = [place.rank, 1 - place.rank].map(|rank| format!("info/{rank}"));
         store.set(&keys[0], endpoint.info().to_text().as_bytes())?;
-        let peer = store.wait(&keys[1], DEADLINE)?.ok_or_else(|| Error::timeout("the other side did not come"))?;
+        let peer =
+            store.wait(&keys[1], DEADLINE)?.ok_or_else(|| Error::timeout("the other process did not connect"))?;
         let peer = EndpointInfo::from_text(&String::from_utf8_lossy(&peer))?;
         let links = endpoint.connect(&[peer], Instant::now() + DEADLINE, &mut || false);
         let mut link =
-            links.map_err(|failed| failed.error)?.pop().ok_or_else(|| Error::internal("no link was made"))?;
+            links.map_err(|failed| failed.error)?.pop().ok_or_else(|| Error::internal("no link was created"))?;
         poller.watch(&mut link)?;
         Ok(Self { _endpoint: Some(endpoint), ..Self::new(poller, link) })
     }
@@ -261,7 +262,7 @@ impl Waiting {
         let now = Instant::now();
         let deadline = *self.deadline.get_or_insert(now + self.patience);
         if now >= deadline {
-            return Err(Error::timeout("the other side did nothing"));
+            return Err(Error::timeout("the other process did not answer"));
         }
         link.check_peer()?;
         let board = poller.board();

@@ -242,7 +242,7 @@ def test_ranks_die_with_who_started_them(tmp_path):
 
 
 FAKE_SSH = """#!/bin/sh
-# Runs on this host what it is asked to run on another one; "nowhere" is a host that is not there.
+# Runs commands for other hosts on this host. The host "nowhere" does not exist.
 host=$1
 shift
 echo "$host" >>hosts

@@ -103,7 +103,7 @@ for _ in range(3):
 weights = [torch.zeros(5, 4) for _ in range(dist.get_world_size())]
 dist.all_gather(weights, model.module.weight.detach())
 said = (dist.get_rank(), dist.get_world_size(), dist.get_backend(), all(torch.equal(weights[0], other) for other in weights))
-# In one write: those of several ranks go to one pipe.
+# A single write: several ranks share the pipe.
 os.write(1, (" ".join(map(str, said)) + chr(10)).encode())
 dist.destroy_process_group()
 """

@@ -2271,7 +2271,7 @@ assert not dist.is_initialized()
 {before}
 comm = MPI.COMM_WORLD
 found = (comm.Get_rank(), comm.Get_size(), comm.allreduce(1), dist.get_backend() if dist.is_initialized() else None)
-# In one piece, also where Python writes each argument of print() by itself: ranks share what a launcher prints.
+# A single write, because print() may write each argument separately and ranks share the launcher's output.
 sys.stdout.write(" ".join(map(str, found)) + "\\n")
 """
 

@@ -74,7 +74,7 @@ WORKER = """
     if rank < 2:
         dist.all_reduce(ones, group=pair)
     dist.barrier()
-    # In one piece: ranks share the launcher's output.
+    # A single write: ranks share the launcher's output.
     print(f"TRAINED {rank} {ones.item()} {start:.3f} {time.time():.3f}\\n", end="", flush=True)
     dist.destroy_process_group()
 """

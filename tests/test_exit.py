@@ -195,7 +195,7 @@ def test_ctrl_c_ends_the_wait_for_a_callback_at_the_end_of_the_process():
         + """
 kept = [future.then(lambda _: time.sleep(25)) for future in later(1)]
 serve(1)
-dist.barrier()  # A rank that ends leaves the group at once, and one that has yet to send could not any more.
+dist.barrier()  # A rank that exits leaves the group at once. A peer could then no longer send to it.
 print("ends", flush=True)
 """
     )

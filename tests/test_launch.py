@@ -180,7 +180,7 @@ for _ in range(2):
     dist.all_reduce(tensor)
     dist.destroy_process_group()
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# In one write: those of several ranks go to one pipe.
+# A single write: several ranks share the pipe.
 said = [*(os.environ[name] for name in names), str(tensor.item()), os.environ.get("MASTER_ADDR") or "no address"]
 os.write(1, (" ".join(said) + chr(10)).encode())
 """
@@ -301,7 +301,7 @@ tensor = torch.ones(1)
 dist.all_reduce(tensor)
 dist.destroy_process_group()
 print(tensor.item(), flush=True)
-# The first program's rank 0 has something left to do, while rank 1 is in the second one.
+# Rank 0 of the first program is still busy while rank 1 runs the second program.
 if os.environ["SLURM_PROCID"] == "0" and os.environ["TAIL"]:
     time.sleep(2)
 """

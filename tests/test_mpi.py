@@ -85,7 +85,7 @@ import torch.distributed as dist
 import torch_accl
 
 def say(what):
-    # One write a rank: they share the pipe.
+    # A single write: ranks share the pipe.
     os.write(1, ("said: " + json.dumps(what) + "\\n").encode())
 
 def backend():
@@ -141,7 +141,7 @@ works = [dist.all_reduce(torch.ones(1 << size), async_op=True) for size in range
 for work in works:
     work.wait()
 text = backend().describe()
-# Until then nobody has left.
+# No rank leaves the group before this barrier.
 dist.barrier()
 dist.destroy_process_group()
 say({"rank": rank, "describe": text})
@@ -205,7 +205,7 @@ def test_idle_ranks_use_no_processor_and_are_woken(library):
         dist.all_reduce(torch.ones(1))
         time.sleep(0.2)
         if dist.get_rank() == 1:
-            # The other waits for this long in a call, asleep.
+            # Meanwhile rank 0 sleeps in the all_reduce below.
             time.sleep(1.0)
         before = time.process_time()
         dist.all_reduce(torch.ones(1))
@@ -339,7 +339,7 @@ def test_ranks_of_a_communicator_have_frames_of_their_own_while_others_do_someth
             mpi.MPI_Comm_f2c.restype = Handle = ctypes.c_void_p
             whole = Handle(mpi.MPI_Comm_f2c(0))
         else:
-            # Its handles are numbers, the same as in Fortran.
+            # Handles of MPICH are integers, the same as in Fortran.
             Handle = ctypes.c_int
             whole = Handle(0x44000000)
         rank = ctypes.c_int()
@@ -358,7 +358,7 @@ def test_ranks_of_a_communicator_have_frames_of_their_own_while_others_do_someth
                 return mpi.MPI_Comm_c2f(part) if LIBRARY == "openmpi" else part.value
 
             def bcast(self, obj, root=0):
-                # By a file: what is tried here is no broadcast.
+                # Through a file: this test is not about broadcasts.
                 if self.Get_rank() == root:
                     with open(MEET + ".new", "wb") as file:
                         pickle.dump(obj, file)
@@ -504,7 +504,7 @@ def test_a_child_of_a_rank_has_no_place_in_the_job(library, how, tmp_path):
                 context = mp.get_context(sys.argv[1])
                 if sys.argv[1] == "fork":
                     if os.fork() == 0:
-                        # What torch has of the parent's group is not this one's.
+                        # The child has a copy of the parent's torch, but not the parent's group.
                         import torch_accl_mpi
                         try:
                             torch_accl_mpi.transport()
@@ -581,7 +581,7 @@ def test_a_rank_that_sleeps_is_woken_by_one_that_makes_no_further_call(library):
         store = dist.distributed_c10d._get_default_store()
         dist.all_reduce(torch.zeros(1))
         for turn in range(20):
-            # Longer than anybody looks, and now and then about as long.
+            # Odd turns: longer than a rank polls before it sleeps. Even turns: sometimes about as long.
             time.sleep(0.05 if turn % 2 else 0.0002 * turn)
             if rank == 0:
                 dist.send(torch.ones(1), 1)
@@ -628,7 +628,7 @@ def test_options_name_the_transport_without_starting_it(library):
         dist.init_process_group("accl", pg_options=options)
         dist.all_reduce(torch.ones(10))
         say(backend().describe())
-        # Until then nobody has left.
+        # No rank leaves the group before this barrier.
         dist.barrier()
         dist.destroy_process_group()
         """,
@@ -768,7 +768,7 @@ def results(group):
     total = torch.tensor([rank, 5, 255], dtype=torch.int32)
     dist.all_reduce(total, dist.ReduceOp.BXOR, group=group)
     yield total
-    # Every second element, so it is packed.
+    # A tensor with every second element must be packed.
     wide = torch.arange(2000.0) + rank
     dist.all_reduce(wide[::2], group=group)
     yield wide
@@ -780,7 +780,7 @@ def done(group):
     return int(lines[0].split(": ")[1].split()[0]) if lines else 0
 
 def compared(by_mpi, by_host):
-    # One after the other: ranks have different numbers of results.
+    # One list after the other, because ranks have different numbers of results.
     pairs = list(zip(list(results(by_mpi)), list(results(by_host)), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs), [index for index, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
     return len(pairs)
@@ -799,7 +799,7 @@ def test_collectives_that_mpi_does_give_what_the_host_gives(library, world, leve
         + """
         by_host = dist.new_group(pg_options=torch_accl.Options(sidestep="all=host"))
         compared(dist.group.WORLD, by_host)
-        # Another of all, and one in another order: each has a communicator of its own, where threads may wait for it.
+        # A second group of all ranks. It gets its own communicator only if threads may wait there (level "multiple").
         again = dist.new_group()
         compared(again, by_host)
         works = [dist.all_reduce(torch.ones(1 << size), async_op=True, group=group) for size in range(18) for group in (None, again)]
@@ -830,7 +830,7 @@ def test_groups_of_some_ranks_and_of_frames_over_mpi_side_step_as_well(library):
         dist.init_process_group("accl")
         rank = dist.get_rank()
         pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([2, 0])]
-        # Each rank makes its calls in another order: first uses of communicators are no fence for other groups.
+        # Each rank issues its calls in another order: the first use of a communicator does not block other groups.
         mine = [group for group in (pairs[rank], pairs[rank - 1])]
         works = [(dist.all_reduce(values, async_op=True, group=group), values) for group in mine for values in [torch.full((5000,), rank + 1.0)]]
         for work, _ in works:
@@ -883,13 +883,13 @@ if dist.get_rank() == 1:
 
 def stop_the_other():
     store.wait(["here"])
-    # MPI is at it soon, and for many times as long.
+    # MPI starts the sum soon, and needs many times as long as this sleep.
     time.sleep(0.01)
     os.kill(pids[1], signal.SIGSTOP)
 
 def tell(error, before):
     text, place = str(error) or type(error).__name__, values.data_ptr()
-    # Where it was freed the next one of its size mostly takes its place.
+    # If the memory was freed, the next tensor of this size mostly gets its address.
     globals().pop("work", None)
     globals().pop("values")
     others = [torch.empty(40_000_000) for _ in range(3)]

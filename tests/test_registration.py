@@ -453,7 +453,7 @@ def test_the_autoload_file_survives_without_torch_distributed():
 
 PANICS = """
 import os
-os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # the flight recorder asks works, and keeps what they raise to itself
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # the flight recorder queries works and discards their exceptions
 import sys, torch, torch.distributed as dist, torch_accl
 from datetime import timedelta
 from torch_accl import _native

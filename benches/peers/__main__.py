@@ -88,7 +88,7 @@ def watch(shop: Workshop, wanted_ns: float | None, say: Callable[[str], None]) -
     if "sketch" not in shop.names:
         make_sketch(shop)
     if len(os.sched_getaffinity(0)) < 2:
-        say("one core: nobody looks whether the host moves it")
+        say("one core: its placement by the host is not checked")
         return None
     return Placement(shop.names, wanted_ns, say)
 

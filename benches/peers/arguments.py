@@ -24,31 +24,39 @@ class Parser(argparse.ArgumentParser):
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the arguments; exits if they are invalid."""
-    parser = Parser(prog="make bench-peers", description="Speed next to other libraries; writes docs/performance.md.")
+    parser = Parser(
+        prog="make bench-peers", description="Compares the speed with other libraries and writes docs/performance.md."
+    )
     parser.add_argument(
         "--sections",
         type=chosen("section", [one.name for one in SECTIONS]),
         metavar="A,B",
-        help="only these: %s" % listed(SECTIONS),
+        help="measure only these sections: %s" % listed(SECTIONS),
     )
     parser.add_argument(
         "--contenders",
         type=chosen("contender", [one.name for one in CONTENDERS]),
         metavar="A,B",
-        help="only these: %s" % listed(CONTENDERS),
+        help="measure only these libraries: %s" % listed(CONTENDERS),
     )
-    parser.add_argument("--quick", action="store_true", help="shorter turns, for a look")
+    parser.add_argument("--quick", action="store_true", help="use shorter turns, for a first impression")
     parser.add_argument("--offline", action="store_true", help="download and install nothing")
-    parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page from the results")
+    parser.add_argument(
+        "--page-only", action="store_true", help="measure nothing; write the page from the stored results"
+    )
     parser.add_argument(
         "--exchange-ns",
         type=positive,
         metavar="NS",
-        help="where a host moves cores, count turns with 4-byte exchanges near this; else near the fastest that is frequent",
+        help="if the host moves cores, count turns whose 4-byte exchange takes about this time (default: the fastest frequent time)",
     )
-    parser.add_argument("--output", type=folder, default=ROOT / "docs", metavar="DIR", help="instead of docs/")
     parser.add_argument(
-        "--selftest", action="store_true", help="one tiny cell by what needs no download; writes no page"
+        "--output", type=folder, default=ROOT / "docs", metavar="DIR", help="folder for the page (default: docs/)"
+    )
+    parser.add_argument(
+        "--selftest",
+        action="store_true",
+        help="measure one tiny cell with libraries that need no download; write no page",
     )
     found = parser.parse_args(arguments)
     found.sections = found.sections or [one.name for one in SECTIONS]
@@ -81,7 +89,7 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"`{text}` is no number above zero")
+        raise argparse.ArgumentTypeError(f"expected a number above zero, got `{text}`")
     return value
 
 
@@ -90,7 +98,7 @@ def folder(text: str) -> Path:
     try:
         Path(text).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"`{text}` cannot be made a folder: {error.strerror}") from None
+        raise argparse.ArgumentTypeError(f"cannot create folder `{text}`: {error.strerror}") from None
     return Path(text)
 
 

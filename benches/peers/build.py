@@ -81,7 +81,7 @@ class Workshop:
     def compile(self, target: Path, compiler: list[str], sources: list[Path], flags: Iterable[str]) -> None:
         """Runs a compiler unless nothing has changed since the last run."""
         if shutil.which(compiler[0]) is None:
-            raise Unavailable(f"`{compiler[0]}` is not there")
+            raise Unavailable(f"`{compiler[0]}` not found")
         command = [*compiler, *map(str, sources), "-o", str(target), *flags]
         headers = sorted(SOURCES.glob("*.h"))
         state = hashed(command, [*sources, *headers])
@@ -96,9 +96,11 @@ class Workshop:
         if all(installed(package) for package in packages):
             return
         if not self.online:
-            raise Unavailable(f"the Python packages {', '.join(packages)} are not installed, and nothing is downloaded")
+            raise Unavailable(
+                f"the Python packages {', '.join(packages)} are not installed, and downloads are disabled"
+            )
         self.say(f"download {', '.join(packages)}")
-        finish([*PIP, "install", "--quiet", *packages], "pip cannot install it", DOWNLOAD_S)
+        finish([*PIP, "install", "--quiet", *packages], "pip cannot install the package", DOWNLOAD_S)
 
     def install_debian(self, program: str, *packages: str) -> None:
         """Installs Debian packages, if this runs as root on Debian."""
@@ -106,7 +108,7 @@ class Workshop:
             return
         how = f"needs the Debian packages {' '.join(packages)}"
         if not self.online or os.geteuid() != 0 or shutil.which("apt-get") is None:
-            raise Unavailable(f"`{program}` is not there; {how}")
+            raise Unavailable(f"`{program}` not found; {how}")
         self.say(f"install {' '.join(packages)}")
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         finish(["apt-get", "update", "-qq"], how, DOWNLOAD_S, environment)
@@ -187,7 +189,7 @@ def engine(target: Path, flags: str = "", is_timed: bool = True) -> str:
         command = ["cargo", "test", "--workspace", "--exclude", "accl-py", "--locked", "--bench", "kernel_shares"]
         command += ["--no-run"]
     if shutil.which("cargo") is None:
-        raise Unavailable("`cargo` is not there")
+        raise Unavailable("`cargo` not found")
     environment = os.environ | {"CARGO_TARGET_DIR": str(target)}
     if flags:
         environment["RUSTFLAGS"] = f"{os.environ.get('RUSTFLAGS', '')} {flags}".strip()
@@ -240,13 +242,13 @@ def prefix_flags(library: str) -> list[str]:
 def make_accl_torch(shop: Workshop) -> None:
     """Checks for the installed wheel."""
     if not installed("torch-accl"):
-        raise Unavailable("the wheel is not installed; `.ci/install` does it")
+        raise Unavailable("the wheel is not installed; run `.ci/install`")
 
 
 def make_gloo(shop: Workshop) -> None:
     """Checks for torch, which contains gloo."""
     if not installed("torch"):
-        raise Unavailable("torch is not installed; `.ci/venv` does it")
+        raise Unavailable("torch is not installed; run `.ci/venv`")
 
 
 def make_noop(shop: Workshop) -> None:
@@ -261,10 +263,10 @@ def make_deepspeed(shop: Workshop) -> None:
     unpacked = shop.folder / "deepspeed"
     if not list(unpacked.glob("deepspeed-*/csrc")):
         if not shop.online:
-            raise Unavailable("its sources are not there, and nothing is downloaded")
+            raise Unavailable("its sources are missing, and downloads are disabled")
         shop.say("download deepspeed")
         command = [*PIP, "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
-        finish([*command, "--dest", str(unpacked), "deepspeed"], "pip cannot download it", DOWNLOAD_S)
+        finish([*command, "--dest", str(unpacked), "deepspeed"], "pip cannot download the package", DOWNLOAD_S)
         for archive in unpacked.glob("deepspeed-*.tar.gz"):
             with tarfile.open(archive) as packed:
                 packed.extractall(unpacked, filter="data")

@@ -90,8 +90,8 @@ CASTS = ("fp16", "bf16")
 GROUP_CODECS = tuple(map(with_group_codec, CODECS[:-1]))
 # Other compression hooks of torch.
 HOOKS = {
-    "int8": "what torch's `quantization_pertensor_hook` does: all_gather of bytes, one scale a tensor",
-    "powersgd": "torch's `powerSGD_hook`, rank 1 as is its default, on one matrix",
+    "int8": "the operations of torch's `quantization_pertensor_hook`: all_gather of bytes, one scale per tensor",
+    "powersgd": "torch's `powerSGD_hook`, rank 1 (its default), on one matrix",
 }
 
 # Numbers of worker threads per rank, in the section that compares them.
@@ -101,7 +101,7 @@ ENCODED_HELPERS = (0, *HELPERS)
 
 def helpers(count: str) -> str:
     """Returns a number of worker threads as text for the page."""
-    return {"0": "no helper", "1": "1 helper", "auto": "`auto`"}.get(count, f"{count} helpers")
+    return {"0": "no worker", "1": "1 worker", "auto": "`auto`"}.get(count, f"{count} workers")
 
 
 def with_helpers(way: str, count: str, codec: str = "") -> Contender:
@@ -148,9 +148,7 @@ CONTENDERS = (
         at_home=True,
         note="the same, built with `--cfg accl_without_signatures`",
     ),
-    Contender(
-        "sketch", "sketch in C", Level.ENGINE, ("{sketch}",), at_home=True, note="`benches/peers/ranks/sketch.c`"
-    ),
+    Contender("sketch", "C baseline", Level.ENGINE, ("{sketch}",), at_home=True, note="`benches/peers/ranks/sketch.c`"),
     Contender(
         "openmpi",
         "Open MPI",
@@ -160,9 +158,9 @@ CONTENDERS = (
         environment={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
         # With this option, waiting ranks yield.
         crowded=("--oversubscribe",),
-        note="`mpirun --bind-to none`, all else as it comes",
+        note="`mpirun --bind-to none`, otherwise default settings",
     ),
-    Contender("mpich", "MPICH", Level.ENGINE, ("{mpich}",), launcher=("mpiexec.mpich",), note="as it comes"),
+    Contender("mpich", "MPICH", Level.ENGINE, ("{mpich}",), launcher=("mpiexec.mpich",), note="default settings"),
     Contender(
         "intelmpi",
         "Intel MPI",
@@ -186,7 +184,7 @@ CONTENDERS = (
         Level.ENGINE,
         ("{oneccl}",),
         environment=ONECCL | {"CCL_WORKER_COUNT": "{share}"},
-        note="`CCL_ATL_TRANSPORT=ofi`, `CCL_WORKER_COUNT` as many as the rank has cores",
+        note="`CCL_ATL_TRANSPORT=ofi`, `CCL_WORKER_COUNT` is the number of cores of a rank",
     ),
     through_torch("accl_torch", "accl through torch", at_home=True, backend="accl"),
     through_torch("gloo", "gloo through torch", at_home=True),
@@ -194,13 +192,13 @@ CONTENDERS = (
     through_torch(
         "noop_yielding",
         "no-op through torch, yielding",
-        "the same, and after each call the rank gives its core away: what it costs that ranks of one core take turns",
+        "the same, but a rank yields its core after each call; shows the cost of ranks that share a core",
     ),
     through_torch("deepspeed", "DeepSpeed's op", "`csrc/cpu/comm/shm*.cpp` of its package, called as a torch op"),
     through_torch(
         "deepspeed_threads",
         "DeepSpeed's op with threads",
-        "the same with `OMP_NUM_THREADS` as many as the rank has cores",
+        "the same; `OMP_NUM_THREADS` is the number of cores of a rank",
         backend="deepspeed",
         environment={"OMP_NUM_THREADS": "{share}"},
     ),
@@ -209,7 +207,7 @@ CONTENDERS = (
     *map(with_algorithm, FORCED),
     *(with_codec("accl", codec, "`all_reduce_quantized`") for codec in CODECS),
     *GROUP_CODECS,
-    *(with_codec("gloo", cast, f"what torch's `{cast}_compress_hook` does with a bucket") for cast in CASTS),
+    *(with_codec("gloo", cast, f"the operations of torch's `{cast}_compress_hook` on a bucket") for cast in CASTS),
     *(with_codec("gloo", hook, note) for hook, note in HOOKS.items()),
 )
 

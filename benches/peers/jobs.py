@@ -77,11 +77,11 @@ class Rank:
             try:
                 more = self.stream.recv(4096)
             except TimeoutError:
-                raise Lost("it does not answer") from None
+                raise Lost("a rank does not answer") from None
             except OSError as why:
-                raise Lost(f"it does not answer: {why}") from None
+                raise Lost(f"a rank does not answer: {why}") from None
             if not more:
-                raise Lost("a rank has ended")
+                raise Lost("a rank has exited")
             self.received += more
         line, self.received = self.received.split(b"\n", 1)
         return line.decode(errors="replace").strip()
@@ -157,9 +157,9 @@ class Job:
                 stream, _ = self.listener.accept()
             except TimeoutError:
                 if any(process.poll() is not None for process in self.processes):
-                    raise Lost("a rank has ended at its start") from None
+                    raise Lost("a rank exited during its start") from None
                 if time.monotonic() > deadline:
-                    raise Lost("it does not start") from None
+                    raise Lost("its ranks did not connect in time") from None
                 continue
             rank = Rank(stream)
             _, number, pid = rank.line(deadline).split()
@@ -283,5 +283,5 @@ class JobSet:
             words = job.last_words()
             why += f" (`{words}`)" if words else ""
             job.close()
-        self.say(f"{BY_NAME[name].title} is out: {why}")
+        self.say(f"{BY_NAME[name].title} is excluded: {why}")
         self.missing[name] = why

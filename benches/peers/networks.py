@@ -59,7 +59,13 @@ class Link:
         """Returns the bytes sent from the first end, by its interface's counter, including headers and
         retransmissions."""
         count = f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"
-        return int(finish([*inside(self.namespaces[0]), "cat", count], "the interface has no counter", COMMAND_S))
+        return int(
+            finish(
+                [*inside(self.namespaces[0]), "cat", count],
+                "the byte counter of the interface cannot be read",
+                COMMAND_S,
+            )
+        )
 
     def goodput(self, turns: int) -> list[float]:
         """Returns bytes per second of a plain TCP connection that sends both ways at once: for each turn, the slower
@@ -93,10 +99,10 @@ def joined(bits: int | None = None, ends: int = 2) -> Iterator[Link]:
     Processes on the link must have ended before its removal.
     """
     if os.geteuid() != 0:
-        raise Unavailable("only root can make network namespaces")
+        raise Unavailable("only root can create network namespaces")
     for program in ("ip", "tc") if bits else ("ip",):
         if shutil.which(program) is None:
-            raise Unavailable(f"`{program}` is not there; it is part of iproute2")
+            raise Unavailable(f"`{program}` not found; install iproute2")
     sweep()
     number = next(NUMBERS)
     names = tuple(f"{PREFIX}{os.getpid()}-{number}{end}" for end in string.ascii_lowercase[:ends])
@@ -150,7 +156,7 @@ def inside(name: str) -> tuple[str, ...]:
 
 def command(words: Sequence[str]) -> None:
     """Runs a command that creates a part of the link."""
-    finish(list(words), "no network can be made", COMMAND_S)
+    finish(list(words), "the network cannot be created", COMMAND_S)
 
 
 def remove(names: Sequence[str]) -> None:
@@ -186,4 +192,4 @@ def seconds_of(process: subprocess.Popen[str]) -> list[float]:
         seconds: list[float] = json.loads(process.communicate(timeout=BULK_S)[0])
         return seconds
     except (subprocess.TimeoutExpired, ValueError):
-        raise Unavailable("the plain TCP transfer does not end") from None
+        raise Unavailable("the plain TCP transfer does not complete") from None

@@ -15,16 +15,21 @@ from .tables import Bar
 INTRODUCTION = """\
 # Performance
 
-Written by `make bench-peers`, from `performance/results.json`; not edited by hand. `benches/README.md` says how to run it
-and how to add to it.
+This page compares the speed of accl with other libraries. `make bench-peers` writes it from `performance/results.json`; do
+not edit it by hand. `benches/README.md` explains how to run the benchmarks and how to add to them.
 
-A figure is the median of at least five turns; contenders take turns within one run, and whoever does not run is stopped.
-A turn is the median of its batches of calls, and a batch is as slow as its slowest rank. Times are in microseconds
-(us), sizes are those of the largest buffer of the call. ~ marks figures whose slowest turn took more than 1.5 times the
-fastest, and figures with more than half of the turns from while the host had moved the cores: the sketch exchanges 4 bytes
-before and after each turn, and only turns count between
-which that took what it usually does at best, as long as there are enough of them. Bars are compared before rounding, and values are rounded to the worse side. Before a contender is timed in a
-cell, the result of one call is looked at."""
+Figures:
+
+* A figure is the median of at least five turns. Libraries are timed alternately within one run; idle ones are stopped
+  (SIGSTOP).
+* A turn is the median of its batches of calls, and a batch is as slow as its slowest rank.
+* Before a library is timed in a cell, the result of one call is checked.
+* Times are in microseconds (us). Sizes refer to the largest buffer of the call.
+* A host may move the cores of a virtual machine, which changes all times. So the C baseline exchanges 4 bytes before and
+  after each turn. Only turns between two exchanges of the usual best time count, as long as there are enough of them.
+* `~` marks a figure whose slowest turn took more than 1.5 times the fastest. It also marks a figure if more than half of its
+  turns ran while the host had moved the cores.
+* Targets are compared before rounding. Values are rounded to the worse side."""
 
 
 def write(results: dict[str, Any], docs: Path) -> Path:
@@ -63,22 +68,27 @@ def load(found: dict[str, float] | None) -> str:
     """Returns a sentence on the load by others; empty if contenders did not take turns."""
     if found is None:
         return ""
-    return f"Meanwhile other processes had {found['others']:.1%} of the cores, and the host took {found['stolen']:.1%}."
+    return (
+        f"Meanwhile other processes used {found['others']:.1%} of the cores, and the host took {found['stolen']:.1%}."
+    )
 
 
 def placement(found: dict[str, Any] | None) -> str:
     """Returns a sentence on the placement of the cores."""
     if found is None:
-        return "There was one core."
+        return "The machine had one core."
     if len(found["seen"]) == 1:
         return f"Two cores exchanged 4 bytes in {found['usual_ns']} ns."
     seen = ", ".join(f"{one['ns']} ns ({one['share']:.0%} of the time)" for one in found["seen"])
-    return f"Two cores exchanged 4 bytes in {seen}: the host moves them. Turns count at {found['usual_ns']} ns."
+    return (
+        f"Two cores exchanged 4 bytes in {seen}. So the host moves the cores. "
+        f"Turns count if an exchange takes about {found['usual_ns']} ns."
+    )
 
 
 def summary(bars: Iterable[tuple[str, list[Bar]]]) -> list[str]:
     """Returns a table of the number of targets (`Bar`) that are met."""
-    lines = ["| | bars met | missed | not measured |", "|---|---:|---:|---:|"]
+    lines = ["| | targets met | missed | not measured |", "|---|---:|---:|---:|"]
     for title, found in bars:
         counts = [sum(bar.met is verdict for bar in found) for verdict in (True, False, None)]
         lines.append(f"| {title} | " + " | ".join(map(str, counts)) + " |")
@@ -87,7 +97,7 @@ def summary(bars: Iterable[tuple[str, list[Bar]]]) -> list[str]:
 
 def setting(records: list[dict[str, Any]]) -> list[str]:
     """Returns tables of the machine and of the contenders."""
-    lines = ["## Machine and contenders", ""]
+    lines = ["## Machines and libraries", ""]
     machines = []
     for record in records:
         if record["machine"] not in machines:
@@ -95,8 +105,8 @@ def setting(records: list[dict[str, Any]]) -> list[str]:
     for machine in machines:
         lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine.items()), ""]
     if len(machines) > 1:
-        lines += ["Sections were measured on different machines; each of the tables above is one of them.", ""]
-    lines += ["| contender | version | called | set-up |", "|---|---|---|---|"]
+        lines += ["Sections were measured on different machines. Each table above describes one of them.", ""]
+    lines += ["| library | version | called | settings |", "|---|---|---|---|"]
     for one in CONTENDERS:
         versions = dict.fromkeys(record["versions"][one.name] for record in records if one.name in record["versions"])
         if versions:
@@ -108,6 +118,6 @@ def setting(records: list[dict[str, Any]]) -> list[str]:
         if one.name in record["missing"]
     )
     if reasons:
-        lines += ["", "Who could not take part, or not to the end:", ""]
+        lines += ["", "Libraries that could not be measured, or not completely:", ""]
         lines += [f"* {title}, {reason}" for title, reason in reasons]
     return lines

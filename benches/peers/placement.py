@@ -59,7 +59,7 @@ class Placement:
         else:
             self.usual = min(self.clusters, key=lambda cluster: abs(cluster.ns - wanted_ns))
         seen = ", ".join(f"{one.ns:.0f} ns ({one.share:.0%})" for one in self.clusters)
-        say(f"cores exchange 4 bytes in {seen}; turns count at {self.usual.ns:.0f} ns")
+        say(f"two cores exchange 4 bytes in {seen}; turns count if it takes about {self.usual.ns:.0f} ns")
 
     def probe(self) -> float:
         """Returns the nanoseconds of an exchange now."""
@@ -113,5 +113,5 @@ def clusters_of(probes: list[float]) -> list[Cluster]:
         else:
             groups.append([ns])
     if not groups:
-        raise Lost("no probe was made")
+        raise Lost("no exchange between cores was measured")
     return [Cluster(statistics.median(group), len(group) / len(probes)) for group in groups]

@@ -167,7 +167,7 @@ class Figures:
         contenders: Sequence[str],
         cells: Sequence[Cell],
         share: Sequence[float],
-        whose: str = "best peer",
+        whose: str = "best other library",
     ) -> None:
         """Adds a row with the best of some contenders, and a row with the engine's share of its time, with a target for
         each cell."""

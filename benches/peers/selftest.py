@@ -34,7 +34,7 @@ def run() -> int:
         complaints += over_a_network(shop)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
-    print(f"peers: {len(CONTENDERS)} contenders were to take turns, {len(complaints)} complaints")
+    print(f"peers: {len(CONTENDERS)} libraries expected to take turns, {len(complaints)} complaints")
     return int(bool(complaints))
 
 
@@ -54,7 +54,7 @@ def turns(
     measured = {figure.contender for figure in figures if figure.us > 0}
     complaints += [f"{name}, {job_set.words}: no figure" for name in wanted if name not in measured]
     complaints += [f"ranks ran on {sorted(seen)}"] if len(seen) != len(hosts) else []
-    return complaints + [f"process {pid} has stayed" for pid in pids if alive(pid)]
+    return complaints + [f"process {pid} is still running" for pid in pids if alive(pid)]
 
 
 def over_a_network(shop: Workshop) -> list[str]:
@@ -69,15 +69,15 @@ def over_a_network(shop: Workshop) -> list[str]:
         print(f"SKIPPED ranks over a network: {why}")
         return []
     if 8 * over_bridge > 1.1 * networks.SHAPED_BITS:
-        complaints.append(f"a link of {networks.SHAPED_BITS} bit/s at a bridge has {8 * over_bridge:.0f}")
+        complaints.append(f"a link limited to {networks.SHAPED_BITS} bit/s at a bridge carries {8 * over_bridge:.0f}")
     # The counter includes headers and retransmissions.
     if not 1 < sent / networks.BULK_BYTES < 1.1:
-        complaints.append(f"of {networks.BULK_BYTES} bytes, {sent} were counted")
+        complaints.append(f"{networks.BULK_BYTES} bytes were sent, but the interface counted {sent}")
     # A token bucket exceeds its rate only at the start.
     if 8 * goodput > 1.1 * networks.SHAPED_BITS:
-        complaints.append(f"a link of {networks.SHAPED_BITS} bit/s has {8 * goodput:.0f}")
+        complaints.append(f"a link limited to {networks.SHAPED_BITS} bit/s carries {8 * goodput:.0f}")
     names = (*link.namespaces, *bridged.namespaces)
-    return complaints + [f"{name} has stayed" for name in names if (networks.NAMED / name).exists()]
+    return complaints + [f"namespace {name} was not removed" for name in names if (networks.NAMED / name).exists()]
 
 
 def told(pid: int) -> str:

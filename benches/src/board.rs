@@ -136,7 +136,7 @@ unsafe impl Send for Board {}
 unsafe impl Sync for Board {}
 
 fn span_at(rank: u32, batch: usize) -> usize {
-    assert!(batch < BATCHES, "an order has no batch {batch}");
+    assert!(batch < BATCHES, "the order has no batch {batch}");
     SPANS_AT + (rank as usize * BATCHES + batch) * 2
 }
 

@@ -188,7 +188,7 @@ impl Tensors {
                 desc.outputs = blocks(output, &mine);
             }
             Collective::Barrier => {}
-            Collective::Send | Collective::Recv => unreachable!("no case of a message is made"),
+            Collective::Send | Collective::Recv => unreachable!("cases never contain messages"),
         }
         desc
     }
@@ -235,7 +235,7 @@ impl Tensors {
             Collective::Scatter => vec![run(root + 1, 1, own, block)],
             Collective::AllToAll => (0..ranks).map(|from| run(from + 1, 1, own, block)).collect(),
             Collective::Reduce | Collective::Gather | Collective::Barrier => Vec::new(),
-            Collective::Send | Collective::Recv => unreachable!("no case of a message is made"),
+            Collective::Send | Collective::Recv => unreachable!("cases never contain messages"),
         };
         if encoded && case.dtype == Dtype::F32 {
             resemble(self.output.words(), &expected)
@@ -314,7 +314,7 @@ fn compare(words: &[u64], dtype: Dtype, expected: &[Run]) -> Result<(), String> 
             let at = (start + elem) as usize * size;
             let found = &words[at / 8].to_ne_bytes()[at % 8..at % 8 + size];
             if found != wanted {
-                return Err(format!("element {} is {found:?} and not {value}", start + elem));
+                return Err(format!("element {} is {found:?}, expected {value}", start + elem));
             }
         }
         start += run.count;
@@ -339,7 +339,7 @@ fn resemble(words: &[u64], expected: &[Run]) -> Result<(), String> {
         let mean = (0..run.count).map(off).sum::<f64>() / run.count.max(1) as f64;
         let most = MEAN_OFF * f64::from(run.times) * (PERIOD - 1) as f64;
         if mean.is_nan() || mean > most {
-            return Err(format!("elements from {start} on are off by {mean} in the mean, and not by {most} at most"));
+            return Err(format!("elements from {start} on are off by {mean} on average, expected at most {most}"));
         }
         start += run.count;
     }

@@ -132,7 +132,7 @@ impl Drop for Children {
                 std::thread::sleep(Duration::from_millis(1));
             }
             if matches!(child.try_wait(), Ok(None)) {
-                eprintln!("rank in process {} did not end and is killed", child.id());
+                eprintln!("the rank in process {} did not exit and is killed", child.id());
                 let _ = child.kill();
             }
             let _ = child.wait();
@@ -174,7 +174,7 @@ impl Ranks {
 }
 
 fn unable(why: &std::io::Error) -> Error {
-    Error::exhausted(format!("a rank could not be started: {why}"))
+    Error::exhausted(format!("a rank cannot be started: {why}"))
 }
 
 #[cfg(test)]

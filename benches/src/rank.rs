@@ -165,7 +165,7 @@ impl Member {
         let mark = self.board.mark(self.rank);
         call(group, descs)?;
         if case.collective == Collective::Barrier && !self.board.all_marked(self.ranks, mark) {
-            return Err(Error::internal("the barrier ended before all ranks came"));
+            return Err(Error::internal("the barrier completed before all ranks arrived"));
         }
         self.tensors[..order.outstanding].iter().try_for_each(|one| {
             one.check(case, self.rank, self.ranks, 0, self.encodes).map_err(|what| {

@@ -20,7 +20,7 @@ impl Sweep {
     /// # Panics
     /// Panics if it is neither `full` nor `moderate`.
     pub fn chosen() -> Self {
-        #[expect(clippy::disallowed_methods, reason = "steers the benches and is no setting of the product")]
+        #[expect(clippy::disallowed_methods, reason = "controls the benches only; the library does not read it")]
         let value = std::env::var("BENCH_SWEEP").unwrap_or_default();
         match value.as_str() {
             "" | "moderate" => Sweep::Moderate,

@@ -114,7 +114,7 @@ impl World {
             let ranks = &mut self.ranks;
             waiting.retain_mut(|(number, line)| {
                 let said = match ranks[*number].read_line(line) {
-                    Ok(0) => "it has ended".to_owned(),
+                    Ok(0) => "the process has exited".to_owned(),
                     Ok(_) if line.split_whitespace().next() == Some(word) => return false,
                     Ok(_) => line.trim().to_owned(),
                     Err(why) if matches!(why.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => return true,
@@ -154,10 +154,10 @@ fn gather(listener: &UnixListener, children: &mut Children, count: u32) -> Resul
             Ok((stream, _)) => found.push(numbered(stream)?),
             Err(why) if why.kind() == ErrorKind::WouldBlock => {
                 if children.any_ended() {
-                    return Err(Error::internal("a rank has ended at its start"));
+                    return Err(Error::internal("a rank exited during its start"));
                 }
                 if Instant::now() > deadline {
-                    return Err(Error::internal("the ranks do not start"));
+                    return Err(Error::internal("the ranks did not connect in time"));
                 }
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -176,7 +176,9 @@ fn numbered(stream: UnixStream) -> Result<(u32, BufReader<UnixStream>)> {
     let first = rank.get_ref().set_read_timeout(Some(DEADLINE)).and_then(|()| rank.read_line(&mut line));
     first.and_then(|_| rank.get_ref().set_read_timeout(Some(LOOK))).map_err(|why| broken("a rank", &why))?;
     let number = line.strip_prefix("pid ").and_then(|rest| rest.split_whitespace().next()?.parse().ok());
-    let number = number.ok_or_else(|| Error::internal(format!("a rank begins with `{}`", line.trim())))?;
+    let number = number.ok_or_else(|| {
+        Error::internal(format!("the first line of a rank is `{}`, expected `pid NUMBER`", line.trim()))
+    })?;
     Ok((number, rank))
 }
 
@@ -222,7 +224,7 @@ impl Worlds {
         if !self.running.as_ref().is_some_and(fits) {
             self.running = None;
             let world = World::start(&self.program, transport, ranks)
-                .unwrap_or_else(|error| panic!("a world of {ranks} ranks over {transport}: {error}"));
+                .unwrap_or_else(|error| panic!("cannot start {ranks} ranks over {transport}: {error}"));
             self.running = Some((transport.to_owned(), ranks, world));
         }
         match &mut self.running {

@@ -57,7 +57,7 @@ def there_and_back(other: socket.socket, first: bool) -> float:
     if first:
         other.sendall(b"x")
     if not other.recv(1):
-        raise EOFError("the other end is gone")
+        raise EOFError("the other end has disconnected")
     if not first:
         other.sendall(b"x")
     return time.monotonic() - begin
@@ -78,7 +78,7 @@ def receive(other: socket.socket, count: int, meanwhile) -> None:
     while count:
         got = other.recv_into(memoryview(piece)[:count])
         if not got:
-            raise EOFError("the other end is gone")
+            raise EOFError("the other end has disconnected")
         count -= got
     beside.join()
 

@@ -12,8 +12,8 @@ const char *peer_open(const struct place *place) {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &ranks);
   if (rank == place->rank && ranks == place->ranks) return NULL;
-  snprintf(wrong, sizeof wrong, "MPI calls this rank %d of %d, and it was started as %d of %d", rank, ranks, place->rank,
-           place->ranks);
+  snprintf(wrong, sizeof wrong, "MPI reports rank %d of %d, but this process was started as rank %d of %d",
+           rank, ranks, place->rank, place->ranks);
   return wrong;
 }
 

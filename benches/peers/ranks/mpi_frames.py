@@ -121,12 +121,12 @@ def connected(measured: ctypes.CDLL, rank: int) -> tuple[Any, Any]:
         ctypes.byref(length),
     )
     if measured.open_link(table, *opened) != 0:
-        raise SystemExit("the transport opens no link")
+        raise SystemExit("the transport cannot open a link")
     store.set(f"address {rank}", address.raw[: length.value])
     if rank == 0:
         theirs = store.get("address 1")
         if measured.connect_link(table, link, theirs, ctypes.c_size_t(len(theirs)), most) != 0:
-            raise SystemExit("the transport connects no link")
+            raise SystemExit("the transport cannot connect a link")
     carrier = met(rank, store)
     carrier.setblocking(False)
     measured.attach_link(table, link, carrier.detach())

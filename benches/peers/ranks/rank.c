@@ -111,13 +111,13 @@ static void check(const struct call *call) {
   if (call->collective == BARRIER) {
     for (int other = 0; other < place.ranks; ++other)
       if (atomic_load(&board->marks[other].value) < mark)
-        return answer("wrong barrier ended before rank %d came", other);
+        return answer("wrong barrier completed before rank %d arrived", other);
     return answer("ok");
   }
   size_t count = call->collective == REDUCE_SCATTER ? call->block : call->count;
   for (size_t element = 0; element < count; ++element)
     if (call->output[element] != expected(call, element))
-      return answer("wrong %s: element %zu is %g and not %g", NAMES[call->collective], element,
+      return answer("wrong %s: element %zu is %g, expected %g", NAMES[call->collective], element,
                     (double)call->output[element], (double)expected(call, element));
   answer("ok");
 }

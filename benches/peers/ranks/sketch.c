@@ -52,13 +52,13 @@ const char *peer_open(const struct place *place) {
   static char wrong[128];
   rank = place->rank;
   ranks = place->ranks;
-  if (ranks > MOST_RANKS) return "the sketch is for up to 8 ranks";
+  if (ranks > MOST_RANKS) return "the C baseline supports at most 8 ranks";
   crowded = ranks > sysconf(_SC_NPROCESSORS_ONLN);
   char path[4096];
   snprintf(path, sizeof path, "%s/sketch", place->dir);
   int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   if (file < 0 || ftruncate(file, sizeof *shared) != 0) {
-    snprintf(wrong, sizeof wrong, "the shared memory cannot be made: %s", strerror(errno));
+    snprintf(wrong, sizeof wrong, "the shared memory cannot be created: %s", strerror(errno));
     return wrong;
   }
   shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file, 0);

@@ -154,9 +154,9 @@ class Member:
             if self.loses:
                 error = one.error()
                 if not error < (LARGEST_OF_RANK_1 if self.loses == "powersgd" else LARGEST_ERROR):
-                    return f"wrong {asked.name}: its error is {error:.2g} times what it should be"
+                    return f"wrong {asked.name}: its error is {error:.2g} times the expected error"
             elif wrong := one.wrong():
-                return f"wrong {asked.name}: {wrong} elements"
+                return f"wrong {asked.name}: {wrong} elements are wrong"
         return "ok"
 
     def check_barrier(self, call: Call) -> str:
@@ -168,7 +168,7 @@ class Member:
         call()
         early = [rank for rank in range(self.ranks) if (self.board[at[rank]] - mark) & 0x80]
         if early and self.computes:
-            return f"wrong barrier ended before rank {early[0]} came"
+            return f"wrong barrier completed before rank {early[0]} arrived"
         return "ok"
 
 

@@ -26,7 +26,7 @@ def collect(bench: Bench) -> dict[str, Any]:
         bench.say(f"accl bench --try-all, {ranks} ranks")
         command = [*bench.shop.accl, "bench", *COLLECTIVES, "--try-all", "--json"]
         command += ["--sizes", ",".join(SIZES), "--ranks", str(ranks), "--alternations", str(bench.effort.turns)]
-        cells = json.loads(finish(command, "accl bench fails", LIMIT_S))["cells"]
+        cells = json.loads(finish(command, "accl bench failed", LIMIT_S))["cells"]
         found[str(ranks)] = [summary(cell) for cell in cells]
     return {"choices": found}
 
@@ -53,7 +53,7 @@ def table_of(ranks: int, cells: list[dict[str, Any]]) -> Table:
     """Returns a table with a row of targets for each collective, and a row with the choices."""
     # Collectives with blocks measure one block per rank at the smallest size.
     columns = sorted({cell["bytes"] for cell in cells if cell["collective"] == COLLECTIVES[0]})
-    table = Table([f"{ranks} ranks, choice / what it may take", *map(show_size, columns)])
+    table = Table([f"{ranks} ranks, choice / limit", *map(show_size, columns)])
     for collective in COLLECTIVES:
         mine = [cell for cell in cells if cell["collective"] == collective]
         table.row(collective, map(bar_of, mine))
@@ -73,11 +73,12 @@ def named(cell: dict[str, Any]) -> str:
 
 SECTION = Section(
     name="choice",
-    title="The choice of an algorithm",
+    title="Choice of the algorithm",
     text=(
-        f"`accl bench --try-all`: float32, in the engine, the choice and every algorithm in turn. Bar: the choice takes at most "
-        f"{TIMES} times the best algorithm's time plus {MORE_US} us, which the figures are shares of. Where no other is named "
-        "the choice is the best one, measured twice: what is above 1 there is the machine's noise."
+        "`accl bench --try-all` measures float32 in the engine: the choice and every algorithm, alternately. "
+        f"Target: the choice takes at most {TIMES} times the best algorithm's time plus {MORE_US} us. Figures are "
+        "shares of this limit. If an entry names no other algorithm, the choice is the best one, measured twice. "
+        "A figure above 1 is then noise of the machine."
     ),
     collect=collect,
     tables=tables,

@@ -41,7 +41,7 @@ def table_of(figures: Figures, collective: str) -> Table:
     table = figures.table(row, f"{collective}, us")
     if collective == "barrier":
         table.head = [table.head[0], "2 ranks"]
-    figures.add_best(table, PEERS, row, [SHARE_OF_BEST] * len(row), "Open MPI or Intel MPI")
+    figures.add_best(table, PEERS, row, [SHARE_OF_BEST] * len(row), "better of Open MPI and Intel MPI")
     bars = [TIMES_GLOO_SMALL if cell.bytes <= SMALL_BYTES else TIMES_GLOO_LARGE for cell in row]
     figures.add_times(table, "gloo / accl, both through torch", "gloo", "accl_torch", row, bars)
     return table
@@ -60,18 +60,20 @@ def section(collective: str) -> Section:
     return Section(
         collective,
         f"{collective}, two ranks",
-        f"float32, each rank on a core of its own. {how}{BARS_TEXT}",
+        f"float32, with each rank on its own core. {how}{BARS_TEXT}",
         collect,
         tables,
     )
 
 
 ROOTED_TEXT = (
-    "Timed call by call: ranks meet in shared memory before each, which is not counted, and the call lasts from when the "
-    "root begins to when the last rank is done. "
+    "Calls are timed one by one. Before each call, ranks meet in shared memory, which is not counted. A call "
+    "lasts from the start of the root to the end of the last rank. "
 )
 BARS_TEXT = (
-    "Bars: the engine takes no longer than the better of Open MPI and Intel MPI; through torch at least "
-    f"{TIMES_GLOO_SMALL} times faster than gloo up to 64 KiB, and faster above."
+    "Targets:\n\n"
+    "* The engine takes no longer than the better of Open MPI and Intel MPI.\n"
+    f"* Through torch, accl is at least {TIMES_GLOO_SMALL} times as fast as gloo up to 64 KiB, and faster "
+    "above."
 )
 ALL = tuple(section(collective) for collective in SIZES_OF)

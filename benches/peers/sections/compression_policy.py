@@ -27,15 +27,15 @@ AUDITED, AUTO = 1.01, 0.97
 def collect(bench: Bench) -> dict[str, Any]:
     """Runs one start over each kind of link."""
     if CONTENDER not in bench.contenders:
-        raise Unavailable(f"{title_of(CONTENDER)} was left out")
+        raise Unavailable(f"{title_of(CONTENDER)} was not selected")
     if reason := bench.shop.missing.get(CONTENDER):
         raise Unavailable(f"{title_of(CONTENDER)}: {reason}")
     python = bench.shop.names["python"]
     found = {}
     for place, transport in ((SHM, "shm"), (TCP, "tcp")):
-        bench.say(f"compression's policy over {place}")
+        bench.say(f"compression policy over {place}")
         found[place] = start(python, transport, HERE)
-    bench.say(f"compression's policy over {SHAPED}")
+    bench.say(f"compression policy over {SHAPED}")
     with bench.network(SHAPED_BITS) as link:
         found[SHAPED] = start(python, "tcp", link.hosts)
     return {"places": found}
@@ -59,19 +59,20 @@ def tables(data: dict[str, Any]) -> list[Table]:
     for place, found in places.items():
         table.row(f"{place}: audited / not audited", [Bar(found[size]["audit"], at_most=AUDITED) for size in sizes])
         table.row(f"{place}: raw / auto", [Bar(found[size]["auto"], at_least=AUTO) for size in sizes])
-        table.row(f"{place}: auto takes", [f"`{found[size]['codec']}`" for size in sizes])
+        table.row(f"{place}: auto chooses", [f"`{found[size]['codec']}`" for size in sizes])
     return [table]
 
 
 SECTION = Section(
     name="compression_policy",
-    title="What compression's policy costs",
+    title="Cost of the compression policy",
     text=(
-        "Two ranks reduce one float32 gradient by `compression.ddp_hook`, in two ways by turns; a figure is the median of the rounds' "
-        "ratios, of which each is that of the slower rank's times. Audited: `maxmin:4`, with one element in 1,940 compared with the "
-        "exact sum (at most 1/250 of the bytes) and without; bar: at most 1 % longer. Auto: time uncompressed over that with what "
-        '`Compression("auto")` has '
-        "chosen; bar: at least 0.97."
+        "Two ranks reduce one float32 gradient by `compression.ddp_hook`, alternately by two methods. A round "
+        "gives the ratio of the slower rank's times, and a figure is the median of these ratios.\n\n"
+        "* Audited: `maxmin:4` with an audit, compared with `maxmin:4` without. The audit compares one element in "
+        "1,940 with the exact sum (at most 1/250 of the bytes). Target: at most 1 % longer.\n"
+        '* Auto: the time without compression, divided by the time with the choice of `Compression("auto")`. '
+        "Target: at least 0.97."
     ),
     collect=collect,
     tables=tables,

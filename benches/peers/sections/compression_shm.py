@@ -27,7 +27,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 def tables(data: dict[str, Any]) -> list[Table]:
     """Returns a table: microseconds, then the target."""
     figures = Figures(data["figures"])
-    table = Table(["2 ranks of one host, us", *map(show_size, SIZES)])
+    table = Table(["2 ranks on one host, us", *map(show_size, SIZES)])
     for name in EVERYONE:
         table.row(title_of(name), (figures.entry(name, cell) for cell in CELLS))
     shares = (ratio(figures.us(CAST, cell), figures.us(RAW, cell)) for cell in CELLS)
@@ -37,9 +37,11 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 SECTION = Section(
     name="compression_shm",
-    title="Compressed all_reduce in one host",
-    text="float32 sums, each rank on a core of its own, over shared memory: there are no slow links to save bytes of. Bar: `bf16`, which only "
-    "casts, takes at most 1.3 times as long as raw.",
+    title="Compressed all_reduce on one host",
+    text=(
+        "Sums of float32 over shared memory, with each rank on its own core. There are no slow links on which "
+        "fewer bytes would save time. Target: `bf16`, which only casts, takes at most 1.3 times as long as raw."
+    ),
     collect=collect,
     tables=tables,
 )

@@ -97,23 +97,24 @@ def tables(data: dict[str, Any]) -> list[Table]:
         table.row(label, [theirs, mine])
 
     row("`import torch`, ms", "import_torch_ms", None)
-    row("`import torch_accl` above it, ms", "import_ms", IMPORT_MS)
-    row("`init_process_group` above the store, ms", "init_ms", INIT_MS)
+    row("`import torch_accl` in addition, ms", "import_ms", IMPORT_MS)
+    row("`init_process_group` without the store, ms", "init_ms", INIT_MS)
     row("first all_reduce, 4 B, ms", "first_call_ms", None)
     row("sub-group, create and destroy, ms", "sub_group_ms", SUB_GROUP_MS)
-    row("processor time in 2 s of nothing, all threads but the caller's, us", "idle_us", IDLE_US)
+    row("processor time in 2 s without calls, all threads but the caller's, us", "idle_us", IDLE_US)
     row("matrix product between calls / without calls", "product", SLOWDOWN)
     return [table]
 
 
 SECTION = Section(
     name="costs",
-    title="Costs beside the calls",
+    title="Costs outside calls",
     text=(
-        "Each start is two fresh processes that share all cores; a figure is the median of the starts, and that of a start "
-        "its slower rank. The store is there before `init_process_group` is timed. The product is of 384 x 384 float32, "
-        "by OpenMP with as many threads as there are cores for each rank; the calls beside it are all_reduces of 64 KiB of "
-        "bfloat16, and both ways take turns."
+        "Each start consists of two fresh processes that share all cores. A figure is the median of the starts; "
+        "the slower rank determines the value of a start. The store exists before `init_process_group` is timed.\n\n"
+        "The matrix product is of 384 x 384 float32, by OpenMP with one thread for each core of a rank's share. "
+        "The calls between products are all_reduces of 64 KiB of bfloat16. Products with and without calls "
+        "alternate."
     ),
     collect=collect,
     tables=tables,

@@ -28,7 +28,7 @@ def collect(bench: Bench) -> dict[str, Any]:
     """Returns the medians over the starts."""
     for name in CONTENDERS.values():
         if name not in bench.contenders:
-            raise Unavailable(f"{title_of(name)} was left out")
+            raise Unavailable(f"{title_of(name)} was not selected")
         if reason := bench.shop.missing.get(name):
             raise Unavailable(f"{title_of(name)}: {reason}")
     turns = min(bench.effort.turns, STARTS)
@@ -77,13 +77,11 @@ def tables(data: dict[str, Any]) -> list[Table]:
     steps = data.get("workers", {})
     if not steps:
         return [table]
-    by_workers = Table(
-        ["2 ranks, ms", *(f"`ACCL_WORKER_COUNT={count}`" for count in WORKERS), "`auto` over the best other"]
-    )
+    by_workers = Table(["2 ranks, ms", *(f"`ACCL_WORKER_COUNT={count}`" for count in WORKERS), "`auto` / best other"])
     best = min(steps[count] for count in WORKERS if count != "auto")
     by_workers.row(
         "forward and backward, 25 MB of gradients",
-        [*(plain(steps[count]) for count in WORKERS), Bar(steps["auto"] / best, at_most=OF_BEST, unit=" times it")],
+        [*(plain(steps[count]) for count in WORKERS), Bar(steps["auto"] / best, at_most=OF_BEST, unit=" times")],
     )
     return [table, by_workers]
 
@@ -92,16 +90,20 @@ SECTION = Section(
     name="ddp",
     title="DDP, exposed communication",
     text=(
-        "The model of `make demo` on batches of its size (32 images on each rank), in DDP with the demo's bucket size. DDP "
-        "makes its calls itself, without a hook, and waits for their futures. A step is forward and backward, without "
-        "optimizer, and takes as long as on its slower rank. There are two processes, each with one thread for arithmetic and "
-        "on a core of its own, which the threads of both backends share. Three copies of the model take turns, in all orders: "
-        "without DDP, in DDP over accl, in DDP over gloo. Ranks meet in shared memory before each step, which is not counted. "
-        "Exposed is by how much a step takes longer than that without DDP in the same round, hence with DDP's own work, which "
-        "is the same over both: the median of 300 rounds, and of the starts, each of fresh processes. Bar: no more than with "
-        "gloo. The second table has a model of six layers of 1,024 by 1,024, in DDP over accl as it comes, on ranks that are bound to no "
-        "core, with as many threads for parts of calls as it says; starts by turns in changing order, medians of 11 starts of 20 steps. Bar: "
-        "`auto`, the default, is the best or within 3 %."
+        "The model is the model of `make demo`, with the demo's batches (32 images on each rank) and its DDP "
+        "bucket size. DDP issues its calls itself, without a hook, and waits for their futures. A step is forward "
+        "and backward without an optimizer. The slower rank determines its time.\n\n"
+        "There are two processes on one core each. Each process has one thread for arithmetic, which shares the "
+        "core with the threads of both backends. Three copies of the model alternate in all orders: without DDP, "
+        "in DDP over accl, and in DDP over gloo. Before each step, ranks meet in shared memory, which is not "
+        "counted.\n\n"
+        "Exposed communication is the additional time of a step, compared with the step without DDP in the same "
+        "round. It includes DDP's own work, which is the same over both backends. A figure is the median of 300 "
+        "rounds, and then of the starts in fresh processes. Target: at most the value of gloo.\n\n"
+        "The second table is for a model of six layers of 1,024 by 1,024, in DDP over accl with default settings. "
+        "Ranks are not pinned, and the columns differ in the number of worker threads. Starts alternate in "
+        "changing order; figures are medians of 11 starts of 20 steps. Target: `auto`, the default, is the best "
+        "or within 3 %."
     ),
     collect=collect,
     tables=tables,

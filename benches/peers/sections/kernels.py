@@ -43,7 +43,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 def summary(found: Mapping[tuple[str, str, str], Sequence[Row]]) -> Table:
     """Returns a table with a row for each instruction set, place and form."""
-    table = Table(["instruction set, place, form", "the loop, GB/s", "at their bar", "median share", "least"])
+    table = Table(["instruction set, memory, form", "loop, GB/s", "targets met", "median share", "least share"])
     for (isa, place, form), rows in found.items():
         worst = min(rows, key=lambda row: row["share"])
         entries = [
@@ -75,11 +75,14 @@ SECTION = Section(
     name="kernels",
     title="Kernels",
     text=(
-        "One core, no messages: each reduction kernel by turns with a loop that reads and writes the same memory with the same "
-        "vectors and only puts bits together (`|`). A share is the kernel's rate over the loop's, the median of eleven pairs of "
-        "turns. DRAM: buffers of 32 MiB; L2: of 64 KiB, all of a call within the cache. Bars: 0.9 of the loop's rate from DRAM, "
-        "0.8 from L2, for the instruction set that is chosen on this machine; others are listed below it. SUM of scaled "
-        f"contributions (PREMUL_SUM) is the kernel of SUM. GB/s count the bytes of the result. (`{COMMAND}`)"
+        "One core, without messages. Each reduction kernel alternates with a loop that reads and writes the same "
+        "memory with the same vectors. The loop only combines bits (`|`). A share is the kernel's rate divided by "
+        "the loop's rate: the median of eleven pairs of turns.\n\n"
+        "* DRAM: buffers of 32 MiB. L2: buffers of 64 KiB, so that all data of a call is in the cache.\n"
+        "* GB/s count the bytes of the result.\n"
+        "* SUM of scaled contributions (PREMUL_SUM) uses the kernel of SUM.\n\n"
+        "Targets for the instruction set that is chosen on this machine: 0.9 of the loop's rate from DRAM, and "
+        f"0.8 from L2. The first table also lists the other instruction sets. (`{COMMAND}`)"
     ),
     collect=collect,
     tables=tables,

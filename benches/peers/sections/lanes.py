@@ -47,7 +47,7 @@ def collect(bench: Bench) -> dict[str, Any]:
     """Measures on all cores of a machine that has enough."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < CORES_FOR_IT:
-        raise Unavailable(f"there are {len(cores)} cores, and {CORES_FOR_IT} are needed")
+        raise Unavailable(f"needs {CORES_FOR_IT} cores, found {len(cores)}")
     return measured_on(bench, cores)
 
 
@@ -82,45 +82,54 @@ def table_of(cores: int, data: dict[str, Any]) -> Table:
     if cores < 2 * ranks:
         # Two lanes of each rank need more cores than there are.
         table.row(
-            "one helper / none",
+            "1 worker / no worker",
             (Bar(times(f"accl_{way}_1", cell), at_most=OF_ONE_LANE) for cell in CELLS),
         )
-    table.row("`auto` / none", (Bar(times(auto, cell), at_most=OF_ONE_LANE) for cell in CELLS))
+    table.row("`auto` / no worker", (Bar(times(auto, cell), at_most=OF_ONE_LANE) for cell in CELLS))
     if ranks == 2 and way == "shm" and cores >= CORES_FOR_IT:
         four, largest = f"accl_shm_{HELPERS_FOR_IT}", CELLS[-1]
         best = figures.best(PEERS, largest)
         ahead = ratio(figures.us(four, largest), best[1] if best else None)
         blank = [""] * (len(CELLS) - 1)
         gain = ratio(figures.us(one, largest), figures.us(four, largest))
-        table.row(f"none / {HELPERS_FOR_IT} helpers", [*blank, Bar(gain, at_least=TIMES_ONE_LANE)])
-        table.row(f"{HELPERS_FOR_IT} helpers / best peer", [*blank, Bar(ahead, at_most=1)])
+        table.row(f"no worker / {HELPERS_FOR_IT} workers", [*blank, Bar(gain, at_least=TIMES_ONE_LANE)])
+        table.row(f"{HELPERS_FOR_IT} workers / best other library", [*blank, Bar(ahead, at_most=1)])
     measured = [name for name in figures.contenders(CELLS) if name.startswith(f"accl_{way}_")]
     left = [count for count in HELPERS if count > max(map(helpers_of, measured), default=0)]
     if left:
-        table.caption = f"There are {cores} cores: {', '.join(map(str, left))} helpers were not measured."
+        table.caption = (
+            f"The ranks had {cores} cores, so these numbers of workers were not measured: {', '.join(map(str, left))}."
+        )
     return table
 
 
 SETTING = (
-    "float32 sums; `ACCL_WORKER_COUNT` says how many threads help each rank, and all numbers of helpers take turns. "
+    "Sums of float32. `ACCL_WORKER_COUNT` sets the number of worker threads of each rank; all numbers are "
+    "measured alternately. "
 )
 ALL = (
     Section(
         name="lanes",
-        title="all_reduce by several lanes",
+        title="all_reduce with worker threads",
         text=(
-            f"{SETTING}Every rank has its share of the cores, for its helpers, too. Bars: `auto` at most {OF_ONE_LANE:g} of none; two ranks with {HELPERS_FOR_IT} helpers each at "
-            f"{show_size(SIZES[-1])} at least {TIMES_ONE_LANE:g} times as fast as with none, and ahead of Intel MPI, of oneCCL with as many workers as cores, and of DeepSpeed's op with as many "
-            f"threads. Needs {CORES_FOR_IT} cores."
+            f"{SETTING}Every rank has its own share of the cores, also for its worker threads. The section needs "
+            f"{CORES_FOR_IT} cores. Targets:\n\n"
+            f"* `auto` takes at most {OF_ONE_LANE:g} times the time without workers.\n"
+            f"* Two ranks with {HELPERS_FOR_IT} workers each at {show_size(SIZES[-1])} are at least {TIMES_ONE_LANE:g} "
+            "times as fast as without workers.\n"
+            "* They are also faster than Intel MPI, than oneCCL with as many workers as cores, and than DeepSpeed's "
+            "op with as many threads."
         ),
         collect=collect,
         tables=tables,
     ),
     Section(
         name="lanes_crowded",
-        title="all_reduce by several lanes that share cores",
+        title="all_reduce with worker threads on shared cores",
         text=(
-            f"{SETTING}The ranks have {CROWDED_CORES} cores together, fewer than lanes. Bars: one helper at most {OF_ONE_LANE:g} of none, and `auto` as well."
+            f"{SETTING}The ranks share {CROWDED_CORES} cores, fewer than their channels need. Targets:\n\n"
+            f"* One worker takes at most {OF_ONE_LANE:g} times the time without workers.\n"
+            "* The same holds for `auto`."
         ),
         collect=collect_crowded,
         tables=tables,

@@ -49,7 +49,7 @@ def collect(bench: Bench) -> dict[str, Any]:
                     environment | {"PYTHONPATH": package, "ACCL_TRANSPORTS": "mpi"},
                 )
                 found.setdefault(library, {})[segment] = one
-            bench.say(f"{title_of(library)}, collectives that it does as a whole")
+            bench.say(f"{title_of(library)}, collectives that it runs as a whole")
             found[library][WHOLE] = start(
                 bench.shop,
                 library,
@@ -83,7 +83,7 @@ def make(shop: Workshop, library: str) -> tuple[str, str]:
     shop.say(f"build torch-accl-mpi for {title_of(library)}")
     finish(
         [str(ROOT / ".ci" / "mpi"), "--target", str(package)],
-        "torch-accl-mpi cannot be built",
+        "torch-accl-mpi does not build",
         environment=os.environ | {"MPICC": compiler},
     )
     return str(measured), str(package)
@@ -94,7 +94,7 @@ def start(shop: Workshop, library: str, arguments: list[str], environment: Mappi
     contender = BY_NAME[library]
     program = shutil.which(contender.launcher[0])
     if program is None:
-        raise Unavailable(f"`{contender.launcher[0]}` is not there")
+        raise Unavailable(f"`{contender.launcher[0]}` not found")
     command = [
         program,
         *contender.launcher[1:],
@@ -125,7 +125,7 @@ def start(shop: Workshop, library: str, arguments: list[str], environment: Mappi
         process.wait()
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines or process.returncode != 0:
-        said = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["nothing was said"]
+        said = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["no error message"]
         raise Unavailable(f"two ranks under `{contender.launcher[0]}` have failed: {said[-1]}")
     measured: dict[str, Any] = json.loads(lines[0])
     return measured
@@ -141,27 +141,30 @@ def table(found: Mapping[str, Any]) -> Table:
     differ."""
     runs = {segment: found[segment] for segment in SEGMENTS if segment in found}
     first = next(iter(runs.values()))
-    shown = Table([f"2 ranks, {first['library']}", "transport `mpi`", "MPI", "bar"])
+    shown = Table([f"2 ranks, {first['library']}", "transport `mpi`", "MPI", "target"])
     for segment, one in runs.items():
         trip, rate = one["trip_us"], one["bytes_per_us"]
         row = partial(add_row, shown, f"group with segments of {segment}")
-        row("empty frame there and back, us", trip, Bar(trip[0] - trip[1], at_most=ABOVE_TRIP_US, unit=" us more"))
-        row("frames of 64 KiB in a row, MB/s", rate, Bar(ratio(*rate), at_least=OF_BANDWIDTH, unit=" of it"))
+        row("round trip of an empty frame, us", trip, Bar(trip[0] - trip[1], at_most=ABOVE_TRIP_US, unit=" us more"))
+        row("stream of 64 KiB frames, MB/s", rate, Bar(ratio(*rate), at_least=OF_BANDWIDTH, unit=" of MPI"))
         for size in SUMS:
             pair = one[f"all_reduce_{size}_us"]
             row(
-                f"all_reduce of {show_size(size)}, us", pair, Bar(ratio(*pair), at_most=OF_ALL_REDUCE, unit=" times it")
+                f"all_reduce of {show_size(size)}, us",
+                pair,
+                Bar(ratio(*pair), at_most=OF_ALL_REDUCE, unit=" times MPI"),
             )
     for name, own in STEPPED.items():
         for size in SUMS:
             pair = found.get(WHOLE, {}).get(f"{name}_{size}_us")
             if pair is not None:
-                bar = Bar(ratio(*pair), at_most=OF_ITS_OWN, unit=" times it")
+                bar = Bar(ratio(*pair), at_most=OF_ITS_OWN, unit=" times MPI")
                 shown.row(
-                    f"{name} of {show_size(size)} by `ACCL_SIDESTEP`, beside `{own}`, us", [*map(plain, pair), bar]
+                    f"{name} of {show_size(size)} by `ACCL_SIDESTEP`, compared with `{own}`, us",
+                    [*map(plain, pair), bar],
                 )
     idle = max(one["idle_us"] for one in runs.values())
-    shown.row("processor time in 2 s of nothing, us", [plain(idle), "", Bar(idle, at_most=IDLE_US)])
+    shown.row("processor time in 2 s without calls, us", [plain(idle), "", Bar(idle, at_most=IDLE_US)])
     return shown
 
 
@@ -174,11 +177,16 @@ SECTION = Section(
     name="mpi",
     title="Over MPI",
     text=(
-        "Two ranks on one host under the library's launcher, each on a core of its own; both columns in the same processes and by "
-        "turns, medians. A frame is copied into its buffer and out of it, as the engine does; a message of MPI (`MPI_Isend`, "
-        "`MPI_Irecv`, 64 under way) is not. What `ACCL_SIDESTEP` hands to MPI is beside the same non-blocking collective in C, with links over `shm`. Sums are `dist.all_reduce` with `ACCL_TRANSPORTS=mpi` beside `MPI_Allreduce`, float32. "
-        "Each run is a job of its own, and a figure the median of its turns, which take longer than the text below says; none is left out for where the host has the cores. On one host `shm` is "
-        "faster than either; what counts here is what the transport adds to the library."
+        "Two ranks run on one host under the library's launcher, each on its own core. Both columns are measured "
+        "alternately in the same processes; figures are medians.\n\n"
+        "* Frames: the transport copies a frame into its buffer and out of it, as in the engine. MPI messages "
+        "(`MPI_Isend`, `MPI_Irecv`, 64 in flight) are not copied.\n"
+        "* Sums: `dist.all_reduce` with `ACCL_TRANSPORTS=mpi` is compared with `MPI_Allreduce`, in float32.\n"
+        "* `ACCL_SIDESTEP`: a collective that MPI runs as a whole is compared with the same non-blocking "
+        "collective in C. Links use `shm`.\n\n"
+        "Each run is a separate job, and a figure is the median of its turns. These turns take longer than the last line "
+        "of this section mentions, and they count even if the host has moved the cores. On one host, `shm` is faster than "
+        "both columns; this section shows the additional cost of the transport."
     ),
     collect=collect,
     tables=tables,

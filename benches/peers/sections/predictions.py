@@ -38,7 +38,7 @@ PLANNED_MS = 10
 def collect(bench: Bench) -> dict[str, Any]:
     """Calibrates and measures in the same minutes, since the host may move the cores."""
     accl = bench.shop.accl
-    finish([*accl, "info", "--calibrate"], "accl info fails")
+    finish([*accl, "info", "--calibrate"], "accl info failed")
     cores = len(os.sched_getaffinity(0))
     predicted, figures = {}, {}
     for place, (ranks, per_host) in HERE.items():
@@ -50,7 +50,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 def collect_shaped(bench: Bench) -> dict[str, Any]:
     """Measures the same between two hosts, and predicts with the rate and latency of a plain connection."""
     accl = bench.shop.accl
-    finish([*accl, "info", "--calibrate"], "accl info fails")
+    finish([*accl, "info", "--calibrate"], "accl info failed")
     with bench.network(SHAPED_BITS) as link:
         rate, latency = statistics.median(link.goodput(3)), link.latency(LATENCY_TURNS)
         named = f"{8 * rate / 1e6:.1f}Mbit/s,{latency * 1e6:.1f}us"
@@ -65,7 +65,7 @@ def simulated(
     """Returns the output of `accl simulate` by size."""
     command = [*accl, "simulate", "--ranks", str(ranks), "--ranks-per-host", str(per_host), "--json"]
     command += ["--cores-per-host", str(cores), "--sizes", ",".join(str(cell.bytes) for cell in cells)]
-    said = json.loads(finish(command + (["--link", link] if link else []), "accl simulate fails"))
+    said = json.loads(finish(command + (["--link", link] if link else []), "accl simulate failed"))
     by_size: list[dict[str, Any]] = said["predictions"]["all_reduce"]
     return by_size
 
@@ -84,14 +84,14 @@ def tables(data: dict[str, Any]) -> list[Table]:
         table.row(f"{place}: predicted, us", map(plain, told))
         table.row("measured, us", (figures.entry("accl", cell) for cell in CELLS))
         off = [abs(mine / us - 1) if us else None for mine, us in zip(told, (figures.us("accl", c) for c in CELLS))]
-        table.row("off by", (Bar(value, at_most=CLOSE) for value in off))
+        table.row("relative error", (Bar(value, at_most=CLOSE) for value in off))
     return [table, *([scaled(data["curves"])] if "curves" in data else [])]
 
 
 def scaled(worlds: dict[str, list[dict[str, Any]]]) -> Table:
     """Returns the choice and its time by ranks and size."""
     table = Table(
-        [f"predicted choice, us ({RANKS_PER_HOST} ranks a host, {LINK})", *(show_size(c.bytes) for c in CELLS)]
+        [f"predicted choice, us ({RANKS_PER_HOST} ranks per host, {LINK})", *(show_size(c.bytes) for c in CELLS)]
     )
     for ranks, rows in sorted(worlds.items(), key=lambda world: int(world[0])):
         table.row(f"{int(ranks):,} ranks", (f"{row['chosen']} {plain(row['times_us'][row['chosen']])}" for row in rows))
@@ -130,7 +130,7 @@ def collect_plans(bench: Bench) -> dict[str, Any]:
 
 def tables_plans(data: dict[str, Any]) -> list[Table]:
     """Returns a table with the longest first."""
-    table = Table([f"{PLANNED_RANKS:,} ranks, ms", "build", "lower", "lay out", "together"])
+    table = Table([f"{PLANNED_RANKS:,} ranks, ms", "build", "lower", "lay out", "total"])
     rows = {
         name: [parts.get(part, 0) for part in ("build", "lower", "layout")]
         for name, parts in data.get("plans", {}).items()
@@ -145,10 +145,11 @@ ALL = (
         name="predictions",
         title="Predictions",
         text=(
-            "all_reduce of float32 in the engine: what `accl simulate` says of the algorithm that it would choose, and what "
-            "calls take, calibrated and measured in the same minutes. Bar: the prediction is off by at most "
-            f"{CLOSE:.0%}. Below, worlds that nobody has here; a curve ends where an algorithm takes {OFF_THE_POINT} times as "
-            "long as the best one."
+            "all_reduce of float32 in the engine. The prediction is the time that `accl simulate` gives for the "
+            "algorithm that it would choose. Calibration and measurement ran within the same minutes. Target: the "
+            f"prediction is off by at most {CLOSE:.0%}.\n\n"
+            "The second table and the plots predict larger worlds, which were not measured. A curve ends where an "
+            f"algorithm takes {OFF_THE_POINT} times as long as the best one."
         ),
         collect=collect,
         tables=tables,
@@ -158,8 +159,8 @@ ALL = (
         name="predictions_shaped",
         title="Predictions between two hosts",
         text=(
-            "The same for two hosts with two ranks each over 1 Gbit/s. Rate and latency of the link are those of a plain TCP "
-            "connection over it, measured just before."
+            "The same for two hosts with two ranks each over 1 Gbit/s. The rate and latency of the link were measured "
+            "just before, with a plain TCP connection over it."
         ),
         collect=collect_shaped,
         tables=tables,
@@ -168,9 +169,9 @@ ALL = (
         name="plans",
         title="Planning",
         text=(
-            f"What the first call of a shape costs one rank of {PLANNED_RANKS:,}, by algorithm: building its schedule, lowering "
-            "it to operations, resolving their bytes (`cargo bench --bench schedules`, 1 MiB). Bar: together at most "
-            f"{PLANNED_MS} ms."
+            f"Cost of the first call of a shape on one rank of {PLANNED_RANKS:,}, by algorithm. The call builds its schedule, "
+            "lowers it to operations, and resolves their bytes (`cargo bench --bench schedules`, 1 MiB). Target: at most "
+            f"{PLANNED_MS} ms in total."
         ),
         collect=collect_plans,
         tables=tables_plans,

@@ -39,8 +39,8 @@ def tables(data: dict[str, Any]) -> list[Table]:
         all_turns = [[ns for start in starts for ns in turns_ns(start, name, cell)] for cell in CELLS]
         table.row(title_of(name), (plain(median(turns)) if turns else "" for turns in all_turns))
     found = [[ns for start in starts for ns in differences_ns(start, cell)] for cell in CELLS]
-    table.row("difference for each peer", (Bar(median(one) if one else None, at_most=PEER_NS) for one in found))
-    table.row("of half of the turns", map(middle_half, found))
+    table.row("median difference per peer", (Bar(median(one) if one else None, at_most=PEER_NS) for one in found))
+    table.row("middle half of the differences", map(middle_half, found))
     return [table]
 
 
@@ -68,13 +68,16 @@ SECTION = Section(
     name="signature",
     title="Signature check",
     text=(
-        "The first frame of every call has the call's signature (collective, type, operator, algorithm, root, count), which "
-        "the receiver compares with its own. The other build, made with `--cfg accl_without_signatures`, sends none in small "
-        "messages, compares none and remembers none; by what a frame is matched to its call, and how long it must be, both "
-        "compare. all_reduces of float32, each rank on a core of its own. Both builds take turns, and each turn is compared "
-        f"with the other's next to it; {STARTS} times the processes are fresh, since it is chance where their memory lies. "
-        f"Bar: the median of these differences is at most {PEER_NS} ns for each peer, of which there is one. More ranks were "
-        "not measured: where they share cores, a call takes microseconds, which differ from turn to turn by more than the bar."
+        "The first frame of every call has the call's signature: collective, type, operator, algorithm, root and "
+        "count. The receiver compares it with its own signature. The other build (`--cfg "
+        "accl_without_signatures`) sends no signature in small messages, and neither compares nor stores "
+        "signatures. Both builds check to which call a frame belongs, and how long it is.\n\n"
+        "The calls are all_reduces of float32, with each rank on its own core. Both builds run alternately, and "
+        f"each turn is compared with the adjacent turn of the other build. The processes are started {STARTS} "
+        "times, because the random location of their memory affects the times.\n\n"
+        f"Target: the median difference is at most {PEER_NS} ns for each peer, of which there is one. More ranks "
+        "were not measured: if they share cores, a call takes microseconds, which vary between turns by more than "
+        "the target."
     ),
     collect=collect,
     tables=tables,

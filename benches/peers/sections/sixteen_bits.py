@@ -50,7 +50,7 @@ def bar(figures: Figures, name: str, dtype: str, size: int) -> Bar:
 SECTION = Section(
     name="sixteen_bits",
     title="16-bit floats",
-    text="Sums of bfloat16 and float16, two ranks. Bar: as many bytes take no longer than in float32.",
+    text="Sums of bfloat16 and float16 between two ranks. Target: the same number of bytes takes no longer than in float32.",
     collect=collect,
     tables=tables,
 )

@@ -52,7 +52,7 @@ def tables_shaped(data: dict[str, Any]) -> list[Table]:
     goodput = statistics.median(data["goodput"]) if data.get("goodput") else None
     if goodput:
         least, most = (f"{8 * value / 1e6:.0f}" for value in (min(data["goodput"]), max(data["goodput"])))
-        table.caption = f"A plain transfer both ways has {8 * goodput / 1e6:.0f} Mbit/s each way ({least} to {most})."
+        table.caption = f"A plain transfer in both directions reaches {8 * goodput / 1e6:.0f} Mbit/s in each direction ({least} to {most})."
     table.row("accl through torch, share of the plain transfer", (share_of(figures, cell, goodput) for cell in CELLS))
     figures.add_times(table, TIMES_LABEL, "gloo", "accl_torch", CELLS, [TIMES_GLOO_SHAPED] * len(CELLS))
     return [table]
@@ -83,11 +83,14 @@ ALL = (
         name="tcp",
         title="all_reduce over a network, two ranks",
         text=(
-            "float32 sums. The ranks are in two network namespaces of this machine, which a veth pair joins, each on a core "
-            f"of its own; TCP has {CONGESTION_CONTROL} congestion control, Linux's default. So the network is as fast as the "
-            "kernel, whose work is on the same cores, and below counts as that of other processes where no rank is billed for "
-            "it. Bars: through torch at least "
-            f"{TIMES_GLOO[0]} times faster than gloo up to 64 KiB and {TIMES_GLOO[-1]} times at 64 MiB, and no slower between."
+            "Sums of float32. The ranks are in two network namespaces of this machine, joined by a veth pair. Each "
+            f"rank is on its own core. TCP uses {CONGESTION_CONTROL} congestion control, the default of Linux.\n\n"
+            "The network is as fast as the kernel, which works on the same cores. Kernel time that is billed to no "
+            "rank counts below as time of other processes.\n\n"
+            "Targets through torch, compared with gloo:\n\n"
+            f"* accl is at least {TIMES_GLOO[0]} times as fast up to 64 KiB.\n"
+            f"* accl is at least {TIMES_GLOO[-1]} times as fast at 64 MiB.\n"
+            "* accl is not slower between these sizes."
         ),
         collect=collect,
         tables=tables,
@@ -97,11 +100,14 @@ ALL = (
         name="tcp_shaped",
         title="all_reduce over 1 Gbit/s, two ranks",
         text=(
-            f"The same over a link that a token bucket at both ends limits to {SHAPED_BITS / 1e9:g} Gbit/s each way. The plain "
-            "transfer is one TCP connection that carries 120 MiB each way at once, without any library, before and after the "
-            "others are measured; its figure is the slower way's, and the median counts. An all_reduce between two ranks sends "
-            f"as many bytes as the tensor has each way. Bars: from 16 MiB on at least {SHARE_OF_GOODPUT:.0%} of the plain "
-            "transfer, and nowhere slower than gloo."
+            f"The same over a shaped link: a token bucket at both ends limits it to {SHAPED_BITS / 1e9:g} Gbit/s in each "
+            "direction. An all_reduce between two ranks sends as many bytes in each direction as the tensor has.\n\n"
+            "The plain transfer is one TCP connection without any library, which sends 120 MiB in each direction at "
+            "once. It is measured before and after the libraries. Its figure is the median over the turns of the "
+            "slower direction.\n\n"
+            "Targets:\n\n"
+            f"* From 16 MiB on, accl reaches at least {SHARE_OF_GOODPUT:.0%} of the plain transfer.\n"
+            "* accl is never slower than gloo."
         ),
         collect=collect_shaped,
         tables=tables_shaped,

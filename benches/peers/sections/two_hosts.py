@@ -23,8 +23,8 @@ def table_of(figures: Figures, first: str) -> Table:
     """Returns a table: microseconds, then the targets."""
     table = figures.table(CELLS, first)
     best = [figures.best(FLAT, cell) for cell in CELLS]
-    table.row("better flat one", (title_of(one[0]).split(", ")[1] if one else "" for one in best))
-    add_times(table, "better flat one / two_level", figures, [one[1] if one else None for one in best])
+    table.row("better flat algorithm", (title_of(one[0]).split(", ")[1] if one else "" for one in best))
+    add_times(table, "better flat algorithm / two_level", figures, [one[1] if one else None for one in best])
     add_times(table, "gloo / two_level", figures, [figures.us("gloo", cell) for cell in CELLS])
     return table
 
@@ -51,15 +51,19 @@ def section(name: str, title: str, link: str, text: str, shaped: bool) -> Sectio
     return Section(name, title, text + BARS_TEXT, collect, tables, plots)
 
 
-BARS_TEXT = "Bars: `two_level` is faster than the better of `recursive_doubling` and `ring`, which know no hosts, and than gloo."
+BARS_TEXT = (
+    "Target: `two_level` is faster than gloo, and faster than the better of `recursive_doubling` and `ring`, "
+    "which ignore hosts."
+)
 ALL = (
     section(
         "two_hosts",
         "all_reduce, four ranks on two hosts",
         "veth",
         (
-            "float32 sums. Two ranks in each of two network namespaces of this machine, which a veth pair joins: accl takes a "
-            "namespace for a host, shares memory inside and has TCP between. Ranks are unpinned where there are fewer cores. "
+            "Sums of float32. Two network namespaces of this machine, joined by a veth pair, have two ranks each. accl treats a "
+            "namespace as a host: it uses shared memory inside and TCP between them. Ranks are not pinned if there are fewer "
+            "cores than ranks. "
         ),
         shaped=False,
     ),
@@ -67,7 +71,7 @@ ALL = (
         "two_hosts_shaped",
         "all_reduce, four ranks on two hosts over 1 Gbit/s",
         "1 Gbit/s",
-        f"The same over a link that a token bucket at both ends limits to {SHAPED_BITS / 1e9:g} Gbit/s each way. ",
+        f"The same over a shaped link: a token bucket at both ends limits it to {SHAPED_BITS / 1e9:g} Gbit/s in each direction. ",
         shaped=True,
     ),
 )
