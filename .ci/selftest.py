@@ -67,6 +67,12 @@ class Mutants(unittest.TestCase):
             planter.planted("fn main() {}", mutant)
 
 
+    def test_rows_of_defects_that_did_not_run_stay(self) -> None:
+        page = "| a | accl-x | 1 s | old |\n| b | accl-x | 2 s | old |\n| gone | accl-x | 3 s | old |\n"
+        rows = planter.merged(page, {"b": "| b | new |", "c": "| c | new |"}, ["c", "a", "b", "d"])
+        self.assertEqual(rows, ["| c | new |", "| a | accl-x | 1 s | old |", "| b | new |"])
+
+
 class Words(unittest.TestCase):
     TABLE: dict[str, Any] = {"word": [{"find": "told|tells?", "names": ["told", "tell"], "use": "notify"}]}
 
