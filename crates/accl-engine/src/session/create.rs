@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use accl_cclo::device::DeviceUrl;
 use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
-use accl_types::config::{Config, SidestepTo, WorkerCount};
+use accl_types::config::{Config, OffloadTo, WorkerCount};
 use accl_types::{Error, Rank, Result};
 use accl_wire::EndpointInfo;
 
@@ -61,7 +61,7 @@ struct Devices {
 fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
     let url = DeviceUrl::parse(&spec.config.device)?;
     if url.is_none()
-        && let Some(bare) = spec.config.sidestep.iter().find(|sidestep| sidestep.to == SidestepTo::Unnamed)
+        && let Some(bare) = spec.config.offload.iter().find(|sidestep| sidestep.to == OffloadTo::Unnamed)
     {
         return Err(Error::configuration(format!(
             "sidestep: `{0}` alone requires a group with a device; write {0}=host or {0}=mpi, or set a device",
@@ -375,7 +375,7 @@ impl Engine {
             .opener()
             .ok_or_else(|| Error::configuration(format!("device `{url}`: this engine cannot open devices")))?;
         let place = (spec.rank.0, spec.world);
-        let sidestep = spec.config.sidestep.iter().map(|sidestep| sidestep.collective).collect();
+        let sidestep = spec.config.offload.iter().map(|sidestep| sidestep.collective).collect();
         let frame_bytes = self.config.segment_bytes as usize;
         let begin = |look: &mut dyn FnMut() -> Result<()>| {
             Opening::begin(url.clone(), place, sidestep, (opener, &self.devices), frame_bytes, deadline, look)

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use accl_executor::call::{CallDesc, External, ExternalTask};
 use accl_transport::collectives::{Collectives, Opened};
-use accl_types::config::{Config, SidestepTo};
+use accl_types::config::{Config, OffloadTo};
 use accl_types::{Collective, Error, Result};
 
 use super::route::kept_by_host;
@@ -37,7 +37,7 @@ pub(crate) fn named(config: &Config, world: u32) -> Vec<Collective> {
     if world == 1 || config.deterministic {
         return Vec::new();
     }
-    let is_for_mpi = config.sidestep.iter().filter(|sidestep| sidestep.to == SidestepTo::Mpi);
+    let is_for_mpi = config.offload.iter().filter(|sidestep| sidestep.to == OffloadTo::Mpi);
     is_for_mpi.map(|sidestep| sidestep.collective).collect()
 }
 

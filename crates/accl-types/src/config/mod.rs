@@ -100,7 +100,7 @@ pub enum ProfileNames {
 
 /// The implementation that a collective is redirected to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SidestepTo {
+pub enum OffloadTo {
     /// No implementation was named. In a group with a device, the host runs the collective.
     Unnamed,
     /// The schedules of this engine, on the host.
@@ -111,11 +111,11 @@ pub enum SidestepTo {
 
 /// A collective that is redirected to another implementation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sidestep {
+pub struct Offload {
     /// The collective.
     pub collective: Collective,
     /// The implementation that runs it.
-    pub to: SidestepTo,
+    pub to: OffloadTo,
 }
 
 /// The parsed settings of one process or group. They do not change once a group is created from them.
@@ -161,7 +161,7 @@ pub struct Config {
     /// `ACCL_DEVICE`: the device that runs collectives of the default process group, or `none`.
     pub device: String,
     /// `ACCL_SIDESTEP`: collectives that are redirected to another implementation, in the order of their codes.
-    pub sidestep: Vec<Sidestep>,
+    pub offload: Vec<Offload>,
     /// The option `compressed_calls`: ordinary calls are also compressed.
     pub compress_all: bool,
 }
@@ -188,7 +188,7 @@ impl Default for Config {
             profile_names: ProfileNames::Accl,
             codec: String::new(),
             device: String::new(),
-            sidestep: Vec::new(),
+            offload: Vec::new(),
             compress_all: false,
         };
         for row in ROWS {

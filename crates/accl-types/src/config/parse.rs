@@ -1,6 +1,6 @@
 //! Parsers of setting values and their inverses. A parser's error is a clause such as ` (out of range)`, or empty.
 
-use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, ProfileNames, Sidestep, SidestepTo, WorkerCount};
+use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, Offload, OffloadTo, ProfileNames, WorkerCount};
 use crate::{Collective, nearest, parse_cpus, parse_size, show_cpus, show_size};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
@@ -28,15 +28,15 @@ pub(super) fn device(text: &str) -> Result<String, String> {
 /// Stands for every collective that no other part of the list names.
 const ALL: &str = "all";
 
-pub(super) fn sidestep(text: &str) -> Result<Vec<Sidestep>, String> {
-    let mut named: Vec<Sidestep> = Vec::new();
-    let mut others: Option<SidestepTo> = None;
+pub(super) fn offload(text: &str) -> Result<Vec<Offload>, String> {
+    let mut named: Vec<Offload> = Vec::new();
+    let mut others: Option<OffloadTo> = None;
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
         let (name, to) = part.split_once('=').map_or((part, None), |(name, to)| (name, Some(to)));
         let to = match to {
-            None => SidestepTo::Unnamed,
-            Some("host") => SidestepTo::Host,
-            Some("mpi") => SidestepTo::Mpi,
+            None => OffloadTo::Unnamed,
+            Some("host") => OffloadTo::Host,
+            Some("mpi") => OffloadTo::Mpi,
             Some(other) => return Err(format!(" (`{other}` cannot run collectives)")),
         };
         let is_again = if name == ALL {
@@ -47,11 +47,11 @@ pub(super) fn sidestep(text: &str) -> Result<Vec<Sidestep>, String> {
                 let hint = nearest(name, known).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
                 format!(" (`{name}` is not a collective{hint})")
             })?;
-            if to == SidestepTo::Mpi && !moves_blocks(*collective) {
+            if to == OffloadTo::Mpi && !moves_blocks(*collective) {
                 return Err(format!(" (`{part}`: every {name} runs on the host)"));
             }
             let is_again = named.iter().any(|known| known.collective == *collective);
-            named.push(Sidestep { collective: *collective, to });
+            named.push(Offload { collective: *collective, to });
             is_again
         };
         if is_again {
@@ -61,10 +61,10 @@ pub(super) fn sidestep(text: &str) -> Result<Vec<Sidestep>, String> {
     if let Some(to) = others {
         let rest = Collective::ALL.iter().filter(|collective| moves_blocks(**collective));
         let rest = rest.filter(|collective| named.iter().all(|known| known.collective != **collective));
-        let rest: Vec<_> = rest.map(|&collective| Sidestep { collective, to }).collect();
+        let rest: Vec<_> = rest.map(|&collective| Offload { collective, to }).collect();
         named.extend(rest);
     }
-    named.sort_unstable_by_key(|sidestep| sidestep.collective as u8);
+    named.sort_unstable_by_key(|offload| offload.collective as u8);
     Ok(named)
 }
 
@@ -73,11 +73,11 @@ fn moves_blocks(collective: Collective) -> bool {
     !collective.is_point_to_point() && collective != Collective::Barrier
 }
 
-pub(super) fn show_sidestep(all: &[Sidestep]) -> String {
-    let show = |Sidestep { collective, to }: &Sidestep| match to {
-        SidestepTo::Unnamed => collective.name().to_owned(),
-        SidestepTo::Host => format!("{collective}=host"),
-        SidestepTo::Mpi => format!("{collective}=mpi"),
+pub(super) fn show_offload(all: &[Offload]) -> String {
+    let show = |Offload { collective, to }: &Offload| match to {
+        OffloadTo::Unnamed => collective.name().to_owned(),
+        OffloadTo::Host => format!("{collective}=host"),
+        OffloadTo::Mpi => format!("{collective}=mpi"),
     };
     all.iter().map(show).collect::<Vec<_>>().join(",")
 }
