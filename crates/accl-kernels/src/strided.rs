@@ -145,12 +145,12 @@ struct Walk {
     /// The two inner loops: `across`, and inside it `along`, which has no gaps in the dense buffer.
     across: Dim,
     along: Dim,
-    inner: Inner,
+    inner: InnerLoops,
 }
 
 /// Order of the two inner loops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Inner {
+enum InnerLoops {
     /// Row after row.
     Rows,
     /// A piece of each row, then the next piece of each row.
@@ -171,9 +171,9 @@ impl Walk {
         let (across, inner) = match densest {
             Some((at, dim)) if dim.view.unsigned_abs() < along.view.unsigned_abs() => {
                 let across = dims.remove(at);
-                (across, if across.size.min(along.size) < MIN_TILED { Inner::Pieces } else { Inner::Tiles })
+                (across, if across.size.min(along.size) < MIN_TILED { InnerLoops::Pieces } else { InnerLoops::Tiles })
             }
-            Some(_) | None => (dims.pop().unwrap_or(single), Inner::Rows),
+            Some(_) | None => (dims.pop().unwrap_or(single), InnerLoops::Rows),
         };
         Walk { outer: dims, across, along, inner }
     }
@@ -305,11 +305,13 @@ unsafe fn copy_planes<T: Cell>(walk: &Walk, from: Side, to: Side, change: impl F
         // SAFETY: `src` and `dst` are elements of the same index within the buffers of this function's contract.
         unsafe {
             match walk.inner {
-                Inner::Rows => copy_rows(src, dst, across, along, along.count, &change),
-                Inner::Pieces => copy_rows(src, dst, across, along, PIECE, &change),
+                InnerLoops::Rows => copy_rows(src, dst, across, along, along.count, &change),
+                InnerLoops::Pieces => copy_rows(src, dst, across, along, PIECE, &change),
                 // The first of the two arguments is the dimension with the smaller step in `src`.
-                Inner::Tiles if across.from.abs() < along.from.abs() => copy_tiles(src, dst, across, along, &change),
-                Inner::Tiles => copy_tiles(src, dst, along, across, &change),
+                InnerLoops::Tiles if across.from.abs() < along.from.abs() => {
+                    copy_tiles(src, dst, across, along, &change)
+                }
+                InnerLoops::Tiles => copy_tiles(src, dst, along, across, &change),
             }
         }
         // Advances to the next combination of outer indices; the last index runs fastest.

@@ -273,15 +273,15 @@ fn several_buckets_have_a_range_each() {
                 let src = bytes_of(Dtype::F32, &values);
                 let want = value.is_finite().then(|| oracle(&settings, Dtype::F32, &src));
                 for (isa, codec) in &codecs {
-                    let told = format!("{isa}, {bits} bits, {value} at {place}, buckets of {bucket}");
+                    let tested = format!("{isa}, {bits} bits, {value} at {place}, buckets of {bucket}");
                     let (got, non_finite) = encode(&**codec, Dtype::F32, &src, 0, RngKey::keyed(&[]));
-                    assert_eq!(non_finite.not_finite, usize::from(want.is_none()), "{told}");
-                    assert!(want.as_ref().is_none_or(|want| *want == got), "{told}");
+                    assert_eq!(non_finite.not_finite, usize::from(want.is_none()), "{tested}");
+                    assert!(want.as_ref().is_none_or(|want| *want == got), "{tested}");
                     let decoded = values_of(Dtype::F32, &decode(&**codec, Dtype::F32, &got, values.len()));
                     let non_finite = place / bucket as usize;
                     for (at, decoded) in decoded.iter().enumerate() {
                         let is_nan = want.is_none() && at / bucket as usize == non_finite;
-                        assert_eq!(decoded.is_nan(), is_nan, "{told}, element {at}");
+                        assert_eq!(decoded.is_nan(), is_nan, "{tested}, element {at}");
                     }
                 }
             }

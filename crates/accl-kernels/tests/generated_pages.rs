@@ -22,7 +22,7 @@ fn the_table_of_codecs_in_the_page_is_current() {
     if is_blessing() {
         fs::write(&path, &page).unwrap();
     } else {
-        assert!(committed == page, "docs/codecs.md is stale; ACCL_BLESS=1 cargo test -p accl-kernels writes it anew");
+        assert!(committed == page, "docs/codecs.md is stale; ACCL_BLESS=1 cargo test -p accl-kernels writes it again");
     }
 }
 

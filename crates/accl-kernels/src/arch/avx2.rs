@@ -18,17 +18,19 @@ use super::row::{Row, arch};
 use crate::codec::avx2::{narrow_bf16, sum_bf16, with_vectors};
 use crate::codec::loops::{Loops, codec_loops};
 use crate::isa::{Arch, Isa, ReduceKernels, ScaleKernel};
-use crate::reduce::lanes::{ArithReg, Bf16, Complex, FloatLanes, FloatReg, Group, Lanes, LastOn, OpOn, OrderReg, Regs};
+use crate::reduce::lanes::{
+    ArithReg, Bf16, Complex, FloatLanes, FloatReg, Lanes, LastOn, OpOn, OrderReg, Regs, Unrolled,
+};
 use crate::reduce::{loops, select};
 
 arch!(
     Avx2,
-    Group<By16<F16x1>, 2>,
-    Group<By16<Bf16>, 2>,
-    Group<F32x8, 2>,
-    Group<F64x4, 2>,
-    Group<ByParts<F32x8>, 2>,
-    Group<ByParts<F64x4>, 2>,
+    Unrolled<By16<F16x1>, 2>,
+    Unrolled<By16<Bf16>, 2>,
+    Unrolled<F32x8, 2>,
+    Unrolled<F64x4, 2>,
+    Unrolled<ByParts<F32x8>, 2>,
+    Unrolled<ByParts<F64x4>, 2>,
     Loops { narrow_bf16, sum_bf16, ..with_vectors(LOOPS) },
     "avx2+f16c",
     || !cfg!(miri) && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") && is_x86_feature_detected!("fma"),
@@ -40,7 +42,7 @@ arch!(
 const AHEAD_BYTES: usize = 1 << 10;
 
 #[inline(always)]
-fn ask_ahead(src: *const u8) {
+fn prefetch(src: *const u8) {
     // SAFETY: a prefetch accepts any address, which is only a hint.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(AHEAD_BYTES).cast()) };
 }
@@ -73,8 +75,8 @@ impl<T: Wide> Lanes for By16<T> {
     type Tail = T;
 
     #[inline(always)]
-    fn ask_ahead(src: *const u8) {
-        ask_ahead(src);
+    fn prefetch(src: *const u8) {
+        prefetch(src);
     }
 
     #[inline(always)]
@@ -92,13 +94,13 @@ impl<T: Wide> Lanes for By16<T> {
     #[inline(always)]
     unsafe fn load_acc(slots: *const f32, slot: usize) -> Both {
         // SAFETY: the contract of `Lanes::load_acc` is the same for the group.
-        unsafe { Group::<F32x8, 2>::load_acc(slots, slot) }
+        unsafe { Unrolled::<F32x8, 2>::load_acc(slots, slot) }
     }
 
     #[inline(always)]
     unsafe fn store_acc(slots: *mut f32, slot: usize, value: Both) {
         // SAFETY: the contract of `Lanes::store_acc` is the same for the group.
-        unsafe { Group::<F32x8, 2>::store_acc(slots, slot, value) };
+        unsafe { Unrolled::<F32x8, 2>::store_acc(slots, slot, value) };
     }
 }
 
@@ -220,8 +222,8 @@ macro_rules! floats {
             type Tail = $float;
 
             #[inline(always)]
-            fn ask_ahead(src: *const u8) {
-                ask_ahead(src);
+            fn prefetch(src: *const u8) {
+                prefetch(src);
             }
 
             #[inline(always)]
@@ -323,13 +325,13 @@ floats!(F64x4: __m256d, 4 of f64, _mm256_loadu_pd _mm256_storeu_pd _mm256_set1_p
 pub(super) struct ByParts<V>(V);
 
 /// Floats that can be used as the parts of complex numbers.
-pub(super) trait Parts: Lanes<Reg = Self> + ArithReg {
+pub(super) trait ComplexPart: Lanes<Reg = Self> + ArithReg {
     type Complex: Lanes<Acc = Self::Complex> + Copy;
 
     fn complex_mul(self, other: Self) -> Self;
 }
 
-impl<V: Parts> Lanes for ByParts<V> {
+impl<V: ComplexPart> Lanes for ByParts<V> {
     const COUNT: usize = V::COUNT / 2;
     const SIZE_BYTES: usize = 2 * V::SIZE_BYTES;
     type Acc = V::Complex;
@@ -337,8 +339,8 @@ impl<V: Parts> Lanes for ByParts<V> {
     type Tail = V::Complex;
 
     #[inline(always)]
-    fn ask_ahead(src: *const u8) {
-        V::ask_ahead(src);
+    fn prefetch(src: *const u8) {
+        V::prefetch(src);
     }
 
     #[inline(always)]
@@ -367,7 +369,7 @@ impl<V: Parts> Lanes for ByParts<V> {
     }
 }
 
-impl<V: Parts> ArithReg for ByParts<V> {
+impl<V: ComplexPart> ArithReg for ByParts<V> {
     #[inline(always)]
     fn add(self, other: Self) -> Self {
         ByParts(self.0.add(other.0))
@@ -379,7 +381,7 @@ impl<V: Parts> ArithReg for ByParts<V> {
     }
 }
 
-impl Parts for F32x8 {
+impl ComplexPart for F32x8 {
     type Complex = Complex<f32>;
 
     #[inline(always)]
@@ -393,7 +395,7 @@ impl Parts for F32x8 {
     }
 }
 
-impl Parts for F64x4 {
+impl ComplexPart for F64x4 {
     type Complex = Complex<f64>;
 
     #[inline(always)]

@@ -30,7 +30,7 @@ use std::mem::{self, MaybeUninit};
 use std::slice;
 
 use super::groups::{
-    Greatest, Source, ask_ahead, bits_of_codes, bytes_of_codes, bytes_of_words, fours_in_quarters, groups,
+    Greatest, Source, bits_of_codes, bytes_of_codes, bytes_of_words, fours_in_quarters, groups, prefetch,
 };
 use super::loops::{self, Buckets, Grid, Loops, Range, Scale, by_bits};
 use super::rng::{FACTORS, Narrow, RandomBits, SHARE, Stream};

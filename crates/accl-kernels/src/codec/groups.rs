@@ -11,7 +11,7 @@ const AHEAD: usize = 6144;
 /// Prefetches `LINES` cache lines, as many as a group has, that lie [`AHEAD`] bytes after this group. They may lie
 /// beyond the end of the slice.
 #[inline(always)]
-pub(super) fn ask_ahead<const LINES: usize>(group: &[f32]) {
+pub(super) fn prefetch<const LINES: usize>(group: &[f32]) {
     for line in 0..LINES {
         // SAFETY: a prefetch takes any address as a hint, reads nothing from it and never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(group.as_ptr().wrapping_byte_add(AHEAD + 64 * line).cast()) };
@@ -135,7 +135,7 @@ macro_rules! groups {
                 let mut groups = values.chunks_exact(GROUP);
                 let whole = groups.len();
                 for (values, at) in groups.by_ref().zip((0..).step_by(GROUP / 8 * BITS)) {
-                    ask_ahead::<LINES>(values);
+                    prefetch::<LINES>(values);
                     pack::<BITS>(&mut dst[at..], codes(levels(values, &grid)));
                 }
                 let left = groups.remainder();
@@ -202,7 +202,7 @@ macro_rules! groups {
                 let (dst, values) = (&mut dst[bytes], &values[elements]);
                 let fine = Grid { inverse: 256.0 * grid.inverse, ..*grid };
                 for (values, at) in values.chunks_exact(GROUP).zip((0..).step_by(GROUP / 8 * BITS)) {
-                    ask_ahead::<LINES>(values);
+                    prefetch::<LINES>(values);
                     let levels = levels(values, &fine);
                     // Begins to compute the draws of the next group now. A hash takes as long as the rest, and nothing
                     // of this group waits for it.
@@ -230,7 +230,7 @@ macro_rules! groups {
                 let mut groups = sums.chunks_exact_mut(GROUP);
                 let (packed, packed_left) = src.split_at(groups.len() * GROUP / 8 * BITS);
                 for (sums, at) in groups.by_ref().zip((0..).step_by(GROUP / 8 * BITS)) {
-                    ask_ahead::<LINES>(sums);
+                    prefetch::<LINES>(sums);
                     let mut room = [0; GROUP];
                     let packed = readable::<BITS>(packed, at, &mut room);
                     for (sums, at) in sums.chunks_exact_mut(LANES).zip((0..).step_by(LANES / 8 * BITS)) {

@@ -26,7 +26,7 @@ use accl_types::Dtype;
 use super::cast;
 use super::loops::Loops;
 use super::max_min;
-use super::pieces::{Beyond, PIECE, convert, write_values};
+use super::pieces::{Overflow, PIECE, convert, write_values};
 use super::rng::RngKey;
 use super::rng::mixed;
 use super::settings::{Setting, Settings};
@@ -199,13 +199,13 @@ impl Codec for Hadamard {
             // Elements that were sent unencoded stay unchanged, including infinities.
             let raw = if self.settings.skip_incomplete { values.len() % self.bucket() } else { 0 };
             let (coded, raw) = values.split_at(values.len() - raw);
-            for (start, values, beyond) in
-                [(start, coded, Beyond::Largest), (start + coded.len(), raw, Beyond::Infinite)]
+            for (start, values, overflow) in
+                [(start, coded, Overflow::Largest), (start + coded.len(), raw, Overflow::Infinite)]
             {
                 let dst = dst.wrapping_add(start * into.size_bytes());
                 // SAFETY: the elements from `start` on lie in the result, for which `dst` has room by this function's
                 // contract.
-                unsafe { write_values(dst, (into, beyond), values, self.loops) };
+                unsafe { write_values(dst, (into, overflow), values, self.loops) };
             }
         });
     }

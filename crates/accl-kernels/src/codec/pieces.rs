@@ -66,16 +66,16 @@ impl Slice {
 
 /// Result for a finite value beyond the range of the type that it is rounded to.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Beyond {
+pub(super) enum Overflow {
     /// The largest finite value.
     Largest,
     /// An infinity.
     Infinite,
 }
 
-impl Beyond {
+impl Overflow {
     fn most(self, largest: f32) -> f32 {
-        if self == Beyond::Largest { largest } else { f32::INFINITY }
+        if self == Overflow::Largest { largest } else { f32::INFINITY }
     }
 }
 
@@ -86,7 +86,7 @@ impl Beyond {
 /// `make` fills all of the slice that it gets. `loops` belong to an instruction set of this machine.
 pub(super) unsafe fn place(
     dst: *mut u8,
-    (dtype, beyond): (Dtype, Beyond),
+    (dtype, overflow): (Dtype, Overflow),
     count: usize,
     room: &mut [MaybeUninit<f32>],
     loops: &Loops,
@@ -100,7 +100,7 @@ pub(super) unsafe fn place(
         }
         let room = &mut room[..count];
         make(room);
-        write_values(dst, (dtype, beyond), slice::from_raw_parts(room.as_ptr().cast(), count), loops);
+        write_values(dst, (dtype, overflow), slice::from_raw_parts(room.as_ptr().cast(), count), loops);
     }
 }
 
@@ -127,7 +127,7 @@ pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Lo
         let mut room = [0.0; PIECE];
         for start in (0..slice.count).step_by(PIECE) {
             let dst = dst.wrapping_add(start * into.size_bytes());
-            write_values(dst, (into, Beyond::Infinite), slice.piece(&mut room, start, loops), loops);
+            write_values(dst, (into, Overflow::Infinite), slice.piece(&mut room, start, loops), loops);
         }
     }
 }
@@ -137,16 +137,16 @@ pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Lo
 /// # Safety
 /// `dst` has room for as many elements, and nothing else accesses it meanwhile. `loops` belong to an instruction set of
 /// this machine.
-pub(super) unsafe fn write_values(dst: *mut u8, (dtype, beyond): (Dtype, Beyond), values: &[f32], loops: &Loops) {
+pub(super) unsafe fn write_values(dst: *mut u8, (dtype, overflow): (Dtype, Overflow), values: &[f32], loops: &Loops) {
     // SAFETY: `dst` has room for as many elements by this function's contract; pairs of bytes need no alignment.
     unsafe {
         match dtype {
             Dtype::F16 => {
-                let most = beyond.most(float16::F16_MAX);
+                let most = overflow.most(float16::F16_MAX);
                 (loops.narrow_f16)(slice::from_raw_parts_mut(dst.cast(), values.len()), values, most);
             }
             Dtype::BF16 => {
-                let most = beyond.most(float16::BF16_MAX);
+                let most = overflow.most(float16::BF16_MAX);
                 (loops.narrow_bf16)(slice::from_raw_parts_mut(dst.cast(), values.len()), values, most);
             }
             _ => values.as_ptr().cast::<u8>().copy_to_nonoverlapping(dst, size_of_val(values)),

@@ -156,7 +156,7 @@ impl RandomBits {
     /// Moves to the element at `first`, and returns the number of elements from there on for which random bits are
     /// available.
     #[inline]
-    pub(crate) fn turn_to(&mut self, first: u64) -> usize {
+    pub(crate) fn seek(&mut self, first: u64) -> usize {
         let Some(among) = self.among else { return usize::MAX };
         let block = first / BLOCK;
         if self.strata.as_ref().is_none_or(|strata| strata.block != block) {
@@ -322,7 +322,7 @@ mod tests {
     fn strata(world: u32, shared: u64, first: u64, count: usize) -> Vec<Vec<u32>> {
         let of_rank = |rank| {
             let mut random_bits = random_bits(rank, world, shared);
-            assert!(random_bits.turn_to(first) >= count);
+            assert!(random_bits.seek(first) >= count);
             let Some(strata) = random_bits.strata else { return vec![0; count] };
             let mut picks = vec![0; count];
             strata.picks.fill(&mut picks, first);
@@ -336,7 +336,7 @@ mod tests {
         for world in WORLDS.into_iter().skip(1) {
             let Some(mut strata) = ({
                 let mut random_bits = random_bits(0, world, 1);
-                random_bits.turn_to(0);
+                random_bits.seek(0);
                 random_bits.strata
             }) else {
                 panic!("{world} ranks have strata");
@@ -392,7 +392,7 @@ mod tests {
                 .map(|rank| {
                     let mut random_bits = random_bits(rank, world, 3);
                     let table = |block| {
-                        random_bits.turn_to(block * BLOCK);
+                        random_bits.seek(block * BLOCK);
                         random_bits.strata.as_ref().map_or([0; TABLE], |strata| strata.of_rank)
                     };
                     (0..BLOCKS).map(table).collect()
@@ -458,7 +458,7 @@ mod tests {
         for world in [3, 300] {
             let mut random_bits = random_bits(2, world, 5);
             let mut all = [0; 512];
-            assert_eq!(random_bits.turn_to(BLOCK + 1024), BLOCK as usize - 1024);
+            assert_eq!(random_bits.seek(BLOCK + 1024), BLOCK as usize - 1024);
             random_bits.fill(&mut all, BLOCK + 1024);
             for (start, len) in [(0, 8), (8, 200), (72, 64), (504, 8)] {
                 let mut part = vec![0; len];

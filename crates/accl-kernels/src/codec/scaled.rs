@@ -23,7 +23,7 @@ use accl_types::Dtype;
 
 use super::cast;
 use super::loops::Loops;
-use super::pieces::{Beyond, PIECE, place};
+use super::pieces::{Overflow, PIECE, place};
 use super::rng::RngKey;
 use super::settings::Settings;
 use super::small_float::{Blocks, SmallFloat};
@@ -255,7 +255,7 @@ impl<S: Scaling> Codec for Scaled<S> {
             // SAFETY: the elements from `start` on lie in the result, for which `dst` has room by this function's
             // contract.
             unsafe {
-                place(dst, (into, Beyond::Largest), codes.len(), &mut room, self.loops, |values| {
+                place(dst, (into, Overflow::Largest), codes.len(), &mut room, self.loops, |values| {
                     (self.loops.small_values)(values, codes, scales, Self::BLOCKS)
                 })
             };

@@ -24,7 +24,7 @@ use accl_types::Dtype;
 
 use super::loops::Loops;
 use super::max_min;
-use super::pieces::{Beyond, PIECE, place, read, write};
+use super::pieces::{Overflow, PIECE, place, read, write};
 use super::rng::RngKey;
 use super::settings::{Rounding, Setting, Settings};
 use super::sign_loops::{LANES, SHARE};
@@ -189,7 +189,7 @@ impl Codec for Sign {
             // SAFETY: the elements from `start` on lie in the result, for which `dst` has room by this function's
             // contract.
             unsafe {
-                place(dst, (into, Beyond::Largest), elements, &mut room, self.loops, |values| {
+                place(dst, (into, Overflow::Largest), elements, &mut room, self.loops, |values| {
                     (self.loops.signed_values)(values, codes, mean)
                 })
             };

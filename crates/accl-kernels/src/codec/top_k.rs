@@ -22,7 +22,7 @@ use accl_types::Dtype;
 
 use super::cast;
 use super::loops::Loops;
-use super::pieces::{Beyond, convert, read, write, write_values};
+use super::pieces::{Overflow, convert, read, write, write_values};
 use super::rng::RngKey;
 use super::settings::{Setting, Settings};
 use super::traits::{Bound, Buckets, Codec, Loss, NonFinite, Row, Slice, Summary};
@@ -220,7 +220,7 @@ impl Codec for TopK {
             let dst = dst.wrapping_add(start * into.size_bytes());
             // SAFETY: the elements from `start` on lie in the result, for which `dst` has room by this function's
             // contract.
-            unsafe { write_values(dst, (into, Beyond::Largest), bucket, self.loops) };
+            unsafe { write_values(dst, (into, Overflow::Largest), bucket, self.loops) };
         });
     }
 

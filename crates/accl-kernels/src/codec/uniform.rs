@@ -27,7 +27,7 @@ use std::sync::Arc;
 use accl_types::Dtype;
 
 use super::loops::{Buckets, Grid, Loops, Range, Scale};
-use super::pieces::{Beyond, PIECE, add, convert, place, read, write};
+use super::pieces::{Overflow, PIECE, add, convert, place, read, write};
 use super::rng::RandomBits;
 use super::rng::RngKey;
 use super::settings::{Rounding, Settings};
@@ -333,7 +333,7 @@ impl<S: Scheme> Uniform<S> {
         let mut start = 0;
         while start < bucket.count {
             let first = bucket.first + start as u64;
-            let piece = bucket.part(start, random_bits.turn_to(first).min(bucket.count - start));
+            let piece = bucket.part(start, random_bits.seek(first).min(bucket.count - start));
             let mut halved;
             // SAFETY: the bucket may be read by this function's contract; the instruction set was checked when `self`
             // was made.
@@ -416,7 +416,7 @@ impl<S: Scheme> Codec for Uniform<S> {
                 // SAFETY: `here` lies in the slice, which may be read by this function's contract.
                 unsafe { self.read(here, now) };
             }
-            let are_plain = self.place_all(metas, now) && random_bits.turn_to(here.first) >= here.count;
+            let are_plain = self.place_all(metas, now) && random_bits.seek(here.first) >= here.count;
             // SAFETY: the spans lie in the slice, which may be read by this function's contract; the instruction set
             // was checked when `self` was made.
             unsafe {
@@ -450,7 +450,7 @@ impl<S: Scheme> Codec for Uniform<S> {
             let dst = dst.wrapping_add(elements.start * into.size_bytes());
             // SAFETY: the elements of the run lie in the result, for which `dst` has room by this function's contract.
             unsafe {
-                place(dst, (into, Beyond::Largest), elements.len(), &mut room, self.loops, |values| {
+                place(dst, (into, Overflow::Largest), elements.len(), &mut room, self.loops, |values| {
                     (self.loops.decode)(values, codes, scales)
                 })
             };

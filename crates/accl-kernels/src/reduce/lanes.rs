@@ -33,7 +33,7 @@ pub(crate) trait Lanes {
     /// Prefetches memory that will be loaded soon. For types whose arithmetic leaves the processor no room to look
     /// ahead far enough by itself. Any address is allowed.
     #[inline(always)]
-    fn ask_ahead(_src: *const u8) {}
+    fn prefetch(_src: *const u8) {}
     /// # Safety
     /// `COUNT * SIZE_BYTES` bytes can be read at `src`, at any alignment.
     unsafe fn load(src: *const u8) -> Self::Reg;
@@ -207,7 +207,7 @@ macro_rules! single {
 }
 
 /// `N` times the elements of `T` at once.
-pub(crate) struct Group<T, const N: usize>(PhantomData<T>);
+pub(crate) struct Unrolled<T, const N: usize>(PhantomData<T>);
 
 /// Registers that go through the same operations.
 #[derive(Clone, Copy)]
@@ -215,7 +215,7 @@ pub(crate) struct Regs<R, const N: usize>(pub(crate) [R; N]);
 
 // The methods use loops and not closures: a closure is a function without the instruction set of the kernel.
 
-impl<T: Lanes, const N: usize> Lanes for Group<T, N> {
+impl<T: Lanes, const N: usize> Lanes for Unrolled<T, N> {
     const COUNT: usize = N * T::COUNT;
     const SIZE_BYTES: usize = T::SIZE_BYTES;
     type Acc = T::Acc;
@@ -223,8 +223,8 @@ impl<T: Lanes, const N: usize> Lanes for Group<T, N> {
     type Tail = T::Tail;
 
     #[inline(always)]
-    fn ask_ahead(src: *const u8) {
-        T::ask_ahead(src);
+    fn prefetch(src: *const u8) {
+        T::prefetch(src);
     }
 
     #[inline(always)]

@@ -176,7 +176,7 @@ unsafe fn combined<V: Lanes, O: Op<V::Reg>, const N: usize>(srcs: [*const u8; N]
     // SAFETY: the group at byte `at` lies within all sources, by the check in `steps!`.
     unsafe {
         for src in &srcs {
-            V::ask_ahead(src.wrapping_add(at));
+            V::prefetch(src.wrapping_add(at));
         }
         let mut sum = V::load(srcs[0].add(at));
         for src in &srcs[1..] {

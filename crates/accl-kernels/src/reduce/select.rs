@@ -3,7 +3,8 @@
 use accl_types::{Dtype, ReduceOp};
 
 use super::lanes::{
-    And, ArithLanes, Bool, Divide, DivideWhole, FloatLanes, Group, IntegerLanes, Keep, Max, Min, Or, Product, Sum, Xor,
+    And, ArithLanes, Bool, Divide, DivideWhole, FloatLanes, IntegerLanes, Keep, Max, Min, Or, Product, Sum, Unrolled,
+    Xor,
 };
 use crate::isa::{Arch, ReduceKernels, ScaleKernel};
 
@@ -17,10 +18,10 @@ pub(crate) struct Selected {
 }
 
 /// A cache line of elements of 1, 2, 4 or 8 bytes.
-type Line1<T> = Group<T, 64>;
-type Line2<T> = Group<T, 32>;
-type Line4<T> = Group<T, 16>;
-type Line8<T> = Group<T, 8>;
+type Line1<T> = Unrolled<T, 64>;
+type Line2<T> = Unrolled<T, 32>;
+type Line4<T> = Unrolled<T, 16>;
+type Line8<T> = Unrolled<T, 8>;
 
 /// Returns the kernels of `A` for `op` on `dtype`; `None` if the pair is not supported.
 pub(crate) fn select<A: Arch>(op: ReduceOp, dtype: Dtype) -> Option<Selected> {
