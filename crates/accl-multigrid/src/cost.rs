@@ -3,7 +3,7 @@
 //! Owns the execution of all lists with one clock per rank, in whole picoseconds, so that equal constants give equal
 //! times on every processor.
 //! The caller supplies the constants. Layers should be timed while all ranks compute, or their times come out too
-//! short. Read [`simulate`] first.
+//! short. Read [`predict_times`] first.
 
 use std::collections::{HashMap, HashSet};
 
@@ -133,7 +133,7 @@ impl Costs {
 ///
 /// # Panics
 /// If the checker refuses the plan, or if `costs` has fewer layers or points than the plan.
-pub fn simulate(plan: &Plan, costs: &Costs) -> Timing {
+pub fn predict_times(plan: &Plan, costs: &Costs) -> Timing {
     let ranks = plan.ranks.len();
     let mut at = vec![0; ranks];
     let mut clocks = vec![0_u64; ranks];

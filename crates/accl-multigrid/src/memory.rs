@@ -1,6 +1,6 @@
 //! The memory that a rank's values need.
 //!
-//! Owns which values may use the same place one after the other, and sums of bytes. Read [`Memory::of`] first.
+//! Owns which values may use the same place one after the other, and sums of bytes. Read [`ValueMemory::of`] first.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use crate::plan::{Op, Pass, Plan, Value};
 
 /// The places of one rank's values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Memory {
+pub struct ValueMemory {
     /// Size of each place in bytes.
     pub places: Vec<Bytes>,
     /// The place of each value of the rank, as an index into `places`.
@@ -22,7 +22,7 @@ pub struct Memory {
     pub graphs: Bytes,
 }
 
-impl Memory {
+impl ValueMemory {
     /// Computes the memory of a rank. `state` is the bytes of a value at each point of the finest level. `graph` is the
     /// bytes that each layer's final evaluation leaves. `shares` is the thousandths of a state's bytes on each coarser
     /// mesh.
@@ -90,7 +90,7 @@ mod tests {
         let (grid, placement) = net(32, &[4, 2]);
         let plan = mgrit(&grid, &placement, Pass::Forward, &Cycle::new(3)).unwrap();
         for rank in [Rank(0), Rank(1)] {
-            let memory = Memory::of(&plan, rank, &[Bytes(10); 33], &[Bytes(7); 32], &[]);
+            let memory = ValueMemory::of(&plan, rank, &[Bytes(10); 33], &[Bytes(7); 32], &[]);
             let mut taken: HashMap<usize, Value> = HashMap::new();
             let given = plan.inputs.iter().filter(|&&(on, _)| on == rank).map(|&(_, value)| value);
             given.for_each(|value| assert!(taken.insert(memory.place_of[&value], value).is_none()));
@@ -112,7 +112,7 @@ mod tests {
         let (grid, placement) = net(8, &[]);
         let graphs = |schedule| {
             let plan = pipeline(&grid, &placement, schedule, 8).unwrap();
-            [0, 1].map(|rank| Memory::of(&plan, Rank(rank), &[Bytes(1); 9], &[Bytes(1); 8], &[]).graphs.0)
+            [0, 1].map(|rank| ValueMemory::of(&plan, Rank(rank), &[Bytes(1); 9], &[Bytes(1); 8], &[]).graphs.0)
         };
         assert_eq!(graphs(Schedule::FillDrain), [32, 32]);
         assert_eq!(graphs(Schedule::OneForwardOneBackward), [8, 4]);

@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_nothing() {
+    fn a_placement_without_layers_or_ranks_is_refused() {
         assert!(Placement::even(0, 3).is_err());
         assert!(Placement::of_counts(&[]).is_err());
         assert!(Placement::even(8, 0).unwrap_err().to_string().contains("0 ranks"));

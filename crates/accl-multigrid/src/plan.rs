@@ -27,7 +27,7 @@ pub enum PhaseKind {
     /// The residual at C-points, and the problem of the coarser level.
     Restrict,
     /// The sequential solve of the coarsest level.
-    March,
+    CoarsestSolve,
     /// The final sweep, which evaluates every layer finally.
     Final,
     /// The layers of a rank, one after the other, in a pipeline.

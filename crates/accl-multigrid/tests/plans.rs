@@ -97,8 +97,8 @@ proptest! {
             assert_near(&found, &wanted, &format!("{pass:?} {counts:?} {factors:?} {cycle:?}"));
             // Neither reuse nor placement changes a bit of the result.
             let alone = Placement::even(net.layers.len() as u32, 1).unwrap();
-            let anew = |reuse| mgrit(&grid, &placement, pass, &Cycle { reuse, ..cycle.clone() });
-            for plan in [anew(Reuse::Nothing), anew(Reuse::Values), mgrit(&grid, &alone, pass, &cycle)] {
+            let with_reuse = |reuse| mgrit(&grid, &placement, pass, &Cycle { reuse, ..cycle.clone() });
+            for plan in [with_reuse(Reuse::Nothing), with_reuse(Reuse::Values), mgrit(&grid, &alone, pass, &cycle)] {
                 let plan = plan.unwrap();
                 prop_assert!(check(&plan).is_ok());
                 prop_assert_eq!(&walk(&plan, &net, &[0.7], &guesses), &found);
@@ -178,9 +178,9 @@ fn evaluations_are_as_many_as_the_formulas_say_and_fewer_where_values_are_used_a
         let plan = mgrit(&grid, &placement, Pass::Forward, &Cycle { reuse, ..Cycle::new(2) }).unwrap();
         check(&plan).unwrap().evaluations
     };
-    // Fine: two sweeps. Coarse: the start, then the right-hand side and the march of one cycle.
+    // Fine: two sweeps. Coarse: the start, then the right-hand side and the coarsest-level solve of one cycle.
     assert_eq!(evaluations(Reuse::Nothing), 128 + 48);
-    // The start; one sweep without the first steps, which the march has done; the march without its first step. Then
+    // The start; one sweep without the first steps, which the coarsest-level solve has done; that solve without its first step. Then
     // the last sweep without the first steps, and without the first interval, which is exact.
     assert_eq!(evaluations(Reuse::All), 16 + 48 + 15 + 45);
     // The last sweep evaluates every layer again.

@@ -3,8 +3,8 @@
 //! Owns the translation in both directions. `accl-multigrid` defines, builds and checks plans; Python executes them.
 //! Read [`LayerPlan`] first.
 
-use accl_multigrid::cost::{Costs, LayerTimes, Rates, Share, simulate};
-use accl_multigrid::memory::Memory;
+use accl_multigrid::cost::{Costs, LayerTimes, Rates, Share, predict_times};
+use accl_multigrid::memory::ValueMemory;
 use accl_multigrid::{
     Cycle, Grid, Kind, Layer, Norms, Op, Pass, Phase, PhaseKind, Placement, Plan, Reuse, Schedule, Shape, Start, Value,
     check, mgrit, pipeline,
@@ -145,7 +145,7 @@ impl LayerPlan {
         self.sizes("state", &state, 1)?;
         self.sizes("graph", &graph, 0)?;
         let bytes = |sizes: Vec<u64>| sizes.into_iter().map(Bytes).collect::<Vec<_>>();
-        let memory = Memory::of(&self.plan, Rank(rank as u32), &bytes(state), &bytes(graph), &shares);
+        let memory = ValueMemory::of(&self.plan, Rank(rank as u32), &bytes(state), &bytes(graph), &shares);
         Ok((memory.peak.0, memory.graphs.0))
     }
 
@@ -171,7 +171,7 @@ impl LayerPlan {
             shares: shares.into_iter().map(|(bytes, time)| Share { bytes, time }).collect(),
             rates: Rates { add_per_kib, message, latency, wire_per_kib, norm },
         };
-        let timing = py.detach(|| simulate(&self.plan, &costs));
+        let timing = py.detach(|| predict_times(&self.plan, &costs));
         let rank = |rank: Vec<accl_multigrid::cost::Activity>| {
             rank.into_iter().map(|activity| (activity.op, activity.begin, activity.end)).collect()
         };
@@ -245,7 +245,7 @@ const PHASES: [(&str, PhaseKind); 7] = [
     ("F-relaxation", PhaseKind::FRelax),
     ("C-relaxation", PhaseKind::CRelax),
     ("restriction", PhaseKind::Restrict),
-    ("coarse march", PhaseKind::March),
+    ("coarse march", PhaseKind::CoarsestSolve),
     ("final sweep", PhaseKind::Final),
     ("chunk", PhaseKind::Chunk),
     ("loss", PhaseKind::Loss),

@@ -46,7 +46,7 @@ struct Solve<'a> {
     given: Vec<Vec<Option<Value>>>,
     iteration: u32,
     /// The iteration whose norm was posted and not yet awaited.
-    owed: Option<u32>,
+    pending_norm: Option<u32>,
     /// The iterations whose norms were posted.
     norms: Vec<u32>,
 }
@@ -64,7 +64,7 @@ impl<'a> Solve<'a> {
             f,
             given,
             iteration: 0,
-            owed: None,
+            pending_norm: None,
             norms: Vec::new(),
         }
     }
@@ -141,13 +141,13 @@ impl<'a> Solve<'a> {
                 return positions.into_iter().map(|position| guess(self, position)).collect();
             }
             Start::Coarsest => {
-                self.march();
+                self.solve_coarsest();
                 for level in (0..coarsest).rev() {
                     self.correct(level);
                 }
             }
             Start::FullMultigrid => {
-                self.march();
+                self.solve_coarsest();
                 for level in (0..coarsest).rev() {
                     self.correct(level);
                     // The finest level's cycles are the requested ones and do not belong to the start.
@@ -165,7 +165,7 @@ impl<'a> Solve<'a> {
     fn cycle(&mut self, level: usize, shape: Shape) {
         let coarsest = self.line.levels.len() - 1;
         if level == coarsest {
-            return self.march();
+            return self.solve_coarsest();
         }
         for _ in 0..self.cycle.relaxations_of(level) {
             self.enter(PhaseKind::CRelax, level);
@@ -273,9 +273,9 @@ impl<'a> Solve<'a> {
     }
 
     /// Solves the coarsest level sequentially, from its first point to its last.
-    fn march(&mut self) {
+    fn solve_coarsest(&mut self) {
         let level = self.line.levels.len() - 1;
-        self.enter(PhaseKind::March, level);
+        self.enter(PhaseKind::CoarsestSolve, level);
         for position in 0..self.line.levels[level].end() {
             self.u[level][position + 1] = Some(self.stepped(level, position, false));
         }
@@ -335,14 +335,14 @@ impl<'a> Solve<'a> {
         }
         self.on_all_ranks(Op::PostNorm { iteration });
         self.norms.push(iteration);
-        self.owed = Some(iteration);
+        self.pending_norm = Some(iteration);
         if self.cycle.norms == Norms::Blocking {
             self.await_norm();
         }
     }
 
     fn await_norm(&mut self) {
-        if let Some(iteration) = self.owed.take() {
+        if let Some(iteration) = self.pending_norm.take() {
             self.on_all_ranks(Op::AwaitNorm { iteration });
         }
     }

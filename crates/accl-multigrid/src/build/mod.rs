@@ -241,7 +241,7 @@ impl Builder {
     }
 }
 
-/// Removes operations whose results are never read, such as the last coarse point of the last march.
+/// Removes operations whose results are never read, such as the last coarse point of the last coarsest-level solve.
 fn leave_out_unread(plan: &mut Plan) {
     let kept = plan.outputs.iter().chain(&plan.states).copied();
     let mut reads: HashMap<Value, Vec<Value>> = HashMap::new();

@@ -206,7 +206,7 @@ impl<'a> Reference<'a> {
                     }
                 }
                 Start::Coarsest | Start::FullMultigrid => {
-                    self.march();
+                    self.solve_coarsest();
                     for level in (0..last).rev() {
                         for (index, position) in self.coarse[level].clone().into_iter().enumerate().skip(1) {
                             self.u[level][position] = self.to_finer(level, self.u[level + 1][index]);
@@ -262,7 +262,7 @@ impl<'a> Reference<'a> {
         if self.meshes[level + 1] > self.meshes[level] { refined(x) } else { x }
     }
 
-    fn march(&mut self) {
+    fn solve_coarsest(&mut self) {
         let level = self.steps.len() - 1;
         for position in 0..self.steps[level].len() {
             self.u[level][position + 1] =
@@ -281,7 +281,7 @@ impl<'a> Reference<'a> {
 
     fn cycle(&mut self, level: usize, shape: Shape) {
         if level + 1 == self.steps.len() {
-            return self.march();
+            return self.solve_coarsest();
         }
         let coarse = self.coarse[level].clone();
         for _ in 0..self.cycle.relaxations_of(level) {
