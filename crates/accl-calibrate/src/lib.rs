@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_degenerate_cache_is_measured_anew_once() {
+    fn a_degenerate_cache_is_measured_again_once() {
         let kept = Kept::new("once", DEGENERATE);
         let measured = Cell::new(0);
         let measure = || {

@@ -42,7 +42,7 @@ pub(super) fn measure(until: Instant) -> Result<Times> {
         times.shm = link_times("shm", apart, SHM, until)?;
         times.tcp = link_times("tcp", apart, TCP, until)?;
         let (one_core, _) = apart;
-        let together = Step::small(What::AllReduce, FEW_BYTES.0, 20);
+        let together = TimedCalls::small(What::AllReduce, FEW_BYTES.0, 20);
         times.on_one_core_ps = run("shm", (one_core, one_core), &[together], until)?[0];
         Ok(times)
     };
@@ -94,14 +94,14 @@ enum What {
 /// Calls that are issued one after the other and timed together. Of several batches, the time at the lower quartile is
 /// used, because most slower batches were disturbed.
 #[derive(Clone, Copy)]
-struct Step {
+struct TimedCalls {
     what: What,
     bytes: u64,
     calls: u32,
     batches: usize,
 }
 
-impl Step {
+impl TimedCalls {
     fn small(what: What, bytes: u64, calls: u32) -> Self {
         Self { what, bytes, calls, batches: 7 }
     }
@@ -116,18 +116,18 @@ impl Step {
 
 fn link_times(transport: &str, cores: Cores, (sizes, together): (usize, u64), until: Instant) -> Result<LinkTimes> {
     let few = if together == SHM.1 { 40 } else { 15 };
-    let mut steps = vec![
-        Step::small(What::AllReduce, FEW_BYTES.0, few),
-        Step::small(What::AllReduce, FEW_BYTES.1, few),
-        Step::small(What::ReduceScatter, 2 * FEW_BYTES.0, few),
-        Step::small(What::Broadcast, FEW_BYTES.0, few),
+    let mut timed_calls = vec![
+        TimedCalls::small(What::AllReduce, FEW_BYTES.0, few),
+        TimedCalls::small(What::AllReduce, FEW_BYTES.1, few),
+        TimedCalls::small(What::ReduceScatter, 2 * FEW_BYTES.0, few),
+        TimedCalls::small(What::Broadcast, FEW_BYTES.0, few),
     ];
     let of_size = |&bytes: &u64| {
-        [What::AllGatherInPlace, What::AllGather, What::ReduceScatter].map(|what| Step::of(what, bytes, together))
+        [What::AllGatherInPlace, What::AllGather, What::ReduceScatter].map(|what| TimedCalls::of(what, bytes, together))
     };
     let measured = &SIZES[..sizes];
-    steps.extend(measured.iter().flat_map(of_size));
-    let took = run(transport, cores, &steps, until)?;
+    timed_calls.extend(measured.iter().flat_map(of_size));
+    let took = run(transport, cores, &timed_calls, until)?;
     let (fixed, rates) = took.split_at(4);
     let of = |kind: usize| {
         let time = |index: usize| {
@@ -148,24 +148,25 @@ fn link_times(transport: &str, cores: Cores, (sizes, together): (usize, u64), un
     })
 }
 
-/// Runs the calls of all steps between two ranks on these cores. Returns the picoseconds of one call for each step.
-fn run(transport: &str, cores: Cores, steps: &[Step], until: Instant) -> Result<Vec<u64>> {
+/// Runs all timed calls between two ranks on these cores. Returns the picoseconds of one call for each entry.
+fn run(transport: &str, cores: Cores, timed_calls: &[TimedCalls], until: Instant) -> Result<Vec<u64>> {
     let store = MemoryStore::default();
     let too_long = AtomicBool::new(false);
-    let member = |rank, core| Member::join(rank, core, transport, &store)?.run(steps, until, &too_long);
+    let calibration_rank =
+        |rank, core| CalibrationRank::join(rank, core, transport, &store)?.run(timed_calls, until, &too_long);
     std::thread::scope(|scope| {
         let other = std::thread::Builder::new().name("accl-calibrate".into());
-        let other = other.spawn_scoped(scope, || member(1, cores.1));
+        let other = other.spawn_scoped(scope, || calibration_rank(1, cores.1));
         let other =
             other.map_err(|error| Error::exhausted(format!("cannot start a thread for the calibration: {error}")))?;
-        let first = member(0, cores.0);
+        let first = calibration_rank(0, cores.0);
         let second = other.join().unwrap_or_else(|_| Err(Error::internal("the calibration panicked")));
         first.and_then(|took| second.map(|_| took))
     })
 }
 
 /// One of the two ranks.
-struct Member {
+struct CalibrationRank {
     engine: std::sync::Arc<Engine>,
     group: std::sync::Arc<Group>,
     rank: u32,
@@ -173,7 +174,7 @@ struct Member {
     output: Vec<u64>,
 }
 
-impl Member {
+impl CalibrationRank {
     /// Joins the group. Must run on a thread of this module, which it pins and shields from signals.
     fn join(rank: u32, core: Option<usize>, transport: &str, store: &MemoryStore) -> Result<Self> {
         block_signals();
@@ -205,12 +206,12 @@ impl Member {
         Ok(Self { engine, group, rank, input: Vec::new(), output: Vec::new() })
     }
 
-    fn run(mut self, steps: &[Step], until: Instant, too_long: &AtomicBool) -> Result<Vec<u64>> {
-        let mut took = Vec::with_capacity(steps.len());
-        for step in steps {
-            let desc = self.desc(step);
-            let mut batches = Vec::with_capacity(step.batches);
-            for _ in 0..step.batches {
+    fn run(mut self, timed_calls: &[TimedCalls], until: Instant, too_long: &AtomicBool) -> Result<Vec<u64>> {
+        let mut took = Vec::with_capacity(timed_calls.len());
+        for timed in timed_calls {
+            let desc = self.desc(timed);
+            let mut batches = Vec::with_capacity(timed.batches);
+            for _ in 0..timed.batches {
                 if self.rank == 0 && Instant::now() > until {
                     too_long.store(true, Ordering::Relaxed);
                 }
@@ -220,10 +221,10 @@ impl Member {
                     return Err(Error::timeout("it is too busy"));
                 }
                 let start = Instant::now();
-                for _ in 0..step.calls {
+                for _ in 0..timed.calls {
                     self.call(&desc)?;
                 }
-                batches.push(start.elapsed().as_nanos() as u64 * 1000 / u64::from(step.calls));
+                batches.push(start.elapsed().as_nanos() as u64 * 1000 / u64::from(timed.calls));
             }
             batches.sort_unstable();
             took.push(batches[batches.len() / 4]);
@@ -231,8 +232,8 @@ impl Member {
         Ok(took)
     }
 
-    fn desc(&mut self, step: &Step) -> CallDesc {
-        let words = step.bytes.div_ceil(8) as usize + 1;
+    fn desc(&mut self, timed: &TimedCalls) -> CallDesc {
+        let words = timed.bytes.div_ceil(8) as usize + 1;
         for buffer in [&mut self.input, &mut self.output] {
             if buffer.len() < words {
                 // Writing the buffer maps its pages before anything is timed.
@@ -240,7 +241,7 @@ impl Member {
             }
         }
         let dtype = Dtype::F32;
-        let count = step.bytes as usize / dtype.size_bytes();
+        let count = timed.bytes as usize / dtype.size_bytes();
         let half = count / 2;
         let tensor = |buffer: &mut Vec<u64>, first: usize, count: usize| {
             TensorDesc::dense(
@@ -251,7 +252,7 @@ impl Member {
         };
         let halves =
             |buffer: &mut Vec<u64>| (0..2).map(|block| [tensor(buffer, block * half, half)]).collect::<Blocks>();
-        let collective = match step.what {
+        let collective = match timed.what {
             What::AllReduce => Collective::AllReduce,
             What::ReduceScatter => Collective::ReduceScatter,
             What::AllGather | What::AllGatherInPlace => Collective::AllGather,
@@ -259,7 +260,7 @@ impl Member {
         };
         let mut desc = CallDesc::new(collective, dtype);
         desc.equal_blocks = true;
-        match step.what {
+        match timed.what {
             What::AllReduce | What::Broadcast => desc.outputs = Blocks::of(tensor(&mut self.output, 0, count)),
             What::ReduceScatter => {
                 desc.inputs = halves(&mut self.input);
@@ -294,7 +295,7 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for CalibrationRank {
     fn drop(&mut self) {
         self.engine.shutdown();
     }
@@ -307,13 +308,13 @@ mod tests {
     #[test]
     fn two_threads_measure_what_calls_take() {
         let until = Instant::now() + Duration::from_secs(60);
-        let took = run("shm", (None, None), &[Step::small(What::AllReduce, 4, 3)], until).unwrap();
+        let took = run("shm", (None, None), &[TimedCalls::small(What::AllReduce, 4, 3)], until).unwrap();
         assert!(took.len() == 1 && took[0] > 0 && took[0] < u64::MAX);
     }
 
     #[test]
     fn a_machine_that_is_too_busy_is_given_up() {
-        let error = run("shm", (None, None), &[Step::small(What::AllReduce, 4, 3)], Instant::now()).unwrap_err();
+        let error = run("shm", (None, None), &[TimedCalls::small(What::AllReduce, 4, 3)], Instant::now()).unwrap_err();
         assert!(error.message.contains("too busy"), "{error}");
     }
 }

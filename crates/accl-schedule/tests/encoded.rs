@@ -132,8 +132,8 @@ fn a_contribution_that_is_left_out_is_refused() {
 }
 
 #[test]
-fn a_relay_that_encodes_anew_is_refused() {
-    refuses("encoding anew", |program, op| {
+fn a_relay_that_encodes_again_is_refused() {
+    refuses("encoding again", |program, op| {
         let (dsts, srcs) = combination(program, op)?;
         if dsts.len() != 1 || srcs.len() != 1 || srcs[0].ranges()[0].buf != Buf::Code {
             return None;

@@ -12,5 +12,5 @@ fn the_page_of_algorithms_is_current() {
         std::fs::write(&path, &page).unwrap();
     }
     let committed = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(committed == page, "docs/algorithms.md is stale; ACCL_BLESS=1 cargo test -p accl-schedule writes it anew");
+    assert!(committed == page, "docs/algorithms.md is stale; ACCL_BLESS=1 cargo test -p accl-schedule writes it again");
 }

@@ -219,8 +219,8 @@ fn a_missing_dependency_is_refused() {
                     let on = programs[rank].ops[op].deps.remove(dep).on;
                     let fence = row.name == "pairwise" || row.collective == Collective::Barrier;
                     // In a barrier, only the sent notifications depend on the received ones.
-                    let told = is_send(&programs[rank], op as u32) && !is_send(&programs[rank], on);
-                    let spare = fence && (has_spare_fences(case) || !told);
+                    let is_notified = is_send(&programs[rank], op as u32) && !is_send(&programs[rank], on);
+                    let spare = fence && (has_spare_fences(case) || !is_notified);
                     // A dependency that is implied by others is not missing.
                     if spare || comes_before(&programs[rank], on, op) {
                         continue;

@@ -136,14 +136,14 @@ impl Pool {
 }
 
 /// The memory of one rank: the expression in each place, or `None` if the place was not written.
-struct Memory {
+struct RankMemory {
     places: Places,
     /// The chunks of `Code` that are written.
     encoded: HashSet<u32>,
     chunks: [Vec<Option<u32>>; Buf::COUNT],
 }
 
-impl Memory {
+impl RankMemory {
     fn at(&mut self, buf: Buf, chunk: u32) -> &mut Option<u32> {
         let (buf, chunk) = self.places.place(buf, chunk);
         let chunks = &mut self.chunks[buf as usize];
@@ -177,7 +177,7 @@ pub(super) fn check_values(
     places: &dyn Fn(u32) -> Places,
 ) -> Result<Changes, Violation> {
     let mut pool = Pool::default();
-    let mut memories: Vec<Memory> =
+    let mut memories: Vec<RankMemory> =
         (0..case.world).map(|rank| initial(case, rank, &programs[rank as usize], places(rank), &mut pool)).collect();
     let mut messages: HashMap<u32, Vec<u32>> = HashMap::new();
     for &number in sequence {
@@ -245,8 +245,8 @@ pub(super) fn check_values(
     Ok(changes)
 }
 
-fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut Pool) -> Memory {
-    let mut memory = Memory { places, chunks: Default::default(), encoded: HashSet::new() };
+fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut Pool) -> RankMemory {
+    let mut memory = RankMemory { places, chunks: Default::default(), encoded: HashSet::new() };
     let [ins, outs, ..] = chunk_counts(case, rank, program);
     for chunk in 0..ins {
         *memory.at(Buf::In, chunk) = Some(pool.number(Node::Leaf { rank, chunk }));
@@ -263,7 +263,7 @@ fn check_outputs(
     case: &Case,
     programs: &[Program],
     pool: &Pool,
-    memories: &mut [Memory],
+    memories: &mut [RankMemory],
 ) -> Result<Changes, Violation> {
     let mut changes = Changes::default();
     // The expression that reduces each chunk: found on one rank, then required to be the same on all ranks.
@@ -331,8 +331,8 @@ fn check_barrier(case: &Case, programs: &[Program], graph: &Graph, sequence: &[u
         known[number as usize * words..][..words].copy_from_slice(&now);
     }
     for (rank, end) in at_end.iter().enumerate() {
-        let heard = |other: &u32| end[*other as usize / 64] >> (other % 64) & 1 == 1;
-        if let Some(missing) = (0..case.world).find(|other| !heard(other)) {
+        let is_known = |other: &u32| end[*other as usize / 64] >> (other % 64) & 1 == 1;
+        if let Some(missing) = (0..case.world).find(|other| !is_known(other)) {
             return Err(Violation::new(format!("rank {rank} leaves before rank {missing} is known to have entered")));
         }
     }

@@ -19,7 +19,7 @@ pub fn reduce_scatter(
 ) {
     // For the block at each distance: how far back the members are whose contributions it contains here.
     let mut parts: Vec<Vec<u32>> = vec![vec![0]; team.size() as usize];
-    for Step { held, skip } in steps(team.size()) {
+    for BlockExchange { held, skip } in steps(team.size()) {
         let (to, from) = (team.after(skip), team.before(skip));
         let place = |distance: u32| {
             let block = team.after(distance);
@@ -56,7 +56,7 @@ pub fn reduce_scatter(
 pub fn phases(among: Among<'_>) -> Vec<Phase> {
     let n = among.size();
     let chain = chain(n) as usize;
-    let phase = |(index, Step { held, skip }): (usize, Step)| {
+    let phase = |(index, BlockExchange { held, skip }): (usize, BlockExchange)| {
         let part = Fraction::new(held - skip, n);
         Phase::linked(u32::from(index < chain), among.shift(skip), part, Arriving::Reduced)
     };
@@ -66,7 +66,7 @@ pub fn phases(among: Among<'_>) -> Vec<Phase> {
 /// Longest chain of messages among `n`.
 pub fn chain(n: u32) -> u32 {
     let mut levels = vec![0; n as usize];
-    for Step { held, skip } in steps(n) {
+    for BlockExchange { held, skip } in steps(n) {
         let (kept, passed) = levels.split_at_mut(skip as usize);
         let passed = &passed[..(held - skip) as usize];
         let kept = &mut kept[..passed.len()];
@@ -78,13 +78,13 @@ pub fn chain(n: u32) -> u32 {
 }
 
 /// One exchange: blocks at distances `skip..held` are sent to the member `skip` positions after this one.
-struct Step {
+struct BlockExchange {
     held: u32,
     skip: u32,
 }
 
-fn steps(n: u32) -> impl Iterator<Item = Step> {
-    let step = |held: u32| (held > 1).then(|| Step { held, skip: held.div_ceil(2) });
+fn steps(n: u32) -> impl Iterator<Item = BlockExchange> {
+    let step = |held: u32| (held > 1).then(|| BlockExchange { held, skip: held.div_ceil(2) });
     std::iter::successors(step(n), move |last| step(last.skip))
 }
 

@@ -9,7 +9,7 @@ use crate::ir::{Finish, Schedule, Span};
 
 /// One exchange. Ranges are aligned powers of two in the numbering of the members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
+pub struct PairExchange {
     /// Position of the partner.
     pub peer: u32,
     /// First block this member keeps.
@@ -21,11 +21,11 @@ pub struct Step {
 }
 
 /// The exchanges of the member at `index`, the largest first: halving uses this order, doubling the opposite order.
-pub fn steps(index: u32, size: u32) -> impl DoubleEndedIterator<Item = Step> {
+pub fn steps(index: u32, size: u32) -> impl DoubleEndedIterator<Item = PairExchange> {
     (0..size.ilog2()).rev().map(move |bit| {
         let len = 1 << bit;
         let keep = index & !(len - 1);
-        Step { peer: index ^ len, keep, give: keep ^ len, len }
+        PairExchange { peer: index ^ len, keep, give: keep ^ len, len }
     })
 }
 

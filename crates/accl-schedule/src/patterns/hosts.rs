@@ -10,9 +10,9 @@ use crate::cost::{Among, Arriving, Phase};
 use crate::ir::Request;
 use crate::topology::Topology;
 
-/// One rank's place.
+/// One rank's position: its host, and its number there.
 #[derive(Clone, Copy, Debug)]
-pub struct Place<'a> {
+pub struct HostPosition<'a> {
     topology: &'a Topology,
     /// The rank's host.
     pub host: u32,
@@ -22,13 +22,13 @@ pub struct Place<'a> {
     pub owners: u32,
 }
 
-impl<'a> Place<'a> {
-    /// The place of the request's rank.
-    pub fn of(request: &Request<'a>) -> Place<'a> {
+impl<'a> HostPosition<'a> {
+    /// The position of the request's rank.
+    pub fn of(request: &Request<'a>) -> HostPosition<'a> {
         let topology = request.topology;
         let host = topology.host_of(request.rank);
         let index = topology.ranks_of(host).partition_point(|&rank| rank < request.rank.0) as u32;
-        Place { topology, host, index, owners: topology.smallest_host() }
+        HostPosition { topology, host, index, owners: topology.smallest_host() }
     }
 
     /// The ranks of its host.

@@ -5,7 +5,7 @@
 //! once.
 
 use crate::algorithms::prelude::*;
-use crate::patterns::hosts::{self, Place};
+use crate::patterns::hosts::{self, HostPosition};
 use crate::patterns::{direct, halving, ring};
 
 /// The table row.
@@ -39,27 +39,27 @@ fn cost(n: u32, topology: &Topology) -> Cost {
 
 fn build(request: &Request) -> Schedule {
     let mut schedule = Schedule::new(Division::Whole, Division::Blocks);
-    let place = Place::of(request);
-    let (inside, own) = (place.inside(), request.rank.0);
-    let belonging = |owner| place.all_belonging(owner).map(|rank| (Buf::Out, rank)).collect::<Span>();
-    if place.index >= place.owners {
-        schedule.send(inside.rank(place.owner()), whole(Buf::In));
+    let position = HostPosition::of(request);
+    let (inside, own) = (position.inside(), request.rank.0);
+    let belonging = |owner| position.all_belonging(owner).map(|rank| (Buf::Out, rank)).collect::<Span>();
+    if position.index >= position.owners {
+        schedule.send(inside.rank(position.owner()), whole(Buf::In));
         // The guest's own block is among the blocks that its owner sends.
-        direct::all_gather(&mut schedule, &inside, place.owners, Span::empty(), belonging);
+        direct::all_gather(&mut schedule, &inside, position.owners, Span::empty(), belonging);
         return schedule;
     }
     schedule.copy(Span::chunk(Buf::Out, own), whole(Buf::In));
-    for guest in place.guests() {
+    for guest in position.guests() {
         schedule.recv(Rank(guest), Span::chunk(Buf::Out, guest));
     }
-    let counterparts = place.across();
-    let across = Team::of(&counterparts, place.host);
-    let at = |first, hosts| place.belonging(place.index, first, hosts).map(|rank| (Buf::Out, rank)).collect::<Span>();
+    let counterparts = position.across();
+    let across = Team::of(&counterparts, position.host);
+    let at = |first, hosts| position.belonging(position.index, first, hosts).map(|rank| (Buf::Out, rank)).collect::<Span>();
     if across.size().is_power_of_two() {
         halving::all_gather_of(&mut schedule, &across, at);
     } else {
-        ring::all_gather(&mut schedule, &across, at(place.host, 1), |host| at(host, 1));
+        ring::all_gather(&mut schedule, &across, at(position.host, 1), |host| at(host, 1));
     }
-    direct::all_gather(&mut schedule, &inside, place.owners, belonging(place.index), belonging);
+    direct::all_gather(&mut schedule, &inside, position.owners, belonging(position.index), belonging);
     schedule
 }

@@ -5,7 +5,7 @@
 //! crosses the network for each byte.
 
 use crate::algorithms::prelude::*;
-use crate::patterns::hosts::{self, Place};
+use crate::patterns::hosts::{self, HostPosition};
 use crate::patterns::{direct, halving, ring};
 
 /// The table row.
@@ -37,17 +37,17 @@ fn cost(n: u32, topology: &Topology) -> Cost {
 
 fn build(request: &Request) -> Schedule {
     let mut schedule = Schedule::new(Division::Blocks, Division::Whole);
-    let place = Place::of(request);
-    let (inside, own) = (place.inside(), request.rank.0);
-    let input = |owner| place.all_belonging(owner).map(|rank| (Buf::In, rank)).collect::<Span>();
-    if place.index >= place.owners {
-        direct::reduce_scatter(&mut schedule, &inside, place.owners, input, |_| Span::empty(), Finish::No);
-        schedule.recv(inside.rank(place.owner()), whole(Buf::Out));
+    let position = HostPosition::of(request);
+    let (inside, own) = (position.inside(), request.rank.0);
+    let input = |owner| position.all_belonging(owner).map(|rank| (Buf::In, rank)).collect::<Span>();
+    if position.index >= position.owners {
+        direct::reduce_scatter(&mut schedule, &inside, position.owners, input, |_| Span::empty(), Finish::No);
+        schedule.recv(inside.rank(position.owner()), whole(Buf::Out));
         return schedule;
     }
     // This rank's own block is reduced in place; the other blocks are reduced in scratch.
     let mut slots = Vec::new();
-    for rank in place.all_belonging(place.index).filter(|&rank| rank != own) {
+    for rank in position.all_belonging(position.index).filter(|&rank| rank != own) {
         slots.push((rank, schedule.scratch_like(Buf::In, rank)));
     }
     slots.sort_unstable();
@@ -55,15 +55,15 @@ fn build(request: &Request) -> Schedule {
         Ok(slot) => (Buf::Scratch, slots[slot].1),
         Err(_) => (Buf::Out, 0),
     };
-    let acc = |first, hosts| place.belonging(place.index, first, hosts).map(sum).collect::<Span>();
+    let acc = |first, hosts| position.belonging(position.index, first, hosts).map(sum).collect::<Span>();
     let all_hosts = request.topology.host_count();
-    direct::reduce_scatter(&mut schedule, &inside, place.owners, input, |_| acc(0, all_hosts), Finish::No);
+    direct::reduce_scatter(&mut schedule, &inside, position.owners, input, |_| acc(0, all_hosts), Finish::No);
 
-    let counterparts = place.across();
-    let across = Team::of(&counterparts, place.host);
+    let counterparts = position.across();
+    let across = Team::of(&counterparts, position.host);
     let alone = inside.size() == 1;
     let src = |first, hosts| match alone {
-        true => place.belonging(place.index, first, hosts).map(|rank| (Buf::In, rank)).collect(),
+        true => position.belonging(position.index, first, hosts).map(|rank| (Buf::In, rank)).collect(),
         false => acc(first, hosts),
     };
     if all_hosts.is_power_of_two() {
@@ -71,7 +71,7 @@ fn build(request: &Request) -> Schedule {
     } else {
         ring::reduce_scatter(&mut schedule, &across, |host| src(host, 1), |host| acc(host, 1), Finish::Yes);
     }
-    for guest in place.guests() {
+    for guest in position.guests() {
         schedule.send(Rank(guest), std::iter::once(sum(guest)).collect());
     }
     schedule
