@@ -273,7 +273,7 @@ fn a_failure_of_the_library_is_an_error_that_says_so_and_that_the_memory_stays()
     turn.fails.store(true, Ordering::Relaxed);
     let errors = errors_of_all_reduce(&turn, &World::new(options(2)));
     assert!(
-        errors.iter().all(|error| error.message.contains("the collective failed in mpi: it was told to fail")),
+        errors.iter().all(|error| error.message.contains("the collective failed in mpi: it was set to fail")),
         "{errors:?}"
     );
     // A rank that learned of the other rank's failure first may not have begun.
@@ -290,7 +290,7 @@ fn a_refusal_of_the_library_holds_no_memory() {
     turn.refuses.store(true, Ordering::Relaxed);
     let errors = errors_of_all_reduce(&turn, &World::new(options(2)));
     assert!(
-        errors.iter().any(|error| error.message.contains("could not start the collective: it was told to refuse")),
+        errors.iter().any(|error| error.message.contains("could not start the collective: it was set to refuse")),
         "{errors:?}"
     );
     assert!(errors.iter().all(|error| !error.context.holds_memory), "{errors:?}");

@@ -13,7 +13,7 @@ mod world;
 pub use accl_engine::MemoryStore;
 pub use calls::{Element, Member, finish, finish_ran};
 pub use dir_store::DirStore;
-pub use rigged::{EXPLODES, Rig, Rigged, Step};
+pub use rigged::{EXPLODES, LinkFunction, Rig, Rigged};
 pub use transports::{Library, THRIFTY, every_transport, library};
 pub use world::{Fabric, World, WorldOptions};
 

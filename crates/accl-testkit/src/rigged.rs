@@ -18,7 +18,7 @@ pub const EXPLODES: &str = "the test's link explodes";
 /// A function of [`Link`] at which a panic can be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Step {
+pub enum LinkFunction {
     /// [`Link::try_reserve`]
     Reserve = 1,
     /// [`Link::peek`]
@@ -47,20 +47,20 @@ pub struct Rig {
 
 impl Rig {
     /// Makes the next use of this function panic.
-    pub fn explode_at(&self, step: Step) {
-        self.trap.store(step as u8, Ordering::SeqCst);
+    pub fn explode_at(&self, function: LinkFunction) {
+        self.trap.store(function as u8, Ordering::SeqCst);
     }
 
     /// Lets `harmless` uses of this function pass; the next one panics.
-    pub fn explode_after(&self, harmless: u8, step: Step) {
+    pub fn explode_after(&self, harmless: u8, function: LinkFunction) {
         self.harmless.store(harmless, Ordering::SeqCst);
-        self.explode_at(step);
+        self.explode_at(function);
     }
 
     /// Makes every use of this function panic from now on.
-    pub fn explode_always_at(&self, step: Step) {
+    pub fn explode_always_at(&self, function: LinkFunction) {
         self.for_ever.store(true, Ordering::SeqCst);
-        self.explode_at(step);
+        self.explode_at(function);
     }
 
     /// Makes the peer look lost from now on. No thread is woken.
@@ -73,15 +73,15 @@ impl Rig {
         self.parked.load(Ordering::SeqCst)
     }
 
-    fn step(&self, step: Step) {
-        let is_meant = self.trap.load(Ordering::SeqCst) == step as u8;
+    fn enter(&self, function: LinkFunction) {
+        let is_meant = self.trap.load(Ordering::SeqCst) == function as u8;
         let one_less = |harmless: u8| harmless.checked_sub(1);
         if is_meant && self.harmless.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok() {
             return;
         }
         let springs = match self.for_ever.load(Ordering::SeqCst) {
-            true => self.trap.load(Ordering::SeqCst) == step as u8,
-            false => self.trap.compare_exchange(step as u8, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok(),
+            true => self.trap.load(Ordering::SeqCst) == function as u8,
+            false => self.trap.compare_exchange(function as u8, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok(),
         };
         assert!(!springs, "{EXPLODES}");
     }
@@ -112,17 +112,17 @@ unsafe impl Link for Rigged {
     }
 
     fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
-        self.rig.step(Step::Reserve);
+        self.rig.enter(LinkFunction::Reserve);
         self.link.try_reserve(payload_bytes)
     }
 
     fn commit(&mut self) {
-        self.rig.step(Step::Commit);
+        self.rig.enter(LinkFunction::Commit);
         self.link.commit();
     }
 
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
-        self.rig.step(Step::Peek);
+        self.rig.enter(LinkFunction::Peek);
         self.rig.look()?;
         self.link.peek()
     }
@@ -136,20 +136,20 @@ unsafe impl Link for Rigged {
     }
 
     fn arm(&mut self, wants_room: bool) -> bool {
-        self.rig.step(Step::Arm);
+        self.rig.enter(LinkFunction::Arm);
         let has_news = self.link.arm(wants_room);
         self.rig.parked.store(!has_news, Ordering::SeqCst);
         has_news
     }
 
     fn disarm(&mut self) {
-        self.rig.step(Step::Disarm);
+        self.rig.enter(LinkFunction::Disarm);
         self.rig.parked.store(false, Ordering::SeqCst);
         self.link.disarm();
     }
 
     fn check_peer(&mut self) -> Result<()> {
-        self.rig.step(Step::CheckPeer);
+        self.rig.enter(LinkFunction::CheckPeer);
         self.rig.look()?;
         self.link.check_peer()
     }

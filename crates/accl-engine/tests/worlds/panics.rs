@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_engine::{Call, Mode};
-use accl_testkit::{EXPLODES, Member, Rig, Step, World, WorldOptions, finish};
+use accl_testkit::{EXPLODES, LinkFunction, Member, Rig, World, WorldOptions, finish};
 use accl_types::{Error, ErrorKind, ReduceOp, Result};
 
 /// Longer than any test here takes, and shorter than a call's deadline.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Functions of a link that every poll of the links, and every sleep, calls.
-const STEPS: [Step; 4] = [Step::Peek, Step::CheckPeer, Step::Arm, Step::Disarm];
+const STEPS: [LinkFunction; 4] = [LinkFunction::Peek, LinkFunction::CheckPeer, LinkFunction::Arm, LinkFunction::Disarm];
 
 fn options(timeout: Duration) -> WorldOptions {
     WorldOptions::new(2).timeout(timeout)
@@ -28,12 +28,12 @@ fn watch(call: &Call) -> Result<()> {
     call.error().map_or(Ok(()), Err)
 }
 
-fn expect_explosion(error: &Error, step: Step) {
+fn expect_explosion(error: &Error, step: LinkFunction) {
     assert_eq!(error.kind, ErrorKind::Internal, "{step:?}: {error}");
     assert!(error.to_string().contains(EXPLODES), "{step:?}: {error}");
 }
 
-fn explode(step: Step, call: impl Fn(&Member) -> Result<()> + Sync) {
+fn explode(step: LinkFunction, call: impl Fn(&Member) -> Result<()> + Sync) {
     let (world, rig) = World::rigged(options(Duration::from_secs(30)));
     let started = AtomicBool::new(false);
     let errors = world.run("g", |member| {
@@ -82,7 +82,7 @@ fn a_panic_under_the_background_thread_is_an_internal_error() {
 }
 
 /// Issues a call on rank 0 that rank 1 never issues, and leaves it to the background thread. The deadline must end it.
-fn expect_deadlines(world: &World, step: Step) {
+fn expect_deadlines(world: &World, step: LinkFunction) {
     let groups = world.run("later", |member| member);
     let mut data = [1.0_f32; 4];
     let desc = groups[0].all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async);
@@ -112,7 +112,7 @@ fn deadlines_are_looked_at_after_a_panic_under_the_background_thread() {
 /// The notification of the peers panics, too.
 #[test]
 fn a_link_that_always_panics_ends_its_calls_and_not_the_background_thread() {
-    for step in [Step::Peek, Step::Reserve, Step::Arm] {
+    for step in [LinkFunction::Peek, LinkFunction::Reserve, LinkFunction::Arm] {
         let (world, rig) = World::rigged(options(Duration::from_secs(30)));
         let groups = world.run("g", |member| member);
         let mut never = [0_u8; 4];
@@ -149,7 +149,7 @@ fn a_panic_after_a_send_that_is_over_leaves_nobody_waiting() {
     let sends: Vec<Call> = (0..40).map(|_| groups[0].post_send(&[7_u8; 8], 1, 0).unwrap()).collect();
     assert!(sends.iter().filter(|call| !call.is_done()).count() > 2, "the link holds them all");
     await_parked(&rig);
-    rig.explode_after(1, Step::Commit);
+    rig.explode_after(1, LinkFunction::Commit);
     let mut data = [[0_u8; 8]; 40];
     // The failure may arrive before the last of these receives is posted.
     let receives: Vec<Call> = data.iter_mut().filter_map(|data| groups[1].post_recv(data, Some(0), 0).ok()).collect();

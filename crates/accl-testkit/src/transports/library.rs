@@ -102,27 +102,27 @@ impl Collectives for Library {
             return Err(format!("rank {other} is in another process"));
         }
         if self.leaves_to_host.load(Ordering::Relaxed) {
-            return Ok(Opened::LeftToHost("it was told to".to_owned()));
+            return Ok(Opened::LeftToHost("it was set to".to_owned()));
         }
         let world = addresses.len();
         let make = || Arc::new(Meeting { world, calls: Mutex::default() });
         let meeting = self.groups.lock().entry(key).or_insert_with(make).clone();
         let library = library();
-        Ok(Opened::Group(Box::new(Group { library, meeting, rank: rank as usize, next: 0 })))
+        Ok(Opened::Group(Box::new(LibraryGroup { library, meeting, rank: rank as usize, next: 0 })))
     }
 }
 
-struct Group {
+struct LibraryGroup {
     library: &'static Library,
     meeting: Arc<Meeting>,
     rank: usize,
     next: u64,
 }
 
-impl CollectiveGroup for Group {
+impl CollectiveGroup for LibraryGroup {
     unsafe fn start(&mut self, collective: &CollectiveV1) -> Result<Box<dyn CollectiveCall>, String> {
         if self.library.refuses.load(Ordering::Relaxed) {
-            return Err("it was told to refuse".to_owned());
+            return Err("it was set to refuse".to_owned());
         }
         let number = self.next;
         self.next += 1;
@@ -133,7 +133,7 @@ impl CollectiveGroup for Group {
         if coming.parts.len() == self.meeting.world && !self.library.is_stuck.load(Ordering::Relaxed) {
             coming.do_it();
         }
-        Ok(Box::new(Call { library: self.library, meeting: self.meeting.clone(), number }))
+        Ok(Box::new(LibraryCall { library: self.library, meeting: self.meeting.clone(), number }))
     }
 
     fn close(self: Box<Self>, has_failed: bool) {
@@ -141,16 +141,16 @@ impl CollectiveGroup for Group {
     }
 }
 
-struct Call {
+struct LibraryCall {
     library: &'static Library,
     meeting: Arc<Meeting>,
     number: u64,
 }
 
-impl CollectiveCall for Call {
+impl CollectiveCall for LibraryCall {
     fn test(&mut self) -> Result<bool, String> {
         if self.library.fails.load(Ordering::Relaxed) {
-            return Err("it was told to fail".to_owned());
+            return Err("it was set to fail".to_owned());
         }
         Ok(self.meeting.calls.lock().get(&self.number).is_some_and(|coming| coming.is_done))
     }

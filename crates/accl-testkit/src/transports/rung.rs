@@ -34,7 +34,7 @@ struct Rung {
     /// Whether the peer sleeps.
     peer_asleep: bool,
     /// Whether the peer knows that this side sleeps.
-    has_told: bool,
+    announced_sleep: bool,
     /// Whether something was given to the peer since the last ring.
     has_given: bool,
     /// Whether a frame was committed and has not left.
@@ -104,7 +104,7 @@ impl Rung {
         }
     }
 
-    fn hear(&mut self) {
+    fn receive(&mut self) {
         let mut bytes = [0; 64];
         let Some(carrier) = self.carrier else { return };
         // SAFETY: the carrier's socket stays open as long as the link.
@@ -113,7 +113,7 @@ impl Rung {
             for word in &bytes[..count.min(bytes.len())] {
                 match *word {
                     ASLEEP => self.peer_asleep = true,
-                    _ => self.has_told = false,
+                    _ => self.announced_sleep = false,
                 }
             }
         }
@@ -122,8 +122,8 @@ impl Rung {
         }
     }
 
-    fn tell_asleep(&mut self) {
-        if self.is_thrifty && !std::mem::replace(&mut self.has_told, true) {
+    fn announce_sleep(&mut self) {
+        if self.is_thrifty && !std::mem::replace(&mut self.announced_sleep, true) {
             self.say(ASLEEP);
         }
     }
@@ -150,7 +150,7 @@ unsafe extern "C" fn open(
                 is_thrifty: !context.is_null(),
                 carrier: None,
                 peer_asleep: false,
-                has_told: false,
+                announced_sleep: false,
                 has_given: false,
                 has_unsent: false,
             }))
@@ -259,11 +259,11 @@ unsafe extern "C" fn attach(link: *mut c_void, carrier: c_int) {
 unsafe extern "C" fn arm(link: *mut c_void) -> u64 {
     // SAFETY: by the header's contract `link` comes from `open`, and so does the argument of `progress`.
     unsafe {
-        rung(link).hear();
+        rung(link).receive();
         if progress(link) != 0 {
             return INTERVAL_US;
         }
-        rung(link).tell_asleep();
+        rung(link).announce_sleep();
         0
     }
 }
