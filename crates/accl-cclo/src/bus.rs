@@ -15,15 +15,16 @@ pub use crate::memory::Memory;
 
 /// A device, as the driver accesses it.
 ///
-/// Devices of several ranks may have to exchange data before any other use. The caller asks each device once for its text ([`Bus::tell`]). If the
-/// device returns one, the caller passes it the texts of all ranks ([`Bus::hear`]). The caller sets the driver up after that.
+/// Devices of several ranks may have to exchange data before any other use. The caller asks each device once for its text
+/// ([`Bus::local_info`]). If the device returns one, the caller passes it the texts of all ranks ([`Bus::receive_info`]). The caller sets the driver
+/// up after that.
 pub trait Bus: Send {
     /// Returns the text that this rank sends to all other ranks, or `None` if it sends none. For one kind of device, either all ranks return a text
     /// or none does. The text is valid for this opening of the device only, and later openings never receive it.
     ///
     /// # Errors
     /// The device cannot be reached, or it has too little room for the number of ranks.
-    fn tell(&mut self, _: &Settings) -> Result<Option<String>> {
+    fn local_info(&mut self, _: &Settings) -> Result<Option<String>> {
         Ok(None)
     }
 
@@ -31,7 +32,7 @@ pub trait Bus: Send {
     ///
     /// # Errors
     /// A text cannot be parsed, the devices are incompatible with one another, or the device cannot be reached.
-    fn hear(&mut self, _told: &[String], _: &mut Settings) -> Result<()> {
+    fn receive_info(&mut self, _infos: &[String], _: &mut Settings) -> Result<()> {
         Ok(())
     }
 
@@ -48,7 +49,7 @@ pub trait Bus: Send {
 
     /// Sets the deadline for all following requests; it overrides the bus's own, longer timeout, because the caller has a deadline. `None` removes
     /// the deadline.
-    fn limit(&mut self, _until: Option<Instant>) {}
+    fn set_deadline(&mut self, _deadline: Option<Instant>) {}
 
     /// Reads a word of exchange memory; `offset` is in bytes.
     ///
@@ -139,20 +140,20 @@ pub trait Bus: Send {
 }
 
 impl<B: Bus + ?Sized> Bus for Box<B> {
-    fn tell(&mut self, settings: &Settings) -> Result<Option<String>> {
-        (**self).tell(settings)
+    fn local_info(&mut self, settings: &Settings) -> Result<Option<String>> {
+        (**self).local_info(settings)
     }
 
-    fn hear(&mut self, told: &[String], settings: &mut Settings) -> Result<()> {
-        (**self).hear(told, settings)
+    fn receive_info(&mut self, infos: &[String], settings: &mut Settings) -> Result<()> {
+        (**self).receive_info(infos, settings)
     }
 
     fn claim(&mut self) -> Result<Option<String>> {
         (**self).claim()
     }
 
-    fn limit(&mut self, until: Option<Instant>) {
-        (**self).limit(until);
+    fn set_deadline(&mut self, deadline: Option<Instant>) {
+        (**self).set_deadline(deadline);
     }
 
     fn read_register(&mut self, offset: u32) -> Result<u32> {

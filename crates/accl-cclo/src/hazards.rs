@@ -13,7 +13,7 @@ pub struct Hazard {
     /// Behaviour of the repaired emulator in that case.
     pub repaired: &'static str,
     /// The driver's behaviour that avoids the hazard.
-    pub way_round: &'static str,
+    pub workaround: &'static str,
     /// Whether the repair changes the data on the wire, so that all peers must have it.
     pub is_on_wire: bool,
 }
@@ -25,7 +25,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "the last segment of an eager all_reduce has so few elements that the last rank's share is empty",
         faithful: "it hangs",
         repaired: "an empty share is neither sent nor expected",
-        way_round: "counts are padded to a multiple of the ranks",
+        workaround: "counts are padded to a multiple of the ranks",
         is_on_wire: true,
     },
     Hazard {
@@ -33,7 +33,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "a message is larger than the largest eager message, and the network is UDP or TCP",
         faithful: "it hangs",
         repaired: "it is sent eagerly, and passes a ring in pieces that fit into rx buffers",
-        way_round: "calls are split to the size of the largest eager message",
+        workaround: "calls are split to the size of the largest eager message",
         is_on_wire: true,
     },
     Hazard {
@@ -41,7 +41,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "a rendezvous gather has a root that is neither the first nor the last rank",
         faithful: "the root sends its address to itself and hangs",
         repaired: "the root sends its address to each other rank",
-        way_round: "blocks are split to the size of the largest eager message",
+        workaround: "blocks are split to the size of the largest eager message",
         is_on_wire: true,
     },
     Hazard {
@@ -49,7 +49,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "a rendezvous reduction uses a binomial tree, and the number of ranks is a power of two",
         faithful: "the last sum stays in a spare buffer, and the result is not written",
         repaired: "the last sum is written to the result",
-        way_round: "reductions are flat for any number of ranks",
+        workaround: "reductions are flat for any number of ranks",
         is_on_wire: false,
     },
     Hazard {
@@ -57,7 +57,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "the contributions of all ranks to a flat rendezvous reduction are larger than a spare buffer",
         faithful: "memory behind the spare buffer is overwritten",
         repaired: "the call fails with an error about its size",
-        way_round: "reductions are split so that the contributions of all ranks fit into a spare buffer",
+        workaround: "reductions are split so that the contributions of all ranks fit into a spare buffer",
         is_on_wire: false,
     },
     Hazard {
@@ -65,7 +65,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "a rendezvous reduce_scatter runs",
         faithful: "the source of rank 0 is overwritten",
         repaired: "the sum is kept in a spare buffer",
-        way_round: "sources are copies in device memory",
+        workaround: "sources are copies in device memory",
         is_on_wire: false,
     },
     Hazard {
@@ -73,7 +73,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "sender and receiver of a message use different tags, and one tag is `any`",
         faithful: "the receiver hangs, unless the message is eager and its sender used `any`",
         repaired: "a receiver with the tag `any` accepts every tag",
-        way_round: "both ends of a message use the same tag, which is not `any`",
+        workaround: "both ends of a message use the same tag, which is not `any`",
         is_on_wire: false,
     },
     Hazard {
@@ -81,7 +81,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "ranks start sends and receives in different orders",
         faithful: "they wait for each other",
         repaired: "the same: a call holds the engine until it ends",
-        way_round: "calls are started in the order of their sequence numbers, which is the same on all ranks",
+        workaround: "calls are started in the order of their sequence numbers, which is the same on all ranks",
         is_on_wire: false,
     },
     Hazard {
@@ -89,7 +89,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "a fourth call is started before the end of the first call was polled",
         faithful: "the emulator no longer answers the host of the rank",
         repaired: "calls wait for their turn",
-        way_round: "one call is started at a time",
+        workaround: "one call is started at a time",
         is_on_wire: false,
     },
     Hazard {
@@ -97,7 +97,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "a message goes to a kernel stream over RDMA",
         faithful: "the call of its sender sometimes hangs, depending on the seed",
         repaired: "it arrives",
-        way_round: "no message goes to a kernel stream over RDMA",
+        workaround: "no message goes to a kernel stream over RDMA",
         is_on_wire: false,
     },
     Hazard {
@@ -105,7 +105,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "some buffers of a rendezvous collective lie in host memory and some in device memory",
         faithful: "data is written to the wrong memory",
         repaired: "data is written to the right memory",
-        way_round: "all buffers of a group lie in one kind of memory",
+        workaround: "all buffers of a group lie in one kind of memory",
         is_on_wire: false,
     },
     Hazard {
@@ -113,7 +113,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "two communicators of the same engines are in use at once",
         faithful: "a message of one communicator is taken for a message of the other",
         repaired: "a message belongs to the communicator in its header; a message without one belongs to any",
-        way_round: "a device serves one group",
+        workaround: "a device serves one group",
         is_on_wire: true,
     },
     Hazard {
@@ -121,7 +121,7 @@ pub const HAZARDS: [Hazard; 13] = [
         condition: "a device is reset during a call, for example a call that waits for a killed rank",
         faithful: "the reset waits for the end of the call, possibly forever",
         repaired: "the call and all waiting calls end, with return code bit 31 for other hosts than the resetting one. The resetting host receives only the end of the reset",
-        way_round: "after 5 s the driver reports that a call holds the device",
+        workaround: "after 5 s the driver reports that a call holds the device",
         is_on_wire: false,
     },
 ];
@@ -133,6 +133,6 @@ mod tests {
     #[test]
     fn hazards_are_numbered_from_one() {
         assert!(HAZARDS.iter().zip(1..).all(|(hazard, number)| hazard.number == number));
-        assert!(HAZARDS.iter().all(|hazard| !hazard.way_round.is_empty() && hazard.faithful != hazard.repaired));
+        assert!(HAZARDS.iter().all(|hazard| !hazard.workaround.is_empty() && hazard.faithful != hazard.repaired));
     }
 }

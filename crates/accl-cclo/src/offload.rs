@@ -11,7 +11,7 @@ use crate::memory_map::{DataType, Network, ReduceFunction};
 
 /// A collective, as torch requests it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct CollectiveRequest {
     /// The collective.
     pub collective: Collective,
     /// Element type.
@@ -44,7 +44,7 @@ pub enum Route {
 
 /// Buffer of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Buffer {
+pub enum PieceBuffer {
     /// Operand 0.
     First,
     /// The result buffer.
@@ -74,7 +74,7 @@ pub struct Piece {
     /// Spans copied to the result tensors after the call.
     pub takes: Vec<Span>,
     /// Buffer that `takes` is copied from.
-    pub takes_from: Buffer,
+    pub takes_from: PieceBuffer,
 }
 
 /// Splits a collective into consecutive pieces.
@@ -96,7 +96,7 @@ pub struct Pieces {
 }
 
 /// Returns who runs a collective. The result is the same on all ranks.
-pub fn route(request: &Request, settings: &Settings) -> Route {
+pub fn route(request: &CollectiveRequest, settings: &Settings) -> Route {
     let operation = match request.collective {
         Collective::AllReduce => Operation::AllReduce,
         Collective::ReduceScatter => Operation::ReduceScatter,
@@ -139,7 +139,7 @@ impl Pieces {
     /// Returns the pieces of a collective that the device runs. Each staging buffer holds `staging_bytes` bytes, which must be at least the size of
     /// an rx buffer.
     pub fn new(
-        request: &Request,
+        request: &CollectiveRequest,
         operation: Operation,
         elements: DataType,
         settings: &Settings,
@@ -207,7 +207,7 @@ impl Iterator for Pieces {
             gives: if self.gives { self.spans(self.blocks_in, count, padded) } else { Vec::new() },
             given_bytes: self.blocks_in * padded * self.element_bytes,
             takes: if self.takes { self.spans(self.blocks_out, count, padded) } else { Vec::new() },
-            takes_from: if self.operation == Operation::Broadcast { Buffer::First } else { Buffer::Result },
+            takes_from: if self.operation == Operation::Broadcast { PieceBuffer::First } else { PieceBuffer::Result },
         };
         self.done += count;
         Some(piece)

@@ -4,7 +4,7 @@ use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
 use crate::device::{DeviceUrl, KEYS};
 use crate::hazards::HAZARDS;
-use crate::offload::{Request, Route, route};
+use crate::offload::{CollectiveRequest, Route, route};
 
 const HEAD: &str = "# Devices: keys, routes, hazards\n\n\
     Generated from the tables of `crates/accl-cclo`; do not edit. [devices.md](devices.md) explains devices and how a group gets one.\n\n";
@@ -44,7 +44,7 @@ pub fn tables_page() -> String {
         let wire = if hazard.is_on_wire { " (all emulators of a job must agree)" } else { "" };
         page.push_str(&format!(
             "| {} | {} | {} | {}{wire} | {} |\n",
-            hazard.number, hazard.condition, hazard.faithful, hazard.repaired, hazard.way_round
+            hazard.number, hazard.condition, hazard.faithful, hazard.repaired, hazard.workaround
         ));
     }
     page
@@ -56,7 +56,10 @@ fn routes(collective: Collective, design: &str) -> (String, String) {
     let settings = DeviceUrl::parse(&text).ok().flatten().and_then(|url| url.settings(0, 2).ok());
     let Some(settings) = settings else { unreachable!("`{text}` is a device") };
     let to = |op, dtype| {
-        route(&Request { collective, dtype, op, root: Rank(0), block_bytes: 0, equal_blocks: true }, &settings)
+        route(
+            &CollectiveRequest { collective, dtype, op, root: Rank(0), block_bytes: 0, equal_blocks: true },
+            &settings,
+        )
     };
     if !collective.reduces() {
         return match to(ReduceOp::Sum, Dtype::F32) {

@@ -1,4 +1,4 @@
-//! Benchmarks of emulators over their sockets, and of engines in the process of their rank: `cargo bench -p accl-emulator --bench bars`. Figures are
+//! Benchmarks of emulators over their sockets, and of engines in the process of their rank: `cargo bench -p accl-emulator --bench targets`. Figures are
 //! medians of a few turns, and are comparable on the same machine only.
 
 #[path = "../tests/engines/support/mod.rs"]
@@ -51,8 +51,8 @@ fn median(mut of: Vec<Duration>) -> Duration {
     of[of.len() / 2]
 }
 
-fn print(id: &str, figure: impl std::fmt::Display, bar: &str) {
-    println!("{id:<44} {figure:>14}   {bar}");
+fn print(id: &str, figure: impl std::fmt::Display, target: &str) {
+    println!("{id:<44} {figure:>14}   {target}");
 }
 
 /// Measures a register access over ZeroMQ, and a byte over a plain connection for comparison. Both ends run on one core, and then on two. Without

@@ -145,7 +145,7 @@ impl Cluster {
     }
 
     /// Updates what an engine knows of its peers, after which it may be able to advance.
-    pub(crate) fn tell(&mut self, rank: u32, what: impl FnOnce(&mut Engine)) {
+    pub(crate) fn update(&mut self, rank: u32, what: impl FnOnce(&mut Engine)) {
         if let Some(index) = self.index(rank) {
             what(&mut self.engines[index]);
             self.wake(index);
@@ -154,7 +154,7 @@ impl Cluster {
 
     /// Sets whether the peers of a rank are connected.
     pub(crate) fn set_peers(&mut self, rank: u32, peers: Peers) {
-        self.tell(rank, |engine| engine.set_peers(peers));
+        self.update(rank, |engine| engine.set_peers(peers));
     }
 
     /// Returns the self-description of a rank's engine among `ranks` ranks.
@@ -275,7 +275,7 @@ impl Cluster {
 
     /// Gives an engine bytes from a kernel.
     pub(crate) fn feed(&mut self, rank: u32, bytes: &[u8]) {
-        self.tell(rank, |engine| engine.feed(bytes));
+        self.update(rank, |engine| engine.feed(bytes));
     }
 }
 

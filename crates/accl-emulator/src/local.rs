@@ -13,9 +13,9 @@ use crate::engine::Engine;
 use crate::program::Faithful;
 
 /// Engines of all ranks, in one process.
-pub struct LocalEngines(Mutex<Inner>);
+pub struct LocalEngines(Mutex<LockedEngines>);
 
-struct Inner {
+struct LockedEngines {
     cluster: Cluster,
     handed_out: Vec<HandedOut>,
 }
@@ -25,7 +25,7 @@ impl LocalEngines {
     pub fn new(network: Network, faithful: Faithful, ranks: u32) -> Arc<Self> {
         let engines = (0..ranks).map(|_| Engine::new(network, faithful)).collect();
         let cluster = Cluster::new(0, engines, None);
-        Arc::new(Self(Mutex::new(Inner { cluster, handed_out: vec![[0; 2]; ranks as usize] })))
+        Arc::new(Self(Mutex::new(LockedEngines { cluster, handed_out: vec![[0; 2]; ranks as usize] })))
     }
 
     /// Runs a function on an engine, and then lets the engines advance. Returns `None` if there is no such engine.
@@ -36,7 +36,7 @@ impl LocalEngines {
         Some(result)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, LockedEngines> {
         // A panic in an engine only fails the call at hand; calls of other ranks fail by their deadlines.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -63,7 +63,7 @@ impl LocalBus {
 impl Reach for LocalEngine {
     fn with<R>(&self, f: impl FnOnce(Direct<'_>, &mut HandedOut) -> Result<R>) -> Result<R> {
         let mut inner = self.engines.lock();
-        let Inner { cluster, handed_out } = &mut *inner;
+        let LockedEngines { cluster, handed_out } = &mut *inner;
         let engine = cluster.engine(self.rank).zip(handed_out.get_mut(self.rank as usize));
         let (engine, handed_out) =
             engine.ok_or_else(|| Error::new(ErrorKind::Device, format!("{}: there is no such engine", self.name)))?;

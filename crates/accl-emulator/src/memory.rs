@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_two_gibibytes() {
+    fn a_memory_of_two_gibibytes_is_refused() {
         let mut memory = Memory::default();
         assert!(!memory.grow(0, 1 << 31) && !memory.grow(1 << 40, 1) && !memory.grow(u64::MAX, 1));
         assert_eq!(memory.len_bytes(), 0);

@@ -12,7 +12,7 @@ use accl_cclo::wire::{Cutter, Header, MessageKind, Packet, STREAM_OFFSET, WORD_B
 use crate::arithmetic;
 use crate::exchange::{Elements, Exchange};
 use crate::fabric::Fabric;
-use crate::program::{Move, Place, Sink, Source};
+use crate::program::{ElementLocation, Move, Sink, Source};
 use crate::receiver::{MOST_FOR_KERNELS, Memories, Receiver};
 use crate::time::Counted;
 
@@ -26,7 +26,7 @@ const TOO_LARGE: ReturnCode = ReturnCode(1 << 18);
 const STEP_BYTES: usize = 1 << 20;
 
 /// Parts of the engine that a move uses.
-pub(crate) struct Parts<'a, F> {
+pub(crate) struct EngineParts<'a, F> {
     pub(crate) exchange: &'a mut Exchange,
     pub(crate) memories: Memories<'a>,
     pub(crate) kernel_in: &'a mut VecDeque<u8>,
@@ -62,7 +62,7 @@ pub(crate) struct Writing {
     to: u32,
     header: Header,
     cutter: Cutter,
-    from: Place,
+    from: ElementLocation,
     elements: u32,
 }
 
@@ -91,7 +91,7 @@ impl Moving {
     ///
     /// # Errors
     /// The return code of the failure.
-    pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
+    pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut EngineParts<'_, F>) -> Result<Progress, ReturnCode> {
         let begun = self.done;
         while self.done < self.what.count {
             let count = self.next_count(parts).filter(|_| self.has_room(parts));
@@ -124,7 +124,7 @@ impl Moving {
     }
 
     /// Returns whether all destinations accept more.
-    fn has_room<F: Fabric>(&self, parts: &Parts<'_, F>) -> bool {
+    fn has_room<F: Fabric>(&self, parts: &EngineParts<'_, F>) -> bool {
         self.what.to.iter().all(|sink| match sink {
             Sink::Rank { rank, .. } | Sink::RemoteKernel { rank, .. } => {
                 let peer = parts.exchange.rank(parts.communicator, *rank);
@@ -136,7 +136,7 @@ impl Moving {
     }
 
     /// Returns the number of elements that can be moved now, or `None` if the move has to wait.
-    fn next_count<F>(&self, parts: &Parts<'_, F>) -> Option<u32> {
+    fn next_count<F>(&self, parts: &EngineParts<'_, F>) -> Option<u32> {
         let left = self.what.count - self.done;
         let sources = [Some(self.what.first), self.what.second.map(|(second, _)| second)];
         let mut count = (STEP_BYTES / parts.elements.uncompressed.max(1)).max(1) as u32;
@@ -165,14 +165,14 @@ impl Moving {
         Some(count.min(left))
     }
 
-    fn take<F>(&self, source: &Source, count: u32, parts: &mut Parts<'_, F>) -> Result<Part, ReturnCode> {
+    fn take<F>(&self, source: &Source, count: u32, parts: &mut EngineParts<'_, F>) -> Result<Part, ReturnCode> {
         match *source {
-            Source::Memory(place) => {
-                let bytes = parts.bytes_of(place.is_compressed);
-                let at = place.address.checked_add((self.done as usize * bytes) as u64).ok_or(NO_ADDRESS)?;
-                let memory = parts.memories.of(place.is_host);
+            Source::Memory(location) => {
+                let bytes = parts.bytes_of(location.is_compressed);
+                let at = location.address.checked_add((self.done as usize * bytes) as u64).ok_or(NO_ADDRESS)?;
+                let memory = parts.memories.of(location.is_host);
                 let bytes = memory.read(at, count as usize * bytes).ok_or(NO_ADDRESS)?.to_vec();
-                Ok(Part { bytes, is_compressed: place.is_compressed })
+                Ok(Part { bytes, is_compressed: location.is_compressed })
             }
             Source::Rank { rank, tag } => {
                 let Some((index, buffer)) = parts.find(rank, tag) else { return Err(ReturnCode::WRONG_SEQUENCE) };
@@ -193,13 +193,13 @@ impl Moving {
         }
     }
 
-    fn put<F: Fabric>(&self, to: Sink, part: &Part, parts: &mut Parts<'_, F>) -> Result<(), ReturnCode> {
+    fn put<F: Fabric>(&self, to: Sink, part: &Part, parts: &mut EngineParts<'_, F>) -> Result<(), ReturnCode> {
         match to {
-            Sink::Memory(place) => {
-                let done = (self.done as usize * parts.bytes_of(place.is_compressed)) as u64;
-                let at = place.address.checked_add(done).ok_or(NO_ADDRESS)?;
-                let part = as_form(part, place.is_compressed, &parts.elements);
-                let there = parts.memories.of(place.is_host).read_mut(at, part.len()).ok_or(NO_ADDRESS)?;
+            Sink::Memory(location) => {
+                let done = (self.done as usize * parts.bytes_of(location.is_compressed)) as u64;
+                let at = location.address.checked_add(done).ok_or(NO_ADDRESS)?;
+                let part = as_form(part, location.is_compressed, &parts.elements);
+                let there = parts.memories.of(location.is_host).read_mut(at, part.len()).ok_or(NO_ADDRESS)?;
                 there.copy_from_slice(&part);
             }
             Sink::Kernel(stream) => {
@@ -225,7 +225,7 @@ impl Moving {
     }
 }
 
-impl<F> Parts<'_, F> {
+impl<F> EngineParts<'_, F> {
     /// Returns the size of an element in a memory, in bytes.
     fn bytes_of(&self, is_compressed: bool) -> usize {
         if is_compressed { self.elements.compressed } else { self.elements.uncompressed }
@@ -274,7 +274,7 @@ impl<F> Parts<'_, F> {
     }
 }
 
-impl<F: Fabric> Parts<'_, F> {
+impl<F: Fabric> EngineParts<'_, F> {
     /// Returns the header of the next message to a session, with the number of its first packet.
     fn numbered(&self, session: u32, header: &Header) -> Header {
         let next = self.next_packet.get(&session).copied().unwrap_or(1);
@@ -294,11 +294,11 @@ impl<F: Fabric> Parts<'_, F> {
 impl Writing {
     /// Creates a write of `elements` elements to an address that rank `to` has announced.
     pub(crate) fn new<F: Fabric>(
-        parts: &Parts<'_, F>,
+        parts: &EngineParts<'_, F>,
         to: u32,
         (address, is_host): (u64, bool),
         tag: u32,
-        from: Place,
+        from: ElementLocation,
         elements: u32,
     ) -> Result<Self, ReturnCode> {
         let peer = parts.exchange.rank(parts.communicator, to).ok_or(NO_ADDRESS)?;
@@ -319,7 +319,7 @@ impl Writing {
     ///
     /// # Errors
     /// Same as [`Moving::advance`].
-    pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
+    pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut EngineParts<'_, F>) -> Result<Progress, ReturnCode> {
         let peer = parts.exchange.rank(parts.communicator, self.to).ok_or(NO_ADDRESS)?;
         let bytes = self.header.count as usize;
         let mut has_moved = false;

@@ -1,8 +1,8 @@
 //! Engine of one rank in the rank's own process, as a device: a bus without a socket, with packets that the caller transports.
 //!
 //! Owns the engine and its allocated addresses. The engine advances whenever its driver polls a call, on the driver's thread. Between calls it only
-//! has packets to take, which wait until then. A register access is a lock and a word, below a microsecond. The bench `bars` measures that, and two
-//! engines on two threads. Read [`SimBus`] first.
+//! has packets to take, which wait until then. A register access is a lock and a word, below a microsecond. The bench `targets` measures that, and
+//! two engines on two threads. Read [`SimBus`] first.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -27,10 +27,10 @@ pub type SimBus = DirectBus<SimEngine>;
 pub struct SimEngine {
     name: Arc<str>,
     packets: Arc<dyn Packets>,
-    inner: Arc<Mutex<Inner>>,
+    inner: Arc<Mutex<LockedEngine>>,
 }
 
-struct Inner {
+struct LockedEngine {
     engine: Engine,
     handed_out: HandedOut,
 }
@@ -51,14 +51,14 @@ impl Fabric for Outward<'_> {
 impl SimBus {
     /// Creates the engine of a rank, which reaches other ranks through `packets`.
     pub fn new(network: Network, faithful: Faithful, rank: u32, packets: Arc<dyn Packets>) -> Self {
-        let inner = Inner { engine: Engine::new(network, faithful), handed_out: [0; 2] };
+        let inner = LockedEngine { engine: Engine::new(network, faithful), handed_out: [0; 2] };
         let name = format!("the engine of rank {rank} in its process").into();
         Self(SimEngine { name, packets, inner: Arc::new(Mutex::new(inner)) })
     }
 }
 
 impl SimEngine {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, LockedEngine> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -66,7 +66,7 @@ impl SimEngine {
 impl Reach for SimEngine {
     fn with<R>(&self, f: impl FnOnce(Direct<'_>, &mut HandedOut) -> Result<R>) -> Result<R> {
         let mut inner = self.lock();
-        let Inner { engine, handed_out } = &mut *inner;
+        let LockedEngine { engine, handed_out } = &mut *inner;
         f(Direct { engine, name: &self.name }, handed_out)
     }
 

@@ -38,12 +38,12 @@ struct Queue {
 }
 
 #[derive(Default)]
-struct Shared {
+struct SharedQueue {
     queue: Mutex<Queue>,
     has_changed: Condvar,
 }
 
-impl Shared {
+impl SharedQueue {
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -60,7 +60,7 @@ impl Shared {
 
 /// File with the traffic of engines. All lines passed to a `Trace` are in the file once the `Trace` is dropped.
 pub(crate) struct Trace {
-    shared: Arc<Shared>,
+    shared: Arc<SharedQueue>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -72,7 +72,7 @@ impl Trace {
     pub(crate) fn create(path: &Path) -> io::Result<Self> {
         // Avoids the numbers of the standard streams, so that output which the process prints cannot reach the file.
         let file = BufWriter::new(File::from(rustix::io::fcntl_dupfd_cloexec(File::create(path)?, 3)?));
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(SharedQueue::default());
         let (path, to_write) = (path.to_owned(), shared.clone());
         let write = move || {
             if let Err(error) = write_all(file, &to_write) {
@@ -118,7 +118,7 @@ impl Drop for Trace {
 }
 
 /// Writes lines until the trace is closed and empty. Whenever the queue is empty, all earlier lines are in the file.
-fn write_all(mut file: BufWriter<File>, shared: &Shared) -> io::Result<()> {
+fn write_all(mut file: BufWriter<File>, shared: &SharedQueue) -> io::Result<()> {
     let mut number = 0;
     loop {
         let mut queue = shared.lock();

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use accl_cclo::bus::Bus;
 use accl_cclo::buses;
-use accl_cclo::device::{DeviceUrl, KEYS, Place};
+use accl_cclo::device::{DeviceUrl, KEYS, Location};
 use accl_cclo::driver::{Picture, Settings, reset};
-use accl_cclo::offload::{Request, Route, route};
+use accl_cclo::offload::{CollectiveRequest, Route, route};
 use accl_cclo::packets::Packets;
 use accl_emulator::sim::SimBus;
 use accl_emulator::{Faithful, command};
@@ -34,9 +34,9 @@ impl OpenBus for Opener {
         packets: Arc<dyn Packets>,
         _go_on: &mut dyn FnMut() -> bool,
     ) -> Result<Box<dyn Bus>> {
-        match url.place {
-            Place::Sim => Ok(Box::new(SimBus::new(settings.network, Faithful::default(), settings.rank, packets))),
-            Place::Emulator(_) | Place::Xrt { .. } | Place::Coyote { .. } => buses::open(url, settings.rank),
+        match url.location {
+            Location::Sim => Ok(Box::new(SimBus::new(settings.network, Faithful::default(), settings.rank, packets))),
+            Location::Emulator(_) | Location::Xrt { .. } | Location::Coyote { .. } => buses::open(url, settings.rank),
         }
     }
 }
@@ -84,7 +84,8 @@ fn device_facts<'py>(py: Python<'py>, text: &str, world: u32) -> PyResult<Bound<
         for &op in ops {
             for &dtype in Dtype::ALL.iter().filter(|&&dtype| accl_engine::supports(op, dtype) || !collective.reduces())
             {
-                let request = Request { collective, dtype, op, root: Rank(0), block_bytes: 0, equal_blocks: true };
+                let request =
+                    CollectiveRequest { collective, dtype, op, root: Rank(0), block_bytes: 0, equal_blocks: true };
                 let (device, why) = match route(&request, &settings) {
                     Route::Device { .. } => (true, ""),
                     Route::Host(why) => (false, why),
@@ -101,7 +102,7 @@ fn device_facts<'py>(py: Python<'py>, text: &str, world: u32) -> PyResult<Bound<
 /// Opens the device of a rank for a user's command. Refuses `sim`, whose engines exist only in the ranks' processes.
 fn reach(text: &str, rank: u32, world: u32) -> PyResult<(Box<dyn Bus>, Settings)> {
     let url = device(text)?;
-    if matches!(url.place, Place::Sim) {
+    if matches!(url.location, Location::Sim) {
         return Err(PyValueError::new_err(
             "the engines of `sim` exist only in the processes of their ranks; use emulator://HOST:PORT or a card",
         ));

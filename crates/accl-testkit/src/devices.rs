@@ -28,18 +28,19 @@ pub struct LocalDevices {
 /// Faults and special behaviour of the devices. A field that names a rank is off while it is `u32::MAX`.
 #[derive(Debug)]
 pub struct Faults {
-    /// Whether devices exchange queue pairs (`Bus::tell`, `Bus::hear`) and reach each other only through them.
+    /// Whether devices exchange queue pairs (`Bus::local_info`, `Bus::receive_info`) and reach each other only through
+    /// them.
     pub have_queue_pairs: AtomicBool,
     /// Rank whose device cannot be opened until this is reset.
     pub is_slow: AtomicU32,
-    /// Rank whose device returns a text without queue pairs from `Bus::tell`.
+    /// Rank whose device returns a text without queue pairs from `Bus::local_info`.
     pub babbles: AtomicU32,
-    /// Rank whose device fails in `Bus::hear`.
-    pub does_not_hear: AtomicU32,
-    /// Text that each rank's device returned last from `Bus::tell`.
-    pub told: Mutex<BTreeMap<u32, String>>,
-    /// Texts of all ranks that each rank's device last received in `Bus::hear`.
-    pub heard: Mutex<BTreeMap<u32, Vec<String>>>,
+    /// Rank whose device fails in `Bus::receive_info`.
+    pub does_not_receive: AtomicU32,
+    /// Text that each rank's device returned last from `Bus::local_info`.
+    pub local_infos: Mutex<BTreeMap<u32, String>>,
+    /// Texts of all ranks that each rank's device last received in `Bus::receive_info`.
+    pub received_infos: Mutex<BTreeMap<u32, Vec<String>>>,
     /// Session that a rank's driver has set up for a peer, by rank and peer.
     pub sessions: Mutex<BTreeMap<(u32, u32), u32>>,
     /// Number of open devices.
@@ -64,28 +65,28 @@ pub struct Faults {
     pub waits: AtomicBool,
 }
 
-const NOBODY: u32 = u32::MAX;
+const NO_RANK: u32 = u32::MAX;
 
 impl LocalDevices {
     /// Creates engines for `ranks` ranks.
     pub fn new(network: Network, faithful: Faithful, ranks: u32) -> Arc<Self> {
         let faults = Faults {
             have_queue_pairs: false.into(),
-            is_slow: NOBODY.into(),
-            babbles: NOBODY.into(),
-            does_not_hear: NOBODY.into(),
-            told: Mutex::default(),
-            heard: Mutex::default(),
+            is_slow: NO_RANK.into(),
+            babbles: NO_RANK.into(),
+            does_not_receive: NO_RANK.into(),
+            local_infos: Mutex::default(),
+            received_infos: Mutex::default(),
             sessions: Mutex::default(),
             open: 0.into(),
             configured: Mutex::default(),
             openings: 0.into(),
-            does_not_open: NOBODY.into(),
-            hangs: NOBODY.into(),
-            is_gone: NOBODY.into(),
+            does_not_open: NO_RANK.into(),
+            hangs: NO_RANK.into(),
+            is_gone: NO_RANK.into(),
             started: 0.into(),
             holds: false.into(),
-            is_stuck: NOBODY.into(),
+            is_stuck: NO_RANK.into(),
             waits: false.into(),
         };
         Arc::new(Self { engines: LocalEngines::new(network, faithful, ranks), faults: Arc::new(faults) })
@@ -174,7 +175,7 @@ impl FaultyBus {
 }
 
 impl Bus for FaultyBus {
-    fn tell(&mut self, settings: &Settings) -> Result<Option<String>> {
+    fn local_info(&mut self, settings: &Settings) -> Result<Option<String>> {
         if !self.faults.have_queue_pairs.load(Ordering::Relaxed) {
             return Ok(None);
         }
@@ -183,16 +184,16 @@ impl Bus for FaultyBus {
             true => "qp".to_owned(),
             false => (0..settings.world()).map(of).collect(),
         };
-        self.faults.told.lock().insert(self.rank, text.clone());
+        self.faults.local_infos.lock().insert(self.rank, text.clone());
         Ok(Some(text))
     }
 
-    fn hear(&mut self, told: &[String], settings: &mut Settings) -> Result<()> {
-        self.faults.heard.lock().insert(self.rank, told.to_vec());
-        if self.faults.does_not_hear.load(Ordering::Relaxed) == self.rank {
+    fn receive_info(&mut self, infos: &[String], settings: &mut Settings) -> Result<()> {
+        self.faults.received_infos.lock().insert(self.rank, infos.to_vec());
+        if self.faults.does_not_receive.load(Ordering::Relaxed) == self.rank {
             return Err(Error::device(format!("the card of rank {} connects no queue pair", self.rank)));
         }
-        for (rank, text) in (0u32..).zip(told) {
+        for (rank, text) in (0u32..).zip(infos) {
             let for_us = format!("qp of rank {rank} for peer {}: ", self.rank);
             if !text.lines().any(|line| line.starts_with(&for_us)) {
                 return Err(Error::device(format!("rank {rank} sent no queue pair for this rank: `{text}`")));

@@ -15,22 +15,22 @@ pub use xrt::{XrtBus, XrtPlace};
 use accl_types::{Error, Result};
 
 use crate::bus::Bus;
-use crate::device::{DeviceUrl, Place};
+use crate::device::{DeviceUrl, Location};
 
-/// Opens the device of a rank. The caller carries the texts of [`Bus::tell`] between ranks.
+/// Opens the device of a rank. The caller carries the texts of [`Bus::local_info`] between ranks.
 ///
 /// # Errors
 /// The device is not there, does not answer, or is of another kind.
 pub fn open(url: &DeviceUrl, rank: u32) -> Result<Box<dyn Bus>> {
-    match &url.place {
-        Place::Emulator(_) => Ok(Box::new(EmulatorBus::open(&url.emulator_of(rank)?)?)),
-        Place::Sim => Err(Error::internal(
+    match &url.location {
+        Location::Emulator(_) => Ok(Box::new(EmulatorBus::open(&url.emulator_of(rank)?)?)),
+        Location::Sim => Err(Error::internal(
             "this crate has no bus for the device `sim`: the caller that has the engine must pass a bus",
         )),
-        Place::Xrt { index, xclbin } => {
+        Location::Xrt { index, xclbin } => {
             let (engine, hostctrl) = (url.engine_kernel(), url.hostctrl_kernel());
             Ok(Box::new(XrtBus::open(XrtPlace { index: *index, xclbin, engine, hostctrl })?))
         }
-        Place::Coyote { index } => Ok(Box::new(CoyoteBus::open(*index)?)),
+        Location::Coyote { index } => Ok(Box::new(CoyoteBus::open(*index)?)),
     }
 }

@@ -9,4 +9,4 @@ mod operation;
 
 pub use descriptor::{ANY_TAG, BadWord, Descriptor, Words};
 pub use flags::{Compression, Hosts, Streams};
-pub use operation::{ConfigFunction, Counts, OPERATIONS, Operation, Row, Uses};
+pub use operation::{ConfigFunction, Counts, OPERATIONS, Operation, OperationRow, Uses};

@@ -76,7 +76,7 @@ pub struct Uses {
 
 /// A row of the table of operations.
 #[derive(Clone, Copy, Debug)]
-pub struct Row {
+pub struct OperationRow {
     /// First word of the operation's descriptors.
     pub number: u32,
     /// The operation.
@@ -99,7 +99,7 @@ const RESULT: Uses = Uses { first: false, second: false, result: true };
 const BOTH: Uses = Uses { first: true, second: false, result: true };
 const ALL: Uses = Uses { first: true, second: true, result: true };
 
-const fn row(number: u32, operation: Operation, name: &'static str, counts: Counts, uses: Uses) -> Row {
+const fn row(number: u32, operation: Operation, name: &'static str, counts: Counts, uses: Uses) -> OperationRow {
     let has_root = matches!(
         operation,
         Operation::Send
@@ -111,11 +111,11 @@ const fn row(number: u32, operation: Operation, name: &'static str, counts: Coun
     );
     let reduces =
         matches!(operation, Operation::Combine | Operation::Reduce | Operation::AllReduce | Operation::ReduceScatter);
-    Row { number, operation, name, counts, uses, has_root, reduces }
+    OperationRow { number, operation, name, counts, uses, has_root, reduces }
 }
 
 /// All operations, by number.
-pub const OPERATIONS: [Row; 15] = [
+pub const OPERATIONS: [OperationRow; 15] = [
     row(0, Operation::Config, "config", Counts::Value, NONE),
     row(1, Operation::Copy, "copy", Counts::Elements, BOTH),
     row(2, Operation::Combine, "combine", Counts::Elements, ALL),
@@ -135,7 +135,7 @@ pub const OPERATIONS: [Row; 15] = [
 
 impl Operation {
     /// Returns the operation's row in [`OPERATIONS`].
-    pub fn row(self) -> &'static Row {
+    pub fn row(self) -> &'static OperationRow {
         // Every operation has a row; the test below checks all of them.
         OPERATIONS.iter().find(|row| row.operation == self).unwrap_or(&OPERATIONS[OPERATIONS.len() - 1])
     }

@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn emulators_of_two_worlds_are_told_apart_where_one_has_the_ranks_of_the_other() {
+    fn emulators_of_two_jobs_are_refused_if_one_process_serves_the_ranks_of_the_other() {
         let of = |rank, process, served| Some(About { process, served, ..about(rank) });
         assert_eq!(difference(&[of(0, 7, [0, 2]), of(1, 7, [0, 2]), of(2, 8, [2, 1])]), None);
         let text = difference(&[of(0, 7, [0, 3]), of(1, 7, [0, 3]), of(2, 9, [0, 3])]).unwrap();

@@ -10,4 +10,4 @@ mod tests;
 mod url;
 
 pub use ranks::FIRST_PORT;
-pub use url::{Address, Addresses, Design, DeviceUrl, KEYS, Key, Place, Wire};
+pub use url::{Address, Addresses, Design, DeviceUrl, KEYS, Key, Location, Wire};

@@ -6,7 +6,7 @@ use std::path::Path;
 use accl_types::{Error, ErrorKind, Result, show_size};
 
 use super::ranks::{self, FIRST_PORT, RankLine};
-use super::url::{Address, Addresses, Design, DeviceUrl, Place, memory_name};
+use super::url::{Address, Addresses, Design, DeviceUrl, Location, memory_name};
 use crate::driver::{Peer, Settings, Tables};
 use crate::memory_map::NO_SESSION;
 
@@ -43,15 +43,15 @@ impl DeviceUrl {
     /// # Errors
     /// The design needs sessions that neither this crate nor the ranks file provides.
     pub fn check_sessions(&self, settings: &Settings) -> Result<()> {
-        match (&self.place, self.design()) {
-            (Place::Xrt { .. }, Design::Tcp) => settings.check_sessions().map_err(|error| {
+        match (&self.location, self.design()) {
+            (Location::Xrt { .. }, Design::Tcp) => settings.check_sessions().map_err(|error| {
                 self.refused(&format!(
                     "{}: torch-accl does not set up the network kernels of a tcp design (network_krnl, tcp_session_handler), which open \
                      sessions; open the sessions first, and give each rank its own numbers by `ranks=FILE`, with a `session` for each rank",
                     error.message
                 ))
             }),
-            (Place::Sim | Place::Emulator(_) | Place::Xrt { .. } | Place::Coyote { .. }, _) => Ok(()),
+            (Location::Sim | Location::Emulator(_) | Location::Xrt { .. } | Location::Coyote { .. }, _) => Ok(()),
         }
     }
 
@@ -77,7 +77,7 @@ impl DeviceUrl {
     /// # Errors
     /// The device is no emulator, there is none for this rank, or the ranks file is invalid.
     pub fn emulator_of(&self, rank: u32) -> Result<Address> {
-        let Place::Emulator(addresses) = &self.place else {
+        let Location::Emulator(addresses) = &self.location else {
             return Err(self.refused("it is not an emulator"));
         };
         let nth = |count: usize| {
@@ -101,8 +101,8 @@ impl DeviceUrl {
 
     /// Checks the values of the keys, without knowledge of the ranks.
     pub(super) fn check_alone(&self) -> Result<()> {
-        let nobody = Peer { ip: Ipv4Addr::LOCALHOST, port: FIRST_PORT, session: 0 };
-        self.check(&self.sized(0, vec![nobody]))
+        let some_peer = Peer { ip: Ipv4Addr::LOCALHOST, port: FIRST_PORT, session: 0 };
+        self.check(&self.sized(0, vec![some_peer]))
     }
 
     fn check(&self, settings: &Settings) -> Result<()> {
@@ -127,7 +127,7 @@ impl DeviceUrl {
             ));
         }
         let world = settings.world();
-        if matches!(self.place, Place::Xrt { .. }) && self.design() == Design::Udp && world > MAX_UDP_RANKS {
+        if matches!(self.location, Location::Xrt { .. }) && self.design() == Design::Udp && world > MAX_UDP_RANKS {
             return refused(format!(
                 "over udp, cards reach at most {MAX_UDP_RANKS} ranks, not {world}; use a tcp design"
             ));
@@ -152,15 +152,17 @@ impl DeviceUrl {
             max_eager_bytes: eager,
             max_rendezvous_bytes: self.rendezvous.unwrap_or(eager.saturating_mul(2)),
             memory: self.memory(),
-            suits_any_network: matches!(self.place, Place::Emulator(_)) && self.design.is_none(),
+            suits_any_network: matches!(self.location, Location::Emulator(_)) && self.design.is_none(),
             ..Settings::new(self.design().network(), rank, peers)
         }
     }
 
     fn peers(&self, world: u32) -> Result<Vec<Peer>> {
-        let path = match &self.place {
-            Place::Emulator(Addresses::File(path)) => Some(path),
-            Place::Emulator(_) | Place::Sim | Place::Xrt { .. } | Place::Coyote { .. } => self.ranks.as_ref(),
+        let path = match &self.location {
+            Location::Emulator(Addresses::File(path)) => Some(path),
+            Location::Emulator(_) | Location::Sim | Location::Xrt { .. } | Location::Coyote { .. } => {
+                self.ranks.as_ref()
+            }
         };
         match path {
             Some(path) => self.peers_of(path, world),
@@ -182,9 +184,9 @@ impl DeviceUrl {
                 );
                 return Err(ranks::refused(path, &why));
             }
-            let ip = match self.place {
-                Place::Emulator(_) => line.ip.parse().unwrap_or(Ipv4Addr::LOCALHOST),
-                Place::Sim | Place::Xrt { .. } | Place::Coyote { .. } => line.address(path, rank as usize)?,
+            let ip = match self.location {
+                Location::Emulator(_) => line.ip.parse().unwrap_or(Ipv4Addr::LOCALHOST),
+                Location::Sim | Location::Xrt { .. } | Location::Coyote { .. } => line.address(path, rank as usize)?,
             };
             let usual = self.session(rank);
             if let Some(session) = line.session.filter(|session| self.sessions_are_ranks() && *session != usual) {
@@ -198,9 +200,9 @@ impl DeviceUrl {
 
     fn peer(&self, rank: u32, world: u32) -> Result<Peer> {
         let session = self.session(rank);
-        let (ip, port) = match &self.place {
-            Place::Sim => (Ipv4Addr::LOCALHOST, self.port_of(FIRST_PORT, rank)?),
-            Place::Emulator(addresses) => {
+        let (ip, port) = match &self.location {
+            Location::Sim => (Ipv4Addr::LOCALHOST, self.port_of(FIRST_PORT, rank)?),
+            Location::Emulator(addresses) => {
                 if let Addresses::Each(all) = addresses
                     && all.len() != world as usize
                 {
@@ -210,7 +212,7 @@ impl DeviceUrl {
                 // Emulators address one another by rank, and ignore this address.
                 (host.parse().unwrap_or(Ipv4Addr::LOCALHOST), port)
             }
-            Place::Xrt { .. } | Place::Coyote { .. } => {
+            Location::Xrt { .. } | Location::Coyote { .. } => {
                 let last = u8::try_from(rank + 1).ok().filter(|last| *last < u8::MAX);
                 let [first, second, third] = CARDS;
                 let last = last.ok_or_else(|| {
@@ -225,7 +227,7 @@ impl DeviceUrl {
     }
 
     fn sessions_are_ranks(&self) -> bool {
-        matches!(self.place, Place::Sim | Place::Emulator(_))
+        matches!(self.location, Location::Sim | Location::Emulator(_))
     }
 
     /// Returns the default session of a rank. A UDP socket index equals the rank. Sessions and queue pairs are unknown until they are opened.

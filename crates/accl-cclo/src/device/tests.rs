@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 
-use super::{Addresses, Design, DeviceUrl, KEYS, Place, Wire};
+use super::{Addresses, Design, DeviceUrl, KEYS, Location, Wire};
 use crate::bus::Memory;
 use crate::memory_map::{DataType, NO_SESSION, Network};
 
@@ -184,7 +184,7 @@ fn each_rank_has_an_address() {
 }
 
 #[test]
-fn sessions_that_nobody_opens_are_asked_for_before_anything_starts() {
+fn missing_sessions_are_reported_before_anything_starts() {
     let checked = |text: &str| {
         let url = parsed(text);
         url.check_sessions(&url.settings(0, 2).unwrap()).map_err(|error| error.message)
@@ -215,7 +215,7 @@ fn each_rank_has_an_emulator() {
     let text = at("emulator://h:5500,i:7", 2).unwrap_err().message;
     assert!(text.ends_with("it names 2 emulators, but none for rank 2"), "{text}");
     assert!(at("emulator://h:65535", 1).unwrap_err().message.contains("rank 1 has no port below 65536"));
-    assert!(matches!(parsed("emulator://h:1").place, Place::Emulator(Addresses::One(_))));
+    assert!(matches!(parsed("emulator://h:1").location, Location::Emulator(Addresses::One(_))));
     let text = parsed("emulator://h:5500,i:7").settings(0, 3).unwrap_err().message;
     assert!(text.ends_with("it names 2 emulators, but there are 3 ranks"), "{text}");
 }

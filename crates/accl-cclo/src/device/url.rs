@@ -13,7 +13,7 @@ use crate::memory_map::{DataType, Network};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceUrl {
     /// Kind and location of the device.
-    pub place: Place,
+    pub location: Location,
     /// Network design of the device, if given; see [`DeviceUrl::design`].
     pub(super) design: Option<Design>,
     /// Path of a file with the addresses of all ranks.
@@ -30,7 +30,7 @@ pub struct DeviceUrl {
 
 /// Kind and location of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Location {
     /// A software engine in the process of its rank.
     Sim,
     /// Software engines behind the sockets of the emulator's protocol.
@@ -156,7 +156,7 @@ impl DeviceUrl {
     pub fn parse(text: &str) -> Result<Option<Self>> {
         let url = match text.trim() {
             "" | "none" => return Ok(None),
-            "1" => Self::at(Place::Sim),
+            "1" => Self::at(Location::Sim),
             text => Self::read(text).map_err(|why| refused(text, &why))?,
         };
         url.check_alone().map_err(|error| refused(text, &error.message))?;
@@ -165,16 +165,16 @@ impl DeviceUrl {
 
     /// Returns whether two URLs name the same device, even if they set it up differently.
     pub fn is_same_device(&self, other: &Self) -> bool {
-        match (&self.place, &other.place) {
-            (Place::Xrt { index: mine, .. }, Place::Xrt { index: theirs, .. }) => mine == theirs,
+        match (&self.location, &other.location) {
+            (Location::Xrt { index: mine, .. }, Location::Xrt { index: theirs, .. }) => mine == theirs,
             (mine, theirs) => mine == theirs,
         }
     }
 
     /// Returns a device without any key.
-    fn at(place: Place) -> Self {
+    fn at(location: Location) -> Self {
         Self {
-            place,
+            location,
             design: None,
             ranks: None,
             rx_buffers: None,
@@ -190,7 +190,7 @@ impl DeviceUrl {
 
     fn read(text: &str) -> std::result::Result<Self, String> {
         let (scheme, rest) = text.split_once("://").unwrap_or((text, ""));
-        let (place, keys) = rest.split_once('?').unwrap_or((rest, ""));
+        let (location, keys) = rest.split_once('?').unwrap_or((rest, ""));
         let mut pairs = Vec::new();
         for pair in keys.split('&').filter(|pair| !pair.is_empty()) {
             let (key, value) = pair.split_once('=').ok_or_else(|| format!("`{pair}` has no `=`"))?;
@@ -200,15 +200,15 @@ impl DeviceUrl {
             pairs.push((key, value));
         }
         let mut url = Self::at(match scheme {
-            "sim" if place.is_empty() => Place::Sim,
-            "sim" => return Err(format!("`sim` runs in the process of its rank and has no address; got `{place}`")),
-            "emulator" => Place::Emulator(Addresses::parse(place)?),
+            "sim" if location.is_empty() => Location::Sim,
+            "sim" => return Err(format!("`sim` runs in the process of its rank and has no address; got `{location}`")),
+            "emulator" => Location::Emulator(Addresses::parse(location)?),
             "xrt" => {
                 let at = pairs.iter().position(|(key, value)| *key == "xclbin" && !value.is_empty());
                 let at = at.ok_or("a card behind XRT needs its bitstream; add `xclbin=FILE`")?;
-                Place::Xrt { index: index(place)?, xclbin: pairs.swap_remove(at).1.into() }
+                Location::Xrt { index: index(location)?, xclbin: pairs.swap_remove(at).1.into() }
             }
-            "coyote" => Place::Coyote { index: index(place)? },
+            "coyote" => Location::Coyote { index: index(location)? },
             other => {
                 let near = nearest(other, SCHEMES).unwrap_or_default();
                 return Err(format!("unknown scheme `{other}`; did you mean {near}? {EXPECTED}"));
@@ -217,7 +217,7 @@ impl DeviceUrl {
         for (key, value) in pairs {
             url.set(key, value)?;
         }
-        url.agrees_with_place()?;
+        url.agrees_with_location()?;
         Ok(url)
     }
 
@@ -240,57 +240,57 @@ impl DeviceUrl {
             "memory" => self.memory = Some(find(&MEMORIES, memory_name, value).ok_or_else(unknown)?),
             "compression" => self.compression = Some(find(&WIRES, Wire::name, value).ok_or_else(unknown)?),
             "engine" | "hostctrl" if value.is_empty() => return Err(unknown()),
-            "engine" if matches!(self.place, Place::Xrt { .. }) => self.engine = Some(value.to_owned()),
-            "hostctrl" if matches!(self.place, Place::Xrt { .. }) => self.hostctrl = Some(value.to_owned()),
+            "engine" if matches!(self.location, Location::Xrt { .. }) => self.engine = Some(value.to_owned()),
+            "hostctrl" if matches!(self.location, Location::Xrt { .. }) => self.hostctrl = Some(value.to_owned()),
             other => return Err(format!("`{other}` is a key of xrt://INDEX only, not of {}", self.scheme())),
         }
         Ok(())
     }
 
-    /// Checks that devices of this design exist at such a place.
-    fn agrees_with_place(&self) -> std::result::Result<(), String> {
-        match (&self.place, self.design()) {
-            (Place::Emulator(_), _) if self.ranks.is_some() => {
+    /// Checks that devices of this design exist at such a location.
+    fn agrees_with_location(&self) -> std::result::Result<(), String> {
+        match (&self.location, self.design()) {
+            (Location::Emulator(_), _) if self.ranks.is_some() => {
                 Err("emulators have no key `ranks`; name the file after an at sign: emulator://@FILE".to_owned())
             }
-            (Place::Xrt { .. }, Design::CytRdma) => Err("cards behind XRT are built for udp or tcp".to_owned()),
-            (Place::Coyote { .. }, Design::Udp | Design::Tcp) => {
+            (Location::Xrt { .. }, Design::CytRdma) => Err("cards behind XRT are built for udp or tcp".to_owned()),
+            (Location::Coyote { .. }, Design::Udp | Design::Tcp) => {
                 Err("cards behind Coyote support cyt_rdma only".to_owned())
             }
-            (Place::Coyote { .. }, Design::CytRdma) if self.memory == Some(Memory::Device) => Err(
+            (Location::Coyote { .. }, Design::CytRdma) if self.memory == Some(Memory::Device) => Err(
                 "buffers of cards behind Coyote lie in host memory; moving them to the card (offload) is not supported"
                     .to_owned(),
             ),
-            (Place::Sim | Place::Emulator(_) | Place::Xrt { .. } | Place::Coyote { .. }, _) => Ok(()),
+            (Location::Sim | Location::Emulator(_) | Location::Xrt { .. } | Location::Coyote { .. }, _) => Ok(()),
         }
     }
 
     /// Returns the scheme, which precedes `://`.
     pub fn scheme(&self) -> &'static str {
-        match self.place {
-            Place::Sim => "sim",
-            Place::Emulator(_) => "emulator",
-            Place::Xrt { .. } => "xrt",
-            Place::Coyote { .. } => "coyote",
+        match self.location {
+            Location::Sim => "sim",
+            Location::Emulator(_) => "emulator",
+            Location::Xrt { .. } => "xrt",
+            Location::Coyote { .. } => "coyote",
         }
     }
 
     /// Returns the network design of the devices. The default for an emulator is TCP: every message over TCP is eager, which the other designs
     /// support as well.
     pub fn design(&self) -> Design {
-        self.design.unwrap_or(match self.place {
-            Place::Sim | Place::Coyote { .. } => Design::CytRdma,
-            Place::Emulator(_) => Design::Tcp,
-            Place::Xrt { .. } => Design::Udp,
+        self.design.unwrap_or(match self.location {
+            Location::Sim | Location::Coyote { .. } => Design::CytRdma,
+            Location::Emulator(_) => Design::Tcp,
+            Location::Xrt { .. } => Design::Udp,
         })
     }
 
     /// Returns the memory that holds the buffers of calls. Only some boards behind XRT have host memory. Cards behind Coyote use host memory until
     /// buffers are moved.
     pub fn memory(&self) -> Memory {
-        self.memory.unwrap_or(match self.place {
-            Place::Sim | Place::Coyote { .. } => Memory::Host,
-            Place::Emulator(_) | Place::Xrt { .. } => Memory::Device,
+        self.memory.unwrap_or(match self.location {
+            Location::Sim | Location::Coyote { .. } => Memory::Host,
+            Location::Emulator(_) | Location::Xrt { .. } => Memory::Device,
         })
     }
 
@@ -313,11 +313,11 @@ impl DeviceUrl {
 /// Writes the URL with each given key, in the order of [`KEYS`].
 impl fmt::Display for DeviceUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (place, xclbin) = match &self.place {
-            Place::Sim => (String::new(), None),
-            Place::Emulator(addresses) => (addresses.to_string(), None),
-            Place::Xrt { index, xclbin } => (index.to_string(), Some(xclbin.display().to_string())),
-            Place::Coyote { index } => (index.to_string(), None),
+        let (location, xclbin) = match &self.location {
+            Location::Sim => (String::new(), None),
+            Location::Emulator(addresses) => (addresses.to_string(), None),
+            Location::Xrt { index, xclbin } => (index.to_string(), Some(xclbin.display().to_string())),
+            Location::Coyote { index } => (index.to_string(), None),
         };
         let said = [
             ("xclbin", xclbin),
@@ -335,8 +335,8 @@ impl fmt::Display for DeviceUrl {
         let said: Vec<String> =
             said.into_iter().filter_map(|(key, value)| value.map(|value| format!("{key}={value}"))).collect();
         f.write_str(self.scheme())?;
-        if !place.is_empty() || !said.is_empty() {
-            write!(f, "://{place}")?;
+        if !location.is_empty() || !said.is_empty() {
+            write!(f, "://{location}")?;
         }
         if said.is_empty() { Ok(()) } else { write!(f, "?{}", said.join("&")) }
     }

@@ -9,7 +9,7 @@ use accl_types::Result;
 
 use super::tables::Ranks;
 use crate::bus::Bus;
-use crate::memory_map::{self as map, Communicator, Place, RxBuffer, RxStatus};
+use crate::memory_map::{self as map, Communicator, RxBuffer, RxStatus, TableRegion};
 use crate::return_code::ReturnCode;
 
 /// Maximum numbers of ranks and of rx buffers that a message names. No more of them are read.
@@ -54,7 +54,7 @@ impl Diagnosis {
     /// Same as [`Bus::read_register`].
     pub(super) fn read(
         bus: &mut dyn Bus,
-        rx_table: Place,
+        rx_table: TableRegion,
         ranks: Ranks,
         root: Option<u32>,
         mut go_on: impl FnMut() -> bool,
@@ -86,7 +86,7 @@ impl Diagnosis {
                 seen.is_cut_off = true;
                 break;
             }
-            let at = ranks.place.word(Communicator::inbound_at(rank as usize));
+            let at = ranks.region.word(Communicator::inbound_at(rank as usize));
             seen.expected.push((rank, bus.read_register(at)?));
         }
         seen.expected.sort_unstable();
@@ -94,7 +94,12 @@ impl Diagnosis {
     }
 
     /// Reads the next rx buffer. Returns `false` if time ran out.
-    fn look_at_buffer(&mut self, bus: &mut dyn Bus, table: Place, go_on: &mut impl FnMut() -> bool) -> Result<bool> {
+    fn look_at_buffer(
+        &mut self,
+        bus: &mut dyn Bus,
+        table: TableRegion,
+        go_on: &mut impl FnMut() -> bool,
+    ) -> Result<bool> {
         if !go_on() {
             return Ok(false);
         }

@@ -14,7 +14,9 @@ use super::settings::{MAX_RX_BUFFERS, Settings};
 use super::tables::Ranks;
 use crate::bus::Bus;
 use crate::call::{ConfigFunction, Descriptor};
-use crate::memory_map::{self as map, Communicator, HardwareId, Layout, Place, REGISTERS, Register, RxBuffer};
+use crate::memory_map::{
+    self as map, Communicator, HardwareId, REGISTERS, Register, RxBuffer, TableAllocator, TableRegion,
+};
 use crate::return_code::ReturnCode;
 
 /// How long a device may take to complete a reset. If no call holds the device, a reset takes less than a millisecond.
@@ -67,7 +69,7 @@ impl Picture {
     }
 
     /// Returns the positions of the table of rx buffers and of the communicator of all ranks, computed from the device's own values.
-    fn find(&self, bus: &mut dyn Bus) -> Result<(Place, Ranks)> {
+    fn find(&self, bus: &mut dyn Bus) -> Result<(TableRegion, Ranks)> {
         let count = self.word(map::RX_BUFFER_COUNT);
         let name = bus.describe();
         let elsewhere = |what: String| {
@@ -76,20 +78,22 @@ impl Picture {
             );
             Error::new(ErrorKind::Device, text)
         };
-        let mut layout = Layout::default();
-        let rx_buffers = (1..=MAX_RX_BUFFERS).contains(&count).then(|| layout.take(count as usize * RxBuffer::COUNT));
+        let mut allocator = TableAllocator::default();
+        let rx_buffers =
+            (1..=MAX_RX_BUFFERS).contains(&count).then(|| allocator.take(count as usize * RxBuffer::COUNT));
         let rx_buffers = rx_buffers.and_then(std::result::Result::ok);
         let rx_buffers = rx_buffers.ok_or_else(|| elsewhere(format!("its register 0x0 holds {count} rx buffers")))?;
-        let head = layout
+        let head = allocator
             .take(Communicator::word_count(0))
             .map_err(|_| elsewhere("no communicator fits behind its rx buffers".to_owned()))?;
         let [ranks, local] = [bus.read_register(head.word(0))?, bus.read_register(head.word(1))?];
-        let place = layout.take(Communicator::word_count(ranks as usize) - head.words).ok();
-        let place = place.filter(|_| local < ranks).map(|rest| Place { words: head.words + rest.words, ..head });
-        let place = place.ok_or_else(|| {
+        let region = allocator.take(Communicator::word_count(ranks as usize) - head.words).ok();
+        let region =
+            region.filter(|_| local < ranks).map(|rest| TableRegion { words: head.words + rest.words, ..head });
+        let region = region.ok_or_else(|| {
             elsewhere(format!("the position of its communicator, {:#x}, holds rank {local} of {ranks}", head.offset))
         })?;
-        Ok((rx_buffers, Ranks { place, count: ranks, local }))
+        Ok((rx_buffers, Ranks { region, count: ranks, local }))
     }
 
     /// Returns each parameter of the device that differs from the settings, as a sentence with its key.

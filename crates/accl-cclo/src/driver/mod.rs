@@ -35,7 +35,7 @@ use crate::bus::Bus;
 use crate::call::{Counts, Descriptor, Hosts, Operation};
 use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId};
 use crate::return_code::ReturnCode;
-use queue::{Queue, State};
+use queue::{CallState, Queue};
 
 /// Time limit for reading from a device why a call does not end.
 const DIAGNOSIS_TIME: Duration = Duration::from_millis(800);
@@ -91,9 +91,9 @@ impl<B: Bus> Driver<B> {
             return Err(dead.clone());
         }
         let communicator = self.settings.communicator_of(members)?;
-        let place = self.tables.add_communicator(&communicator)?;
-        let written = self.write_words(place.offset, &communicator.to_words());
-        written.map(|()| place.offset).map_err(|error| self.kill(error))
+        let region = self.tables.add_communicator(&communicator)?;
+        let written = self.write_words(region.offset, &communicator.to_words());
+        written.map(|()| region.offset).map_err(|error| self.kill(error))
     }
 
     /// Returns a descriptor for a call on elements of type `dtype`, which are sent as `on_wire`. The caller fills in addresses and other fields.
@@ -113,14 +113,14 @@ impl<B: Bus> Driver<B> {
         let arithmetic = key.map_or(Ok(0), |(dtype, on_wire)| {
             let is_it = |config: &ArithmeticConfig| (config.uncompressed, config.compressed) == (dtype, on_wire);
             let found = self.tables.configs.iter().find(|(config, _)| is_it(config));
-            found.map(|(_, place)| place.offset).ok_or_else(|| {
+            found.map(|(_, region)| region.offset).ok_or_else(|| {
                 let text = format!("no device has arithmetic for {dtype:?} that is sent as {on_wire:?}");
                 Error::new(ErrorKind::Unsupported, text)
             })
         })?;
         Ok(Descriptor {
             count,
-            communicator: self.tables.ranks().place.offset,
+            communicator: self.tables.ranks().region.offset,
             arithmetic,
             compression,
             hosts: Hosts::all(self.settings.memory.is_host()),
@@ -169,14 +169,14 @@ impl<B: Bus> Driver<B> {
                 .ok_or_else(|| unknown("communicator", call.communicator))?,
         };
         let has_elements = matches!(call.operation.row().counts, Counts::Elements | Counts::ElementsPerRank);
-        let config = self.tables.configs.iter().find(|(_, place)| place.offset == call.arithmetic);
+        let config = self.tables.configs.iter().find(|(_, region)| region.offset == call.arithmetic);
         if has_elements && config.is_none() {
             return Err(unknown("arithmetic config", call.arithmetic));
         }
         refusals::check(
             call,
             &self.settings,
-            refusals::Place { ranks, local, config: config.map(|(config, _)| *config) },
+            refusals::CallContext { ranks, local, config: config.map(|(config, _)| *config) },
         )
     }
 
@@ -254,17 +254,17 @@ impl<B: Bus> Driver<B> {
     /// Same as [`Driver::poll`]; a call has missed its deadline, and the message says what the device waits for; or the end of the call was reported
     /// before.
     pub fn poll_request(&mut self, id: RequestId, mut clock: impl FnMut() -> Moment) -> Result<Option<Finished>> {
-        let progress = self.make_way(&mut clock);
+        let progress = self.make_progress(&mut clock);
         match self.queue.take(id) {
-            State::Ended(finished) => Ok(Some(finished)),
-            State::Waits => progress.map(|()| None),
-            State::Unknown => {
+            CallState::Ended(finished) => Ok(Some(finished)),
+            CallState::Waits => progress.map(|()| None),
+            CallState::Unknown => {
                 Err(Error::internal("polled a request whose end was reported before, or that was not posted here"))
             }
         }
     }
 
-    fn make_way(&mut self, clock: &mut impl FnMut() -> Moment) -> Result<()> {
+    fn make_progress(&mut self, clock: &mut impl FnMut() -> Moment) -> Result<()> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
         }

@@ -37,7 +37,7 @@ pub(super) struct Queue {
 
 /// State of a posted call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum CallState {
     Waits,
     Ended(Finished),
     Unknown,
@@ -69,11 +69,11 @@ impl Queue {
     }
 
     /// Returns the state of a call, and forgets its result.
-    pub(super) fn take(&mut self, id: RequestId) -> State {
+    pub(super) fn take(&mut self, id: RequestId) -> CallState {
         match self.finished.remove(&id) {
-            Some(finished) => State::Ended(finished),
-            None if self.waiting.iter().any(|one| one.id == id) => State::Waits,
-            None => State::Unknown,
+            Some(finished) => CallState::Ended(finished),
+            None if self.waiting.iter().any(|one| one.id == id) => CallState::Waits,
+            None => CallState::Unknown,
         }
     }
 

@@ -14,7 +14,7 @@ const MAX_STREAM: u32 = 246;
 
 /// Context of a call that is not in its words.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct CallContext {
     /// Number of ranks in the call's communicator, and this rank's index in it (`local`).
     pub(super) ranks: u32,
     pub(super) local: u32,
@@ -23,12 +23,12 @@ pub(super) struct Place {
 }
 
 /// Checks that firmware will do what the call asks for, as far as this rank can know.
-pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Result<()> {
+pub(super) fn check(call: &Descriptor, settings: &Settings, context: CallContext) -> Result<()> {
     let refused = |why: String| {
         let text = format!("`{call}` is refused: {why}");
         Err(Error::new(ErrorKind::Unsupported, text))
     };
-    let Place { ranks, local, config } = place;
+    let CallContext { ranks, local, config } = context;
     let row = call.operation.row();
     let is_local = matches!(call.operation, Operation::Copy | Operation::Combine | Operation::Nop);
     let is_message = matches!(call.operation, Operation::Send | Operation::Recv);
@@ -158,8 +158,8 @@ mod tests {
     fn said(network: Network, ranks: u32, call: Descriptor) -> Option<String> {
         let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
         let settings = Settings::new(network, 0, (0..ranks).map(peer).collect());
-        let place = Place { ranks, local: 0, config: Some(SINGLE) };
-        check(&call, &settings, place).err().map(|error| error.message)
+        let context = CallContext { ranks, local: 0, config: Some(SINGLE) };
+        check(&call, &settings, context).err().map(|error| error.message)
     }
 
     #[test]

@@ -91,9 +91,9 @@ impl<B: Bus> Driver<B> {
             self.bus.write_register(high.offset, (spare >> 32) as u32)?;
         }
         let communicator = self.settings.communicator();
-        self.write_words(self.tables.ranks().place.offset, &communicator.to_words())?;
-        for (config, place) in self.tables.configs.clone() {
-            self.write_words(place.offset, &config.to_words())?;
+        self.write_words(self.tables.ranks().region.offset, &communicator.to_words())?;
+        for (config, region) in self.tables.configs.clone() {
+            self.write_words(region.offset, &config.to_words())?;
         }
         for (register, value) in self.tuning() {
             self.bus.write_register(register.offset, value)?;
@@ -126,7 +126,8 @@ impl<B: Bus> Driver<B> {
     }
 
     fn configure(&mut self, function: ConfigFunction, value: u32, go_on: &mut impl FnMut() -> bool) -> Result<()> {
-        let call = Descriptor { communicator: self.tables.ranks().place.offset, ..Descriptor::config(function, value) };
+        let call =
+            Descriptor { communicator: self.tables.ranks().region.offset, ..Descriptor::config(function, value) };
         self.start_unrefused(&call)?;
         let (begin, mut pauses) = (Instant::now(), Pauses::default());
         while self.poll()?.is_none() {
@@ -165,7 +166,7 @@ impl<B: Bus> Driver<B> {
     fn leave(&mut self) -> Result<()> {
         let begin = Instant::now();
         // The limit on the bus is the deadline of the last call, which may be long past.
-        self.bus.limit(None);
+        self.bus.set_deadline(None);
         // A poll here might consume the end of another driver's call.
         if self.running.is_some() {
             return Err(held(&self.bus));

@@ -3,12 +3,14 @@
 use accl_types::{Error, ErrorKind, Result};
 
 use super::settings::Settings;
-use crate::memory_map::{ARITHMETIC_CONFIGS, ArithmeticConfig, Communicator, Layout, NoRoom, Place, RxBuffer};
+use crate::memory_map::{
+    ARITHMETIC_CONFIGS, ArithmeticConfig, Communicator, NoRoom, RxBuffer, TableAllocator, TableRegion,
+};
 
 /// Position of a communicator, its number of ranks (`count`) and this rank's index in it (`local`).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ranks {
-    pub(crate) place: Place,
+    pub(crate) region: TableRegion,
     pub(crate) count: u32,
     pub(crate) local: u32,
 }
@@ -26,11 +28,11 @@ impl Ranks {
 /// Positions of a device's tables, and the space left after them.
 #[derive(Clone, Debug)]
 pub(crate) struct Tables {
-    pub(crate) rx_buffers: Place,
-    pub(crate) configs: Vec<(ArithmeticConfig, Place)>,
+    pub(crate) rx_buffers: TableRegion,
+    pub(crate) configs: Vec<(ArithmeticConfig, TableRegion)>,
     /// All communicators; the first is the communicator of all ranks.
     communicators: Vec<Ranks>,
-    layout: Layout,
+    allocator: TableAllocator,
 }
 
 impl Tables {
@@ -39,15 +41,15 @@ impl Tables {
     /// # Errors
     /// The tables do not fit.
     pub(crate) fn lay_out(settings: &Settings) -> Result<Self> {
-        let mut layout = Layout::default();
-        let mut place = || {
-            let rx_buffers = layout.take(settings.rx_buffers as usize * RxBuffer::COUNT)?;
-            let communicator = layout.take(Communicator::word_count(settings.peers.len()))?;
-            let configs = configs().map(|config| Ok((config, layout.take(config.word_count())?)));
+        let mut allocator = TableAllocator::default();
+        let mut lay_out = || {
+            let rx_buffers = allocator.take(settings.rx_buffers as usize * RxBuffer::COUNT)?;
+            let communicator = allocator.take(Communicator::word_count(settings.peers.len()))?;
+            let configs = configs().map(|config| Ok((config, allocator.take(config.word_count())?)));
             let configs = configs.collect::<std::result::Result<Vec<_>, NoRoom>>()?;
             Ok((rx_buffers, communicator, configs))
         };
-        let (rx_buffers, communicator, configs) = place().map_err(|NoRoom { needs, left }| {
+        let (rx_buffers, communicator, configs) = lay_out().map_err(|NoRoom { needs, left }| {
             let (ranks, buffers) = (settings.peers.len(), settings.rx_buffers);
             Error::new(
                 ErrorKind::Configuration,
@@ -57,13 +59,13 @@ impl Tables {
                 ),
             )
         })?;
-        let communicators = vec![Ranks { place: communicator, count: settings.world(), local: settings.rank }];
-        Ok(Self { rx_buffers, configs, communicators, layout })
+        let communicators = vec![Ranks { region: communicator, count: settings.world(), local: settings.rank }];
+        Ok(Self { rx_buffers, configs, communicators, allocator })
     }
 
     /// Returns the communicator at this offset.
     pub(crate) fn ranks_at(&self, offset: u32) -> Option<Ranks> {
-        self.communicators.iter().copied().find(|ranks| ranks.place.offset == offset)
+        self.communicators.iter().copied().find(|ranks| ranks.region.offset == offset)
     }
 
     /// Returns the communicator of all ranks.
@@ -72,13 +74,13 @@ impl Tables {
         self.communicators[0]
     }
 
-    /// Allocates a place for one more communicator. The place is never freed, because firmware caches parts of communicators by address.
+    /// Allocates the region of one more communicator. The region is never freed, because firmware caches parts of communicators by address.
     ///
     /// # Errors
     /// The communicator does not fit.
-    pub(crate) fn add_communicator(&mut self, communicator: &Communicator) -> Result<Place> {
+    pub(crate) fn add_communicator(&mut self, communicator: &Communicator) -> Result<TableRegion> {
         let ranks = communicator.ranks.len();
-        let place = self.layout.take(Communicator::word_count(ranks)).map_err(|NoRoom { needs, left }| {
+        let region = self.allocator.take(Communicator::word_count(ranks)).map_err(|NoRoom { needs, left }| {
             Error::new(
                 ErrorKind::Exhausted,
                 format!(
@@ -87,8 +89,8 @@ impl Tables {
                 ),
             )
         })?;
-        self.communicators.push(Ranks { place, count: ranks as u32, local: communicator.local });
-        Ok(place)
+        self.communicators.push(Ranks { region, count: ranks as u32, local: communicator.local });
+        Ok(region)
     }
 }
 

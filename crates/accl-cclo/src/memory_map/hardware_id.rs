@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bits_are_told_apart() {
+    fn bits_are_decoded() {
         let id = HardwareId(0x0072_3d8e << 8 | 0b0001_1010);
         assert_eq!(id.network(), Some(Network::Rdma));
         assert_eq!(id.parts().collect::<Vec<_>>(), ["reduction", "compression"]);

@@ -4,7 +4,7 @@ use super::registers::{TABLES_BEGIN, TABLES_END};
 
 /// A table in exchange memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Place {
+pub struct TableRegion {
     /// Offset from the start of exchange memory, in bytes.
     pub offset: u32,
     /// Length in words.
@@ -20,34 +20,34 @@ pub struct NoRoom {
     pub left: usize,
 }
 
-/// Allocates places one after the other and never frees one, because firmware caches parts of tables by address.
+/// Allocates regions one after the other and never frees one, because firmware caches parts of tables by address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct TableAllocator {
     next: u32,
 }
 
-impl Default for Layout {
+impl Default for TableAllocator {
     fn default() -> Self {
         Self { next: TABLES_BEGIN }
     }
 }
 
-impl Layout {
-    /// Allocates the place of a table of `words` words.
+impl TableAllocator {
+    /// Allocates the region of a table of `words` words.
     ///
     /// # Errors
     /// [`NoRoom`] if the table would reach into the registers after the tables; nothing is allocated then.
-    pub fn take(&mut self, words: usize) -> Result<Place, NoRoom> {
+    pub fn take(&mut self, words: usize) -> Result<TableRegion, NoRoom> {
         let left = (TABLES_END - self.next) as usize;
         let needs = words.checked_mul(4).filter(|&needs| needs <= left);
         let needs = needs.ok_or(NoRoom { needs: words.saturating_mul(4), left })?;
-        let place = Place { offset: self.next, words };
+        let region = TableRegion { offset: self.next, words };
         self.next += needs as u32;
-        Ok(place)
+        Ok(region)
     }
 }
 
-impl Place {
+impl TableRegion {
     /// Returns the byte offset of the word with this index.
     pub fn word(self, index: usize) -> u32 {
         self.offset + 4 * index as u32
@@ -61,24 +61,24 @@ mod tests {
 
     #[test]
     fn sixteen_buffers_and_two_ranks_lie_where_the_reference_says() {
-        let mut layout = Layout::default();
-        let buffers = layout.take(16 * RxBuffer::COUNT).unwrap();
+        let mut allocator = TableAllocator::default();
+        let buffers = allocator.take(16 * RxBuffer::COUNT).unwrap();
         assert_eq!((buffers.offset, buffers.word(16 * RxBuffer::COUNT)), (0x8, 0x1C8));
-        assert_eq!(layout.take(Communicator::word_count(2)).unwrap().offset, 0x1C8);
+        assert_eq!(allocator.take(Communicator::word_count(2)).unwrap().offset, 0x1C8);
         let configs: Vec<u32> =
-            ARITHMETIC_CONFIGS.iter().map(|config| layout.take(config.word_count()).unwrap().offset).collect();
+            ARITHMETIC_CONFIGS.iter().map(|config| allocator.take(config.word_count()).unwrap().offset).collect();
         assert_eq!(configs, [0x200, 0x224, 0x248, 0x26C, 0x290, 0x2B4]);
-        assert_eq!(layout.take(0).unwrap().offset, 0x2D8);
+        assert_eq!(allocator.take(0).unwrap().offset, 0x2D8);
         assert_eq!(ArithmeticConfig::bytes().word_count(), 7);
     }
 
     #[test]
     fn what_would_reach_the_registers_is_refused_and_takes_nothing() {
-        let mut layout = Layout::default();
+        let mut allocator = TableAllocator::default();
         let all = (TABLES_END - TABLES_BEGIN) as usize / 4;
-        assert_eq!(layout.take(all + 1), Err(NoRoom { needs: 4 * all + 4, left: 4 * all }));
-        assert_eq!(layout.take(usize::MAX), Err(NoRoom { needs: usize::MAX, left: 4 * all }));
-        assert_eq!(layout.take(all).map(|place| place.offset), Ok(TABLES_BEGIN));
-        assert_eq!(layout.take(1), Err(NoRoom { needs: 4, left: 0 }));
+        assert_eq!(allocator.take(all + 1), Err(NoRoom { needs: 4 * all + 4, left: 4 * all }));
+        assert_eq!(allocator.take(usize::MAX), Err(NoRoom { needs: usize::MAX, left: 4 * all }));
+        assert_eq!(allocator.take(all).map(|region| region.offset), Ok(TABLES_BEGIN));
+        assert_eq!(allocator.take(1), Err(NoRoom { needs: 4, left: 0 }));
     }
 }

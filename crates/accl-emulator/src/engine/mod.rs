@@ -17,7 +17,7 @@ use accl_cclo::wire::WORD_BYTES;
 use crate::exchange::Exchange;
 use crate::fabric::Fabric;
 use crate::memory::Memory;
-use crate::mover::{NO_ADDRESS, Parts, Progress};
+use crate::mover::{EngineParts, NO_ADDRESS, Progress};
 use crate::program::{Faithful, Setup, program};
 use crate::receiver::{Memories, Receiver};
 use crate::time::{Counted, Speed};
@@ -28,7 +28,7 @@ const CONTROLS: usize = 3;
 /// Function number that no config call has.
 const NO_FUNCTION: u32 = u32::MAX;
 /// Return code if a peer has disconnected.
-const NOT_HEARD: ReturnCode = ReturnCode(1 << 11);
+const PEER_LOST: ReturnCode = ReturnCode(1 << 11);
 /// Return code if packets do not reach all peers.
 const NOT_SENT: ReturnCode = ReturnCode(1 << 20);
 /// Return code of calls that a reset has dropped.
@@ -60,7 +60,7 @@ type Started = (Option<Caller>, Descriptor);
 
 /// End of a call: the host that started the call, and the values of the end registers.
 #[derive(Clone, Copy)]
-struct End {
+struct CallEnd {
     caller: Option<Caller>,
     code: ReturnCode,
     cycles: u32,
@@ -72,7 +72,7 @@ struct End {
 #[derive(Default)]
 struct Control {
     calls: VecDeque<Started>,
-    ended: VecDeque<End>,
+    ended: VecDeque<CallEnd>,
 }
 
 /// Ends that are reported to a polling host.
@@ -119,7 +119,7 @@ pub struct Engine {
     runs_for: Option<Caller>,
     /// Last end reported to each host. The end registers return it to that host until the host starts another call, since all hosts share the
     /// registers.
-    told: BTreeMap<Caller, End>,
+    reported: BTreeMap<Caller, CallEnd>,
     receiver: Receiver,
     kernel_in: VecDeque<u8>,
     kernel_out: VecDeque<(u32, Vec<u8>)>,
@@ -129,7 +129,7 @@ pub struct Engine {
     peers: Peers,
     /// Sessions of engines that have disconnected.
     lost: BTreeSet<u32>,
-    is_deaf: bool,
+    is_hung: bool,
     session: Option<u32>,
     /// Job that the engine works for, and the job from the next reset on. Zero means that the host has named no job.
     job: u32,
@@ -156,7 +156,7 @@ impl Engine {
             order: VecDeque::new(),
             running: None,
             runs_for: None,
-            told: BTreeMap::new(),
+            reported: BTreeMap::new(),
             receiver: Receiver::new(network),
             kernel_in: VecDeque::new(),
             kernel_out: VecDeque::new(),
@@ -165,7 +165,7 @@ impl Engine {
             takes_packets: false,
             peers: Peers::There,
             lost: BTreeSet::new(),
-            is_deaf: false,
+            is_hung: false,
             session: None,
             job: 0,
             next_job: 0,
@@ -204,12 +204,12 @@ impl Engine {
         let status = |is_good| Reply::Status(if is_good { Status::Good } else { Status::Not });
         match request {
             Request::ReadRegister { offset } => {
-                let word = self.told_to(caller, *offset).or_else(|| self.exchange.word(*offset));
+                let word = self.reported_to(caller, *offset).or_else(|| self.exchange.word(*offset));
                 word.map_or(Reply::Status(Status::Not), Reply::Register)
             }
             Request::WriteRegister { offset, value } => {
                 if is_of_ends(*offset) {
-                    self.told.clear();
+                    self.reported.clear();
                 }
                 status(self.exchange.set_word(*offset, *value))
             }
@@ -235,7 +235,7 @@ impl Engine {
             },
             Request::Poll { control } => match self.take_end(caller, ends, *control) {
                 Some(Some(end)) => {
-                    self.told.insert(caller, end);
+                    self.reported.insert(caller, end);
                     Reply::Status(Status::Good)
                 }
                 Some(None) => Reply::Status(Status::Not),
@@ -272,7 +272,7 @@ impl Engine {
     }
 
     /// Removes and returns the next end to report to a host: `Some(None)` if there is none, `None` if there is no such control stream.
-    fn take_end(&mut self, caller: Caller, ends: Ends, control: u32) -> Option<Option<End>> {
+    fn take_end(&mut self, caller: Caller, ends: Ends, control: u32) -> Option<Option<CallEnd>> {
         let of_stream = control as usize;
         let runs =
             self.runs_for == Some(caller) && self.running.as_ref().is_some_and(|running| running.control == of_stream);
@@ -290,8 +290,8 @@ impl Engine {
     }
 
     /// Returns the value of an end register for the end last reported to a host.
-    fn told_to(&self, caller: Caller, offset: u32) -> Option<u32> {
-        let end = self.told.get(&caller)?;
+    fn reported_to(&self, caller: Caller, offset: u32) -> Option<u32> {
+        let end = self.reported.get(&caller)?;
         let registers = [(map::RETURN_CODE, end.code.0), (map::CYCLES, end.cycles)];
         registers.into_iter().find(|(register, _)| register.offset == offset).map(|(_, word)| word)
     }
@@ -304,7 +304,7 @@ impl Engine {
 
     /// Forgets a host that has disconnected; its calls and ends have no owner from then on.
     pub fn forget(&mut self, caller: Caller) {
-        self.told.remove(&caller);
+        self.reported.remove(&caller);
         self.runs_for.take_if(|started_by| *started_by == caller);
         for control in &mut self.controls {
             let calls = control.calls.iter_mut().map(|(started_by, _)| started_by);
@@ -331,17 +331,17 @@ impl Engine {
         let Some(stream) = self.controls.get_mut(control as usize) else { return false };
         let runs = self.running.as_ref().is_some_and(|running| running.control == control as usize);
         // Uncollected ends of other hosts do not count against this host.
-        let is_its_own = |end: &&End| end.caller.is_none_or(|of| of == caller);
+        let is_its_own = |end: &&CallEnd| end.caller.is_none_or(|of| of == caller);
         let ended = stream.ended.iter().filter(is_its_own).count();
         let uncollected = stream.calls.len() + ended + usize::from(runs);
         if uncollected >= MOST_UNCOLLECTED && self.faithful.to(9) {
-            self.is_deaf = true;
+            self.is_hung = true;
             return true;
         }
         if uncollected >= MOST_CALLS {
             return false;
         }
-        self.told.remove(&caller);
+        self.reported.remove(&caller);
         stream.calls.push_back((Some(caller), call));
         self.order.push_back(control as usize);
         true
@@ -365,7 +365,7 @@ impl Engine {
         let waiting = waiting.filter_map(|control| Some((control, self.controls[control].calls.pop_front()?.0)));
         let dropped: Vec<(usize, Option<Caller>)> = running.into_iter().chain(waiting).collect();
         for (control, caller) in dropped {
-            self.controls[control].ended.push_back(End { caller, code: DROPPED, cycles: 0, hidden_from: None });
+            self.controls[control].ended.push_back(CallEnd { caller, code: DROPPED, cycles: 0, hidden_from: None });
         }
         for control in &mut self.controls {
             control.ended.retain(|end| end.caller.is_some_and(|caller| caller != by));
@@ -440,8 +440,8 @@ impl Engine {
     }
 
     /// Returns whether the host has caused a hang from which the original does not recover. Such a host is answered no more.
-    pub fn is_deaf(&self) -> bool {
-        self.is_deaf
+    pub fn is_hung(&self) -> bool {
+        self.is_hung
     }
 
     /// Returns whether the next call waits for peers to connect.
@@ -555,8 +555,8 @@ impl Engine {
         let communicator = self.exchange.communicator(call.communicator).filter(|_| has_ranks);
         let (world, rank) =
             communicator.as_ref().map_or((1, 0), |communicator| (communicator.ranks.len() as u32, communicator.local));
-        let told_apart = communicator.filter(|_| !self.faithful.to(12));
-        let communicator_id = told_apart
+        let identified = communicator.filter(|_| !self.faithful.to(12));
+        let communicator_id = identified
             .map(|communicator| communicator_id(&self.exchange, call.communicator, &communicator, self.session));
         let has_elements = !matches!(call.operation, Operation::Nop | Operation::Barrier);
         let elements = self.exchange.elements(call.arithmetic).filter(|_| has_elements).unwrap_or_default();
@@ -596,14 +596,19 @@ impl Engine {
         let cycles = counted.cycles(&self.speed);
         self.exchange.set(map::CYCLES, cycles);
         self.exchange.set(map::RETURN_CODE, code.0);
-        self.controls[control].ended.push_back(End { caller: self.runs_for.take(), code, cycles, hidden_from: None });
+        self.controls[control].ended.push_back(CallEnd {
+            caller: self.runs_for.take(),
+            code,
+            cycles,
+            hidden_from: None,
+        });
         self.running = None;
     }
 
     fn run(&mut self, fabric: &mut impl Fabric) -> bool {
         let Some(mut running) = self.running.take() else { return false };
         let mut counted = running.counted;
-        let mut parts = Parts {
+        let mut parts = EngineParts {
             exchange: &mut self.exchange,
             memories: Memories { device: &mut self.device, host: &mut self.host },
             kernel_in: &mut self.kernel_in,
@@ -647,7 +652,7 @@ impl Engine {
         if self.receiver.broken().any(|(sender, _)| sessions.contains(&sender)) {
             return Some(ReturnCode::WRONG_SEQUENCE);
         }
-        (!self.lost.is_disjoint(&sessions)).then_some(NOT_HEARD)
+        (!self.lost.is_disjoint(&sessions)).then_some(PEER_LOST)
     }
 }
 

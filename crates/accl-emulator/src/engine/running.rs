@@ -10,8 +10,8 @@ use accl_cclo::wire::{Header, MessageKind};
 
 use crate::exchange::Elements;
 use crate::fabric::Fabric;
-use crate::mover::{Moving, NO_ADDRESS, Parts, Progress, Writing};
-use crate::program::{Move, Place, Program, Say, Side, Sink, Source, Step};
+use crate::mover::{EngineParts, Moving, NO_ADDRESS, Progress, Writing};
+use crate::program::{ElementLocation, Move, Program, Say, Side, Sink, Source, Step};
 use crate::receiver::Notice;
 use crate::time::Counted;
 
@@ -50,8 +50,8 @@ enum UnderWay {
         at_a_time: usize,
     },
     Summing {
-        slots: Vec<(u32, Place)>,
-        sum: Place,
+        slots: Vec<(u32, ElementLocation)>,
+        sum: ElementLocation,
         turns: usize,
         step: Step,
     },
@@ -83,7 +83,7 @@ impl Running {
     ///
     /// # Errors
     /// The return code with which the call ends.
-    pub(super) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
+    pub(super) fn advance<F: Fabric>(&mut self, parts: &mut EngineParts<'_, F>) -> Result<Progress, ReturnCode> {
         let mut has_moved = false;
         loop {
             let Some(step) = self.step.take().or_else(|| self.program.next().map(UnderWay::Step)) else {
@@ -106,7 +106,7 @@ impl Running {
         }
     }
 
-    fn take_step<F: Fabric>(&mut self, step: UnderWay, parts: &mut Parts<'_, F>) -> Result<Left, ReturnCode> {
+    fn take_step<F: Fabric>(&mut self, step: UnderWay, parts: &mut EngineParts<'_, F>) -> Result<Left, ReturnCode> {
         let tag = self.call.tag;
         Ok(match step {
             UnderWay::Moving(mut moving) => match moving.advance(parts)? {
@@ -129,7 +129,7 @@ impl Running {
                         under_way.push(next.to);
                         has_moved = true;
                     }
-                    let done = heard(parts, tag, MessageKind::Done, |rank| under_way.contains(&rank));
+                    let done = take_notice(parts, tag, MessageKind::Done, |rank| under_way.contains(&rank));
                     let Some(done) = done else { break };
                     parts.counted.received_bytes += u64::from(done.count);
                     under_way.retain(|rank| *rank != done.from);
@@ -141,7 +141,7 @@ impl Running {
                 let Step::Sum { between, last, count, function, .. } = &step else { return Err(NO_ADDRESS) };
                 let mut has_moved = false;
                 while let Some(done) =
-                    heard(parts, tag, MessageKind::Done, |from| slots.iter().any(|(rank, _)| *rank == from))
+                    take_notice(parts, tag, MessageKind::Done, |from| slots.iter().any(|(rank, _)| *rank == from))
                 {
                     let at = slots.iter().position(|(rank, _)| *rank == done.from).unwrap_or_default();
                     let (_, slot) = slots.swap_remove(at);
@@ -161,7 +161,7 @@ impl Running {
         })
     }
 
-    fn begin<F: Fabric>(&mut self, step: Step, parts: &mut Parts<'_, F>) -> Result<Left, ReturnCode> {
+    fn begin<F: Fabric>(&mut self, step: Step, parts: &mut EngineParts<'_, F>) -> Result<Left, ReturnCode> {
         let tag = self.call.tag;
         Ok(match step {
             Step::Move(what) => Some((UnderWay::Moving(Moving::new(what)), true)),
@@ -171,13 +171,13 @@ impl Running {
             }
             Step::Serve { mut writes, count, side } => {
                 let is_one = |from| writes.iter().any(|(rank, _)| *rank == from);
-                match heard(parts, tag, MessageKind::Address, is_one) {
+                match take_notice(parts, tag, MessageKind::Address, is_one) {
                     None if writes.is_empty() => None,
                     None => Some((UnderWay::Step(Step::Serve { writes, count, side }), false)),
                     Some(notice) => {
                         let at = writes.iter().position(|(rank, _)| *rank == notice.from).unwrap_or_default();
-                        let (to, place) = writes.swap_remove(at);
-                        let (from, is_host, side) = side.of(place, notice.is_host);
+                        let (to, location) = writes.swap_remove(at);
+                        let (from, is_host, side) = side.of(location, notice.is_host);
                         let writing = Writing::new(parts, to, (notice.address, is_host), notice.tag, from, count)?;
                         // The addresses of all ranks arrive at the same time, so the wait for them counts as one hop.
                         parts.counted.hops += u64::from(writes.is_empty());
@@ -186,7 +186,7 @@ impl Running {
                     }
                 }
             }
-            Step::KeepAddress { from } => match heard(parts, tag, MessageKind::Address, |rank| rank == from) {
+            Step::KeepAddress { from } => match take_notice(parts, tag, MessageKind::Address, |rank| rank == from) {
                 Some(notice) => {
                     self.kept = Some(notice);
                     None
@@ -200,14 +200,14 @@ impl Running {
                 let writing = Writing::new(parts, to, (address, kept.is_host), tag, source, count)?;
                 Some((UnderWay::Writing(writing, None), true))
             }
-            Step::AwaitDone { from } => match heard(parts, tag, MessageKind::Done, |rank| rank == from) {
+            Step::AwaitDone { from } => match take_notice(parts, tag, MessageKind::Done, |rank| rank == from) {
                 Some(done) => {
                     parts.counted.received_bytes += u64::from(done.count);
                     None
                 }
                 None => Some((UnderWay::Step(step), false)),
             },
-            Step::AwaitWord { from } => match heard(parts, tag, MessageKind::Address, |rank| rank == from) {
+            Step::AwaitWord { from } => match take_notice(parts, tag, MessageKind::Address, |rank| rank == from) {
                 Some(_) => None,
                 None => Some((UnderWay::Step(step), false)),
             },
@@ -225,8 +225,8 @@ impl Running {
 }
 
 impl Side {
-    /// Returns the place that data is read from, whether it goes to host memory, and the side for the next data.
-    fn of(self, from: Place, is_said_host: bool) -> (Place, bool, Self) {
+    /// Returns the location that data is read from, whether it goes to host memory, and the side for the next data.
+    fn of(self, from: ElementLocation, is_said_host: bool) -> (ElementLocation, bool, Self) {
         match self {
             Self::Said => (from, is_said_host, self),
             Self::Host => (from, true, self),
@@ -234,7 +234,7 @@ impl Side {
                 let is_host = is_host || is_said_host;
                 (from, is_host, Self::Sticky { is_host })
             }
-            Self::Exchanged => (Place { is_host: is_said_host, ..from }, from.is_host, self),
+            Self::Exchanged => (ElementLocation { is_host: is_said_host, ..from }, from.is_host, self),
         }
     }
 }
@@ -261,7 +261,12 @@ impl UnderWay {
 }
 
 /// Removes and returns the first notice of this kind from these ranks that matches the call.
-fn heard<F>(parts: &mut Parts<'_, F>, tag: u32, kind: MessageKind, from: impl Fn(u32) -> bool) -> Option<Notice> {
+fn take_notice<F>(
+    parts: &mut EngineParts<'_, F>,
+    tag: u32,
+    kind: MessageKind,
+    from: impl Fn(u32) -> bool,
+) -> Option<Notice> {
     let any_takes_all = parts.any_takes_all;
     let takes = |theirs: u32| theirs == tag || (tag == ANY_TAG && any_takes_all);
     let is_it = |notice: &Notice| notice.kind == kind && takes(notice.tag) && from(notice.from);
@@ -269,7 +274,7 @@ fn heard<F>(parts: &mut Parts<'_, F>, tag: u32, kind: MessageKind, from: impl Fn
 }
 
 /// Announces an address to a peer.
-fn say<F: Fabric>(parts: &mut Parts<'_, F>, tag: u32, what: &Say) -> Result<(), ReturnCode> {
+fn say<F: Fabric>(parts: &mut EngineParts<'_, F>, tag: u32, what: &Say) -> Result<(), ReturnCode> {
     let peer = parts.exchange.rank(parts.communicator, what.to).ok_or(NO_ADDRESS)?;
     let header = Header {
         count: what.count,

@@ -3,7 +3,7 @@
 use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::return_code::ReturnCode;
 
-use super::step::{Buffers, Move, Program, Setup, Sink, Source, Step, fail, steps};
+use super::step::{CallBuffers, Move, Program, Setup, Sink, Source, Step, fail, steps};
 
 /// Returns the program of a call on a single rank.
 pub(super) fn alone(call: &Descriptor, setup: &Setup) -> Program {
@@ -19,7 +19,7 @@ pub(super) fn alone(call: &Descriptor, setup: &Setup) -> Program {
         | Operation::Scatter
         | Operation::Gather
         | Operation::AllGather => {
-            let buffers = Buffers::of(call, setup);
+            let buffers = CallBuffers::of(call, setup);
             steps([copy(call.count, Source::Memory(buffers.first), Sink::Memory(buffers.result))])
         }
     }
@@ -31,7 +31,7 @@ fn copy(count: u32, from: Source, to: Sink) -> Step {
 
 /// Returns the program of an eager call.
 pub(super) fn program(call: &Descriptor, setup: &Setup) -> Program {
-    let eager = Eager { call: *call, setup: *setup, buffers: Buffers::of(call, setup) };
+    let eager = Eager { call: *call, setup: *setup, buffers: CallBuffers::of(call, setup) };
     match call.operation {
         Operation::Nop => Box::new(std::iter::empty()),
         Operation::Config => fail(ReturnCode::NOT_IMPLEMENTED),
@@ -62,7 +62,7 @@ pub(super) fn program(call: &Descriptor, setup: &Setup) -> Program {
 struct Eager {
     call: Descriptor,
     setup: Setup,
-    buffers: Buffers,
+    buffers: CallBuffers,
 }
 
 impl Eager {
@@ -175,11 +175,11 @@ impl Eager {
         let Self { call, setup, .. } = self;
         let (next, previous) = (setup.next(1), setup.previous(1));
         Box::new(self.pieces().flat_map(move |(at, count)| {
-            let place = move |rank: u32| u64::from(rank) * u64::from(call.count) + at;
+            let location = move |rank: u32| u64::from(rank) * u64::from(call.count) + at;
             let own =
-                [copy(count, self.own(at), self.kept(place(setup.rank))), copy(count, self.own(at), self.to(next))];
+                [copy(count, self.own(at), self.kept(location(setup.rank))), copy(count, self.own(at), self.to(next))];
             let others = (1..setup.world).map(move |hops| {
-                let mut to = vec![self.kept(place(setup.previous(hops)))];
+                let mut to = vec![self.kept(location(setup.previous(hops)))];
                 if hops + 1 < setup.world {
                     to.push(self.to(next));
                 }

@@ -11,7 +11,7 @@ use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::memory_map::Network;
 use accl_cclo::return_code::ReturnCode;
 
-pub use step::{Faithful, Move, Place, Program, Say, Setup, Side, Sink, Source, Step};
+pub use step::{ElementLocation, Faithful, Move, Program, Say, Setup, Side, Sink, Source, Step};
 use step::{fail, steps};
 
 /// Returns the program of a call. Config calls have no program.

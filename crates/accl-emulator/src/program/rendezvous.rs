@@ -3,14 +3,14 @@
 use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::return_code::ReturnCode;
 
-use super::step::{Buffers, Move, Place, Program, Say, Setup, Side, Sink, Source, Step, fail};
+use super::step::{CallBuffers, ElementLocation, Move, Program, Say, Setup, Side, Sink, Source, Step, fail};
 
 /// Return code for a message that is larger than a spare buffer.
 const TOO_LARGE: ReturnCode = ReturnCode(1 << 18);
 
 /// Returns the program of a rendezvous call.
 pub(super) fn program(call: &Descriptor, setup: &Setup) -> Program {
-    let rendezvous = Rendezvous { call: *call, setup: *setup, buffers: Buffers::of(call, setup) };
+    let rendezvous = Rendezvous { call: *call, setup: *setup, buffers: CallBuffers::of(call, setup) };
     let steps = match call.operation {
         Operation::Send => vec![rendezvous.serve(vec![(call.root, rendezvous.buffers.first)], call.count)],
         Operation::Recv => rendezvous.receive(call.root, rendezvous.buffers.result, call.count),
@@ -38,7 +38,7 @@ pub(super) fn program(call: &Descriptor, setup: &Setup) -> Program {
 struct Rendezvous {
     call: Descriptor,
     setup: Setup,
-    buffers: Buffers,
+    buffers: CallBuffers,
 }
 
 impl Rendezvous {
@@ -59,31 +59,31 @@ impl Rendezvous {
         (self.setup.rank + self.setup.world - self.call.root) % self.setup.world
     }
 
-    fn block(&self, place: Place, rank: u32) -> Place {
-        self.buffers.behind(place, u64::from(rank) * u64::from(self.call.count))
+    fn block(&self, location: ElementLocation, rank: u32) -> ElementLocation {
+        self.buffers.behind(location, u64::from(rank) * u64::from(self.call.count))
     }
 
-    fn spare(&self, index: usize) -> Place {
-        Place { address: self.setup.spares[index], is_host: false, is_compressed: false }
+    fn spare(&self, index: usize) -> ElementLocation {
+        ElementLocation { address: self.setup.spares[index], is_host: false, is_compressed: false }
     }
 
-    fn serve(&self, writes: Vec<(u32, Place)>, count: u32) -> Step {
+    fn serve(&self, writes: Vec<(u32, ElementLocation)>, count: u32) -> Step {
         Step::Serve { writes, count, side: Side::Said }
     }
 
-    fn say(&self, to: u32, place: Place, count: u32) -> Say {
-        Say { to, address: place.address, is_host: place.is_host, count }
+    fn say(&self, to: u32, location: ElementLocation, count: u32) -> Say {
+        Say { to, address: location.address, is_host: location.is_host, count }
     }
 
-    fn receive(&self, from: u32, place: Place, count: u32) -> Vec<Step> {
-        vec![Step::Say(self.say(from, place, count)), Step::AwaitDone { from }]
+    fn receive(&self, from: u32, location: ElementLocation, count: u32) -> Vec<Step> {
+        vec![Step::Say(self.say(from, location, count)), Step::AwaitDone { from }]
     }
 
-    fn copy(&self, from: Place, to: Place, count: u32) -> Step {
+    fn copy(&self, from: ElementLocation, to: ElementLocation, count: u32) -> Step {
         Step::Move(Move { count, first: Source::Memory(from), second: None, to: vec![Sink::Memory(to)] })
     }
 
-    fn broadcast(&self, buffer: Place) -> Vec<Step> {
+    fn broadcast(&self, buffer: ElementLocation) -> Vec<Step> {
         let (count, world) = (self.call.count, self.setup.world);
         if world <= self.setup.broadcast_flat_ranks {
             return match self.is_root() {
@@ -114,7 +114,7 @@ impl Rendezvous {
         steps
     }
 
-    fn scatter(&self, source: Place) -> Vec<Step> {
+    fn scatter(&self, source: ElementLocation) -> Vec<Step> {
         let count = self.call.count;
         if !self.is_root() {
             return self.receive(self.call.root, self.buffers.result, count);
@@ -162,7 +162,7 @@ impl Rendezvous {
         steps
     }
 
-    fn reduce(&self, root: u32, count: u32, result: Place) -> Vec<Step> {
+    fn reduce(&self, root: u32, count: u32, result: ElementLocation) -> Vec<Step> {
         let this = self.at_root(root);
         let bytes = u64::from(count) * self.setup.element_bytes;
         let is_flat =
@@ -171,7 +171,7 @@ impl Rendezvous {
     }
 
     /// Every rank writes into a slot of the root's spare buffer 1, and the root adds the slots as they arrive.
-    fn reduce_flat(&self, count: u32, result: Place) -> Vec<Step> {
+    fn reduce_flat(&self, count: u32, result: ElementLocation) -> Vec<Step> {
         let slots_bytes = (u64::from(self.setup.world) * u64::from(count)).saturating_mul(self.setup.element_bytes);
         if slots_bytes > self.setup.max_rendezvous_bytes && !self.setup.faithful.to(5) {
             return vec![Step::Fail(TOO_LARGE)];
@@ -194,7 +194,7 @@ impl Rendezvous {
     }
 
     /// Sums go up a binomial tree through the spare buffers of every rank.
-    fn reduce_tree(&self, count: u32, result: Place) -> Vec<Step> {
+    fn reduce_tree(&self, count: u32, result: ElementLocation) -> Vec<Step> {
         let (own, world) = (self.own_hops(), self.setup.world);
         let is_too_large = u64::from(count) * self.setup.element_bytes > self.setup.max_rendezvous_bytes;
         if is_too_large && !self.setup.faithful.to(5) {
@@ -202,7 +202,7 @@ impl Rendezvous {
         }
         let mut steps = Vec::new();
         let mut sum = self.buffers.first;
-        let mut received: Option<Place> = None;
+        let mut received: Option<ElementLocation> = None;
         for step in 0.. {
             let distance = 1u32 << step;
             let is_over = distance >= world;
@@ -261,11 +261,11 @@ impl Rendezvous {
 
     /// Every rank sends a message to rank 0, which then sends one to every rank.
     fn barrier(&self) -> Vec<Step> {
-        let nowhere = Place { address: 0, is_host: false, is_compressed: false };
+        let nowhere = ElementLocation { address: 0, is_host: false, is_compressed: false };
         if self.setup.rank > 0 {
             return vec![Step::Say(self.say(0, nowhere, 0)), Step::AwaitWord { from: 0 }];
         }
-        let heard = self.setup.others().map(|from| Step::AwaitWord { from });
-        heard.chain(self.setup.others().map(|rank| Step::Say(self.say(rank, nowhere, 0)))).collect()
+        let awaited = self.setup.others().map(|from| Step::AwaitWord { from });
+        awaited.chain(self.setup.others().map(|rank| Step::Say(self.say(rank, nowhere, 0)))).collect()
     }
 }

@@ -6,7 +6,7 @@ use accl_cclo::return_code::ReturnCode;
 
 /// Location of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct ElementLocation {
     /// Address in the memory that `is_host` selects.
     pub address: u64,
     /// Whether the elements lie in host memory.
@@ -19,7 +19,7 @@ pub struct Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A memory.
-    Memory(Place),
+    Memory(ElementLocation),
     /// Eager messages of a rank with this tag.
     Rank {
         /// Rank of the sender.
@@ -35,7 +35,7 @@ pub enum Source {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sink {
     /// A memory.
-    Memory(Place),
+    Memory(ElementLocation),
     /// Eager messages to a rank.
     Rank {
         /// Rank of the receiver.
@@ -108,7 +108,7 @@ pub enum Step {
     /// Waits for an address from each of these ranks, and writes each rank's data there, in the order in which the addresses arrive.
     Serve {
         /// Ranks, and the location of each rank's data.
-        writes: Vec<(u32, Place)>,
+        writes: Vec<(u32, ElementLocation)>,
         /// Number of elements for each rank.
         count: u32,
         /// Memory of the peers.
@@ -124,7 +124,7 @@ pub enum Step {
         /// Rank that announced the address.
         to: u32,
         /// Location of the elements.
-        source: Place,
+        source: ElementLocation,
         /// Offset in elements.
         behind: u64,
         /// Number of elements.
@@ -145,13 +145,13 @@ pub enum Step {
     /// Adds the data of ranks as it arrives.
     Sum {
         /// Ranks, and the slot into which each writes.
-        slots: Vec<(u32, Place)>,
+        slots: Vec<(u32, ElementLocation)>,
         /// Location of the initial operand.
-        own: Place,
+        own: ElementLocation,
         /// Locations of intermediate sums, used in turn.
-        between: [Place; 2],
+        between: [ElementLocation; 2],
         /// Location of the last sum.
-        last: Place,
+        last: ElementLocation,
         /// Number of elements.
         count: u32,
         /// Index of the reduction function in the arithmetic config.
@@ -266,30 +266,30 @@ impl Setup {
 
 /// Buffers of a call.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Buffers {
-    pub(super) first: Place,
-    pub(super) second: Place,
-    pub(super) result: Place,
+pub(super) struct CallBuffers {
+    pub(super) first: ElementLocation,
+    pub(super) second: ElementLocation,
+    pub(super) result: ElementLocation,
     element_bytes: u64,
     compressed_bytes: u64,
 }
 
-impl Buffers {
+impl CallBuffers {
     pub(super) fn of(call: &Descriptor, setup: &Setup) -> Self {
-        let place = |address, is_host, is_compressed| Place { address, is_host, is_compressed };
+        let location = |address, is_host, is_compressed| ElementLocation { address, is_host, is_compressed };
         Self {
-            first: place(call.first, call.hosts.first, call.compression.first),
-            second: place(call.second, call.hosts.second, call.compression.second),
-            result: place(call.result, call.hosts.result, call.compression.result),
+            first: location(call.first, call.hosts.first, call.compression.first),
+            second: location(call.second, call.hosts.second, call.compression.second),
+            result: location(call.result, call.hosts.result, call.compression.result),
             element_bytes: setup.element_bytes,
             compressed_bytes: setup.compressed_bytes,
         }
     }
 
-    /// Returns the place `elements` elements after another place.
-    pub(super) fn behind(&self, place: Place, elements: u64) -> Place {
-        let bytes = if place.is_compressed { self.compressed_bytes } else { self.element_bytes };
+    /// Returns the location `elements` elements after another location.
+    pub(super) fn behind(&self, location: ElementLocation, elements: u64) -> ElementLocation {
+        let bytes = if location.is_compressed { self.compressed_bytes } else { self.element_bytes };
         // A saturated address lies outside of memory, so the data mover rejects it.
-        Place { address: place.address.saturating_add(elements.saturating_mul(bytes)), ..place }
+        ElementLocation { address: location.address.saturating_add(elements.saturating_mul(bytes)), ..location }
     }
 }

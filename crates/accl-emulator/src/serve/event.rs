@@ -33,9 +33,9 @@ pub(super) enum Event {
     /// A kernel has sent bytes. The socket reads more bytes once `more` is notified.
     Fed { rank: u32, bytes: Vec<u8>, more: oneshot::Sender<()> },
     /// An engine of another process has subscribed to an engine of this process.
-    Heard { rank: u32, by: u32 },
+    Subscribed { rank: u32, by: u32 },
     /// An engine of another process is no longer subscribed.
-    Unheard { rank: u32, by: u32 },
+    Unsubscribed { rank: u32, by: u32 },
     /// An engine of this process has subscribed to an engine of another process.
     Found { rank: u32, peer: u32 },
     /// The connection to an engine of another process has ended. All packets that it sent have been delivered before this event.

@@ -91,10 +91,10 @@ enum Kind {
     KernelIn,
 }
 
-impl Seat {
+impl LocalRank {
     /// Returns the peers that are not subscribed to this rank, or to which this rank is not subscribed.
     fn missing(&self) -> impl Iterator<Item = u32> {
-        self.unheard_by.union(&self.not_found).copied()
+        self.not_subscribed.union(&self.not_found).copied()
     }
 }
 
@@ -154,17 +154,17 @@ struct Owner {
 }
 
 /// A rank of this process, with its owner, its sockets and its peers.
-struct Seat {
+struct LocalRank {
     rank: u32,
     /// Host that has claimed the engine. Hosts that never claim it, like the original's, are served as well.
     owner: Option<Owner>,
     /// Hosts that had claimed the engine before another host took it from them.
-    dispossessed: BTreeSet<HostId>,
+    former_owners: BTreeSet<HostId>,
     /// Queues of packets for engines of other processes, and of messages for kernels.
     wire: mpsc::Sender<Sent>,
     kernel: mpsc::Sender<Fed>,
     /// Peers that are not subscribed to this rank, and peers to which this rank is not subscribed.
-    unheard_by: BTreeSet<u32>,
+    not_subscribed: BTreeSet<u32>,
     not_found: BTreeSet<u32>,
     /// Time until which a call waits for missing peers.
     deadline: Option<Instant>,
@@ -188,7 +188,7 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
     let trace = trace.transpose()?;
     let (events, mut happens) = mpsc::channel(MOST_EVENTS);
     let room = Arc::new(Notify::new());
-    let mut seats = Vec::new();
+    let mut local_ranks = Vec::new();
     for rank in options.ranks.clone() {
         let listener = listening(&options, rank, Kind::Control).await?;
         tokio::spawn(serve_hosts(rank, listener, events.clone()));
@@ -206,13 +206,13 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
         for peer in options.outsiders() {
             tokio::spawn(listen(rank, peer, options.theirs(peer, Kind::Wire)?, events.clone()));
         }
-        seats.push(Seat {
+        local_ranks.push(LocalRank {
             rank,
             owner: None,
-            dispossessed: BTreeSet::new(),
+            former_owners: BTreeSet::new(),
             wire,
             kernel,
-            unheard_by: options.outsiders().collect(),
+            not_subscribed: options.outsiders().collect(),
             not_found: options.outsiders().collect(),
             deadline: None,
             permits: BTreeMap::new(),
@@ -228,11 +228,11 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
     };
     let cluster = Cluster::new(options.ranks.start, options.ranks.clone().map(engine).collect(), trace);
     let process = RandomState::new().build_hasher().finish().max(1);
-    let mut server = Server { options, cluster, seats, process, never: Vec::new() };
+    let mut server = Server { options, cluster, local_ranks, process, never: Vec::new() };
     server.begin();
     tokio::pin!(ended);
     loop {
-        let deadline = server.seats.iter().filter_map(|seat| seat.deadline).min();
+        let deadline = server.local_ranks.iter().filter_map(|local_rank| local_rank.deadline).min();
         let overdue = async {
             match deadline {
                 Some(deadline) => tokio::time::sleep_until(deadline).await,
@@ -265,7 +265,7 @@ fn asked_to_end() -> std::io::Result<impl Future<Output = ()>> {
 struct Server {
     options: Options,
     cluster: Cluster,
-    seats: Vec<Seat>,
+    local_ranks: Vec<LocalRank>,
     /// Random number that distinguishes this process from others.
     process: u64,
     /// Reply channels of hosts that the original would never answer again.
@@ -274,24 +274,24 @@ struct Server {
 
 impl Server {
     fn begin(&mut self) {
-        for seat in self.seats.iter().filter(|seat| seat.missing().next().is_some()) {
-            self.cluster.set_peers(seat.rank, Peers::Awaited);
+        for local_rank in self.local_ranks.iter().filter(|local_rank| local_rank.missing().next().is_some()) {
+            self.cluster.set_peers(local_rank.rank, Peers::Awaited);
         }
     }
 
-    fn seat(&mut self, rank: u32) -> &mut Seat {
+    fn local_rank(&mut self, rank: u32) -> &mut LocalRank {
         // All events come from tasks that were started for a rank of this process.
-        &mut self.seats[(rank - self.options.ranks.start) as usize]
+        &mut self.local_ranks[(rank - self.options.ranks.start) as usize]
     }
 
     fn take(&mut self, event: Event) {
         match event {
             Event::Request { rank, host, text, reply } => self.answer(rank, host, &text, reply),
             Event::Gone { rank, host } => {
-                let seat = self.seat(rank);
-                seat.dispossessed.remove(&host);
-                let owner = seat.owner.take_if(|owner| owner.host == host);
-                let is_others = seat.owner.is_some();
+                let local_rank = self.local_rank(rank);
+                local_rank.former_owners.remove(&host);
+                let owner = local_rank.owner.take_if(|owner| owner.host == host);
+                let is_others = local_rank.owner.is_some();
                 if let Some(engine) = self.cluster.engine(rank) {
                     match is_others {
                         // The ends of this host were not reported to the owner, and must not be.
@@ -304,52 +304,52 @@ impl Server {
                 }
             }
             Event::Packet { to, from, job, packet, permit } => {
-                self.seat(to).permits.entry(from).or_default().push_back(permit);
+                self.local_rank(to).permits.entry(from).or_default().push_back(permit);
                 self.cluster.take(to, from, job, &packet);
             }
             Event::Fed { rank, bytes, more } => {
                 self.cluster.feed(rank, &bytes);
-                self.seat(rank).fed.push(more);
+                self.local_rank(rank).fed.push(more);
             }
-            Event::Heard { rank, by } => {
-                self.seat(rank).unheard_by.remove(&by);
+            Event::Subscribed { rank, by } => {
+                self.local_rank(rank).not_subscribed.remove(&by);
                 self.look_for_peers(rank);
             }
-            Event::Unheard { rank, by } => {
+            Event::Unsubscribed { rank, by } => {
                 if self.options.outsiders().any(|peer| peer == by) {
-                    self.seat(rank).unheard_by.insert(by);
+                    self.local_rank(rank).not_subscribed.insert(by);
                     self.look_for_peers(rank);
                 }
             }
             Event::Found { rank, peer } => {
-                self.seat(rank).not_found.remove(&peer);
-                self.cluster.tell(rank, |engine| engine.find(peer));
+                self.local_rank(rank).not_found.remove(&peer);
+                self.cluster.update(rank, |engine| engine.find(peer));
                 self.look_for_peers(rank);
             }
             Event::Lost { rank, peer } => {
-                self.seat(rank).not_found.insert(peer);
+                self.local_rank(rank).not_found.insert(peer);
                 eprintln!("accl-emulator: rank {rank}: rank {peer} disconnected");
                 self.look_for_peers(rank);
-                self.cluster.tell(rank, |engine| engine.lose(peer));
+                self.cluster.update(rank, |engine| engine.lose(peer));
             }
         }
     }
 
     /// Checks whether all peers of a rank are subscribed to it, and the rank to them.
     fn look_for_peers(&mut self, rank: u32) {
-        let seat = self.seat(rank);
-        if seat.missing().next().is_some() {
+        let local_rank = self.local_rank(rank);
+        if local_rank.missing().next().is_some() {
             return self.cluster.set_peers(rank, Peers::Awaited);
         }
-        (seat.deadline, seat.trouble) = (None, String::new());
+        (local_rank.deadline, local_rank.trouble) = (None, String::new());
         self.cluster.set_peers(rank, Peers::There);
     }
 
     fn answer(&mut self, rank: u32, host: HostId, text: &[u8], reply: oneshot::Sender<String>) {
-        let seat = self.seat(rank);
-        let is_dispossessed = seat.dispossessed.contains(&host);
-        let is_others = seat.owner.as_ref().is_some_and(|owner| owner.host != host);
-        let ends = match &seat.owner {
+        let local_rank = self.local_rank(rank);
+        let is_former_owner = local_rank.former_owners.contains(&host);
+        let is_others = local_rank.owner.as_ref().is_some_and(|owner| owner.host != host);
+        let ends = match &local_rank.owner {
             None => Ends::OfAll,
             Some(owner) if owner.host == host => Ends::OfGone,
             Some(_) => Ends::Own,
@@ -357,7 +357,7 @@ impl Server {
         let answer = match Request::from_json(text) {
             Ok(Request::About) => self.about(rank),
             // Further requests of this host would affect the engine of another host, and the state that it asks about no longer exists.
-            Ok(_) if is_dispossessed => Some(Reply::Status(Status::Taken)),
+            Ok(_) if is_former_owner => Some(Reply::Status(Status::Taken)),
             Ok(Request::Claim { owner, job }) => self.claim(rank, host, &owner, job),
             Ok(request) => {
                 let resets = matches!(&request, Request::Call { call, .. } if call.sets(ConfigFunction::Reset));
@@ -371,7 +371,7 @@ impl Server {
                 }
                 self.cluster.answer(rank, host.caller(), ends, &request)
             }
-            Err(BadRequest::Call { .. }) if is_dispossessed => Some(Reply::Status(Status::Taken)),
+            Err(BadRequest::Call { .. }) if is_former_owner => Some(Reply::Status(Status::Taken)),
             Err(BadRequest::Call { .. }) if is_others => None,
             Err(BadRequest::Call { control, .. }) => self.cluster.start_unknown(rank, host.caller(), control),
             Err(BadRequest::Json(_) | BadRequest::Type(_) | BadRequest::Missing(_)) => None,
@@ -381,7 +381,7 @@ impl Server {
 
     fn reply(&mut self, rank: u32, text: &[u8], answer: Reply, reply: oneshot::Sender<String>) {
         let answer = answer.to_json();
-        if self.cluster.engine(rank).is_some_and(|engine| engine.is_deaf()) {
+        if self.cluster.engine(rank).is_some_and(|engine| engine.is_hung()) {
             self.never.push(reply);
             return;
         }
@@ -392,12 +392,12 @@ impl Server {
 
     /// Claims the rank for this host unless another host has it. A host that resets the rank takes it from the owner.
     fn claim(&mut self, rank: u32, host: HostId, name: &str, job: u32) -> Option<Reply> {
-        let seat = self.seat(rank);
-        if seat.owner.as_ref().is_some_and(|owner| owner.host != host) {
+        let local_rank = self.local_rank(rank);
+        if local_rank.owner.as_ref().is_some_and(|owner| owner.host != host) {
             return self.about(rank);
         }
         let name = name.chars().take(MOST_NAME_CHARS).collect();
-        seat.owner.get_or_insert(Owner { host, name, since: Instant::now() });
+        local_rank.owner.get_or_insert(Owner { host, name, since: Instant::now() });
         // If originals, whose packets name no job, may be among the peers, the packets of this emulator name none either.
         let job = if self.options.faithful.to(COMMUNICATORS) { 0 } else { job };
         self.cluster.engine(rank)?.set_next_job(job);
@@ -406,10 +406,10 @@ impl Server {
 
     /// Ends the claim of the owner if another host resets the engine.
     fn take_from_others(&mut self, rank: u32, host: HostId) {
-        let seat = self.seat(rank);
-        if seat.owner.as_ref().is_none_or(|owner| owner.host != host) {
-            let before = seat.owner.take().map(|owner| owner.host);
-            seat.dispossessed.extend(before);
+        let local_rank = self.local_rank(rank);
+        if local_rank.owner.as_ref().is_none_or(|owner| owner.host != host) {
+            let before = local_rank.owner.take().map(|owner| owner.host);
+            local_rank.former_owners.extend(before);
             if let Some(engine) = self.cluster.engine(rank) {
                 before.into_iter().for_each(|host| engine.discard_ends(host.caller()));
                 engine.set_next_job(0);
@@ -420,12 +420,12 @@ impl Server {
     fn about(&mut self, rank: u32) -> Option<Reply> {
         let mut about = self.cluster.about(rank, self.options.world())?;
         (about.process, about.served) = (self.process, [self.options.ranks.start, self.options.ranks.len() as u32]);
-        let seat = self.seat(rank);
-        about.missing = seat.missing().collect();
-        if let Some(Owner { name, since, .. }) = &seat.owner {
+        let local_rank = self.local_rank(rank);
+        about.missing = local_rank.missing().collect();
+        if let Some(Owner { name, since, .. }) = &local_rank.owner {
             (about.owner, about.owner_s) = (name.clone(), since.elapsed().as_secs());
         }
-        let trouble = seat.trouble.clone();
+        let trouble = local_rank.trouble.clone();
         let own = self.cluster.engine(rank).map(|engine| engine.trouble()).unwrap_or_default();
         about.trouble = [trouble, own].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("; ");
         Some(Reply::About(about))
@@ -434,16 +434,18 @@ impl Server {
     /// Fails the calls that have waited too long for peers.
     fn give_up(&mut self, now: Instant) {
         let seconds = self.options.peer_timeout.as_secs_f64();
-        for seat in self.seats.iter_mut().filter(|seat| seat.deadline.is_some_and(|deadline| deadline <= now)) {
-            let ranks: Vec<String> = seat.missing().map(|rank| rank.to_string()).collect();
-            seat.trouble = format!(
+        for local_rank in
+            self.local_ranks.iter_mut().filter(|local_rank| local_rank.deadline.is_some_and(|deadline| deadline <= now))
+        {
+            let ranks: Vec<String> = local_rank.missing().map(|rank| rank.to_string()).collect();
+            local_rank.trouble = format!(
                 "rank {}: cannot enable packets: after {seconds} s, the emulators of these ranks are missing: {}; start them, or correct --hosts",
-                seat.rank,
+                local_rank.rank,
                 ranks.join(", ")
             );
-            eprintln!("accl-emulator: {}", seat.trouble);
-            seat.deadline = None;
-            self.cluster.set_peers(seat.rank, Peers::Missing);
+            eprintln!("accl-emulator: {}", local_rank.trouble);
+            local_rank.deadline = None;
+            self.cluster.set_peers(local_rank.rank, Peers::Missing);
         }
     }
 
@@ -451,28 +453,28 @@ impl Server {
     fn settle(&mut self) {
         let mut has_moved = true;
         while std::mem::take(&mut has_moved) {
-            for seat in &self.seats {
-                self.cluster.set_room(seat.rank, seat.wire.capacity());
+            for local_rank in &self.local_ranks {
+                self.cluster.set_room(local_rank.rank, local_rank.wire.capacity());
             }
             self.cluster.settle();
-            for seat in &mut self.seats {
-                has_moved |= carry(seat, &mut self.cluster);
+            for local_rank in &mut self.local_ranks {
+                has_moved |= flush_outgoing(local_rank, &mut self.cluster);
             }
         }
         let patience = self.options.peer_timeout;
-        for seat in &mut self.seats {
-            let Some(engine) = self.cluster.engine(seat.rank) else { continue };
-            for (peer, permits) in &mut seat.permits {
+        for local_rank in &mut self.local_ranks {
+            let Some(engine) = self.cluster.engine(local_rank.rank) else { continue };
+            for (peer, permits) in &mut local_rank.permits {
                 permits.truncate(engine.held(*peer));
             }
             if engine.is_hungry() {
                 // A kernel connection that has ended needs no notification.
-                seat.fed.drain(..).for_each(|more| more.send(()).unwrap_or_default());
+                local_rank.fed.drain(..).for_each(|more| more.send(()).unwrap_or_default());
             }
             if engine.awaits_peers() {
-                seat.deadline.get_or_insert_with(|| Instant::now() + patience);
+                local_rank.deadline.get_or_insert_with(|| Instant::now() + patience);
             } else {
-                seat.deadline = None;
+                local_rank.deadline = None;
                 if engine.peers() == Peers::Missing {
                     // The next call that lets packets in waits again.
                     engine.set_peers(Peers::Awaited);
@@ -489,34 +491,34 @@ fn changes(request: &Request) -> bool {
 }
 
 /// Passes a rank's packets and kernel messages to its sockets, as far as they accept them. Returns `true` if the engine now has more room.
-fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
-    if let Some(outgoing) = cluster.outgoing(seat.rank) {
+fn flush_outgoing(local_rank: &mut LocalRank, cluster: &mut Cluster) -> bool {
+    if let Some(outgoing) = cluster.outgoing(local_rank.rank) {
         while let Some(packet) = outgoing.pop_front() {
-            match seat.wire.try_send(Sent { from: seat.rank, outgoing: packet }) {
+            match local_rank.wire.try_send(Sent { from: local_rank.rank, outgoing: packet }) {
                 Ok(()) => {}
                 Err(mpsc::error::TrySendError::Full(Sent { outgoing: packet, .. })) => {
                     outgoing.push_front(packet);
                     break;
                 }
                 // The task of the socket ends only with the process.
-                Err(mpsc::error::TrySendError::Closed(_)) if seat.trouble.is_empty() => {
-                    seat.trouble =
-                        format!("rank {}: its packets can no longer be sent; restart its emulator", seat.rank);
-                    eprintln!("accl-emulator: {}", seat.trouble);
+                Err(mpsc::error::TrySendError::Closed(_)) if local_rank.trouble.is_empty() => {
+                    local_rank.trouble =
+                        format!("rank {}: its packets can no longer be sent; restart its emulator", local_rank.rank);
+                    eprintln!("accl-emulator: {}", local_rank.trouble);
                 }
                 Err(mpsc::error::TrySendError::Closed(_)) => {}
             }
         }
     }
-    let Some(engine) = cluster.engine(seat.rank) else { return false };
+    let Some(engine) = cluster.engine(local_rank.rank) else { return false };
     let mut has_fed = false;
-    while let Ok(place) = seat.kernel.try_reserve() {
+    while let Ok(place) = local_rank.kernel.try_reserve() {
         let Some((stream, bytes)) = engine.take_fed() else { break };
         place.send(Fed(stream, bytes));
         has_fed = true;
     }
     if has_fed {
-        cluster.tell(seat.rank, |_| ());
+        cluster.update(local_rank.rank, |_| ());
     }
     has_fed
 }

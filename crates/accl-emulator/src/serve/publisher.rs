@@ -90,8 +90,8 @@ impl Publisher {
         room: Arc<Notify>,
         events: mpsc::Sender<Event>,
     ) {
-        let (tells, news) = mpsc::channel(MOST_QUEUED);
-        tokio::spawn(accept(self.rank, listener, tells));
+        let (to_publisher, news) = mpsc::channel(MOST_QUEUED);
+        tokio::spawn(accept(self.rank, listener, to_publisher));
         let mut subscribers = Subscribers {
             about: self,
             all: Vec::new(),
@@ -107,14 +107,14 @@ impl Publisher {
                     room.notify_one();
                     subscribers.send(&message).await;
                 }
-                Some(news) = subscribers.news.recv() => subscribers.hear(news).await,
+                Some(news) = subscribers.news.recv() => subscribers.handle(news).await,
             }
         }
     }
 }
 
 /// Accepts connections, even while the publisher waits for a subscriber.
-async fn accept(rank: u32, listener: TcpListener, tells: mpsc::Sender<News>) {
+async fn accept(rank: u32, listener: TcpListener, to_publisher: mpsc::Sender<News>) {
     let places = Arc::new(Semaphore::new(MOST_SUBSCRIBERS));
     for number in 0.. {
         let Ok((stream, from)) = listener.accept().await else {
@@ -122,13 +122,13 @@ async fn accept(rank: u32, listener: TcpListener, tells: mpsc::Sender<News>) {
             continue;
         };
         let Ok(place) = places.clone().try_acquire_owned() else { continue };
-        let tells = tells.clone();
+        let to_publisher = to_publisher.clone();
         tokio::spawn(async move {
-            if let Err(End::Refused(why)) = serve(number, from, stream, &tells).await {
+            if let Err(End::Refused(why)) = serve(number, from, stream, &to_publisher).await {
                 disconnected(rank, from, &why);
             }
             // The send fails only if the process is ending.
-            let _ = tells.send(News::Gone(number)).await;
+            let _ = to_publisher.send(News::Gone(number)).await;
             drop(place);
         });
     }
@@ -180,7 +180,7 @@ impl Subscribers {
                     self.all.retain(|subscriber| subscriber.number != number);
                     break;
                 }
-                Some(news) = self.news.recv() => self.hear(news).await,
+                Some(news) = self.news.recv() => self.handle(news).await,
             }
         }
         self.patient_since = Instant::now();
@@ -189,8 +189,8 @@ impl Subscribers {
         }
     }
 
-    async fn hear(&mut self, news: News) {
-        let before = self.hearing();
+    async fn handle(&mut self, news: News) {
+        let before = self.subscribed_ranks();
         match news {
             News::Came(subscriber) => {
                 if self.makes_way_for(&subscriber) {
@@ -218,11 +218,11 @@ impl Subscribers {
             }
             News::Gone(number) => self.all.retain(|subscriber| subscriber.number != number),
         }
-        let after = self.hearing();
+        let after = self.subscribed_ranks();
         let rank = self.about.rank;
-        let heard = after.difference(&before).map(|&by| Event::Heard { rank, by });
-        let unheard = before.difference(&after).map(|&by| Event::Unheard { rank, by });
-        for event in heard.chain(unheard) {
+        let subscribed = after.difference(&before).map(|&by| Event::Subscribed { rank, by });
+        let unsubscribed = before.difference(&after).map(|&by| Event::Unsubscribed { rank, by });
+        for event in subscribed.chain(unsubscribed) {
             // The send fails only if the process is ending.
             let _ = self.events.send(event).await;
         }
@@ -252,12 +252,12 @@ impl Subscribers {
     }
 
     /// Returns the ranks of other emulators that are subscribed to their own packets.
-    fn hearing(&self) -> BTreeSet<u32> {
-        let hears = |subscriber: &Subscriber| {
+    fn subscribed_ranks(&self) -> BTreeSet<u32> {
+        let subscribed_rank = |subscriber: &Subscriber| {
             let rank = subscriber.rank?;
             subscriber.topics.iter().any(|wanted| topic_of(rank).as_bytes() == wanted).then_some(rank)
         };
-        self.all.iter().filter_map(hears).collect()
+        self.all.iter().filter_map(subscribed_rank).collect()
     }
 }
 
@@ -276,7 +276,7 @@ fn disconnected(rank: u32, from: SocketAddr, why: &str) {
     eprintln!("accl-emulator: rank {rank}: the subscriber at {from} is disconnected: {why}");
 }
 
-async fn serve(number: u64, from: SocketAddr, stream: TcpStream, tells: &mpsc::Sender<News>) -> Result<(), End> {
+async fn serve(number: u64, from: SocketAddr, stream: TcpStream, to_publisher: &mpsc::Sender<News>) -> Result<(), End> {
     let mut connection = Connection::new(stream)?;
     let role = Role { ready: zmtp::ready(b"PUB"), takes: [b"SUB", b"XSUB"], refuses: "its socket is not of type SUB" };
     let rank = connection.greet(&role).await?;
@@ -284,10 +284,10 @@ async fn serve(number: u64, from: SocketAddr, stream: TcpStream, tells: &mpsc::S
     let (pongs, to_pong) = mpsc::channel(1);
     let (end, ended) = oneshot::channel();
     let subscriber = Subscriber { number, from, rank, topics: Vec::new(), queue, _end: end };
-    tells.send(News::Came(subscriber)).await.map_err(|_| End::Gone)?;
+    to_publisher.send(News::Came(subscriber)).await.map_err(|_| End::Gone)?;
     let Connection { from, to, .. } = connection;
     tokio::select! {
-        end = read(number, from, pongs, tells) => end,
+        end = read(number, from, pongs, to_publisher) => end,
         end = write(to, queued, to_pong) => end,
         _ = ended => Ok(()),
     }
@@ -298,7 +298,7 @@ async fn read(
     number: u64,
     mut from: Receiving,
     pongs: mpsc::Sender<Arc<[u8]>>,
-    tells: &mpsc::Sender<News>,
+    to_publisher: &mpsc::Sender<News>,
 ) -> Result<(), End> {
     loop {
         let (flags, body) = from.next_frame(MOST_TOPIC_BYTES).await?;
@@ -314,7 +314,7 @@ async fn read(
             // Other messages of a subscriber are ignored.
             Some(_) | None => continue,
         };
-        tells.send(news).await.map_err(|_| End::Gone)?;
+        to_publisher.send(news).await.map_err(|_| End::Gone)?;
     }
 }
 

@@ -336,7 +336,7 @@ fn opened_after_a_call_without_end(url: &DeviceUrl) -> accl_types::Result<Driver
 }
 
 #[test]
-fn a_second_driver_of_emulators_that_are_in_use_is_told_so_and_the_first_goes_on() {
+fn a_second_driver_of_emulators_in_use_is_refused_and_the_first_continues() {
     let port = free_ports(8);
     let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
@@ -355,7 +355,7 @@ fn a_second_driver_of_emulators_that_are_in_use_is_told_so_and_the_first_goes_on
             "{text}"
         );
         let mut looks = buses::open(&url, rank).unwrap();
-        assert!(!looks.about().unwrap().unwrap().owner.is_empty(), "whoever looks is not kept out");
+        assert!(!looks.about().unwrap().unwrap().owner.is_empty(), "a second connection may read");
     }
     run(&mut first, Operation::AllReduce, 0, None);
     drop(first);
@@ -386,7 +386,7 @@ fn an_emulator_whose_driver_was_killed_is_there_for_the_next() {
 }
 
 #[test]
-fn a_reset_takes_an_emulator_from_whoever_has_it() {
+fn a_reset_takes_an_emulator_from_its_owner() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}"));
@@ -401,20 +401,20 @@ fn a_reset_takes_an_emulator_from_whoever_has_it() {
 }
 
 #[test]
-fn an_emulator_that_does_not_tell_who_uses_it_is_set_up_as_ever() {
+fn an_emulator_that_reports_no_owner_is_set_up_as_usual() {
     let port = free_ports(1);
     let _answering = answering(port, r#"{"status":1}"#);
     let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
     assert_eq!(bus.claim(), Ok(None));
 }
 
-/// Exchanges the texts of all ranks' buses, and returns the result of [`Bus::hear`] on each rank.
-fn heard(url: &DeviceUrl, ranks: u32) -> Vec<accl_types::Result<()>> {
+/// Exchanges the texts of all ranks' buses, and returns the result of [`Bus::receive_info`] on each rank.
+fn exchange_infos(url: &DeviceUrl, ranks: u32) -> Vec<accl_types::Result<()>> {
     let mut buses: Vec<_> = (0..ranks).map(|rank| buses::open(url, rank).unwrap()).collect();
     let settings = |rank| url.settings(rank, ranks).unwrap();
-    let told: Vec<String> =
-        (0..).zip(&mut buses).map(|(rank, bus)| bus.tell(&settings(rank)).unwrap().unwrap()).collect();
-    (0..).zip(&mut buses).map(|(rank, bus)| bus.hear(&told, &mut settings(rank))).collect()
+    let infos: Vec<String> =
+        (0..).zip(&mut buses).map(|(rank, bus)| bus.local_info(&settings(rank)).unwrap().unwrap()).collect();
+    (0..).zip(&mut buses).map(|(rank, bus)| bus.receive_info(&infos, &mut settings(rank))).collect()
 }
 
 #[test]
@@ -437,7 +437,7 @@ fn emulators_that_do_not_understand_each_other_are_refused_on_all_ranks_in_one_s
             emulators.0.push(start(&format!("-r 1 -p {other} {second}")));
         }
         let url = url(&format!("emulator://127.0.0.1:{port},127.0.0.1:{}?design=udp", other + 1));
-        for result in heard(&url, 2) {
+        for result in exchange_infos(&url, 2) {
             let text = result.err().map(|error| error.message);
             match why {
                 None => assert_eq!(text, None, "{first} {second}"),
@@ -448,13 +448,13 @@ fn emulators_that_do_not_understand_each_other_are_refused_on_all_ranks_in_one_s
 }
 
 #[test]
-fn what_a_rank_has_told_that_is_no_emulators_answer_is_refused() {
+fn an_invalid_self_description_of_a_rank_is_refused() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}"));
     let mut bus = buses::open(&url, 0).unwrap();
     let mut settings = url.settings(0, 2).unwrap();
-    let own = bus.tell(&settings).unwrap().unwrap();
+    let own = bus.local_info(&settings).unwrap().unwrap();
     for (text, why) in [
         ("1 nonsense", "expected ident"),
         (r#"1 {"status":0}"#, "the text is not a self-description"),
@@ -462,7 +462,7 @@ fn what_a_rank_has_told_that_is_no_emulators_answer_is_refused() {
         ("nonsense", "the text does not begin with a number"),
         ("", "the text does not begin with a number"),
     ] {
-        let message = bus.hear(&[own.clone(), text.to_owned()], &mut settings).unwrap_err().message;
+        let message = bus.receive_info(&[own.clone(), text.to_owned()], &mut settings).unwrap_err().message;
         assert!(
             message.starts_with(&format!("invalid self-description of the emulator of rank 1: {why}")),
             "{message}"
@@ -485,7 +485,7 @@ fn refusal(port: u16) -> (String, Duration) {
 }
 
 #[test]
-fn what_is_no_emulator_is_told_from_one_in_time() {
+fn a_port_without_an_emulator_is_recognized_in_time() {
     let (text, took) = refusal(listener(std::mem::forget));
     assert!(
         text.contains("did not complete the ZeroMQ greeting within 1000 ms; it is stopped, or is not an emulator"),
@@ -515,7 +515,7 @@ fn what_is_no_emulator_is_told_from_one_in_time() {
 }
 
 #[test]
-fn answers_that_make_no_sense_are_told_in_a_sentence() {
+fn invalid_answers_are_reported_in_a_sentence() {
     for (answer, why) in [
         ("nonsense", "does not speak the protocol of an emulator: expected ident at line 1 column 2; check the port"),
         (r#"{"status":7}"#, "does not speak the protocol of an emulator: unknown status 7; check the port"),
@@ -540,7 +540,7 @@ const GREETING_THAT_ASKS: [&[u8]; 5] =
     [b"\xFF\0\0\0\0\0\0\0\0\x7F\x03\0", b"NULL", &[0; 16], &[0; 32], b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03REQ"];
 
 #[test]
-fn frames_of_impossible_lengths_are_told_in_a_sentence() {
+fn frames_of_invalid_lengths_are_reported_in_a_sentence() {
     // One length exceeds any address, and the other exceeds the memory.
     impossible_length(0x7FFF_FFFF_FFFF_FFFF);
     impossible_length(1 << 44);
@@ -664,7 +664,7 @@ fn speed_is_within_the_bars() {
 }
 
 #[test]
-fn a_driver_is_told_that_too_many_hosts_are_connected() {
+fn too_many_connected_hosts_are_reported_to_the_driver() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}"));
@@ -691,7 +691,7 @@ fn no_request_of_an_emulator_that_is_stopped_outlasts_the_time_that_is_left() {
     bus.allocate(Memory::Device, 64).unwrap();
     signal_to(emulators.0[0].id(), "STOP");
     let begin = Instant::now();
-    bus.limit(Some(begin + Duration::from_millis(200)));
+    bus.set_deadline(Some(begin + Duration::from_millis(200)));
     let text = bus.write_memory(Memory::Device, 0, &[0; 64]).unwrap_err().message;
     assert!(text.contains("has not answered a write of 64 bytes of device memory at 0x0 in "), "{text}");
     assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
@@ -703,7 +703,7 @@ fn an_emulator_is_reset_when_it_is_left_however_long_after_the_deadline_of_the_l
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port} --comms udp"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
     let mut drivers = opened(&url, 1);
-    drivers[0].bus().limit(Some(Instant::now()));
+    drivers[0].bus().set_deadline(Some(Instant::now()));
     drop(drivers);
     let mut bus = buses::open(&url, 0).unwrap();
     assert_eq!(bus.read_register(map::IS_CONFIGURED.offset), Ok(0));
@@ -711,7 +711,7 @@ fn an_emulator_is_reset_when_it_is_left_however_long_after_the_deadline_of_the_l
 
 /// Regression test: the driver reported that the sum was complete, because it read the return code 0 of the reset.
 #[test]
-fn a_call_that_somebody_elses_reset_has_ended_is_no_success() {
+fn a_call_that_the_reset_of_another_host_ends_fails() {
     let port = free_ports(8);
     let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
@@ -738,7 +738,7 @@ fn a_call_that_somebody_elses_reset_has_ended_is_no_success() {
 
 /// Regression test: a call of another host ended, and the owner took that end for the end of its own call.
 #[test]
-fn whoever_has_no_claim_to_a_rank_may_look_at_it_and_changes_nothing() {
+fn a_host_without_a_claim_may_read_a_rank_but_changes_nothing() {
     use accl_cclo::call::ConfigFunction;
     let port = free_ports(8);
     let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);

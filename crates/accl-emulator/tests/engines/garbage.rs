@@ -273,7 +273,7 @@ fn a_broadcast_in_segments_of_one_element_to_all_ranks_that_a_table_seems_to_hav
 }
 
 #[test]
-fn a_sender_that_nobody_asks_is_not_kept_without_a_bound() {
+fn packets_that_no_call_receives_are_kept_up_to_a_bound() {
     const PACKET: usize = 4096;
     let mut world = World::new(Settings::new(Network::Tcp, 2));
     let header = Header {
@@ -305,7 +305,7 @@ fn a_sender_that_nobody_asks_is_not_kept_without_a_bound() {
 }
 
 #[test]
-fn notices_that_nobody_asks_for_are_not_kept_without_a_bound() {
+fn notices_that_no_call_takes_are_kept_up_to_a_bound() {
     let mut world = World::new(Settings::new(Network::Rdma, 2));
     let header = Header {
         count: 1,
@@ -328,7 +328,7 @@ fn notices_that_nobody_asks_for_are_not_kept_without_a_bound() {
 }
 
 #[test]
-fn memory_that_nobody_has_written_takes_up_none() {
+fn unwritten_memory_takes_up_address_space_only() {
     const LARGE: u64 = 1 << 30;
     let resident_kib = || {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
@@ -342,7 +342,7 @@ fn memory_that_nobody_has_written_takes_up_none() {
     memory.read_mut(LARGE - 2, 2).unwrap().fill(7);
     assert!(memory.grow(LARGE, 1));
     assert_eq!(memory.read(LARGE - 3, 4), Some(&[0, 7, 7, 0][..]));
-    assert!(resident_kib().saturating_sub(before) < LARGE >> 14, "it is there although nobody has written it");
+    assert!(resident_kib().saturating_sub(before) < LARGE >> 14, "unwritten memory is resident");
 }
 
 #[test]

@@ -76,10 +76,10 @@ fn three_calls_may_wait_for_their_end_to_be_asked_for_at_a_time() {
             engine.advance(&mut sent);
         }
     }
-    assert!(!engine.is_deaf(), "each control stream counts for itself");
+    assert!(!engine.is_hung(), "each control stream counts for itself");
     engine.answer(&Request::Poll { control: 1 });
-    assert!(engine.start(1, nop) && !engine.is_deaf());
-    assert!(engine.start(1, nop) && engine.is_deaf());
+    assert!(engine.start(1, nop) && !engine.is_hung());
+    assert!(engine.start(1, nop) && engine.is_hung());
 }
 
 /// Returns which of 40 messages to a kernel stream hangs its sender: a list with the first such message, or an empty list.
@@ -175,7 +175,7 @@ fn buffers_of_one_rendezvous_collective_in_both_memories_are_written_to_the_wron
 
 /// Sends one message on each of two communicators from rank 0, with the same tag; rank 1 receives them in the other order. Returns whether each
 /// message was received on the communicator on which it was sent.
-fn are_told_apart(network: Network, count: u32, [sender, receiver]: [Faithful; 2]) -> Vec<bool> {
+fn are_matched_to_communicators(network: Network, count: u32, [sender, receiver]: [Faithful; 2]) -> Vec<bool> {
     let settings = Settings { rx_count: 64, ..Settings::new(network, 2) };
     let mut world = world(settings);
     world.engines = [sender, receiver].into_iter().map(|faithful| Engine::new(network, faithful)).collect();
@@ -208,11 +208,11 @@ fn are_told_apart(network: Network, count: u32, [sender, receiver]: [Faithful; 2
 fn messages_of_two_communicators_of_the_same_ranks_are_swapped() {
     let (twelfth, repaired) = (Faithful::default().with(12), Faithful::default());
     for network in [Network::Udp, Network::Tcp, Network::Rdma] {
-        assert_eq!(are_told_apart(network, 30, [twelfth; 2]), [false; 2], "{network:?}");
-        assert_eq!(are_told_apart(network, 30, [repaired; 2]), [true; 2], "{network:?}");
+        assert_eq!(are_matched_to_communicators(network, 30, [twelfth; 2]), [false; 2], "{network:?}");
+        assert_eq!(are_matched_to_communicators(network, 30, [repaired; 2]), [true; 2], "{network:?}");
         // If one end names no communicator, messages are matched as by firmware.
-        assert_eq!(are_told_apart(network, 30, [twelfth, repaired]), [false; 2], "{network:?}");
-        assert_eq!(are_told_apart(network, 30, [repaired, twelfth]), [false; 2], "{network:?}");
+        assert_eq!(are_matched_to_communicators(network, 30, [twelfth, repaired]), [false; 2], "{network:?}");
+        assert_eq!(are_matched_to_communicators(network, 30, [repaired, twelfth]), [false; 2], "{network:?}");
     }
 }
 
@@ -267,7 +267,7 @@ fn a_reset_waits_for_the_call_that_is_under_way_or_ends_it_and_those_behind_it()
         while engine.answer(&Request::Poll { control: 0 }) == Reply::Status(Status::Good) {
             ends += 1;
         }
-        assert_eq!(ends, if is_held { 0 } else { 1 }, "who resets hears of that alone");
+        assert_eq!(ends, if is_held { 0 } else { 1 }, "the resetting host receives the end of its reset only");
         assert_eq!(engine.running().is_some(), is_held);
     }
 }

@@ -70,7 +70,7 @@ fn expected(call: &Descriptor, dtype: DataType, world: u32, rank: u32) -> (u32, 
     }
 }
 
-struct Case {
+struct MatrixCase {
     operation: Operation,
     dtype: DataType,
     function: ReduceFunction,
@@ -79,7 +79,7 @@ struct Case {
 }
 
 /// Runs a collective. Returns how it ended on each rank, and whether the rank has the expected result.
-fn run(world: &mut World, settings: &Settings, case: &Case) -> Vec<(Ended, bool)> {
+fn run(world: &mut World, settings: &Settings, case: &MatrixCase) -> Vec<(Ended, bool)> {
     let call = Descriptor {
         root: if case.operation.row().has_root { case.root } else { 0 },
         function: case.function.number(),
@@ -118,7 +118,7 @@ fn counts(settings: &Settings, dtype: DataType) -> Vec<u32> {
 }
 
 /// Returns the number of bytes written into one spare buffer: by one rank, or by all ranks if the sum is flat.
-fn spare_bytes(case: &Case, world: u32, is_flat: bool) -> u32 {
+fn spare_bytes(case: &MatrixCase, world: u32, is_flat: bool) -> u32 {
     let bytes = case.count * case.dtype.size_bytes() * if is_flat { world } else { 1 };
     match case.operation {
         Operation::Reduce | Operation::AllReduce => bytes,
@@ -142,7 +142,7 @@ fn repaired_engines_do_what_was_asked() {
                         let roots = if operation.row().has_root { ranks } else { 1 };
                         for root in 0..roots {
                             let function = if count % 2 == 0 { ReduceFunction::Sum } else { ReduceFunction::Max };
-                            let case = Case { operation, dtype, function, count, root };
+                            let case = MatrixCase { operation, dtype, function, count, root };
                             let is_large = count * dtype.size_bytes() > settings.max_eager;
                             let overflows = spare_bytes(&case, ranks, is_flat) > settings.max_rendezvous;
                             let is_refused = network == Network::Rdma && ranks > 1 && is_large && overflows;
@@ -174,7 +174,7 @@ fn every_type_is_added_and_compared() {
                 for operation in [Operation::Reduce, Operation::AllReduce, Operation::ReduceScatter] {
                     for count in [3, 300] {
                         let settings = Settings::new(network, 3);
-                        let case = Case { operation, dtype, function, count, root: 1 };
+                        let case = MatrixCase { operation, dtype, function, count, root: 1 };
                         let ended = run(&mut World::new(settings), &settings, &case);
                         let is_refused = spare_bytes(&case, 3, true) > settings.max_rendezvous;
                         let is_good = ended.iter().all(|ended| *ended == (GOOD, true));
@@ -190,7 +190,7 @@ fn every_type_is_added_and_compared() {
 }
 
 /// Returns the outcome of a case on faithful engines: right, wrong without an error, an error, or a hang.
-fn faithful(hazard: u8, settings: Settings, case: &Case) -> &'static str {
+fn faithful(hazard: u8, settings: Settings, case: &MatrixCase) -> &'static str {
     let settings = Settings { faithful: Faithful::default().with(hazard), ..settings };
     let ended = run(&mut World::new(settings), &settings, case);
     match () {
@@ -201,8 +201,8 @@ fn faithful(hazard: u8, settings: Settings, case: &Case) -> &'static str {
     }
 }
 
-fn case(operation: Operation, count: u32, root: u32) -> Case {
-    Case { operation, dtype: DataType::F32, function: ReduceFunction::Sum, count, root }
+fn case(operation: Operation, count: u32, root: u32) -> MatrixCase {
+    MatrixCase { operation, dtype: DataType::F32, function: ReduceFunction::Sum, count, root }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::Descriptor;
 use accl_cclo::driver::{Driver, Settings};
 use accl_cclo::memory_map::{DataType, Network};
-use accl_cclo::offload::{Buffer, Pieces, Request, Route, route};
+use accl_cclo::offload::{CollectiveRequest, PieceBuffer, Pieces, Route, route};
 use accl_emulator::Faithful;
 use accl_emulator::local::{LocalBus, LocalEngines};
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
@@ -52,7 +52,7 @@ fn elements(dtype: Dtype, indexes: std::ops::Range<u64>, value: impl Fn(u64) -> 
 }
 
 /// Returns a rank's input and its expected output; `None` if the output must stay unchanged.
-fn expected(request: &Request, world: u32, rank: u32) -> (Vec<u8>, Option<Vec<u8>>) {
+fn expected(request: &CollectiveRequest, world: u32, rank: u32) -> (Vec<u8>, Option<Vec<u8>>) {
     let dtype = request.dtype;
     let count = request.block_bytes / dtype.size_bytes() as u64;
     let is_root = rank == request.root.0;
@@ -81,7 +81,7 @@ fn expected(request: &Request, world: u32, rank: u32) -> (Vec<u8>, Option<Vec<u8
 }
 
 /// Runs a collective on all ranks, piece by piece.
-fn run(drivers: Vec<Driver<LocalBus>>, request: &Request) -> (Vec<Driver<LocalBus>>, Result<(), String>) {
+fn run(drivers: Vec<Driver<LocalBus>>, request: &CollectiveRequest) -> (Vec<Driver<LocalBus>>, Result<(), String>) {
     let world = drivers.len() as u32;
     let memory = drivers[0].settings().memory;
     let Route::Device { operation, elements, function } = route(request, drivers[0].settings()) else {
@@ -129,7 +129,7 @@ fn run(drivers: Vec<Driver<LocalBus>>, request: &Request) -> (Vec<Driver<LocalBu
         }
         for this in &mut ranks {
             let piece = this.pieces[piece].clone();
-            let from = if piece.takes_from == Buffer::First { this.first } else { this.result };
+            let from = if piece.takes_from == PieceBuffer::First { this.first } else { this.result };
             for span in &piece.takes {
                 let to = span.tensor as usize..(span.tensor + span.bytes) as usize;
                 let Member { driver, output, .. } = this;
@@ -177,8 +177,14 @@ fn the_driver_works_round_every_hazard_of_firmware() {
                                 _ => ReduceOp::Sum,
                             };
                             let block_bytes = u64::from(count) * dtype.size_bytes() as u64;
-                            let request =
-                                Request { collective, dtype, op, root: Rank(root), block_bytes, equal_blocks: true };
+                            let request = CollectiveRequest {
+                                collective,
+                                dtype,
+                                op,
+                                root: Rank(root),
+                                block_bytes,
+                                equal_blocks: true,
+                            };
                             let (back, right) = run(drivers, &request);
                             drivers = back;
                             let is_host = collective == Collective::AllToAll && network != Network::Rdma;
@@ -197,7 +203,7 @@ fn the_driver_works_round_every_hazard_of_firmware() {
 #[test]
 fn what_a_device_cannot_do_goes_to_the_host_with_a_reason() {
     let on = settings(Network::Udp, 0, 2);
-    let all_reduce = Request {
+    let all_reduce = CollectiveRequest {
         collective: Collective::AllReduce,
         dtype: Dtype::F32,
         op: ReduceOp::Sum,
@@ -205,21 +211,24 @@ fn what_a_device_cannot_do_goes_to_the_host_with_a_reason() {
         block_bytes: 64,
         equal_blocks: true,
     };
-    let goes_to_host = |request: Request| matches!(route(&request, &on), Route::Host(_));
+    let goes_to_host = |request: CollectiveRequest| matches!(route(&request, &on), Route::Host(_));
     assert!(!goes_to_host(all_reduce));
     for dtype in [Dtype::Bool, Dtype::BF16, Dtype::U8, Dtype::I16, Dtype::C64] {
-        assert!(goes_to_host(Request { dtype, ..all_reduce }), "{dtype:?}");
-        assert!(!goes_to_host(Request { dtype, collective: Collective::AllGather, ..all_reduce }), "{dtype:?}");
+        assert!(goes_to_host(CollectiveRequest { dtype, ..all_reduce }), "{dtype:?}");
+        assert!(
+            !goes_to_host(CollectiveRequest { dtype, collective: Collective::AllGather, ..all_reduce }),
+            "{dtype:?}"
+        );
     }
     for op in [ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max, ReduceOp::Band, ReduceOp::PremulSum] {
-        assert!(goes_to_host(Request { op, ..all_reduce }), "{op:?}");
+        assert!(goes_to_host(CollectiveRequest { op, ..all_reduce }), "{op:?}");
     }
-    assert!(!goes_to_host(Request { op: ReduceOp::Max, dtype: Dtype::I64, ..all_reduce }));
-    assert!(goes_to_host(Request { equal_blocks: false, collective: Collective::AllGather, ..all_reduce }));
+    assert!(!goes_to_host(CollectiveRequest { op: ReduceOp::Max, dtype: Dtype::I64, ..all_reduce }));
+    assert!(goes_to_host(CollectiveRequest { equal_blocks: false, collective: Collective::AllGather, ..all_reduce }));
     for collective in [Collective::Barrier, Collective::Send, Collective::Recv, Collective::AllToAll] {
-        assert!(goes_to_host(Request { collective, ..all_reduce }), "{collective:?}");
+        assert!(goes_to_host(CollectiveRequest { collective, ..all_reduce }), "{collective:?}");
     }
-    let elements = |dtype| match route(&Request { dtype, ..all_reduce }, &on) {
+    let elements = |dtype| match route(&CollectiveRequest { dtype, ..all_reduce }, &on) {
         Route::Device { elements, .. } => Some(elements),
         Route::Host(_) => None,
     };

@@ -15,7 +15,7 @@ use accl_cclo::return_code::ReturnCode;
 use accl_cclo::zmtp;
 
 /// Return codes of calls that wait for a disconnected peer, and of calls that cannot let packets in.
-const NOT_HEARD: ReturnCode = ReturnCode(1 << 11);
+const PEER_LOST: ReturnCode = ReturnCode(1 << 11);
 const NOT_SENT: ReturnCode = ReturnCode(1 << 20);
 
 #[test]
@@ -78,7 +78,7 @@ fn a_call_that_waits_for_a_peer_that_is_killed_ends_with_an_error() {
         }
         emulators.0[2].kill().unwrap();
         for (host, _) in &mut *survivors {
-            assert_eq!(host.end().await, NOT_HEARD);
+            assert_eq!(host.end().await, PEER_LOST);
             let about = host.about().await;
             assert_eq!((about.missing, about.trouble.as_str()), (vec![2], "rank 2 disconnected"));
         }
@@ -117,7 +117,7 @@ fn ranks_whose_emulators_are_not_there_are_named_and_the_call_ends() {
 }
 
 #[test]
-fn a_communicator_of_ranks_that_there_are_not_holds_up_nobody_else() {
+fn a_communicator_of_missing_ranks_delays_no_other_call() {
     let port = free_ports(8);
     let _emulators = Emulators(vec![start(&words(&format!("--ranks 2 --port {port} --comms udp")))]);
     run(async {
@@ -167,7 +167,7 @@ async fn await_missing(host: &mut Host, missing: &[u32]) {
 }
 
 #[test]
-fn whoever_subscribes_to_packets_from_outside_is_not_taken_for_a_rank_that_is_missing() {
+fn an_outside_subscriber_is_not_mistaken_for_a_missing_rank() {
     let port = free_ports(8);
     let _emulators = Emulators(vec![start(&words(&format!("-s 2 -r 0 -p {port} --peer-timeout 1")))]);
     let [_all, _digit, _exact] = ["", "1", "0001"].map(|topic| subscriber(port + 2, None, topic));
@@ -181,7 +181,7 @@ fn whoever_subscribes_to_packets_from_outside_is_not_taken_for_a_rank_that_is_mi
 }
 
 #[test]
-fn a_peer_is_there_as_long_as_each_hears_the_other_in_whatever_order_connections_come_and_go() {
+fn a_peer_is_connected_while_both_are_subscribed_in_any_order_of_connections() {
     let port = free_ports(8);
     let wire = TcpListener::bind(("127.0.0.1", port + 3)).unwrap();
     let _emulators = Emulators(vec![start(&words(&format!("-s 2 -r 0 -p {port}")))]);
@@ -189,13 +189,13 @@ fn a_peer_is_there_as_long_as_each_hears_the_other_in_whatever_order_connections
     let listens = || subscriber(port + 2, Some(1), "0001");
     run(async {
         let mut host = Host::connect(port).await;
-        let [first, heard] = [listens(), publishes()];
+        let [first, publisher] = [listens(), publishes()];
         await_missing(&mut host, &[]).await;
         // The peer was restarted, and connects again before the end of its previous connection is known.
         let second = listens();
-        drop(heard);
+        drop(publisher);
         await_missing(&mut host, &[1]).await;
-        let heard = publishes();
+        let publisher = publishes();
         await_missing(&mut host, &[]).await;
         drop(first);
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -205,12 +205,12 @@ fn a_peer_is_there_as_long_as_each_hears_the_other_in_whatever_order_connections
         await_missing(&mut host, &[1]).await;
         let _second = listens();
         await_missing(&mut host, &[]).await;
-        drop(heard);
+        drop(publisher);
     });
 }
 
 #[test]
-fn whoever_has_subscribed_and_reads_nothing_holds_up_a_world_for_some_seconds_at_most() {
+fn a_subscriber_that_reads_nothing_delays_the_ranks_for_some_seconds_at_most() {
     const BYTES: u32 = 8 << 20;
     let port = free_ports(8);
     let one = |rank| start_with(&words(&format!("-s 2 -r {rank} -p {port} -c udp")), Stdio::piped());

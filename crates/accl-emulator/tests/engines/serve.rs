@@ -66,7 +66,7 @@ fn calls_whose_words_mean_nothing_end_with_a_return_code_and_not_with_a_refusal(
 }
 
 #[test]
-fn control_streams_that_there_are_not_are_told_from_those_that_are_quiet() {
+fn missing_control_streams_are_distinguished_from_idle_ones() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&words(&format!("--port {port}")))]);
     run(async {
@@ -214,14 +214,14 @@ fn blocks_that_no_rx_buffers_hold_get_round_without_a_wait_for_ever() {
 }
 
 /// Returns the next message of a kernel on this stream, or `None` if none arrives within a time limit.
-async fn heard(kernel: &mut SubSocket, stream: u32, within: Duration) -> Option<Vec<u8>> {
+async fn received(kernel: &mut SubSocket, stream: u32, within: Duration) -> Option<Vec<u8>> {
     let frames = tokio::time::timeout(within, kernel.recv()).await.ok()?.unwrap().into_vec();
     assert_eq!(frames[0], stream.to_string().as_bytes());
     data_from_json(&frames[1])
 }
 
 #[test]
-fn kernels_hear_and_are_heard_and_none_is_too_slow() {
+fn kernels_send_and_receive_and_none_is_too_slow() {
     const STREAM: u32 = 7;
     // Many more messages than the queues have room for.
     const COUNT: u32 = 2 << 20;
@@ -244,7 +244,7 @@ fn kernels_hear_and_are_heard_and_none_is_too_slow() {
         while come.is_none() {
             host.begin(put(1)).await;
             host.end_well().await;
-            come = heard(&mut out, STREAM, Duration::from_millis(50)).await;
+            come = received(&mut out, STREAM, Duration::from_millis(50)).await;
         }
         assert_eq!(come, Some(vec![1, 2, 3, 4]));
         let before = resident_bytes(&emulators.0[0]);
@@ -265,7 +265,7 @@ fn kernels_hear_and_are_heard_and_none_is_too_slow() {
         assert!(ticks.saturating_sub(before) < 8 << 20, "{} bytes more", ticks - before);
         let mut got: Vec<u8> = Vec::new();
         while got.len() < 4 * COUNT as usize {
-            let more = heard(&mut out, STREAM, host::PATIENCE).await.expect("the rest");
+            let more = received(&mut out, STREAM, host::PATIENCE).await.expect("the rest");
             got.extend(more);
         }
         host.end_well().await;
@@ -455,7 +455,7 @@ fn a_host_that_pings_and_reads_nothing_keeps_no_place() {
 }
 
 #[test]
-fn who_resets_an_engine_hears_of_that_alone_and_others_that_their_calls_were_not_done() {
+fn a_reset_reports_only_its_own_end_to_its_host_and_dropped_calls_to_others() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&words(&format!("-s 2 --port {port}")))]);
     let poll = Request::Poll { control: 0 };
@@ -541,7 +541,7 @@ fn ends_are_those_of_their_control_stream_and_a_reset_on_none_takes_nothing() {
 
 /// Regression test: the owner took the end of a call that another host had left for the end of its own call, which had not ended.
 #[test]
-fn the_owner_of_a_rank_is_told_of_no_end_that_others_have_left_whenever_they_go() {
+fn the_owner_of_a_rank_receives_no_end_that_other_hosts_have_left() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&words(&format!("-s 2 --port {port}")))]);
     let poll = Request::Poll { control: 0 };
@@ -579,7 +579,7 @@ fn the_owner_of_a_rank_is_told_of_no_end_that_others_have_left_whenever_they_go(
 }
 
 #[test]
-fn ends_that_a_client_leaves_uncollected_keep_nobody_else_from_the_rank() {
+fn uncollected_ends_of_one_client_do_not_block_another() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&words(&format!("-s 1 --port {port} --faithful=9")))]);
     run(async {

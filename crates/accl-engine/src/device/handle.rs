@@ -12,7 +12,7 @@ use std::sync::mpsc::{self, Sender};
 
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Settings;
-use accl_cclo::offload::{Request, Route, route};
+use accl_cclo::offload::{CollectiveRequest, Route, route};
 use accl_executor::call::{CallDesc, External, ExternalTask};
 use accl_executor::group::PacketSink;
 use accl_types::Collective;
@@ -69,7 +69,7 @@ impl Device {
         if !desc.uses_host_memory() {
             return Route::Host("its tensors are not in host memory");
         }
-        let request = Request {
+        let request = CollectiveRequest {
             collective: desc.collective,
             dtype: desc.dtype,
             op: desc.op,

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use accl_cclo::bus::{Bus, Memory};
-use accl_cclo::offload::{Buffer, Piece};
+use accl_cclo::offload::{Piece, PieceBuffer};
 use accl_executor::memory::CollectiveMemory;
 use accl_types::Result;
 
@@ -85,7 +85,7 @@ impl Staging {
         self.room[end..].fill(0);
         for (bytes, at) in self.room.chunks(STEP_BYTES).zip((segment.first..).step_by(STEP_BYTES)) {
             let Some(Until(until)) = until() else { return Ok(false) };
-            bus.limit(until);
+            bus.set_deadline(until);
             bus.write_memory(self.memory, at, bytes)?;
         }
         Ok(true)
@@ -105,14 +105,14 @@ impl Staging {
         until: &dyn Fn() -> Option<Until>,
     ) -> Result<bool> {
         let from = match piece.takes_from {
-            Buffer::First => segment.first,
-            Buffer::Result => segment.result,
+            PieceBuffer::First => segment.first,
+            PieceBuffer::Result => segment.result,
         };
         let Some(end) = piece.takes.iter().map(|span| span.staging + span.bytes).max() else { return Ok(true) };
         self.room.resize(end as usize, 0);
         for (bytes, at) in self.room.chunks_mut(STEP_BYTES).zip((from..).step_by(STEP_BYTES)) {
             let Some(Until(until)) = until() else { return Ok(false) };
-            bus.limit(until);
+            bus.set_deadline(until);
             bus.read_memory(self.memory, at, bytes)?;
         }
         // The reads may have taken long, and nothing may write into the tensors of a failed call.

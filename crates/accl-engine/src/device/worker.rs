@@ -14,7 +14,7 @@ use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::{Driver, Pauses, Settings};
 use accl_cclo::memory_map::{DataType, ReduceFunction};
-use accl_cclo::offload::{Piece, Pieces, Request, Route, route};
+use accl_cclo::offload::{CollectiveRequest, Piece, Pieces, Route, route};
 use accl_executor::call::{ExternalCollective, ExternalTask, TensorDesc};
 use accl_executor::memory::CollectiveMemory;
 use accl_types::{Collective, Error, ErrorKind, Moment, Result};
@@ -123,7 +123,7 @@ impl Start {
         let mut go_on = || time::now() < deadline && !is_closed.is_closed.load(Ordering::Relaxed);
         let memory = settings.memory;
         let mut bus = opener.open(&url, &settings, port, &mut go_on)?;
-        let tells = bus.tell(&settings)?;
+        let tells = bus.local_info(&settings)?;
         let hears = tells.is_some();
         if steps.send(Ok(Step::Reached(tells))).is_err() {
             return Ok(None);
@@ -131,7 +131,7 @@ impl Start {
         let until = deadline + LAST_WORDS;
         if hears {
             match next_news(news, until, &*bus)? {
-                Some(News::Told(told)) => bus.hear(&told, &mut settings)?,
+                Some(News::Told(told)) => bus.receive_info(&told, &mut settings)?,
                 Some(News::AllAreSetUp) => {
                     return Err(Error::internal("a device expects texts from all ranks, but none were sent"));
                 }
@@ -283,7 +283,7 @@ impl Worker {
     fn goes_on(&mut self, task: &ExternalTask) -> bool {
         let until = until(task);
         until.is_some_and(|Until(until)| {
-            self.driver.bus().limit(until);
+            self.driver.bus().set_deadline(until);
             true
         })
     }
@@ -331,7 +331,7 @@ fn until(task: &ExternalTask) -> Option<Until> {
 ///
 /// # Errors
 /// `InvalidArgument` for blocks of different sizes, because other ranks do not know the sizes.
-fn request(collective: &ExternalCollective) -> Result<Request> {
+fn request(collective: &ExternalCollective) -> Result<CollectiveRequest> {
     let bytes = |block: &[TensorDesc]| block.iter().map(TensorDesc::len_bytes).sum::<u64>();
     let sizes = |is_input: bool| {
         let blocks = if is_input { &collective.inputs } else { &collective.outputs };
@@ -350,7 +350,7 @@ fn request(collective: &ExternalCollective) -> Result<Request> {
             collective.collective, collective.collective
         )));
     }
-    Ok(Request {
+    Ok(CollectiveRequest {
         collective: collective.collective,
         dtype: collective.dtype,
         op: collective.op,

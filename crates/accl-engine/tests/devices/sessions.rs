@@ -136,9 +136,9 @@ fn all<R: Send>(world: u32, rank: impl Fn(u32) -> R + Sync) -> Vec<R> {
 /// these texts.
 fn assert_all_know_each_other(devices: &LocalDevices, world: u32) {
     let faults = devices.faults();
-    let told: Vec<String> = faults.told.lock().values().cloned().collect();
+    let told: Vec<String> = faults.local_infos.lock().values().cloned().collect();
     assert_eq!(told.len(), world as usize);
-    let heard = faults.heard.lock();
+    let heard = faults.received_infos.lock();
     let sessions = faults.sessions.lock();
     for rank in 0..world {
         assert_eq!(heard[&rank], told, "rank {rank}");
@@ -206,7 +206,7 @@ fn whoever_fails_between_the_steps_is_named_on_all_ranks() {
         let faults = devices.faults();
         match what {
             "opens" => &faults.does_not_open,
-            "hears" => &faults.does_not_hear,
+            "hears" => &faults.does_not_receive,
             _ => &faults.babbles,
         }
         .store(1, Ordering::SeqCst);
@@ -262,7 +262,7 @@ fn an_interrupt_ends_the_wait_for_what_the_others_tell_on_all_ranks() {
         let process = Process::new(&devices, rank, 3);
         let result = process.make(&store, &mut || {
             // The interrupt occurs once this rank waits for the third rank.
-            rank == 1 && devices.faults().told.lock().len() == 2
+            rank == 1 && devices.faults().local_infos.lock().len() == 2
         });
         // Ranks 0 and 1 have failed by now or will fail soon: they waited for the device of rank 2.
         if rank == 1 {

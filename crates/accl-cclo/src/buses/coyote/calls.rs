@@ -4,7 +4,7 @@ use std::io;
 
 /// Request to the kernel driver. Its ioctl opcode combines direction, magic, number and the size of a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Request {
+pub(super) enum DriverRequest {
     /// Maps host memory for the card. Words: address, bytes, context.
     MapMemory,
     /// Unmaps host memory. Words: address, context.
@@ -28,7 +28,7 @@ pub(super) const MAX_WORDS: usize = 8;
 /// Magic letter of the driver's requests.
 pub(super) const MAGIC: u8 = b'D';
 
-impl Request {
+impl DriverRequest {
     pub(super) fn number(self) -> u8 {
         match self {
             Self::MapMemory => 5,
@@ -51,7 +51,7 @@ impl Request {
 /// System calls on a region of a card. Tests replace the implementation.
 pub(super) trait Calls: Send {
     /// Sends a request to a context. Contexts are numbered in the order in which they were opened.
-    fn request(&mut self, context: usize, what: Request, words: &mut [u64; MAX_WORDS]) -> io::Result<()>;
+    fn request(&mut self, context: usize, what: DriverRequest, words: &mut [u64; MAX_WORDS]) -> io::Result<()>;
 
     /// Opens another context of the same region.
     fn open_context(&mut self) -> io::Result<usize>;

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::ioctl::{Direction, Ioctl, IoctlOutput, Opcode, opcode};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
-use super::calls::{Calls, MAGIC, MAX_WORDS, REGISTER_WORDS, Request};
+use super::calls::{Calls, DriverRequest, MAGIC, MAX_WORDS, REGISTER_WORDS};
 
 /// Offset of the user's control registers in the device file.
 const REGISTERS_AT: u64 = 0;
@@ -72,7 +72,7 @@ fn device(path: &Path) -> io::Result<File> {
 
 /// A request with its words.
 struct Asked<'a> {
-    what: Request,
+    what: DriverRequest,
     words: &'a mut [u64; MAX_WORDS],
 }
 
@@ -99,7 +99,7 @@ unsafe impl Ioctl for Asked<'_> {
 }
 
 impl Calls for Kernel {
-    fn request(&mut self, context: usize, what: Request, words: &mut [u64; MAX_WORDS]) -> io::Result<()> {
+    fn request(&mut self, context: usize, what: DriverRequest, words: &mut [u64; MAX_WORDS]) -> io::Result<()> {
         let file = self.contexts.get(context).ok_or_else(|| io::Error::other("there is no such context"))?;
         // SAFETY: the file is a device of this driver, and `Asked` describes how the driver accesses the words. Memory that a request maps for the
         // card stays mapped in the process until another request unmaps it.
@@ -226,14 +226,14 @@ mod tests {
         let opcode = |what| Asked { what, words: &mut [0; MAX_WORDS] }.opcode();
         // The opcode combines direction, eight bytes, the letter D, and the number in the reference.
         for (what, number) in [
-            (Request::MapMemory, 0x4008_4405),
-            (Request::UnmapMemory, 0x4008_4406),
-            (Request::RegisterProcess, 0x4008_4407),
-            (Request::UnregisterProcess, 0x4008_4408),
-            (Request::LookUpAddress, 0x4008_440A),
-            (Request::WriteContext, 0x4008_440D),
-            (Request::WriteConnection, 0x4008_440E),
-            (Request::ReadConfig, 0x8008_4420),
+            (DriverRequest::MapMemory, 0x4008_4405),
+            (DriverRequest::UnmapMemory, 0x4008_4406),
+            (DriverRequest::RegisterProcess, 0x4008_4407),
+            (DriverRequest::UnregisterProcess, 0x4008_4408),
+            (DriverRequest::LookUpAddress, 0x4008_440A),
+            (DriverRequest::WriteContext, 0x4008_440D),
+            (DriverRequest::WriteConnection, 0x4008_440E),
+            (DriverRequest::ReadConfig, 0x8008_4420),
         ] {
             assert_eq!(opcode(what), number, "{what:?}");
         }

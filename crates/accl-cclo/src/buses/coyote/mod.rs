@@ -24,7 +24,7 @@ use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
 use crate::driver::{Settings, claim};
 use crate::memory_map::EXCHANGE_MEMORY_BYTES;
-use calls::{Calls, MAX_WORDS, PAGE_BYTES, Request};
+use calls::{Calls, DriverRequest, MAX_WORDS, PAGE_BYTES};
 use kernel::Kernel;
 
 /// Folder of device files.
@@ -54,14 +54,14 @@ pub struct CoyoteBus {
     port: u64,
     /// Address of each buffer, and the index of the context in which it was mapped.
     buffers: Vec<(u64, usize)>,
-    /// This rank's ends of queue pairs, by peer rank, with `None` for this rank. Empty until [`Bus::tell`].
+    /// This rank's ends of queue pairs, by peer rank, with `None` for this rank. Empty until [`Bus::local_info`].
     ends: Vec<Option<QueuePair>>,
     /// Whether a started call has not been seen to end, so that the card may write to buffers.
     is_busy: bool,
     /// Whether packets may still arrive in buffers although no call runs.
     may_write: bool,
     /// Whether this connection may only read registers.
-    only_looks: bool,
+    is_read_only: bool,
 }
 
 impl CoyoteBus {
@@ -78,7 +78,7 @@ impl CoyoteBus {
     fn with(mut calls: Box<dyn Calls>, region: u32) -> Result<Self> {
         let mut words = [0; MAX_WORDS];
         let failed = |what, error| failed(region, what, &error);
-        let read = calls.request(CONTROL_CONTEXT, Request::ReadConfig, &mut words);
+        let read = calls.request(CONTROL_CONTEXT, DriverRequest::ReadConfig, &mut words);
         read.map_err(|error| failed("read its configuration", error))?;
         let port = (0..).zip(HAS_RDMA).find(|(_, bit)| words[0] & bit != 0).map(|(port, _)| port);
         let port = port.ok_or_else(|| {
@@ -94,7 +94,7 @@ impl CoyoteBus {
             ends: Vec::new(),
             is_busy: false,
             may_write: false,
-            only_looks: false,
+            is_read_only: false,
         };
         bus.register(CONTROL_CONTEXT)?;
         Ok(bus)
@@ -103,7 +103,7 @@ impl CoyoteBus {
     /// Registers this process in a context.
     fn register(&mut self, context: usize) -> Result<()> {
         let mut words = words([u64::from(std::process::id())]);
-        self.ask(context, Request::RegisterProcess, &mut words, "register this process")?;
+        self.ask(context, DriverRequest::RegisterProcess, &mut words, "register this process")?;
         self.contexts.push(words[1]);
         Ok(())
     }
@@ -143,16 +143,16 @@ impl CoyoteBus {
         let port = self.port;
         let [first, second, third] = local.context_words(remote);
         let mut context = words([port, first, second, third]);
-        self.ask(CONTROL_CONTEXT, Request::WriteContext, &mut context, "set up a queue pair")?;
+        self.ask(CONTROL_CONTEXT, DriverRequest::WriteContext, &mut context, "set up a queue pair")?;
         let [first, second, third] = local.connection_words(remote, port);
         let mut connection = words([port, first, second, third]);
-        self.ask(CONTROL_CONTEXT, Request::WriteConnection, &mut connection, "connect a queue pair")?;
+        self.ask(CONTROL_CONTEXT, DriverRequest::WriteConnection, &mut connection, "connect a queue pair")?;
         let mut address = words([port, u64::from(remote.ip.to_bits())]);
-        self.ask(CONTROL_CONTEXT, Request::LookUpAddress, &mut address, "look up the address of a peer")
+        self.ask(CONTROL_CONTEXT, DriverRequest::LookUpAddress, &mut address, "look up the address of a peer")
     }
 
-    fn ask(&mut self, context: usize, what: Request, words: &mut [u64; MAX_WORDS], said: &str) -> Result<()> {
-        if self.only_looks {
+    fn ask(&mut self, context: usize, what: DriverRequest, words: &mut [u64; MAX_WORDS], said: &str) -> Result<()> {
+        if self.is_read_only {
             return Err(Error::internal(format!("{}: a read-only connection was asked to {said}", self.describe())));
         }
         self.calls.request(context, what, words).map_err(|error| failed(self.region, said, &error))
@@ -160,7 +160,7 @@ impl CoyoteBus {
 
     /// Maps host memory in whole huge pages that the card can access as well. Returns its address.
     fn map(&mut self, context: usize, bytes: u64) -> Result<u64> {
-        if self.only_looks {
+        if self.is_read_only {
             return Err(Error::internal(format!("{}: a read-only connection has no buffers", self.describe())));
         }
         let whole = bytes.max(1).div_ceil(PAGE_BYTES).checked_mul(PAGE_BYTES);
@@ -178,7 +178,7 @@ impl CoyoteBus {
         })?;
         let number = self.contexts.get(context).copied().unwrap_or(0);
         let mut words = words([address, whole, number]);
-        let mapped = self.ask(context, Request::MapMemory, &mut words, "map a buffer");
+        let mapped = self.ask(context, DriverRequest::MapMemory, &mut words, "map a buffer");
         if mapped.is_err() {
             self.calls.unmap_pages(address);
         } else {
@@ -197,7 +197,7 @@ impl CoyoteBus {
 
 impl Bus for CoyoteBus {
     /// Returns the ends of this rank's queue pairs, one for each other rank.
-    fn tell(&mut self, settings: &Settings) -> Result<Option<String>> {
+    fn local_info(&mut self, settings: &Settings) -> Result<Option<String>> {
         // Queue pairs belong to the region, so this process must claim the region before it creates any.
         claim(self, || true)?;
         let own = settings.rank as usize;
@@ -209,7 +209,7 @@ impl Bus for CoyoteBus {
     }
 
     /// Connects each local end with the end that the peer created for this rank. The number of the local end becomes the peer's session.
-    fn hear(&mut self, told: &[String], settings: &mut Settings) -> Result<()> {
+    fn receive_info(&mut self, infos: &[String], settings: &mut Settings) -> Result<()> {
         let own = settings.rank as usize;
         let senseless = |rank: usize, why: &str| {
             let text = format!(
@@ -218,7 +218,7 @@ impl Bus for CoyoteBus {
             Error::new(ErrorKind::Device, text)
         };
         let mut pairs = Vec::new();
-        for (rank, text) in told.iter().enumerate() {
+        for (rank, text) in infos.iter().enumerate() {
             let ends = QueuePair::all_from_text(text).map_err(|error| senseless(rank, &error.to_string()))?;
             if ends.len() != settings.peers.len() {
                 return Err(senseless(rank, &format!("got {} of {}", ends.len(), settings.peers.len())));
@@ -239,7 +239,7 @@ impl Bus for CoyoteBus {
         if pairs.len() + 1 != settings.peers.len() {
             return Err(Error::internal(format!(
                 "queue pairs arrived from {} of {} ranks",
-                told.len(),
+                infos.len(),
                 settings.peers.len()
             )));
         }
@@ -252,7 +252,7 @@ impl Bus for CoyoteBus {
 
     /// Claims the region by a lock on the device's file. Only processes of this project on this host respect the lock.
     fn claim(&mut self) -> Result<Option<String>> {
-        if self.only_looks {
+        if self.is_read_only {
             return Err(Error::internal(format!("{}: a read-only connection cannot claim a device", self.describe())));
         }
         let is_ours = self.calls.claim().map_err(|error| failed(self.region, "be locked", &error))?;
@@ -265,7 +265,7 @@ impl Bus for CoyoteBus {
 
     fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
         let index = self.register_at(offset)?;
-        if self.only_looks {
+        if self.is_read_only {
             return Err(Error::internal(format!("{}: a read-only connection cannot write", self.describe())));
         }
         self.calls.write_word(index, value.into());
@@ -286,7 +286,7 @@ impl Bus for CoyoteBus {
     }
 
     fn start(&mut self, call: &Descriptor) -> Result<()> {
-        if self.only_looks {
+        if self.is_read_only {
             return Err(Error::internal(format!("{}: a read-only connection cannot start calls", self.describe())));
         }
         for (offset, word) in hostctrl::WORD_OFFSETS.into_iter().zip(call.to_words()) {
@@ -321,7 +321,7 @@ impl Bus for CoyoteBus {
             ends: Vec::new(),
             is_busy: false,
             may_write: false,
-            only_looks: true,
+            is_read_only: true,
         }))
     }
 
@@ -340,18 +340,18 @@ impl Drop for CoyoteBus {
         if self.is_busy || self.may_write {
             return self.calls.keep_open();
         }
-        if self.only_looks {
+        if self.is_read_only {
             return;
         }
         for (address, context) in std::mem::take(&mut self.buffers) {
             let number = self.contexts.get(context).copied().unwrap_or(0);
             // The error cannot be reported here. Memory that the driver has not unmapped stays mapped.
-            if self.calls.request(context, Request::UnmapMemory, &mut words([address, number])).is_ok() {
+            if self.calls.request(context, DriverRequest::UnmapMemory, &mut words([address, number])).is_ok() {
                 self.calls.unmap_pages(address);
             }
         }
         for (context, number) in std::mem::take(&mut self.contexts).into_iter().enumerate().rev() {
-            let _ = self.calls.request(context, Request::UnregisterProcess, &mut words([number]));
+            let _ = self.calls.request(context, DriverRequest::UnregisterProcess, &mut words([number]));
         }
     }
 }

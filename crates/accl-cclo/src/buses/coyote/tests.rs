@@ -3,7 +3,7 @@ use std::net::Ipv4Addr;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use super::calls::{Calls, MAX_WORDS, PAGE_BYTES, Request};
+use super::calls::{Calls, DriverRequest, MAX_WORDS, PAGE_BYTES};
 use super::kernel::Kernel;
 use super::{CoyoteBus, QueuePair, missing};
 use crate::bus::{Bus, Memory};
@@ -32,7 +32,7 @@ struct Recorder {
     word: u64,
     contexts: usize,
     mapped: u64,
-    refuses: Option<Request>,
+    refuses: Option<DriverRequest>,
     is_taken: bool,
 }
 
@@ -51,16 +51,16 @@ impl Recorder {
 }
 
 impl Calls for Recorder {
-    fn request(&mut self, context: usize, what: Request, words: &mut [u64; MAX_WORDS]) -> io::Result<()> {
+    fn request(&mut self, context: usize, what: DriverRequest, words: &mut [u64; MAX_WORDS]) -> io::Result<()> {
         let used = words.iter().rposition(|word| *word != 0).map_or(0, |last| last + 1);
         self.note(Done::Request(context, what.number(), words[..used].to_vec()));
         if self.refuses == Some(what) {
             return Err(io::Error::from_raw_os_error(22));
         }
         match what {
-            Request::ReadConfig => words[0] = self.config,
+            DriverRequest::ReadConfig => words[0] = self.config,
             // The driver numbers contexts itself.
-            Request::RegisterProcess => words[1] = 5 + context as u64,
+            DriverRequest::RegisterProcess => words[1] = 5 + context as u64,
             _ => {}
         }
         Ok(())
@@ -133,7 +133,7 @@ fn opening_asks_for_the_shell_and_registers_the_process() {
     assert_eq!(taken(&recorder), [Done::Request(0, 8, vec![5])]);
     let text = CoyoteBus::with(Box::new(Recorder::new(1 << 18)), 2).err().unwrap().message;
     assert_eq!(text, "card behind Coyote, region 2 has a shell without RDMA; load one with RDMA");
-    let refuses = Recorder { refuses: Some(Request::RegisterProcess), ..Recorder::new(RDMA_ON_1) };
+    let refuses = Recorder { refuses: Some(DriverRequest::RegisterProcess), ..Recorder::new(RDMA_ON_1) };
     let text = CoyoteBus::with(Box::new(refuses), 2).err().unwrap().message;
     assert!(text.starts_with("card behind Coyote, region 2 could not register this process: "), "{text}");
 }
@@ -312,7 +312,7 @@ fn queue_pairs_have_contexts_of_their_own_and_the_words_of_the_reference() {
     );
 }
 
-/// Returns the cards of a world with their settings, and the text that each returned from [`Bus::tell`].
+/// Returns the cards of a world with their settings, and the text that each returned from [`Bus::local_info`].
 fn world(ranks: u32) -> (Vec<(Recorder, CoyoteBus, Settings)>, Vec<String>) {
     let peer = |rank: u32| Peer { ip: Ipv4Addr::new(10, 10, 10, rank as u8 + 1), port: 5500, session: map::NO_SESSION };
     let peers: Vec<Peer> = (0..ranks).map(peer).collect();
@@ -323,18 +323,18 @@ fn world(ranks: u32) -> (Vec<(Recorder, CoyoteBus, Settings)>, Vec<String>) {
             (recorder, bus, Settings::new(map::Network::Rdma, rank, peers.clone()))
         })
         .collect();
-    let told = cards.iter_mut().map(|(_, bus, settings)| bus.tell(settings).unwrap().unwrap()).collect();
-    (cards, told)
+    let infos = cards.iter_mut().map(|(_, bus, settings)| bus.local_info(settings).unwrap().unwrap()).collect();
+    (cards, infos)
 }
 
 #[test]
 fn each_pair_of_ranks_connects_the_ends_that_they_have_made_for_each_other() {
     for ranks in [1, 2, 3, 5] {
-        let (mut cards, told) = world(ranks);
-        let ends: Vec<_> = told.iter().map(|text| QueuePair::all_from_text(text).unwrap()).collect();
+        let (mut cards, infos) = world(ranks);
+        let ends: Vec<_> = infos.iter().map(|text| QueuePair::all_from_text(text).unwrap()).collect();
         for (rank, (recorder, bus, settings)) in cards.iter_mut().enumerate() {
             taken(recorder);
-            bus.hear(&told, settings).unwrap();
+            bus.receive_info(&infos, settings).unwrap();
             let mut wanted = Vec::new();
             for (peer, of_peer) in ends.iter().enumerate().filter(|(peer, _)| *peer != rank) {
                 let (local, remote) = (ends[rank][peer].unwrap(), of_peer[rank].unwrap());
@@ -351,9 +351,9 @@ fn each_pair_of_ranks_connects_the_ends_that_they_have_made_for_each_other() {
 }
 
 #[test]
-fn queue_pairs_that_make_no_sense_are_told_from_whom_they_came() {
-    let (mut cards, told) = world(3);
-    let ends = QueuePair::all_from_text(&told[1]).unwrap();
+fn invalid_queue_pairs_are_reported_with_the_rank_that_sent_them() {
+    let (mut cards, infos) = world(3);
+    let ends = QueuePair::all_from_text(&infos[1]).unwrap();
     let text = |change: &dyn Fn(&mut Vec<Option<QueuePair>>)| {
         let mut ends = ends.clone();
         change(&mut ends);
@@ -368,16 +368,17 @@ fn queue_pairs_that_make_no_sense_are_told_from_whom_they_came() {
         (text(&|ends| pair(ends, &|pair| pair.first_packet = 1 << 24)), "a number is too large for a card"),
         (text(&|ends| pair(ends, &|pair| pair.number = 1 << 10)), "a number is too large for a card"),
     ] {
-        let told = [told[0].clone(), text, told[2].clone()];
+        let infos = [infos[0].clone(), text, infos[2].clone()];
         let (recorder, bus, settings) = &mut cards[0];
         taken(recorder);
-        let message = bus.hear(&told, settings).unwrap_err().message;
+        let message = bus.receive_info(&infos, settings).unwrap_err().message;
         let begins = "rank 0: invalid queue pairs from rank 1: ";
         assert!(message.starts_with(&format!("{begins}{why}")), "{message}");
         assert_eq!(taken(recorder), [], "nothing is connected");
     }
     let (_, bus, settings) = &mut cards[0];
-    let message = bus.hear(&[told[1].clone(), told[1].clone(), told[2].clone()], settings).unwrap_err().message;
+    let message =
+        bus.receive_info(&[infos[1].clone(), infos[1].clone(), infos[2].clone()], settings).unwrap_err().message;
     assert!(message.contains("they differ from the queue pairs that this rank sent"), "{message}");
     assert_eq!(settings.check_sessions().unwrap_err().message, "the device of rank 0 has no session to ranks 1, 2");
 }
@@ -397,7 +398,7 @@ fn a_fresh_connection_only_looks() {
 }
 
 #[test]
-fn a_card_that_is_not_there_and_the_driver_of_v2_are_told_apart() {
+fn a_missing_card_and_the_driver_of_v2_have_different_errors() {
     let text = CoyoteBus::open(4_000_000).err().unwrap().message;
     assert!(text.starts_with("no card behind Coyote at /dev/fpga4000000: "), "{text}");
     let devices = std::env::temp_dir().join(format!("accl-coyote-{}", std::process::id()));
@@ -452,7 +453,7 @@ fn a_region_that_another_driver_has_is_refused_before_anything_of_it_changes() {
     taken(&recorder);
     let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
     let settings = Settings::new(map::Network::Rdma, 0, vec![peer(0), peer(1)]);
-    let text = bus.tell(&settings).unwrap_err().message;
+    let text = bus.local_info(&settings).unwrap_err().message;
     let said = "card behind Coyote, region 2 is in use by another driver on this host, or by an earlier group of this process whose last call did \
                 not complete, and a device has one driver at a time; ";
     assert!(text.starts_with(said), "{text}");

@@ -52,7 +52,7 @@ pub struct EmulatorBus {
     usual_deadline: Duration,
     next_deadline: Duration,
     /// Deadline of the caller, which no request outlasts.
-    limit: Option<Instant>,
+    caller_deadline: Option<Instant>,
     /// Number of the job, computed once the ranks have exchanged their texts; zero before.
     job: u32,
     dead: Option<Error>,
@@ -77,7 +77,7 @@ impl EmulatorBus {
             handed_out,
             usual_deadline: deadline,
             next_deadline: deadline,
-            limit: None,
+            caller_deadline: None,
             job: 0,
             dead: None,
         })
@@ -88,7 +88,7 @@ impl EmulatorBus {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
         }
-        let left = self.limit.map(|limit| limit.saturating_duration_since(Instant::now()));
+        let left = self.caller_deadline.map(|until| until.saturating_duration_since(Instant::now()));
         let deadline = (self.next_deadline + more).min(left.unwrap_or(Duration::MAX));
         let answer = match self.socket.ask(request.to_json().as_bytes(), deadline) {
             Ok(text) => Reply::from_json(&text).map_err(|why| not_an_emulator(&self.address, why)),
@@ -185,14 +185,14 @@ fn unconnected(address: &Address, failure: &Failure, deadline: Duration) -> Erro
 
 impl Bus for EmulatorBus {
     /// Returns a random number and the emulator's self-description.
-    fn tell(&mut self, _: &Settings) -> Result<Option<String>> {
+    fn local_info(&mut self, _: &Settings) -> Result<Option<String>> {
         let about = self.about()?;
         let about = about.map_or_else(|| SAYS_NOTHING.to_owned(), |about| Reply::About(about).to_json());
         Ok(Some(format!("{} {about}", RandomState::new().build_hasher().finish())))
     }
 
     /// Refuses incompatible emulators. Computes the number of the job from the numbers of all ranks.
-    fn hear(&mut self, told: &[String], _: &mut Settings) -> Result<()> {
+    fn receive_info(&mut self, infos: &[String], _: &mut Settings) -> Result<()> {
         let mut numbers = Vec::new();
         let read = |(rank, text): (usize, &String)| {
             let (number, text) = text.split_once(' ').unwrap_or_default();
@@ -214,7 +214,7 @@ impl Bus for EmulatorBus {
             );
             Err(Error::new(ErrorKind::Device, text))
         };
-        let answers = told.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+        let answers = infos.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
         // Zero means that the job has no number.
         self.job = fold(hash_words(numbers)).max(1);
         difference(&answers).map_or(Ok(()), |why| Err(Error::new(ErrorKind::Configuration, why)))
@@ -233,8 +233,8 @@ impl Bus for EmulatorBus {
         }
     }
 
-    fn limit(&mut self, until: Option<Instant>) {
-        self.limit = until;
+    fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.caller_deadline = deadline;
     }
 
     fn read_register(&mut self, offset: u32) -> Result<u32> {

@@ -136,8 +136,8 @@ fn reached(address: &Address, patience: Duration) -> Result<TcpStream, Failure> 
         Ok(address) => vec![address],
         Err(_) => looked_up(address.to_string(), patience)?,
     };
-    let nobody = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
-    let mut last = Failure::Unreached(nobody);
+    let no_address = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
+    let mut last = Failure::Unreached(no_address);
     let deadline = Instant::now() + patience;
     for address in addresses {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_no_such_peer_is_told_why() {
+    fn a_peer_that_does_not_speak_the_protocol_is_refused_with_the_reason() {
         let ready = ready_of(b"REP");
         let begun = [&greeting()[..], &ready].concat();
         let with = |at: usize, byte: u8| {
@@ -452,11 +452,11 @@ mod tests {
         let port = listener.local_addr().unwrap().port();
         let serve = move || {
             let (mut stream, _) = listener.accept().unwrap();
-            let mut heard = vec![0; GREETING_BYTES + zmtp::ready(ASKING).len() + enveloped(b"?").len()];
+            let mut received = vec![0; GREETING_BYTES + zmtp::ready(ASKING).len() + enveloped(b"?").len()];
             stream.write_all(&[&greeting_of_libzmq()[..], &ready_of(b"REP"), &says].concat()).unwrap();
-            stream.read_exact(&mut heard).unwrap();
-            stream.read_to_end(&mut heard).unwrap();
-            heard
+            stream.read_exact(&mut received).unwrap();
+            stream.read_to_end(&mut received).unwrap();
+            received
         };
         (Address { host: "localhost".to_owned(), port }, std::thread::spawn(serve))
     }
@@ -468,14 +468,14 @@ mod tests {
         let mut requester = Requester::connect(&address, Duration::from_secs(5)).unwrap();
         assert_eq!(requester.ask(b"?", Duration::from_secs(5)).unwrap(), b"!");
         drop(requester);
-        let told = [
+        let expected = [
             &b"\xFF\0\0\0\0\0\0\0\0\x7F\x03\0NULL"[..],
             &[0; 48],
             b"\x04\x26\x05READY\x0bSocket-Type\0\0\0\x03REQ\x08Identity\0\0\0\0",
             b"\x01\0\0\x01?",
             b"\x04\x08\x04PONGabc\x04\x08\x04PONGabc",
         ];
-        assert_eq!(peer.join().unwrap(), told.concat());
+        assert_eq!(peer.join().unwrap(), expected.concat());
     }
 
     #[test]

@@ -43,7 +43,7 @@ pub struct XrtBus {
     card: Arc<Mutex<Card>>,
     index: u32,
     /// Whether this connection may only read registers.
-    only_looks: bool,
+    is_read_only: bool,
 }
 
 /// Card and kernels to open.
@@ -84,12 +84,12 @@ impl XrtBus {
             let error = refused(index, xclbin, &failure);
             (failure, error)
         })?;
-        Ok(Self { card: Arc::new(Mutex::new(card)), index, only_looks: false })
+        Ok(Self { card: Arc::new(Mutex::new(card)), index, is_read_only: false })
     }
 
     /// Locks the card. A connection that may only read registers does not wait for the lock.
     fn card(&self) -> Result<MutexGuard<'_, Card>> {
-        if !self.only_looks {
+        if !self.is_read_only {
             return Ok(self.card.lock().unwrap_or_else(PoisonError::into_inner));
         }
         self.card
@@ -98,7 +98,7 @@ impl XrtBus {
     }
 
     fn acting(&self) -> Result<MutexGuard<'_, Card>> {
-        if self.only_looks {
+        if self.is_read_only {
             return Err(Error::internal(format!(
                 "{}: a read-only connection can only read registers",
                 name(self.index)
@@ -190,7 +190,7 @@ impl Bus for XrtBus {
 
     /// Shares the card with the new connection, since an engine's kernel can be opened only once. The new connection never waits for the lock.
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
-        Ok(Box::new(Self { card: self.card.clone(), index: self.index, only_looks: true }))
+        Ok(Box::new(Self { card: self.card.clone(), index: self.index, is_read_only: true }))
     }
 
     fn keep_buffers(&mut self) {

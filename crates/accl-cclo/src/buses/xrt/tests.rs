@@ -185,7 +185,7 @@ fn what_a_card_may_still_write_to_is_not_given_back() {
 }
 
 #[test]
-fn what_cannot_be_opened_is_told_in_a_sentence() {
+fn a_card_that_cannot_be_opened_is_reported_in_a_sentence() {
     let folder = Folder::new("refused");
     let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
     let shown = xclbin.display();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation};
 use accl_cclo::control::{About, Reply, Request, Status};
-use accl_cclo::memory_map::{self as map, ARITHMETIC_CONFIGS, Communicator, Layout, RankEntry, RxBuffer};
+use accl_cclo::memory_map::{self as map, ARITHMETIC_CONFIGS, Communicator, RankEntry, RxBuffer, TableAllocator};
 use accl_cclo::return_code::ReturnCode;
 use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend};
 
@@ -164,8 +164,8 @@ impl Host {
     /// Same as [`Host::lay_out`], without the reset.
     pub async fn write_tables(&mut self, rank: u32, ranks: u32, setup: &Setup) -> Places {
         let Setup { rx_buffers, rx_bytes, max_eager, max_rendezvous, memory } = *setup;
-        let mut layout = Layout::default();
-        let table = layout.take(rx_buffers as usize * RxBuffer::COUNT).unwrap();
+        let mut allocator = TableAllocator::default();
+        let table = allocator.take(rx_buffers as usize * RxBuffer::COUNT).unwrap();
         self.good(&Request::Allocate { address: 0, bytes: setup.buffers() + memory, is_host: false }).await;
         for index in 0..rx_buffers {
             let buffer = RxBuffer::idle(u64::from(index * rx_bytes));
@@ -178,10 +178,10 @@ impl Host {
         }
         let entry = |peer| RankEntry::new([127, 0, 0, 1].into(), 5500, peer, rx_bytes);
         let communicator = Communicator { local: rank, ranks: (0..ranks).map(entry).collect() };
-        let place = layout.take(Communicator::word_count(ranks as usize)).unwrap();
+        let place = allocator.take(Communicator::word_count(ranks as usize)).unwrap();
         self.write_all(place.offset, &communicator.to_words()).await;
         let single = &ARITHMETIC_CONFIGS[2];
-        let config = layout.take(single.word_count()).unwrap();
+        let config = allocator.take(single.word_count()).unwrap();
         self.write_all(config.offset, &single.to_words()).await;
         self.write_all(map::IS_CONFIGURED.offset, &[1]).await;
         self.configure(ConfigFunction::MaxEagerBytes, max_eager).await;

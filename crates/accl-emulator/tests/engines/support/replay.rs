@@ -13,13 +13,13 @@ use super::settle::settle;
 /// Recorded packets by sender and receiver, with their line numbers.
 type Recorded = BTreeMap<(u32, u32), VecDeque<(u64, Vec<u8>)>>;
 
-struct World {
+struct ReplayWorld {
     engines: Vec<Engine>,
     /// All packets sent, by sender and receiver.
     packets: BTreeMap<(u32, u32), VecDeque<Vec<u8>>>,
 }
 
-impl World {
+impl ReplayWorld {
     fn new(ranks: usize, network: Network) -> Self {
         let engines = (0..ranks).map(|_| Engine::new(network, Faithful::all())).collect();
         Self { engines, packets: BTreeMap::new() }
@@ -37,7 +37,7 @@ fn bytes_of(hex: &str) -> Vec<u8> {
 
 /// Replays the recorded lines on engines that reproduce all hazards.
 pub fn replay(name: &str, lines: &[Value], network: Network, ranks: usize) {
-    let mut world = World::new(ranks, network);
+    let mut world = ReplayWorld::new(ranks, network);
     let mut recorded: Recorded = BTreeMap::new();
     // A poll that was too early in the recording may find the end of the call here. These ends are counted by rank.
     let mut early = vec![0; ranks];

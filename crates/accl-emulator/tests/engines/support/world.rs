@@ -4,7 +4,7 @@ use super::settle::settle;
 use accl_cclo::call::{ConfigFunction, Descriptor, Hosts, Operation};
 use accl_cclo::control::{Reply, Request, Status};
 use accl_cclo::memory_map::{
-    self as map, ARITHMETIC_CONFIGS, Communicator, DataType, Layout, Network, RankEntry, RxBuffer,
+    self as map, ARITHMETIC_CONFIGS, Communicator, DataType, Network, RankEntry, RxBuffer, TableAllocator,
 };
 use accl_cclo::return_code::ReturnCode;
 use accl_emulator::{Engine, Faithful};
@@ -94,8 +94,8 @@ impl World {
         assert!(all <= BUFFERS);
         let memory = self.engines[rank as usize].memory(false);
         assert!(memory.grow(0, all));
-        let mut layout = Layout::default();
-        let buffers = layout.take(rx_count as usize * RxBuffer::COUNT).unwrap();
+        let mut allocator = TableAllocator::default();
+        let buffers = allocator.take(rx_count as usize * RxBuffer::COUNT).unwrap();
         for index in 0..rx_count {
             let buffer = RxBuffer::idle(u64::from(index * rx_bytes));
             self.write_all(rank, buffers.word(RxBuffer::COUNT * index as usize), &buffer.to_words());
@@ -107,12 +107,12 @@ impl World {
         }
         let entry = |peer| RankEntry::new([127, 0, 0, 1].into(), 5500, peer, rx_bytes);
         let communicator = Communicator { local: rank, ranks: (0..world).map(entry).collect() };
-        let place = layout.take(Communicator::word_count(world as usize)).unwrap();
+        let place = allocator.take(Communicator::word_count(world as usize)).unwrap();
         self.write_all(rank, place.offset, &communicator.to_words());
         self.communicator = place.offset;
         self.configs.clear();
         for config in ARITHMETIC_CONFIGS.iter().filter(|config| config.compressed == config.uncompressed) {
-            let place = layout.take(config.word_count()).unwrap();
+            let place = allocator.take(config.word_count()).unwrap();
             self.write_all(rank, place.offset, &config.to_words());
             self.configs.push((config.uncompressed, place.offset));
         }
