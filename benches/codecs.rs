@@ -1,6 +1,6 @@
 //! Codecs: elements per second, compared with a copy of the same float32 (encoding) and with `y += x` (decoding).
 //!
-//! Arguments: words, of which one must be part of `isa/codec/bits/bucket/dtype/what/place`, and `--json`. Bits and
+//! Arguments: words, of which one must be part of `isa/codec/bits/bucket/dtype/what/level`, and `--json`. Bits and
 //! bucket are `-` if a codec does not have that setting.
 
 use std::hint::black_box;
@@ -8,11 +8,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use accl_benches::arguments::Arguments;
+use accl_benches::memory_level::MemoryLevel;
 use accl_benches::pin::{self, Pinned};
-use accl_benches::place::Place;
 use accl_benches::plain_loops::PlainLoops;
 use accl_benches::sweep::{self, Sweep};
-use accl_benches::turns::beside;
+use accl_benches::turns::compare;
 use accl_kernels::codec::{CODECS, Codec, RngKey, Rounding, Row, Setting, Settings, Slice};
 use accl_kernels::{Isa, available_isas};
 use accl_types::{Dtype, Rank};
@@ -52,15 +52,15 @@ impl What {
     }
 }
 
-struct Buffers {
+struct CodecBuffers {
     floats: Vec<f32>,
     others: Vec<f32>,
     encoded: Vec<u8>,
 }
 
-impl Buffers {
+impl CodecBuffers {
     fn new() -> Self {
-        let count = Place::Dram.bytes() / 4;
+        let count = MemoryLevel::Dram.bytes() / 4;
         // Small numbers of both signs in each of the types: the lower half of a word is a valid 16-bit float, too.
         let mut state = 1u32;
         let mut next = || {
@@ -68,12 +68,12 @@ impl Buffers {
             f32::from_bits(0x3c00_3c00 | state >> 9 & 0x03ff_03ff | state & 0x8000_8000)
         };
         let mut floats = || (0..count).map(|_| next()).collect();
-        Self { floats: floats(), others: floats(), encoded: vec![0; 2 * Place::Dram.bytes()] }
+        Self { floats: floats(), others: floats(), encoded: vec![0; 2 * MemoryLevel::Dram.bytes()] }
     }
 }
 
 /// A combination to measure.
-struct Case {
+struct CodecCase {
     isa: Isa,
     codec: &'static Row,
     /// `None` if the codec has no such setting; the same holds for `bucket`.
@@ -81,15 +81,15 @@ struct Case {
     bucket: Option<u32>,
     dtype: Dtype,
     what: What,
-    place: Place,
+    level: MemoryLevel,
 }
 
-impl Case {
+impl CodecCase {
     fn id(&self) -> String {
-        let Case { isa, codec, bits, bucket, dtype, what, place } = self;
+        let CodecCase { isa, codec, bits, bucket, dtype, what, level } = self;
         let bits = bits.map_or("-".to_owned(), |bits| bits.to_string());
         let bucket = bucket.map_or("-".to_owned(), |bucket| bucket.to_string());
-        format!("{isa}/{}/{bits}/{bucket}/{dtype}/{}/{}", codec.name, what.name(), place.name())
+        format!("{isa}/{}/{bits}/{bucket}/{dtype}/{}/{}", codec.name, what.name(), level.name())
     }
 
     fn settings(&self) -> Settings {
@@ -110,7 +110,7 @@ impl Case {
             "bucket": self.bucket,
             "dtype": self.dtype.name(),
             "what": self.what.name(),
-            "place": self.place.name(),
+            "place": self.level.name(),
             "g_elements_s": rate,
             "reference_g_elements_s": reference,
             "share": share,
@@ -120,7 +120,7 @@ impl Case {
 
 /// Returns every combination of the codecs' settings. The moderate set has the best instruction set, the default bucket
 /// and half of the widths.
-fn cases(sweep: Sweep) -> Vec<Case> {
+fn cases(sweep: Sweep) -> Vec<CodecCase> {
     let isas = available_isas();
     let mut cases = Vec::new();
     for &isa in sweep.pick(&isas[isas.len() - 1..], &isas[..]) {
@@ -130,11 +130,11 @@ fn cases(sweep: Sweep) -> Vec<Case> {
                 let buckets = sweep.pick(&[512][..], &[64, 128, 512, 1024, 8192][..]);
                 for bucket in choices(codec, Setting::Bucket, buckets) {
                     for dtype in [Dtype::F32, Dtype::BF16, Dtype::F16] {
-                        let of = |what, place| Case { isa, codec, bits, bucket, dtype, what, place };
+                        let of = |what, level| CodecCase { isa, codec, bits, bucket, dtype, what, level };
                         let whats = What::ALL
                             .into_iter()
                             .filter(|what| *what != What::EncodeDrawn || codec.has(Setting::Rounding));
-                        cases.extend(whats.flat_map(|what| Place::ALL.map(|place| of(what, place))));
+                        cases.extend(whats.flat_map(|what| MemoryLevel::ALL.map(|level| of(what, level))));
                     }
                 }
             }
@@ -152,7 +152,7 @@ fn choices<T: Copy>(codec: &Row, setting: Setting, values: &[T]) -> Vec<Option<T
 fn main() -> ExitCode {
     let arguments = Arguments::of_process();
     let _pinned = Pinned::new(0, 1, &pin::cores());
-    let mut buffers = Buffers::new();
+    let mut buffers = CodecBuffers::new();
     let mut all = Vec::new();
     arguments.say(&format!("{:>60} {:>10} {:>12} {:>12}", "", "G elem/s", "reference", "ratio"));
     for case in cases(Sweep::chosen()).iter().filter(|case| arguments.want(&case.id())) {
@@ -168,21 +168,21 @@ fn main() -> ExitCode {
 }
 
 /// Returns elements per nanosecond of a case and of its reference, and the ratio of the two.
-fn measure(buffers: &mut Buffers, case: &Case) -> (f64, f64, f64) {
-    let Case { isa, dtype, what, place, .. } = *case;
+fn measure(buffers: &mut CodecBuffers, case: &CodecCase) -> (f64, f64, f64) {
+    let CodecCase { isa, dtype, what, level, .. } = *case;
     let codec = case.codec.build_with_isa(&case.settings(), isa).unwrap_or_else(|error| panic!("{error}"));
     let plain = PlainLoops::of(isa);
-    let count = place.bytes() / 4;
-    let found = beside(
+    let count = level.bytes() / 4;
+    let found = compare(
         buffers,
-        place,
+        level,
         |buffers| reference(buffers, &plain, what, count),
         |buffers| subject(buffers, &codec, what, dtype, count),
     );
     (count as f64 / found.ns, count as f64 / found.reference_ns, found.share)
 }
 
-fn reference(buffers: &mut Buffers, plain: &PlainLoops, what: What, count: usize) {
+fn reference(buffers: &mut CodecBuffers, plain: &PlainLoops, what: What, count: usize) {
     let (y, x) = (&mut buffers.others[..count], black_box(&buffers.floats[..count]));
     match what {
         What::Encode | What::EncodeDrawn | What::EncodeAmong => y.copy_from_slice(x),
@@ -190,7 +190,7 @@ fn reference(buffers: &mut Buffers, plain: &PlainLoops, what: What, count: usize
     }
 }
 
-fn subject(buffers: &mut Buffers, codec: &Arc<dyn Codec>, what: What, dtype: Dtype, count: usize) {
+fn subject(buffers: &mut CodecBuffers, codec: &Arc<dyn Codec>, what: What, dtype: Dtype, count: usize) {
     let slice = Slice { src: black_box(buffers.floats.as_ptr()).cast(), dtype, tensor: dtype, count, first: 0 };
     let encoded = &mut buffers.encoded[..codec.encoded_bytes(dtype, count)];
     let others = &mut buffers.others[..count];

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use accl_benches::cases::{COLLECTIVES, Case, algorithm_name, algorithms, usual_dtype};
+use accl_benches::cases::{COLLECTIVES, CollectiveCase, algorithm_name, algorithms, usual_dtype};
 use accl_benches::sweep::{self, Sweep};
 use accl_benches::table::Table;
 use accl_benches::world::Worlds;
@@ -49,7 +49,7 @@ fn bench(
     let sizes = if collective == Collective::Barrier { &[0] } else { sizes };
     for &bytes in sizes {
         for algorithm in algorithms(collective, ranks) {
-            let case = Case { collective, algorithm, dtype: usual_dtype(collective), bytes };
+            let case = CollectiveCase { collective, algorithm, dtype: usual_dtype(collective), bytes };
             if !case.exists(ranks) {
                 continue;
             }

@@ -2,17 +2,17 @@
 //! kernel's share of the machine's rate.
 //!
 //! A share is the median over alternating turns. Arguments: words, of which one must be part of
-//! `isa/op/dtype/form/place`, and `--json`.
+//! `isa/op/dtype/form/level`, and `--json`.
 
 use std::hint::black_box;
 use std::process::ExitCode;
 
 use accl_benches::arguments::Arguments;
+use accl_benches::memory_level::MemoryLevel;
 use accl_benches::pin::{self, Pinned};
-use accl_benches::place::Place;
 use accl_benches::plain_loops::PlainLoops;
 use accl_benches::sweep;
-use accl_benches::turns::{Beside, beside};
+use accl_benches::turns::{Comparison, compare};
 use accl_kernels::{Finish, Isa, Reducer, available_isas, supports};
 use accl_types::{Dtype, ReduceOp};
 
@@ -52,7 +52,7 @@ struct Buffers {
 
 impl Buffers {
     fn new() -> Self {
-        let words = || vec![0; Place::Dram.bytes() / 8];
+        let words = || vec![0; MemoryLevel::Dram.bytes() / 8];
         Self { sources: std::array::from_fn(|_| words()), result: words(), filled: None }
     }
 
@@ -81,39 +81,39 @@ impl Buffers {
 }
 
 /// A combination to measure.
-struct Case {
+struct KernelCase {
     op: ReduceOp,
     dtype: Dtype,
     isa: Isa,
     form: Form,
-    place: Place,
+    level: MemoryLevel,
 }
 
-impl Case {
+impl KernelCase {
     fn id(&self) -> String {
-        let Case { op, dtype, isa, form, place } = self;
-        [isa.name(), op.name(), dtype.name(), form.name(), place.name()].join("/")
+        let KernelCase { op, dtype, isa, form, level } = self;
+        [isa.name(), op.name(), dtype.name(), form.name(), level.name()].join("/")
     }
 
     /// Returns bytes of the result per nanosecond.
     fn rate(&self, ns: f64) -> f64 {
-        self.place.bytes() as f64 / ns
+        self.level.bytes() as f64 / ns
     }
 
-    fn to_json(&self, found: &Beside) -> serde_json::Value {
+    fn to_json(&self, found: &Comparison) -> serde_json::Value {
         serde_json::json!({
             "isa": self.isa.name(),
             "op": self.op.name(),
             "dtype": self.dtype.name(),
             "form": self.form.name(),
-            "place": self.place.name(),
+            "place": self.level.name(),
             "gb_s": self.rate(found.ns),
             "loop_gb_s": self.rate(found.reference_ns),
             "share": found.share,
         })
     }
 
-    fn to_line(&self, found: &Beside) -> String {
+    fn to_line(&self, found: &Comparison) -> String {
         let (rate, loop_rate) = (self.rate(found.ns), self.rate(found.reference_ns));
         format!("{:>40} {rate:>9.2} {loop_rate:>9.2} {:>7.3}", self.id(), found.share)
     }
@@ -138,13 +138,13 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Returns every kernel in every form and place.
-fn cases() -> Vec<Case> {
+/// Returns every kernel in every form and at every level.
+fn cases() -> Vec<KernelCase> {
     let mut cases = Vec::new();
     for (op, dtype) in combinations() {
         for isa in available_isas() {
-            let of = |form, place| Case { op, dtype, isa, form, place };
-            cases.extend(Form::ALL.into_iter().flat_map(|form| Place::ALL.map(|place| of(form, place))));
+            let of = |form, level| KernelCase { op, dtype, isa, form, level };
+            cases.extend(Form::ALL.into_iter().flat_map(|form| MemoryLevel::ALL.map(|level| of(form, level))));
         }
     }
     cases
@@ -156,17 +156,17 @@ fn combinations() -> impl Iterator<Item = (ReduceOp, Dtype)> {
     ops.flat_map(|&op| Dtype::ALL.iter().map(move |&dtype| (op, dtype))).filter(|&(op, dtype)| supports(op, dtype))
 }
 
-fn measure(buffers: &mut Buffers, case: &Case) -> Beside {
-    let Case { op, dtype, isa, form, place } = *case;
+fn measure(buffers: &mut Buffers, case: &KernelCase) -> Comparison {
+    let KernelCase { op, dtype, isa, form, level } = *case;
     let reducer = Reducer::with_isa(op, dtype, WORLD, isa).unwrap_or_else(|error| panic!("{error}"));
     let plain = PlainLoops::of(isa);
-    let (bytes, count) = (place.bytes(), place.bytes() / dtype.size_bytes());
+    let (bytes, count) = (level.bytes(), level.bytes() / dtype.size_bytes());
     let finish = if matches!(form, Form::InPlace) { Finish::No } else { Finish::Yes };
 
     let kernel = |buffers: &mut Buffers| {
         let dst = buffers.result.as_mut_ptr().cast::<u8>();
         let sources = buffers.sources.each_ref().map(|source| source.as_ptr().cast::<u8>());
-        // SAFETY: each buffer holds the bytes of every place, the buffers do not overlap, and no other code uses them
+        // SAFETY: each buffer holds the bytes of every level, the buffers do not overlap, and no other code uses them
         // during the call.
         unsafe {
             match form {
@@ -186,5 +186,5 @@ fn measure(buffers: &mut Buffers, case: &Case) -> Beside {
         }
     };
 
-    beside(buffers, place, reference, kernel)
+    compare(buffers, level, reference, kernel)
 }

@@ -1,15 +1,15 @@
 //! Reductions, packing and unpacking, by dtype, operator and instruction set, against a copy and a plain `y += x`.
 //!
-//! Ids are `reduce_pair/isa/op/dtype/place`, likewise `reduce_many` (of four) and `scale`, `pack/shape/dtype/place`,
-//! and `reference/what/place`. Bytes count the result. `L2` means that all buffers of the call together fit into that
+//! Ids are `reduce_pair/isa/op/dtype/level`, likewise `reduce_many` (of four) and `scale`, `pack/shape/dtype/level`,
+//! and `reference/what/level`. Bytes count the result. `L2` means that all buffers of the call together fit into that
 //! cache.
 
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use accl_benches::memory_level::MemoryLevel;
 use accl_benches::pin::{self, Pinned};
-use accl_benches::place::Place;
 use accl_benches::sweep::{self, Sweep};
 use accl_kernels::{Finish, Isa, Reducer, StridedView, available_isas, pack, scale_with_isa, supports, unpack};
 use accl_types::{Dtype, ReduceOp};
@@ -27,7 +27,7 @@ struct Buffers {
 impl Buffers {
     fn new() -> Self {
         // Words that are small integers and small floats at once: no dtype meets NaN or denormals.
-        let words = || (0..Place::Dram.bytes() / 8).map(|i| 0x3f80_3f80_3f80_3f80 | (i as u64 & 1)).collect();
+        let words = || (0..MemoryLevel::Dram.bytes() / 8).map(|i| 0x3f80_3f80_3f80_3f80 | (i as u64 & 1)).collect();
         Self { sources: std::array::from_fn(|_| words()), result: words() }
     }
 
@@ -56,17 +56,17 @@ fn main() -> ExitCode {
 /// Measures the rate of memory for code that computes nothing or a plain sum.
 fn references(criterion: &mut Criterion, buffers: &mut Buffers) {
     let mut group = criterion.benchmark_group("reference");
-    for place in Place::ALL {
-        let bytes = place.bytes();
+    for level in MemoryLevel::ALL {
+        let bytes = level.bytes();
         group.throughput(Throughput::Bytes(bytes as u64));
-        group.bench_function(BenchmarkId::new("memcpy", place.name()), |bencher| {
+        group.bench_function(BenchmarkId::new("memcpy", level.name()), |bencher| {
             bencher.iter(|| {
                 let Buffers { sources, result } = &mut *buffers;
                 result[..bytes / 8].copy_from_slice(black_box(&sources[0][..bytes / 8]));
             });
         });
         let (mut y, x) = (vec![0.0_f32; bytes / 4], vec![0.5_f32; bytes / 4]);
-        group.bench_function(BenchmarkId::new("y+=x", place.name()), |bencher| {
+        group.bench_function(BenchmarkId::new("y+=x", level.name()), |bencher| {
             bencher.iter(|| black_box(&mut y).iter_mut().zip(black_box(&x)).for_each(|(y, x)| *y += x));
         });
     }
@@ -87,8 +87,8 @@ fn reductions(criterion: &mut Criterion, buffers: &mut Buffers, sweep: Sweep) {
         for &op in ReduceOp::ALL {
             for &dtype in Dtype::ALL {
                 if supports(op, dtype) && (sweep == Sweep::Full || is_usual(isa, best, op, dtype)) {
-                    for place in Place::ALL {
-                        reduction(criterion, buffers, (isa, op, dtype, place));
+                    for level in MemoryLevel::ALL {
+                        reduction(criterion, buffers, (isa, op, dtype, level));
                     }
                 }
             }
@@ -96,37 +96,41 @@ fn reductions(criterion: &mut Criterion, buffers: &mut Buffers, sweep: Sweep) {
     }
 }
 
-fn reduction(criterion: &mut Criterion, buffers: &mut Buffers, (isa, op, dtype, place): (Isa, ReduceOp, Dtype, Place)) {
+fn reduction(
+    criterion: &mut Criterion,
+    buffers: &mut Buffers,
+    (isa, op, dtype, level): (Isa, ReduceOp, Dtype, MemoryLevel),
+) {
     let reducer = Reducer::with_isa(op, dtype, 2, isa).unwrap_or_else(|error| panic!("{error}"));
-    let count = place.bytes() / dtype.size_bytes();
+    let count = level.bytes() / dtype.size_bytes();
     let id = |kind: &str| format!("{kind}/{isa}/{}/{dtype}", op.name().to_lowercase());
 
     let mut group = criterion.benchmark_group(id("reduce_pair"));
-    group.throughput(Throughput::Bytes(place.bytes() as u64));
-    group.bench_function(place.name(), |bencher| {
+    group.throughput(Throughput::Bytes(level.bytes() as u64));
+    group.bench_function(level.name(), |bencher| {
         let (dst, a, b) = (buffers.result(), buffers.source(0), buffers.source(1));
-        // SAFETY: the three buffers hold the bytes of every place, do not overlap, and no other code uses them during
+        // SAFETY: the three buffers hold the bytes of every level, do not overlap, and no other code uses them during
         // the call.
         bencher.iter(|| unsafe { reducer.pair(dst, black_box(a), black_box(b), count, Finish::Yes) });
     });
     group.finish();
 
     let mut group = criterion.benchmark_group(id("reduce_in_place"));
-    group.throughput(Throughput::Bytes(place.bytes() as u64));
-    group.bench_function(place.name(), |bencher| {
+    group.throughput(Throughput::Bytes(level.bytes() as u64));
+    group.bench_function(level.name(), |bencher| {
         let (dst, a) = (buffers.result(), buffers.source(0));
-        // SAFETY: both buffers hold the bytes of every place, and no other code uses them; `pair` allows `dst` as an
+        // SAFETY: both buffers hold the bytes of every level, and no other code uses them; `pair` allows `dst` as an
         // operand.
         bencher.iter(|| unsafe { reducer.pair(dst, black_box(dst), black_box(a), count, Finish::No) });
     });
     group.finish();
 
     let mut group = criterion.benchmark_group(id("reduce_many"));
-    group.throughput(Throughput::Bytes(place.bytes() as u64));
-    group.bench_function(place.name(), |bencher| {
+    group.throughput(Throughput::Bytes(level.bytes() as u64));
+    group.bench_function(level.name(), |bencher| {
         let dst = buffers.result();
         let sources: [*const u8; MANY] = std::array::from_fn(|index| buffers.source(index));
-        // SAFETY: the result and all sources hold the bytes of every place, do not overlap, and no other code uses
+        // SAFETY: the result and all sources hold the bytes of every level, do not overlap, and no other code uses
         // them.
         bencher.iter(|| unsafe { reducer.many(dst, black_box(&sources), count, Finish::Yes) });
     });
@@ -137,13 +141,13 @@ fn scales(criterion: &mut Criterion, buffers: &mut Buffers, sweep: Sweep) {
     let isas = available_isas();
     for &isa in sweep.pick(&isas[isas.len() - 1..], &isas[..]) {
         for dtype in [Dtype::F16, Dtype::BF16, Dtype::F32, Dtype::F64] {
-            for place in Place::ALL {
+            for level in MemoryLevel::ALL {
                 let mut group = criterion.benchmark_group(format!("scale/{isa}/{dtype}"));
-                group.throughput(Throughput::Bytes(place.bytes() as u64));
-                group.bench_function(place.name(), |bencher| {
+                group.throughput(Throughput::Bytes(level.bytes() as u64));
+                group.bench_function(level.name(), |bencher| {
                     let (dst, src) = (buffers.result(), buffers.source(0));
-                    let count = place.bytes() / dtype.size_bytes();
-                    // SAFETY: both buffers hold the bytes of every place, do not overlap, and no other code uses them.
+                    let count = level.bytes() / dtype.size_bytes();
+                    // SAFETY: both buffers hold the bytes of every level, do not overlap, and no other code uses them.
                     bencher.iter(|| unsafe { scale_with_isa(isa, dtype, dst, black_box(src), count, 0.5) });
                 });
                 group.finish();
@@ -167,8 +171,8 @@ fn shapes(count: i64) -> [(&'static str, [i64; 2], [i64; 2]); 4] {
 fn packs(criterion: &mut Criterion, buffers: &mut Buffers, sweep: Sweep) {
     let dtypes = [Dtype::F32, Dtype::BF16, Dtype::U8, Dtype::F64, Dtype::C128];
     for &dtype in &dtypes[..sweep.pick(2, dtypes.len())] {
-        for place in Place::ALL {
-            for (name, sizes, strides) in shapes((place.bytes() / dtype.size_bytes()) as i64) {
+        for level in MemoryLevel::ALL {
+            for (name, sizes, strides) in shapes((level.bytes() / dtype.size_bytes()) as i64) {
                 let dense = buffers.result();
                 let view = |buffers: &mut Buffers| StridedView {
                     ptr: buffers.sources[0].as_mut_ptr().cast(),
@@ -184,12 +188,12 @@ fn packs(criterion: &mut Criterion, buffers: &mut Buffers, sweep: Sweep) {
                 let mut group = criterion.benchmark_group(format!("pack/{name}/{dtype}"));
                 group.throughput(Throughput::Bytes(bytes as u64));
                 // SAFETY: the view lies within a source, the result is as large, and no other code uses them.
-                group.bench_function(place.name(), |bencher| bencher.iter(|| unsafe { pack(dense, black_box(&view)) }));
+                group.bench_function(level.name(), |bencher| bencher.iter(|| unsafe { pack(dense, black_box(&view)) }));
                 group.finish();
 
                 let mut group = criterion.benchmark_group(format!("unpack/{name}/{dtype}"));
                 group.throughput(Throughput::Bytes(bytes as u64));
-                group.bench_function(place.name(), |bencher| {
+                group.bench_function(level.name(), |bencher| {
                     // SAFETY: the view lies within a source, `dense` holds as many bytes as the view, and no other code
                     // uses them.
                     bencher.iter(|| unsafe { unpack(black_box(&view), dense) });

@@ -8,10 +8,10 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use accl_benches::cases::{Case, algorithms, usual_dtype};
+use accl_benches::cases::{CollectiveCase, algorithms, usual_dtype};
 use accl_benches::pin;
 use accl_benches::sweep;
-use accl_benches::world::World;
+use accl_benches::world::BenchWorld;
 use accl_engine::config_from_environment;
 use accl_schedule::cost::{IntraNode, Placement};
 use accl_schedule::{Algorithm, Basis, Chooser, Topology};
@@ -74,7 +74,7 @@ fn place(transport: &str, ranks: u32) -> Result<()> {
     let intra_node = if transport == "tcp" { IntraNode::Tcp } else { IntraNode::Shm };
     let placement =
         Placement { intra_node, cores: pin::cores().len().max(1) as u32, segment_bytes: config.segment_bytes };
-    let mut world = World::start(Path::new(env!("CARGO_BIN_EXE_accl-peers-rank")), transport, ranks)?;
+    let mut world = BenchWorld::start(Path::new(env!("CARGO_BIN_EXE_accl-peers-rank")), transport, ranks)?;
     let mut score = Score::default();
     println!(
         "{:>14} {:>10} {:>20} {:>12} {:>12} {:>7}",
@@ -108,14 +108,18 @@ fn place(transport: &str, ranks: u32) -> Result<()> {
 }
 
 fn cell(
-    world: &mut World,
+    world: &mut BenchWorld,
     chooser: &Chooser,
     ranks: u32,
     (collective, bytes): (Collective, u64),
     score: &mut Score,
 ) -> Result<()> {
-    let case =
-        |row: &'static Algorithm| Case { collective, dtype: usual_dtype(collective), algorithm: Some(row), bytes };
+    let case = |row: &'static Algorithm| CollectiveCase {
+        collective,
+        dtype: usual_dtype(collective),
+        algorithm: Some(row),
+        bytes,
+    };
     let rows: Vec<&'static Algorithm> =
         algorithms(collective, ranks).into_iter().flatten().filter(|&row| case(row).exists(ranks)).collect();
     let mut took: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];

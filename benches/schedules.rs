@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use accl_benches::cases::Case;
+use accl_benches::cases::CollectiveCase;
 use accl_benches::sweep::{self, Sweep};
 use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Layout, Part, Program, Request, Topology};
 use accl_types::{Collective, Dtype, Elems, Rank};
@@ -71,7 +71,7 @@ fn resolve(program: &Program, shape: &CallShape) -> usize {
 /// Returns the blocks of a call of [`BYTES`] bytes on a rank that is not the root. Broadcast and reduce have
 /// the whole buffer on every rank.
 fn blocks(collective: Collective, world: u32) -> (Vec<Vec<Elems>>, Vec<Vec<Elems>>) {
-    let case = Case { collective: Collective::AllGather, algorithm: None, dtype: Dtype::U8, bytes: BYTES };
+    let case = CollectiveCase { collective: Collective::AllGather, algorithm: None, dtype: Dtype::U8, bytes: BYTES };
     let whole = || vec![vec![Elems(BYTES)]];
     let all = || (0..world).map(|rank| vec![Elems(case.block_elems(rank, world))]).collect::<Vec<_>>();
     let own = || vec![vec![Elems(case.block_elems(world / 2, world))]];

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accl_benches::pin::{self, Pinned};
-use accl_benches::process::{Place, Ranks, started_as_rank};
+use accl_benches::process::{RankProcess, Ranks, started_as_rank};
 use accl_benches::sweep::{self, Sweep};
 use accl_engine::Store;
 use accl_transport::loopback::{self, Capacity};
@@ -101,7 +101,7 @@ impl Other {
         if transport != "loopback" {
             let ranks = Ranks::start(transport, 2)?;
             let pinned = Pinned::new(0, 2, &cores);
-            let wire = Wire::meet(ranks.place())?;
+            let wire = Wire::meet(ranks.own())?;
             return Ok(Self { wire, _thread: None, _ranks: Some(ranks), _pinned: pinned });
         }
         let (ours, theirs) = (Poller::new()?, Poller::new()?);
@@ -127,9 +127,9 @@ impl Drop for Other {
     }
 }
 
-fn serve_process(place: &Place) -> Result<()> {
-    let _pinned = Pinned::new(place.rank as usize, place.ranks as usize, &pin::cores());
-    Wire::meet(place)?.serve()
+fn serve_process(process: &RankProcess) -> Result<()> {
+    let _pinned = Pinned::new(process.rank as usize, process.ranks as usize, &pin::cores());
+    Wire::meet(process)?.serve()
 }
 
 /// A link, and the poller to wait for it.
@@ -148,16 +148,16 @@ impl Wire {
     }
 
     /// Connects to the other process.
-    fn meet(place: &Place) -> Result<Self> {
+    fn meet(process: &RankProcess) -> Result<Self> {
         let mut config = Config::default();
-        config.set_option("transports", &place.transport)?;
+        config.set_option("transports", &process.transport)?;
         let mut settings = Settings::from_config(&config);
         settings.segment_bytes = MAX_FRAME as u64;
         settings.ring_bytes = settings.ring_bytes.max(2 * MAX_FRAME as u64);
         let poller = Poller::new()?;
         let mut endpoint = Endpoint::new(settings, Arc::clone(&poller.waker()))?;
-        let store = place.store()?;
-        let keys = [place.rank, 1 - place.rank].map(|rank| format!("info/{rank}"));
+        let store = process.store()?;
+        let keys = [process.rank, 1 - process.rank].map(|rank| format!("info/{rank}"));
         store.set(&keys[0], endpoint.info().to_text().as_bytes())?;
         let peer =
             store.wait(&keys[1], DEADLINE)?.ok_or_else(|| Error::timeout("the other process did not connect"))?;

@@ -200,7 +200,7 @@ def engine(target: Path, flags: str = "", is_timed: bool = True) -> str:
 
 def make_sketch(shop: Workshop) -> None:
     """Compiles the C baseline."""
-    shop.program("sketch", ["cc"], ["rank.c", "sketch.c"], [])
+    shop.program("sketch", ["cc"], ["rank.c", "c_baseline.c"], [])
 
 
 def make_openmpi(shop: Workshop) -> None:

@@ -148,7 +148,9 @@ CONTENDERS = (
         at_home=True,
         note="the same, built with `--cfg accl_without_signatures`",
     ),
-    Contender("sketch", "C baseline", Level.ENGINE, ("{sketch}",), at_home=True, note="`benches/peers/ranks/sketch.c`"),
+    Contender(
+        "sketch", "C baseline", Level.ENGINE, ("{sketch}",), at_home=True, note="`benches/peers/ranks/c_baseline.c`"
+    ),
     Contender(
         "openmpi",
         "Open MPI",

@@ -109,7 +109,7 @@ impl Board {
     }
 
     /// Writes the times of a batch for the driver.
-    pub fn tell(&self, rank: u32, batch: usize, span: Span) {
+    pub fn publish(&self, rank: u32, batch: usize, span: Span) {
         let at = span_at(rank, batch);
         self.word(at).store(span.begin, Ordering::Relaxed);
         self.word(at + 1).store(span.end, Ordering::Relaxed);

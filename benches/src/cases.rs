@@ -1,6 +1,7 @@
 //! The measured call of a collective at a size: its tensors, its result, its bandwidths.
 //!
-//! Owns the meaning of *size*: the largest buffer of the call in bytes, the same on all ranks. Read [`Case`] first.
+//! Owns the meaning of *size*: the largest buffer of the call in bytes, the same on all ranks. Read [`CollectiveCase`]
+//! first.
 
 use accl_engine::{Blocks, CallDesc, TensorDesc};
 use accl_schedule::{ALGORITHMS, Algorithm, Topology};
@@ -25,7 +26,7 @@ pub const AUTO: &str = "auto";
 
 /// A collective, by an algorithm, at a size.
 #[derive(Clone, Copy, Debug)]
-pub struct Case {
+pub struct CollectiveCase {
     /// The collective.
     pub collective: Collective,
     /// The algorithm that is forced; `None` for the engine's choice.
@@ -55,7 +56,7 @@ pub fn algorithm_name(algorithm: Option<&'static Algorithm>) -> &'static str {
     algorithm.map_or(AUTO, |row| row.name)
 }
 
-impl Case {
+impl CollectiveCase {
     /// Returns whether the case exists: a barrier has no bytes, and some algorithms need blocks of equal size.
     pub fn exists(&self, ranks: u32) -> bool {
         let equal = self.has_equal_blocks(ranks);
@@ -100,17 +101,17 @@ impl Case {
 /// The memory of one rank's calls; it grows to the largest case.
 #[derive(Debug, Default)]
 pub struct Tensors {
-    input: Memory,
-    output: Memory,
+    input: AlignedWords,
+    output: AlignedWords,
 }
 
 /// Words whose start is aligned to a cache line, as torch's tensors are.
 #[derive(Debug, Default)]
-struct Memory {
+struct AlignedWords {
     words: Vec<u64>,
 }
 
-impl Memory {
+impl AlignedWords {
     /// Makes room for `room_words` words; existing data may move.
     fn grow(&mut self, room_words: usize) {
         let wanted = room_words + LINE_BYTES / size_of::<u64>();
@@ -135,7 +136,7 @@ const LINE_BYTES: usize = 64;
 impl Tensors {
     /// Returns the call of `case` on these tensors, after growing them if needed. It is valid until the next call of
     /// this function.
-    pub fn call(&mut self, case: &Case, rank: u32, ranks: u32, root: u32) -> CallDesc {
+    pub fn call(&mut self, case: &CollectiveCase, rank: u32, ranks: u32, root: u32) -> CallDesc {
         let room = room_words(case, ranks);
         for buffer in [&mut self.input, &mut self.output] {
             buffer.grow(room);
@@ -195,17 +196,17 @@ impl Tensors {
 
     /// Writes the contribution of `rank` to the result that [`Tensors::check`] expects. Call it after
     /// [`Tensors::call`].
-    pub fn fill(&mut self, case: &Case, rank: u32, ranks: u32) {
+    pub fn fill(&mut self, case: &CollectiveCase, rank: u32, ranks: u32) {
         self.write(case, ranks, Some(rank + 1));
     }
 
     /// Writes zeros, so that repeated sums in place stay finite. Call it after [`Tensors::call`].
-    pub fn clear(&mut self, case: &Case, ranks: u32) {
+    pub fn clear(&mut self, case: &CollectiveCase, ranks: u32) {
         self.write(case, ranks, None);
     }
 
     /// Writes elements whose period starts with `value`, or zeros for `None`.
-    fn write(&mut self, case: &Case, ranks: u32, value: Option<u32>) {
+    fn write(&mut self, case: &CollectiveCase, ranks: u32, value: Option<u32>) {
         let room = room_words(case, ranks);
         let words = value.map_or([0; PERIOD], |value| period(case.dtype, value, 1));
         for buffer in [&mut self.input, &mut self.output] {
@@ -218,7 +219,7 @@ impl Tensors {
     ///
     /// # Errors
     /// A clause for a person that describes the wrong element.
-    pub fn check(&self, case: &Case, rank: u32, ranks: u32, root: u32, encoded: bool) -> Result<(), String> {
+    pub fn check(&self, case: &CollectiveCase, rank: u32, ranks: u32, root: u32, encoded: bool) -> Result<(), String> {
         let sum = ranks * (ranks + 1) / 2;
         let (whole, block) = (case.count_elems(), case.block_elems(rank, ranks));
         // First element of this rank's block in a buffer with a block for each rank.
@@ -247,7 +248,7 @@ impl Tensors {
 
 /// Returns the words that either buffer of a case needs. If blocks differ in size, `ranks` times the largest may exceed
 /// the whole.
-fn room_words(case: &Case, ranks: u32) -> usize {
+fn room_words(case: &CollectiveCase, ranks: u32) -> usize {
     (case.bytes + 64 * u64::from(ranks)).div_ceil(8) as usize
 }
 
@@ -351,7 +352,7 @@ mod tests {
     use super::*;
 
     /// Checks a result that `result` gives by element, as if all ranks had contributed.
-    fn is_right(case: &Case, rank: u32, ranks: u32, result: impl Fn(u64) -> u32) -> bool {
+    fn is_right(case: &CollectiveCase, rank: u32, ranks: u32, result: impl Fn(u64) -> u32) -> bool {
         let mut tensors = Tensors::default();
         tensors.call(case, rank, ranks, 0);
         tensors.clear(case, ranks);
@@ -368,7 +369,7 @@ mod tests {
 
     #[test]
     fn the_block_of_another_rank_is_a_wrong_result() {
-        let case = |collective, dtype| Case { collective, algorithm: None, dtype, bytes: 1024 };
+        let case = |collective, dtype| CollectiveCase { collective, algorithm: None, dtype, bytes: 1024 };
         for (collective, dtype) in [(Collective::Scatter, Dtype::U8), (Collective::Scatter, Dtype::F32)] {
             let case = case(collective, dtype);
             let block = case.count_elems() / 4;
@@ -385,7 +386,7 @@ mod tests {
     #[test]
     fn what_a_rank_contributes_is_what_the_check_expects_of_it() {
         for dtype in [Dtype::U8, Dtype::BF16, Dtype::F16, Dtype::F32] {
-            let case = Case { collective: Collective::Broadcast, algorithm: None, dtype, bytes: 1000 };
+            let case = CollectiveCase { collective: Collective::Broadcast, algorithm: None, dtype, bytes: 1000 };
             let mut tensors = Tensors::default();
             tensors.call(&case, 0, 3, 0);
             tensors.fill(&case, 0, 3);
@@ -395,7 +396,8 @@ mod tests {
 
     #[test]
     fn sums_that_were_encoded_are_about_right_or_wrong() {
-        let case = Case { collective: Collective::AllReduce, algorithm: None, dtype: Dtype::F32, bytes: 4096 };
+        let case =
+            CollectiveCase { collective: Collective::AllReduce, algorithm: None, dtype: Dtype::F32, bytes: 4096 };
         let mut tensors = Tensors::default();
         tensors.call(&case, 0, 2, 0);
         let mut is_right = |value: &dyn Fn(u64) -> f32| {

@@ -2,22 +2,22 @@
 
 /// Location of the buffers of a call.
 #[derive(Clone, Copy, Debug)]
-pub enum Place {
+pub enum MemoryLevel {
     /// All buffers of a call are in the L2 cache.
     L2,
     /// The buffers exceed every cache.
     Dram,
 }
 
-impl Place {
-    /// All places.
-    pub const ALL: [Place; 2] = [Place::L2, Place::Dram];
+impl MemoryLevel {
+    /// All levels.
+    pub const ALL: [MemoryLevel; 2] = [MemoryLevel::L2, MemoryLevel::Dram];
 
     /// Returns the name in ids.
     pub fn name(self) -> &'static str {
         match self {
-            Place::L2 => "L2",
-            Place::Dram => "DRAM",
+            MemoryLevel::L2 => "L2",
+            MemoryLevel::Dram => "DRAM",
         }
     }
 
@@ -25,8 +25,8 @@ impl Place {
     /// into no cache.
     pub fn bytes(self) -> usize {
         match self {
-            Place::L2 => 64 << 10,
-            Place::Dram => 32 << 20,
+            MemoryLevel::L2 => 64 << 10,
+            MemoryLevel::Dram => 32 << 20,
         }
     }
 }

@@ -11,13 +11,13 @@ use accl_schedule::{ALGORITHMS, Algorithm};
 use accl_types::{Collective, Dtype, Error, Result};
 
 use crate::board::BATCHES;
-use crate::cases::{COLLECTIVES, Case};
+use crate::cases::{COLLECTIVES, CollectiveCase};
 
 /// One order.
 #[derive(Clone, Copy, Debug)]
-pub struct Order {
+pub struct RankOrder {
     /// The case to call.
-    pub case: Case,
+    pub case: CollectiveCase,
     /// Whether the calls block.
     pub mode: Mode,
     /// Number of calls that are started before the first is waited for, each on its own tensors.
@@ -37,14 +37,14 @@ pub struct Run {
     pub meet: bool,
 }
 
-impl Order {
+impl RankOrder {
     /// Returns an order for one call whose result is checked.
-    pub fn check(case: Case) -> Self {
+    pub fn check(case: CollectiveCase) -> Self {
         Self { case, mode: Mode::Blocking, outstanding: 1, run: None }
     }
 
     /// Returns an order for blocking calls that are timed.
-    pub fn run(case: Case, run: Run) -> Self {
+    pub fn run(case: CollectiveCase, run: Run) -> Self {
         Self { run: Some(run), ..Self::check(case) }
     }
 
@@ -68,15 +68,15 @@ impl Order {
         let (name, mode, outstanding) = many(name);
         let Some((collective, algorithm)) = named(name) else { return Ok(None) };
         let Some(&dtype) = Dtype::ALL.iter().find(|known| known.name() == dtype) else { return Ok(None) };
-        let case = Case { collective, algorithm, dtype, bytes: number(bytes)? as u64 };
+        let case = CollectiveCase { collective, algorithm, dtype, bytes: number(bytes)? as u64 };
         Ok(Some(Self { case, mode, outstanding, run }))
     }
 }
 
-impl fmt::Display for Order {
+impl fmt::Display for RankOrder {
     /// Writes the order as a line.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Case { collective, algorithm, dtype, bytes } = self.case;
+        let CollectiveCase { collective, algorithm, dtype, bytes } = self.case;
         out.write_str(if self.run.is_some() { "run " } else { "check " })?;
         out.write_str(collective.name())?;
         algorithm.map_or(Ok(()), |row| write!(out, ":{}", row.name))?;
@@ -124,7 +124,7 @@ mod tests {
             "run all_reduce*100 float32 4 3 1 0",
             "run all_reduce&100 bfloat16 4 3 1 0",
         ] {
-            let order = Order::from_line(line).unwrap().unwrap_or_else(|| panic!("{line}"));
+            let order = RankOrder::from_line(line).unwrap().unwrap_or_else(|| panic!("{line}"));
             assert_eq!(order.to_string(), line);
         }
     }
@@ -134,10 +134,10 @@ mod tests {
         for line in
             ["", "check", "run all_reduce float32 4", "run all_reduce float32 4 5000 1 0", "look barrier uint8 0"]
         {
-            assert!(Order::from_line(line).is_err(), "{line}");
+            assert!(RankOrder::from_line(line).is_err(), "{line}");
         }
         for line in ["check all_reduce:no float32 4", "check sum float32 4", "check all_reduce float33 4"] {
-            assert!(Order::from_line(line).unwrap().is_none(), "{line}");
+            assert!(RankOrder::from_line(line).unwrap().is_none(), "{line}");
         }
     }
 }

@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The parameters of a rank's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct RankProcess {
     /// Rank of the process.
     pub rank: u32,
     /// Number of ranks.
@@ -31,7 +31,7 @@ pub struct Place {
     pub dir: PathBuf,
 }
 
-impl Place {
+impl RankProcess {
     /// Opens the store through which the ranks connect.
     ///
     /// # Errors
@@ -48,30 +48,30 @@ impl Place {
 
     fn from_arguments(arguments: &[String]) -> Option<(Self, i32)> {
         let [mark, parent, rank, ranks, transport, dir] = arguments else { return None };
-        let place = Self {
+        let process = Self {
             rank: rank.parse().ok()?,
             ranks: ranks.parse().ok()?,
             transport: transport.clone(),
             dir: dir.into(),
         };
-        (mark == MARK).then_some((place, parent.parse().ok()?))
+        (mark == MARK).then_some((process, parent.parse().ok()?))
     }
 }
 
 /// Runs `body` in a process that was started as a rank, and returns the exit code with which the program must end.
 /// Returns `None` in the bench itself. Call it before anything else.
-pub fn started_as_rank(body: impl FnOnce(&Place) -> Result<()>) -> Option<ExitCode> {
+pub fn started_as_rank(body: impl FnOnce(&RankProcess) -> Result<()>) -> Option<ExitCode> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let (place, parent) = Place::from_arguments(&arguments)?;
+    let (process, parent) = RankProcess::from_arguments(&arguments)?;
     // If the parent died before this line, no signal will come, but then the process already has another parent.
     let bound = set_parent_process_death_signal(Some(Signal::KILL)).is_ok();
     if !bound || getppid().map(Pid::as_raw_nonzero).is_none_or(|now| now.get() != parent) {
         return Some(ExitCode::FAILURE);
     }
-    match body(&place) {
+    match body(&process) {
         Ok(()) => Some(ExitCode::SUCCESS),
         Err(error) => {
-            eprintln!("rank {} of {} over {}: {error}", place.rank, place.ranks, place.transport);
+            eprintln!("rank {} of {} over {}: {error}", process.rank, process.ranks, process.transport);
             Some(ExitCode::FAILURE)
         }
     }
@@ -145,7 +145,7 @@ impl Drop for Children {
 /// The other ranks, until dropped.
 #[derive(Debug)]
 pub struct Ranks {
-    place: Place,
+    own: RankProcess,
     _children: Children,
 }
 
@@ -156,20 +156,20 @@ impl Ranks {
     /// `Exhausted` if the directory cannot be created or a process cannot be started.
     pub fn start(transport: &str, ranks: u32) -> Result<Self> {
         let mut children = Children::in_new_dir()?;
-        let place = Place { rank: 0, ranks, transport: transport.to_owned(), dir: children.dir().to_owned() };
+        let process = RankProcess { rank: 0, ranks, transport: transport.to_owned(), dir: children.dir().to_owned() };
         let program = std::env::current_exe().map_err(|why| unable(&why))?;
         for rank in 1..ranks {
-            let place = Place { rank, ..place.clone() };
+            let process = RankProcess { rank, ..process.clone() };
             let mut command = Command::new(&program);
-            command.args(place.to_arguments(getpid())).stdin(Stdio::null()).stdout(Stdio::null());
+            command.args(process.to_arguments(getpid())).stdin(Stdio::null()).stdout(Stdio::null());
             children.spawn(&mut command)?;
         }
-        Ok(Self { place, _children: children })
+        Ok(Self { own: process, _children: children })
     }
 
-    /// Returns the place of the process that started the others.
-    pub fn place(&self) -> &Place {
-        &self.place
+    /// Returns the process that started the others.
+    pub fn own(&self) -> &RankProcess {
+        &self.own
     }
 }
 
@@ -182,11 +182,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_survives_the_command_line() {
-        let place = Place { rank: 2, ranks: 4, transport: "shm".into(), dir: "/somewhere else".into() };
-        let arguments = place.to_arguments(getpid());
-        let (again, parent) = Place::from_arguments(&arguments).unwrap();
-        assert_eq!((again, parent), (place, getpid().as_raw_nonzero().get()));
-        assert_eq!(Place::from_arguments(&["--bench".to_owned()]), None);
+    fn a_rank_process_survives_the_command_line() {
+        let process = RankProcess { rank: 2, ranks: 4, transport: "shm".into(), dir: "/somewhere else".into() };
+        let arguments = process.to_arguments(getpid());
+        let (again, parent) = RankProcess::from_arguments(&arguments).unwrap();
+        assert_eq!((again, parent), (process, getpid().as_raw_nonzero().get()));
+        assert_eq!(RankProcess::from_arguments(&["--bench".to_owned()]), None);
     }
 }

@@ -1,7 +1,7 @@
 //! One rank of the engine, without torch: connects to the others, then follows a driver's orders until `quit`.
 //!
-//! Its place is `DIR RANK RANKS CORE [CODEC]`. The socket `DIR/socket` brings orders ([`Order`]), times go to the
-//! memory `DIR/board` ([`Board`]), and the ranks connect through the store `DIR/store`. With a codec all calls are
+//! Its arguments are `DIR RANK RANKS CORE [CODEC]`. The socket `DIR/socket` brings orders ([`RankOrder`]), times go to
+//! the memory `DIR/board` ([`Board`]), and the ranks connect through the store `DIR/store`. With a codec all calls are
 //! compressed. Owns the definition of a timed call. Read [`serve`] first.
 
 use std::collections::HashMap;
@@ -19,7 +19,7 @@ use accl_types::{Collective, Error, Rank, Result};
 
 use crate::board::{Board, Span, now};
 use crate::cases::{AUTO, Tensors, algorithm_name};
-use crate::order::{Order, Run};
+use crate::order::{RankOrder, Run};
 use crate::pin;
 
 /// Deadline of the creation of a group and of each call.
@@ -27,7 +27,7 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 /// The parameters of a rank's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct RankSpec {
     /// Directory shared by the ranks and the driver.
     pub dir: PathBuf,
     /// Rank of the process.
@@ -40,15 +40,15 @@ pub struct Place {
     pub codec: Option<String>,
 }
 
-impl Place {
+impl RankSpec {
     /// Returns the arguments of the rank program.
     pub fn to_arguments(&self) -> Vec<String> {
         let core = self.core.map_or("-1".to_owned(), |core| core.to_string());
-        let place = [self.dir.to_string_lossy().into_owned(), self.rank.to_string(), self.ranks.to_string(), core];
-        place.into_iter().chain(self.codec.clone()).collect()
+        let spec = [self.dir.to_string_lossy().into_owned(), self.rank.to_string(), self.ranks.to_string(), core];
+        spec.into_iter().chain(self.codec.clone()).collect()
     }
 
-    /// Parses arguments; `None` if they do not describe a place.
+    /// Parses arguments; `None` if they do not describe a rank.
     pub fn from_arguments(arguments: &[String]) -> Option<Self> {
         let [dir, rank, ranks, core, codec @ ..] = arguments else { return None };
         if codec.len() > 1 {
@@ -69,26 +69,26 @@ impl Place {
 /// # Errors
 /// If it cannot connect to the driver or the other ranks, or cannot read an order. The error of a call is sent to the
 /// driver instead.
-pub fn serve(place: &Place) -> Result<()> {
+pub fn serve(spec: &RankSpec) -> Result<()> {
     // Pinned before the engine counts its cores, as launchers do.
-    if let Some(core) = place.core {
+    if let Some(core) = spec.core {
         pin::stay_on(core).map_err(|why| unable("the core", why))?;
     }
-    let mut driver = UnixStream::connect(place.dir.join("socket")).map_err(|why| unable("the socket", why))?;
+    let mut driver = UnixStream::connect(spec.dir.join("socket")).map_err(|why| unable("the socket", why))?;
     let orders = BufReader::new(UnixStream::try_clone(&driver).map_err(|why| unable("the socket", why))?);
     let mut answer = |text: &str| writeln!(driver, "{text}").map_err(|why| unable("the driver", why));
     // Sent before the ranks connect, so that the driver can end them if they never do.
-    answer(&format!("pid {} {}", place.rank, std::process::id()))?;
-    let mut member = Member::join(place)?;
+    answer(&format!("pid {} {}", spec.rank, std::process::id()))?;
+    let mut running = RunningRank::join(spec)?;
     answer(&format!("ready {}", env!("CARGO_PKG_VERSION")))?;
     for line in orders.lines() {
         let line = line.map_err(|why| unable("the driver", why))?;
         if line == "quit" {
             break;
         }
-        answer(&match Order::from_line(&line)? {
+        answer(&match RankOrder::from_line(&line)? {
             None => "none".to_owned(),
-            Some(order) => match member.obey(&order) {
+            Some(order) => match running.obey(&order) {
                 Ok(()) => "ok".to_owned(),
                 Err(error) => format!("wrong {error}"),
             },
@@ -102,7 +102,7 @@ fn unable(what: &str, why: std::io::Error) -> Error {
 }
 
 /// A running rank.
-struct Member {
+struct RunningRank {
     rank: u32,
     ranks: u32,
     engine: Arc<Engine>,
@@ -115,29 +115,29 @@ struct Member {
     tensors: Vec<Tensors>,
 }
 
-impl Member {
-    fn join(place: &Place) -> Result<Self> {
-        let board = Board::open(&place.dir.join("board")).map_err(|why| unable("the board", why))?;
+impl RunningRank {
+    fn join(spec: &RankSpec) -> Result<Self> {
+        let board = Board::open(&spec.dir.join("board")).map_err(|why| unable("the board", why))?;
         let mut config = config_from_environment()?;
-        if let Some(codec) = &place.codec {
+        if let Some(codec) = &spec.codec {
             config.set_option("compression", codec)?;
             config.set_option("compressed_calls", "all")?;
         }
-        let mut member = Self {
-            rank: place.rank,
-            ranks: place.ranks,
+        let mut running = Self {
+            rank: spec.rank,
+            ranks: spec.ranks,
             engine: accl_calibrate::engine(config),
-            encodes: place.codec.is_some(),
-            store: DirStore::new(place.dir.join("store"))?,
+            encodes: spec.codec.is_some(),
+            store: DirStore::new(spec.dir.join("store"))?,
             groups: HashMap::new(),
             board,
             tensors: Vec::new(),
         };
-        member.group(Collective::AllReduce, None)?;
-        Ok(member)
+        running.group(Collective::AllReduce, None)?;
+        Ok(running)
     }
 
-    fn obey(&mut self, order: &Order) -> Result<()> {
+    fn obey(&mut self, order: &RankOrder) -> Result<()> {
         let (case, rank, ranks) = (&order.case, self.rank, self.ranks);
         let group = self.group(case.collective, case.algorithm)?;
         self.tensors.resize_with(order.outstanding.max(self.tensors.len()), Tensors::default);
@@ -159,7 +159,7 @@ impl Member {
         }
     }
 
-    fn check(&self, group: &Arc<Group>, descs: &[CallDesc], order: &Order) -> Result<()> {
+    fn check(&self, group: &Arc<Group>, descs: &[CallDesc], order: &RankOrder) -> Result<()> {
         let case = &order.case;
         self.board.meet(self.rank, self.ranks);
         let mark = self.board.mark(self.rank);
@@ -188,7 +188,7 @@ impl Member {
             for _ in 0..run.calls {
                 call(group, descs)?;
             }
-            self.board.tell(self.rank, batch, Span { begin, end: now() });
+            self.board.publish(self.rank, batch, Span { begin, end: now() });
         }
         Ok(())
     }
@@ -220,7 +220,7 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for RunningRank {
     fn drop(&mut self) {
         self.engine.shutdown();
     }
@@ -245,12 +245,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_survives_the_command_line() {
-        let plain = Place { dir: "/some where".into(), rank: 2, ranks: 4, core: None, codec: None };
-        let pinned = Place { core: Some(3), codec: Some("maxmin:4".into()), ..plain.clone() };
-        for place in [plain, pinned] {
-            assert_eq!(Place::from_arguments(&place.to_arguments()), Some(place));
+    fn a_rank_spec_survives_the_command_line() {
+        let plain = RankSpec { dir: "/some where".into(), rank: 2, ranks: 4, core: None, codec: None };
+        let pinned = RankSpec { core: Some(3), codec: Some("maxmin:4".into()), ..plain.clone() };
+        for spec in [plain, pinned] {
+            assert_eq!(RankSpec::from_arguments(&spec.to_arguments()), Some(spec));
         }
-        assert_eq!(Place::from_arguments(&["--bench".to_owned()]), None);
+        assert_eq!(RankSpec::from_arguments(&["--bench".to_owned()]), None);
     }
 }

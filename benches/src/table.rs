@@ -5,17 +5,17 @@
 use std::fs;
 use std::path::Path;
 
-use crate::cases::{Case, algorithm_name};
+use crate::cases::{CollectiveCase, algorithm_name};
 
 /// The cases that were run, in their order.
 #[derive(Debug, Default)]
 pub struct Table {
-    rows: Vec<Row>,
+    rows: Vec<TableRow>,
 }
 
 #[derive(Debug)]
-struct Row {
-    case: Case,
+struct TableRow {
+    case: CollectiveCase,
     transport: String,
     ranks: u32,
     /// Name of Criterion's group; `bench` is the name of its benchmark.
@@ -33,9 +33,9 @@ struct Estimate {
 
 impl Table {
     /// Records that a case was run.
-    pub fn add(&mut self, case: Case, transport: &str, ranks: u32, group: &str, bench: &str) {
+    pub fn add(&mut self, case: CollectiveCase, transport: &str, ranks: u32, group: &str, bench: &str) {
         let (transport, group, bench) = (transport.to_owned(), group.to_owned(), bench.to_owned());
-        self.rows.push(Row { case, transport, ranks, group, bench });
+        self.rows.push(TableRow { case, transport, ranks, group, bench });
     }
 
     /// Returns the table, with the estimates below `results`: medians with their 95 % intervals. Bandwidths are in GB/s
@@ -65,7 +65,7 @@ impl Table {
     }
 }
 
-fn line(row: &Row, estimate: Estimate) -> String {
+fn line(row: &TableRow, estimate: Estimate) -> String {
     // Bytes per nanosecond are gigabytes per second.
     let algbw = row.case.bytes as f64 / estimate.median;
     let [time, low, high] = [estimate.median, estimate.low, estimate.high].map(|nanos| nanos / 1e3);
@@ -106,13 +106,13 @@ mod tests {
 
     #[test]
     fn bus_bandwidth_of_an_all_reduce_of_four_is_one_and_a_half_times_its_algorithm_bandwidth() {
-        let case = Case {
+        let case = CollectiveCase {
             collective: Collective::AllReduce,
             algorithm: None,
             dtype: accl_types::Dtype::F32,
             bytes: 1_000_000,
         };
-        let row = Row { case, transport: "shm".into(), ranks: 4, group: String::new(), bench: String::new() };
+        let row = TableRow { case, transport: "shm".into(), ranks: 4, group: String::new(), bench: String::new() };
         let text = line(&row, Estimate { median: 1e6, low: 9e5, high: 2e6 });
         let words: Vec<&str> = text.split_whitespace().collect();
         assert_eq!(words, ["1000000", "250000", "float32", "auto", "1000.00", "900.00", "2000.00", "1.000", "1.500"]);

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::place::Place;
+use crate::memory_level::MemoryLevel;
 use crate::sweep;
 
 const TURNS: usize = 11;
@@ -11,7 +11,7 @@ const TURN_NS: f64 = 300e3;
 
 /// Medians over all turns.
 #[derive(Clone, Copy, Debug)]
-pub struct Beside {
+pub struct Comparison {
     /// Nanoseconds of one call of the subject.
     pub ns: f64,
     /// Nanoseconds of one call of the reference.
@@ -21,11 +21,11 @@ pub struct Beside {
 }
 
 /// Calls both alternately on the data `on`.
-pub fn beside<T>(on: &mut T, place: Place, reference: impl Fn(&mut T), subject: impl Fn(&mut T)) -> Beside {
+pub fn compare<T>(on: &mut T, level: MemoryLevel, reference: impl Fn(&mut T), subject: impl Fn(&mut T)) -> Comparison {
     let once = [nanos(1, || reference(on)), nanos(1, || subject(on))];
-    let calls = once.map(|once| match place {
-        Place::L2 => (TURN_NS / once).ceil() as usize,
-        Place::Dram => 1,
+    let calls = once.map(|once| match level {
+        MemoryLevel::L2 => (TURN_NS / once).ceil() as usize,
+        MemoryLevel::Dram => 1,
     });
     let turns = if sweep::is_test() { 1 } else { TURNS };
     let turns: Vec<(f64, f64)> =
@@ -35,7 +35,7 @@ pub fn beside<T>(on: &mut T, place: Place, reference: impl Fn(&mut T), subject: 
         values.sort_by(f64::total_cmp);
         values[values.len() / 2]
     };
-    Beside { ns: median(|turn| turn.1), reference_ns: median(|turn| turn.0), share: median(|turn| turn.0 / turn.1) }
+    Comparison { ns: median(|turn| turn.1), reference_ns: median(|turn| turn.0), share: median(|turn| turn.0 / turn.1) }
 }
 
 /// Returns the nanoseconds of one of `calls` calls.

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use accl_types::{Collective, Error, Result};
 
 use crate::board::{BATCHES, Board, Span};
-use crate::cases::Case;
-use crate::order::{Order, Run};
+use crate::cases::CollectiveCase;
+use crate::order::{RankOrder, Run};
 use crate::pin;
 use crate::process::Children;
-use crate::rank::Place;
+use crate::rank::RankSpec;
 
 /// Deadline for the ranks to connect, and for the calls of an order. It exceeds the engine's own deadline, whose error
 /// is more precise.
@@ -29,14 +29,14 @@ const GRACE: Duration = Duration::from_secs(2);
 
 /// A running world.
 #[derive(Debug)]
-pub struct World {
+pub struct BenchWorld {
     // Dropped before the processes, which end when these are closed.
     ranks: Vec<BufReader<UnixStream>>,
     board: Board,
     _children: Children,
 }
 
-impl World {
+impl BenchWorld {
     /// Starts `program`, the rank program, as all ranks, over one transport, and waits until they are ready.
     ///
     /// # Errors
@@ -50,9 +50,9 @@ impl World {
         let cores = pin::cores();
         for rank in 0..count {
             let core = pin::core_of(rank as usize, count as usize, &cores);
-            let place = Place { dir: dir.clone(), rank, ranks: count, core, codec: None };
+            let spec = RankSpec { dir: dir.clone(), rank, ranks: count, core, codec: None };
             let mut command = Command::new(program);
-            command.args(place.to_arguments()).env("ACCL_TRANSPORTS", transport);
+            command.args(spec.to_arguments()).env("ACCL_TRANSPORTS", transport);
             children.spawn(command.stdin(Stdio::null()).stdout(Stdio::null()))?;
         }
         let ranks = gather(&listener, &mut children, count)?;
@@ -65,8 +65,8 @@ impl World {
     ///
     /// # Errors
     /// The call's error, or a description of the wrong result.
-    pub fn check(&mut self, case: Case) -> Result<()> {
-        self.order(&Order::check(case))
+    pub fn check(&mut self, case: CollectiveCase) -> Result<()> {
+        self.order(&RankOrder::check(case))
     }
 
     /// Makes calls on all ranks, and returns their total time.
@@ -75,18 +75,18 @@ impl World {
     ///
     /// # Errors
     /// The first error of any call.
-    pub fn run(&mut self, case: Case, calls: u64) -> Result<Duration> {
+    pub fn run(&mut self, case: CollectiveCase, calls: u64) -> Result<Duration> {
         let mut nanos = 0;
         if case.collective.is_rooted() {
             let mut left = calls as usize;
             while left > 0 {
                 let batches = left.min(BATCHES);
                 left -= batches;
-                self.order(&Order::run(case, Run { batches, calls: 1, meet: true }))?;
+                self.order(&RankOrder::run(case, Run { batches, calls: 1, meet: true }))?;
                 nanos += (0..batches).map(|batch| took(case.collective, &self.spans(batch))).sum::<u64>();
             }
         } else {
-            self.order(&Order::run(case, Run { batches: 1, calls: calls as usize, meet: false }))?;
+            self.order(&RankOrder::run(case, Run { batches: 1, calls: calls as usize, meet: false }))?;
             nanos = took(case.collective, &self.spans(0));
         }
         // At least one nanosecond, because Criterion divides by it.
@@ -97,7 +97,7 @@ impl World {
         (0..self.ranks.len() as u32).map(|rank| self.board.span(rank, batch)).collect()
     }
 
-    fn order(&mut self, order: &Order) -> Result<()> {
+    fn order(&mut self, order: &RankOrder) -> Result<()> {
         for rank in &mut self.ranks {
             writeln!(rank.get_mut(), "{order}").map_err(|why| broken("a rank", &why))?;
         }
@@ -136,7 +136,7 @@ impl World {
     }
 }
 
-impl Drop for World {
+impl Drop for BenchWorld {
     fn drop(&mut self) {
         // A rank that has ended does not need the order.
         for rank in &mut self.ranks {
@@ -205,7 +205,7 @@ fn took(collective: Collective, ranks: &[Span]) -> u64 {
 #[derive(Debug)]
 pub struct Worlds {
     program: PathBuf,
-    running: Option<(String, u32, World)>,
+    running: Option<(String, u32, BenchWorld)>,
 }
 
 impl Worlds {
@@ -219,11 +219,11 @@ impl Worlds {
     ///
     /// # Panics
     /// Panics if it cannot be started: a bench cannot go on.
-    pub fn get(&mut self, transport: &str, ranks: u32) -> &mut World {
-        let fits = |(of, count, _): &(String, u32, World)| of == transport && *count == ranks;
+    pub fn get(&mut self, transport: &str, ranks: u32) -> &mut BenchWorld {
+        let fits = |(of, count, _): &(String, u32, BenchWorld)| of == transport && *count == ranks;
         if !self.running.as_ref().is_some_and(fits) {
             self.running = None;
-            let world = World::start(&self.program, transport, ranks)
+            let world = BenchWorld::start(&self.program, transport, ranks)
                 .unwrap_or_else(|error| panic!("cannot start {ranks} ranks over {transport}: {error}"));
             self.running = Some((transport.to_owned(), ranks, world));
         }

@@ -5,15 +5,15 @@
 
 #include "rank.h"
 
-const char *peer_open(const struct place *place) {
+const char *peer_open(const struct spec *spec) {
   static char wrong[128];
   int rank, ranks;
   if (MPI_Init(NULL, NULL) != MPI_SUCCESS) return "MPI_Init failed";
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &ranks);
-  if (rank == place->rank && ranks == place->ranks) return NULL;
+  if (rank == spec->rank && ranks == spec->ranks) return NULL;
   snprintf(wrong, sizeof wrong, "MPI reports rank %d of %d, but this process was started as rank %d of %d",
-           rank, ranks, place->rank, place->ranks);
+           rank, ranks, spec->rank, spec->ranks);
   return wrong;
 }
 

@@ -67,18 +67,18 @@ const char *keep(const std::exception &error) {
 
 extern "C" {
 
-const char *peer_open(const place *place) try {
+const char *peer_open(const spec *spec) try {
   ccl::init();
   const auto found = ccl::get_library_version();
   version = std::to_string(found.major) + '.' + std::to_string(found.minor) + '.' + std::to_string(found.update);
-  const std::string path = std::string(place->dir) + "/address";
-  if (place->rank == 0) {
+  const std::string path = std::string(spec->dir) + "/address";
+  if (spec->rank == 0) {
     store = ccl::create_main_kvs();
     write_address(path, store->get_address());
   } else {
     store = ccl::create_kvs(read_address(path));
   }
-  all = std::make_unique<ccl::communicator>(ccl::create_communicator(place->ranks, place->rank, store));
+  all = std::make_unique<ccl::communicator>(ccl::create_communicator(spec->ranks, spec->rank, store));
   return nullptr;
 } catch (const std::exception &error) {
   return keep(error);

@@ -1,7 +1,7 @@
-// One rank of a contender: started as `PROGRAM DIR RANK RANKS CORE`, it follows orders from the socket DIR/socket.
+// One rank of a library: started as `PROGRAM DIR RANK RANKS CORE`, it follows orders from the socket DIR/socket.
 //
 // Orders from the driver: `check COLLECTIVE DTYPE BYTES`, `run COLLECTIVE DTYPE BYTES BATCHES CALLS MEET`, `quit`.
-// Answers are `ok`, `none` (the contender does not have the call) or `wrong SENTENCE`. Times go to the board, see
+// Answers are `ok`, `none` (the library does not have the call) or `wrong SENTENCE`. Times go to the board, see
 // `board.h`.
 #define _GNU_SOURCE
 #include "rank.h"
@@ -21,7 +21,7 @@
 static const char *const NAMES[COLLECTIVES] = {"all_reduce", "reduce_scatter", "all_gather",
                                                "broadcast",  "all_to_all",     "barrier"};
 
-static struct place place;
+static struct spec spec;
 static struct board *board;
 static FILE *driver;
 static float *buffers[2];
@@ -30,7 +30,7 @@ static size_t room_bytes;
 static void fail(const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  fprintf(stderr, "rank %d: ", place.rank);
+  fprintf(stderr, "rank %d: ", spec.rank);
   vfprintf(stderr, format, arguments);
   fputc('\n', stderr);
   va_end(arguments);
@@ -48,8 +48,8 @@ static void answer(const char *format, ...) {
 
 static void connect_to_driver(void) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
-  if (snprintf(address.sun_path, sizeof address.sun_path, "%s/socket", place.dir) >= (int)sizeof address.sun_path)
-    fail("the path of %s/socket is too long", place.dir);
+  if (snprintf(address.sun_path, sizeof address.sun_path, "%s/socket", spec.dir) >= (int)sizeof address.sun_path)
+    fail("the path of %s/socket is too long", spec.dir);
   int stream = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (stream < 0 || connect(stream, (struct sockaddr *)&address, sizeof address) != 0)
     fail("%s: %s", address.sun_path, strerror(errno));
@@ -78,16 +78,16 @@ static struct call prepare(enum collective collective, size_t bytes) {
   // Touches all pages. Zeros, so that repeated sums in place do not change.
   for (int which = 0; which < 2; ++which) memset(buffers[which], 0, bytes);
   size_t count = bytes / sizeof(float);
-  return (struct call){collective, count, count / (size_t)place.ranks, buffers[0], buffers[1]};
+  return (struct call){collective, count, count / (size_t)spec.ranks, buffers[0], buffers[1]};
 }
 
 static float pattern(int rank, size_t element) { return (float)(rank + 1) + (float)(element % 7); }
 
 // Returns the result that `check` expects for an element of this rank's output.
 static float expected(const struct call *call, size_t element) {
-  int ranks = place.ranks;
+  int ranks = spec.ranks;
   float sum = (float)(ranks * (ranks + 1) / 2);
-  size_t own = (size_t)place.rank * call->block;
+  size_t own = (size_t)spec.rank * call->block;
   switch (call->collective) {
     case ALL_REDUCE: return sum + (float)ranks * (float)(element % 7);
     case REDUCE_SCATTER: return sum + (float)ranks * (float)((own + element) % 7);
@@ -102,14 +102,14 @@ static float expected(const struct call *call, size_t element) {
 
 static void check(const struct call *call) {
   for (size_t element = 0; element < call->count; ++element)
-    call->input[element] = call->output[element] = pattern(place.rank, element);
-  uint64_t mark = atomic_load(&board->marks[place.rank].value) + 1;
-  board_meet(board, place.rank, place.ranks);
-  atomic_store(&board->marks[place.rank].value, mark);
+    call->input[element] = call->output[element] = pattern(spec.rank, element);
+  uint64_t mark = atomic_load(&board->marks[spec.rank].value) + 1;
+  board_meet(board, spec.rank, spec.ranks);
+  atomic_store(&board->marks[spec.rank].value, mark);
   const char *wrong = peer_call(call);
   if (wrong) return answer("wrong %s", wrong);
   if (call->collective == BARRIER) {
-    for (int other = 0; other < place.ranks; ++other)
+    for (int other = 0; other < spec.ranks; ++other)
       if (atomic_load(&board->marks[other].value) < mark)
         return answer("wrong barrier completed before rank %d arrived", other);
     return answer("ok");
@@ -124,14 +124,14 @@ static void check(const struct call *call) {
 
 static void run(const struct call *call, long batches, long calls, int meet) {
   long warm = batches * calls / 10 + 1;
-  struct span *spans = board->spans[place.rank];
-  board_meet(board, place.rank, place.ranks);
+  struct span *spans = board->spans[spec.rank];
+  board_meet(board, spec.rank, spec.ranks);
   for (long done = 0; done < warm; ++done) {
     const char *wrong = peer_call(call);
     if (wrong) return answer("wrong %s", wrong);
   }
   for (long batch = 0; batch < batches; ++batch) {
-    if (meet || batch == 0) board_meet(board, place.rank, place.ranks);
+    if (meet || batch == 0) board_meet(board, spec.rank, spec.ranks);
     spans[batch].begin_ns = now_ns();
     for (long done = 0; done < calls; ++done) {
       const char *wrong = peer_call(call);
@@ -163,17 +163,17 @@ static void obey(char *line) {
 
 int main(int count, char **arguments) {
   if (count != 5) fail("usage: %s DIR RANK RANKS CORE", arguments[0]);
-  place = (struct place){atoi(arguments[2]), atoi(arguments[3]), arguments[1]};
+  spec = (struct spec){atoi(arguments[2]), atoi(arguments[3]), arguments[1]};
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   stay_on(atoi(arguments[4]));
   connect_to_driver();
   char path[4096];
-  snprintf(path, sizeof path, "%s/board", place.dir);
+  snprintf(path, sizeof path, "%s/board", spec.dir);
   board = board_open(path);
   if (!board) fail("%s: %s", path, strerror(errno));
   // Sent before the ranks connect, so that the driver can end them if they never do.
-  answer("pid %d %d", place.rank, (int)getpid());
-  const char *wrong = peer_open(&place);
+  answer("pid %d %d", spec.rank, (int)getpid());
+  const char *wrong = peer_open(&spec);
   if (wrong) {
     answer("wrong %s", wrong);
     return 1;

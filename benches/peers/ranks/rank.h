@@ -1,4 +1,4 @@
-// The functions that a contender in C or C++ provides: connecting the ranks, one call of a collective, and the end.
+// The functions that a library in C or C++ provides: connecting the ranks, one call of a collective, and the end.
 // `rank.c` does the rest: it talks to the driver, owns the buffers, times batches and checks results.
 #pragma once
 #include <stddef.h>
@@ -18,14 +18,14 @@ struct call {
   float *output;  // written; all_reduce and broadcast are in place
 };
 
-struct place {
+struct spec {
   int rank, ranks;
-  const char *dir;  // folder for files by which the ranks of this contender connect
+  const char *dir;  // folder for files by which the ranks of this library connect
 };
 
 // Each returns NULL, or one sentence that describes the error. `peer_has` returns whether the call exists. Broadcast is
 // from rank 0.
-const char *peer_open(const struct place *place);
+const char *peer_open(const struct spec *spec);
 const char *peer_call(const struct call *call);
 int peer_has(const struct call *call);
 // Returns the library's name and version.
