@@ -1,5 +1,5 @@
-//! Benchmarks of emulators over their sockets, and of engines in the process of their rank: `cargo bench -p accl-emulator --bench targets`. Figures are
-//! medians of a few turns, and are comparable on the same machine only.
+//! Benchmarks of emulators over their sockets, and of engines in the process of their rank: `cargo bench -p accl-emulator --bench targets`.
+//! Figures are medians of a few turns, and are comparable on the same machine only.
 
 #[path = "../tests/engines/support/mod.rs"]
 #[expect(dead_code, reason = "the tests use the rest")]

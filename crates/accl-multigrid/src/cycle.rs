@@ -47,8 +47,8 @@ pub enum Reuse {
     /// All values. The final evaluations are separate, in the last sweep, which all ranks run at the same time.
     Values,
     /// All values, and a known evaluation is made final where it stands, also in the coarsest-level solve, in which
-    /// ranks wait for each other. With P ranks this pays if a final evaluation takes less than P / (P - 1) times as long as a
-    /// non-final one.
+    /// ranks wait for each other. With P ranks this pays if a final evaluation takes less than P / (P - 1) times as
+    /// long as a non-final one.
     #[default]
     All,
 }

@@ -180,8 +180,8 @@ fn evaluations_are_as_many_as_the_formulas_say_and_fewer_where_values_are_used_a
     };
     // Fine: two sweeps. Coarse: the start, then the right-hand side and the coarsest-level solve of one cycle.
     assert_eq!(evaluations(Reuse::Nothing), 128 + 48);
-    // The start; one sweep without the first steps, which the coarsest-level solve has done; that solve without its first step. Then
-    // the last sweep without the first steps, and without the first interval, which is exact.
+    // The start; one sweep without the first steps, which the coarsest-level solve has done; that solve without its
+    // first step. Then the last sweep without the first steps, and without the first interval, which is exact.
     assert_eq!(evaluations(Reuse::All), 16 + 48 + 15 + 45);
     // The last sweep evaluates every layer again.
     assert_eq!(evaluations(Reuse::Values), 16 + 48 + 15 + 64);

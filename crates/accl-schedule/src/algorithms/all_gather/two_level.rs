@@ -54,7 +54,9 @@ fn build(request: &Request) -> Schedule {
     }
     let counterparts = position.across();
     let across = Team::of(&counterparts, position.host);
-    let at = |first, hosts| position.belonging(position.index, first, hosts).map(|rank| (Buf::Out, rank)).collect::<Span>();
+    let at = |first, hosts| -> Span {
+        position.belonging(position.index, first, hosts).map(|rank| (Buf::Out, rank)).collect()
+    };
     if across.size().is_power_of_two() {
         halving::all_gather_of(&mut schedule, &across, at);
     } else {
