@@ -1,6 +1,8 @@
 """Compressed calls and hooks: the same bits on all ranks, near the exact result, while other calls stay exact."""
 
+import dataclasses
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,7 +180,7 @@ WRONG = {
 
 @pytest.mark.parametrize("codec", list(WRONG))
 def test_a_wrong_codec_is_refused_where_it_is_given(codec):
-    for given in ({"codec": codec}, {"down": codec}, {"layers": {"head": codec}}):
+    for given in ({"codec": codec}, {"result": codec}, {"layers": {"head": codec}}):
         with pytest.raises(ValueError) as caught:
             Compression(**given)
         assert WRONG[codec] in str(caught.value) and next(iter(given)) in str(caught.value)
@@ -194,7 +196,7 @@ def test_a_wrong_codec_is_refused_where_it_is_given(codec):
         {"exclude": [1]},
         {"codec": 4},
         {"codec": None},
-        {"inner": None},
+        {"intra_node": None},
         {"layers": {"head": None}},
         {"one_dimensional": "no"},
         {"error_feedback": 1},
@@ -203,6 +205,36 @@ def test_a_wrong_codec_is_refused_where_it_is_given(codec):
 def test_a_wrong_setting_is_named(given):
     with pytest.raises(ValueError, match=next(iter(given))):
         Compression(**given)
+
+
+OLD_NAMES = {"up": "reduce", "down": "result", "inner": "intra_node"}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items(), ids=list(OLD_NAMES))
+def test_an_old_name_of_a_setting_works_and_warns(old, new):
+    for given in ({old: "bf16"}, {old: "bf16", "codec": "maxmin:8"}):
+        with pytest.warns(DeprecationWarning) as caught:
+            made = Compression(**given)
+        [warning] = caught
+        assert str(warning.message) == f"Compression({old}=...) is deprecated; use Compression({new}=...)"
+        assert warning.filename == __file__
+        assert made == Compression(**{OLD_NAMES.get(name, name): value for name, value in given.items()})
+    with pytest.warns(DeprecationWarning, match=f"Compression.{old} is deprecated; use Compression.{new}"):
+        assert getattr(made, old) == "bf16"
+    with pytest.warns(DeprecationWarning, match=f"use Compression.{new}=...."):
+        assert getattr(replace(Compression(), **{old: "bf16"}), new) == "bf16"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, old, "raw")
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items(), ids=list(OLD_NAMES))
+def test_an_old_name_with_the_new_one_is_refused(old, new):
+    with pytest.raises(ValueError, match=f"^{old} is the old name of {new}; give one of them$"):
+        Compression(**{old: "bf16", new: "maxmin:8"})
+    names = [field.name for field in dataclasses.fields(Compression)]
+    before = ["maxmin:4", None, None, "raw"][: names.index(new)]
+    with pytest.raises(ValueError, match=f"^{old} is the old name of {new}"):
+        Compression(*before, "bf16", **{old: "maxmin:8"})
 
 
 @on_ranks(2, fresh=True)
@@ -592,7 +624,7 @@ def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(rank, world):
 
 
 def test_error_feedback_with_one_bit_is_refused():
-    for given in ({"codec": "maxmin:1"}, {"down": "maxmin:1,bucket=64"}, {"layers": {"head": "maxmin:1"}}):
+    for given in ({"codec": "maxmin:1"}, {"result": "maxmin:1,bucket=64"}, {"layers": {"head": "maxmin:1"}}):
         Compression(**given)
         with pytest.raises(ValueError, match="error_feedback: with maxmin:1 it diverges"):
             Compression(**given, error_feedback=True)
@@ -603,10 +635,10 @@ def test_error_feedback_with_one_bit_of_a_rotation_is_refused():
         Compression("hadamard:1", error_feedback=True)
 
 
-LOSSY = ({"codec": "sign"}, {"down": "sign,bucket=64"}, {"inner": "topk:5"}, {"layers": {"head": "topk:2"}})
+LOSSY = ({"codec": "sign"}, {"result": "sign,bucket=64"}, {"intra_node": "topk:5"}, {"layers": {"head": "topk:2"}})
 
 
-@pytest.mark.parametrize("given", LOSSY, ids=["codec", "down", "inner", "layers"])
+@pytest.mark.parametrize("given", LOSSY, ids=["codec", "result", "intra_node", "layers"])
 def test_what_needs_error_feedback_is_refused_by_hooks_without_it(given):
     with pytest.raises(ValueError, match=r"(sign|topk:\d),bucket=\d+,meta=float32 loses .* set error_feedback=True"):
         Compression(**given)

@@ -72,7 +72,7 @@ def test_all_reduces_are_told_by_key_with_their_error_where_there_is_an_audit(ra
 @on_ranks(3, fresh=True)
 def test_what_is_scattered_gathered_and_exchanged_is_told_too(rank, world):
     count = 2048
-    settings = Compression("maxmin:8,bucket=64", down="maxmin:4,bucket=64", audit=4)
+    settings = Compression("maxmin:8,bucket=64", result="maxmin:4,bucket=64", audit=4)
     whole = contribution(rank, world * count)
     output = torch.empty(count)
     compression.reduce_scatter_quantized(output, whole, compression=settings, key="w")

@@ -378,7 +378,7 @@ def test_the_finer_codec(codec, expected):
         ({"error_limit": 0.1, "audit": 0}, "not known with audit=0"),
         ({"error_budget": -1}, "error_budget is -1; expected a number above 0"),
         ({"audit": -1}, "audit is -1; expected a number of at least 0"),
-        ({"codec": "auto", "down": "maxmin:8"}, "omit up and down"),
+        ({"codec": "auto", "result": "maxmin:8"}, "omit reduce and result"),
         ({"codec": "automatic"}, "unknown codec `automatic`"),
     ],
 )

@@ -209,7 +209,7 @@ def test_a_saved_state_with_a_codec_that_there_is_not_is_refused_with_its_name(r
     choice = {"codec": "later:4", "errors": {}, "times": {}}
     decided = ("raw", "later:4", "later:4")
     for wrong in ({"decided": (("up.weight", decided),)}, {"choices": (("up.weight", choice),)}):
-        with pytest.raises(ValueError, match="codec that this version of torch_accl does not know .*`later`"):
+        with pytest.raises(ValueError, match="codec that this version of torch_accl does not support .*`later`"):
             state.load_state_dict({**saved, **wrong})
     assert state.codec_of("up.weight").startswith("maxmin:2"), "what was refused changes nothing"
 
@@ -220,7 +220,7 @@ def test_what_was_pickled_in_a_newer_version_is_refused_and_in_an_older_one_read
     ddp, state = compressed(FEEDBACK)
     steps(rank, ddp, range(2))
     parts = state.__getstate__()
-    assert parts["version"] == 1 and parts["compression"].__getstate__()["version"] == 1
+    assert parts["version"] == 1 and parts["compression"].__getstate__()["version"] == 2
     made = compression.CompressionState.__new__(compression.CompressionState)
     with pytest.raises(ValueError, match="pickled in version 2; this version of torch_accl supports up to 1"):
         made.__setstate__({**parts, "version": 2})
@@ -235,8 +235,8 @@ def test_what_was_pickled_in_a_newer_version_is_refused_and_in_an_older_one_read
 def test_settings_pickled_in_a_newer_version_are_refused_and_in_an_older_one_read():
     parts = FEEDBACK.__getstate__()
     made = Compression.__new__(Compression)
-    with pytest.raises(ValueError, match="saved in version 2; this version of torch_accl supports up to 1"):
-        made.__setstate__({**parts, "version": 2})
+    with pytest.raises(ValueError, match="saved in version 3; this version of torch_accl supports up to 2"):
+        made.__setstate__({**parts, "version": 3})
     with pytest.raises(
         ValueError, match="compression: saved settings are not accepted: codec: .*unknown codec `later`"
     ):
@@ -245,6 +245,19 @@ def test_settings_pickled_in_a_newer_version_are_refused_and_in_an_older_one_rea
     assert made == FEEDBACK == pickle.loads(pickle.dumps(FEEDBACK)) == copy.deepcopy(FEEDBACK)
     # Settings that name no codec still use the codec of their group.
     assert pickle.loads(pickle.dumps(Compression())).of_group("bf16").codec == "bf16"
+
+
+def test_settings_pickled_with_old_names_are_loaded_without_a_warning():
+    settings = Compression("maxmin:4", reduce="bf16", result="maxmin:8", intra_node="bf16")
+    parts = settings.__getstate__()
+    for old, new in (("up", "reduce"), ("down", "result"), ("inner", "intra_node")):
+        parts[old] = parts.pop(new)
+    for version in ({}, {"version": 1}):
+        made = Compression.__new__(Compression)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made.__setstate__({**{name: value for name, value in parts.items() if name != "version"}, **version})
+        assert made == settings and made.__getstate__() == settings.__getstate__()
 
 
 @on_ranks(2, fresh=True)

@@ -109,7 +109,9 @@ def all_reduce_reproducible(
     refuse_coalescing(group)
     settings = Reproducible(bits, bucket)
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ValueError(f"reproducible sum: expected SUM or AVG, got {op}; MIN, MAX and integer sums are reproducible in all_reduce, too")
+        raise ValueError(
+            f"reproducible sum: expected SUM or AVG, got {op}; MIN, MAX and integer sums are reproducible in all_reduce, too"
+        )
     if not takes_part(group):
         # The call itself reports that this rank is not in the group.
         return dist.all_reduce(tensor, op, group, async_op)
