@@ -66,7 +66,6 @@ class Mutants(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "lost: its text occurs 0 times in a.rs, expected once"):
             planter.planted("fn main() {}", mutant)
 
-
     def test_rows_of_defects_that_did_not_run_stay(self) -> None:
         page = "| a | accl-x | 1 s | old |\n| b | accl-x | 2 s | old |\n| gone | accl-x | 3 s | old |\n"
         rows = planter.merged(page, {"b": "| b | new |", "c": "| c | new |"}, ["c", "a", "b", "d"])

@@ -102,7 +102,7 @@ def test_the_json_document_has_every_round_of_every_backend():
     assert document["format"] == 1
     assert set(document) == {"format", "machine", "versions", "ranks", "settings", "cells"}
     assert document["versions"]["torch"] == torch.__version__
-    assert {seat["rank"] for seat in document["ranks"]} == {0, 1}
+    assert {one["rank"] for one in document["ranks"]} == {0, 1}
     assert {cell["collective"] for cell in document["cells"]} == {"all_reduce", "broadcast"}
     assert len(document["cells"]) == 2 * 2 * 2
     for cell in document["cells"]:

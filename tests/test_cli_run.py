@@ -33,33 +33,33 @@ def cores(nodes: int, each: int, threads: int = 2) -> list[Core]:
 
 
 def test_cores_are_shared_out_whole_and_one_after_the_other():
-    seats = share_out(cores(1, 8), 3)
-    assert [seat.threads for seat in seats] == [(0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13)]
-    assert [seat.cores for seat in seats] == [2, 2, 2] and {seat.nodes for seat in seats} == {(0,)}
+    placements = share_out(cores(1, 8), 3)
+    assert [placement.threads for placement in placements] == [(0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13)]
+    assert [placement.cores for placement in placements] == [2, 2, 2] and {placement.nodes for placement in placements} == {(0,)}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_no_ranks_cores_span_two_nodes_where_they_can_be_dealt_evenly(ranks):
-    seats = share_out(cores(2, 8), ranks)
-    assert all(len(seat.nodes) == 1 and seat.cores == 16 // ranks for seat in seats)
-    assert len({thread for seat in seats for thread in seat.threads}) == 32
+    placements = share_out(cores(2, 8), ranks)
+    assert all(len(placement.nodes) == 1 and placement.cores == 16 // ranks for placement in placements)
+    assert len({thread for placement in placements for thread in placement.threads}) == 32
 
 
 def test_fewer_ranks_than_nodes_get_whole_nodes():
-    assert [seat.nodes for seat in share_out(cores(4, 4), 2)] == [(0, 1), (2, 3)]
-    assert [seat.cores for seat in share_out(cores(4, 4), 3)] == [5, 5, 5]
+    assert [placement.nodes for placement in share_out(cores(4, 4), 2)] == [(0, 1), (2, 3)]
+    assert [placement.cores for placement in share_out(cores(4, 4), 3)] == [5, 5, 5]
 
 
 def test_ranks_that_outnumber_the_cores_are_not_bound():
     assert share_out(cores(1, 2), 3) == share_out([], 3)
-    assert {seat.threads for seat in share_out(cores(1, 2), 3)} == {()}
+    assert {placement.threads for placement in share_out(cores(1, 2), 3)} == {()}
 
 
 def test_nodes_of_which_few_cores_are_allowed_take_no_more_ranks_than_they_have():
     lopsided = [*cores(2, 8)[:1], *cores(2, 8)[8:]]
-    seats = share_out(lopsided, 4)
-    assert [seat.cores for seat in seats] == [2] * 4
-    assert len({thread for seat in seats for thread in seat.threads}) == 16
+    placements = share_out(lopsided, 4)
+    assert [placement.cores for placement in placements] == [2] * 4
+    assert len({thread for placement in placements for thread in placement.threads}) == 16
 
 
 def test_the_topology_is_the_systems(tmp_path):

@@ -10,9 +10,9 @@ from support import BACKEND, gloo_group, on_ranks
 from support.training import contribution, error, same_on_all
 from torch_accl import compression
 from torch_accl.compression import Compression, _call_measures
+from torch_accl.compression._futures import WorkOfSeveral
 from torch_accl.compression._scope import codecs_of, encoded
 from torch_accl.compression._settings import tensor_id
-from torch_accl.compression._together import WorkOfSeveral
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_accl import compression
 from torch_accl.compat import cgx
 from torch_accl.compression import Compression
+from torch_accl.compression._futures import WorkOfSeveral, future_of
 from torch_accl.compression._plans import cut
-from torch_accl.compression._together import WorkOfSeveral, future_of
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 

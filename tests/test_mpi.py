@@ -949,13 +949,13 @@ tell(found, before)
 
 
 def test_a_side_step_without_the_package_is_refused_by_its_setting(monkeypatch):
-    from torch_accl._transports import find_sidestep
+    from torch_accl._transports import find_offload
 
     monkeypatch.setattr("torch_accl._transports.entry_points", lambda **_: [])
     monkeypatch.setattr("torch_accl._transports._known", {"shm", "tcp"})
-    find_sidestep("broadcast=host,all_gather")
+    find_offload("broadcast=host,all_gather")
     with pytest.raises(
         ValueError,
         match=r"sidestep \(ACCL_SIDESTEP\): value `all=mpi` is not accepted \(transport `mpi` is not installed",
     ):
-        find_sidestep("all=mpi")
+        find_offload("all=mpi")

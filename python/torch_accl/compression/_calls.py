@@ -13,10 +13,10 @@ from torch.distributed.distributed_c10d import _world
 
 from .. import _native
 from ._call_measures import row_of, totals
+from ._call_numbers import call_numbers
 from ._codecs import needs_feedback
 from ._scope import FLOATS, Op, accl_group, codec_of_group, codecs_of, exact, takes_part
 from ._settings import AUTO, RAW, Compression, default_codec, tensor_id
-from ._steps import steps
 
 __all__ = [
     "all_gather_quantized",
@@ -214,11 +214,11 @@ def _scope(
         # torch issues calls on float32 views of these tensors, which the engine cannot distinguish from other float32 tensors.
         return exact()
     codecs = codecs_of(((*(settings.default or (RAW, RAW, RAW)), tensor_id(key)),))
-    number = steps.of(found, key) if step is None else step
+    number = call_numbers.of(found, key) if step is None else step
 
     def counted() -> None:
         if step is None:
-            steps.count(found, key)
+            call_numbers.count(found, key)
 
     is_sum_of_floats = tensor.dtype in FLOATS and any(op == known for known in _SUMS)
     if settings.default is None or not is_sum_of_floats or found.size() == 1:

@@ -50,7 +50,7 @@ class Plan:
     # Returns this rank's gradients for the call that is about to be issued.
     contributions: Callable[[], Sequence[torch.Tensor]] | None = None
     # Indices of tensors with residuals that their encodings no longer use.
-    owed: list[int] = field(default_factory=list)
+    unplaced_residuals: list[int] = field(default_factory=list)
     # Bytes of an unencoded element.
     item_bytes: int = 4
 

@@ -26,8 +26,8 @@ from torch._compile import _disable_dynamo
 
 from ._buckets import gradients_of
 from ._calls import checked_group, refuse_coalescing
+from ._futures import future_of
 from ._scope import FLOATS, exact, takes_part
-from ._together import future_of
 from ._work import WorkWithEnd
 
 __all__ = ["Reproducible", "all_reduce_reproducible", "reproducible_hook"]

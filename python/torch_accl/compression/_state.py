@@ -20,7 +20,7 @@ from .. import _native
 from ._agreement import Progress, check_progress, check_settings, reduced
 from ._auto import Choice, choose
 from ._codecs import facts, for_feedback
-from ._feedback import give_back, of_used
+from ._feedback import flush_residuals, of_used
 from ._measures import Measures, Totals, table
 from ._of_group import OfGroup, group_of
 from ._optimizers import watch_for_adam
@@ -387,8 +387,8 @@ class CompressionState(OfGroup):
         contributions, plan.contributions = plan.contributions, None
         gradients: Sequence[torch.Tensor] = ()
         if contributions is not None and compression.error_feedback and step >= compression.start_step:
-            gradients = contributions() if plan.is_encoded or plan.owed else ()
-            give_back(plan, gradients, self._residuals, self._residuals_of_sums, op, ranks or self.world)
+            gradients = contributions() if plan.is_encoded or plan.unplaced_residuals else ()
+            flush_residuals(plan, gradients, self._residuals, self._residuals_of_sums, op, ranks or self.world)
         is_encoded = plan.is_encoded and step >= compression.start_step
         plan.calls += is_encoded
         raw, sent = sum(plan.raw_bytes), sum(plan.sent_bytes)
@@ -513,34 +513,34 @@ class CompressionState(OfGroup):
         plan = plan_of(names, chosen, ids, elements, dtype, blocks, self.compression.fusion_bytes)
         plan.is_waiting = any(self._awaits_choice(parameter, leg) for parameter in parameters)
         if not plan.is_encoded:
-            plan.owed = self._owed(plan, elements, blocks)
+            plan.unplaced_residuals = self._unplaced_residuals(plan, elements, blocks)
             return plan
         for part in plan.parts:
             part.stats = _native.ErrorStats(len(names[part.tensors]))
             if self.compression.error_feedback:
-                self._carry_over(part, plan, elements, blocks)
-        plan.owed = self._owed(plan, elements, blocks)
+                self._attach_residuals(part, plan, elements, blocks)
+        plan.unplaced_residuals = self._unplaced_residuals(plan, elements, blocks)
         plan.looked_at = [Totals()] * len(names)
         return plan
 
-    def _owed(self, plan: Plan, elements: Sequence[int], blocks: int) -> list[int]:
+    def _unplaced_residuals(self, plan: Plan, elements: Sequence[int], blocks: int) -> list[int]:
         """Returns the indices of tensors with residuals that their encodings no longer use.
 
         These are all residuals of tensors that are now sent unchanged, and residuals of sums whose encoding has become finer.
         """
-        owed = []
+        unplaced_residuals = []
         for place, (name, codec, count) in enumerate(zip(plan.names, plan.chosen, elements, strict=True)):
             has_place = codec is not None and blocks == 1 and facts(codec[2]).is_coarse
             kept = [residuals for residuals in (self._residuals, self._residuals_of_sums) if name in residuals]
             if codec is None:
-                owed += [place] * bool(kept)
+                unplaced_residuals += [place] * bool(kept)
             elif name in self._residuals_of_sums and not has_place:
-                owed.append(place)
+                unplaced_residuals.append(place)
             for residuals in kept:
                 _residual(residuals, name, blocks, count)
-        return owed
+        return unplaced_residuals
 
-    def _carry_over(self, part: Part, plan: Plan, elements: Sequence[int], blocks: int) -> None:
+    def _attach_residuals(self, part: Part, plan: Plan, elements: Sequence[int], blocks: int) -> None:
         rows, sums, kept = [], [], []
         own = part.tensors
         for name, codec, count in zip(plan.names[own], plan.chosen[own], elements[own], strict=True):

@@ -1,7 +1,7 @@
 """Nested iteration: makes a trained net deeper, or shallower, for the same differential equation.
 
-Owns how a new layer and its optimiser entries are made. `_origins.py` decides which layer comes from which, and
-`_parcels.py` sends layers to other ranks.
+Owns how a new layer and its optimiser entries are made. `_refinement.py` decides which layer comes from which, and
+`_layer_migration.py` sends layers to other ranks.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 
 from ._agreed import agreed
 from ._blocks import Block
-from ._carried import (
-    Carried,
+from ._layer_facts import ParameterIndex, check_net, layer_facts, places_of, slots_of
+from ._layer_migration import MovingLayer, migrated_layers, named
+from ._optimizer_state import (
     Entry,
     Made,
     Moments,
-    between,
+    NewParameter,
     described_optimizer,
+    interpolate,
     moved_state,
     remade,
 )
-from ._looked import Place, check_net, looked_at, places_of, slots_of
-from ._origins import Origin, coarser, finer, following
-from ._parcels import Parcel, delivered, named
+from ._refinement import Origin, coarser, finer, following
 from ._scaled import scaled
 from ._solve import Guess
 from ._stack import LayerParallel
@@ -234,10 +234,10 @@ def _derived(
             f"ranks of the layers issued different calls: {others[0]} and {others[1]}; issue the same call on all ranks"
         )
     made = _optimizer_of_all([(each, has_any) for _, each, has_any in of_all], optimizer)
-    makes, ties = looked_at(net)
+    makes, ties = layer_facts(net)
     origins = wanted.origins(net, makes)
     shape = _shaped(net, wanted, origins)
-    parcels = delivered(net, optimizer, origins, shape.owners)
+    sources = migrated_layers(net, optimizer, origins, shape.owners)
     cls, defaults = _class_of(optimizer, made)
     tied: dict[int, set[int]] = {}
     for layer, place in (member for group in ties for member in group):
@@ -245,7 +245,7 @@ def _derived(
     kept: list[_Layers] = []
 
     def build() -> dict[tuple[int, int], str]:
-        kept.append(_copied(net, wanted, cls, origins, shape.owners, parcels, tied))
+        kept.append(_copied(net, wanted, cls, origins, shape.owners, sources, tied))
         return {
             (number, place): f"layers.{number}.{places_of(module)[place][0]}"
             for number, module in kept[0].modules.items()
@@ -269,7 +269,7 @@ def _derived(
                 defaults,
                 [] if optimizer is None else optimizer.param_groups,
                 {id(parameter) for parameter in net.parameters()},
-                kept[0].carried,
+                kept[0].new_parameters,
                 {} if optimizer is None else optimizer.state,
                 has_names=made.has_names,
                 has_states=wanted.moments != "none",
@@ -281,7 +281,7 @@ def _derived(
 
 
 def _followed(
-    ties: Sequence[Sequence[Place]], origins: Sequence[Origin], names: Mapping[tuple[int, int], str]
+    ties: Sequence[Sequence[ParameterIndex]], origins: Sequence[Origin], names: Mapping[tuple[int, int], str]
 ) -> list[list[str]]:
     """Returns the groups of tied names in the new net: each group's members come from one tied group of the old net."""
     groups = []
@@ -402,7 +402,7 @@ class _Layers:
     """New layers of this rank, and the optimiser entries of their parameters."""
 
     modules: dict[int, nn.Module]
-    carried: list[Carried]
+    new_parameters: list[NewParameter]
 
 
 def _copied(
@@ -411,15 +411,15 @@ def _copied(
     cls: type[Optimizer] | None,
     origins: Sequence[Origin],
     owners: Sequence[int],
-    parcels: Mapping[int, Parcel],
+    sources: Mapping[int, MovingLayer],
     tied: Mapping[int, Collection[int]],
 ) -> _Layers:
     kinds, names, made = net._solver.layers.kinds, net._solver.names, _Layers({}, [])
     for number, (origin, owner) in enumerate(zip(origins, owners)):
         if owner != net._wire.rank:
             continue
-        kind, own = kinds[origin.layer], parcels[origin.layer]
-        other = None if origin.towards is None else parcels[origin.towards]
+        kind, own = kinds[origin.layer], sources[origin.layer]
+        other = None if origin.towards is None else sources[origin.towards]
         module = named(origin.layer, names, "copied", lambda: copy.deepcopy(own.module))  # noqa: B023
         # Tied parameters keep their values, because interpolation would make them differ.
         fixed = slots_of(module, tied.get(origin.layer, ()))
@@ -431,7 +431,7 @@ def _copied(
         made.modules[number] = module
         if cls is not None:
             ratio = wanted.ratio if is_step and wanted.moments != "copied" else 1.0
-            made.carried += _carried(cls, number, module, own, other, origin.share, ratio, fixed)
+            made.new_parameters += _new_parameters(cls, number, module, own, other, origin.share, ratio, fixed)
     return made
 
 
@@ -467,19 +467,19 @@ def _mix(module: nn.Module, other: nn.Module, share: float, fixed: Collection[in
     with torch.no_grad():
         for slot, (parameter, theirs) in enumerate(zip(module.parameters(), other.parameters())):
             if slot not in fixed:
-                parameter.copy_(between(parameter, theirs, share))
+                parameter.copy_(interpolate(parameter, theirs, share))
 
 
-def _carried(
+def _new_parameters(
     cls: type[Optimizer],
     number: int,
     module: nn.Module,
-    own: Parcel,
-    other: Parcel | None,
+    own: MovingLayer,
+    other: MovingLayer | None,
     share: float,
     ratio: float,
     fixed: Collection[int],
-) -> list[Carried]:
+) -> list[NewParameter]:
     """Returns the parameters of a new layer, each with its optimiser entry."""
     found = []
     others: Sequence[Entry | None] = [None] * len(own.entries) if other is None else other.entries
@@ -488,5 +488,5 @@ def _carried(
         # Tied parameters get the sum of their gradients, however many they are, so their gradients keep their size.
         size = 1.0 if slot in fixed else ratio
         state = moved_state(cls, entry.state, theirs, share, size, parameter.shape)
-        found.append(Carried(f"layers.{number}.{name}", parameter, Entry(entry.group, entry.options, state)))
+        found.append(NewParameter(f"layers.{number}.{name}", parameter, Entry(entry.group, entry.options, state)))
     return found
