@@ -519,12 +519,12 @@ class Bars(unittest.TestCase):
         self.assertIsNone(tables.Bar(None, at_most=1).met)
         self.assertIsNone(tables.ratio(1, None))
 
-    def test_placements_are_told_apart(self) -> None:
+    def test_placements_are_distinguished(self) -> None:
         found = placement.clusters_of([60, 200, 62, 61, 210, 58])
         self.assertEqual([round(one.ns) for one in found], [60, 205])
         self.assertTrue(found[0].has(70) and not found[0].has(205))
 
-    def test_a_host_is_told_by_prefix_and_environment(self) -> None:
+    def test_a_host_is_recognised_by_prefix_and_environment(self) -> None:
         host = jobs.Host(("ip", "netns", "exec", "a"), {"X": "1"})
         self.assertEqual(host.command(["rank", "0"]), ["ip", "netns", "exec", "a", "env", "X=1", "rank", "0"])
         self.assertEqual(jobs.HERE[0].command(["rank"]), ["rank"])

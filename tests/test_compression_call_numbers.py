@@ -84,7 +84,7 @@ def test_a_call_that_was_refused_on_one_rank_does_not_count(rank, world):
 
 
 @on_ranks(2, fresh=True)
-def test_a_key_that_was_forgotten_does_not_begin_anew(rank, world, monkeypatch):
+def test_a_dropped_key_does_not_repeat_its_numbers(rank, world, monkeypatch):
     monkeypatch.setattr(_call_numbers, "MOST_KEYS", 3)
     summed(rank)
     for key in ("a", "b", "c", "d"):

@@ -146,9 +146,9 @@ def test_a_state_of_one_rank_that_all_loaded_is_an_error_on_all(rank, world):
     state.load_state_dict(saved[0])
     with pytest.raises(RuntimeError) as caught:
         steps(rank, ddp, range(2, 3))
-    told = str(caught.value)
-    assert f"rank {rank} cannot go on" in told and "rank 0 loaded the residuals of rank 1" in told, told
-    assert "rank 2 loaded the residuals of rank 1" in told and "each rank" in told, told
+    message = str(caught.value)
+    assert f"rank {rank} cannot go on" in message and "rank 0 loaded the residuals of rank 1" in message, message
+    assert "rank 2 loaded the residuals of rank 1" in message and "each rank" in message, message
 
 
 @on_ranks(3, fresh=True)
@@ -165,10 +165,10 @@ def test_states_of_different_steps_are_an_error_on_all(rank, world):
         with pytest.raises(RuntimeError) as caught:
             steps(rank, ddp, range(1))
         first, second = (0, 2) if which[1] is not None else (0, 1)
-        told = str(caught.value)
+        message = str(caught.value)
         for other in (first, second):
             step = 0 if which[other] is None else which[other]["step"]
-            assert f"rank {other} is at step {step}" in told, told
+            assert f"rank {other} is at step {step}" in message, message
 
 
 @on_ranks(2, fresh=True)
@@ -371,7 +371,7 @@ def test_deep_copies_and_averaged_models_of_a_model_with_a_hook_work(rank, world
 
 
 @on_ranks(4, fresh=True)
-def test_a_copy_in_the_process_keeps_its_group_and_what_comes_from_a_file_is_told_one(rank, world):
+def test_a_copy_in_the_process_keeps_its_group_and_a_loaded_state_is_given_one(rank, world):
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     other = gloo_group()
     net = DistributedDataParallel(model(), process_group=pair)
@@ -467,7 +467,7 @@ def test_what_a_group_of_all_calls_says_reaches_a_hook(rank, world):
 
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_what_is_carried_over_follows_the_scale_of_a_gradient_scaler(rank, world, kind):
+def test_residuals_follow_the_scale_of_a_gradient_scaler(rank, world, kind):
     class Scaler:
         scale, asked = 8.0, 0
 
