@@ -511,12 +511,12 @@ class Peers(unittest.TestCase):
 
 class Bars(unittest.TestCase):
     def test_rounding_never_meets_a_bar(self) -> None:
-        self.assertEqual(str(tables.Bar(0.70001, at_most=0.7)), "0.701 (≤ 0.7) **missed**")
-        self.assertEqual(str(tables.Bar(19.999, at_least=20)), "19.9 (≥ 20) **missed**")
-        self.assertEqual(str(tables.Bar(0.7, at_most=0.7)), "0.7 (≤ 0.7) met")
+        self.assertEqual(str(tables.Target(0.70001, at_most=0.7)), "0.701 (≤ 0.7) **missed**")
+        self.assertEqual(str(tables.Target(19.999, at_least=20)), "19.9 (≥ 20) **missed**")
+        self.assertEqual(str(tables.Target(0.7, at_most=0.7)), "0.7 (≤ 0.7) met")
 
     def test_what_was_not_measured_is_neither_met_nor_missed(self) -> None:
-        self.assertIsNone(tables.Bar(None, at_most=1).met)
+        self.assertIsNone(tables.Target(None, at_most=1).met)
         self.assertIsNone(tables.ratio(1, None))
 
     def test_placements_are_distinguished(self) -> None:
@@ -532,8 +532,8 @@ class Bars(unittest.TestCase):
     def test_a_network_that_cannot_be_made_leaves_every_bar_open(self) -> None:
         for section in (*tcp.ALL, *two_hosts.ALL):
             with self.subTest(section.name):
-                bars = [bar for table in section.tables(as_rows([])) for bar in table.bars]
-                self.assertEqual({bar.met for bar in bars}, {None})
+                targets = [target for table in section.tables(as_rows([])) for target in table.targets]
+                self.assertEqual({target.met for target in targets}, {None})
 
 
 if __name__ == "__main__":

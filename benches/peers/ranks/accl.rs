@@ -1,4 +1,4 @@
-//! One rank of the engine without torch: a contender of `make bench-peers`, and the ranks of `cargo bench --bench
+//! One rank of the engine without torch: a library of `make bench-peers`, and the ranks of `cargo bench --bench
 //! collectives`. The work is in `src/rank.rs`.
 
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-// The board: memory that the ranks of one contender share with the driver. Ranks start together by it, and the driver
+// The board: memory that the ranks of one library share with the driver. Ranks start together by it, and the driver
 // reads from it when each batch began and ended. All are on one host and use one clock.
 //
 // Owns the layout, which `board.py` and `src/board.rs` repeat: a cache line for each rank's arrivals, a line for each rank's

@@ -1,7 +1,7 @@
-// One rank of a contender: started as `PROGRAM DIR RANK RANKS CORE`, it follows orders from the socket DIR/socket.
+// One rank of a library: started as `PROGRAM DIR RANK RANKS CORE`, it follows orders from the socket DIR/socket.
 //
 // Orders from the driver: `check COLLECTIVE DTYPE BYTES`, `run COLLECTIVE DTYPE BYTES BATCHES CALLS MEET`, `quit`.
-// Answers are `ok`, `none` (the contender does not have the call) or `wrong SENTENCE`. Times go to the board, see
+// Answers are `ok`, `none` (the library does not have the call) or `wrong SENTENCE`. Times go to the board, see
 // `board.h`.
 #define _GNU_SOURCE
 #include "rank.h"

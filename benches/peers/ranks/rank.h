@@ -1,4 +1,4 @@
-// The functions that a contender in C or C++ provides: connecting the ranks, one call of a collective, and the end.
+// The functions that a library in C or C++ provides: connecting the ranks, one call of a collective, and the end.
 // `rank.c` does the rest: it talks to the driver, owns the buffers, times batches and checks results.
 #pragma once
 #include <stddef.h>
@@ -20,7 +20,7 @@ struct call {
 
 struct place {
   int rank, ranks;
-  const char *dir;  // folder for files by which the ranks of this contender connect
+  const char *dir;  // folder for files by which the ranks of this library connect
 };
 
 // Each returns NULL, or one sentence that describes the error. `peer_has` returns whether the call exists. Broadcast is

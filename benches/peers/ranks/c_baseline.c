@@ -27,7 +27,7 @@ enum {
 // A flag and the data that fits into its cache line; larger data is in `bulk`.
 struct letter {
   _Alignas(LINE_BYTES) _Atomic uint64_t seq;
-  float beside[INLINE_BYTES / sizeof(float)];
+  float inline_data[INLINE_BYTES / sizeof(float)];
   _Alignas(LINE_BYTES) float bulk[SMALL_BYTES / sizeof(float)];
 };
 
@@ -68,7 +68,7 @@ const char *peer_open(const struct place *place) {
 
 static inline uint64_t seen(struct line *line) { return atomic_load_explicit(&line->value, memory_order_acquire); }
 
-static inline void tell(struct line *line, uint64_t value) {
+static inline void publish(struct line *line, uint64_t value) {
   atomic_store_explicit(&line->value, value, memory_order_release);
 }
 
@@ -93,15 +93,15 @@ static inline void add_both(float *restrict into, float *restrict also, const fl
 static void all_reduce_small(float *data, size_t count) {
   ++seq;
   size_t bytes = count * sizeof(float);
-  int beside = bytes <= INLINE_BYTES;
+  int is_inline = bytes <= INLINE_BYTES;
   struct letter *mine = &shared->letters[rank][seq & 1];
-  memcpy(beside ? mine->beside : mine->bulk, data, bytes);
+  memcpy(is_inline ? mine->inline_data : mine->bulk, data, bytes);
   atomic_store_explicit(&mine->seq, seq, memory_order_release);
   for (int other = 0; other < ranks; ++other) {
     if (other == rank) continue;
     struct letter *letter = &shared->letters[other][seq & 1];
     wait_for(letter);
-    add(data, beside ? letter->beside : letter->bulk, count);
+    add(data, is_inline ? letter->inline_data : letter->bulk, count);
   }
 }
 
@@ -125,19 +125,19 @@ static void all_reduce_large(float *data, size_t count) {
   while (taken < tiles[other] || added < tiles[rank]) {
     if (sent < tiles[other] && send_base + sent < seen(&send->taken) + SLOTS) {
       memcpy(send->slots[(send_base + sent) % SLOTS], theirs + sent * tile, TILE_OF(other, sent) * sizeof(float));
-      tell(&send->written, send_base + ++sent);
+      publish(&send->written, send_base + ++sent);
     }
     if (added < tiles[rank] && seen(&receive->written) > receive_base + added &&
         back_base + added < seen(&back->taken) + SLOTS) {
       add_both(mine + added * tile, back->slots[(back_base + added) % SLOTS],
                receive->slots[(receive_base + added) % SLOTS], TILE_OF(rank, added));
       ++added;
-      tell(&back->written, back_base + added);
-      tell(&receive->taken, receive_base + added);
+      publish(&back->written, back_base + added);
+      publish(&receive->taken, receive_base + added);
     }
     if (taken < tiles[other] && seen(&done->written) > done_base + taken) {
       memcpy(theirs + taken * tile, done->slots[(done_base + taken) % SLOTS], TILE_OF(other, taken) * sizeof(float));
-      tell(&done->taken, done_base + ++taken);
+      publish(&done->taken, done_base + ++taken);
     }
   }
 #undef TILE_OF
