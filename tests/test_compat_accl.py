@@ -252,7 +252,7 @@ def text_of(create, *arguments, listens=False, **named):
     """Returns the device URL that a creation function requests, without creating a group."""
     accl.reset()
     create(*arguments, **named)
-    text = accl._wanted[0].text(listens=listens)
+    text = accl._requests[0].text(listens=listens)
     accl.reset()
     return text
 
@@ -354,7 +354,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(wrong, kind, sentence):
     with pytest.raises(kind) as caught:
         accl.create_process_group(**named)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
-    assert accl._wanted == []
+    assert accl._requests == []
 
 
 def test_creations_of_other_forms_are_refused_by_name():
@@ -421,7 +421,7 @@ def test_a_card_of_a_tcp_design_gets_the_sessions_that_its_ranks_name(rank, worl
         init_group("ACCL")
     # The error comes from the card that did not open, or from its library, and not from the sessions.
     assert "sessions" not in str(error.value)
-    with accl._wanted[0]._ranks_file() as path:
+    with accl._requests[0]._ranks_file() as path:
         sessions = [line["session"] for line in json.loads(Path(path).read_text())["ranks"]]
     assert sessions == [40, 41]
 

@@ -141,7 +141,7 @@ def test_a_rank_that_does_not_use_a_parameter_keeps_what_it_carries_over(rank, w
 
 @on_ranks(2, 3, fresh=True, env=TWO_PHASES)
 def test_a_parameter_that_falls_back_to_raw_gets_its_residual_once(rank, world):
-    _state.LOOK_EVERY = 4
+    _state.CHECK_EVERY = 4
     settings = Compression(
         "maxmin:2,bucket=64,rounding=nearest", error_feedback=True, error_limit=1e-6, layers={"left": "raw"}, audit=2
     )

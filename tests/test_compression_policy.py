@@ -122,7 +122,7 @@ def test_buckets_that_became_nan_are_reported(rank, world):
 
 @on_ranks(2, fresh=True)
 def test_an_error_beyond_the_limit_ends_compression_of_that_parameter_on_all_ranks(rank, world, monkeypatch):
-    monkeypatch.setattr(_state, "LOOK_EVERY", 5)
+    monkeypatch.setattr(_state, "CHECK_EVERY", 5)
     settings = Compression("maxmin:8", layers={"second.weight": "maxmin:1,bucket=512"}, error_limit=0.1, audit=8)
     ddp, state = compressed(settings)
     plain = DistributedDataParallel(model())
@@ -149,7 +149,7 @@ def test_an_error_beyond_the_limit_ends_compression_of_that_parameter_on_all_ran
 
 @on_ranks(2, fresh=True)
 def test_bits_are_raised_where_residuals_grow(rank, world, monkeypatch):
-    monkeypatch.setattr(_state, "LOOK_EVERY", 10)
+    monkeypatch.setattr(_state, "CHECK_EVERY", 10)
     # With two bits, large buckets and one value above all others, an encoding loses many times the gradient.
     settings = Compression("maxmin:2,bucket=8192,rounding=stochastic", error_feedback=True, exclude=["first"])
     ddp, state = compressed(settings)
@@ -293,7 +293,7 @@ def test_auto_packs_no_bits_in_shared_memory(rank, world):
 
 @on_ranks(2, fresh=True, env=TCP)
 def test_auto_waits_for_gradients_that_are_not_zero(rank, world, monkeypatch):
-    monkeypatch.setattr(_state, "LOOK_EVERY", 3)
+    monkeypatch.setattr(_state, "CHECK_EVERY", 3)
     monkeypatch.setattr(
         _auto, "_times", lambda codecs, *_: {codec: len(codecs) - index for index, codec in enumerate(codecs)}
     )

@@ -365,7 +365,7 @@ def test_destroy_and_init_may_be_repeated(rank, world, store):
 
     for i in range(5):
         if store == "same_keys" and i:
-            init_group(store=runner._seat.store)
+            init_group(store=runner._context.store)
         else:
             init_group()
         sums()
@@ -668,7 +668,7 @@ class Comparing(Wrapped):
 @on_ranks(2, fresh=True, init=False)
 @pytest.mark.parametrize("error", [None, NotImplementedError("compare_set"), RuntimeError("Not implemented.")], ids=str)
 def test_a_store_that_cannot_compare_is_asked_once(rank, world, error):
-    inner = runner._seat.rendezvous.store(rank, world)
+    inner = runner._context.rendezvous.store(rank, world)
     store = Wrapped(inner) if error is None else Comparing(inner, error)
     init_group(store=store)
     dist.all_reduce(torch.ones(1))
@@ -680,7 +680,7 @@ def test_a_comparison_that_fails_is_the_error_of_the_store(rank, world):
     """Regression: every error of `compare_set` was taken to mean that the store cannot compare. The answers that follow
     could then be too old.
     """
-    store = Comparing(runner._seat.rendezvous.store(rank, world), ConnectionError("reset by peer"))
+    store = Comparing(runner._context.rendezvous.store(rank, world), ConnectionError("reset by peer"))
     with pytest.raises(RuntimeError, match="reset by peer"):
         init_group(store=store)
 

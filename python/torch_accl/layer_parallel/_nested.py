@@ -106,8 +106,8 @@ def refined(
         ValueError: an argument is not accepted, or ranks give different arguments.
         LayerParallelError: building or sending a layer failed on some rank; all ranks raise it.
     """
-    wanted = _Wanted("refined", factor, interpolation, residual, moments, settings)
-    return _answer(*_derived(net, wanted, optimizer))
+    request = _Request("refined", factor, interpolation, residual, moments, settings)
+    return _answer(*_derived(net, request, optimizer))
 
 
 @overload
@@ -149,8 +149,8 @@ def coarsened(
     run of steps with the same classes, shapes and types. A layer is apart if one of the layers that it replaces was.
     Otherwise as `refined`.
     """
-    wanted = _Wanted("coarsened", factor, "constant", residual, moments, settings)
-    return _answer(*_derived(net, wanted, optimizer))
+    request = _Request("coarsened", factor, "constant", residual, moments, settings)
+    return _answer(*_derived(net, request, optimizer))
 
 
 def _answer(net: LayerParallel, optimizer: Optimizer | None) -> LayerParallel | tuple[LayerParallel, Optimizer]:
@@ -158,7 +158,7 @@ def _answer(net: LayerParallel, optimizer: Optimizer | None) -> LayerParallel | 
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Request:
     """The arguments of a call, the same on all ranks."""
 
     call: Literal["refined", "coarsened"]
@@ -217,15 +217,15 @@ def _shown(value: Any) -> str:
 
 
 def _derived(
-    net: LayerParallel, wanted: _Wanted, optimizer: Optimizer | None
+    net: LayerParallel, request: _Request, optimizer: Optimizer | None
 ) -> tuple[LayerParallel, Optimizer | None]:
     check_net(net)
     wire = net._wire
-    what = f"{wanted.call}()"
+    what = f"{request.call}()"
 
     def asked() -> tuple[str, Made | None, bool]:
-        wanted.check()
-        return str(wanted), described_optimizer(optimizer), any(True for _ in net.parameters())
+        request.check()
+        return str(request), described_optimizer(optimizer), any(True for _ in net.parameters())
 
     of_all = agreed(wire, what, _NOTHING, asked, is_for_all=True)
     others = sorted({each for each, _, _ in of_all})
@@ -235,8 +235,8 @@ def _derived(
         )
     made = _optimizer_of_all([(each, has_any) for _, each, has_any in of_all], optimizer)
     makes, ties = layer_facts(net)
-    origins = wanted.origins(net, makes)
-    shape = _shaped(net, wanted, origins)
+    origins = request.origins(net, makes)
+    shape = _shaped(net, request, origins)
     sources = migrated_layers(net, optimizer, origins, shape.owners)
     cls, defaults = _class_of(optimizer, made)
     tied: dict[int, set[int]] = {}
@@ -245,7 +245,7 @@ def _derived(
     kept: list[_Layers] = []
 
     def build() -> dict[tuple[int, int], str]:
-        kept.append(_copied(net, wanted, cls, origins, shape.owners, sources, tied))
+        kept.append(_copied(net, request, cls, origins, shape.owners, sources, tied))
         return {
             (number, place): f"layers.{number}.{places_of(module)[place][0]}"
             for number, module in kept[0].modules.items()
@@ -254,7 +254,7 @@ def _derived(
 
     names = {key: name for each in agreed(wire, what, _NOTHING, build) for key, name in each.items()}
     settings = {"tie": _followed(ties, origins, names)} | shape.settings
-    new = _made(_blocks(net, wanted, shape, origins, kept[0]), settings)
+    new = _made(_blocks(net, request, shape, origins, kept[0]), settings)
     # The new net continues the count of batches, which random numbers and audits depend on.
     new._solver.shared.number = net._solver.shared.number
     new.training, new.layers.training = net.training, net.layers.training
@@ -272,7 +272,7 @@ def _derived(
                 kept[0].new_parameters,
                 {} if optimizer is None else optimizer.state,
                 has_names=made.has_names,
-                has_states=wanted.moments != "none",
+                has_states=request.moments != "none",
             )
         )
 
@@ -331,11 +331,11 @@ class _Shape:
     settings: dict[str, Any]
 
 
-def _shaped(net: LayerParallel, wanted: _Wanted, origins: Sequence[Origin]) -> _Shape:
+def _shaped(net: LayerParallel, request: _Request, origins: Sequence[Origin]) -> _Shape:
     before = net._plans.net
-    settings = _settings_of(net) | dict(wanted.settings)
+    settings = _settings_of(net) | dict(request.settings)
     placement = settings["placement"]
-    if placement == "kept" or ("placement" not in wanted.settings and not isinstance(placement, str)):
+    if placement == "kept" or ("placement" not in request.settings and not isinstance(placement, str)):
         settings["placement"] = following(before, origins)
     are_apart = [False] * len(origins)
     if "buffer_layers" not in settings:
@@ -347,7 +347,7 @@ def _shaped(net: LayerParallel, wanted: _Wanted, origins: Sequence[Origin]) -> _
     hollow = [
         Block(lambda number: nn.Identity(), kinds[origin.layer], apart) for origin, apart in zip(origins, are_apart)
     ]
-    if "guess" not in wanted.settings and net.guess is not None:
+    if "guess" not in request.settings and net.guess is not None:
         settings["guess"] = _guess_of(net.guess, [*(origin.layer for origin in origins), len(before.layers)])
     made = _made(hollow, settings | {"tie": ()})
     return _Shape([made.owner(layer) for layer in range(len(origins))], are_apart, settings)
@@ -407,7 +407,7 @@ class _Layers:
 
 def _copied(
     net: LayerParallel,
-    wanted: _Wanted,
+    request: _Request,
     cls: type[Optimizer] | None,
     origins: Sequence[Origin],
     owners: Sequence[int],
@@ -425,22 +425,24 @@ def _copied(
         fixed = slots_of(module, tied.get(origin.layer, ()))
         if other is not None:
             _mix(module, other.module, origin.share, fixed)
-        is_step = kind != "plain" and (kind in ("ode", "timed") or wanted.residual == "scaled")
+        is_step = kind != "plain" and (kind in ("ode", "timed") or request.residual == "scaled")
         if is_step and kind in ("residual", "custom"):
-            module = scaled(module, wanted.by)
+            module = scaled(module, request.by)
         made.modules[number] = module
         if cls is not None:
-            ratio = wanted.ratio if is_step and wanted.moments != "copied" else 1.0
+            ratio = request.ratio if is_step and request.moments != "copied" else 1.0
             made.new_parameters += _new_parameters(cls, number, module, own, other, origin.share, ratio, fixed)
     return made
 
 
-def _blocks(net: LayerParallel, wanted: _Wanted, shape: _Shape, origins: Sequence[Origin], own: _Layers) -> list[Block]:
+def _blocks(
+    net: LayerParallel, request: _Request, shape: _Shape, origins: Sequence[Origin], own: _Layers
+) -> list[Block]:
     kinds, names = net._solver.layers.kinds, net._solver.names
     blocks = []
     for number, (origin, is_apart) in enumerate(zip(origins, shape.are_apart)):
         kind = kinds[origin.layer]
-        is_scaled = kind in ("residual", "custom") and wanted.residual == "scaled"
+        is_scaled = kind in ("residual", "custom") and request.residual == "scaled"
         absent = _absent("Scaled" if is_scaled else names[origin.layer])
         blocks.append(Block(own.modules.get(number, absent), kind, is_apart))
     return blocks
