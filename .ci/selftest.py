@@ -66,7 +66,6 @@ class Mutants(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "lost: its text occurs 0 times in a.rs, expected once"):
             planter.planted("fn main() {}", mutant)
 
-
     def test_rows_of_defects_that_did_not_run_stay(self) -> None:
         page = "| a | accl-x | 1 s | old |\n| b | accl-x | 2 s | old |\n| gone | accl-x | 3 s | old |\n"
         rows = planter.merged(page, {"b": "| b | new |", "c": "| c | new |"}, ["c", "a", "b", "d"])
@@ -512,20 +511,20 @@ class Peers(unittest.TestCase):
 
 class Bars(unittest.TestCase):
     def test_rounding_never_meets_a_bar(self) -> None:
-        self.assertEqual(str(tables.Bar(0.70001, at_most=0.7)), "0.701 (≤ 0.7) **missed**")
-        self.assertEqual(str(tables.Bar(19.999, at_least=20)), "19.9 (≥ 20) **missed**")
-        self.assertEqual(str(tables.Bar(0.7, at_most=0.7)), "0.7 (≤ 0.7) met")
+        self.assertEqual(str(tables.Target(0.70001, at_most=0.7)), "0.701 (≤ 0.7) **missed**")
+        self.assertEqual(str(tables.Target(19.999, at_least=20)), "19.9 (≥ 20) **missed**")
+        self.assertEqual(str(tables.Target(0.7, at_most=0.7)), "0.7 (≤ 0.7) met")
 
     def test_what_was_not_measured_is_neither_met_nor_missed(self) -> None:
-        self.assertIsNone(tables.Bar(None, at_most=1).met)
+        self.assertIsNone(tables.Target(None, at_most=1).met)
         self.assertIsNone(tables.ratio(1, None))
 
-    def test_placements_are_told_apart(self) -> None:
+    def test_placements_are_distinguished(self) -> None:
         found = placement.clusters_of([60, 200, 62, 61, 210, 58])
         self.assertEqual([round(one.ns) for one in found], [60, 205])
         self.assertTrue(found[0].has(70) and not found[0].has(205))
 
-    def test_a_host_is_told_by_prefix_and_environment(self) -> None:
+    def test_a_host_is_recognised_by_prefix_and_environment(self) -> None:
         host = jobs.Host(("ip", "netns", "exec", "a"), {"X": "1"})
         self.assertEqual(host.command(["rank", "0"]), ["ip", "netns", "exec", "a", "env", "X=1", "rank", "0"])
         self.assertEqual(jobs.HERE[0].command(["rank"]), ["rank"])
@@ -533,8 +532,8 @@ class Bars(unittest.TestCase):
     def test_a_network_that_cannot_be_made_leaves_every_bar_open(self) -> None:
         for section in (*tcp.ALL, *two_hosts.ALL):
             with self.subTest(section.name):
-                bars = [bar for table in section.tables(as_rows([])) for bar in table.bars]
-                self.assertEqual({bar.met for bar in bars}, {None})
+                targets = [target for table in section.tables(as_rows([])) for target in table.targets]
+                self.assertEqual({target.met for target in targets}, {None})
 
 
 if __name__ == "__main__":

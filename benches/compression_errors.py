@@ -149,9 +149,9 @@ def nmse(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def of_all(own: float, group: dist.ProcessGroup | None = None) -> list[float]:
     """Returns each rank's value, on all ranks."""
-    told = torch.empty(dist.get_world_size(group), dtype=torch.float64)
-    dist.all_gather_into_tensor(told, torch.tensor([own], dtype=torch.float64), group)
-    return told.tolist()
+    of_ranks = torch.empty(dist.get_world_size(group), dtype=torch.float64)
+    dist.all_gather_into_tensor(of_ranks, torch.tensor([own], dtype=torch.float64), group)
+    return of_ranks.tolist()
 
 
 def error_once(codec: str, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[float]:

@@ -40,7 +40,7 @@ class Found:
         """Returns a figure of the last evaluation, for each seed."""
         return [number(run["marks"][-1][key]) for run in self.runs[setting]]
 
-    def beside(self, setting: str, key: str) -> list[float]:
+    def difference(self, setting: str, key: str) -> list[float]:
         """Returns its difference from the exact run of the same seed."""
         return [value - exact for value, exact in zip(self.last(setting, key), self.last(EXACT.name, key), strict=True)]
 
@@ -100,7 +100,7 @@ def table(found: Found, task: Task) -> Table:
         row += (
             ["", ""]
             if name == EXACT.name
-            else [spread(found.beside(name, key), is_share=is_share), steps(found.departed(name))]
+            else [spread(found.difference(name, key), is_share=is_share), steps(found.departed(name))]
         )
         row.append(steps(found.first(name, lambda mark: greatest_factor(mark) > MOST_FACTOR)))
         row.append(steps(found.first(name, lambda mark: gradient_error(mark) > MOST_OFF)))

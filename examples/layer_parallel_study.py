@@ -255,7 +255,7 @@ def together(jobs: Sequence[Job], records: Records) -> None:
                 records.add(number, run)
 
 
-def beside(place: Any, store: Any, jobs: Sequence[Job], records: Records) -> None:
+def run_shared(place: Any, store: Any, jobs: Sequence[Job], records: Records) -> None:
     """Does runs that no other process has started; the first process collects all results."""
     watch = Watch(sum(task.steps for task, _, _ in jobs), has_bar=place.rank == 0, has_lines=True)
 
@@ -374,7 +374,7 @@ def main() -> int:
         return finish(records.results, asked) if is_first else 0
 
     def body(place: Any, store: Any) -> int:
-        beside(place, store, jobs, records)
+        run_shared(place, store, jobs, records)
         return finish(records.results, asked) if place.rank == 0 else 0
 
     processes = asked.processes or len(os.sched_getaffinity(0))

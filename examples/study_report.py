@@ -15,7 +15,7 @@ from typing import Any
 from study_plan import EXACT, RANKS, SETTINGS, TASKS, Task
 
 from benches.peers.pictures import save
-from benches.peers.tables import Bar, Table, plain
+from benches.peers.tables import Table, Target, plain
 
 JUDGED = """\
 The criterion is the mean loss over the whole training set after the last step, minus the loss of float32 with the same
@@ -109,7 +109,7 @@ def model_table(found: Found, judges: bool) -> Table:
     for setting in SETTINGS:
         if setting.name not in found.runs:
             continue
-        row: list[Bar | str] = [plain(found.mean(setting.name, "fewer_bytes"))]
+        row: list[Target | str] = [plain(found.mean(setting.name, "fewer_bytes"))]
         row += [number(found.mean(setting.name, key)) for key in ("loss", "held_out_loss", "held_out_accuracy")]
         if setting.name != EXACT:
             one = found.verdict(setting.name)
@@ -118,7 +118,7 @@ def model_table(found: Found, judges: bool) -> Table:
             if not (judges and setting.judged):
                 row.append(f"{'within' if one.holds else 'outside'} {number(one.allowed)}")
             else:
-                row.append("lost: **missed**" if is_lost else Bar(abs(one.mean), at_most=one.allowed))
+                row.append("lost: **missed**" if is_lost else Target(abs(one.mean), at_most=one.allowed))
         table.row(setting.name, row)
     table.rows[0] = (EXACT, [*table.rows[0][1], f"spread {number(statistics.stdev(found.values(EXACT, 'loss')))}", ""])
     return table
@@ -132,7 +132,7 @@ def claims(found: Found) -> Table:
     def claim(label: str, setting: str, figure: Callable[[float], float], **limit: float) -> None:
         if setting in found.runs:
             value = figure(found.mean(setting))
-            table.row(label, [Bar(value, **limit) if math.isfinite(value) else "lost"])
+            table.row(label, [Target(value, **limit) if math.isfinite(value) else "lost"])
 
     def distance(label: str, setting: str, **limit: float) -> None:
         claim(f"{label}, distance from float32", setting, lambda loss: abs(loss - exact), **limit)

@@ -12,7 +12,7 @@ from support.versions import monitored_barrier
 
 
 @on_ranks(1, 2, 3, 4)
-def test_nobody_leaves_a_barrier_before_the_last_has_entered(rank, world):
+def test_no_rank_leaves_a_barrier_before_the_last_has_entered(rank, world):
     for late in range(world):
         dist.barrier()
         start = time.monotonic()

@@ -64,7 +64,7 @@ def test_the_table_has_a_row_for_each_size_and_a_column_for_each_backend():
 
 
 @pytest.mark.slow
-def test_codecs_stand_beside_the_raw_call_with_their_error():
+def test_codecs_are_columns_next_to_the_raw_call_with_their_error():
     codecs = ["maxmin:8,bucket=64", "raw"]
     arguments = ["--sizes", "64KiB", *(word for codec in codecs for word in ("--codec", codec)), *BRIEF]
     printed = bench("all_reduce", "all_gather", *arguments)
@@ -102,7 +102,7 @@ def test_the_json_document_has_every_round_of_every_backend():
     assert document["format"] == 1
     assert set(document) == {"format", "machine", "versions", "ranks", "settings", "cells"}
     assert document["versions"]["torch"] == torch.__version__
-    assert {seat["rank"] for seat in document["ranks"]} == {0, 1}
+    assert {one["rank"] for one in document["ranks"]} == {0, 1}
     assert {cell["collective"] for cell in document["cells"]} == {"all_reduce", "broadcast"}
     assert len(document["cells"]) == 2 * 2 * 2
     for cell in document["cells"]:
@@ -346,7 +346,7 @@ def test_ranks_of_other_launchers_meet_on_one_host_without_an_address(names, tmp
 
 
 @pytest.mark.slow
-def test_ranks_on_several_hosts_without_an_address_are_told_what_is_missing():
+def test_ranks_on_several_hosts_without_an_address_get_the_missing_setting():
     places = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     ended = command("--sizes", "4", env=places | {"MASTER_ADDR": "", "MASTER_PORT": ""})
     assert (ended.returncode, ended.stdout) == (2, "")

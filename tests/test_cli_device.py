@@ -51,7 +51,7 @@ def test_what_makes_no_sense_is_one_sentence(arguments, words):
     assert words in said and said.count("\n") == 1 and "Traceback" not in said, said
 
 
-def test_nobody_at_a_port_is_one_sentence():
+def test_an_unused_port_is_one_sentence():
     port = free_ports(1)
     said = accl("device", "dump", f"emulator://127.0.0.1:{port}", status=1).stderr
     assert f"127.0.0.1:{port}" in said and said.count("\n") == 1, said

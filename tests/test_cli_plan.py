@@ -77,7 +77,7 @@ def test_a_step_has_what_each_rank_does_when():
 
 
 @pytest.mark.slow
-def test_worlds_that_nobody_has_here_are_planned(tmp_path):
+def test_worlds_larger_than_this_machine_are_planned(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = tmp_path / "plan.png"
     arguments = ("--layers", "1024", "--ranks", "128", "--factor", "8", "--levels", "3", "--micro-batches", "128")

@@ -33,33 +33,35 @@ def cores(nodes: int, each: int, threads: int = 2) -> list[Core]:
 
 
 def test_cores_are_shared_out_whole_and_one_after_the_other():
-    seats = share_out(cores(1, 8), 3)
-    assert [seat.threads for seat in seats] == [(0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13)]
-    assert [seat.cores for seat in seats] == [2, 2, 2] and {seat.nodes for seat in seats} == {(0,)}
+    placements = share_out(cores(1, 8), 3)
+    assert [placement.threads for placement in placements] == [(0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13)]
+    assert [placement.cores for placement in placements] == [2, 2, 2] and {
+        placement.nodes for placement in placements
+    } == {(0,)}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_no_ranks_cores_span_two_nodes_where_they_can_be_dealt_evenly(ranks):
-    seats = share_out(cores(2, 8), ranks)
-    assert all(len(seat.nodes) == 1 and seat.cores == 16 // ranks for seat in seats)
-    assert len({thread for seat in seats for thread in seat.threads}) == 32
+    placements = share_out(cores(2, 8), ranks)
+    assert all(len(placement.nodes) == 1 and placement.cores == 16 // ranks for placement in placements)
+    assert len({thread for placement in placements for thread in placement.threads}) == 32
 
 
 def test_fewer_ranks_than_nodes_get_whole_nodes():
-    assert [seat.nodes for seat in share_out(cores(4, 4), 2)] == [(0, 1), (2, 3)]
-    assert [seat.cores for seat in share_out(cores(4, 4), 3)] == [5, 5, 5]
+    assert [placement.nodes for placement in share_out(cores(4, 4), 2)] == [(0, 1), (2, 3)]
+    assert [placement.cores for placement in share_out(cores(4, 4), 3)] == [5, 5, 5]
 
 
 def test_ranks_that_outnumber_the_cores_are_not_bound():
     assert share_out(cores(1, 2), 3) == share_out([], 3)
-    assert {seat.threads for seat in share_out(cores(1, 2), 3)} == {()}
+    assert {placement.threads for placement in share_out(cores(1, 2), 3)} == {()}
 
 
 def test_nodes_of_which_few_cores_are_allowed_take_no_more_ranks_than_they_have():
     lopsided = [*cores(2, 8)[:1], *cores(2, 8)[8:]]
-    seats = share_out(lopsided, 4)
-    assert [seat.cores for seat in seats] == [2] * 4
-    assert len({thread for seat in seats for thread in seat.threads}) == 16
+    placements = share_out(lopsided, 4)
+    assert [placement.cores for placement in placements] == [2] * 4
+    assert len({thread for placement in placements for thread in placement.threads}) == 16
 
 
 def test_the_topology_is_the_systems(tmp_path):
@@ -132,7 +134,7 @@ def script(folder: Path, text: str) -> str:
 SHOW = f"say(*[os.environ[name] for name in {VARIABLES}], os.environ['MASTER_ADDR'], sys.argv[1:])"
 
 
-def test_ranks_see_what_torchrun_would_tell_them(tmp_path):
+def test_ranks_see_the_variables_that_torchrun_would_set(tmp_path):
     # None of these options belongs to `accl run`, although `--n` could abbreviate several of its options.
     theirs = ["--lr", "0.1", "-n", "--n", "3", "--no-python"]
     ended = run("-n", 2, script(tmp_path, SHOW), *theirs, cwd=tmp_path)
@@ -336,7 +338,7 @@ def test_a_host_that_is_lost_before_all_have_answered_is_named(tmp_path, ssh):
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_agent_that_somebody_ends_ends_all(tmp_path, ssh):
+def test_an_agent_that_is_ended_from_outside_ends_all(tmp_path, ssh):
     code = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if os.environ["RANK"] == "1":
@@ -391,7 +393,7 @@ def impatient(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_on_hosts_go_on_while_nobody_reads_what_they_print(tmp_path, ssh):
+def test_ranks_on_hosts_go_on_while_their_output_is_not_read(tmp_path, ssh):
     code = "[say('x' * 1000) for _ in range(2000)]"
     command = [*RUN, "-n", "1", "--hosts", "a,b", "--ssh", str(ssh), script(tmp_path, code)]
     process = subprocess.Popen(
@@ -408,7 +410,7 @@ def test_ranks_on_hosts_go_on_while_nobody_reads_what_they_print(tmp_path, ssh):
 
 
 @pytest.mark.slow
-def test_an_agent_that_nobody_speaks_to_says_so_and_ends_its_ranks(tmp_path, ssh):
+def test_an_agent_without_messages_reports_it_and_ends_its_ranks(tmp_path, ssh):
     code = "open('here' + os.environ['RANK'], 'w').close(); time.sleep(60)"
     command = [*RUN, "-n", "1", "--grace", "1", "--hosts", "a,b", "--ssh", str(ssh), script(tmp_path, code)]
     process = subprocess.Popen(

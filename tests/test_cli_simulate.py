@@ -134,7 +134,7 @@ DEGENERATE = "shm_call_ps = 0\ntcp_latency_ps = 0\nswitch_ps = 369800\n"
 
 
 @pytest.mark.slow
-def test_a_degenerate_cache_is_measured_anew_once(tmp_path):
+def test_a_degenerate_cache_is_measured_again_once(tmp_path):
     env = {"ACCL_CALIBRATION": "auto", "XDG_CACHE_HOME": str(tmp_path)}
     accl("info", "--calibrate", **env)
     (cache,) = (tmp_path / "torch-accl").iterdir()
@@ -151,7 +151,7 @@ def test_a_degenerate_cache_is_measured_anew_once(tmp_path):
         assert cache.read_text() == kept
 
 
-def test_a_degenerate_file_that_the_user_named_is_taken_as_it_is_and_told(tmp_path):
+def test_a_degenerate_file_that_the_user_named_is_used_unchanged_and_reported(tmp_path):
     (tmp_path / "machine.txt").write_text(DEGENERATE)
     ended = accl("info", "--json", ACCL_CALIBRATION=str(tmp_path / "machine.txt"))
     constants = json.loads(ended.stdout)["calibration"]["constants"]
@@ -162,12 +162,12 @@ def test_a_degenerate_file_that_the_user_named_is_taken_as_it_is_and_told(tmp_pa
 
 
 @pytest.mark.slow
-def test_info_overwrites_a_cache_that_is_garbage_and_measures_anew_when_asked(tmp_path):
+def test_info_overwrites_a_garbage_cache_and_measures_again_on_request(tmp_path):
     env = {"ACCL_CALIBRATION": str(tmp_path / "machine.txt")}
     (tmp_path / "machine.txt").write_text("garbage")
     assert json.loads(accl("info", "--json", **env).stdout)["calibration"]["source"] == "built in"
-    anew = accl("info", "--calibrate", "--json", **env, status=0).stdout
-    assert json.loads(anew)["calibration"]["source"] == str(tmp_path / "machine.txt")
+    measured = accl("info", "--calibrate", "--json", **env, status=0).stdout
+    assert json.loads(measured)["calibration"]["source"] == str(tmp_path / "machine.txt")
     refused = accl("info", "--calibrate", status=1)
     assert "ACCL_CALIBRATION=off" in refused.stderr
 

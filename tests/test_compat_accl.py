@@ -23,13 +23,13 @@ pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package on
 DESIGN = accl.ACCLDesign
 HALF = {accl.DataType.float32: accl.DataType.float16}
 # No process listens at port 1, so the engines run in the ranks' own processes.
-NOBODY = 1
+UNUSED_PORT = 1
 
 
-def places(world, port=NOBODY, segment=1024):
-    """Ranks at successive ports. At port `NOBODY` they have successive addresses instead."""
-    if port == NOBODY:
-        return [accl.Rank(f"127.0.0.{rank + 1}", NOBODY, rank, segment) for rank in range(world)]
+def places(world, port=UNUSED_PORT, segment=1024):
+    """Ranks at successive ports. At port `UNUSED_PORT` they have successive addresses instead."""
+    if port == UNUSED_PORT:
+        return [accl.Rank(f"127.0.0.{rank + 1}", UNUSED_PORT, rank, segment) for rank in range(world)]
     return [accl.Rank("127.0.0.1", port + rank, rank, segment) for rank in range(world)]
 
 
@@ -252,7 +252,7 @@ def text_of(create, *arguments, listens=False, **named):
     """Returns the device URL that a creation function requests, without creating a group."""
     accl.reset()
     create(*arguments, **named)
-    text = accl._wanted[0].text(listens=listens)
+    text = accl._requests[0].text(listens=listens)
     accl.reset()
     return text
 
@@ -270,7 +270,7 @@ def test_arguments_and_defaults_are_those_of_accl():
     assert named(accl.create_simulate_process_group) == {**common, "udp": False, "initialize": True}
 
 
-def test_both_versions_of_the_creation_are_told_apart(tmp_path):
+def test_both_signatures_of_the_creation_are_recognised(tmp_path):
     xclbin = tmp_path / "accl.xclbin"
     xclbin.touch()
     card = f"xrt://1?xclbin={xclbin}&design=udp"
@@ -354,7 +354,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(wrong, kind, sentence):
     with pytest.raises(kind) as caught:
         accl.create_process_group(**named)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
-    assert accl._wanted == []
+    assert accl._requests == []
 
 
 def test_creations_of_other_forms_are_refused_by_name():
@@ -380,7 +380,7 @@ def test_creations_of_other_forms_are_refused_by_name():
         accl.Rank("127.0.0.1", 5500, 0, 0)
 
 
-def said_by(create, *arguments, **named):
+def messages_of(create, *arguments, **named):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         create(*arguments, **named)
@@ -390,14 +390,14 @@ def said_by(create, *arguments, **named):
 
 
 def test_what_has_no_effect_is_a_warning_where_it_would_matter():
-    assert said_by(accl.create_simulate_process_group, places(2)) == []
-    assert said_by(accl.create_simulate_process_group, places(2), bufsize=1024) == []
-    [said] = said_by(accl.create_process_group, places(2), DESIGN.udp, simulation=True, rsfec=True)
-    assert said.startswith("accl_process_group: rsfec=True has no effect")
-    [said] = said_by(accl.create_process_group_coyote, places(2), DESIGN.cyt_rdma, rsfec=True)
-    assert "rsfec=True" in said
-    [said] = said_by(accl.create_simulate_process_group, places(2, segment=512), bufsize=2048)
-    assert "segments of 512 bytes, but bufsize is 2048" in said
+    assert messages_of(accl.create_simulate_process_group, places(2)) == []
+    assert messages_of(accl.create_simulate_process_group, places(2), bufsize=1024) == []
+    [message] = messages_of(accl.create_process_group, places(2), DESIGN.udp, simulation=True, rsfec=True)
+    assert message.startswith("accl_process_group: rsfec=True has no effect")
+    [message] = messages_of(accl.create_process_group_coyote, places(2), DESIGN.cyt_rdma, rsfec=True)
+    assert "rsfec=True" in message
+    [message] = messages_of(accl.create_simulate_process_group, places(2, segment=512), bufsize=2048)
+    assert "segments of 512 bytes, but bufsize is 2048" in message
 
 
 # Groups.
@@ -421,7 +421,7 @@ def test_a_card_of_a_tcp_design_gets_the_sessions_that_its_ranks_name(rank, worl
         init_group("ACCL")
     # The error comes from the card that did not open, or from its library, and not from the sessions.
     assert "sessions" not in str(error.value)
-    with accl._wanted[0]._ranks_file() as path:
+    with accl._requests[0]._ranks_file() as path:
         sessions = [line["session"] for line in json.loads(Path(path).read_text())["ranks"]]
     assert sessions == [40, 41]
 

@@ -20,7 +20,7 @@ def hooked(*given):
     return model
 
 
-def told(first, second):
+def disagreement(first, second):
     return f"different settings: rank 0 has {first}, and rank 1 has {second}; give all ranks the same"
 
 
@@ -42,8 +42,8 @@ def test_a_variable_that_differs_is_named_when_a_group_of_cgx_is_made(rank, worl
     is_of_accl = "REDUCTION" in variable
     with pytest.raises(ValueError if is_of_accl else RuntimeError) as caught:
         init_group("cgx")
-    said = told(*(f"{variable}={value}" for value in OF_GROUPS[variable]))
-    assert (f"{variable}=Ring stands for" if is_of_accl else said) in str(caught.value)
+    message = disagreement(*(f"{variable}={value}" for value in OF_GROUPS[variable]))
+    assert (f"{variable}=Ring stands for" if is_of_accl else message) in str(caught.value)
     # The ranks continue together with a group that ignores the variable.
     init_group("accl")
     with pytest.raises((RuntimeError, ValueError), match=variable):
@@ -61,7 +61,7 @@ def test_a_variable_that_differs_is_named_by_the_hook_in_a_group_of_accl(rank, w
     if "MINIMAL" in variable:
         first = "layer_min_size=1024"
     init_group("accl")
-    with pytest.raises(RuntimeError, match=told(first, second)):
+    with pytest.raises(RuntimeError, match=disagreement(first, second)):
         train(rank, hooked(), steps=1)
     dist.destroy_process_group()
 
@@ -89,7 +89,7 @@ OF_HOOKS = {
 def test_a_variable_that_is_read_at_every_call_is_named_where_it_differs(rank, world, variable, backend):
     init_group(backend)
     os.environ[variable] = OF_HOOKS[variable][rank]
-    with pytest.raises(RuntimeError, match=told(*(f"{variable}={value}" for value in OF_HOOKS[variable]))):
+    with pytest.raises(RuntimeError, match=disagreement(*(f"{variable}={value}" for value in OF_HOOKS[variable]))):
         train(rank, hooked(), steps=1)
     dist.destroy_process_group()
 
@@ -105,9 +105,9 @@ ARGUMENTS = {
 @on_ranks(2, fresh=True, init=False, env={BITS: "4"})
 @pytest.mark.parametrize("what", list(ARGUMENTS))
 def test_an_argument_of_the_state_that_differs_is_named(rank, world, what):
-    given, said = ARGUMENTS[what]
+    given, message = ARGUMENTS[what]
     init_group("cgx")
-    with pytest.raises(RuntimeError, match=told(*said)):
+    with pytest.raises(RuntimeError, match=disagreement(*message)):
         train(rank, hooked(*given[rank]), steps=1)
     dist.destroy_process_group()
 

@@ -82,7 +82,7 @@ def gradients(made):
 
 
 @contextlib.contextmanager
-def warnings_anew():
+def recorded_warnings():
     """Records torchbraid's warnings, including those that are normally given once per process."""
     said = set(_has_said)
     _has_said.clear()
@@ -247,7 +247,7 @@ def test_an_exception_of_the_backward_pass_is_raised_on_all_ranks(rank, world):
 
 
 @on_ranks(1, 2)
-def test_other_lengths_and_batch_sizes_are_planned_anew(rank, world):
+def test_other_lengths_and_batch_sizes_are_planned_again(rank, world):
     made = inexact(lambda: nn.Conv1d(2, 2, 3, padding=1))
     for shape in ((3, 2, 8), (3, 2, 12), (5, 2, 12), (2, 2, 8)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -432,7 +432,7 @@ def test_an_expanded_gradient_is_sent(rank, world):
 @on_ranks(1, 2)
 def test_a_batch_does_not_depend_on_the_one_before(rank, world):
     first, second = inexact(), inexact()
-    with warnings_anew() as said:
+    with recorded_warnings() as said:
         for made in (first, second):
             made.setSkipDowncycle(False)
             made.setMaxIters(1)
@@ -631,7 +631,7 @@ def test_functions_that_are_wrong_are_named_on_all_ranks(rank, world):
 
 
 @on_ranks(1)
-def test_levels_whose_states_look_alike_are_told_apart(rank, world):
+def test_levels_whose_states_look_alike_are_distinguished(rank, world):
     # With as many iterations as intervals the solve is exact, whatever the functions do.
     said = []
 
@@ -805,7 +805,7 @@ def test_a_weight_of_c_relaxation_is_refused_of_both_directions():
 
 
 @pytest.mark.slow
-def test_compiled_layers_draw_anew_for_each_batch_and_alike_within_it():
+def test_compiled_layers_draw_again_for_each_batch_and_alike_within_it():
     found = []
 
     class Compiled(Dropping):
@@ -1100,7 +1100,7 @@ def test_a_sequence_may_have_another_length(rank, world):
 @on_ranks(2)
 def test_dt_is_the_time_by_the_steps_of_the_batch_and_not_by_the_declared_ones(rank, world):
     cell = FastCell().double()
-    with warnings_anew() as said:
+    with recorded_warnings() as said:
         # Scripts may give each rank only the integer part of its share: 27 steps, of which 2 ranks declare 13 each.
         made = torchbraid.GRU_Parallel(MPI.COMM_WORLD, cell, 13, HIDDEN, LAYERS, 27 * 0.25)
         x = sequence(27)
@@ -1192,7 +1192,7 @@ def test_evaluations_of_a_cell_are_timed(rank, world):
 
 @on_ranks(1, 2)
 def test_levels_are_as_many_as_the_net_allows(rank, world):
-    with warnings_anew() as said:
+    with recorded_warnings() as said:
         made = net(steps=8, levels=5)
         made.setCFactor(2)
         made(batch()).sum().backward()
@@ -1208,7 +1208,7 @@ def test_settings_mean_what_they_say():
     made = net(steps=16, levels=2, iters=3, comm=MPI.COMM_SELF)
     assert (made.getFwdMaxIters(), made.getBwdMaxIters()) == (3, 3)
     made.setSkipDowncycle(True)
-    with warnings_anew():
+    with recorded_warnings():
         made.setSkipBwdDowncycle(False)
     made.setFwdMaxIters(2)
     made.setFwdCFactor(4)
@@ -1226,7 +1226,7 @@ def test_settings_mean_what_they_say():
 
 def test_settings_without_effect_say_why_once():
     made = net(comm=MPI.COMM_SELF)
-    with warnings_anew() as said:
+    with recorded_warnings() as said:
         for _ in range(2):
             made.fwd_app.setAbsTol(1e-6)
             made.setFwdStorage(0)
@@ -1242,7 +1242,7 @@ def test_settings_without_effect_say_why_once():
 
 @on_ranks(2)
 def test_buffers_of_mpi_say_where_states_are_sent_from(rank, world):
-    with warnings_anew() as said:
+    with recorded_warnings() as said:
         net(user_mpi_buf=False)
         net(user_mpi_buf=True)
     assert len(said) == (rank == 0) and (rank or "sent from their own memory" in str(said[0].message))
@@ -2059,8 +2059,8 @@ def test_objectives_of_two_levels_change_alike_to_first_order(rank, world, how):
     criterion = _mgopt_options.criterion_of(("tb_mgopt_cross_ent_plus_continuity", {"continuity_constant": 0.1}))
     fine, coarse = (_mgopt_levels.Level(each.model, criterion, each.optimizer) for each in solver.levels)
     transfer = _mgopt_levels.Transfer(fine, coarse, 2, how)
-    way = _mgopt_cycle.Way(transfer, "injection", "transposed", _mgopt_options.line_search_of(BACKTRACK))
-    cycle = _mgopt_cycle.Cycle([fine, coarse], [way], pre=0, post=0, coarse=1, say=lambda *_: None)
+    pair = _mgopt_cycle.LevelPair(transfer, "injection", "transposed", _mgopt_options.line_search_of(BACKTRACK))
+    cycle = _mgopt_cycle.Cycle([fine, coarse], [pair], pre=0, post=0, coarse=1, say=lambda *_: None)
     batch = _mgopt_levels.Batch(*samples(1)[0], 0, _mgopt_levels.Draws(torch.device("cpu")))
     fine.begin()
     coarse.begin()

@@ -1,6 +1,8 @@
 """Compressed calls and hooks: the same bits on all ranks, near the exact result, while other calls stay exact."""
 
+import dataclasses
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,7 +88,7 @@ def test_calls_and_hooks_work_with_detailed_debugging(rank, world):
 
 
 @on_ranks(3)
-def test_other_calls_stay_exact_beside_compressed_ones(rank, world):
+def test_other_calls_stay_exact_among_compressed_ones(rank, world):
     expected = contribution(rank)
     dist.all_reduce(expected)
     for _ in range(3):
@@ -178,7 +180,7 @@ WRONG = {
 
 @pytest.mark.parametrize("codec", list(WRONG))
 def test_a_wrong_codec_is_refused_where_it_is_given(codec):
-    for given in ({"codec": codec}, {"down": codec}, {"layers": {"head": codec}}):
+    for given in ({"codec": codec}, {"result": codec}, {"layers": {"head": codec}}):
         with pytest.raises(ValueError) as caught:
             Compression(**given)
         assert WRONG[codec] in str(caught.value) and next(iter(given)) in str(caught.value)
@@ -194,7 +196,7 @@ def test_a_wrong_codec_is_refused_where_it_is_given(codec):
         {"exclude": [1]},
         {"codec": 4},
         {"codec": None},
-        {"inner": None},
+        {"intra_node": None},
         {"layers": {"head": None}},
         {"one_dimensional": "no"},
         {"error_feedback": 1},
@@ -203,6 +205,36 @@ def test_a_wrong_codec_is_refused_where_it_is_given(codec):
 def test_a_wrong_setting_is_named(given):
     with pytest.raises(ValueError, match=next(iter(given))):
         Compression(**given)
+
+
+OLD_NAMES = {"up": "reduce", "down": "result", "inner": "intra_node"}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items(), ids=list(OLD_NAMES))
+def test_an_old_name_of_a_setting_works_and_warns(old, new):
+    for given in ({old: "bf16"}, {old: "bf16", "codec": "maxmin:8"}):
+        with pytest.warns(DeprecationWarning) as caught:
+            made = Compression(**given)
+        [warning] = caught
+        assert str(warning.message) == f"Compression({old}=...) is deprecated; use Compression({new}=...)"
+        assert warning.filename == __file__
+        assert made == Compression(**{OLD_NAMES.get(name, name): value for name, value in given.items()})
+    with pytest.warns(DeprecationWarning, match=f"Compression.{old} is deprecated; use Compression.{new}"):
+        assert getattr(made, old) == "bf16"
+    with pytest.warns(DeprecationWarning, match=f"use Compression.{new}=...."):
+        assert getattr(replace(Compression(), **{old: "bf16"}), new) == "bf16"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, old, "raw")
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items(), ids=list(OLD_NAMES))
+def test_an_old_name_with_the_new_one_is_refused(old, new):
+    with pytest.raises(ValueError, match=f"^{old} is the old name of {new}; give one of them$"):
+        Compression(**{old: "bf16", new: "maxmin:8"})
+    names = [field.name for field in dataclasses.fields(Compression)]
+    before = ["maxmin:4", None, None, "raw"][: names.index(new)]
+    with pytest.raises(ValueError, match=f"^{old} is the old name of {new}"):
+        Compression(*before, "bf16", **{old: "maxmin:8"})
 
 
 @on_ranks(2, fresh=True)
@@ -471,21 +503,21 @@ def test_hooks_say_what_travels_as_it_is_also_where_all_calls_are_compressed(ran
     assert all(torch.equal(a, b) for a, b in zip(train(rank, ddp), exact, strict=True))
 
 
-def carried(saved):
+def contribution_residuals(saved):
     """Returns the rank's residuals of contributions in a `state_dict`, by name."""
     [(_, _, losses, _)] = saved["residuals"].values()
     return dict(losses)
 
 
 @on_ranks(2, fresh=True)
-def test_the_default_type_does_not_matter_to_what_is_carried_over(rank, world):
+def test_the_default_type_does_not_change_residuals(rank, world):
     ddp, state = compressed_ddp(Compression("maxmin:2,bucket=64", error_feedback=True), models())
     torch.set_default_dtype(torch.bfloat16)
     train_float32 = [tensor.float() for tensor in batch(rank, 0)]
     (ddp(train_float32[0]) - train_float32[1]).square().mean().backward()
     saved = state.state_dict()
-    assert all(loss.dtype is torch.float32 for loss in carried(saved).values())
-    own = (rank, saved["step"], tuple((name, loss[:, :10]) for name, loss in carried(saved).items()), ())
+    assert all(loss.dtype is torch.float32 for loss in contribution_residuals(saved).values())
+    own = (rank, saved["step"], tuple((name, loss[:, :10]) for name, loss in contribution_residuals(saved).items()), ())
     state.load_state_dict({**saved, "residuals": {f"rank {rank}": own}})
     with pytest.raises(RuntimeError, match=r"the residual of .* load a state of the same model"):
         (ddp(train_float32[0]) - train_float32[1]).square().mean().backward()
@@ -511,13 +543,13 @@ def test_two_models_have_a_state_each(rank, world):
 
 
 @on_ranks(2, fresh=True)
-def test_ranks_whose_hooks_differ_are_told_in_the_backward_pass(rank, world):
+def test_ranks_whose_hooks_differ_fail_in_the_backward_pass(rank, world):
     ddp, _ = compressed_ddp(Compression("maxmin:8" if rank else "maxmin:4"), models())
     with pytest.raises(RuntimeError) as caught:
         train(rank, ddp, steps=1)
-    told = str(caught.value)
-    assert f"rank {rank} cannot go on" in told and "seed" not in told
-    assert "rank 0 has codec='maxmin:4," in told and "rank 1 has codec='maxmin:8," in told
+    message = str(caught.value)
+    assert f"rank {rank} cannot go on" in message and "seed" not in message
+    assert "rank 0 has codec='maxmin:4," in message and "rank 1 has codec='maxmin:8," in message
 
 
 @on_ranks(2, fresh=True)
@@ -570,9 +602,9 @@ def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(rank, world):
 
     steps(first, optimizer, range(3))
     saved = state.state_dict()
-    assert saved["step"] == 3 and set(carried(saved)) == {"up.weight", "down.weight"}
+    assert saved["step"] == 3 and set(contribution_residuals(saved)) == {"up.weight", "down.weight"}
     # A part that a rank adds up itself is not encoded, and may be all of a layer.
-    assert any(loss.abs().sum() > 0 for loss in carried(saved).values())
+    assert any(loss.abs().sum() > 0 for loss in contribution_residuals(saved).values())
     second, state = compressed_ddp(settings, models(), **fixed)
     second.load_state_dict(first.state_dict())
     state.load_state_dict(saved)
@@ -580,19 +612,19 @@ def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(rank, world):
     again.load_state_dict(optimizer.state_dict())
     steps(second, again, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(second.parameters(), expected, strict=True))
-    before = carried(state.state_dict())["up.weight"]
+    before = contribution_residuals(state.state_dict())["up.weight"]
     state.rescale(0.5)
-    assert torch.equal(carried(state.state_dict())["up.weight"], before / 2)
+    assert torch.equal(contribution_residuals(state.state_dict())["up.weight"], before / 2)
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="factor is .*; expected a positive number"):
             state.rescale(wrong)
     with pytest.warns(UserWarning, match="residuals of 3 ranks cannot be distributed to 2 ranks"):
         state.load_state_dict({**saved, "world": 3})
-    assert state.step == 3 and not carried(state.state_dict())
+    assert state.step == 3 and not contribution_residuals(state.state_dict())
 
 
 def test_error_feedback_with_one_bit_is_refused():
-    for given in ({"codec": "maxmin:1"}, {"down": "maxmin:1,bucket=64"}, {"layers": {"head": "maxmin:1"}}):
+    for given in ({"codec": "maxmin:1"}, {"result": "maxmin:1,bucket=64"}, {"layers": {"head": "maxmin:1"}}):
         Compression(**given)
         with pytest.raises(ValueError, match="error_feedback: with maxmin:1 it diverges"):
             Compression(**given, error_feedback=True)
@@ -603,10 +635,10 @@ def test_error_feedback_with_one_bit_of_a_rotation_is_refused():
         Compression("hadamard:1", error_feedback=True)
 
 
-LOSSY = ({"codec": "sign"}, {"down": "sign,bucket=64"}, {"inner": "topk:5"}, {"layers": {"head": "topk:2"}})
+LOSSY = ({"codec": "sign"}, {"result": "sign,bucket=64"}, {"intra_node": "topk:5"}, {"layers": {"head": "topk:2"}})
 
 
-@pytest.mark.parametrize("given", LOSSY, ids=["codec", "down", "inner", "layers"])
+@pytest.mark.parametrize("given", LOSSY, ids=["codec", "result", "intra_node", "layers"])
 def test_what_needs_error_feedback_is_refused_by_hooks_without_it(given):
     with pytest.raises(ValueError, match=r"(sign|topk:\d),bucket=\d+,meta=float32 loses .* set error_feedback=True"):
         Compression(**given)

@@ -10,9 +10,9 @@ from support import BACKEND, gloo_group, on_ranks
 from support.training import contribution, error, same_on_all
 from torch_accl import compression
 from torch_accl.compression import Compression, _call_measures
+from torch_accl.compression._futures import WorkOfSeveral
 from torch_accl.compression._scope import codecs_of, encoded
 from torch_accl.compression._settings import tensor_id
-from torch_accl.compression._together import WorkOfSeveral
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -32,7 +32,7 @@ def test_the_longest_timeout_is_passed_on_to_each_of_several_calls():
 
 
 @on_ranks(3, fresh=True)
-def test_all_reduces_are_told_by_key_with_their_error_where_there_is_an_audit(rank, world):
+def test_all_reduces_are_reported_by_key_with_their_error_if_audited(rank, world):
     assert compression.call_measures() == [] and len(compression.call_summary().splitlines()) == 1
     settings = Compression("maxmin:4,bucket=128", audit=2)
     lost = square = 0.0
@@ -70,9 +70,9 @@ def test_all_reduces_are_told_by_key_with_their_error_where_there_is_an_audit(ra
 
 
 @on_ranks(3, fresh=True)
-def test_what_is_scattered_gathered_and_exchanged_is_told_too(rank, world):
+def test_scattered_gathered_and_exchanged_tensors_are_reported_too(rank, world):
     count = 2048
-    settings = Compression("maxmin:8,bucket=64", down="maxmin:4,bucket=64", audit=4)
+    settings = Compression("maxmin:8,bucket=64", result="maxmin:4,bucket=64", audit=4)
     whole = contribution(rank, world * count)
     output = torch.empty(count)
     compression.reduce_scatter_quantized(output, whole, compression=settings, key="w")
@@ -101,7 +101,7 @@ def test_what_is_scattered_gathered_and_exchanged_is_told_too(rank, world):
 
 
 @on_ranks(2, fresh=True)
-def test_spoilt_buckets_are_told_by_the_rank_that_sent_them(rank, world):
+def test_nan_buckets_are_reported_by_the_rank_that_sent_them(rank, world):
     tensor = contribution(rank)
     if rank == 1:
         tensor[[3, 1000]] = float("inf")
@@ -115,7 +115,7 @@ def test_spoilt_buckets_are_told_by_the_rank_that_sent_them(rank, world):
 
 
 @on_ranks(2, fresh=True)
-def test_what_travels_as_it_is_and_what_raised_is_not_told(rank, world):
+def test_uncompressed_and_failed_calls_are_not_reported(rank, world):
     for tensor, how in (
         (torch.arange(100), {}),
         (contribution(rank).double(), {}),

@@ -17,7 +17,7 @@ from torch_accl.compat import cgx
 from torch_accl.compression import Compression
 
 # Error message on a machine with such a device. A fake tensor has all of the device but the memory.
-TOLD = r"on cuda:0, which the group reduces with gloo: they would be sent uncompressed; train on the CPU, or omit"
+REFUSAL = r"on cuda:0, which the group reduces with gloo: they would be sent uncompressed; train on the CPU, or omit"
 
 
 def elsewhere(*shape):
@@ -44,7 +44,7 @@ def test_a_bucket_of_ddp_on_another_device_is_refused(rank, world, kind):
         else cgx.CGXState(group)
     )
     hook = compression.ddp_hook if kind == "state" else cgx.cgx_hook
-    with pytest.raises(RuntimeError, match=TOLD):
+    with pytest.raises(RuntimeError, match=REFUSAL):
         hook(state, bucket_of(elsewhere(5000)))
     # The hook sent nothing, and counts nothing as sent.
     assert (state.step, state.traffic.raw) == (0, 0)
@@ -55,7 +55,7 @@ def test_a_bucket_of_ddp_on_another_device_is_refused(rank, world, kind):
 def test_a_model_on_another_device_is_refused_where_the_state_is_made(rank, world):
     with FakeTensorMode():
         model = nn.Linear(64, 64, device="cuda")
-    with pytest.raises(RuntimeError, match=TOLD):
+    with pytest.raises(RuntimeError, match=REFUSAL):
         compression.CompressionState(Compression("maxmin:4"), model, mixed_group())
     with pytest.raises(RuntimeError, match="on cuda:0, which the group has no backend for"):
         compression.CompressionState(Compression("maxmin:4"), model, dist.new_group(backend="cpu:accl"))
@@ -75,7 +75,7 @@ def test_rows_of_fsdp2_on_another_device_are_refused(rank, world):
         lambda: reduction(elsewhere(100), elsewhere(200), group, dist.ReduceOp.AVG),
         lambda: reduction._all_reduce(elsewhere(100), dist.ReduceOp.AVG, group, False),
     ):
-        with pytest.raises(RuntimeError, match=TOLD):
+        with pytest.raises(RuntimeError, match=REFUSAL):
             call()
     assert state.traffic.raw == 0 and not state._calls
 

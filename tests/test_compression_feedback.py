@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import on_ranks
-from support.training import carried_over, decide, same_on_all
+from support.training import decide, residuals_of, same_on_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,7 +47,7 @@ class Book:
     def __init__(self, world):
         self.world = world
         self.plain = made()
-        self.owed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.plain.named_parameters()}
+        self.missing = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.plain.named_parameters()}
 
     def add(self, step, used_by, found):
         """Adds a step with the results `found`; `used_by` lists the branches that each rank used."""
@@ -57,26 +57,26 @@ class Book:
                     self.plain(inputs(rank, step), used), [getattr(self.plain, name).weight for name in used]
                 )
                 for name, gradient in zip(used, gradients, strict=True):
-                    self.owed[f"{name}.weight"] += gradient.double() / self.world
+                    self.missing[f"{name}.weight"] += gradient.double() / self.world
         for name, gradient in found.items():
             if gradient is not None:
-                self.owed[name] -= gradient.double()
+                self.missing[name] -= gradient.double()
 
     def check(self, state, bound=1e-4):
         """Checks that the residuals hold everything that the results lack, except for the share `bound`.
 
         That share covers rounding, or the loss of finer codecs, which keep no residuals.
         """
-        saved = carried_over(state)
-        for name, owed in self.owed.items():
-            kept = torch.zeros_like(owed)
+        saved = residuals_of(state)
+        for name, missing in self.missing.items():
+            kept = torch.zeros_like(missing)
             if name in saved["residuals"]:
                 kept += saved["residuals"][name].double().sum(0).view_as(kept) / self.world
             if name in saved["residuals_of_sums"]:
                 kept += saved["residuals_of_sums"][name].double().view_as(kept)
             dist.all_reduce(kept)
-            scale = owed.abs().max().clamp(min=1e-3)
-            assert (owed - kept).abs().max() < bound * scale, (name, (owed - kept).abs().max(), scale)
+            scale = missing.abs().max().clamp(min=1e-3)
+            assert (missing - kept).abs().max() < bound * scale, (name, (missing - kept).abs().max(), scale)
 
 
 def hooked(settings=SETTINGS, **options):
@@ -106,13 +106,13 @@ BOTH = ("left", "right")
 
 
 @on_ranks(2, 3, fresh=True, env=TWO_PHASES)
-def test_what_is_carried_over_of_a_parameter_that_no_rank_uses_is_kept(rank, world):
+def test_the_residual_of_an_unused_parameter_is_kept(rank, world):
     ddp, state = hooked(find_unused_parameters=True)
     book = Book(world)
     for step, used in enumerate([BOTH, BOTH, ("left",), ("left",), BOTH]):
-        before = carried_over(state)
+        before = residuals_of(state)
         book.add(step, [used] * world, stepped(ddp, rank, step, [used] * world))
-        after = carried_over(state)
+        after = residuals_of(state)
         book.check(state)
         if step > 1:
             for kind in ("residuals", "residuals_of_sums"):
@@ -129,19 +129,19 @@ def test_a_rank_that_does_not_use_a_parameter_keeps_what_it_carries_over(rank, w
     for step in range(6):
         # Each rank leaves out the branch in some steps.
         used_by = [("left",) if step and step % world == other else BOTH for other in range(world)]
-        before = carried_over(state)["residuals"].get("right.weight")
+        before = residuals_of(state)["residuals"].get("right.weight")
         found = stepped(ddp, rank, step, used_by)
         assert same_on_all(*found.values())
         book.add(step, used_by, found)
         book.check(state)
         if step:
-            is_kept = torch.equal(before, carried_over(state)["residuals"]["right.weight"])
+            is_kept = torch.equal(before, residuals_of(state)["residuals"]["right.weight"])
             assert is_kept == (used_by[rank] == ("left",))
 
 
 @on_ranks(2, 3, fresh=True, env=TWO_PHASES)
-def test_a_parameter_that_falls_back_to_raw_gets_once_what_was_carried_over(rank, world):
-    _state.LOOK_EVERY = 4
+def test_a_parameter_that_falls_back_to_raw_gets_its_residual_once(rank, world):
+    _state.CHECK_EVERY = 4
     settings = Compression(
         "maxmin:2,bucket=64,rounding=nearest", error_feedback=True, error_limit=1e-6, layers={"left": "raw"}, audit=2
     )
@@ -154,9 +154,9 @@ def test_a_parameter_that_falls_back_to_raw_gets_once_what_was_carried_over(rank
             used = ("left",) if step == 4 else BOTH
             book.add(step, [used] * world, stepped(ddp, rank, step, [used] * world))
             book.check(state)
-            assert ("right.weight" in carried_over(state)["residuals"]) == (step <= 4), step
+            assert ("right.weight" in residuals_of(state)["residuals"]) == (step <= 4), step
     assert state.codec_of("right.weight") is None
-    assert not carried_over(state)["residuals_of_sums"]
+    assert not residuals_of(state)["residuals_of_sums"]
 
 
 @on_ranks(2, fresh=True, env=TWO_PHASES)
@@ -165,14 +165,14 @@ def test_what_was_lost_of_sums_is_not_lost_where_they_are_encoded_more_finely(ra
     book = Book(world)
     for step in range(4):
         if step == 2:
-            saved = carried_over(state)
+            saved = residuals_of(state)
             assert saved["residuals_of_sums"]["right.weight"].any()
             finer = ("raw", "maxmin:8,bucket=64", "maxmin:8,bucket=64")
             decide(state, {"right.weight": finer})
         book.add(step, [BOTH] * world, stepped(ddp, rank, step, [BOTH] * world))
         # 8 bits keep no residual of their loss in a sum. The loss of 2 bits was a hundred times as large.
         book.check(state, 1e-4 if step < 2 else 0.02)
-    assert set(carried_over(state)["residuals_of_sums"]) == {"left.weight"}
+    assert set(residuals_of(state)["residuals_of_sums"]) == {"left.weight"}
 
 
 class Layer(nn.Module):
@@ -206,7 +206,7 @@ def test_shards_of_fsdp2_that_fall_back_to_raw_get_what_was_carried_over(rank, w
     exact, found = torch.zeros(64, 48).double(), torch.zeros(64, 48).double()
     for step in range(4):
         if step == 3:
-            saved = carried_over(state)
+            saved = residuals_of(state)
             assert saved["residuals_of_sums"]["weight (replicas)"].any()
             assert (exact - found).norm() > 0.01 * exact.norm()
             decide(state, {"weight": None, "weight (replicas)": None})
@@ -214,7 +214,7 @@ def test_shards_of_fsdp2_that_fall_back_to_raw_get_what_was_carried_over(rank, w
         found += gradient(coarse, step)
     # The last step sent all residuals.
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5 * exact.abs().max().item())
-    assert not carried_over(state)["residuals"] and not carried_over(state)["residuals_of_sums"]
+    assert not residuals_of(state)["residuals"] and not residuals_of(state)["residuals_of_sums"]
 
 
 def test_only_zeros_are_zero():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import gloo_group, on_ranks, versions
-from support.training import Model, batch, carried_over, error, same_on_all, train
+from support.training import Model, batch, error, residuals_of, same_on_all, train
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,7 +103,7 @@ def test_both_calls_of_a_mesh_of_replicas_are_compressed_and_measured(rank, worl
 
 @pytest.mark.slow
 @on_ranks(4, fresh=True)
-def test_what_is_carried_over_between_replicas_is_by_shard(rank, world):
+def test_residuals_between_replicas_are_by_shard(rank, world):
     mesh = mesh_of(2, 2)
 
     def found(settings):
@@ -119,7 +119,7 @@ def test_what_is_carried_over_between_replicas_is_by_shard(rank, world):
         assert same_on_all(*weights)
         distances[feedback] = sum((a - b).square().sum() for a, b in zip(weights, exact, strict=True)).sqrt().item()
     assert distances[True] < distances[False] / 1.5, distances
-    saved = carried_over(state)
+    saved = residuals_of(state)
     assert saved["residuals"]["up.weight"].shape == (2, 48 * 48)
     assert saved["residuals"]["up.weight (replicas)"].shape == (1, 48 * 48)
     assert all(loss.abs().sum() > 0 for loss in saved["residuals"].values())
@@ -127,7 +127,7 @@ def test_what_is_carried_over_between_replicas_is_by_shard(rank, world):
     again.load_state_dict(state.state_dict())
     backward(rank, model)
     assert not torch.equal(
-        carried_over(again)["residuals"]["up.weight (replicas)"], saved["residuals"]["up.weight (replicas)"]
+        residuals_of(again)["residuals"]["up.weight (replicas)"], saved["residuals"]["up.weight (replicas)"]
     )
 
 
@@ -151,8 +151,8 @@ def test_a_mesh_of_replicas_has_the_same_bits_in_calls_of_any_size(rank, world):
 def test_replicas_choose_their_codecs_by_themselves(rank, world):
     model, state = compressed(Compression("auto", min_elements=64), made(fully_shard, mesh=mesh_of(2, 2)))
     assert same_on_all(*train(rank, model, steps=2))
-    told = state.explain()
-    assert "up.weight: " in told and "up.weight (replicas): " in told
+    explanation = state.explain()
+    assert "up.weight: " in explanation and "up.weight (replicas): " in explanation
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_modules_that_are_sharded_together_are_one(rank, world):
 
 
 @on_ranks(2, fresh=True)
-def test_ranks_of_replicas_with_different_settings_are_told(rank, world):
+def test_replicas_with_different_settings_are_named(rank, world):
     model, _ = compressed(Compression(f"maxmin:{4 + rank}"), made(fully_shard, mesh=mesh_of(2, 1)))
     with pytest.raises(RuntimeError, match="rank 0 has codec='maxmin:4,.* and rank 1 has codec='maxmin:5,"):
         backward(rank, model)

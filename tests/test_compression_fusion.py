@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_accl import compression
 from torch_accl.compat import cgx
 from torch_accl.compression import Compression
+from torch_accl.compression._futures import WorkOfSeveral, future_of
 from torch_accl.compression._plans import cut
-from torch_accl.compression._together import WorkOfSeveral, future_of
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -164,7 +164,7 @@ def test_no_call_waits_for_another(rank, world):
 
 
 @on_ranks(2, fresh=True)
-def test_ranks_with_different_bounds_are_told(rank, world):
+def test_ranks_with_different_bounds_are_named(rank, world):
     model, *_ = ddp(Compression("maxmin:8", fusion_bytes=4096 if rank else None))
     with pytest.raises(RuntimeError) as caught:
         train(rank, model, steps=1)
@@ -346,14 +346,14 @@ def test_registered_layers_are_summed_in_calls_of_any_size(rank, world):
 def test_ranks_with_different_buffers_of_cgx_are_both_named(rank, world):
     os.environ[FUSION] = "0" if rank else "64"
     # The message uses the unit of the variable.
-    told = f"rank 0 has {FUSION}=64, and rank 1 has {FUSION}=0; give all ranks the same"
-    with pytest.raises(RuntimeError, match=told):
+    message = f"rank 0 has {FUSION}=64, and rank 1 has {FUSION}=0; give all ranks the same"
+    with pytest.raises(RuntimeError, match=message):
         init_group("cgx")
     init_group("accl")
     model = DistributedDataParallel(net())
     model.register_comm_hook(cgx.CGXState(), cgx.cgx_hook)
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         train(rank, model, steps=1)
     assert time.monotonic() - begin < 20
     dist.destroy_process_group()

@@ -60,7 +60,7 @@ def by_name(state):
 
 
 @on_ranks(3, fresh=True)
-def test_the_error_of_each_parameter_is_told(rank, world):
+def test_the_error_of_each_parameter_is_reported(rank, world):
     settings = Compression("maxmin:4,bucket=128", layers={"second.weight": "maxmin:2,bucket=64"}, audit=2)
     ddp, state = compressed(settings)
     plain = DistributedDataParallel(model())
@@ -111,31 +111,31 @@ def test_an_audit_of_nothing_compares_nothing_and_leaves_the_rest(rank, world):
 
 
 @on_ranks(2, fresh=True)
-def test_buckets_that_became_nan_are_told(rank, world):
+def test_buckets_that_became_nan_are_reported(rank, world):
     ddp, state = compressed(Compression("maxmin:4,meta=float16"))
     with torch.no_grad():
         ddp.module.first.weight[7, 3] = math.inf if rank == 1 else 1.0
     gradients(rank, ddp, 0)
-    told = sum(row.not_finite for row in state.measures())
-    assert told > 0 and "NaN buckets" in state.summary()
+    nan_count = sum(row.not_finite for row in state.measures())
+    assert nan_count > 0 and "NaN buckets" in state.summary()
 
 
 @on_ranks(2, fresh=True)
 def test_an_error_beyond_the_limit_ends_compression_of_that_parameter_on_all_ranks(rank, world, monkeypatch):
-    monkeypatch.setattr(_state, "LOOK_EVERY", 5)
+    monkeypatch.setattr(_state, "CHECK_EVERY", 5)
     settings = Compression("maxmin:8", layers={"second.weight": "maxmin:1,bucket=512"}, error_limit=0.1, audit=8)
     ddp, state = compressed(settings)
     plain = DistributedDataParallel(model())
-    told = []
+    warned = []
     for step in range(14):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = gradients(rank, ddp, step)
-        told += [(step, str(warning.message)) for warning in caught]
+        warned += [(step, str(warning.message)) for warning in caught]
         exact = gradients(rank, plain, step)
     # Step 6 and not 5, because DistributedDataParallel rebuilds its buckets after the first step.
-    assert [step for step, _ in told] == [6], told
-    assert "sums of second.weight with maxmin:1" in told[0][1] and "error_limit 0.1" in told[0][1]
+    assert [step for step, _ in warned] == [6], warned
+    assert "sums of second.weight with maxmin:1" in warned[0][1] and "error_limit 0.1" in warned[0][1]
     assert torch.equal(found["module.second.weight"], exact["module.second.weight"])
     assert not torch.equal(found["module.first.weight"], exact["module.first.weight"])
     assert state.codec_of("second.weight") is None and state.codec_of("first.weight").startswith("maxmin:8")
@@ -148,8 +148,8 @@ def test_an_error_beyond_the_limit_ends_compression_of_that_parameter_on_all_ran
 
 
 @on_ranks(2, fresh=True)
-def test_bits_are_raised_where_what_is_carried_over_grows(rank, world, monkeypatch):
-    monkeypatch.setattr(_state, "LOOK_EVERY", 10)
+def test_bits_are_raised_where_residuals_grow(rank, world, monkeypatch):
+    monkeypatch.setattr(_state, "CHECK_EVERY", 10)
     # With two bits, large buckets and one value above all others, an encoding loses many times the gradient.
     settings = Compression("maxmin:2,bucket=8192,rounding=stochastic", error_feedback=True, exclude=["first"])
     ddp, state = compressed(settings)
@@ -166,23 +166,23 @@ def test_bits_are_raised_where_what_is_carried_over_grows(rank, world, monkeypat
             ((weight * scale * noise).sum() + 0 * out.sum()).backward()
         return [str(warning.message) for warning in caught]
 
-    told = [message for number in range(40) for message in step(number)]
-    assert told and all("the residual of second.weight is" in message for message in told), told
-    assert "maxmin:2,bucket=8192" in told[0] and "the parameter uses maxmin:3,bucket=8192" in told[0]
+    warned = [message for number in range(40) for message in step(number)]
+    assert warned and all("the residual of second.weight is" in message for message in warned), warned
+    assert "maxmin:2,bucket=8192" in warned[0] and "the parameter uses maxmin:3,bucket=8192" in warned[0]
     # One warning for each raise: every warning names another number of bits.
-    assert len(told) == len({message.split("the parameter uses ")[1] for message in told})
-    assert int(state.codec_of("second.weight")[len("maxmin:")]) == 2 + len(told)
-    assert all(float(re.search(r"is ([0-9.e+]+) times its gradient", message)[1]) > 10 for message in told)
+    assert len(warned) == len({message.split("the parameter uses ")[1] for message in warned})
+    assert int(state.codec_of("second.weight")[len("maxmin:")]) == 2 + len(warned)
+    assert all(float(re.search(r"is ([0-9.e+]+) times its gradient", message)[1]) > 10 for message in warned)
     assert same_on_all(state.codec_of("second.weight"))
 
 
 @on_ranks(2, fresh=True)
-def test_what_is_carried_over_is_told(rank, world):
+def test_residuals_are_reported(rank, world):
     ddp, state = compressed(Compression("maxmin:2,bucket=64,rounding=nearest", error_feedback=True))
     for step in range(5):
         gradients(rank, ddp, step)
-    carried = by_name(state)["first.weight"].carried
-    assert 0.05 < carried < 2
+    ratio = by_name(state)["first.weight"].carried
+    assert 0.05 < ratio < 2
 
 
 TCP = {"ACCL_TRANSPORTS": "tcp"}
@@ -292,8 +292,8 @@ def test_auto_packs_no_bits_in_shared_memory(rank, world):
 
 
 @on_ranks(2, fresh=True, env=TCP)
-def test_auto_waits_for_gradients_that_tell_something(rank, world, monkeypatch):
-    monkeypatch.setattr(_state, "LOOK_EVERY", 3)
+def test_auto_waits_for_gradients_that_are_not_zero(rank, world, monkeypatch):
+    monkeypatch.setattr(_state, "CHECK_EVERY", 3)
     monkeypatch.setattr(
         _auto, "_times", lambda codecs, *_: {codec: len(codecs) - index for index, codec in enumerate(codecs)}
     )
@@ -327,17 +327,17 @@ def test_one_bit_with_error_feedback_under_adam_is_a_warning(rank, world, kind):
     ddp, _ = compressed(Compression("sign,bucket=64", error_feedback=True))
     other = torch.optim.Adam(model().parameters(), lr=0.01)
     optimizer = getattr(torch.optim, kind)(ddp.parameters(), lr=0.01)
-    told = []
+    warned = []
     for step in range(3):
         gradients(rank, ddp, step)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             other.step()
             optimizer.step()
-        told += [str(warning.message) for warning in caught]
-    assert len(told) == (kind != "SGD"), told
+        warned += [str(warning.message) for warning in caught]
+    assert len(warned) == (kind != "SGD"), warned
     assert all(
-        f"is used with {kind}," in message and "1-bit Adam, which is not supported" in message for message in told
+        f"is used with {kind}," in message and "1-bit Adam, which is not supported" in message for message in warned
     )
 
 
@@ -378,7 +378,7 @@ def test_the_finer_codec(codec, expected):
         ({"error_limit": 0.1, "audit": 0}, "not known with audit=0"),
         ({"error_budget": -1}, "error_budget is -1; expected a number above 0"),
         ({"audit": -1}, "audit is -1; expected a number of at least 0"),
-        ({"codec": "auto", "down": "maxmin:8"}, "omit up and down"),
+        ({"codec": "auto", "result": "maxmin:8"}, "omit reduce and result"),
         ({"codec": "automatic"}, "unknown codec `automatic`"),
     ],
 )

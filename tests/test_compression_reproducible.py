@@ -183,7 +183,7 @@ def test_ranks_that_are_not_of_the_group_take_no_part(rank, world):
 
 @on_ranks(3)
 @pytest.mark.parametrize(("name", "usual", "other"), [("bits", 8, 32), ("bucket", 512, 504)])
-def test_ranks_with_different_settings_are_told_so(rank, world, name, usual, other):
+def test_ranks_with_different_settings_fail_with_the_difference(rank, world, name, usual, other):
     sentence = f"since ranks have different settings: {name} from {min(usual, other)} to {max(usual, other)}; give all"
     with pytest.raises(RuntimeError, match=sentence):
         compression.all_reduce_reproducible(contribution(rank, 500), **{name: other if rank == 1 else usual})

@@ -146,9 +146,9 @@ def test_a_state_of_one_rank_that_all_loaded_is_an_error_on_all(rank, world):
     state.load_state_dict(saved[0])
     with pytest.raises(RuntimeError) as caught:
         steps(rank, ddp, range(2, 3))
-    told = str(caught.value)
-    assert f"rank {rank} cannot go on" in told and "rank 0 loaded the residuals of rank 1" in told, told
-    assert "rank 2 loaded the residuals of rank 1" in told and "each rank" in told, told
+    message = str(caught.value)
+    assert f"rank {rank} cannot go on" in message and "rank 0 loaded the residuals of rank 1" in message, message
+    assert "rank 2 loaded the residuals of rank 1" in message and "each rank" in message, message
 
 
 @on_ranks(3, fresh=True)
@@ -165,10 +165,10 @@ def test_states_of_different_steps_are_an_error_on_all(rank, world):
         with pytest.raises(RuntimeError) as caught:
             steps(rank, ddp, range(1))
         first, second = (0, 2) if which[1] is not None else (0, 1)
-        told = str(caught.value)
+        message = str(caught.value)
         for other in (first, second):
             step = 0 if which[other] is None else which[other]["step"]
-            assert f"rank {other} is at step {step}" in told, told
+            assert f"rank {other} is at step {step}" in message, message
 
 
 @on_ranks(2, fresh=True)
@@ -209,7 +209,7 @@ def test_a_saved_state_with_a_codec_that_there_is_not_is_refused_with_its_name(r
     choice = {"codec": "later:4", "errors": {}, "times": {}}
     decided = ("raw", "later:4", "later:4")
     for wrong in ({"decided": (("up.weight", decided),)}, {"choices": (("up.weight", choice),)}):
-        with pytest.raises(ValueError, match="codec that this version of torch_accl does not know .*`later`"):
+        with pytest.raises(ValueError, match="codec that this version of torch_accl does not support .*`later`"):
             state.load_state_dict({**saved, **wrong})
     assert state.codec_of("up.weight").startswith("maxmin:2"), "what was refused changes nothing"
 
@@ -220,7 +220,7 @@ def test_what_was_pickled_in_a_newer_version_is_refused_and_in_an_older_one_read
     ddp, state = compressed(FEEDBACK)
     steps(rank, ddp, range(2))
     parts = state.__getstate__()
-    assert parts["version"] == 1 and parts["compression"].__getstate__()["version"] == 1
+    assert parts["version"] == 1 and parts["compression"].__getstate__()["version"] == 2
     made = compression.CompressionState.__new__(compression.CompressionState)
     with pytest.raises(ValueError, match="pickled in version 2; this version of torch_accl supports up to 1"):
         made.__setstate__({**parts, "version": 2})
@@ -235,8 +235,8 @@ def test_what_was_pickled_in_a_newer_version_is_refused_and_in_an_older_one_read
 def test_settings_pickled_in_a_newer_version_are_refused_and_in_an_older_one_read():
     parts = FEEDBACK.__getstate__()
     made = Compression.__new__(Compression)
-    with pytest.raises(ValueError, match="saved in version 2; this version of torch_accl supports up to 1"):
-        made.__setstate__({**parts, "version": 2})
+    with pytest.raises(ValueError, match="saved in version 3; this version of torch_accl supports up to 2"):
+        made.__setstate__({**parts, "version": 3})
     with pytest.raises(
         ValueError, match="compression: saved settings are not accepted: codec: .*unknown codec `later`"
     ):
@@ -245,6 +245,19 @@ def test_settings_pickled_in_a_newer_version_are_refused_and_in_an_older_one_rea
     assert made == FEEDBACK == pickle.loads(pickle.dumps(FEEDBACK)) == copy.deepcopy(FEEDBACK)
     # Settings that name no codec still use the codec of their group.
     assert pickle.loads(pickle.dumps(Compression())).of_group("bf16").codec == "bf16"
+
+
+def test_settings_pickled_with_old_names_are_loaded_without_a_warning():
+    settings = Compression("maxmin:4", reduce="bf16", result="maxmin:8", intra_node="bf16")
+    parts = settings.__getstate__()
+    for old, new in (("up", "reduce"), ("down", "result"), ("inner", "intra_node")):
+        parts[old] = parts.pop(new)
+    for version in ({}, {"version": 1}):
+        made = Compression.__new__(Compression)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made.__setstate__({**{name: value for name, value in parts.items() if name != "version"}, **version})
+        assert made == settings and made.__getstate__() == settings.__getstate__()
 
 
 @on_ranks(2, fresh=True)
@@ -358,7 +371,7 @@ def test_deep_copies_and_averaged_models_of_a_model_with_a_hook_work(rank, world
 
 
 @on_ranks(4, fresh=True)
-def test_a_copy_in_the_process_keeps_its_group_and_what_comes_from_a_file_is_told_one(rank, world):
+def test_a_copy_in_the_process_keeps_its_group_and_a_loaded_state_is_given_one(rank, world):
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     other = gloo_group()
     net = DistributedDataParallel(model(), process_group=pair)
@@ -454,7 +467,7 @@ def test_what_a_group_of_all_calls_says_reaches_a_hook(rank, world):
 
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_what_is_carried_over_follows_the_scale_of_a_gradient_scaler(rank, world, kind):
+def test_residuals_follow_the_scale_of_a_gradient_scaler(rank, world, kind):
     class Scaler:
         scale, asked = 8.0, 0
 

@@ -137,7 +137,7 @@ def test_everything_works_with_detailed_debugging(rank, world):
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_detailed_debugging_tells_a_disagreement_before_the_backend_sees_it(rank, world):
+def test_detailed_debugging_reports_a_disagreement_before_the_backend_sees_it(rank, world):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     init_group()
     with pytest.raises(RuntimeError, match="(?i)mismatch|detected"):

@@ -436,7 +436,7 @@ def test_an_emulator_of_which_a_rank_is_missing_names_it():
 
 
 @pytest.mark.slow
-def test_host_groups_live_on_beside_a_dead_device():
+def test_host_groups_survive_a_dead_device():
     def body(rank, text, pid):
         init_group(pg_options=options(text), timeout=timedelta(seconds=3))
         host = dist.new_group()

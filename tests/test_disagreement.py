@@ -159,7 +159,7 @@ def test_asynchronous_calls_that_disagree_raise_in_wait(rank, world):
 
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("by", ["call", "destroy"])
-def test_a_broadcast_root_that_returned_early_hears_of_the_disagreement_later(rank, world, by):
+def test_a_broadcast_root_that_returned_early_gets_the_disagreement_later(rank, world, by):
     group = dist.new_group()
     dist.barrier()
     if rank == 0:

@@ -15,7 +15,7 @@ import time
 
 import pytest
 from support import BACKEND
-from support.elastic import LAUNCHERS, WORLD, Death, survive
+from support.elastic import LAUNCHERS, WORLD, DeathPoint, survive
 from support.scripts import free_port
 
 # Number of moments, which are counted in kinds of store requests. A rank makes fewer kinds for one group, so the last
@@ -47,7 +47,7 @@ CASES = EVERYTHING if ALL else _pairwise(EVERYTHING)
 
 @pytest.mark.parametrize(("launchers", "rank", "group", "store", "moment"), CASES)
 def test_a_rank_that_dies_does_not_keep_the_next_attempt_from_forming(launchers, rank, group, store, moment):
-    survive(launchers, Death(rank, group, moment), store)
+    survive(launchers, DeathPoint(rank, group, moment), store)
 
 
 WORKER = """
@@ -55,7 +55,7 @@ WORKER = """
     sys.path.insert(0, os.environ["SUPPORT"])
     import torch
     import torch.distributed as dist
-    from mortal import Death, Mortal
+    from dying_store import DeathPoint, DyingStore
 
     rank, world, notes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["NOTES"]
     is_first = not os.path.exists(notes + "/died")
@@ -65,7 +65,7 @@ WORKER = """
         moment = int(os.environ["MOMENT"])
         if moment == 0:
             sys.exit(3)
-        store = Mortal(store, Death(1, "0", moment))
+        store = DyingStore(store, DeathPoint(1, "0", moment))
     start = time.time()
     dist.init_process_group(os.environ["BACKEND"], store=store, rank=rank, world_size=world)
     ones = torch.ones(1)
@@ -138,5 +138,5 @@ def test_two_torchruns_restart_when_a_rank_of_one_dies_during_init(tmp_path, how
 
 @pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 def test_makings_leave_no_keys_in_the_store():
-    left = survive("one", Death(0, "none", 0))
+    left = survive("one", DeathPoint(0, "none", 0))
     assert left == [0] * 3, left

@@ -45,7 +45,7 @@ def test_the_sequence_number_counts_the_calls_of_the_group(rank, world):
 
 @needs("numbers of plug-in groups")
 @on_ranks(1, 2)
-def test_a_group_tells_the_sequence_number_of_its_backend(rank, world):
+def test_a_group_returns_the_sequence_number_of_its_backend(rank, world):
     group = dist.new_group()
     dist.barrier(group)
     assert group._get_sequence_number_for_group() == backend_of(group)._get_sequence_number_for_group()
@@ -68,7 +68,7 @@ def test_a_refused_argument_consumes_no_sequence_number(rank, world):
 
 
 @on_ranks(1)
-def test_a_backend_tells_its_name_rank_size_and_options(rank, world):
+def test_a_backend_returns_its_name_rank_size_and_options(rank, world):
     backend = backend_of()
     assert backend.name() == BACKEND and dist.get_backend() == BACKEND
     assert (backend.rank(), backend.size()) == (0, 1)
@@ -144,7 +144,7 @@ def test_a_group_that_timed_out_refuses_later_calls_quoting_the_cause(rank, worl
 
 @pytest.mark.alone
 @on_ranks(2)
-def test_the_cause_of_a_poisoned_group_reaches_the_other_rank(rank, world):
+def test_the_cause_of_an_aborted_group_reaches_the_other_rank(rank, world):
     group = dist.new_group(timeout=timedelta(milliseconds=300))
     dist.barrier()
     if rank == 0:
@@ -365,7 +365,7 @@ def test_destroy_and_init_may_be_repeated(rank, world, store):
 
     for i in range(5):
         if store == "same_keys" and i:
-            init_group(store=runner._seat.store)
+            init_group(store=runner._context.store)
         else:
             init_group()
         sums()
@@ -668,7 +668,7 @@ class Comparing(Wrapped):
 @on_ranks(2, fresh=True, init=False)
 @pytest.mark.parametrize("error", [None, NotImplementedError("compare_set"), RuntimeError("Not implemented.")], ids=str)
 def test_a_store_that_cannot_compare_is_asked_once(rank, world, error):
-    inner = runner._seat.rendezvous.store(rank, world)
+    inner = runner._context.rendezvous.store(rank, world)
     store = Wrapped(inner) if error is None else Comparing(inner, error)
     init_group(store=store)
     dist.all_reduce(torch.ones(1))
@@ -680,12 +680,12 @@ def test_a_comparison_that_fails_is_the_error_of_the_store(rank, world):
     """Regression: every error of `compare_set` was taken to mean that the store cannot compare. The answers that follow
     could then be too old.
     """
-    store = Comparing(runner._seat.rendezvous.store(rank, world), ConnectionError("reset by peer"))
+    store = Comparing(runner._context.rendezvous.store(rank, world), ConnectionError("reset by peer"))
     with pytest.raises(RuntimeError, match="reset by peer"):
         init_group(store=store)
 
 
-def make_beside(rank, folder, world=3):
+def make_separate_group(rank, folder, world=3):
     """Creates a group of trainers and engines as frameworks do: with torch's helper function and a separate store."""
     store = dist.PrefixStore("weights", dist.FileStore(f"{folder}/weights", world))
     group, _ = c10d._new_process_group_helper(
@@ -701,7 +701,7 @@ def test_a_group_of_trainers_and_an_engine_does_not_take_the_place_of_the_job(ra
     if rank != 1:
         store = dist.FileStore(f"{tmp_path}/trainers", 2)
         dist.init_process_group(BACKEND, store=store, rank=rank // 2, world_size=2)
-    group = make_beside(rank, tmp_path)
+    group = make_separate_group(rank, tmp_path)
     weights = torch.full((5,), float(rank))
     dist.broadcast(weights, 0, group=group)
     assert weights.eq(0).all()
@@ -727,7 +727,7 @@ def test_a_group_of_trainers_and_an_engine_leaves_the_device_to_the_job(rank, wo
         store = dist.FileStore(f"{tmp_path}/trainers", 2)
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=2)
         assert has_device()
-    group = make_beside(rank, tmp_path)
+    group = make_separate_group(rank, tmp_path)
     assert not has_device(group)
     sums(group, 3)
     if rank < 2:

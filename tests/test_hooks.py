@@ -143,7 +143,7 @@ def trace(group=None):
 
 @needs("completion hooks")
 @on_ranks(2)
-def test_the_flight_recorder_tells_what_is_over_from_what_is_not(rank, world):
+def test_the_flight_recorder_separates_completed_calls_from_pending_ones(rank, world):
     group = dist.new_group()
     assert group.supports_completion_hooks
     done = dist.all_reduce(torch.ones(3), group=group, async_op=True)

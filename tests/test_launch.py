@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from support import BACKEND, launchers
 from support.scripts import free_port, run_script, start_script
-from torch_accl_launch import LaunchError, Place, jobs, meeting, place, places
+from torch_accl_launch import LaunchError, RankInfo, detect_launcher, jobs, meeting
+from torch_accl_launch.launchers import expand, expand_counts
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -45,27 +46,27 @@ EXPECTED = {
 }
 
 
-def seat(found: Place) -> tuple:
+def summary(found: RankInfo) -> tuple:
     return found.launcher, found.rank, found.world, (found.local_rank, found.local_world)
 
 
 @pytest.mark.parametrize("name", sorted(RECORDINGS))
 def test_a_recorded_environment_gives_each_rank_its_place(name):
-    found = [place(environment) for environment in RECORDINGS[name]]
+    found = [detect_launcher(environment) for environment in RECORDINGS[name]]
     if EXPECTED[name] is None:
         assert found == [None] * len(found)
         return
     launcher, local = EXPECTED[name]
-    assert [seat(one) for one in found] == [(launcher, rank, 3, local[rank]) for rank in range(3)]
+    assert [summary(one) for one in found] == [(launcher, rank, 3, local[rank]) for rank in range(3)]
     assert all(one.is_on_one_host == (local == ON_ONE_HOST) for one in found)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, expected in EXPECTED.items() if expected))
 def test_copies_of_a_launchers_rank_change_nothing(name):
     for environment in RECORDINGS[name]:
-        before = place(environment)
+        before = detect_launcher(environment)
         copied = environment | {"RANK": str(before.rank), "WORLD_SIZE": str(before.world)}
-        assert seat(place(copied)) == seat(before)
+        assert summary(detect_launcher(copied)) == summary(before)
 
 
 def test_a_job_has_one_name_for_its_ranks_and_another_one_for_the_next():
@@ -94,24 +95,24 @@ def test_a_launcher_that_a_rank_starts_counts_and_not_the_copies_of_that_ranks_n
     outer, inner = RECORDINGS["srun_one_node"][0], RECORDINGS["openmpi"][2]
     outer = outer | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1"}
     copies = {"RANK": "0", "WORLD_SIZE": "1"}
-    assert seat(place(outer | copies | inner))[:3] == ("Open MPI", 2, 3)
+    assert summary(detect_launcher(outer | copies | inner))[:3] == ("Open MPI", 2, 3)
     # If the script itself sets `RANK` and `WORLD_SIZE`, its values take precedence.
-    assert seat(place(outer | inner | {"RANK": "4", "WORLD_SIZE": "5"}))[:3] == ("torchrun", 4, 5)
+    assert summary(detect_launcher(outer | inner | {"RANK": "4", "WORLD_SIZE": "5"}))[:3] == ("torchrun", 4, 5)
     code = "import os, torch_accl; print(*[os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')])"
     started = launchers.UNSET | outer | inner | copies | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     (rank,) = run_script(code, 1, env=started)
     assert rank.stdout.split() == ["2", "3", "2", "3"], rank.stderr
 
 
-def test_of_an_mpis_launcher_inside_anothers_nobody_guesses_which_is_the_inner_one():
+def test_nested_mpi_launchers_are_refused_because_the_inner_one_is_unknown():
     with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_RANK=0 and PMI_RANK=1 come from two nested launchers"):
-        place(RECORDINGS["openmpi"][0] | RECORDINGS["mpich"][1])
+        detect_launcher(RECORDINGS["openmpi"][0] | RECORDINGS["mpich"][1])
 
 
 def test_a_batch_script_that_a_rank_has_submitted_is_no_rank():
     names = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
     stale = {name: RECORDINGS["srun_two_nodes"][0][name] for name in names}
-    assert place(RECORDINGS["sbatch"][0] | stale) is None
+    assert detect_launcher(RECORDINGS["sbatch"][0] | stale) is None
 
 
 MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -133,7 +134,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_S
 )
 def test_what_contradicts_within_a_family_is_named(environment, said):
     with pytest.raises(LaunchError) as raised:
-        place(environment)
+        detect_launcher(environment)
     text = str(raised.value)
     assert all(part in text for part in said) and "set" in text and "\n" not in text
 
@@ -154,21 +155,21 @@ def test_what_contradicts_within_a_family_is_named(environment, said):
     ids=str,
 )
 def test_half_a_family_is_no_launcher(environment):
-    assert place(environment) is None
+    assert detect_launcher(environment) is None
 
 
 def test_another_familys_numbers_contradict_nothing():
-    assert seat(place(STEP | MPI)) == ("Open MPI", 1, 2, (None, None))
-    assert seat(place(STEP | MPI | {"RANK": "3", "WORLD_SIZE": "5"})) == ("torchrun", 3, 5, (None, None))
+    assert summary(detect_launcher(STEP | MPI)) == ("Open MPI", 1, 2, (None, None))
+    assert summary(detect_launcher(STEP | MPI | {"RANK": "3", "WORLD_SIZE": "5"})) == ("torchrun", 3, 5, (None, None))
 
 
 def test_lists_of_hosts_and_counts_are_read_as_slurm_writes_them():
-    assert places.expand("a1") == ["a1"]
-    assert places.expand("a[1-3,07],b,c[09-11]-x") == ["a1", "a2", "a3", "a07", "b", "c09-x", "c10-x", "c11-x"]
-    assert places.expand("r[1-2]n[1,3]") == ["r1n1", "r1n3", "r2n1", "r2n3"]
-    assert places.expand("") == []
-    assert places.expand_counts("2(x3),1") == [2, 2, 2, 1]
-    assert places.expand_counts("4") == [4] and places.expand_counts("2(y)") == []
+    assert expand("a1") == ["a1"]
+    assert expand("a[1-3,07],b,c[09-11]-x") == ["a1", "a2", "a3", "a07", "b", "c09-x", "c10-x", "c11-x"]
+    assert expand("r[1-2]n[1,3]") == ["r1n1", "r1n3", "r2n1", "r2n3"]
+    assert expand("") == []
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert expand_counts("4") == [4] and expand_counts("2(y)") == []
 
 
 SUM = """
@@ -370,20 +371,20 @@ print((dict(os.environ), dict(handlers)) == before)
     assert rank.stdout.strip() == "True", rank.stderr
 
 
-def seats(world: int) -> list[Place]:
-    return [Place("PMI", rank, world, rank, world) for rank in range(world)]
+def ranks_of(world: int) -> list[RankInfo]:
+    return [RankInfo("PMI", rank, world, rank, world) for rank in range(world)]
 
 
-def asking(told: list, *meetings: meeting.Meeting) -> list[threading.Thread]:
+def fetching(answers: list, *meetings: meeting.Meeting) -> list[threading.Thread]:
     """Starts one thread per meeting, in which a rank asks for the port. Each thread appends the answer, or the error
-    text, to `told`.
+    text, to `answers`.
     """
 
     def ask(one: meeting.Meeting) -> None:
         try:
-            told.append(one.ask())
+            answers.append(one.fetch_port())
         except (LaunchError, TimeoutError) as error:
-            told.append(str(error))
+            answers.append(str(error))
 
     threads = [threading.Thread(target=ask, args=(one,)) for one in meetings]
     for thread in threads:
@@ -392,48 +393,48 @@ def asking(told: list, *meetings: meeting.Meeting) -> list[threading.Thread]:
 
 
 def test_a_meeting_survives_who_comes_with_nonsense_and_serves_each_rank_once():
-    job, deadline, told = f"test-{os.getpid()}", time.monotonic() + 20, []
-    host, *others = [meeting.Meeting(one, job, 0, deadline) for one in seats(3)]
+    job, deadline, answers = f"test-{os.getpid()}", time.monotonic() + 20, []
+    host, *others = [meeting.Meeting(one, job, 0, deadline) for one in ranks_of(3)]
     with host.open() as listener:
         for words in (b"", b"{}\n", b"[1]\n", b"nonsense\n", b'{"rank": "x", "world": 3}\n', b"half a li"):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(listener.getsockname())
                 stranger.sendall(words)
         with pytest.raises(LaunchError, match="another process has opened it as rank 0 of this job"):
-            meeting.Meeting(seats(3)[0], job, 0, deadline).open()
-        threads = asking(told, *others)
-        host.tell(listener, 4711)
+            meeting.Meeting(ranks_of(3)[0], job, 0, deadline).open()
+        threads = fetching(answers, *others)
+        host.serve_port(listener, 4711)
         for thread in threads:
             thread.join()
-    assert told == [4711, 4711]
+    assert answers == [4711, 4711]
 
 
 def test_who_comes_when_all_have_met_is_of_another_job_and_waits_for_its_own_rank_0():
-    job, deadline, told = f"late-{os.getpid()}", time.monotonic() + 20, []
-    host, other = [meeting.Meeting(one, job, 0, deadline) for one in seats(2)]
+    job, deadline, answers = f"late-{os.getpid()}", time.monotonic() + 20, []
+    host, other = [meeting.Meeting(one, job, 0, deadline) for one in ranks_of(2)]
     with host.open() as listener:
-        (thread,) = asking(told, other)
-        host.tell(listener, 4711)
+        (thread,) = fetching(answers, other)
+        host.serve_port(listener, 4711)
         thread.join()
-        late = meeting.Meeting(seats(2)[1], job, 0, time.monotonic() + 0.5)
-        (thread,) = asking(told, late)
+        late = meeting.Meeting(ranks_of(2)[1], job, 0, time.monotonic() + 0.5)
+        (thread,) = fetching(answers, late)
         thread.join()
         with pytest.raises(LaunchError, match="another process has opened it as rank 0"):
-            meeting.Meeting(seats(2)[0], job, 0, deadline).open()
-    assert told[0] == 4711 and "rank 0 did not join the rendezvous" in told[1]
+            meeting.Meeting(ranks_of(2)[0], job, 0, deadline).open()
+    assert answers[0] == 4711 and "rank 0 did not join the rendezvous" in answers[1]
 
 
 def test_more_ranks_than_the_queue_has_room_for_all_meet():
-    world, told = 64, []
+    world, answers = 64, []
     job, deadline = f"many-{os.getpid()}", time.monotonic() + 30
-    host, *others = [meeting.Meeting(one, job, 0, deadline) for one in seats(world)]
+    host, *others = [meeting.Meeting(one, job, 0, deadline) for one in ranks_of(world)]
     with host.open() as listener:
         listener.listen(1)
-        threads = asking(told, *others)
-        host.tell(listener, 4711)
+        threads = fetching(answers, *others)
+        host.serve_port(listener, 4711)
         for thread in threads:
             thread.join()
-    assert told == [4711] * (world - 1)
+    assert answers == [4711] * (world - 1)
 
 
 OTHER_IDEAS = {
@@ -443,21 +444,21 @@ OTHER_IDEAS = {
 
 
 @pytest.mark.parametrize("what", sorted(OTHER_IDEAS))
-def test_ranks_with_other_ideas_of_the_job_hear_of_it_on_both_sides(what, monkeypatch):
-    job, deadline, told = f"{what}-{os.getpid()}", time.monotonic() + 20, []
+def test_ranks_with_different_jobs_fail_on_both_sides(what, monkeypatch):
+    job, deadline, answers = f"{what}-{os.getpid()}", time.monotonic() + 20, []
     programs = {"MainThread": "/a.py"} if what == "program" else {}
     monkeypatch.setattr(meeting, "program", lambda: programs.get(threading.current_thread().name, "/b.py"))
-    host = meeting.Meeting(seats(3)[0], job, 0, deadline)
+    host = meeting.Meeting(ranks_of(3)[0], job, 0, deadline)
     with host.open() as listener:
-        (thread,) = asking(told, meeting.Meeting(seats(2 if what == "world" else 3)[1], job, 0, deadline))
+        (thread,) = fetching(answers, meeting.Meeting(ranks_of(2 if what == "world" else 3)[1], job, 0, deadline))
         with pytest.raises(LaunchError, match=OTHER_IDEAS[what]):
-            host.tell(listener, 4711)
+            host.serve_port(listener, 4711)
         thread.join()
-    assert OTHER_IDEAS[what] in told[0]
+    assert OTHER_IDEAS[what] in answers[0]
 
 
 def test_a_job_may_have_a_name_of_any_length():
-    long = meeting.Meeting(seats(1)[0], "prterun-" + "host." * 60 + "-1@1", 0, time.monotonic() + 20)
+    long = meeting.Meeting(ranks_of(1)[0], "prterun-" + "host." * 60 + "-1@1", 0, time.monotonic() + 20)
     long.open().close()
 
 

@@ -470,7 +470,7 @@ def test_states_of_16_bits_are_kept_in_more_where_they_are_differences(rank, wor
 
 
 @on_ranks(2)
-def test_a_new_shape_is_planned_anew_and_an_old_one_remembered(rank, world):
+def test_a_new_shape_is_planned_again_and_an_old_one_remembered(rank, world):
     net = LayerParallel(mixed_list(), fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
     for rows in (8, 3, 8, 5):
         x, _ = batch(rows=rows)
@@ -606,7 +606,7 @@ def test_it_runs_in_inference_mode(rank, world, mode):
 
 
 @on_ranks(1, 2)
-def test_a_net_of_another_type_is_planned_anew(rank, world):
+def test_a_net_of_another_type_is_planned_again(rank, world):
     layers = [Tokens(), *(ode(Masked()) for _ in range(4)), Pooled()]
     net = LayerParallel(layers, mode="exact-wave")
     ids = torch.randint(0, 10, (4, 5))
@@ -725,10 +725,10 @@ def drawing_thread():
 def test_masks_do_not_depend_on_what_other_threads_draw(rank, world, checkpoint):
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     found = []
-    for is_beside in (False, True):
+    for has_other_thread in (False, True):
         torch.manual_seed(5)
         # The layers are also built from seeds of their own.
-        with drawing_thread() if is_beside else nullcontext([]) as drawn:
+        with drawing_thread() if has_other_thread else nullcontext([]) as drawn:
             net = LayerParallel(
                 [ode(lambda number: Drawing()) for _ in range(8)], fwd=Cycle(factor=2), checkpoint=checkpoint
             )
@@ -736,7 +736,7 @@ def test_masks_do_not_depend_on_what_other_threads_draw(rank, world, checkpoint)
             losses = [net.step(x, x + 1, squared) for _ in range(3)]
             with torch.inference_mode():
                 y = net(x)
-        if is_beside:
+        if has_other_thread:
             # The thread never draws the same numbers twice.
             assert len({tuple(numbers.tolist()) for numbers in drawn}) == len(drawn) > 0
         else:
@@ -761,14 +761,14 @@ class Sometimes(nn.Module):
 def test_a_layer_that_begins_to_draw_while_other_threads_do_is_found_out(rank, world):
     x = torch.zeros(16, 6)
     found = []
-    for is_beside in (False, True):
+    for has_other_thread in (False, True):
         is_over = threading.Event()
         thread = threading.Thread(target=is_over.wait)
-        if is_beside:
+        if has_other_thread:
             thread.start()
         net = LayerParallel([ode(lambda number: Sometimes()) for _ in range(8)], fwd=Cycle(factor=2))
         found.append([net.step(each, x, squared) for each in (x, x + 9, x, x + 9)])
-        if is_beside:
+        if has_other_thread:
             is_over.set()
             thread.join()
             # The layers drew in the final sweep of the last batch, so no layer counts as quiet.
@@ -791,19 +791,19 @@ class NamesTheDefault(nn.Module):
 
 
 @on_ranks(1, 2)
-def test_a_layer_that_names_the_default_generator_draws_the_same_beside_other_threads(rank, world):
+def test_a_layer_that_names_the_default_generator_draws_the_same_with_other_threads(rank, world):
     x = torch.zeros(16, 6)
     found = []
-    for is_beside in (False, True):
+    for has_other_thread in (False, True):
         torch.manual_seed(5)
-        with drawing_thread() if is_beside else nullcontext():
+        with drawing_thread() if has_other_thread else nullcontext():
             net = LayerParallel([ode(lambda number: NamesTheDefault()) for _ in range(8)], fwd=Cycle(factor=2))
             found.append([net.step(x, x + 1, squared) for _ in range(2)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @on_ranks(1, 2)
-def test_training_after_evaluation_leaves_the_default_generator_alone_beside_other_threads(rank, world):
+def test_training_after_evaluation_leaves_the_default_generator_alone_with_other_threads(rank, world):
     x = torch.ones(4, 6)
     net = LayerParallel([ode(lambda number: nn.Dropout(0.5)) for _ in range(8)], fwd=Cycle(factor=2))
     is_over = threading.Event()
@@ -843,10 +843,10 @@ class Checkpointed(nn.Module):
 def test_a_checkpoint_in_a_layer_draws_the_same_again_while_there_are_other_threads(rank, world):
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     found = []
-    for is_beside in (False, True):
+    for has_other_thread in (False, True):
         is_over = threading.Event()
         thread = threading.Thread(target=is_over.wait)
-        if is_beside:
+        if has_other_thread:
             thread.start()
         torch.manual_seed(5)
         net = LayerParallel(
@@ -857,7 +857,7 @@ def test_a_checkpoint_in_a_layer_draws_the_same_again_while_there_are_other_thre
         losses = [net.step(x, x + 1, squared) for _ in range(2)]
         gradients = [parameter.grad.clone() for parameter in net.parameters()]
         assert torch.equal(before, torch.random.get_rng_state())
-        if is_beside:
+        if has_other_thread:
             assert not net.current.layers.plainly_drawing
             # If a layer begins to draw in a checkpoint unnoticed, that one batch is refused.
             for layer in net.layers.values():
@@ -884,10 +884,10 @@ def test_a_compiled_layer_stays_compiled_while_there_are_other_threads(rank, wor
         return lambda *given: (runs.append(1), graph(*given))[1]
 
     found = []
-    for is_beside in (False, True):
+    for has_other_thread in (False, True):
         is_over = threading.Event()
         thread = threading.Thread(target=is_over.wait)
-        if is_beside:
+        if has_other_thread:
             thread.start()
         torch.manual_seed(3)
         block = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), backend=backend)
@@ -896,7 +896,7 @@ def test_a_compiled_layer_stays_compiled_while_there_are_other_threads(rank, wor
         found.append(net.step(x, x, squared))
         assert len(runs) > count and torch.equal(before, torch.random.get_rng_state())
         is_over.set()
-        if is_beside:
+        if has_other_thread:
             thread.join()
     assert torch.equal(*found)
 
@@ -1288,7 +1288,7 @@ def test_an_audit_of_a_callers_loss_goes_by_the_gradient_that_came(rank, world):
 
 @on_ranks(2)
 @pytest.mark.parametrize("on_excess", ["warn", "more", "exact"])
-def test_gradients_that_are_too_far_off_are_told_and_something_is_done(rank, world, on_excess):
+def test_gradients_that_are_too_far_off_cause_a_warning_and_a_reaction(rank, world, on_excess):
     layers, (x, target) = mixed_list(), batch()
     cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
     net = LayerParallel(layers, audit_every=1, audit_limit=1e-6, on_excess=on_excess, **cycles)
@@ -1422,7 +1422,7 @@ def test_what_is_missing_or_wrong_at_the_start_is_said_on_every_rank(rank, world
 
 
 @on_ranks(2)
-def test_ranks_that_ask_for_different_things_are_told_which(rank, world):
+def test_ranks_with_different_requests_are_named_with_the_difference(rank, world):
     net = LayerParallel(mixed_list(), fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
     x, target = batch()
     net.mode = "exact-wave" if rank else "inexact"
@@ -1497,7 +1497,7 @@ def test_going_back_twice_is_refused(rank, world):
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("is_trained", [True, False], ids=["backward", "forward alone"])
-def test_a_batch_is_gone_as_soon_as_nobody_has_its_output(rank, world, is_trained):
+def test_a_batch_is_freed_with_the_last_reference_to_its_output(rank, world, is_trained):
     left = []
 
     class Leaves(Skip):
@@ -1530,7 +1530,7 @@ def test_it_is_looked_up_only_when_it_is_asked_for(rank, world):
 @pytest.mark.parametrize("pass_", ["forward", "adjoint"])
 def test_a_rank_killed_in_mid_cycle_is_named_by_the_others_at_once(world, pass_):
     def body(rank):
-        class Mortal(nn.Module):
+        class DyingLayer(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.inner, self.count = nn.Linear(6, 6), 0
@@ -1544,7 +1544,7 @@ def test_a_rank_killed_in_mid_cycle_is_named_by_the_others_at_once(world, pass_)
                     y.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
                 return y
 
-        blocks = [ode(Mortal() if number == 15 else nn.Linear(6, 6)) for number in range(16)]
+        blocks = [ode(DyingLayer() if number == 15 else nn.Linear(6, 6)) for number in range(16)]
         net = LayerParallel(blocks, fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=2))
         x, target = torch.randn(4, 6), torch.randn(4, 6)
         try:

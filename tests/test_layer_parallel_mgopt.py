@@ -19,7 +19,7 @@ from torch_accl.layer_parallel import (
     residual,
     timed,
 )
-from torch_accl.layer_parallel._between import dots, trained
+from torch_accl.layer_parallel._level_transfer import dots, trained
 from torch_accl.layer_parallel._mgopt import _Batch
 
 DOUBLE = torch.float64
@@ -154,7 +154,7 @@ def test_both_objectives_change_alike_to_first_order_and_not_to_second(rank, wor
     below, above = cycle._levels[1], cycle._levels[0]
     for seed in range(2):
         way = directions(below.net, seed)
-        there = cycle._between[0].interpolated(way)
+        there = cycle._transfers[0].interpolated(way)
         starts = below.values(), above.values()
         slopes = []
         for level, start, direction in ((below, starts[0], way), (above, starts[1], there)):
@@ -312,7 +312,7 @@ def test_coarse_optimizers_have_the_options_and_moments_of_the_one_above(rank, w
     coarse = coarsened(net, 2)
     assert [list(made.owned) for made in cycle.nets[1:]] == [list(coarsened(net, 2, placement="kept").owned)]
     for layer in cycle.nets[1].owned:
-        first = next(at for at in range(23) if cycle._between[0]._origins[at].layer == layer)
+        first = next(at for at in range(23) if cycle._transfers[0]._origins[at].layer == layer)
         pairs = zip(cycle.nets[1].layers[str(layer)].parameters(), net.layers[str(first)].parameters())
         for parameter, finer in pairs:
             # The state has one step more than the state of the fine net from which it comes.

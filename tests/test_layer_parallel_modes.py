@@ -256,7 +256,7 @@ class Noisy(nn.Module):
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("mode", ["inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline"])
-def test_graphs_that_are_made_anew_change_no_bit(rank, world, mode):
+def test_graphs_that_are_recorded_again_change_no_bit(rank, world, mode):
     x, target = batch()
     results = []
     for checkpoint in (False, True):
@@ -285,7 +285,7 @@ class Stepped(nn.Module):
 
 
 @on_ranks(1)
-def test_graphs_that_are_made_anew_take_less_memory(rank, world):
+def test_graphs_that_are_recorded_again_take_less_memory(rank, world):
     held = []
 
     class Watched(nn.Module):
@@ -320,7 +320,7 @@ def test_graphs_that_are_made_anew_take_less_memory(rank, world):
 
 
 @on_ranks(1, 2)
-def test_statistics_that_a_layer_computes_with_are_as_they_were_when_it_is_evaluated_anew(rank, world):
+def test_statistics_that_a_layer_computes_with_are_restored_when_it_is_evaluated_again(rank, world):
     x, target = batch()
     gradients = []
     for checkpoint in (False, True):
@@ -841,7 +841,7 @@ def test_a_saved_state_that_does_not_fit_changes_nothing(rank, world):
 
 
 @on_ranks(2, 3)
-def test_another_batch_on_the_last_rank_is_told_once_it_is_seen(rank, world):
+def test_another_batch_on_the_last_rank_causes_a_warning(rank, world):
     x, target = batch()
     for given, count in ((x + rank, 2), (x, 0), (x if rank == 0 else None, 0)):
         net = LayerParallel(steps(), fwd=Cycle(factor=4))

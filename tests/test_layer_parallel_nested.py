@@ -317,7 +317,7 @@ def test_steps_longer_than_a_layers_own_are_its_coarse_steps(rank, world):
 
 
 @on_ranks(1, 2, 3)
-def test_shares_of_steps_are_given_what_the_block_takes_beside_the_state(rank, world):
+def test_shares_of_steps_pass_side_inputs_to_the_block(rank, world):
     torch.manual_seed(1)
     blocks = [*(Masked() for _ in range(3)), *(Skip() for _ in range(3))]
     x, target, mask = torch.randn(3, 6), torch.randn(3, 6), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
@@ -730,9 +730,9 @@ def test_options_of_groups_go_with_the_parameters(rank, world):
     net = LayerParallel(mixed_list(), mode="exact-wave")
     weights = [(name, p) for name, p in net.named_parameters() if name.endswith("weight")]
     biases = [(name, p) for name, p in net.named_parameters() if not name.endswith("weight")]
-    beside = nn.Parameter(torch.ones(3))
+    outside = nn.Parameter(torch.ones(3))
     groups = [
-        {"params": [("beside", beside)], "lr": torch.tensor(0.5)},
+        {"params": [("outside", outside)], "lr": torch.tensor(0.5)},
         {"params": weights, "lr": torch.tensor(0.25), "initial_lr": 1.0},
         # An additional group on one rank, so that later groups have different indices on different ranks.
         *([{"params": []}] if rank == 1 else []),
@@ -742,7 +742,7 @@ def test_options_of_groups_go_with_the_parameters(rank, world):
         groups[2]["param_names"] = []
     optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.1), foreach=False)
     trained(net, optimizer)
-    optimizer.state[beside] = {"step": torch.tensor(3.0)}
+    optimizer.state[outside] = {"step": torch.tensor(3.0)}
     finer, of_finer = refined(net, 2, optimizer, placement=[1] * (world - 1) + [24 - world])
     assert isinstance(of_finer, torch.optim.AdamW) and of_finer is not optimizer
     assert len(of_finer.param_groups) == len(groups)
@@ -750,9 +750,9 @@ def test_options_of_groups_go_with_the_parameters(rank, world):
     seen = []
     for group in of_finer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            if name == "beside":
+            if name == "outside":
                 # A parameter that does not belong to the net is kept as it is.
-                assert parameter is beside and float(of_finer.state[beside]["step"]) == 3
+                assert parameter is outside and float(of_finer.state[outside]["step"]) == 3
                 assert float(group["lr"]) == 0.5
                 continue
             assert names[name] is parameter
@@ -833,7 +833,7 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_the_net_goes_on(rank, 
 
 
 @on_ranks(2)
-def test_a_net_of_one_rank_beside_others_stays_alone(rank, world):
+def test_a_net_of_one_rank_among_others_stays_alone(rank, world):
     net = LayerParallel([ode(small(number)) for number in range(4)], group="alone", fwd=Cycle(factor=2))
     deeper = refined(net, 2, placement="kept")
     assert deeper.owned == range(8) and coarsened(deeper, 2).owned == range(4)

@@ -257,7 +257,7 @@ def test_backpropagation_over_windows_begins_each_with_the_last_state_of_the_one
 
 
 @on_ranks(2)
-def test_another_length_is_planned_anew(rank, world):
+def test_another_length_is_planned_again(rank, world):
     rnn, tail = made("GRU")
     net = RecurrentParallel(copy.deepcopy(rnn), copy.deepcopy(tail)).eval()
     for steps in (16, 9, 16, 8):

@@ -47,13 +47,13 @@ def quick(tmp_path_factory):
     return folder, ran(folder).stdout
 
 
-def together(folder, study, ranks):
+def shared(folder, study, ranks):
     """Returns the runs of a study with the first seed. Each run uses all ranks."""
     ended = ran(folder, "--study", study, "--seeds", "1", "--json", ranks=ranks)
     return json.loads(ended.stdout)["studies"][study]["runs"]
 
 
-def beside(quick, study):
+def alone(quick, study):
     """Returns the same runs from `quick`, where each run had a process of its own."""
     found = json.loads((quick[0] / "study.json").read_text())["studies"][study]["runs"]
     return [run for run in found if run["seed"] == 0]
@@ -80,7 +80,7 @@ def test_a_quick_study_has_every_run_and_a_picture(quick):
 
 @pytest.mark.slow
 def test_figures_do_not_depend_on_the_number_of_ranks_by_a_bit(quick, tmp_path):
-    found = [beside(quick, "digits"), together(tmp_path, "digits", 2)]
+    found = [alone(quick, "digits"), shared(tmp_path, "digits", 2)]
     for run in found[0] + found[1]:
         del run["seconds"]
     assert found[0] == found[1]
@@ -88,7 +88,7 @@ def test_figures_do_not_depend_on_the_number_of_ranks_by_a_bit(quick, tmp_path):
 
 @pytest.mark.slow
 def test_a_sequence_on_several_ranks_is_learnt_as_on_one_but_for_rounding(quick, tmp_path):
-    for one, other in zip(beside(quick, "gru"), together(tmp_path, "gru", 3), strict=True):
+    for one, other in zip(alone(quick, "gru"), shared(tmp_path, "gru", 3), strict=True):
         assert (one["setting"], one["seed"]) == (other["setting"], other["seed"])
         for mark, same in zip(one["marks"], other["marks"], strict=True):
             for key in ("held_loss", "inexact_held_loss", "cosine"):
@@ -204,7 +204,7 @@ def test_a_run_has_departed_where_its_loss_is_higher_to_the_end():
 
 
 @pytest.mark.slow
-def test_what_was_lost_is_told_and_drawn_with_the_rest(tmp_path):
+def test_diverged_runs_are_reported_and_drawn_with_the_rest(tmp_path):
     found = record(exact=[3.0, 2.0, 1.5, 1.2, 1.0], inexact=[3.0, 2.0, None, None, None])
     for one in found["runs"][1]["marks"][2:]:
         one.update(dict.fromkeys(("held_loss", "inexact_held_loss", "gradient_error", "backward_factor")))

@@ -39,7 +39,7 @@ def test_a_full_disk_under_standard_error_loses_lines_only(tmp_path, level):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["info", "trace"])
-def test_a_pipe_that_nobody_reads_any_more_loses_lines_only(tmp_path, level):
+def test_a_pipe_without_a_reader_loses_only_lines(tmp_path, level):
     reading, writing = os.pipe()
     os.close(reading)
     try:

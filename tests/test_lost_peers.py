@@ -84,8 +84,8 @@ def test_who_has_died_stands_on_standard_error_before_anybody_raises_it(tmp_path
         return message, (tmp_path / "stderr").read_text()
 
     outcomes = run_ranks(body, 2)
-    ((message, told),) = survivors(outcomes, 1)
-    assert told.count("\n") == 1 and "ERROR" in told and message in told, told
+    ((message, log),) = survivors(outcomes, 1)
+    assert log.count("\n") == 1 and "ERROR" in log and message in log, log
 
 
 def test_a_death_is_one_line_however_many_threads_do_parts_of_the_call(tmp_path):
@@ -119,7 +119,7 @@ def test_who_leaves_in_good_order_is_no_line_although_a_receive_was_waiting(tmp_
     assert all(" ERROR " not in text for text in check(run_ranks(body, 2, init=False)))
 
 
-def test_a_death_ends_a_wait_although_nobody_reads_standard_error():
+def test_a_death_ends_a_wait_although_standard_error_is_not_read():
     def body(rank):
         dist.all_reduce(torch.ones(3))
         if rank == 1:
@@ -209,9 +209,9 @@ def test_a_monitored_barrier_names_a_rank_that_was_killed(moment, wait_all_ranks
         return errors_of(lambda: monitored_barrier(timeout=timedelta(seconds=8), wait_all_ranks=wait_all_ranks))
 
     outcomes = run_ranks(body, 3, env={"ACCL_TRANSPORTS": transport})
-    (_, named, seconds), (_, told, _) = survivors(outcomes, 1)
+    (_, named, seconds), (_, other, _) = survivors(outcomes, 1)
     assert "Rank 1 failed to pass monitoredBarrier" in named and str(outcomes[1].pid) in named, named
-    assert "check rank 0 logs" in told, told
+    assert "check rank 0 logs" in other, other
     assert seconds < 4 and "Rank 2" not in named
 
 
@@ -330,7 +330,7 @@ def test_a_world_that_stays_incomplete_lists_the_missing_ranks(present):
 
 
 @pytest.mark.slow
-def test_a_second_process_with_the_same_rank_is_told_so():
+def test_a_second_process_with_the_same_rank_is_refused_with_the_reason():
     def body(seat):
         start = time.monotonic()
         try:

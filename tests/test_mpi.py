@@ -459,7 +459,7 @@ def test_ranks_of_several_hosts_learn_by_mpi_where_rank_0_is(library, transports
     assert sorted(job.said()) == sorted([[turn, 3.0, "1", False] for turn in range(2)] * 3)
 
 
-def test_a_job_without_mpirun_is_told_so(library):
+def test_a_job_without_mpirun_is_refused_with_the_reason(library):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     job = run(library, 'dist.init_process_group("accl")', launch=launch)
     assert job.status != 0
@@ -467,7 +467,7 @@ def test_a_job_without_mpirun_is_told_so(library):
     assert "DistBackendError" in job.stderr and "mpirun" in job.stderr
 
 
-def test_a_library_that_is_not_the_launchers_is_told_so(library):
+def test_an_mpi_library_that_is_not_the_launchers_is_refused_with_the_reason(library):
     others = [other for other in libraries() if other.name != library.name]
     if not others:
         pytest.skip("only one MPI library is tested")
@@ -542,14 +542,14 @@ def test_a_forked_child_makes_no_links_over_its_parents_mpi(library):
         dist.all_reduce(torch.ones(10))
         rank = dist.get_rank()
         store = dist.TCPStore("127.0.0.1", 0, None, True) if rank == 0 else None
-        told = [store.port if rank == 0 else None]
-        dist.broadcast_object_list(told)
+        port = [store.port if rank == 0 else None]
+        dist.broadcast_object_list(port)
         if os.fork() == 0:
             from torch_accl import _register
             class Group:
                 pass
             group = Group()
-            group.store = dist.TCPStore("127.0.0.1", told[0], None, False)
+            group.store = dist.TCPStore("127.0.0.1", port[0], None, False)
             group.group_rank, group.group_size = rank, 2
             group.timeout, group.group_id, group.global_ranks_in_group = timedelta(seconds=10), "children", []
             try:
@@ -678,18 +678,18 @@ def test_a_transport_whose_package_cannot_be_loaded_is_an_error_that_says_why(mo
 def test_a_package_whose_library_is_missing_is_named_also_where_ranks_meet_by_it(tmp_path, monkeypatch):
     import torch.distributed as dist
     from torch_accl._from_mpi import store_by_mpi
-    from torch_accl_launch.places import Place
+    from torch_accl_launch import RankInfo
 
     package = tmp_path / "torch_accl_mpi"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch_accl_mpi", raising=False)
-    place = Place("Open MPI", 0, 2)
+    own = RankInfo("Open MPI", 0, 2)
     with pytest.raises(
         dist.DistBackendError, match=r"cannot get the address of rank 0 by MPI: libmpi.so.40: cannot open"
     ):
-        store_by_mpi(place, timedelta(seconds=1))
+        store_by_mpi(own, timedelta(seconds=1))
 
 
 def test_a_communicator_that_was_freed_is_not_used(monkeypatch):
@@ -887,7 +887,7 @@ def stop_the_other():
     time.sleep(0.01)
     os.kill(pids[1], signal.SIGSTOP)
 
-def tell(error, before):
+def report(error, before):
     text, place = str(error) or type(error).__name__, values.data_ptr()
     # If the memory was freed, the next tensor of this size mostly gets its address.
     globals().pop("work", None)
@@ -911,7 +911,7 @@ try:
     work.wait()
 except RuntimeError as error:
     found = error.with_traceback(None)
-tell(found, before)
+report(found, before)
 """,
         ACCL_SIDESTEP="all_reduce=mpi",
         ACCL_TRANSPORTS="shm,tcp",
@@ -938,7 +938,7 @@ try:
     dist.all_reduce(values)
 except KeyboardInterrupt as error:
     found = error.with_traceback(None)
-tell(found, before)
+report(found, before)
 """,
         ACCL_SIDESTEP="all_reduce=mpi",
         ACCL_TRANSPORTS="shm,tcp",
@@ -949,13 +949,13 @@ tell(found, before)
 
 
 def test_a_side_step_without_the_package_is_refused_by_its_setting(monkeypatch):
-    from torch_accl._transports import find_sidestep
+    from torch_accl._transports import find_offload
 
     monkeypatch.setattr("torch_accl._transports.entry_points", lambda **_: [])
     monkeypatch.setattr("torch_accl._transports._known", {"shm", "tcp"})
-    find_sidestep("broadcast=host,all_gather")
+    find_offload("broadcast=host,all_gather")
     with pytest.raises(
         ValueError,
         match=r"sidestep \(ACCL_SIDESTEP\): value `all=mpi` is not accepted \(transport `mpi` is not installed",
     ):
-        find_sidestep("all=mpi")
+        find_offload("all=mpi")

@@ -63,7 +63,7 @@ def test_a_wheel_with_the_module_of_another_torch_is_not_made(tmp_path, said):
         adapted(wheel_of(tmp_path / "a.whl", {MODULE: library(said)}), "2.15")
 
 
-def test_editable_builds_for_several_torches_lie_beside_one_another(tmp_path):
+def test_editable_builds_for_several_torches_lie_in_one_folder(tmp_path):
     package = tmp_path / "torch_accl"
     package.mkdir()
     for minor in ("2.13", "2.15", "2.15"):

@@ -175,7 +175,7 @@ def test_a_pending_receive_does_not_hold_up_a_later_send(rank, world):
 
 
 @on_ranks(2)
-def test_a_large_send_that_nobody_receives_yet_does_not_hold_up_a_collective(rank, world):
+def test_a_large_unreceived_send_does_not_hold_up_a_collective(rank, world):
     count = 2_000_003
     if rank == 0:
         send = dist.isend(torch.full((count,), 3.0), 1)

@@ -186,7 +186,7 @@ about_phases = pytest.mark.skipif(BACKEND != "accl", reason="gloo says nothing o
 @about_phases
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("title", [title for title in calls(0, 1) if title != "sparse_all_reduce"])
-def test_who_asks_for_inputs_is_told_where_the_time_of_a_call_went(rank, world, title, async_op):
+def test_recorded_inputs_include_the_phases_of_a_call(rank, world, title, async_op):
     call = calls(rank, world, async_op=async_op)[title]
     with torch.autograd.profiler.profile(record_shapes=True) as profile:
         for work in (call(), call()):
@@ -237,7 +237,7 @@ def test_messages_and_calls_that_are_refused_have_no_phases(rank, world):
 
 @on_ranks(2)
 @about_phases
-def test_a_call_to_which_nobody_came_has_waited_for_its_peers(rank, world):
+def test_a_call_that_no_peer_joined_shows_its_wait_for_peers(rank, world):
     group, store = dist.new_group(timeout=timedelta(seconds=0.5)), dist.distributed_c10d._get_default_store()
     with torch.autograd.profiler.profile(record_shapes=True) as profile:
         if rank == 0:
@@ -308,7 +308,7 @@ def test_ddp_under_a_profiler_does_not_crash_the_process(rank, world, scheduled)
 
 @on_ranks(2)
 @about_phases
-def test_phases_tell_a_late_peer_from_arithmetic(rank, world):
+def test_phases_separate_a_late_peer_from_arithmetic(rank, world):
     store = dist.distributed_c10d._get_default_store()
     tensor = torch.ones(1 << 20)
     dist.all_reduce(tensor)
@@ -360,7 +360,7 @@ def test_phases_are_in_the_trace_that_is_exported(rank, world, tmp_path):
 
 @on_ranks(2)
 @about_phases
-def test_nobody_is_told_of_phases_who_does_not_ask_for_inputs(rank, world):
+def test_phases_are_not_reported_without_recorded_inputs(rank, world):
     with torch.autograd.profiler.profile() as profile:
         dist.all_reduce(torch.ones(1000))
         dist.all_reduce(torch.ones(1000), async_op=True).wait()

@@ -228,7 +228,7 @@ class Numbers(torch.utils.data.Dataset):
 @pytest.mark.slow
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("context", ["fork"])
-def test_a_forked_data_loader_beside_a_live_group_changes_nothing(rank, world, context):
+def test_a_data_loader_forked_during_a_live_group_changes_nothing(rank, world, context):
     dist.all_reduce(torch.ones(1000))
     for epoch in range(2):
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=context)

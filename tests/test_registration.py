@@ -554,7 +554,7 @@ def test_the_command_lists_settings_algorithms_and_facts():
         assert word in printed
 
 
-def test_a_group_tells_the_algorithm_of_a_call_without_making_it():
+def test_a_group_returns_the_algorithm_of_a_call_without_issuing_it():
     printed = in_one_process(
         """
         import functools, torch, torch.distributed as dist

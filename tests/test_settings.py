@@ -231,7 +231,7 @@ def test_options_can_be_copied_and_shown(rank, world):
     dist.destroy_process_group()
 
 
-def test_ranks_with_different_settings_are_told_both_values():
+def test_ranks_with_different_settings_get_both_values():
     def body(rank):
         import torch_accl
 

@@ -115,8 +115,8 @@ def test_a_sparse_sum_for_which_one_rank_has_no_memory_ends_on_all_ranks(how):
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         return error_of_sum(rank, tensor, how)
 
-    (told, seconds), (message, _) = check(run_ranks(body, 2))
-    assert "memory" in message and "memory" in told and "rank 1" in told, (told, message)
+    (first, seconds), (message, _) = check(run_ranks(body, 2))
+    assert "memory" in message and "memory" in first and "rank 1" in first, (first, message)
     assert seconds < 8
 
 

@@ -53,7 +53,7 @@ def test_wait_may_be_called_again_and_from_another_thread(rank, world):
 
 @on_ranks(2)
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_call_completes_while_nobody_waits_for_it(rank, world, count):
+def test_a_call_completes_without_a_waiting_thread(rank, world, count):
     tensor = torch.ones(count)
     work = dist.all_reduce(tensor, async_op=True)
     assert until(work.is_completed)
@@ -137,7 +137,7 @@ def test_a_call_that_times_out_raises_its_stored_exception_every_time(rank, worl
 
 
 @on_ranks(2, fresh=True)
-def test_a_call_that_times_out_does_so_while_nobody_waits(rank, world):
+def test_a_call_times_out_without_a_waiting_thread(rank, world):
     group = dist.new_group(timeout=timedelta(milliseconds=300))
     dist.barrier()
     if rank == 0:

@@ -17,7 +17,7 @@ from typing import Any
 
 from . import machine
 from .arguments import parse
-from .build import ROOT, Unavailable, Workshop, make_sketch
+from .build import ROOT, Unavailable, Workshop, make_c_baseline
 from .measure import FULL, QUICK, Effort
 from .placement import Placement
 from .progress import Progress
@@ -42,8 +42,8 @@ def main() -> int:
         effort = QUICK if asked.quick else FULL
         with Progress() as progress:
             shop = Workshop(ROOT / ".make" / "peers" / "build", progress.say, online=not asked.offline)
-            shop.prepare(asked.contenders)
-            bench = Bench(shop, effort, asked.contenders, progress.say, progress.tick)
+            shop.prepare(asked.libraries)
+            bench = Bench(shop, effort, asked.libraries, progress.say, progress.tick)
             with closing(bench):
                 bench.placement = watch(shop, asked.exchange_ns, progress.say)
                 for name in asked.sections:
@@ -76,17 +76,17 @@ def record(bench: Bench, name: str) -> dict[str, Any]:
         "versions": bench.versions,
         "missing": bench.missing,
         "placement": bench.placement.as_json() if bench.placement else None,
-        # Measured only while contenders take turns.
+        # Measured only while libraries take turns.
         "load": {"others": others / total, "stolen": stolen / total} if total else None,
         "data": data,
     }
 
 
 def watch(shop: Workshop, wanted_ns: float | None, say: Callable[[str], None]) -> Placement | None:
-    """Returns a `Placement` if there are two cores, after building the C baseline `sketch` if needed; None for one
+    """Returns a `Placement` if there are two cores, after building the C baseline `c_baseline` if needed; None for one
     core."""
     if "sketch" not in shop.names:
-        make_sketch(shop)
+        make_c_baseline(shop)
     if len(os.sched_getaffinity(0)) < 2:
         say("one core: its placement by the host is not checked")
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .build import ROOT
-from .contenders import CONTENDERS
+from .libraries import LIBRARIES
 from .sections import SECTIONS
 
 
@@ -35,9 +35,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--contenders",
-        type=chosen("contender", [one.name for one in CONTENDERS]),
+        dest="libraries",
+        type=chosen("library", [one.name for one in LIBRARIES]),
         metavar="A,B",
-        help="measure only these libraries: %s" % listed(CONTENDERS),
+        help="measure only these libraries: %s" % listed(LIBRARIES),
     )
     parser.add_argument("--quick", action="store_true", help="use shorter turns, for a first impression")
     parser.add_argument("--offline", action="store_true", help="download and install nothing")
@@ -60,7 +61,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     found = parser.parse_args(arguments)
     found.sections = found.sections or [one.name for one in SECTIONS]
-    found.contenders = found.contenders or [one.name for one in CONTENDERS]
+    found.libraries = found.libraries or [one.name for one in LIBRARIES]
     return found
 
 

@@ -41,7 +41,7 @@ def spans(board: mmap.mmap, rank: int, batches: int) -> list[Span]:
     return list(struct.iter_unpack("=QQ", board[at : at + batches * SPAN_BYTES]))
 
 
-def tell(board: mmap.mmap, rank: int, rows: list[Span]) -> None:
+def write_spans(board: mmap.mmap, rank: int, rows: list[Span]) -> None:
     """Writes a rank's spans."""
     at = row_of(rank)
     board[at : at + len(rows) * SPAN_BYTES] = b"".join(struct.pack("=QQ", *row) for row in rows)

@@ -1,7 +1,7 @@
-"""Provides the contenders' programs: downloads Python packages, installs Debian packages if permitted, and compiles the
+"""Provides the libraries' programs: downloads Python packages, installs Debian packages if permitted, and compiles the
 rank programs.
 
-Owns the reasons why a contender is missing; a missing contender never ends the run. All files go to `.make/peers/`. A
+Owns the reasons why a library is missing; a missing library never ends the run. All files go to `.make/peers/`. A
 program is compiled again when its sources, its flags or its compiler have changed.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .contenders import BY_NAME, CASTS, CODECS, ENCODED_WITH_HELPERS, FORCED, GROUP_CODECS, HOOKS, WITH_HELPERS
+from .libraries import BY_NAME, CASTS, CODECS, ENCODED_WITH_HELPERS, FORCED, GROUP_CODECS, HOOKS, WITH_HELPERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "ranks"
@@ -28,12 +28,12 @@ BENCH_S = 900
 
 
 class Unavailable(Exception):
-    """The reason why a contender cannot take part, or a section cannot be measured, as a clause for the page."""
+    """The reason why a library cannot take part, or a section cannot be measured, as a clause for the page."""
 
 
 @dataclass
 class Workshop:
-    """The folders, and the result for each contender: names that rows of `contenders.py` use, or the reason why it is
+    """The folders, and the result for each library: names that rows of `libraries.py` use, or the reason why it is
     missing."""
 
     folder: Path
@@ -63,7 +63,7 @@ class Workshop:
         return [sys.executable, "-m", "torch_accl_cli"]
 
     def prepare(self, wanted: Iterable[str]) -> None:
-        """Builds the contenders' rank programs, or records why one is missing."""
+        """Builds the libraries' rank programs, or records why one is missing."""
         compile_board(self)
         for name in wanted:
             self.say(f"prepare {BY_NAME[name].title}")
@@ -73,7 +73,7 @@ class Workshop:
                 self.missing[name] = str(reason)
 
     def program(self, name: str, compiler: Iterable[str], sources: Iterable[str], flags: Iterable[str]) -> None:
-        """Compiles a program from `sources`, with which the contender `name` is started."""
+        """Compiles a program from `sources`, with which the library `name` is started."""
         target = self.folder / name
         self.compile(target, [*compiler, *OPTIMISED], [SOURCES / source for source in sources], flags)
         self.names[name] = str(target)
@@ -198,7 +198,7 @@ def engine(target: Path, flags: str = "", is_timed: bool = True) -> str:
     return str(target / ("release" if is_timed else "debug") / "accl-peers-rank")
 
 
-def make_sketch(shop: Workshop) -> None:
+def make_c_baseline(shop: Workshop) -> None:
     """Compiles the C baseline."""
     shop.program("sketch", ["cc"], ["rank.c", "c_baseline.c"], [])
 
@@ -299,7 +299,7 @@ def extension(shop: Workshop, name: str, sources: list[Path], flags: list[str]) 
 MAKERS: dict[str, Callable[[Workshop], None]] = {
     "accl": make_accl,
     "accl_unchecked": make_accl_unchecked,
-    "sketch": make_sketch,
+    "sketch": make_c_baseline,
     "openmpi": make_openmpi,
     "mpich": make_mpich,
     "intelmpi": make_intelmpi,

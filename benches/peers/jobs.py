@@ -1,6 +1,6 @@
-"""Running contenders: their ranks are processes that follow orders of this driver, one contender at a time.
+"""Running libraries: their ranks are processes that follow orders of this driver, one library at a time.
 
-All ranks are started once. Idle contenders are stopped with SIGSTOP, worker threads included, so that they take no time
+All ranks are started once. Idle libraries are stopped with SIGSTOP, worker threads included, so that they take no time
 from the active one. Owns processes, sockets, boards and their end; `measure.py` decides what is measured.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import board
-from .contenders import BY_NAME, Contender
+from .libraries import BY_NAME, Library
 
 # Loading torch on a busy machine takes a while.
 START_S = 120.0
@@ -29,11 +29,11 @@ END_S = 5.0
 
 
 class Lost(Exception):
-    """A contender that has failed; the clause gives the reason."""
+    """A library that has failed; the clause gives the reason."""
 
 
 class Refused(Exception):
-    """A contender that does not offer the requested call."""
+    """A library that does not offer the requested call."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class Rank:
 
 
 class Job:
-    """The ranks of one contender."""
+    """The ranks of one library."""
 
     def __init__(
-        self, contender: Contender, ranks: int, pinned: bool, names: dict[str, str], hosts: Sequence[Host] = HERE
+        self, library: Library, ranks: int, pinned: bool, names: dict[str, str], hosts: Sequence[Host] = HERE
     ) -> None:
-        self.contender, self.ranks, self.pinned, self.hosts = contender, ranks, pinned, hosts
-        self.folder = Path(tempfile.mkdtemp(prefix=f"accl-peers-{contender.name}-", dir=shared_memory()))
+        self.library, self.ranks, self.pinned, self.hosts = library, ranks, pinned, hosts
+        self.folder = Path(tempfile.mkdtemp(prefix=f"accl-peers-{library.name}-", dir=shared_memory()))
         self.errors = (self.folder / "errors").open("w+")
         self.board: mmap.mmap = board.create(self.folder / "board")
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -119,7 +119,7 @@ class Job:
 
     def commands(self, names: dict[str, str]) -> Iterator[tuple[list[str], dict[str, str]]]:
         """Yields commands to start, with additions to the environment."""
-        one, ranks = self.contender, self.ranks
+        one, ranks = self.library, self.ranks
         cores = sorted(os.sched_getaffinity(0))
 
         def host_of(rank: int) -> Host:
@@ -262,14 +262,14 @@ class JobSet:
         self.jobs.clear()
 
     def start(self, wanted: Iterable[str], names: dict[str, str]) -> None:
-        """Starts the contenders that are not running yet, one after the other; the others are stopped meanwhile."""
+        """Starts the libraries that are not running yet, one after the other; the others are stopped meanwhile."""
         for name in wanted:
             if name in self.jobs or name in self.missing:
                 continue
-            contender = BY_NAME[name]
-            self.say(f"start {contender.title}, {self.words}")
+            library = BY_NAME[name]
+            self.say(f"start {library.title}, {self.words}")
             try:
-                self.jobs[name] = job = Job(contender, self.ranks, self.pinned, names, self.hosts)
+                self.jobs[name] = job = Job(library, self.ranks, self.pinned, names, self.hosts)
                 job.gather(time.monotonic() + START_S)
                 job.signal(signal.SIGSTOP)
                 self.versions[name] = job.version
@@ -277,7 +277,7 @@ class JobSet:
                 self.drop(name, str(why))
 
     def drop(self, name: str, why: str) -> None:
-        """Ends a contender that has failed."""
+        """Ends a library that has failed."""
         job = self.jobs.pop(name, None)
         if job:
             words = job.last_words()

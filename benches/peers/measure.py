@@ -1,4 +1,4 @@
-"""The time of a call: contenders take turns, and the figure of a cell is the median of its turns.
+"""The time of a call: libraries take turns, and the figure of a cell is the median of its turns.
 
 A turn is several batches of calls. Its figure is the median batch, and the time of a batch is its slowest rank's. A
 rooted call is a batch of its own, after an untimed meeting. It lasts from the start of the root to the end of the last
@@ -29,7 +29,7 @@ BATCHES = 11
 PROBE_NS = 2_000_000
 # Minimum calls in a turn of slow calls.
 LEAST_CALLS = 3
-# A turn that does not count is repeated, until a contender has used this multiple of its planned time in a cell.
+# A turn that does not count is repeated, until a library has used this multiple of its planned time in a cell.
 MOST_TRIES = 5
 # Minimum turns for calls so slow that three take much longer than a turn.
 LEAST_TURNS = 5
@@ -55,7 +55,7 @@ TINY = Effort(turn_s=0.001, turns=2)
 
 @dataclass(frozen=True)
 class Cell:
-    """A call that all contenders make."""
+    """A call that all libraries make."""
 
     collective: str
     dtype: str
@@ -74,10 +74,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Figure:
-    """Times of one contender in one cell, in microseconds."""
+    """Times of one library in one cell, in microseconds."""
 
     cell: Cell
-    contender: str
+    library: str
     ranks: int
     turns_us: tuple[float, ...]
     # Number of these turns that ran while the cores were not placed as usual.
@@ -96,7 +96,7 @@ class Figure:
     def as_json(self) -> dict[str, object]:
         """Returns the row for the file of results."""
         turns = [round(turn, 4) for turn in self.turns_us]
-        who = {"contender": self.contender, "ranks": self.ranks, "unusual": self.unusual}
+        who = {"contender": self.library, "ranks": self.ranks, "unusual": self.unusual}
         return {**asdict(self.cell), **who, "turns_us": turns}
 
     @staticmethod
@@ -108,7 +108,7 @@ class Figure:
 
 @dataclass
 class Turns:
-    """Times of a contender's turns, in microseconds: those that count, and spare ones for when these are too few."""
+    """Times of a library's turns, in microseconds: those that count, and spare ones for when these are too few."""
 
     wanted: int
     left_s: float
@@ -132,15 +132,15 @@ class Turns:
         if self.left_s < 0:
             self.wanted = min(self.wanted, max(LEAST_TURNS, len(self.usual)))
 
-    def figure(self, cell: Cell, contender: str, ranks: int) -> Figure:
+    def figure(self, cell: Cell, library: str, ranks: int) -> Figure:
         """Returns the figure of the turns that count."""
         spare = self.other[: max(self.wanted - len(self.usual), 0)]
-        return Figure(cell, contender, ranks, (*self.usual, *spare), len(spare))
+        return Figure(cell, library, ranks, (*self.usual, *spare), len(spare))
 
 
 @dataclass
 class Shape:
-    """How the calls of a contender's turn are divided."""
+    """How the calls of a library's turn are divided."""
 
     batches: int
     calls: int
@@ -155,7 +155,7 @@ def measure(
     tick: Callable[[Cell, str], None],
     placement: Placement | None = None,
 ) -> list[Figure]:
-    """Measures every cell with every running contender. A contender that fails is left out from then on."""
+    """Measures every cell with every running library. A library that fails is left out from then on."""
     figures = []
     for cell in cells:
         shapes: dict[str, Shape] = {}
@@ -167,7 +167,7 @@ def measure(
                     shapes[name], turns[name] = shape, Turns.of(effort)
         order = list(shapes)
         for turn in itertools.count():
-            # Rotate the order, since each contender finds the caches and the clock as the one before left them.
+            # Rotate the order, since each library finds the caches and the clock as the one before left them.
             start = turn % max(len(order), 1)
             going = [name for name in order[start:] + order[:start] if turns[name].wants_more]
             if not going:
@@ -188,7 +188,7 @@ def measure(
 
 
 def attempt(job_set: JobSet, name: str, body: Callable[[Job], T]) -> T | None:
-    """Returns the result; None if the contender does not have the call, or fails, after which it is left out."""
+    """Returns the result; None if the library does not have the call, or fails, after which it is left out."""
     try:
         return body(job_set.jobs[name])
     except Refused:

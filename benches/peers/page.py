@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .contenders import CONTENDERS
+from .libraries import LIBRARIES
 from .plots import draw
 from .sections import SECTIONS
-from .tables import Bar
+from .tables import Target
 
 INTRODUCTION = """\
 # Performance
@@ -42,10 +42,10 @@ def write(results: dict[str, Any], docs: Path) -> Path:
         (section, results["sections"][section.name]) for section in SECTIONS if section.name in results["sections"]
     ]
     parts = [[INTRODUCTION]]
-    bars: list[tuple[str, list[Bar]]] = []
+    targets: list[tuple[str, list[Target]]] = []
     for section, record in records:
         tables = section.tables(record["data"])
-        bars.append((section.title, [bar for table in tables for bar in table.bars]))
+        targets.append((section.title, [target for table in tables for target in table.targets]))
         lines = [f"## {section.title}", "", section.text, ""]
         for table in tables:
             lines += [*table.lines(), ""]
@@ -58,14 +58,14 @@ def write(results: dict[str, Any], docs: Path) -> Path:
         when = f"Measured {record['date']} at commit {record['commit']}, {record['effort']}."
         lines.append(" ".join(filter(None, [when, load(record["load"]), placement(record["placement"])])))
         parts.append(lines)
-    parts[1:1] = [summary(bars), setting([record for _, record in records])]
+    parts[1:1] = [summary(targets), setting([record for _, record in records])]
     page = docs / "performance.md"
     page.write_text("\n\n".join("\n".join(part).strip() for part in parts) + "\n")
     return page
 
 
 def load(found: dict[str, float] | None) -> str:
-    """Returns a sentence on the load by others; empty if contenders did not take turns."""
+    """Returns a sentence on the load by others; empty if libraries did not take turns."""
     if found is None:
         return ""
     return (
@@ -86,17 +86,17 @@ def placement(found: dict[str, Any] | None) -> str:
     )
 
 
-def summary(bars: Iterable[tuple[str, list[Bar]]]) -> list[str]:
-    """Returns a table of the number of targets (`Bar`) that are met."""
+def summary(targets: Iterable[tuple[str, list[Target]]]) -> list[str]:
+    """Returns a table of the number of targets (`Target`) that are met."""
     lines = ["| | targets met | missed | not measured |", "|---|---:|---:|---:|"]
-    for title, found in bars:
-        counts = [sum(bar.met is verdict for bar in found) for verdict in (True, False, None)]
+    for title, found in targets:
+        counts = [sum(target.met is verdict for target in found) for verdict in (True, False, None)]
         lines.append(f"| {title} | " + " | ".join(map(str, counts)) + " |")
     return lines
 
 
 def setting(records: list[dict[str, Any]]) -> list[str]:
-    """Returns tables of the machine and of the contenders."""
+    """Returns tables of the machine and of the libraries."""
     lines = ["## Machines and libraries", ""]
     machines = []
     for record in records:
@@ -107,14 +107,14 @@ def setting(records: list[dict[str, Any]]) -> list[str]:
     if len(machines) > 1:
         lines += ["Sections were measured on different machines. Each table above describes one of them.", ""]
     lines += ["| library | version | called | settings |", "|---|---|---|---|"]
-    for one in CONTENDERS:
+    for one in LIBRARIES:
         versions = dict.fromkeys(record["versions"][one.name] for record in records if one.name in record["versions"])
         if versions:
             lines.append(f"| {one.title} | {'; '.join(versions)} | {one.level.value} | {one.note} |")
     reasons = dict.fromkeys(
         (one.title, record["missing"][one.name])
         for record in records
-        for one in CONTENDERS
+        for one in LIBRARIES
         if one.name in record["missing"]
     )
     if reasons:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .contenders import BY_NAME
 from .jobs import Job, Lost
+from .libraries import BY_NAME
 
 # Exchanges of a probe, which takes about half a millisecond.
 CALLS = 2000

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch_accl_cli._sizes import show_size
 
-from .contenders import CONTENDERS
+from .libraries import LIBRARIES
 from .pictures import save
 from .report import Plot
 
-# accl's curves are thick; a contender has the same colour in every plot.
+# accl's curves are thick; a library has the same colour in every plot.
 OURS = ("accl engine", "accl through torch")
 
 
@@ -23,7 +23,7 @@ def draw(plot: Plot, target: Path) -> None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "accl", "font.size": 9})
     from matplotlib import pyplot
 
-    colours = {one.title: f"C{index}" for index, one in enumerate(CONTENDERS)}
+    colours = {one.title: f"C{index}" for index, one in enumerate(LIBRARIES)}
     figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
     for title, points in plot.curves.items():
         if points:

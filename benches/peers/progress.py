@@ -8,7 +8,7 @@ from types import TracebackType
 
 from torch_accl_cli._sizes import show_size
 
-from .contenders import title_of
+from .libraries import title_of
 from .measure import Cell
 
 
@@ -43,11 +43,11 @@ class Progress:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def tick(self, cell: Cell, contender: str) -> None:
+    def tick(self, cell: Cell, library: str) -> None:
         """Reports the start of a turn."""
         text = f"{cell.collective} {cell.dtype} {show_size(cell.bytes)}"
         if self.status:
-            self.status.update(f"{self.minutes()} {text}: {title_of(contender)}")
+            self.status.update(f"{self.minutes()} {text}: {title_of(library)}")
         elif cell != self.cell:
             print(f"{self.minutes()} {text}", file=sys.stderr, flush=True)
         self.cell = cell

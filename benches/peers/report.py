@@ -1,5 +1,5 @@
 """The definition of a section, and the tools for it. A section is one file of `sections/`: cells to measure, tables
-with a target (`Bar`) for each of its claims, and plots. `sections/__init__.py` lists the sections.
+with a target (`Target`) for each of its claims, and plots. `sections/__init__.py` lists the sections.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch_accl_cli._sizes import show_size
 
 from . import networks
 from .build import Workshop
-from .contenders import BY_NAME, CONTENDERS
 from .jobs import HERE, Host, Job, JobSet
+from .libraries import BY_NAME, LIBRARIES
 from .machine import Quiet
 from .measure import Cell, Effort, Figure, attempt, make_calls, measure
 from .placement import Placement
-from .tables import Bar, Table, plain, ratio
+from .tables import Table, Target, plain, ratio
 
 SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 # Figures whose turns differ by more than this factor are marked.
@@ -27,11 +27,11 @@ STEADY = 1.5
 
 @dataclass
 class Bench:
-    """Tools of a section: the contenders, and one set of jobs at a time."""
+    """Tools of a section: the libraries, and one set of jobs at a time."""
 
     shop: Workshop
     effort: Effort
-    contenders: Sequence[str]
+    libraries: Sequence[str]
     say: Callable[[str], None]
     tick: Callable[[Cell, str], None]
     placement: Placement | None = None
@@ -44,11 +44,11 @@ class Bench:
     def figures(
         self, ranks: int, wanted: Sequence[str], cells: Iterable[Cell], hosts: Sequence[Host] = HERE
     ) -> list[Figure]:
-        """Measures cells with the contenders in `wanted` that take part in this run."""
+        """Measures cells with the libraries in `wanted` that take part in this run."""
         if self.job_set is None or (self.job_set.ranks, self.job_set.hosts) != (ranks, hosts):
             self.close()
             self.job_set = JobSet(ranks, self.say, hosts)
-        taking_part = [name for name in wanted if name in self.contenders]
+        taking_part = [name for name in wanted if name in self.libraries]
         self.job_set.start([name for name in taking_part if name not in self.shop.missing], self.shop.names)
         jobs = [*self.job_set.jobs.values(), *([self.placement.job] if self.placement else [])]
         quiet = Quiet(rank.pid for job in jobs for rank in job.members)
@@ -62,7 +62,7 @@ class Bench:
         return figures
 
     def sent(self, wanted: Sequence[str], cell: Cell, link: networks.Link) -> dict[str, int]:
-        """Returns the bytes that a call puts on the wire at one end of the link, for each contender running there."""
+        """Returns the bytes that a call puts on the wire at one end of the link, for each library running there."""
 
         def of_a_call(job: Job) -> float:
             before = link.sent()
@@ -99,7 +99,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves over sizes: for each contender (bytes, microseconds). `over` names another quantity for the first
+    """Curves over sizes: for each library (bytes, microseconds). `over` names another quantity for the first
     number."""
 
     name: str
@@ -124,74 +124,74 @@ class Section:
 
 
 class Figures:
-    """Figures by contender and cell."""
+    """Figures by library and cell."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self.all = [Figure.from_json(row) for row in rows]
-        self.by_place = {(one.contender, one.cell): one for one in self.all}
+        self.by_place = {(one.library, one.cell): one for one in self.all}
         self.cells = list(dict.fromkeys(one.cell for one in self.all))
 
-    def us(self, contender: str, cell: Cell) -> float | None:
+    def us(self, library: str, cell: Cell) -> float | None:
         """Returns microseconds; None if not measured."""
-        figure = self.by_place.get((contender, cell))
+        figure = self.by_place.get((library, cell))
         return figure.us if figure else None
 
-    def entry(self, contender: str, cell: Cell) -> str:
+    def entry(self, library: str, cell: Cell) -> str:
         """Returns the entry for a table; a tilde marks turns that differed much, or ran while cores were moved."""
-        figure = self.by_place.get((contender, cell))
+        figure = self.by_place.get((library, cell))
         if not figure:
             return ""
         doubtful = figure.spread > STEADY or 2 * figure.unusual > len(figure.turns_us)
         return ("~" if doubtful else "") + plain(figure.us)
 
-    def best(self, contenders: Iterable[str], cell: Cell) -> tuple[str, float] | None:
-        """Returns the fastest of some contenders, and its microseconds; None if none was measured."""
-        found = [(us, name) for name in contenders if (us := self.us(name, cell)) is not None]
+    def best(self, libraries: Iterable[str], cell: Cell) -> tuple[str, float] | None:
+        """Returns the fastest of some libraries, and its microseconds; None if none was measured."""
+        found = [(us, name) for name in libraries if (us := self.us(name, cell)) is not None]
         return (min(found)[1], min(found)[0]) if found else None
 
-    def contenders(self, cells: Iterable[Cell]) -> list[str]:
-        """Returns the contenders with a figure in one of these cells, in the order of the table of contenders."""
+    def libraries(self, cells: Iterable[Cell]) -> list[str]:
+        """Returns the libraries with a figure in one of these cells, in the order of the table of libraries."""
         have = {name for name, cell in self.by_place if cell in set(cells)}
-        return [one.name for one in CONTENDERS if one.name in have]
+        return [one.name for one in LIBRARIES if one.name in have]
 
     def table(self, cells: Sequence[Cell], first: str) -> Table:
-        """Returns a table of all contenders' figures in these cells, in microseconds."""
+        """Returns a table of all libraries' figures in these cells, in microseconds."""
         table = Table([first, *(show_size(cell.bytes) for cell in cells)])
-        for name in self.contenders(cells):
+        for name in self.libraries(cells):
             table.row(BY_NAME[name].title, (self.entry(name, cell) for cell in cells))
         return table
 
     def add_best(
         self,
         table: Table,
-        contenders: Sequence[str],
+        libraries: Sequence[str],
         cells: Sequence[Cell],
         share: Sequence[float],
         whose: str = "best other library",
     ) -> None:
-        """Adds a row with the best of some contenders, and a row with the engine's share of its time, with a target for
+        """Adds a row with the best of some libraries, and a row with the engine's share of its time, with a target for
         each cell."""
-        best = [self.best(contenders, cell) for cell in cells]
+        best = [self.best(libraries, cell) for cell in cells]
         table.row(whose, (BY_NAME[one[0]].title if one else "" for one in best))
         shares = (
-            Bar(ratio(self.us("accl", cell), one[1] if one else None), at_most=bar)
-            for cell, one, bar in zip(cells, best, share)
+            Target(ratio(self.us("accl", cell), one[1] if one else None), at_most=target)
+            for cell, one, target in zip(cells, best, share)
         )
         table.row(f"accl engine / {whose}", shares)
 
     def add_times(
-        self, table: Table, label: str, slow: str, fast: str, cells: Sequence[Cell], bars: Sequence[float]
+        self, table: Table, label: str, slow: str, fast: str, cells: Sequence[Cell], targets: Sequence[float]
     ) -> None:
-        """Adds a row with the speed-up of one contender over another, with a target for each cell."""
+        """Adds a row with the speed-up of one library over another, with a target for each cell."""
 
         times = (ratio(self.us(slow, cell), self.us(fast, cell)) for cell in cells)
-        table.row(label, (Bar(value, at_least=bar) for value, bar in zip(times, bars)))
+        table.row(label, (Target(value, at_least=target) for value, target in zip(times, targets)))
 
     def plot(self, name: str, title: str, cells: Sequence[Cell]) -> Plot:
-        """Returns the curves of all contenders over these cells."""
+        """Returns the curves of all libraries over these cells."""
         curves = {
             BY_NAME[one].title: [(cell.bytes, us) for cell in cells if (us := self.us(one, cell)) is not None]
-            for one in self.contenders(cells)
+            for one in self.libraries(cells)
         }
         return Plot(name, title, curves)
 

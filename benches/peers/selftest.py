@@ -16,25 +16,25 @@ from .jobs import HERE, Host, JobSet
 from .measure import TINY, Cell, measure
 
 # Includes a codec, whose results are not exact.
-CONTENDERS = ("accl", "accl_maxmin:4_0", "sketch", "gloo")
+LIBRARIES = ("accl", "accl_maxmin:4_0", "sketch", "gloo")
 # Without the C baseline, which needs shared memory.
 ON_HOSTS = ("accl", "gloo")
 CELL = Cell("all_reduce", "float32", 4096)
-TOLD = (Host(environment={"ACCL_HOST_ID": "one"}), Host(environment={"ACCL_HOST_ID": "other"}))
+BY_HOST_ID = (Host(environment={"ACCL_HOST_ID": "one"}), Host(environment={"ACCL_HOST_ID": "other"}))
 
 
 def run() -> int:
     """Returns the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         shop = Workshop(Path(folder), print, online=False, is_timed=False)
-        shop.prepare(CONTENDERS)
+        shop.prepare(LIBRARIES)
         complaints = [f"{name}: {reason}" for name, reason in shop.missing.items()]
-        complaints += turns(shop, CONTENDERS)
-        complaints += turns(shop, ("accl",), TOLD, told)
+        complaints += turns(shop, LIBRARIES)
+        complaints += turns(shop, ("accl",), BY_HOST_ID, host_id_of)
         complaints += over_a_network(shop)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
-    print(f"peers: {len(CONTENDERS)} libraries expected to take turns, {len(complaints)} complaints")
+    print(f"peers: {len(LIBRARIES)} libraries expected to take turns, {len(complaints)} complaints")
     return int(bool(complaints))
 
 
@@ -51,7 +51,7 @@ def turns(
         seen = {where(pid) for pid in pids}
         figures = measure(job_set, [CELL], wanted, TINY, lambda cell, name: None)
         complaints = [f"{name}, {job_set.words}: {reason}" for name, reason in job_set.missing.items()]
-    measured = {figure.contender for figure in figures if figure.us > 0}
+    measured = {figure.library for figure in figures if figure.us > 0}
     complaints += [f"{name}, {job_set.words}: no figure" for name in wanted if name not in measured]
     complaints += [f"ranks ran on {sorted(seen)}"] if len(seen) != len(hosts) else []
     return complaints + [f"process {pid} is still running" for pid in pids if alive(pid)]
@@ -80,7 +80,7 @@ def over_a_network(shop: Workshop) -> list[str]:
     return complaints + [f"namespace {name} was not removed" for name in names if (networks.NAMED / name).exists()]
 
 
-def told(pid: int) -> str:
+def host_id_of(pid: int) -> str:
     """Returns the host that a process's environment sets."""
     words = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return next((word for word in words if word.startswith("ACCL_HOST_ID=")), "")

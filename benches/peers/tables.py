@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Bar:
+class Target:
     """A value and its target. None means that it could not be measured; the target is neither met nor missed then."""
 
     value: float | None
@@ -37,7 +37,7 @@ class Bar:
         return f"{plain(self.value or 0, worse)}{self.unit} ({limit}) {verdict}"
 
 
-Entry = Bar | str
+Entry = Target | str
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Table:
         self.rows.append((label, list(entries)))
 
     @property
-    def bars(self) -> list[Bar]:
+    def targets(self) -> list[Target]:
         """All targets in the table."""
-        return [entry for _, entries in self.rows for entry in entries if isinstance(entry, Bar)]
+        return [entry for _, entries in self.rows for entry in entries if isinstance(entry, Target)]
 
     def lines(self) -> list[str]:
         """Returns the table as Markdown."""
-        bold = {label for label, entries in self.rows if any(isinstance(entry, Bar) for entry in entries)}
+        bold = {label for label, entries in self.rows if any(isinstance(entry, Target) for entry in entries)}
         text = [[f"**{label}**" if label in bold else label, *map(str, entries)] for label, entries in self.rows]
         caption = [self.caption, ""] if self.caption else []
         rule = ["---"] + ["---:"] * (len(self.head) - 1)

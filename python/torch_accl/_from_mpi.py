@@ -17,7 +17,7 @@ from ._transports import add_finish, find_transports, lend_communicator
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-    from torch_accl_launch import Place
+    from torch_accl_launch import RankInfo
 
 __all__ = ["Communicator", "init_from_mpi", "store_by_mpi"]
 
@@ -79,7 +79,7 @@ def init_from_mpi(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
 
 
-def store_by_mpi(found: Place, timeout: timedelta) -> Store | None:
+def store_by_mpi(found: RankInfo, timeout: timedelta) -> Store | None:
     """Returns the store in which a launcher's ranks meet; MPI distributes its address.
 
     On several hosts nothing else may know that address. Collective over the job's ranks. Returns None without the package
@@ -124,11 +124,11 @@ def _serve(comm: Communicator, timeout: timedelta) -> Store:
     return store
 
 
-def _find(rank: int, told: Any, timeout: timedelta) -> Store:
+def _find(rank: int, message: Any, timeout: timedelta) -> Store:
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError
 
-    addresses, port, token = told
+    addresses, port, token = message
     if not addresses:
         raise DistNetworkError(f"accl: rank 0 could not create the store whose address MPI distributes: {token}")
     tried = []

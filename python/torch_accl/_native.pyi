@@ -221,10 +221,10 @@ def simulate(
     Raises ValueError if `world` is invalid or the file contains no constants.
     """
 
-def calibration(anew: bool) -> dict[str, Any]:
+def calibration(again: bool) -> dict[str, Any]:
     """Returns the cost model's `constants` for this machine, their `source`, and `age_s`, their age in seconds or None.
 
-    `at_bounds` lists the constants that the measurement does not determine. `anew` measures the constants again.
+    `at_bounds` lists the constants that the measurement does not determine. If `again` is set, measures again.
     """
 
 def check_option(option: str, value: str) -> None:

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Backend
 
 from . import _native
 from ._options import Options
-from ._transports import announce_transports, find_sidestep, find_transports, finish_transports, has_finishes
+from ._transports import announce_transports, find_offload, find_transports, finish_transports, has_finishes
 
 __all__ = [
     "NAME",
@@ -132,7 +132,7 @@ def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
             # Transports that only the environment names are checked as well, but not loaded.
             announce_transports()
         find_transports(chosen)
-        find_sidestep(options.settings.get("sidestep"))
+        find_offload(options.settings.get("sidestep"))
     except Exception as error:
         # Creating the backend with this refusal makes the other ranks fail with it, instead of waiting for this rank.
         options.settings = {**options.settings, "refusal": str(error)}

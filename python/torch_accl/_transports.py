@@ -20,7 +20,7 @@ __all__ = [
     "ENTRY_POINTS",
     "add_finish",
     "announce_transports",
-    "find_sidestep",
+    "find_offload",
     "find_transports",
     "finish_transports",
     "get_include",
@@ -110,7 +110,7 @@ def announce_transports(names: str | None = None) -> list[EntryPoint]:
     return packages
 
 
-def find_sidestep(text: str | None = None) -> None:
+def find_offload(text: str | None = None) -> None:
     """Loads the package whose library runs collectives, if a setting names it: `text`, or `ACCL_SIDESTEP` if that is None.
 
     Raises:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch_accl import Backend
 
 from .bench.cases import Prepared, cases
-from .bench.place import Place, leave, meet
+from .bench.rank_info import RankInfo, leave, meet
 from .run.layout import numbers, ranges, topology
 
 __all__ = ["find", "show"]
@@ -32,19 +32,19 @@ _CORES_A_LINE = 32
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20]
 
 
-def find(place: Place, connect_all: bool) -> dict[str, Any]:
+def find(rank_info: RankInfo, connect_all: bool) -> dict[str, Any]:
     """Returns the facts of all ranks on rank 0; other ranks get them without `algorithms`. Collective over all ranks.
 
     Raises:
         WrongInput: no setting or launcher gives the address of rank 0.
         RuntimeError, ValueError: as `init_process_group`.
     """
-    store = meet(place, TIMEOUT_S)
+    store = meet(rank_info, TIMEOUT_S)
     dist.init_process_group(
         "accl",
         store=PrefixStore("info", store),
-        rank=place.rank,
-        world_size=place.world,
+        rank=rank_info.rank,
+        world_size=rank_info.world,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     group = dist.group.WORLD
@@ -55,12 +55,12 @@ def find(place: Place, connect_all: bool) -> dict[str, Any]:
         backend.eager_connect_single_device(torch.device("cpu"))
     # Every rank waits here until all are connected, and in the following gather until all have taken their facts.
     dist.barrier()
-    ranks: list[Any] = [None] * place.world
-    dist.all_gather_object(ranks, _of_this_rank(place, backend))
-    choices = _choices(backend, place) if place.rank == 0 else {}
+    ranks: list[Any] = [None] * rank_info.world
+    dist.all_gather_object(ranks, _of_this_rank(rank_info, backend))
+    choices = _choices(backend, rank_info) if rank_info.rank == 0 else {}
     dist.destroy_process_group()
-    leave(store, place.rank, place.world)
-    return {"launcher": place.launcher, "world": place.world, "ranks": ranks, "algorithms": choices}
+    leave(store, rank_info.rank, rank_info.world)
+    return {"launcher": rank_info.launcher, "world": rank_info.world, "ranks": ranks, "algorithms": choices}
 
 
 def show(job: dict[str, Any]) -> str:
@@ -92,12 +92,12 @@ def show(job: dict[str, Any]) -> str:
     )
 
 
-def _of_this_rank(place: Place, backend: Backend) -> dict[str, Any]:
-    others = [one for one in backend.snapshot()["ranks"] if one["rank"] != place.rank]
+def _of_this_rank(rank_info: RankInfo, backend: Backend) -> dict[str, Any]:
+    others = [one for one in backend.snapshot()["ranks"] if one["rank"] != rank_info.rank]
     described = dict(line.partition(": ")[::2] for line in backend.describe().splitlines())
     cpus = os.sched_getaffinity(0)
     return {
-        "rank": place.rank,
+        "rank": rank_info.rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "cores": len(cpus),
@@ -135,11 +135,11 @@ def _mark(cpus: set[int], ranks: list[tuple[int, set[int]]]) -> str:
     return "." if not users else str(users[0]) if len(users) == 1 else "*"
 
 
-def _choices(backend: Backend, place: Place) -> dict[str, dict[str, str]]:
+def _choices(backend: Backend, rank_info: RankInfo) -> dict[str, dict[str, str]]:
     """Returns the algorithm of a float32 call, by collective and size in bytes."""
     found: dict[str, dict[str, str]] = {}
-    for case in cases(COLLECTIVES, SIZES, ["float32"], ["sum"], place.world):
-        name = backend.algorithm_of(**Prepared(case, place.rank, place.world).in_engine())
+    for case in cases(COLLECTIVES, SIZES, ["float32"], ["sum"], rank_info.world):
+        name = backend.algorithm_of(**Prepared(case, rank_info.rank, rank_info.world).in_engine())
         found.setdefault(case.collective.name, {})[str(case.size_bytes)] = name
     return found
 

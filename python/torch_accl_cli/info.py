@@ -40,18 +40,20 @@ def run(given: argparse.Namespace) -> int:
     """Prints the facts."""
     # The next import loads torch, which may be missing or refused.
     load_native()
-    from .bench.place import place_given
+    from .bench.rank_info import given_rank_info
 
-    place = place_given()
+    rank_info = given_rank_info()
     if given.ranks is not None:
-        if place is not None:
+        if rank_info is not None:
             # All ranks find the same error, and only rank 0 reports it.
-            if place.rank != 0:
+            if rank_info.rank != 0:
                 return 2
-            raise WrongInput(f"--ranks: {place.launcher} has already started {place.world} ranks; leave out --ranks")
+            raise WrongInput(
+                f"--ranks: {rank_info.launcher} has already started {rank_info.world} ranks; leave out --ranks"
+            )
         return _start_ranks(given)
-    if place is not None and place.world > 1 and not given.calibrate:
-        return _run_in_job(given, place)
+    if rank_info is not None and rank_info.world > 1 and not given.calibrate:
+        return _run_in_job(given, rank_info)
     if given.connect_all:
         raise WrongInput("--connect-all: needs several ranks; start them with torchrun, mpirun, srun or --ranks")
     return print_found(given, lambda native: facts(native, given.calibrate), _show)
@@ -81,22 +83,22 @@ def _start_ranks(given: argparse.Namespace) -> int:
     return run_here(Order(command, os.getcwd(), environment={}, ranks=given.ranks, world=given.ranks), report)
 
 
-def _run_in_job(given: argparse.Namespace, place: Any) -> int:
+def _run_in_job(given: argparse.Namespace, rank_info: Any) -> int:
     """Runs as a rank of a job; rank 0 prints."""
     from . import _job
-    from .bench.processes import said_by
+    from .bench.processes import one_sentence
 
     try:
-        job = _job.find(place, given.connect_all)
+        job = _job.find(rank_info, given.connect_all)
     except WrongInput:
         # All ranks find the same error, and only rank 0 reports it.
-        if place.rank != 0:
+        if rank_info.rank != 0:
             return 2
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        print(f"accl info: rank {place.rank}: {said_by(error)}", file=sys.stderr)
+        print(f"accl info: rank {rank_info.rank}: {one_sentence(error)}", file=sys.stderr)
         return 1
-    if place.rank == 0:
+    if rank_info.rank == 0:
         print(json.dumps(job, indent=2) if given.json else _job.show(job))
     return 0
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlparse
 
 from .jobs import job, slurm_job
+from .launchers import LaunchError, RankInfo, detect_launcher, expand
 from .meeting import Meeting, above_standard_streams, fill_standard_streams, port_of
-from .places import LaunchError, Place, expand, place
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -42,10 +42,10 @@ _meetings: list[socket.socket | None] = []
 
 
 # Another way to obtain a store, for when the address of rank 0 is not known. It returns None if it is not available either.
-_otherwise: list[Callable[[Place, timedelta], Store | None]] = []
+_otherwise: list[Callable[[RankInfo, timedelta], Store | None]] = []
 
 
-def prepare(otherwise: Callable[[Place, timedelta], Store | None] | None = None) -> None:
+def prepare(otherwise: Callable[[RankInfo, timedelta], Store | None] | None = None) -> None:
     """Under a launcher, sets torch's rank variables where they are unset, and wraps torch's `env://` handler.
 
     If a rank has started the launcher, the variables are inherited from that rank, and are overwritten. If the launcher's
@@ -55,7 +55,7 @@ def prepare(otherwise: Callable[[Place, timedelta], Store | None] | None = None)
     if otherwise is not None:
         _otherwise[:] = [otherwise]
     try:
-        found = place(os.environ)
+        found = detect_launcher(os.environ)
     except LaunchError:
         pass
     else:
@@ -96,7 +96,7 @@ def _wrap_handler() -> None:
 def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Rendezvous:
     from torch.distributed.constants import default_pg_timeout
 
-    found = place(os.environ)
+    found = detect_launcher(os.environ)
     if found is None:
         raise LaunchError(
             "neither MASTER_ADDR nor the variables of a launcher are set; start the ranks with torchrun, mpirun or srun, or set RANK, "
@@ -112,7 +112,7 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Rendezvous:
     yield find_store(found, timeout or default_pg_timeout), found.rank, found.world
 
 
-def find_store(found: Place, timeout: timedelta) -> Store:
+def find_store(found: RankInfo, timeout: timedelta) -> Store:
     """Returns the store in which the ranks of a launcher meet without MASTER_ADDR. Collective over all ranks.
 
     Raises:
@@ -184,22 +184,24 @@ def _connect(host: str, port: int, timeout: timedelta) -> Store:
     return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
 
-def _on_this_host(found: Place, name: str, deadline: float, timeout: timedelta) -> tuple[Store, socket.socket | None]:
+def _on_this_host(
+    found: RankInfo, name: str, deadline: float, timeout: timedelta
+) -> tuple[Store, socket.socket | None]:
     """Returns the store of a rendezvous on one host and, for rank 0, the socket that it keeps open."""
     meeting = Meeting(found, name, len(_meetings), deadline)
     if found.rank:
-        return _connect(_THIS_HOST, meeting.ask(), timeout), None
+        return _connect(_THIS_HOST, meeting.fetch_port(), timeout), None
     listener = meeting.open()
     try:
         store = _listen_here(timeout)
-        meeting.tell(listener, store.port)
+        meeting.serve_port(listener, store.port)
     except BaseException:
         listener.close()
         raise
     return store, listener
 
 
-def _on_slurms_hosts(found: Place, step: str, deadline: float, timeout: timedelta) -> Store:
+def _on_slurms_hosts(found: RankInfo, step: str, deadline: float, timeout: timedelta) -> Store:
     """Returns the store of a rendezvous over Slurm's hosts.
 
     Rank 0 is on the first node of the step, and the port is derived from the step. The store there must belong to the step.
@@ -258,7 +260,7 @@ def _is_of(node: str, port: int, who: str) -> bool:
         return False
 
 
-def _join_step(found: Place, node: str, port: int, who: str, deadline: float, timeout: timedelta) -> Store:
+def _join_step(found: RankInfo, node: str, port: int, who: str, deadline: float, timeout: timedelta) -> Store:
     while True:
         store = _connect(node, port, timeout)
         try:

@@ -18,7 +18,7 @@ import sys
 import time
 from contextlib import suppress
 
-from .places import LaunchError, Place
+from .launchers import LaunchError, RankInfo
 
 __all__ = ["Meeting", "above_standard_streams", "fill_standard_streams", "port_of"]
 
@@ -52,8 +52,8 @@ def program() -> str:
 class Meeting:
     """The rendezvous of a job's ranks on this host; `deadline` is a time of `time.monotonic`."""
 
-    def __init__(self, place: Place, job: str, times: int, deadline: float) -> None:
-        self._place, self._deadline = place, deadline
+    def __init__(self, own: RankInfo, job: str, times: int, deadline: float) -> None:
+        self._own, self._deadline = own, deadline
         # The job's name may have any length, and the system accepts 107 bytes, so it is hashed.
         self._name = f"\0torch-accl/{os.getuid()}/{_digest(job).hex()[:32]}/{times}"
         self._since = time.monotonic()
@@ -68,7 +68,7 @@ class Meeting:
         listener = above_standard_streams(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             listener.bind(self._name)
-            listener.listen(max(self._place.world, 128))
+            listener.listen(max(self._own.world, 128))
         except OSError as error:
             listener.close()
             why = (
@@ -81,21 +81,21 @@ class Meeting:
             ) from None
         return listener
 
-    def tell(self, listener: socket.socket, port: int) -> None:
+    def serve_port(self, listener: socket.socket, port: int) -> None:
         """Rank 0: sends the port of its store to each of the other ranks as they connect.
 
         Raises:
             LaunchError: a rank has another world size or runs another program.
             TimeoutError: not all ranks have connected in time.
         """
-        awaited = set(range(1, self._place.world))
+        awaited = set(range(1, self._own.world))
         while awaited:
             with suppress(TimeoutError):
                 listener.settimeout(self._patience(_ranks(awaited)))
                 with above_standard_streams(listener.accept()[0]) as peer:
                     awaited -= self._answer(peer, port)
             if awaited:
-                self._check_time(f"{_ranks(awaited)} of {self._place.world} did not join the rendezvous of this host")
+                self._check_time(f"{_ranks(awaited)} of {self._own.world} did not join the rendezvous of this host")
         # A later connection comes from another job and is refused at once. The name stays taken.
         listener.shutdown(socket.SHUT_RD)
 
@@ -110,21 +110,21 @@ class Meeting:
             wrong = self._difference(rank, asked)
             _say(peer, {"port": port} if wrong is None else {"wrong": wrong})
             # A rank that does not receive the answer asks again, so its acknowledgement is awaited.
-            heard = wrong is not None or _line(peer, until) == b"heard\n"
+            acknowledged = wrong is not None or _line(peer, until) == b"heard\n"
         except (OSError, ValueError, KeyError, TypeError):
             return set()
         if wrong is not None:
             raise LaunchError(wrong)
-        return {rank} if heard else set()
+        return {rank} if acknowledged else set()
 
     def _difference(self, rank: int, asked: dict[str, object]) -> str | None:
-        if asked["world"] != self._place.world:
-            return f"rank {rank} has world size {asked['world']}, rank 0 has world size {self._place.world}; {_ALIKE}"
+        if asked["world"] != self._own.world:
+            return f"rank {rank} has world size {asked['world']}, rank 0 has world size {self._own.world}; {_ALIKE}"
         if asked["program"] != program():
             return f"rank {rank} runs {asked['program']}, rank 0 runs {program()}; {_ALIKE}"
         return None
 
-    def ask(self) -> int:
+    def fetch_port(self) -> int:
         """Other ranks: returns the port of rank 0's store.
 
         Raises:
@@ -143,7 +143,7 @@ class Meeting:
                     raise LaunchError(
                         f"user {user} has opened the rendezvous socket of this host; set MASTER_ADDR and MASTER_PORT"
                     )
-                _say(meeting, {"rank": self._place.rank, "world": self._place.world, "program": program()})
+                _say(meeting, {"rank": self._own.rank, "world": self._own.world, "program": program()})
                 if line := _line(meeting, min(self._deadline, time.monotonic() + _ANSWER_S)):
                     answer = json.loads(line)
                     if "wrong" in answer:
@@ -159,7 +159,7 @@ class Meeting:
         if now - self._since > _SILENT_S and not self._has_said_so:
             self._has_said_so = True
             print(
-                f"[torch_accl] rank {self._place.rank} still waits for {awaited} to call init_process_group",
+                f"[torch_accl] rank {self._own.rank} still waits for {awaited} to call init_process_group",
                 file=sys.stderr,
                 flush=True,
             )
@@ -169,7 +169,7 @@ class Meeting:
         if time.monotonic() >= self._deadline:
             waited = time.monotonic() - self._since
             raise TimeoutError(
-                f"rank {self._place.rank}: {otherwise} within {waited:.0f} s; if the ranks run in containers or network namespaces of their "
+                f"rank {self._own.rank}: {otherwise} within {waited:.0f} s; if the ranks run in containers or network namespaces of their "
                 "own, set MASTER_ADDR and MASTER_PORT on all of them"
             )
 

@@ -28,13 +28,13 @@ PREFIXES = (
 
 
 def main() -> int:
-    told = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
     # hydra communicates with its processes over a descriptor that they inherit.
-    descriptors = [int(told["PMI_FD"])] if "PMI_FD" in told else []
+    descriptors = [int(variables["PMI_FD"])] if "PMI_FD" in variables else []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(sys.argv[1])
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        connection.sendmsg([json.dumps(told).encode()], passed)
+        connection.sendmsg([json.dumps(variables).encode()], passed)
         # The other end of the socket is closed once the rank has exited.
         while connection.recv(1):
             pass

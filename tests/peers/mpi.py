@@ -26,19 +26,19 @@ ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 
 @dataclass
-class Place:
+class JobProcess:
     """The launcher variables and descriptors of one process of the job."""
 
-    told: dict[str, str]
+    variables: dict[str, str]
     descriptors: list[int]
 
     @property
     def rank(self) -> int:
-        return int(self.told.get("OMPI_COMM_WORLD_RANK") or self.told["PMI_RANK"])
+        return int(self.variables.get("OMPI_COMM_WORLD_RANK") or self.variables["PMI_RANK"])
 
     def adopt(self) -> None:
         """Gives this process the place in the job."""
-        os.environ.update(self.told)
+        os.environ.update(self.variables)
         if self.descriptors:
             os.environ["PMI_FD"] = str(self.descriptors[0])
             os.set_inheritable(self.descriptors[0], True)
@@ -46,10 +46,10 @@ class Place:
 
 @dataclass
 class Job:
-    """A job that mpirun has started; `places` is sorted by rank."""
+    """A job that mpirun has started; `processes` is sorted by rank."""
 
     launcher: subprocess.Popen[bytes]
-    places: list[Place] = field(default_factory=list)
+    processes: list[JobProcess] = field(default_factory=list)
     connections: list[socket.socket] = field(default_factory=list)
 
     def end(self) -> None:
@@ -81,14 +81,14 @@ def start(mpirun: str, world: int) -> Job:
                 connection = listener.accept()[0]
                 connection.settimeout(LIMIT_S)
                 job.connections.append(connection)
-                job.places.append(_place(connection))
-    job.places.sort(key=lambda place: place.rank)
+                job.processes.append(_job_process(connection))
+    job.processes.sort(key=lambda process: process.rank)
     return job
 
 
-def _place(connection: socket.socket) -> Place:
+def _job_process(connection: socket.socket) -> JobProcess:
     room = array.array("i")
-    told, passed, _, _ = connection.recvmsg(MOST_BYTES, socket.CMSG_SPACE(MOST_DESCRIPTORS * room.itemsize))
+    variables, passed, _, _ = connection.recvmsg(MOST_BYTES, socket.CMSG_SPACE(MOST_DESCRIPTORS * room.itemsize))
     for _, _, data in passed:
         room.frombytes(data[: len(data) - len(data) % room.itemsize])
-    return Place(json.loads(told), room.tolist())
+    return JobProcess(json.loads(variables), room.tolist())

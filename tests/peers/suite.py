@@ -276,7 +276,7 @@ def _case_class(module: ModuleType, mpirun: str | None) -> type[unittest.TestCas
             # The module was imported before this test's own rendezvous file existed.
             module.INIT_METHOD = os.environ["INIT_METHOD"]
             if jobs:
-                jobs[0].places[rank].adopt()
+                jobs[0].processes[rank].adopt()
                 for connection in jobs[0].connections:
                     connection.close()
             super()._run(rank, test_name, file_name, pipe, **kwargs)

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
-from .mortal import TIMEOUT, Death, Mortal
+from .dying_store import TIMEOUT, DeathPoint, DyingStore
 from .runner import BACKEND, RankProcess, _attempt
 
 WORLD = 3
@@ -85,22 +85,22 @@ class _Surviving:
             os.unlink(self.path)
 
 
-def survive(launchers: str, death: Death, store: str = "tcp"):
+def survive(launchers: str, death: DeathPoint, store: str = "tcp"):
     """Starts the ranks and restarts them as launchers do until all have trained; fails if that takes too long."""
     agents, restarts_all = LAUNCHERS[launchers]
     agents = [[rank for agent in agents for rank in agent]] if restarts_all else agents
     surviving = _Surviving(store)
     ranks: dict[int, RankProcess] = {}
-    told: dict[int, tuple] = {}
+    results: dict[int, tuple] = {}
     connecting: set[int] = set()
     story = []
     last_change = 0.0
 
-    def start(rank: int, mortal: bool):
+    def start(rank: int, dies: bool):
         def serve(pipe):
             own = surviving.store()
             pipe.send(("connected", None, ""))
-            pipe.send(_attempt(train, {"rank": rank, "store": Mortal(own, death) if mortal else own}))
+            pipe.send(_attempt(train, {"rank": rank, "store": DyingStore(own, death) if dies else own}))
             # Stay until the launcher has received everything, because the message of a rank that exits may be lost.
             with contextlib.suppress(EOFError):
                 pipe.recv()
@@ -114,8 +114,8 @@ def survive(launchers: str, death: Death, store: str = "tcp"):
     try:
         for rank in range(WORLD):
             start(rank, rank == death.rank)
-        while len(told) < WORLD:
-            waiting = {process.pipe: rank for rank, process in ranks.items() if rank not in told}
+        while len(results) < WORLD:
+            waiting = {process.pipe: rank for rank, process in ranks.items() if rank not in results}
             patience = 60.0 if connecting else SOON
             ready = wait(list(waiting), timeout=max(0.0, last_change + patience - time.monotonic()))
             if not ready:
@@ -135,16 +135,16 @@ def survive(launchers: str, death: Death, store: str = "tcp"):
                 continue
             story.append((rank, status, trace[-300:]))
             if status == "ok":
-                told[rank] = value
+                results[rank] = value
                 continue
             mates = next(agent for agent in agents if rank in agent)
             for mate in mates:
                 ranks[mate].kill()
-                told.pop(mate, None)
+                results.pop(mate, None)
             for mate in mates:
                 start(mate, False)
             assert len(story) < 20, story
-        return list(told.values())
+        return list(results.values())
     finally:
         for process in ranks.values():
             process.kill()

@@ -96,8 +96,8 @@ class Rendezvous:
 
 
 @dataclasses.dataclass
-class Seat:
-    """The settings of this process as a rank. `_seat` is None in the pytest process itself."""
+class RankContext:
+    """The settings of this process as a rank. `_context` is None in the pytest process itself."""
 
     rank: int
     world: int
@@ -106,7 +106,7 @@ class Seat:
     inits: int = 0
 
 
-_seat: Seat | None = None
+_context: RankContext | None = None
 
 # Whether ranks see a torch without any accelerator, see `accelerators.py`; set in the pytest process.
 is_cpu_build = False
@@ -119,14 +119,14 @@ def _build_as(cpu: bool):
 
 def init_group(backend: str | None = None, **options) -> None:
     """Creates the default group of this rank; may be called again after a destroy, over the same store."""
-    seat = _seat
-    if seat.store is None:
-        seat.store = seat.rendezvous.store(seat.rank, seat.world)
-    seat.inits += 1
+    context = _context
+    if context.store is None:
+        context.store = context.rendezvous.store(context.rank, context.world)
+    context.inits += 1
     options.setdefault("timeout", timedelta(seconds=GROUP_TIMEOUT))
-    options.setdefault("rank", seat.rank)
-    options.setdefault("world_size", seat.world)
-    options.setdefault("store", dist.PrefixStore(f"init{seat.inits}", seat.store))
+    options.setdefault("rank", context.rank)
+    options.setdefault("world_size", context.world)
+    options.setdefault("store", dist.PrefixStore(f"init{context.inits}", context.store))
     dist.init_process_group(backend or BACKEND, **options)
 
 
@@ -212,7 +212,7 @@ def _read(path: str) -> str:
 
 
 def _become_rank(rank, world, rendezvous, log, parent_pipe):
-    global _seat
+    global _context
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.freeze()
     parent_pipe.close()
@@ -226,7 +226,7 @@ def _become_rank(rank, world, rendezvous, log, parent_pipe):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(world)
-    _seat = Seat(rank, world, rendezvous)
+    _context = RankContext(rank, world, rendezvous)
 
 
 def _attempt(body, arguments) -> tuple[str, object, str]:
@@ -369,7 +369,7 @@ def _in_fresh(body, arguments, init, env):
     _build_as(is_cpu_build)
     if init:
         init_group()
-    value = body(_seat.rank, **arguments)
+    value = body(_context.rank, **arguments)
     if init and dist.is_initialized():
         dist.destroy_process_group()
     return value

@@ -57,7 +57,7 @@ def train(rank, model, steps=4):
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
 
 
-def carried_over(state):
+def residuals_of(state):
     """Copies of the error-feedback residuals that a compression state holds: of contributions and of sums, by name."""
     return {
         "residuals": {name: residual.clone() for name, residual in state._residuals.items()},

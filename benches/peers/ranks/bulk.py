@@ -72,15 +72,15 @@ def send(other: socket.socket, count: int) -> None:
 
 def receive(other: socket.socket, count: int, meanwhile) -> None:
     """Receives `count` bytes, while another thread runs `meanwhile`."""
-    beside = threading.Thread(target=meanwhile, daemon=True)
-    beside.start()
+    runner = threading.Thread(target=meanwhile, daemon=True)
+    runner.start()
     piece = bytearray(PIECE_BYTES)
     while count:
         got = other.recv_into(memoryview(piece)[:count])
         if not got:
             raise EOFError("the other end has disconnected")
         count -= got
-    beside.join()
+    runner.join()
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def product_slowdown(torch, dist) -> float:
 
     products(True)
     rounds = [(products(True), products(False)) for _ in range(ROUNDS)]
-    return median(beside for beside, _ in rounds) / median(alone for _, alone in rounds)
+    return median(with_calls for with_calls, _ in rounds) / median(alone for _, alone in rounds)
 
 
 def ms(seconds: float) -> float:

@@ -50,7 +50,7 @@ Ran = tuple[list[Tensor], float | None]
 
 
 @dataclass
-class Way:
+class Method:
     """One method to run a batch.
 
     `run` returns the output in parts, where there is one, and the end of the forward pass, or None if it cannot be
@@ -72,17 +72,17 @@ def main() -> None:
     groups = {backend: dist.new_group(backend=backend, timeout=TIMEOUT) for backend in BACKENDS}
     alone = dist.new_subgroups(group_size=1)[0]
     blocks, x, gradient = [block(number) for number in range(LAYERS)], *images()
-    ways = {**in_one_process(blocks, x, gradient, alone), **of_two(blocks, x, gradient, groups)}
-    [y], _ = ways["serial"].run()
+    methods = {**in_one_process(blocks, x, gradient, alone), **of_two(blocks, x, gradient, groups)}
+    [y], _ = methods["serial"].run()
     right = y, gradients(blocks)
-    errors = {name: error(way, blocks, right) for name, way in ways.items()}
+    errors = {name: error(method, blocks, right) for name, method in methods.items()}
     rounds = []
     for turn in range(WARM_UP + int(sys.argv[3])):
-        took = a_round(turn, ways, blocks, meet)
+        took = a_round(turn, methods, blocks, meet)
         rounds.append((took, costs(blocks, x, gradient, groups["accl"], meet)))
     rounds = rounds[WARM_UP:]
     found = {
-        "ms": {name: slowest([took[name] for took, _ in rounds]) for name in ways},
+        "ms": {name: slowest([took[name] for took, _ in rounds]) for name in methods},
         "errors": errors,
         "costs_us": of_ranks([cost for _, cost in rounds]),
     }
@@ -121,7 +121,7 @@ def mean_over_batch(y: Tensor, target: Tensor) -> Tensor:
 # ---- the methods
 
 
-def in_one_process(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, alone: Any) -> dict[str, Way]:
+def in_one_process(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, alone: Any) -> dict[str, Method]:
     """Returns the methods that run on the first rank alone."""
 
     def serial() -> Ran:
@@ -133,21 +133,21 @@ def in_one_process(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, alo
         return [y.detach()], middle
 
     net = LayerParallel([ode(layer) for layer in blocks], group=alone)
-    ways = {"serial": Way(serial, is_alone=True), "threads": Way(serial, is_alone=True, threads=len(CORES))}
+    methods = {"serial": Method(serial, is_alone=True), "threads": Method(serial, is_alone=True, threads=len(CORES))}
     for factor in FACTORS:
-        ways[f"one rank {factor}"] = Way(multigrid(net, factor, x, gradient), is_alone=True)
-    return ways
+        methods[f"one rank {factor}"] = Method(multigrid(net, factor, x, gradient), is_alone=True)
+    return methods
 
 
-def of_two(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, groups: dict[str, Any]) -> dict[str, Way]:
+def of_two(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, groups: dict[str, Any]) -> dict[str, Method]:
     """Returns the methods of both ranks. All use the same modules, so that no method has better placed weights than
     another."""
     nets = {name: LayerParallel([ode(layer) for layer in blocks], group=group) for name, group in groups.items()}
-    ways = {}
+    methods = {}
     for factor in FACTORS:
         for backend, net in nets.items():
-            ways[f"{backend} {factor}"] = Way(multigrid(net, factor, x, gradient))
-    ways["wave"] = Way(wave(nets["accl"], x, gradient))
+            methods[f"{backend} {factor}"] = Method(multigrid(net, factor, x, gradient))
+    methods["wave"] = Method(wave(nets["accl"], x, gradient))
     target = BATCH * gradient
     for schedule in ("gpipe", "1f1b"):
         net = LayerParallel(
@@ -157,14 +157,14 @@ def of_two(blocks: Sequence[nn.Module], x: Tensor, gradient: Tensor, groups: dic
             micro_batches=MICRO_BATCHES,
             schedule=schedule,
         )
-        ways[schedule] = Way(pipeline(net, x, target))
+        methods[schedule] = Method(pipeline(net, x, target))
     share = LAYERS // RANKS
     stage = Stage(blocks[RANK * share : (RANK + 1) * share])
     for name, kind in (("torch gpipe", ScheduleGPipe), ("torch 1f1b", Schedule1F1B)):
         placed = PipelineStage(stage, RANK, RANKS, torch.device("cpu"), group=groups["accl"])
         runner = kind(placed, n_microbatches=MICRO_BATCHES, loss_fn=mean_over_batch)
-        ways[name] = Way(torch_pipeline(runner, x, target))
-    return ways
+        methods[name] = Method(torch_pipeline(runner, x, target))
+    return methods
 
 
 class Stage(nn.Module):
@@ -241,31 +241,31 @@ def torch_pipeline(runner: Any, x: Tensor, target: Tensor) -> Callable[[], Ran]:
 
 
 def a_round(
-    turn: int, ways: dict[str, Way], blocks: Sequence[nn.Module], meet: Callable[[], object]
+    turn: int, methods: dict[str, Method], blocks: Sequence[nn.Module], meet: Callable[[], object]
 ) -> dict[str, Seconds]:
     """Returns, for each method on this rank, the seconds until the end of the forward pass and until the end."""
-    names = list(ways)
+    names = list(methods)
     # The order changes, so that no method always follows the same one.
     start = turn // 2 % len(names)
     names = (names[start:] + names[:start])[:: -1 if turn % 2 else 1]
     took = {}
     for name in names:
         forget(blocks)
-        took[name] = timed(ways[name], meet)
+        took[name] = timed(methods[name], meet)
     return took
 
 
-def timed(way: Way, meet: Callable[[], object]) -> Seconds:
+def timed(method: Method, meet: Callable[[], object]) -> Seconds:
     """Times one run."""
     # Ranks first sleep in a barrier, and then meet by polling.
     dist.barrier()
-    if way.is_alone and RANK:
+    if method.is_alone and RANK:
         return 0.0, 0.0
-    if not way.is_alone:
+    if not method.is_alone:
         meet()
-    with threads(way.threads):
+    with threads(method.threads):
         begin = time.perf_counter()
-        _, middle = way.run()
+        _, middle = method.run()
         end = time.perf_counter()
     return (end if middle is None else middle) - begin, end - begin
 
@@ -291,18 +291,18 @@ def slowest(rounds: list[Seconds]) -> dict[str, list[float]]:
     return {"forward": forward, "sum": together}
 
 
-def error(way: Way, blocks: Sequence[nn.Module], right: tuple[Tensor, list[Tensor]]) -> dict[str, float]:
+def error(method: Method, blocks: Sequence[nn.Module], right: tuple[Tensor, list[Tensor]]) -> dict[str, float]:
     """Returns the relative errors of the output and of all parameters' gradients, in the 2-norm."""
     squares = torch.zeros(2, 2, dtype=torch.float64)
     dist.barrier()
-    if not (way.is_alone and RANK):
+    if not (method.is_alone and RANK):
         forget(blocks)
-        with threads(way.threads):
-            outputs, _ = way.run()
+        with threads(method.threads):
+            outputs, _ = method.run()
         for gradient, of in zip(gradients(blocks), right[1]):
             if gradient is not None:
                 squares[0] += squared(gradient, of)
-        if way.is_alone or RANK == RANKS - 1:
+        if method.is_alone or RANK == RANKS - 1:
             squares[1] = squared(torch.cat(outputs), right[0])
     dist.all_reduce(squares)
     return {name: (off / norm) ** 0.5 for name, (off, norm) in zip(("gradient", "output"), squares.tolist())}

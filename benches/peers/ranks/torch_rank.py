@@ -1,4 +1,4 @@
-"""One rank of a contender that is called through torch; the protocol is described in `rank.c`.
+"""One rank of a library that is called through torch; the protocol is described in `rank.c`.
 
 Started as `torch_rank.py DIR RANK RANKS CORE BACKEND LIBRARIES`, where LIBRARIES is the folder with the output of
 `build.py`. BACKEND is a name of `torch.distributed`, `noop`, `noop_yielding` or `deepspeed`. A compression may follow
@@ -137,7 +137,7 @@ class Member:
             for _ in each:
                 call()
             rows.append((begin, clock()))
-        self.board_module.tell(self.board, self.rank, rows)
+        self.board_module.write_spans(self.board, self.rank, rows)
         return "ok"
 
     def check(self, asked: Asked, call: Call) -> str:
@@ -201,7 +201,7 @@ class Asked:
 
     @property
     def is_one_all_reduce(self) -> bool:
-        """Whether the order is a single all_reduce, which all contenders have."""
+        """Whether the order is a single all_reduce, which all libraries have."""
         return self.name == "all_reduce" and not self.many
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
-from ..tables import Bar, Table
+from ..tables import Table, Target
 
 RANKS = 2
 CELLS = cells_of("all_reduce")
@@ -22,7 +22,7 @@ OF_ENGINE = 1.3
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Measures all contenders at all sizes."""
+    """Measures all libraries at all sizes."""
     return as_rows(bench.figures(RANKS, WANTED, CELLS))
 
 
@@ -32,16 +32,16 @@ def tables(data: dict[str, Any]) -> list[Table]:
     table = figures.table(CELLS, "2 ranks, us")
     figures.add_best(table, PEERS, CELLS, SHARE_OF_BEST)
     figures.add_times(table, "gloo / accl, both through torch", "gloo", "accl_torch", CELLS, TIMES_GLOO)
-    table.row("accl through torch, us", (torch_bar(figures, cell) for cell in CELLS))
+    table.row("accl through torch, us", (torch_target(figures, cell) for cell in CELLS))
     return [table]
 
 
-def torch_bar(figures: Figures, cell: Any) -> Bar:
+def torch_target(figures: Figures, cell: Any) -> Target:
     """Returns accl's time through torch, with its limit as target."""
     noop, engine = figures.us("noop", cell), figures.us("accl", cell)
     if noop is None or engine is None:
-        return Bar(None)
-    return Bar(figures.us("accl_torch", cell), at_most=noop + OVERHEAD_US + OF_ENGINE * engine)
+        return Target(None)
+    return Target(figures.us("accl_torch", cell), at_most=noop + OVERHEAD_US + OF_ENGINE * engine)
 
 
 def plots(data: dict[str, Any]) -> list[Plot]:

@@ -9,7 +9,7 @@ from torch_accl_cli._sizes import show_size
 
 from ..build import finish
 from ..report import Bench, Section
-from ..tables import Bar, Table
+from ..tables import Table, Target
 
 RANKS = (2, 4)
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -56,14 +56,14 @@ def table_of(ranks: int, cells: list[dict[str, Any]]) -> Table:
     table = Table([f"{ranks} ranks, choice / limit", *map(show_size, columns)])
     for collective in COLLECTIVES:
         mine = [cell for cell in cells if cell["collective"] == collective]
-        table.row(collective, map(bar_of, mine))
+        table.row(collective, map(target_of, mine))
         table.row("chosen", (named(cell) for cell in mine))
     return table
 
 
-def bar_of(cell: dict[str, Any]) -> Bar:
+def target_of(cell: dict[str, Any]) -> Target:
     """Returns the choice's time relative to its limit."""
-    return Bar(cell["us"] / (TIMES * cell["best_us"] + MORE_US), at_most=1)
+    return Target(cell["us"] / (TIMES * cell["best_us"] + MORE_US), at_most=1)
 
 
 def named(cell: dict[str, Any]) -> str:

@@ -42,8 +42,8 @@ def table_of(figures: Figures, collective: str) -> Table:
     if collective == "barrier":
         table.head = [table.head[0], "2 ranks"]
     figures.add_best(table, PEERS, row, [SHARE_OF_BEST] * len(row), "better of Open MPI and Intel MPI")
-    bars = [TIMES_GLOO_SMALL if cell.bytes <= SMALL_BYTES else TIMES_GLOO_LARGE for cell in row]
-    figures.add_times(table, "gloo / accl, both through torch", "gloo", "accl_torch", row, bars)
+    targets = [TIMES_GLOO_SMALL if cell.bytes <= SMALL_BYTES else TIMES_GLOO_LARGE for cell in row]
+    figures.add_times(table, "gloo / accl, both through torch", "gloo", "accl_torch", row, targets)
     return table
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..contenders import BY_NAME, CASTS, CODECS, HOOKS, title_of
+from ..libraries import BY_NAME, CASTS, CODECS, HOOKS, title_of
 from ..report import Bench, Figures, Section, as_rows, cells_of
-from ..tables import Bar, Table, ratio
+from ..tables import Table, Target, ratio
 
 # One size that is mostly latency on such links, and one of a bucket of DistributedDataParallel.
 CELLS = cells_of("all_reduce", (256 << 10, 25 << 20))
@@ -17,7 +17,7 @@ LARGE = CELLS[-1]
 RAW = "accl_torch"
 COMPRESSED = tuple(f"accl_{codec}" for codec in CODECS)
 GLOO = ("gloo", *(f"gloo_{smaller}" for smaller in (*CASTS, *HOOKS)))
-# The gloo contenders whose result is near the sum for any tensor.
+# The rows of gloo whose result is near the sum for any tensor.
 NEAR = GLOO[:-1]
 GOODPUT_TURNS = 3
 
@@ -49,7 +49,7 @@ NETS = (
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Measures all contenders on each net, with the goodput of the link and the bytes sent over it."""
+    """Measures all libraries on each net, with the goodput of the link and the bytes sent over it."""
     found = {}
     everyone = (RAW, *COMPRESSED, *GLOO)
     for net in NETS:
@@ -80,18 +80,18 @@ def table_of(net: Net, figures: Figures, goodput: Sequence[float], sent: dict[st
         f"A plain transfer in both directions between two ranks reaches {8 * statistics.median(goodput) / 1e6:.0f} Mbit/s in "
         "each direction. Bytes of a call are counted by the interface of the first rank."
     )
-    for name in figures.contenders(CELLS):
+    for name in figures.libraries(CELLS):
         entries = [figures.entry(name, cell) for cell in CELLS]
         table.row(BY_NAME[name].title, (*entries, f"{sent[name] / 1e6:.2f}" if name in sent else ""))
     for name, times in zip(COMPRESSED, net.predicted):
         faster = ratio(figures.us(RAW, LARGE), figures.us(name, LARGE))
         fewer = f"{sent[RAW] / sent[name]:.2f}" if {RAW, name} <= sent.keys() else ""
         label = f"{title_of(RAW)} / {title_of(name).split(', ')[1]}"
-        table.row(label, ("", Bar(faster, at_least=net.share * times), fewer))
+        table.row(label, ("", Target(faster, at_least=net.share * times), fewer))
     best = figures.best(NEAR, LARGE)
     for name in (COMPRESSED[0], COMPRESSED[2]):
         faster = ratio(best[1] if best else None, figures.us(name, LARGE))
-        table.row(f"best of gloo without PowerSGD / {title_of(name)}", ("", Bar(faster, at_least=1), ""))
+        table.row(f"best of gloo without PowerSGD / {title_of(name)}", ("", Target(faster, at_least=1), ""))
     return table
 
 

@@ -9,15 +9,15 @@ from typing import Any
 from torch_accl_cli._sizes import show_size
 
 from ..build import SOURCES, Unavailable
-from ..contenders import title_of
 from ..jobs import HERE, Host
+from ..libraries import title_of
 from ..report import Bench, Section
-from ..tables import Bar, Table
+from ..tables import Table, Target
 from .costs import answers_of
 
 PROGRAM = SOURCES / "policy.py"
 RANKS = 2
-CONTENDER = "accl_torch"
+LIBRARY = "accl_torch"
 LIMIT_S = 300
 SHAPED_BITS = 10**9
 SHM, TCP, SHAPED = "shared memory", "TCP in the machine", "TCP, 1 Gbit/s"
@@ -26,10 +26,10 @@ AUDITED, AUTO = 1.01, 0.97
 
 def collect(bench: Bench) -> dict[str, Any]:
     """Runs one start over each kind of link."""
-    if CONTENDER not in bench.contenders:
-        raise Unavailable(f"{title_of(CONTENDER)} was not selected")
-    if reason := bench.shop.missing.get(CONTENDER):
-        raise Unavailable(f"{title_of(CONTENDER)}: {reason}")
+    if LIBRARY not in bench.libraries:
+        raise Unavailable(f"{title_of(LIBRARY)} was not selected")
+    if reason := bench.shop.missing.get(LIBRARY):
+        raise Unavailable(f"{title_of(LIBRARY)}: {reason}")
     python = bench.shop.names["python"]
     found = {}
     for place, transport in ((SHM, "shm"), (TCP, "tcp")):
@@ -57,8 +57,8 @@ def tables(data: dict[str, Any]) -> list[Table]:
     sizes = list(next(iter(places.values()), {}))
     table = Table(["2 ranks", *(show_size(int(size)) for size in sizes)])
     for place, found in places.items():
-        table.row(f"{place}: audited / not audited", [Bar(found[size]["audit"], at_most=AUDITED) for size in sizes])
-        table.row(f"{place}: raw / auto", [Bar(found[size]["auto"], at_least=AUTO) for size in sizes])
+        table.row(f"{place}: audited / not audited", [Target(found[size]["audit"], at_most=AUDITED) for size in sizes])
+        table.row(f"{place}: raw / auto", [Target(found[size]["auto"], at_least=AUTO) for size in sizes])
         table.row(f"{place}: auto chooses", [f"`{found[size]['codec']}`" for size in sizes])
     return [table]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch_accl_cli._sizes import show_size
 
-from ..contenders import title_of
+from ..libraries import title_of
 from ..report import Bench, Figures, Section, as_rows, cells_of
-from ..tables import Bar, Table, ratio
+from ..tables import Table, Target, ratio
 
 RANKS = 2
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -20,7 +20,7 @@ EVERYONE = (RAW, CAST, "accl_all_maxmin:8", "accl_all_maxmin:4", "accl_bf16", "g
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Measures all contenders in turn."""
+    """Measures all libraries in turn."""
     return as_rows(bench.figures(RANKS, EVERYONE, CELLS))
 
 
@@ -31,7 +31,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
     for name in EVERYONE:
         table.row(title_of(name), (figures.entry(name, cell) for cell in CELLS))
     shares = (ratio(figures.us(CAST, cell), figures.us(RAW, cell)) for cell in CELLS)
-    table.row("all calls bf16 / raw", (Bar(share, at_most=1.3) for share in shares))
+    table.row("all calls bf16 / raw", (Target(share, at_most=1.3) for share in shares))
     return [table]
 
 

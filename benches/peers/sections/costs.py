@@ -14,7 +14,7 @@ from typing import Any
 
 from ..jobs import HERE, Host
 from ..report import Bench, Section
-from ..tables import Bar, Table, plain
+from ..tables import Table, Target, plain
 
 PROGRAM = Path(__file__).resolve().parents[1] / "ranks" / "costs.py"
 BACKENDS = {"accl": "accl_torch", "gloo": "gloo"}
@@ -29,8 +29,8 @@ def collect(bench: Bench) -> dict[str, Any]:
     """Returns, for each backend, the medians over starts of the slowest rank's measurements."""
     found: dict[str, Any] = {}
     python, turns = bench.shop.names["python"], min(bench.effort.turns, STARTS)
-    for backend, contender in BACKENDS.items():
-        if contender not in bench.contenders or contender in bench.shop.missing:
+    for backend, library in BACKENDS.items():
+        if library not in bench.libraries or library in bench.shop.missing:
             continue
         starts = []
         for turn in range(turns):
@@ -93,7 +93,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
     def row(label: str, name: str, at_most: float | None) -> None:
         theirs = plain(gloo[name]) if name in gloo else ""
-        mine = Bar(ours.get(name), at_most=at_most) if at_most is not None else plain(ours.get(name, 0))
+        mine = Target(ours.get(name), at_most=at_most) if at_most is not None else plain(ours.get(name, 0))
         table.row(label, [theirs, mine])
 
     row("`import torch`, ms", "import_torch_ms", None)

@@ -11,9 +11,9 @@ from typing import Any
 
 from .. import board
 from ..build import SOURCES, Unavailable
-from ..contenders import title_of
+from ..libraries import title_of
 from ..report import Bench, Section
-from ..tables import Bar, Table, plain
+from ..tables import Table, Target, plain
 from .costs import STARTS, merged, start
 
 PROGRAM = SOURCES / "ddp.py"
@@ -21,13 +21,13 @@ RANKS = 2
 WORKERS = ("auto", "0", "1", "2")
 WORKER_STARTS, OF_BEST = 11, 1.03
 # Contenders by their names in the rank program.
-CONTENDERS = {"accl": "accl_torch", "gloo": "gloo"}
+LIBRARIES = {"accl": "accl_torch", "gloo": "gloo"}
 
 
 def collect(bench: Bench) -> dict[str, Any]:
     """Returns the medians over the starts."""
-    for name in CONTENDERS.values():
-        if name not in bench.contenders:
+    for name in LIBRARIES.values():
+        if name not in bench.libraries:
             raise Unavailable(f"{title_of(name)} was not selected")
         if reason := bench.shop.missing.get(name):
             raise Unavailable(f"{title_of(name)}: {reason}")
@@ -72,7 +72,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
         return plain(found[name]) if name in found else ""
 
     table.row("forward and backward", map(entry, ("plain_step_ms", "gloo_step_ms", "accl_step_ms")))
-    ours = Bar(found.get("accl_exposed_ms"), at_most=found.get("gloo_exposed_ms"))
+    ours = Target(found.get("accl_exposed_ms"), at_most=found.get("gloo_exposed_ms"))
     table.row("exposed communication", ["", entry("gloo_exposed_ms"), ours])
     steps = data.get("workers", {})
     if not steps:
@@ -81,7 +81,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
     best = min(steps[count] for count in WORKERS if count != "auto")
     by_workers.row(
         "forward and backward, 25 MB of gradients",
-        [*(plain(steps[count]) for count in WORKERS), Bar(steps["auto"] / best, at_most=OF_BEST, unit=" times")],
+        [*(plain(steps[count]) for count in WORKERS), Target(steps["auto"] / best, at_most=OF_BEST, unit=" times")],
     )
     return [table, by_workers]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
-from ..tables import Bar, Table
+from ..tables import Table, Target
 
 RANKS = 4
 CELLS = cells_of("all_reduce")
@@ -14,13 +14,13 @@ WANTED = (
     *("accl_torch", "gloo", "noop", "noop_yielding", "deepspeed"),
 )
 TIMES_GLOO = (20, 100, 100, 100, 20, 4, 4)
-# Limit at 4 bytes: OF_NOOP times the no-op backend, plus OF_SKETCH times the C baseline.
+# Limit at 4 bytes: OF_NOOP times the no-op backend, plus OF_C_BASELINE times the C baseline.
 OF_NOOP = 2
-OF_SKETCH = 3
+OF_C_BASELINE = 3
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Measures all contenders at all sizes."""
+    """Measures all libraries at all sizes."""
     return as_rows(bench.figures(RANKS, WANTED, CELLS))
 
 
@@ -30,11 +30,11 @@ def tables(data: dict[str, Any]) -> list[Table]:
     table = figures.table(CELLS, "4 ranks, us")
     figures.add_times(table, "gloo / accl, both through torch", "gloo", "accl_torch", CELLS, TIMES_GLOO)
     small = CELLS[0]
-    noop, sketch = figures.us("noop", small), figures.us("sketch", small)
-    bar = Bar(None)
-    if noop is not None and sketch is not None:
-        bar = Bar(figures.us("accl_torch", small), at_most=OF_NOOP * noop + OF_SKETCH * sketch)
-    table.row("accl through torch, us", [bar, *([""] * (len(CELLS) - 1))])
+    noop, c_baseline = figures.us("noop", small), figures.us("sketch", small)
+    target = Target(None)
+    if noop is not None and c_baseline is not None:
+        target = Target(figures.us("accl_torch", small), at_most=OF_NOOP * noop + OF_C_BASELINE * c_baseline)
+    table.row("accl through torch, us", [target, *([""] * (len(CELLS) - 1))])
     return [table]
 
 
@@ -54,7 +54,7 @@ SECTION = Section(
         "variant shows the time of torch if a core changes hands in every call, as it must in a collective.\n\n"
         "Targets:\n\n"
         "* Through torch, accl is faster than gloo by the given factor.\n"
-        f"* At 4 B through torch, accl takes at most {OF_NOOP} x the no-op backend + {OF_SKETCH} x the C baseline."
+        f"* At 4 B through torch, accl takes at most {OF_NOOP} x the no-op backend + {OF_C_BASELINE} x the C baseline."
     ),
     collect=collect,
     tables=tables,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..build import cargo_bench
 from ..report import Bench, Section
-from ..tables import Bar, Entry, Table, plain
+from ..tables import Entry, Table, Target, plain
 
 PLACES = {"DRAM": 0.9, "L2": 0.8}
 FORMS = {"in_place": "y = y op x", "pair": "z = x op y", "many": "z = a op b op c op d"}
@@ -66,9 +66,9 @@ def kernels(isa: str, place: str, form: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def entry(share: float | None, bar: float) -> Entry:
+def entry(share: float | None, target: float) -> Entry:
     """Returns an entry; blank where an operator has no meaning for a type."""
-    return "" if share is None else Bar(share, at_least=bar)
+    return "" if share is None else Target(share, at_least=target)
 
 
 SECTION = Section(

@@ -10,11 +10,11 @@ from typing import Any
 from torch_accl_cli._sizes import show_size
 
 from ..build import Unavailable
-from ..contenders import ENCODED_HELPERS, HELPERS, helpers_of
 from ..jobs import Host
+from ..libraries import ENCODED_HELPERS, HELPERS, helpers_of
 from ..measure import Cell
 from ..report import Bench, Figures, Section, as_rows, cells_of
-from ..tables import Bar, Table, ratio
+from ..tables import Table, Target, ratio
 
 RANKS = (2, 4)
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -29,8 +29,8 @@ PEERS = ("intelmpi", "oneccl_workers", "deepspeed_threads")
 WAYS = {"shm": "shared memory", "tcp": "tcp"}
 
 
-def contenders(way: str, most: int) -> list[str]:
-    """Returns the contenders if a rank has cores for `most` worker threads; one worker thread is always measured."""
+def libraries(way: str, most: int) -> list[str]:
+    """Returns the libraries if a rank has cores for `most` worker threads; one worker thread is always measured."""
     plain = [f"accl_{way}_{count}" for count in HELPERS if count <= max(most, 1)]
     if way != "shm":
         return [f"accl_{way}_0", *plain, f"accl_{way}_auto"]
@@ -60,7 +60,7 @@ def measured_on(bench: Bench, cores: Sequence[int]) -> dict[str, Any]:
             Host(cores=tuple(cores[rank * share : (rank + 1) * share] if share else cores)) for rank in range(ranks)
         )
         for way in WAYS:
-            rows = as_rows(bench.figures(ranks, contenders(way, share - 1), CELLS, hosts))
+            rows = as_rows(bench.figures(ranks, libraries(way, share - 1), CELLS, hosts))
             data["sets"].append({"ranks": ranks, "way": way, **rows})
     return data
 
@@ -83,18 +83,18 @@ def table_of(cores: int, data: dict[str, Any]) -> Table:
         # Two lanes of each rank need more cores than there are.
         table.row(
             "1 worker / no worker",
-            (Bar(times(f"accl_{way}_1", cell), at_most=OF_ONE_LANE) for cell in CELLS),
+            (Target(times(f"accl_{way}_1", cell), at_most=OF_ONE_LANE) for cell in CELLS),
         )
-    table.row("`auto` / no worker", (Bar(times(auto, cell), at_most=OF_ONE_LANE) for cell in CELLS))
+    table.row("`auto` / no worker", (Target(times(auto, cell), at_most=OF_ONE_LANE) for cell in CELLS))
     if ranks == 2 and way == "shm" and cores >= CORES_FOR_IT:
         four, largest = f"accl_shm_{HELPERS_FOR_IT}", CELLS[-1]
         best = figures.best(PEERS, largest)
         ahead = ratio(figures.us(four, largest), best[1] if best else None)
         blank = [""] * (len(CELLS) - 1)
         gain = ratio(figures.us(one, largest), figures.us(four, largest))
-        table.row(f"no worker / {HELPERS_FOR_IT} workers", [*blank, Bar(gain, at_least=TIMES_ONE_LANE)])
-        table.row(f"{HELPERS_FOR_IT} workers / best other library", [*blank, Bar(ahead, at_most=1)])
-    measured = [name for name in figures.contenders(CELLS) if name.startswith(f"accl_{way}_")]
+        table.row(f"no worker / {HELPERS_FOR_IT} workers", [*blank, Target(gain, at_least=TIMES_ONE_LANE)])
+        table.row(f"{HELPERS_FOR_IT} workers / best other library", [*blank, Target(ahead, at_most=1)])
+    measured = [name for name in figures.libraries(CELLS) if name.startswith(f"accl_{way}_")]
     left = [count for count in HELPERS if count > max(map(helpers_of, measured), default=0)]
     if left:
         table.caption = (

@@ -14,14 +14,14 @@ from torch_accl_cli._package import load_native
 
 from .. import board
 from ..build import SOURCES, Unavailable
-from ..contenders import title_of
+from ..libraries import title_of
 from ..machine import Quiet
 from ..report import Bench, Section
-from ..tables import Bar, Table, plain
+from ..tables import Table, Target, plain
 from .costs import answers_of
 
 PROGRAM = SOURCES / "layer_parallel.py"
-CONTENDERS = ("accl_torch", "gloo")
+LIBRARIES = ("accl_torch", "gloo")
 RANKS = 2
 # Values of the rank program.
 LAYERS, STATE_BYTES, FACTORS = 64, 32 * 8 * 28 * 28 * 4, (4, 8, 16)
@@ -50,8 +50,8 @@ TITLES = {
 
 def collect(bench: Bench) -> dict[str, Any]:
     """Returns the rounds of all starts, one after the other."""
-    for name in CONTENDERS:
-        if name not in bench.contenders:
+    for name in LIBRARIES:
+        if name not in bench.libraries:
             raise Unavailable(f"{title_of(name)} was not selected")
         if reason := bench.shop.missing.get(name):
             raise Unavailable(f"{title_of(name)}: {reason}")
@@ -98,7 +98,8 @@ def predicted(costs: dict[str, list[list[float]]], ranks: int, prefix: str) -> d
     round."""
     native = load_native()
     planners = [
-        Planner(native, ranks, told(costs, turn, ranks, prefix)) for turn in range(len(next(iter(costs.values()))[0]))
+        Planner(native, ranks, costs_of_turn(costs, turn, ranks, prefix))
+        for turn in range(len(next(iter(costs.values()))[0]))
     ]
     settings = {str(factor): Setting("multigrid", factor, 2, FORWARD, BACKWARD) for factor in FACTORS}
     return {
@@ -106,7 +107,7 @@ def predicted(costs: dict[str, list[list[float]]], ranks: int, prefix: str) -> d
     }
 
 
-def told(costs: dict[str, list[list[float]]], turn: int, ranks: int, prefix: str) -> Costs:
+def costs_of_turn(costs: dict[str, list[list[float]]], turn: int, ranks: int, prefix: str) -> Costs:
     """Returns the costs of a round: each rank's own layer times, and the mean over ranks for everything else."""
 
     def ps(name: str, rank: int) -> int:
@@ -172,7 +173,7 @@ def times(ms: dict[str, Any], errors: dict[str, Any]) -> Table:
         speedup = paired(serial, together)
         backend, _, factor = name.partition(" ")
         is_ours = backend == "accl" and factor.isdigit()
-        shown = Bar(speedup, at_least=SPEEDUPS[int(factor)]) if is_ours else plain(speedup)
+        shown = Target(speedup, at_least=SPEEDUPS[int(factor)]) if is_ours else plain(speedup)
         off = [scientific(errors[name][what]) for what in ("output", "gradient")]
         least = plain(min(serial) / min(together))
         table.row(title, [*passes, plain(median(together)), plain(min(together)), shown, least, *off])
@@ -188,7 +189,7 @@ def backends(ms: dict[str, Any]) -> Table:
     """Returns a table of the same multigrid over both backends."""
     table = Table(["time of a batch", *(f"c = {factor}" for factor in FACTORS)])
     shares = (paired(ms[f"accl {factor}"]["sum"], ms[f"gloo {factor}"]["sum"]) for factor in FACTORS)
-    table.row("accl / gloo", [Bar(share, at_most=OVER_GLOO) for share in shares])
+    table.row("accl / gloo", [Target(share, at_most=OVER_GLOO) for share in shares])
     return table
 
 
@@ -196,12 +197,12 @@ def predictions(data: dict[str, Any]) -> Table:
     """Returns a table of predictions and measurements of the same rounds."""
     table = Table(["per batch, ms", *(f"c = {factor}" for factor in FACTORS)])
     for place, prefix, title in (("of one", "one rank", "1 rank"), ("of two", "accl", f"{RANKS} ranks")):
-        told = [data["predicted_ms"][place][str(factor)] for factor in FACTORS]
+        costs_of_turn = [data["predicted_ms"][place][str(factor)] for factor in FACTORS]
         found = [data["ms"][f"{prefix} {factor}"]["sum"] for factor in FACTORS]
-        table.row(f"{title}: predicted", [plain(median(rounds)) for rounds in told])
+        table.row(f"{title}: predicted", [plain(median(rounds)) for rounds in costs_of_turn])
         table.row(f"{title}: measured", [plain(median(rounds)) for rounds in found])
-        off = [abs(paired(mine, theirs) - 1) for mine, theirs in zip(found, told)]
-        table.row(f"{title}: relative error", [Bar(value, at_most=CLOSE) for value in off])
+        off = [abs(paired(mine, theirs) - 1) for mine, theirs in zip(found, costs_of_turn)]
+        table.row(f"{title}: relative error", [Target(value, at_most=CLOSE) for value in off])
     return table
 
 
@@ -247,7 +248,7 @@ SECTION = Section(
         "* Errors are relative to one process, in the 2-norm, over all parameters.\n\n"
         "Targets:\n\n"
         "* Median speed-ups of multigrid over accl: "
-        f"{', '.join(f'{bar} for c = {factor}' for factor, bar in SPEEDUPS.items())}.\n"
+        f"{', '.join(f'{target} for c = {factor}' for factor, target in SPEEDUPS.items())}.\n"
         "* Multigrid is not slower over accl than over gloo.\n"
         f"* Predictions are within {CLOSE:.0%}. `_native.LayerPlan.simulate` computes them from the times of "
         "layers, sums of states and messages in the same round. While these times are measured, as many ranks "

@@ -15,9 +15,9 @@ from typing import Any
 from torch_accl_cli._sizes import show_size
 
 from ..build import ROOT, SOURCES, Unavailable, Workshop, finish
-from ..contenders import BY_NAME, title_of
+from ..libraries import BY_NAME, title_of
 from ..report import Bench, Section
-from ..tables import Bar, Table, plain, ratio
+from ..tables import Table, Target, plain, ratio
 
 PROGRAM = SOURCES / "mpi_frames.py"
 LIBRARIES = ("openmpi", "mpich")
@@ -35,7 +35,7 @@ def collect(bench: Bench) -> dict[str, Any]:
     """Returns, for each library, the output of rank 0 of two, by the size of segments."""
     found: dict[str, Any] = {}
     for library in LIBRARIES:
-        if library not in bench.contenders:
+        if library not in bench.libraries:
             continue
         try:
             measured, package = make(bench.shop, library)
@@ -68,7 +68,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 def make(shop: Workshop, library: str) -> tuple[str, str]:
     """Builds the measuring library and the package for this MPI library; returns their paths."""
     compiler = f"mpicc.{library}"
-    # The library was installed before, as a contender.
+    # The library was installed before, to be measured itself.
     if library in shop.missing:
         raise Unavailable(shop.missing[library])
     measured = shop.folder / f"frames_{library}.so"
@@ -91,24 +91,24 @@ def make(shop: Workshop, library: str) -> tuple[str, str]:
 
 def start(shop: Workshop, library: str, arguments: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """Runs two ranks under the library's launcher; returns rank 0's measurements."""
-    contender = BY_NAME[library]
-    program = shutil.which(contender.launcher[0])
+    row = BY_NAME[library]
+    program = shutil.which(row.launcher[0])
     if program is None:
-        raise Unavailable(f"`{contender.launcher[0]}` not found")
+        raise Unavailable(f"`{row.launcher[0]}` not found")
     command = [
         program,
-        *contender.launcher[1:],
+        *row.launcher[1:],
         "-n",
         "2",
         shop.names["python"],
         str(PROGRAM),
         *arguments,
     ]
-    told = {**contender.environment, **environment}
+    variables = {**row.environment, **environment}
     # In a separate process group, which can be killed as a whole, whatever happens to the launcher.
     process = subprocess.Popen(
         command,
-        env=os.environ | told,
+        env=os.environ | variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -118,7 +118,7 @@ def start(shop: Workshop, library: str, arguments: list[str], environment: Mappi
     try:
         printed, errors = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"two ranks under `{contender.launcher[0]}` took more than {LIMIT_S} s") from None
+        raise Unavailable(f"two ranks under `{row.launcher[0]}` took more than {LIMIT_S} s") from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -126,7 +126,7 @@ def start(shop: Workshop, library: str, arguments: list[str], environment: Mappi
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines or process.returncode != 0:
         said = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["no error message"]
-        raise Unavailable(f"two ranks under `{contender.launcher[0]}` have failed: {said[-1]}")
+        raise Unavailable(f"two ranks under `{row.launcher[0]}` have failed: {said[-1]}")
     measured: dict[str, Any] = json.loads(lines[0])
     return measured
 
@@ -145,32 +145,32 @@ def table(found: Mapping[str, Any]) -> Table:
     for segment, one in runs.items():
         trip, rate = one["trip_us"], one["bytes_per_us"]
         row = partial(add_row, shown, f"group with segments of {segment}")
-        row("round trip of an empty frame, us", trip, Bar(trip[0] - trip[1], at_most=ABOVE_TRIP_US, unit=" us more"))
-        row("stream of 64 KiB frames, MB/s", rate, Bar(ratio(*rate), at_least=OF_BANDWIDTH, unit=" of MPI"))
+        row("round trip of an empty frame, us", trip, Target(trip[0] - trip[1], at_most=ABOVE_TRIP_US, unit=" us more"))
+        row("stream of 64 KiB frames, MB/s", rate, Target(ratio(*rate), at_least=OF_BANDWIDTH, unit=" of MPI"))
         for size in SUMS:
             pair = one[f"all_reduce_{size}_us"]
             row(
                 f"all_reduce of {show_size(size)}, us",
                 pair,
-                Bar(ratio(*pair), at_most=OF_ALL_REDUCE, unit=" times MPI"),
+                Target(ratio(*pair), at_most=OF_ALL_REDUCE, unit=" times MPI"),
             )
     for name, own in STEPPED.items():
         for size in SUMS:
             pair = found.get(WHOLE, {}).get(f"{name}_{size}_us")
             if pair is not None:
-                bar = Bar(ratio(*pair), at_most=OF_ITS_OWN, unit=" times MPI")
+                target = Target(ratio(*pair), at_most=OF_ITS_OWN, unit=" times MPI")
                 shown.row(
                     f"{name} of {show_size(size)} by `ACCL_SIDESTEP`, compared with `{own}`, us",
-                    [*map(plain, pair), bar],
+                    [*map(plain, pair), target],
                 )
     idle = max(one["idle_us"] for one in runs.values())
-    shown.row("processor time in 2 s without calls, us", [plain(idle), "", Bar(idle, at_most=IDLE_US)])
+    shown.row("processor time in 2 s without calls, us", [plain(idle), "", Target(idle, at_most=IDLE_US)])
     return shown
 
 
-def add_row(table: Table, run: str, label: str, pair: list[float], bar: Bar) -> None:
+def add_row(table: Table, run: str, label: str, pair: list[float], target: Target) -> None:
     """Adds a row: the transport, MPI, and the target."""
-    table.row(f"{label} ({run})", [*map(plain, pair), bar])
+    table.row(f"{label} ({run})", [*map(plain, pair), target])
 
 
 SECTION = Section(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..contenders import title_of
+from ..libraries import title_of
 from ..measure import Cell
 from ..report import Bench, Figures, Section, as_rows
-from ..tables import Bar, Table, ratio
+from ..tables import Table, Target, ratio
 
 RANKS = 2
 CALLS = 100
@@ -25,7 +25,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """Returns a table with a row for each contender."""
+    """Returns a table with a row for each library."""
     figures = Figures(data["figures"])
     table = Table(
         [
@@ -37,7 +37,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
     )
     for name in WANTED:
         share = ratio(figures.us(name, TOGETHER), figures.us(name, BLOCKING))
-        last = Bar(share, at_most=1) if name in OURS else ""
+        last = Target(share, at_most=1) if name in OURS else ""
         table.row(title_of(name), [figures.entry(name, BLOCKING), figures.entry(name, TOGETHER), last])
     return [table]
 

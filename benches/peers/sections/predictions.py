@@ -15,7 +15,7 @@ from ..build import ROOT, cargo_bench, finish
 from ..measure import Cell
 from ..networks import SHAPED_BITS
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
-from ..tables import Bar, Table, plain
+from ..tables import Table, Target, plain
 
 CELLS = cells_of("all_reduce")
 CLOSE = 0.2
@@ -80,11 +80,13 @@ def tables(data: dict[str, Any]) -> list[Table]:
     table = Table(["", *(show_size(cell.bytes) for cell in CELLS)])
     for place, rows in data.get("predicted", {}).items():
         figures = Figures(data["measured"][place]["figures"])
-        told = [row["times_us"][row["chosen"]] for row in rows]
-        table.row(f"{place}: predicted, us", map(plain, told))
+        predicted = [row["times_us"][row["chosen"]] for row in rows]
+        table.row(f"{place}: predicted, us", map(plain, predicted))
         table.row("measured, us", (figures.entry("accl", cell) for cell in CELLS))
-        off = [abs(mine / us - 1) if us else None for mine, us in zip(told, (figures.us("accl", c) for c in CELLS))]
-        table.row("relative error", (Bar(value, at_most=CLOSE) for value in off))
+        off = [
+            abs(mine / us - 1) if us else None for mine, us in zip(predicted, (figures.us("accl", c) for c in CELLS))
+        ]
+        table.row("relative error", (Target(value, at_most=CLOSE) for value in off))
     return [table, *([scaled(data["curves"])] if "curves" in data else [])]
 
 
@@ -136,7 +138,7 @@ def tables_plans(data: dict[str, Any]) -> list[Table]:
         for name, parts in data.get("plans", {}).items()
     }
     for name, parts in sorted(rows.items(), key=lambda row: -sum(row[1])):
-        table.row(name, [*map(plain, parts), Bar(sum(parts), at_most=PLANNED_MS)])
+        table.row(name, [*map(plain, parts), Target(sum(parts), at_most=PLANNED_MS)])
     return [table]
 
 

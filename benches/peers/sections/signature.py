@@ -8,10 +8,10 @@ from typing import Any
 
 from torch_accl_cli._sizes import show_size
 
-from ..contenders import title_of
+from ..libraries import title_of
 from ..measure import Cell
 from ..report import Bench, Figures, Section, as_rows, cells_of
-from ..tables import Bar, Table, plain
+from ..tables import Table, Target, plain
 
 RANKS = 2
 PEERS = RANKS - 1
@@ -39,7 +39,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
         all_turns = [[ns for start in starts for ns in turns_ns(start, name, cell)] for cell in CELLS]
         table.row(title_of(name), (plain(median(turns)) if turns else "" for turns in all_turns))
     found = [[ns for start in starts for ns in differences_ns(start, cell)] for cell in CELLS]
-    table.row("median difference per peer", (Bar(median(one) if one else None, at_most=PEER_NS) for one in found))
+    table.row("median difference per peer", (Target(median(one) if one else None, at_most=PEER_NS) for one in found))
     table.row("middle half of the differences", map(middle_half, found))
     return [table]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch_accl_cli._sizes import show_size
 
-from ..contenders import title_of
+from ..libraries import title_of
 from ..measure import Cell
 from ..report import Bench, Figures, Section, as_rows, cells_of
-from ..tables import Bar, Table, ratio
+from ..tables import Table, Target, ratio
 
 RANKS = 2
 SIZES = (8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -30,21 +30,21 @@ def tables(data: dict[str, Any]) -> list[Table]:
     """Returns a table: microseconds of each type, then the targets."""
     figures = Figures(data["figures"])
     table = Table(["2 ranks, us", *map(show_size, SIZES)])
-    for name in figures.contenders(figures.cells):
+    for name in figures.libraries(figures.cells):
         for dtype in DTYPES:
             row = cells_of("all_reduce", SIZES, dtype)
             if any(figures.us(name, cell) is not None for cell in row):
                 table.row(f"{title_of(name)}, {dtype}", (figures.entry(name, cell) for cell in row))
     for name in OURS:
         for dtype in HALVES:
-            table.row(f"{dtype} / float32, {title_of(name)}", (bar(figures, name, dtype, size) for size in SIZES))
+            table.row(f"{dtype} / float32, {title_of(name)}", (target(figures, name, dtype, size) for size in SIZES))
     return [table]
 
 
-def bar(figures: Figures, name: str, dtype: str, size: int) -> Bar:
+def target(figures: Figures, name: str, dtype: str, size: int) -> Target:
     """Returns the time relative to float32 of the same bytes."""
     half, full = (figures.us(name, Cell("all_reduce", each, size)) for each in (dtype, "float32"))
-    return Bar(ratio(half, full), at_most=1)
+    return Target(ratio(half, full), at_most=1)
 
 
 SECTION = Section(

@@ -8,7 +8,7 @@ from typing import Any
 from ..measure import Cell
 from ..networks import CONGESTION_CONTROL, SHAPED_BITS
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
-from ..tables import Bar, Table, ratio
+from ..tables import Table, Target, ratio
 
 RANKS = 2
 CELLS = cells_of("all_reduce")
@@ -23,7 +23,7 @@ GOODPUT_TURNS = 5
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Measures all contenders at all sizes."""
+    """Measures all libraries at all sizes."""
     with bench.network() as link:
         return as_rows(bench.figures(RANKS, WANTED, CELLS, link.hosts))
 
@@ -58,13 +58,13 @@ def tables_shaped(data: dict[str, Any]) -> list[Table]:
     return [table]
 
 
-def share_of(figures: Figures, cell: Cell, goodput: float | None) -> Bar | str:
+def share_of(figures: Figures, cell: Cell, goodput: float | None) -> Target | str:
     """Returns accl's share of the goodput: between two ranks, each direction carries as many bytes as the tensor
     has."""
     if cell.bytes < LARGE_BYTES:
         return ""
     us = figures.us("accl_torch", cell)
-    return Bar(ratio(cell.bytes / (us * 1e-6) if us else None, goodput), at_least=SHARE_OF_GOODPUT)
+    return Target(ratio(cell.bytes / (us * 1e-6) if us else None, goodput), at_least=SHARE_OF_GOODPUT)
 
 
 def plots(data: dict[str, Any]) -> list[Plot]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..contenders import title_of
+from ..libraries import title_of
 from ..networks import SHAPED_BITS
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
-from ..tables import Bar, Table, ratio
+from ..tables import Table, Target, ratio
 
 RANKS = 4
 CELLS = cells_of("all_reduce")
@@ -32,7 +32,7 @@ def table_of(figures: Figures, first: str) -> Table:
 def add_times(table: Table, label: str, figures: Figures, slow: Sequence[float | None]) -> None:
     """Adds a row with two_level's speed-up."""
     times = (ratio(us, figures.us(TWO_LEVEL, cell)) for us, cell in zip(slow, CELLS))
-    table.row(label, (Bar(value, at_least=TIMES) for value in times))
+    table.row(label, (Target(value, at_least=TIMES) for value in times))
 
 
 def section(name: str, title: str, link: str, text: str, shaped: bool) -> Section:

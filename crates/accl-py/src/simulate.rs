@@ -56,11 +56,11 @@ fn simulate<'py>(
 }
 
 /// Returns this machine's constants, the names of those that the measurement does not determine, their source, and its
-/// age in seconds. If `anew` is set, measures again.
+/// age in seconds. If `again` is set, measures again.
 #[pyfunction]
-fn calibration(py: Python<'_>, anew: bool) -> PyResult<Bound<'_, PyDict>> {
+fn calibration(py: Python<'_>, again: bool) -> PyResult<Bound<'_, PyDict>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;
-    let find = || if anew { accl_calibrate::calibrate(&config) } else { Ok(accl_calibrate::find(&config)) };
+    let find = || if again { accl_calibrate::calibrate(&config) } else { Ok(accl_calibrate::find(&config)) };
     let found = py.detach(|| log::during(config.log, find));
     let found = found.map_err(refused)?;
     let constants = PyDict::new(py);

@@ -1,7 +1,7 @@
 """The device that ACCL's creation arguments describe, and the groups that get it.
 
 Owns the translation of the arguments to the text that `Options(device=...)` takes, and the check of each argument. Read
-`Wanted` first.
+`DeviceRequest` first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
     "BUFSIZE",
     "HALF",
     "NBUFS",
+    "DeviceRequest",
     "Sizes",
-    "Wanted",
     "card_of",
     "check_profiling",
     "refuse_p2p",
@@ -97,7 +97,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DeviceRequest:
     """The device of the next default process group.
 
     Attributes:

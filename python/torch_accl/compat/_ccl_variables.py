@@ -106,8 +106,6 @@ def _rules(name: str, text: str) -> list[str]:
 
 def without_effect(environment: Mapping[str, str]) -> list[str]:
     """Returns the variables of oneCCL and torch-ccl that are set and have no effect here."""
-    heard = {*_SETTINGS, *_OF_THE_INSTALLATION}
-    heard |= {name for name in _ALGORITHMS if _rules(name, environment.get(name, ""))}
-    return sorted(
-        name for name in environment if name.startswith(_PREFIXES) and name not in heard and environment[name]
-    )
+    used = {*_SETTINGS, *_OF_THE_INSTALLATION}
+    used |= {name for name in _ALGORITHMS if _rules(name, environment.get(name, ""))}
+    return sorted(name for name in environment if name.startswith(_PREFIXES) and name not in used and environment[name])

@@ -25,11 +25,11 @@ from torch._C._distributed_c10d import Store, Work
 from .. import _native
 from .._gate import minor_of
 from .._register import connect, options_of, settle_cgx
+from ..compression._futures import WorkOfSeveral
 from ..compression._plans import cut
-from ..compression._scope import FLOATS, Coded, accl_backend, codecs_of, encoded, is_said
+from ..compression._scope import FLOATS, Coded, accl_backend, codecs_of, encoded, has_override
 from ..compression._settings import RAW
 from ..compression._state import CompressionState
-from ..compression._together import WorkOfSeveral
 from ._cgx_agreement import check_same
 from ._cgx_layers import Layer, Registry, Unclear
 from ._cgx_variables import (
@@ -176,7 +176,7 @@ class CGXProcessGroup(dist.ProcessGroup):
         tensor = tensors[0]
         if tensor.dtype not in FLOATS or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
-        if _may_be_complex(tensor) or tensor.numel() < LEAST_ELEMENTS or is_said() or CompressionState.is_any_made:
+        if _may_be_complex(tensor) or tensor.numel() < LEAST_ELEMENTS or has_override() or CompressionState.is_any_made:
             return None
         now = CallSettings.now()
         layers = self._layers_of(tensor, now)

@@ -35,7 +35,18 @@ import torch.distributed as dist
 
 from .. import _native
 from .._register import make_whole_job_with
-from ._accl_device import BUFSIZE, HALF, NBUFS, Sizes, Wanted, card_of, check_profiling, refuse_p2p, simulated, warn
+from ._accl_device import (
+    BUFSIZE,
+    HALF,
+    NBUFS,
+    DeviceRequest,
+    Sizes,
+    card_of,
+    check_profiling,
+    refuse_p2p,
+    simulated,
+    warn,
+)
 from ._accl_names import ACCLDesign, Compression, DataType, Rank, check_integer, check_ranks, is_half_on_the_wire
 
 __all__ = [
@@ -58,7 +69,7 @@ __all__ = [
 ProcessGroupACCL = _native.Backend
 
 # The device that was created last, or no entry.
-_wanted: list[Wanted] = []
+_requests: list[DeviceRequest] = []
 
 
 @overload
@@ -209,13 +220,13 @@ def set_compression(compression: Compression) -> None:
         RuntimeError: no device was chosen, or a group exists that uses another setting.
     """
     is_half = is_half_on_the_wire(compression)
-    wanted = _created("set_compression")
+    request = _created("set_compression")
     if dist.is_initialized() and (_group_text() is not None) and is_half != (HALF in (_group_text() or "")):
         raise RuntimeError(
             "set_compression: ranks agreed on the compression when this group was created; call destroy_process_group, "
             "then set_compression, then init_process_group"
         )
-    _hold(replace(wanted, is_half=is_half))
+    _hold(replace(request, is_half=is_half))
 
 
 def get_compression() -> dict[DataType, DataType]:
@@ -265,7 +276,7 @@ def set_remote_qp(rank: int, qp: Sequence[int]) -> None:
 
 def reset() -> None:
     """Forgets the chosen device: groups are created as if none had been chosen. Existing groups keep theirs."""
-    _wanted.clear()
+    _requests.clear()
     make_whole_job_with(None)
 
 
@@ -281,7 +292,7 @@ def _create(
 ) -> None:
     all_ranks = check_ranks(ranks)
     sizes = Sizes.of(nbufs, bufsize)
-    wanted = Wanted(
+    request = DeviceRequest(
         place,
         design,
         all_ranks,
@@ -290,7 +301,7 @@ def _create(
         *check_profiling(*profiling, len(all_ranks)),
     )
     _check_switches(rsfec=rsfec)
-    wanted.check()
+    request.check()
     if rsfec:
         warn("rsfec=True has no effect: the card's build determines the error correction of its links")
     segments = {rank.max_segment_size for rank in all_ranks}
@@ -299,12 +310,12 @@ def _create(
             f"ranks have segments of {', '.join(map(str, sorted(segments)))} bytes, but bufsize is {sizes.bytes}: a "
             "segment has the size of an rx buffer, so bufsize is used"
         )
-    _hold(wanted)
+    _hold(request)
 
 
-def _hold(wanted: Wanted) -> None:
-    _wanted[:] = [wanted]
-    make_whole_job_with(wanted.make_group)
+def _hold(request: DeviceRequest) -> None:
+    _requests[:] = [request]
+    make_whole_job_with(request.make_group)
 
 
 def _device_arguments(
@@ -341,10 +352,10 @@ def _check_switches(**switches: object) -> None:
             raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
-def _created(function: str) -> Wanted:
-    if not _wanted:
+def _created(function: str) -> DeviceRequest:
+    if not _requests:
         raise RuntimeError(f"{function}: no device was chosen; call create_process_group first")
-    return _wanted[0]
+    return _requests[0]
 
 
 def _group_text() -> str | None:

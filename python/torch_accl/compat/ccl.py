@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 from torch.distributed.distributed_c10d import default_pg_timeout
-from torch_accl_launch import LaunchError, place
+from torch_accl_launch import LaunchError, detect_launcher
 
 from .. import _native
 from .._errors import InvalidArgumentError
@@ -164,7 +164,7 @@ class ProcessGroupCCL(dist.ProcessGroup):
 def _fill_pmi() -> None:
     """Sets the variables that scripts for torch-ccl read, if the launcher uses other names."""
     try:
-        found = place(os.environ)
+        found = detect_launcher(os.environ)
     except LaunchError:
         # Creating a group raises this error again.
         return

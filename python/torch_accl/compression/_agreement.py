@@ -62,25 +62,25 @@ class Progress:
         rank: rank in the group of its state.
         step: step of the call that is about to be issued.
         version: format version of the loaded state; 0 if nothing was loaded.
-        carried_by: rank whose residuals were loaded; None if there are none, or if the rank is not known.
-        carried_at: step of these residuals, or None.
+        residual_rank: rank whose residuals were loaded; None if there are none, or if the rank is not known.
+        residual_step: step of these residuals, or None.
     """
 
     rank: int
     step: int
     version: int = 0
-    carried_by: int | None = None
-    carried_at: int | None = None
+    residual_rank: int | None = None
+    residual_step: int | None = None
 
     @property
     def numbers(self) -> tuple[int, int, int]:
         """The numbers that must be the same on all ranks."""
-        return self.step, self.version, -1 if self.carried_at is None else self.carried_at
+        return self.step, self.version, -1 if self.residual_step is None else self.residual_step
 
     @property
     def is_of_another(self) -> bool:
         """Whether this rank loaded the residuals of another rank."""
-        return self.carried_by not in (None, self.rank)
+        return self.residual_rank not in (None, self.rank)
 
 
 def check_progress(mine: Progress, group: dist.ProcessGroup) -> None:
@@ -95,10 +95,14 @@ def check_progress(mine: Progress, group: dist.ProcessGroup) -> None:
         return
     rows: list[Any] = [None] * group.size()
     with exact():
-        dist.all_gather_object(rows, (mine.rank, mine.step, mine.version, mine.carried_by, mine.carried_at), group)
+        dist.all_gather_object(
+            rows, (mine.rank, mine.step, mine.version, mine.residual_rank, mine.residual_step), group
+        )
     all_ranks = [Progress(*row) for row in rows]
     wrong = [
-        f"rank {each.rank} loaded the residuals of rank {each.carried_by}" for each in all_ranks if each.is_of_another
+        f"rank {each.rank} loaded the residuals of rank {each.residual_rank}"
+        for each in all_ranks
+        if each.is_of_another
     ]
     if wrong:
         cause = _some(wrong) + "; a sum would contain them as often as they were loaded"
@@ -118,7 +122,7 @@ def _described(one: Progress, other: Progress) -> str:
     if one.version != other.version:
         return f"rank {one.rank} loaded " + (f"a state of version {one.version}" if one.version else "no state")
     return f"rank {one.rank} has " + (
-        "no residuals" if one.carried_at is None else f"residuals of step {one.carried_at}"
+        "no residuals" if one.residual_step is None else f"residuals of step {one.residual_step}"
     )
 
 

@@ -13,10 +13,10 @@ from torch.distributed.distributed_c10d import _world
 
 from .. import _native
 from ._call_measures import row_of, totals
+from ._call_numbers import call_numbers
 from ._codecs import needs_feedback
 from ._scope import FLOATS, Op, accl_group, codec_of_group, codecs_of, exact, takes_part
 from ._settings import AUTO, RAW, Compression, default_codec, tensor_id
-from ._steps import steps
 
 __all__ = [
     "all_gather_quantized",
@@ -52,7 +52,7 @@ def all_reduce_quantized(
         op: how contributions are combined.
         group: None is the default group; its backend must be accl.
         async_op: return a Work at once instead of waiting.
-        compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, up, down, inner, seed and audit are used. A
+        compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, reduce, result, intra_node, seed and audit are used. A
             codec alone has no audit. All ranks must give the same. None takes the codec of the group's `Options`, else of
             `ACCL_CODEC`, else `maxmin:4`. No residual is kept between calls: with `"sign"` and `"topk:BITS"` the caller must
             apply error feedback.
@@ -84,7 +84,7 @@ def reduce_scatter_quantized(
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
-    """Works like `torch.distributed.reduce_scatter_tensor`, with compressed messages (codec `up`). Results are not encoded.
+    """Works like `torch.distributed.reduce_scatter_tensor`, with compressed messages (codec `reduce`). Results are not encoded.
 
     Arguments and errors are the same as for `all_reduce_quantized`, shapes the same as for `reduce_scatter_tensor`. Buckets
     start at the first element of each rank's part.
@@ -107,7 +107,7 @@ def all_gather_quantized(
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
-    """Works like `torch.distributed.all_gather_into_tensor`, with compressed messages (codec `down`).
+    """Works like `torch.distributed.all_gather_into_tensor`, with compressed messages (codec `result`).
 
     Every rank, the sender included, gets the decoded values, so all ranks have the same. Arguments and errors are the same as
     for `all_reduce_quantized`.
@@ -128,7 +128,7 @@ def all_to_all_quantized(
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
-    """Works like `torch.distributed.all_to_all_single`, with compressed messages (codec `down`). A rank's own block is exact.
+    """Works like `torch.distributed.all_to_all_single`, with compressed messages (codec `result`). A rank's own block is exact.
 
     Arguments and errors are the same as for `all_reduce_quantized`.
     """
@@ -214,11 +214,11 @@ def _scope(
         # torch issues calls on float32 views of these tensors, which the engine cannot distinguish from other float32 tensors.
         return exact()
     codecs = codecs_of(((*(settings.default or (RAW, RAW, RAW)), tensor_id(key)),))
-    number = steps.of(found, key) if step is None else step
+    number = call_numbers.of(found, key) if step is None else step
 
     def counted() -> None:
         if step is None:
-            steps.count(found, key)
+            call_numbers.count(found, key)
 
     is_sum_of_floats = tensor.dtype in FLOATS and any(op == known for known in _SUMS)
     if settings.default is None or not is_sum_of_floats or found.size() == 1:

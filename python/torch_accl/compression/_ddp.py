@@ -9,10 +9,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch._compile import _disable_dynamo
 
 from ._buckets import gradients_of
+from ._futures import future_of
 from ._plans import Part
 from ._scope import check_device, exact
 from ._state import CompressionState
-from ._together import future_of
 
 __all__ = ["ddp_hook"]
 

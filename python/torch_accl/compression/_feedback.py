@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ._plans import Plan
 from ._scope import Addresses, Op
 
-__all__ = ["give_back", "is_zero", "of_used"]
+__all__ = ["flush_residuals", "is_zero", "of_used"]
 
 # Checking this many elements suffices to recognise nearly every gradient that is not all zeros.
 _FIRST = 64
@@ -39,7 +39,7 @@ def of_used(addresses: Addresses, gradients: Sequence[torch.Tensor]) -> Addresse
     return [0 if place % count in unused else address for place, address in enumerate(contributions)], sums
 
 
-def give_back(
+def flush_residuals(
     plan: Plan,
     gradients: Sequence[torch.Tensor],
     residuals: dict[str, torch.Tensor],
@@ -57,11 +57,11 @@ def give_back(
     # Contributions are multiplied by the factor before they are encoded.
     has_factor = op == dist.ReduceOp.PREMUL_SUM
     factor = float(op.factor) if has_factor and isinstance(op, dist.ReduceOp) else 1.0
-    for place in list(plan.owed):
+    for place in list(plan.unplaced_residuals):
         name, gradient, is_raw = plan.names[place], gradients[place], plan.chosen[place] is None
         if is_raw and is_zero(gradient):
             continue
-        plan.owed.remove(place)
+        plan.unplaced_residuals.remove(place)
         of_sum = residuals_of_sums.pop(name, None)
         if of_sum is not None:
             # A contribution residual exists wherever a sum residual exists, except in a state that was edited by hand.

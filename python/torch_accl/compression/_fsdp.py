@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
+from ._futures import WorkOfSeveral
 from ._plans import Part, Plan
 from ._scope import Op, accl_group, check_device
 from ._state import REPLICAS, CompressionState
-from ._together import WorkOfSeveral
 from ._torch_names import Rows, asks_torch_function, parameter_groups, replicas_of
 
 __all__ = ["apply_fsdp2"]

@@ -46,11 +46,11 @@ class Plan:
     is_waiting: bool = False
     # How often the tensors were sent compressed, and the measurements up to the last check of the figures.
     calls: int = 0
-    looked_at: list[Totals] = field(default_factory=list)
+    checked_totals: list[Totals] = field(default_factory=list)
     # Returns this rank's gradients for the call that is about to be issued.
     contributions: Callable[[], Sequence[torch.Tensor]] | None = None
     # Indices of tensors with residuals that their encodings no longer use.
-    owed: list[int] = field(default_factory=list)
+    unplaced_residuals: list[int] = field(default_factory=list)
     # Bytes of an unencoded element.
     item_bytes: int = 4
 

@@ -26,8 +26,8 @@ from torch._compile import _disable_dynamo
 
 from ._buckets import gradients_of
 from ._calls import checked_group, refuse_coalescing
+from ._futures import future_of
 from ._scope import FLOATS, exact, takes_part
-from ._together import future_of
 from ._work import WorkWithEnd
 
 __all__ = ["Reproducible", "all_reduce_reproducible", "reproducible_hook"]
@@ -109,7 +109,9 @@ def all_reduce_reproducible(
     refuse_coalescing(group)
     settings = Reproducible(bits, bucket)
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ValueError(f"reproducible sum: expected SUM or AVG, got {op}; MIN, MAX and integer sums are reproducible in all_reduce, too")
+        raise ValueError(
+            f"reproducible sum: expected SUM or AVG, got {op}; MIN, MAX and integer sums are reproducible in all_reduce, too"
+        )
     if not takes_part(group):
         # The call itself reports that this rank is not in the group.
         return dist.all_reduce(tensor, op, group, async_op)

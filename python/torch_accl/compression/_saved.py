@@ -40,7 +40,7 @@ class Saved:
         residuals: a rank's residuals of contributions, by name.
         residuals_of_sums: a rank's residuals of sums, by name.
         rank: the rank that these residuals belong to; None if it is not known, or if there are no residuals.
-        carried_at: the step of the residuals; None like `rank`.
+        carried_at: the step of the residuals; None like `rank`. Pickled states have this name.
         version: version of the format.
     """
 
@@ -85,12 +85,12 @@ class Saved:
                 f"{VERSION}"
             )
         if version == 1:
-            carried = (None, None, saved["losses"].items(), saved["losses_of_sums"].items())
+            loaded = (None, None, saved["losses"].items(), saved["losses_of_sums"].items())
         else:
             # A state that another rank saved for itself lacks this key. The number in its row then shows the other rank.
             rows = saved["residuals"]
-            carried = rows.get(f"rank {rank}") or next(iter(rows.values()), (None, None, (), ()))
-        of_rank, carried_at, residuals, residuals_of_sums = carried
+            loaded = rows.get(f"rank {rank}") or next(iter(rows.values()), (None, None, (), ()))
+        of_rank, carried_at, residuals, residuals_of_sums = loaded
         return cls(
             world=saved["world"],
             step=saved["step"],

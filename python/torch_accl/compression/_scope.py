@@ -24,7 +24,7 @@ __all__ = [
     "codecs_of",
     "encoded",
     "exact",
-    "is_said",
+    "has_override",
     "takes_part",
 ]
 
@@ -78,7 +78,7 @@ def exact() -> Iterator[None]:
         _native.encode_calls(before)
 
 
-def is_said() -> bool:
+def has_override() -> bool:
     """Whether this thread is inside `encoded` or `exact`."""
     said = _native.encode_calls(None)
     _native.encode_calls(said)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 from .. import _native
@@ -35,8 +36,11 @@ _ONE_IN = 1024
 _PART = 250
 
 
-# Version of the pickle format.
-VERSION = 1
+# Version of the pickle format. Pickles of earlier formats have the old names of settings.
+VERSION = 2
+
+# Old names of settings. They are accepted for one release.
+_OLD_NAMES = {"up": "reduce", "down": "result", "inner": "intra_node"}
 
 
 class _Unsaid(str):
@@ -45,6 +49,40 @@ class _Unsaid(str):
     __slots__ = ()
 
 
+def _with_old_names(settings: type[Compression]) -> type[Compression]:
+    """Makes the old names keyword arguments and attributes of the class. Each use causes a DeprecationWarning."""
+    made: Any = settings.__init__
+    default = {each.name: each.default for each in fields(settings)}
+
+    @wraps(made)
+    def init(self: Compression, *values: Any, **given: Any) -> None:
+        for old in [name for name in _OLD_NAMES if name in given]:
+            new, value = _OLD_NAMES[old], given.pop(old)
+            named = dict(zip(default, values, strict=False), **given)
+            # `dataclasses.replace` passes all settings, so a setting at its default counts as not given.
+            if named.get(new, default[new]) != default[new]:
+                raise ValueError(f"{old} is the old name of {new}; give one of them")
+            warnings.warn(
+                f"Compression({old}=...) is deprecated; use Compression({new}=...)", DeprecationWarning, stacklevel=2
+            )
+            given[new] = value
+        made(self, *values, **given)
+
+    settings.__init__ = init  # type: ignore[method-assign]
+    for old, new in _OLD_NAMES.items():
+        setattr(settings, old, _old_attribute(old, new))
+    return settings
+
+
+def _old_attribute(old: str, new: str) -> property:
+    def value(self: Compression) -> Any:
+        warnings.warn(f"Compression.{old} is deprecated; use Compression.{new}", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(value, doc=f"Old name of `{new}`.")
+
+
+@_with_old_names
 @dataclass(frozen=True)
 class Compression:
     """How gradients are compressed.
@@ -59,9 +97,9 @@ class Compression:
             `maxmin:4`. With `"auto"` each parameter gets the fastest of raw, bf16, 8 and 4 bits whose error is within
             `error_budget`. The error is measured with the parameter's first compressed gradient, and the choice is kept. `"auto"`
             works with DistributedDataParallel and FSDP2; `CompressionState.explain` shows the choices.
-        up: codec of parts of a sum, sent to the rank that adds them up; None takes `codec`.
-        down: codec of results that are sent back; None takes `codec`.
-        inner: codec of parts of a sum between ranks of one host, if an algorithm has a level per host.
+        reduce: codec of parts of a sum, sent to the rank that adds them up; None takes `codec`.
+        result: codec of results that are sent back; None takes `codec`.
+        intra_node: codec of parts of a sum between ranks of one host, if an algorithm has a level per host.
         layers: codecs by parameter name, such as `{"embedding": "maxmin:8", "*.head.weight": "raw"}`. A key with `*`, `?` or `[` is
             a pattern for the whole name; any other key matches a part of the name. The last match wins.
             A match also overrides `exclude`, `one_dimensional` and `min_elements`.
@@ -82,16 +120,19 @@ class Compression:
             split into such calls, which are queued one after the other. A larger gradient is not cut and gets its own call. None:
             one call.
 
+    `up`, `down` and `inner` are the old names of `reduce`, `result` and `intra_node`; each causes a DeprecationWarning.
+
     Raises:
         ValueError: a value is not accepted; the message lists the accepted ones. Also error feedback with a codec whose error is
             larger than the encoded value (`maxmin:1`), because residuals would grow without bound. Also a codec that is made for
-            error feedback (`sign`, `topk`) without it, because it always loses a large part of a gradient.
+            error feedback (`sign`, `topk`) without it, because it always loses a large part of a gradient. Also an old name
+            together with the new one.
     """
 
     codec: str = field(default_factory=lambda: _Unsaid(default_codec()))
-    up: str | None = None
-    down: str | None = None
-    inner: str = RAW
+    reduce: str | None = None
+    result: str | None = None
+    intra_node: str = RAW
     layers: Mapping[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
     one_dimensional: bool = False
@@ -105,12 +146,12 @@ class Compression:
     fusion_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        canonical: dict[str, object] = {"inner": _checked("inner", self.inner)}
+        canonical: dict[str, object] = {"intra_node": _checked("intra_node", self.intra_node)}
         canonical["codec"] = self.codec if self.codec == AUTO else _checked("codec", self.codec)
         if isinstance(self.codec, _Unsaid):
             canonical["codec"] = _Unsaid(canonical["codec"])
         canonical |= {
-            name: _checked(name, codec) for name in ("up", "down") if (codec := getattr(self, name)) is not None
+            name: _checked(name, codec) for name in ("reduce", "result") if (codec := getattr(self, name)) is not None
         }
         canonical["layers"] = {key: _checked(f"layers[{key!r}]", codec) for key, codec in self.layers.items()}
         canonical["exclude"] = _patterns(self.exclude)
@@ -130,15 +171,15 @@ class Compression:
             _check_positive("error_limit", self.error_limit)
             if self.audit == 0:
                 raise ValueError("error_limit: the error of sums is not known with audit=0; omit one of them")
-        if self.codec == AUTO and (self.up, self.down) != (None, None):
-            raise ValueError('codec="auto" chooses codecs for both directions; omit up and down')
+        if self.codec == AUTO and (self.reduce, self.result) != (None, None):
+            raise ValueError('codec="auto" chooses codecs for both directions; omit reduce and result')
         for name in ("one_dimensional", "error_feedback"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed is {self.seed!r}; expected an integer from 0 to 2^64 - 1")
 
-        given = (self.codec, self.up, self.down, *self.layers.values())
+        given = (self.codec, self.reduce, self.result, *self.layers.values())
         codecs = [facts(codec) for codec in given if codec not in (None, AUTO)]
         for codec in codecs:
             if self.error_feedback and codec.is_divergent:
@@ -147,7 +188,7 @@ class Compression:
                     f"error_feedback: with {codec.short} it diverges, because the loss is larger than the encoded "
                     f"value; use {facts(finer).short} or a finer codec"
                 )
-        lossy = [codec.text for codec in (*codecs, facts(self.inner)) if codec.needs_feedback]
+        lossy = [codec.text for codec in (*codecs, facts(self.intra_node)) if codec.needs_feedback]
         if lossy and not self.error_feedback:
             raise ValueError(
                 f"{lossy[0]} loses a large part of a gradient, always in the same way: set error_feedback=True, which "
@@ -158,13 +199,13 @@ class Compression:
         return {"version": VERSION, **self.__dict__}
 
     def __setstate__(self, saved: Mapping[str, Any]) -> None:
-        # Pickles of the first format have no version, and the same fields.
+        # Pickles of the first format have no version. Their fields are the same as in version 1.
         if (version := saved.get("version", 0)) > VERSION:
             raise ValueError(
                 f"compression: the settings were saved in version {version}; this version of torch_accl supports up to "
                 f"{VERSION}"
             )
-        self.__dict__.update((name, value) for name, value in saved.items() if name != "version")
+        self.__dict__.update((_OLD_NAMES.get(name, name), value) for name, value in saved.items() if name != "version")
         try:
             self.__post_init__()
         except ValueError as error:
@@ -176,14 +217,14 @@ class Compression:
 
     def codecs(self) -> list[str]:
         """Returns all codecs that any parameter may get, without `"auto"`."""
-        codecs = [self.up or self.codec, self.down or self.codec, *self.layers.values()]
+        codecs = [self.reduce or self.codec, self.result or self.codec, *self.layers.values()]
         return list(dict.fromkeys(codec for codec in codecs if codec != AUTO))
 
     def codec_of(self, name: str, elements: int, dimensions: int) -> Codec | None:
         """Returns the codecs of a parameter; None if it is sent unchanged."""
         chosen = [codec for key, codec in self.layers.items() if fits(key, name)]
         if chosen:
-            return None if chosen[-1] == RAW else (self.inner, chosen[-1], chosen[-1])
+            return None if chosen[-1] == RAW else (self.intra_node, chosen[-1], chosen[-1])
         if any(fits(pattern, name) for pattern in self.exclude):
             return None
         if elements < self.min_elements or (dimensions < 2 and not self.one_dimensional):
@@ -197,7 +238,7 @@ class Compression:
     @property
     def default(self) -> Codec | None:
         """The codecs of a tensor without a rule; None if it is sent unchanged."""
-        codecs = (self.inner, self.up or self.codec, self.down or self.codec)
+        codecs = (self.intra_node, self.reduce or self.codec, self.result or self.codec)
         return None if codecs[1:] == (RAW, RAW) else codecs
 
     def unmatched(self, names: Iterable[str]) -> list[str]:

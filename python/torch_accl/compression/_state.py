@@ -20,7 +20,7 @@ from .. import _native
 from ._agreement import Progress, check_progress, check_settings, reduced
 from ._auto import Choice, choose
 from ._codecs import facts, for_feedback
-from ._feedback import give_back, of_used
+from ._feedback import flush_residuals, of_used
 from ._measures import Measures, Totals, table
 from ._of_group import OfGroup, group_of
 from ._optimizers import watch_for_adam
@@ -35,10 +35,10 @@ __all__ = ["REPLICAS", "CompressionState", "Traffic", "names_of"]
 REPLICAS = " (replicas)"
 
 # Calls of a plan between two checks of its figures; all ranks check at the same calls.
-LOOK_EVERY = 100
+CHECK_EVERY = 100
 
 # A residual this many times the gradient is taken to grow without bound.
-MOST_CARRIED = 10.0
+MOST_RESIDUAL = 10.0
 
 
 @dataclass
@@ -341,7 +341,7 @@ class CompressionState(OfGroup):
         `elements` are the elements of each gradient in one of the call's `blocks`. `leg` is `REPLICAS` for shards between
         replicas, whose decisions, figures and residuals are separate.
 
-        The first time, and then every `LOOK_EVERY` calls, ranks of the group agree on settings and decisions, which takes calls
+        The first time, and then every `CHECK_EVERY` calls, ranks of the group agree on settings and decisions, which takes calls
         of its own. All ranks must therefore plan the same. With `codec="auto"`, the choice is based on `contributions`.
         """
         if group not in self._checked:
@@ -351,11 +351,11 @@ class CompressionState(OfGroup):
         self.see_scale(step)
         key = (leg, dtype, blocks, *map(id, parameters), *elements)
         plan = self._plans.get(key)
-        if plan is not None and plan.calls and plan.calls % LOOK_EVERY == 0 and self._is_changed_by_look(plan, group):
+        if plan is not None and plan.calls and plan.calls % CHECK_EVERY == 0 and self._is_changed_by_check(plan, group):
             self._keep_figures([key])
             plan = None
-        # Gradients of zeros allow no choice. They are tried again only every `LOOK_EVERY` steps.
-        is_due = step >= self.compression.start_step and (step - self.compression.start_step) % LOOK_EVERY == 0
+        # Gradients of zeros allow no choice. They are tried again only every `CHECK_EVERY` steps.
+        is_due = step >= self.compression.start_step and (step - self.compression.start_step) % CHECK_EVERY == 0
         if is_due and self.compression.codec == AUTO and (plan is None or plan.is_waiting) and dtype in FLOATS:
             waiting = [self.name_of(parameter) + leg for parameter in parameters if self._awaits_choice(parameter, leg)]
             if waiting:
@@ -387,8 +387,8 @@ class CompressionState(OfGroup):
         contributions, plan.contributions = plan.contributions, None
         gradients: Sequence[torch.Tensor] = ()
         if contributions is not None and compression.error_feedback and step >= compression.start_step:
-            gradients = contributions() if plan.is_encoded or plan.owed else ()
-            give_back(plan, gradients, self._residuals, self._residuals_of_sums, op, ranks or self.world)
+            gradients = contributions() if plan.is_encoded or plan.unplaced_residuals else ()
+            flush_residuals(plan, gradients, self._residuals, self._residuals_of_sums, op, ranks or self.world)
         is_encoded = plan.is_encoded and step >= compression.start_step
         plan.calls += is_encoded
         raw, sent = sum(plan.raw_bytes), sum(plan.sent_bytes)
@@ -462,14 +462,14 @@ class CompressionState(OfGroup):
         codec = self.compression.codec_of(self._key_of(name), parameter.numel(), parameter.dim())
         return codec is not None and codec[1] == AUTO and name + leg not in self._choices
 
-    def _is_changed_by_look(self, plan: Plan, group: dist.ProcessGroup) -> bool:
+    def _is_changed_by_check(self, plan: Plan, group: dist.ProcessGroup) -> bool:
         """Checks the figures since the last check over all ranks, and changes codecs if needed. Returns whether it changed any."""
         limit = self.compression.error_limit
         if not plan.is_encoded or (limit is None and not self.compression.error_feedback):
             return False
         now = plan.totals()
-        since = [new.plus(old, -1) for new, old in zip(now, plan.looked_at, strict=True)]
-        plan.looked_at = now
+        since = [new.plus(old, -1) for new, old in zip(now, plan.checked_totals, strict=True)]
+        plan.checked_totals = now
         rows = [[row.error, row.square, row.carried, row.carried_calls] for row in since]
         changed = False
         for name, codec, sums in zip(plan.names, plan.chosen, reduced(rows, group), strict=True):
@@ -484,13 +484,13 @@ class CompressionState(OfGroup):
                     stacklevel=4,
                 )
                 changed = True
-            elif calls and carried > MOST_CARRIED * calls:
+            elif calls and carried > MOST_RESIDUAL * calls:
                 intra_node, reduce, result = codec
                 finer, finer_result = (facts(way).next_finer or RAW for way in (reduce, result))
                 self._decided[name] = intra_node, finer, finer_result
                 warnings.warn(
                     f"compression: the residual of {name} is {carried / calls:.3g} times its gradient (mean of "
-                    f"{LOOK_EVERY} steps), because {reduce} loses more than it receives; the parameter uses {finer} "
+                    f"{CHECK_EVERY} steps), because {reduce} loses more than it receives; the parameter uses {finer} "
                     "from now on",
                     stacklevel=4,
                 )
@@ -513,34 +513,34 @@ class CompressionState(OfGroup):
         plan = plan_of(names, chosen, ids, elements, dtype, blocks, self.compression.fusion_bytes)
         plan.is_waiting = any(self._awaits_choice(parameter, leg) for parameter in parameters)
         if not plan.is_encoded:
-            plan.owed = self._owed(plan, elements, blocks)
+            plan.unplaced_residuals = self._unplaced_residuals(plan, elements, blocks)
             return plan
         for part in plan.parts:
             part.stats = _native.ErrorStats(len(names[part.tensors]))
             if self.compression.error_feedback:
-                self._carry_over(part, plan, elements, blocks)
-        plan.owed = self._owed(plan, elements, blocks)
-        plan.looked_at = [Totals()] * len(names)
+                self._attach_residuals(part, plan, elements, blocks)
+        plan.unplaced_residuals = self._unplaced_residuals(plan, elements, blocks)
+        plan.checked_totals = [Totals()] * len(names)
         return plan
 
-    def _owed(self, plan: Plan, elements: Sequence[int], blocks: int) -> list[int]:
+    def _unplaced_residuals(self, plan: Plan, elements: Sequence[int], blocks: int) -> list[int]:
         """Returns the indices of tensors with residuals that their encodings no longer use.
 
         These are all residuals of tensors that are now sent unchanged, and residuals of sums whose encoding has become finer.
         """
-        owed = []
+        unplaced_residuals = []
         for place, (name, codec, count) in enumerate(zip(plan.names, plan.chosen, elements, strict=True)):
             has_place = codec is not None and blocks == 1 and facts(codec[2]).is_coarse
             kept = [residuals for residuals in (self._residuals, self._residuals_of_sums) if name in residuals]
             if codec is None:
-                owed += [place] * bool(kept)
+                unplaced_residuals += [place] * bool(kept)
             elif name in self._residuals_of_sums and not has_place:
-                owed.append(place)
+                unplaced_residuals.append(place)
             for residuals in kept:
                 _residual(residuals, name, blocks, count)
-        return owed
+        return unplaced_residuals
 
-    def _carry_over(self, part: Part, plan: Plan, elements: Sequence[int], blocks: int) -> None:
+    def _attach_residuals(self, part: Part, plan: Plan, elements: Sequence[int], blocks: int) -> None:
         rows, sums, kept = [], [], []
         own = part.tensors
         for name, codec, count in zip(plan.names[own], plan.chosen[own], elements[own], strict=True):

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import Work
 
-from ._together import WorkOfSeveral, future_of
+from ._futures import WorkOfSeveral, future_of
 
 __all__ = ["WorkWithEnd"]
 

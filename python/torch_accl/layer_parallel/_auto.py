@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._net import Beside, Evaluation, Record, States
+from ._net import Evaluation, LayerInputs, Record, States
 from ._plans import Program
 from ._solve import Solve
 from ._tree import Form
@@ -100,7 +100,7 @@ def measured(solve: Solve, micro_batches: int) -> Measured | None:
     layers = len(batch.names)
     rates = _rates(wire, max(state), batch.device)
     # Additional inputs are cut for whole batches, so micro-batches can be timed only if layers take the state alone.
-    is_alone = type(evaluation.beside) is Beside
+    is_alone = type(evaluation.layer_inputs) is LayerInputs
     meshes = len(batch.meshes.forms)
     # A whole batch is timed on each mesh, a micro-batch on the finest mesh only.
     kinds = [(1, mesh) for mesh in range(meshes)]
@@ -181,7 +181,7 @@ def _own_times(solve: Solve, evaluation: Evaluation, parts: int, mesh: int) -> d
 
 def _times(evaluation: Evaluation, layer: int, before: Form, after: Form, device: torch.device) -> Times:
     states, constants = _some(before, device)
-    plain, _ = _timed(lambda: evaluation.for_now(layer, 1, 0, before, states, constants))
+    plain, _ = _timed(lambda: evaluation.evaluate_temporary(layer, 1, 0, before, states, constants))
     record = Record(states, constants, before, after)
     recorded, graph = _timed(lambda: evaluation.graph_of(layer, 1, 0, record))
     outputs = [output for output in graph.outputs if output.requires_grad]

@@ -4,7 +4,7 @@ The method is from Nash, "A multigrid approach to discretized optimization probl
 
 Owns the V-cycle inside a batch: the order in which the nets take steps, the correction, and the line search along the
 suggested change. The correction makes a shallower net's objective agree to first order with the deeper net's.
-`_between.py` transfers values between two nets.
+`_level_transfer.py` transfers values between two nets.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ._agreed import agreed
-from ._between import Between, Field, combined, copied, dots, move, trained
-from ._carried import Moments
-from ._looked import Place, check_net, looked_at, places_of
+from ._layer_facts import ParameterIndex, check_net, layer_facts, places_of
+from ._level_transfer import Field, LevelTransfer, combined, copied, dots, move, trained
 from ._nested import Interpolation, coarsened
-from ._origins import finer
+from ._optimizer_state import Moments
+from ._refinement import finer
 from ._run import LossFunction
 from ._stack import LayerParallel
 
@@ -124,7 +124,7 @@ class MGOpt:
             )
         self._pre, self._post, self._coarse, self._trials = pre, post, coarse, trials
         self._moments: Moments | None = settings.get("moments", "scaled") if coarse_optimizer is None else None
-        _, ties = looked_at(net)
+        _, ties = layer_facts(net)
         kinds = net._solver.layers.kinds
         if tied := sorted({layer for group in ties for layer, _ in group if kinds[layer] != "plain"}):
             raise ValueError(
@@ -132,7 +132,7 @@ class MGOpt:
             )
         self._levels = [_Level(net, optimizer, ties)]
         self._trained = _are_trained(net)
-        self._between: list[Between] = []
+        self._transfers: list[LevelTransfer] = []
         # The corrections of the last batch, in the order in which they were made.
         self.corrections: list[Correction] = []
         for level in range(1, levels):
@@ -148,10 +148,10 @@ class MGOpt:
                 made = coarsened(above.net, factor, placement="kept", **shown)
                 of_made = _made(coarse_optimizer, made, level)
             kinds = made._solver.layers.kinds
-            makes, ties = looked_at(made)
+            makes, ties = layer_facts(made)
             origins = finer(kinds, makes, factor, is_linear=interpolation == "linear")
             ratios = [1.0 if kind == "plain" else float(factor) for kind in kinds]
-            self._between.append(Between(above.net, made, origins, ratios))
+            self._transfers.append(LevelTransfer(above.net, made, origins, ratios))
             self._levels.append(_Level(made, of_made, ties))
 
     @property
@@ -225,12 +225,12 @@ class MGOpt:
 
     def _corrected(self, at: int, point: _Point, batch: _Batch) -> _Point:
         """Returns the net's point after the correction by the coarser net."""
-        level, below, between = self._levels[at], self._levels[at + 1], self._between[at]
+        level, below, transfer = self._levels[at], self._levels[at + 1], self._transfers[at]
         start = self._descend(at, point, batch)
         self._cycle(at + 1, start, batch)
         assert below.origin is not None
         changes = combined(below.values(), below.origin, lambda now, before: now - before)
-        change = between.interpolated(changes)
+        change = transfer.interpolated(changes)
         slope = level.product(point.gradients, change, "the slope along a correction")
         before, length = level.values(), 1.0
         trials = 0
@@ -259,12 +259,12 @@ class MGOpt:
 
         The gradient of the coarser objective there is the restricted gradient of the finer objective.
         """
-        above, below, between = self._levels[at], self._levels[at + 1], self._between[at]
-        between.inject()
+        above, below, transfer = self._levels[at], self._levels[at + 1], self._transfers[at]
+        transfer.inject()
         if self._moments is not None and above.optimizer is not None and below.optimizer is not None:
-            between.inject_optimizer(above.optimizer, below.optimizer, self._moments)
+            transfer.inject_optimizer(above.optimizer, below.optimizer, self._moments)
         below.begin()
-        restricted = between.restricted(point.gradients)
+        restricted = transfer.restricted(point.gradients)
         below.correction = None
         found = below.evaluate(batch)
         # Parameters that the coarse net does not use have no gradient there.
@@ -300,7 +300,9 @@ class _Point:
 class _Level:
     """A net of the V-cycle."""
 
-    def __init__(self, net: LayerParallel, optimizer: Optimizer | None, ties: Sequence[Sequence[Place]]) -> None:
+    def __init__(
+        self, net: LayerParallel, optimizer: Optimizer | None, ties: Sequence[Sequence[ParameterIndex]]
+    ) -> None:
         self.net = net
         # Tied parameters have one gradient, which counts once.
         self._counted = [(layer, place) for group in ties for layer, place in group[1:]]

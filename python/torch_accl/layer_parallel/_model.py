@@ -28,7 +28,7 @@ from ._copies import Copied, Copies
 from ._cycle import Cycle, check_backward
 from ._plans import Plans, Program
 from ._resumed import SolverState
-from ._run import Everything, Job, LossFunction, Run, Through, Way, step
+from ._run import BatchPlan, Everything, Job, LossFunction, Run, Through, step
 from ._solve import Converging, Guess, Norms, Passes, Solve, Solver
 from ._tree import Form
 from ._unserved import TRACED, outside_of_transforms, refuse_traced
@@ -343,7 +343,7 @@ class Model(nn.Module):
         elif not audit.gradient_error <= self._audit_limit:
             self._change(self._on_excess, f"{audit}: the gradient error exceeds the limit of {self._audit_limit:.2%}")
 
-    def take_norms(self, solve: Solve, way: Way) -> None:
+    def take_norms(self, solve: Solve, batch_plan: BatchPlan) -> None:
         """Keeps the norms of a batch whose passes have completed. Reacts to them if the batch was a probe."""
         self.norms = solve.norms
         if "limit" in (solve.norms.forward_end, solve.norms.backward_end) and self.is_first:
@@ -353,7 +353,7 @@ class Model(nn.Module):
                 stacklevel=2,
             )
         self._can_be_cut = self._is_divided(solve)
-        if not way.is_probe:
+        if not batch_plan.is_probe:
             return
         forward, backward = (factor_of(list(norms.values())) for norms in (solve.norms.forward, solve.norms.backward))
         probe = Probe(solve.batch.number, forward, backward)
@@ -435,7 +435,7 @@ class Model(nn.Module):
         if not torch.is_grad_enabled():
             with run.begun(is_recorded=False) as solve:
                 run.solve = solve
-                outputs = run.tried_outputs(solve.forward(run.way.forward))
+                outputs = run.tried_outputs(solve.forward(run.batch_plan.forward))
             run.done()
             self.norms, self.output_form = solve.norms, solve.returned_form
             return run.value([output.detach() for output in outputs])
@@ -464,7 +464,7 @@ class Model(nn.Module):
             raise RuntimeError("evaluate() of a net in training mode; call eval() first, and train() afterwards")
         run = self.run(x, side, call="evaluate()")
         job = Job(x, target, loss_fn, side, 1.0)
-        trained = self.way_of(self._mode if self._mode not in ("exact-pipeline", "auto") else "exact-wave")
+        trained = self.batch_plan_of(self._mode if self._mode not in ("exact-pipeline", "auto") else "exact-wave")
         run.add(trained)
         with run.begun(job.wrong(self._wire, 1), is_recorded=False) as solve:
             return Evaluated(*solve.compared((self._plans.solve("forward", WAVE), trained.forward), job.loss_of))
@@ -481,10 +481,10 @@ class Model(nn.Module):
         """Returns the passes of an exact wave, forward and backward."""
         return self._plans.solve("forward", WAVE), self._plans.solve("adjoint", WAVE)
 
-    def way(self, run: Run) -> Way:
+    def batch_plan(self, run: Run) -> BatchPlan:
         """Returns how a batch is run."""
         mode = self._mode if self.training else self._evaluation
-        return self.way_of(self._fastest(run) if mode == "auto" else mode)
+        return self.batch_plan_of(self._fastest(run) if mode == "auto" else mode)
 
     def _fastest(self, run: Run) -> Mode:
         """Returns the fastest mode for batches like this one.
@@ -509,7 +509,7 @@ class Model(nn.Module):
             found: Choice | None = None
             if len(self._auto_modes) > 1:
                 meshes = max(sum(cycle.coarser_levels()) for cycle in (self.fwd, self.bwd))
-                run.way = replace(self.way_of("exact-wave"), meshes=meshes)
+                run.batch_plan = replace(self.batch_plan_of("exact-wave"), meshes=meshes)
                 number = self._solver.shared.number
                 with run.begun(is_recorded=True) as solve:
                     parts = self._parts(solve)
@@ -537,15 +537,15 @@ class Model(nn.Module):
         found = []
         for mode in self._auto_modes:
             try:
-                way = self.way_of(mode, may_probe=False)
+                batch_plan = self.batch_plan_of(mode, may_probe=False)
             except ValueError:
                 # This net, or a sequence of this length, has no plan in this mode.
                 continue
-            if way.pipeline is None:
-                programs = (way.forward, way.adjoint)
+            if batch_plan.pipeline is None:
+                programs = (batch_plan.forward, batch_plan.adjoint)
                 found.append(Candidate(mode, tuple(each for each in programs if isinstance(each, Program))))
             elif parts:
-                found.append(Candidate(mode, (way.pipeline,), parts))
+                found.append(Candidate(mode, (batch_plan.pipeline,), parts))
         return found
 
     def _is_probe(self, mode: Mode) -> bool:
@@ -553,7 +553,7 @@ class Model(nn.Module):
         is_due = self._probe_every > 0 and number % self._probe_every == 0 and self.training
         return is_due and mode in ("inexact", "exact-forward")
 
-    def way_of(self, mode: Mode, *, may_probe: bool = True) -> Way:
+    def batch_plan_of(self, mode: Mode, *, may_probe: bool = True) -> BatchPlan:
         """Returns how a batch is run in a mode."""
         plans, micro_batches, pipeline = self._plans, 1, None
         fwd, bwd = self._cycles["forward"], self._cycles["adjoint"]
@@ -577,7 +577,7 @@ class Model(nn.Module):
         keeps = (
             self._kept(bwd if mode in ("inexact", "converged", "exact-forward") else WAVE) if self._checkpoint else None
         )
-        return Way(
+        return BatchPlan(
             mode=mode,
             forward=forward,
             adjoint=adjoint,

@@ -1,7 +1,7 @@
 """Nested iteration: makes a trained net deeper, or shallower, for the same differential equation.
 
-Owns how a new layer and its optimiser entries are made. `_origins.py` decides which layer comes from which, and
-`_parcels.py` sends layers to other ranks.
+Owns how a new layer and its optimiser entries are made. `_refinement.py` decides which layer comes from which, and
+`_layer_migration.py` sends layers to other ranks.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 
 from ._agreed import agreed
 from ._blocks import Block
-from ._carried import (
-    Carried,
+from ._layer_facts import ParameterIndex, check_net, layer_facts, places_of, slots_of
+from ._layer_migration import MovingLayer, migrated_layers, named
+from ._optimizer_state import (
     Entry,
     Made,
     Moments,
-    between,
+    NewParameter,
     described_optimizer,
+    interpolate,
     moved_state,
     remade,
 )
-from ._looked import Place, check_net, looked_at, places_of, slots_of
-from ._origins import Origin, coarser, finer, following
-from ._parcels import Parcel, delivered, named
+from ._refinement import Origin, coarser, finer, following
 from ._scaled import scaled
 from ._solve import Guess
 from ._stack import LayerParallel
@@ -106,8 +106,8 @@ def refined(
         ValueError: an argument is not accepted, or ranks give different arguments.
         LayerParallelError: building or sending a layer failed on some rank; all ranks raise it.
     """
-    wanted = _Wanted("refined", factor, interpolation, residual, moments, settings)
-    return _answer(*_derived(net, wanted, optimizer))
+    request = _Request("refined", factor, interpolation, residual, moments, settings)
+    return _answer(*_derived(net, request, optimizer))
 
 
 @overload
@@ -149,8 +149,8 @@ def coarsened(
     run of steps with the same classes, shapes and types. A layer is apart if one of the layers that it replaces was.
     Otherwise as `refined`.
     """
-    wanted = _Wanted("coarsened", factor, "constant", residual, moments, settings)
-    return _answer(*_derived(net, wanted, optimizer))
+    request = _Request("coarsened", factor, "constant", residual, moments, settings)
+    return _answer(*_derived(net, request, optimizer))
 
 
 def _answer(net: LayerParallel, optimizer: Optimizer | None) -> LayerParallel | tuple[LayerParallel, Optimizer]:
@@ -158,7 +158,7 @@ def _answer(net: LayerParallel, optimizer: Optimizer | None) -> LayerParallel | 
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Request:
     """The arguments of a call, the same on all ranks."""
 
     call: Literal["refined", "coarsened"]
@@ -217,15 +217,15 @@ def _shown(value: Any) -> str:
 
 
 def _derived(
-    net: LayerParallel, wanted: _Wanted, optimizer: Optimizer | None
+    net: LayerParallel, request: _Request, optimizer: Optimizer | None
 ) -> tuple[LayerParallel, Optimizer | None]:
     check_net(net)
     wire = net._wire
-    what = f"{wanted.call}()"
+    what = f"{request.call}()"
 
     def asked() -> tuple[str, Made | None, bool]:
-        wanted.check()
-        return str(wanted), described_optimizer(optimizer), any(True for _ in net.parameters())
+        request.check()
+        return str(request), described_optimizer(optimizer), any(True for _ in net.parameters())
 
     of_all = agreed(wire, what, _NOTHING, asked, is_for_all=True)
     others = sorted({each for each, _, _ in of_all})
@@ -234,10 +234,10 @@ def _derived(
             f"ranks of the layers issued different calls: {others[0]} and {others[1]}; issue the same call on all ranks"
         )
     made = _optimizer_of_all([(each, has_any) for _, each, has_any in of_all], optimizer)
-    makes, ties = looked_at(net)
-    origins = wanted.origins(net, makes)
-    shape = _shaped(net, wanted, origins)
-    parcels = delivered(net, optimizer, origins, shape.owners)
+    makes, ties = layer_facts(net)
+    origins = request.origins(net, makes)
+    shape = _shaped(net, request, origins)
+    sources = migrated_layers(net, optimizer, origins, shape.owners)
     cls, defaults = _class_of(optimizer, made)
     tied: dict[int, set[int]] = {}
     for layer, place in (member for group in ties for member in group):
@@ -245,7 +245,7 @@ def _derived(
     kept: list[_Layers] = []
 
     def build() -> dict[tuple[int, int], str]:
-        kept.append(_copied(net, wanted, cls, origins, shape.owners, parcels, tied))
+        kept.append(_copied(net, request, cls, origins, shape.owners, sources, tied))
         return {
             (number, place): f"layers.{number}.{places_of(module)[place][0]}"
             for number, module in kept[0].modules.items()
@@ -254,7 +254,7 @@ def _derived(
 
     names = {key: name for each in agreed(wire, what, _NOTHING, build) for key, name in each.items()}
     settings = {"tie": _followed(ties, origins, names)} | shape.settings
-    new = _made(_blocks(net, wanted, shape, origins, kept[0]), settings)
+    new = _made(_blocks(net, request, shape, origins, kept[0]), settings)
     # The new net continues the count of batches, which random numbers and audits depend on.
     new._solver.shared.number = net._solver.shared.number
     new.training, new.layers.training = net.training, net.layers.training
@@ -269,10 +269,10 @@ def _derived(
                 defaults,
                 [] if optimizer is None else optimizer.param_groups,
                 {id(parameter) for parameter in net.parameters()},
-                kept[0].carried,
+                kept[0].new_parameters,
                 {} if optimizer is None else optimizer.state,
                 has_names=made.has_names,
-                has_states=wanted.moments != "none",
+                has_states=request.moments != "none",
             )
         )
 
@@ -281,7 +281,7 @@ def _derived(
 
 
 def _followed(
-    ties: Sequence[Sequence[Place]], origins: Sequence[Origin], names: Mapping[tuple[int, int], str]
+    ties: Sequence[Sequence[ParameterIndex]], origins: Sequence[Origin], names: Mapping[tuple[int, int], str]
 ) -> list[list[str]]:
     """Returns the groups of tied names in the new net: each group's members come from one tied group of the old net."""
     groups = []
@@ -331,11 +331,11 @@ class _Shape:
     settings: dict[str, Any]
 
 
-def _shaped(net: LayerParallel, wanted: _Wanted, origins: Sequence[Origin]) -> _Shape:
+def _shaped(net: LayerParallel, request: _Request, origins: Sequence[Origin]) -> _Shape:
     before = net._plans.net
-    settings = _settings_of(net) | dict(wanted.settings)
+    settings = _settings_of(net) | dict(request.settings)
     placement = settings["placement"]
-    if placement == "kept" or ("placement" not in wanted.settings and not isinstance(placement, str)):
+    if placement == "kept" or ("placement" not in request.settings and not isinstance(placement, str)):
         settings["placement"] = following(before, origins)
     are_apart = [False] * len(origins)
     if "buffer_layers" not in settings:
@@ -347,7 +347,7 @@ def _shaped(net: LayerParallel, wanted: _Wanted, origins: Sequence[Origin]) -> _
     hollow = [
         Block(lambda number: nn.Identity(), kinds[origin.layer], apart) for origin, apart in zip(origins, are_apart)
     ]
-    if "guess" not in wanted.settings and net.guess is not None:
+    if "guess" not in request.settings and net.guess is not None:
         settings["guess"] = _guess_of(net.guess, [*(origin.layer for origin in origins), len(before.layers)])
     made = _made(hollow, settings | {"tie": ()})
     return _Shape([made.owner(layer) for layer in range(len(origins))], are_apart, settings)
@@ -402,45 +402,47 @@ class _Layers:
     """New layers of this rank, and the optimiser entries of their parameters."""
 
     modules: dict[int, nn.Module]
-    carried: list[Carried]
+    new_parameters: list[NewParameter]
 
 
 def _copied(
     net: LayerParallel,
-    wanted: _Wanted,
+    request: _Request,
     cls: type[Optimizer] | None,
     origins: Sequence[Origin],
     owners: Sequence[int],
-    parcels: Mapping[int, Parcel],
+    sources: Mapping[int, MovingLayer],
     tied: Mapping[int, Collection[int]],
 ) -> _Layers:
     kinds, names, made = net._solver.layers.kinds, net._solver.names, _Layers({}, [])
     for number, (origin, owner) in enumerate(zip(origins, owners)):
         if owner != net._wire.rank:
             continue
-        kind, own = kinds[origin.layer], parcels[origin.layer]
-        other = None if origin.towards is None else parcels[origin.towards]
+        kind, own = kinds[origin.layer], sources[origin.layer]
+        other = None if origin.towards is None else sources[origin.towards]
         module = named(origin.layer, names, "copied", lambda: copy.deepcopy(own.module))  # noqa: B023
         # Tied parameters keep their values, because interpolation would make them differ.
         fixed = slots_of(module, tied.get(origin.layer, ()))
         if other is not None:
             _mix(module, other.module, origin.share, fixed)
-        is_step = kind != "plain" and (kind in ("ode", "timed") or wanted.residual == "scaled")
+        is_step = kind != "plain" and (kind in ("ode", "timed") or request.residual == "scaled")
         if is_step and kind in ("residual", "custom"):
-            module = scaled(module, wanted.by)
+            module = scaled(module, request.by)
         made.modules[number] = module
         if cls is not None:
-            ratio = wanted.ratio if is_step and wanted.moments != "copied" else 1.0
-            made.carried += _carried(cls, number, module, own, other, origin.share, ratio, fixed)
+            ratio = request.ratio if is_step and request.moments != "copied" else 1.0
+            made.new_parameters += _new_parameters(cls, number, module, own, other, origin.share, ratio, fixed)
     return made
 
 
-def _blocks(net: LayerParallel, wanted: _Wanted, shape: _Shape, origins: Sequence[Origin], own: _Layers) -> list[Block]:
+def _blocks(
+    net: LayerParallel, request: _Request, shape: _Shape, origins: Sequence[Origin], own: _Layers
+) -> list[Block]:
     kinds, names = net._solver.layers.kinds, net._solver.names
     blocks = []
     for number, (origin, is_apart) in enumerate(zip(origins, shape.are_apart)):
         kind = kinds[origin.layer]
-        is_scaled = kind in ("residual", "custom") and wanted.residual == "scaled"
+        is_scaled = kind in ("residual", "custom") and request.residual == "scaled"
         absent = _absent("Scaled" if is_scaled else names[origin.layer])
         blocks.append(Block(own.modules.get(number, absent), kind, is_apart))
     return blocks
@@ -467,19 +469,19 @@ def _mix(module: nn.Module, other: nn.Module, share: float, fixed: Collection[in
     with torch.no_grad():
         for slot, (parameter, theirs) in enumerate(zip(module.parameters(), other.parameters())):
             if slot not in fixed:
-                parameter.copy_(between(parameter, theirs, share))
+                parameter.copy_(interpolate(parameter, theirs, share))
 
 
-def _carried(
+def _new_parameters(
     cls: type[Optimizer],
     number: int,
     module: nn.Module,
-    own: Parcel,
-    other: Parcel | None,
+    own: MovingLayer,
+    other: MovingLayer | None,
     share: float,
     ratio: float,
     fixed: Collection[int],
-) -> list[Carried]:
+) -> list[NewParameter]:
     """Returns the parameters of a new layer, each with its optimiser entry."""
     found = []
     others: Sequence[Entry | None] = [None] * len(own.entries) if other is None else other.entries
@@ -488,5 +490,5 @@ def _carried(
         # Tied parameters get the sum of their gradients, however many they are, so their gradients keep their size.
         size = 1.0 if slot in fixed else ratio
         state = moved_state(cls, entry.state, theirs, share, size, parameter.shape)
-        found.append(Carried(f"layers.{number}.{name}", parameter, Entry(entry.group, entry.options, state)))
+        found.append(NewParameter(f"layers.{number}.{name}", parameter, Entry(entry.group, entry.options, state)))
     return found

@@ -1,7 +1,7 @@
-"""Evaluation of layers: temporary (`for_now`), final (`for_good`), and backward (`pulled_back`).
+"""Evaluation of layers: temporary (`evaluate_temporary`), final (`evaluate_final`), and backward (`pulled_back`).
 
 Owns the surroundings of a layer's call: its random numbers, its buffers, the graph of a final evaluation, and its
-gradients. The plan decides which layer is evaluated where and when. Subclasses of `Beside` give layers further inputs.
+gradients. The plan decides which layer is evaluated where and when. Subclasses of `LayerInputs` give layers further inputs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ._own import own_generator, warn_of_other_threads
 from ._tree import Form, Leaf, form_of, ordered
 
 __all__ = [
-    "Beside",
     "Evaluation",
     "Extra",
+    "LayerInputs",
     "Layers",
     "Parameters",
     "Record",
@@ -62,10 +62,10 @@ class Extra:
     wanted: Sequence[int] = ()
 
 
-class Beside:
+class LayerInputs:
     """Inputs of layers in addition to the state. This base class has none."""
 
-    def again(self) -> Beside:
+    def again(self) -> LayerInputs:
         """Returns the same inputs for a second run of the batch, with separate gradients."""
         return self
 
@@ -225,7 +225,7 @@ class Evaluation:
         *,
         is_recorded: bool,
         leaves_no_trace: bool = False,
-        beside: Beside | None = None,
+        layer_inputs: LayerInputs | None = None,
         keeps_graph: Callable[[int], bool] | None = None,
     ) -> None:
         self.layers = layers
@@ -238,7 +238,7 @@ class Evaluation:
         self.gradients: list[Tensor | None] = [None] * len(self.parameters)
         self.tape: dict[tuple[int, int], Record] = {}
         self.key = key
-        self.beside = Beside() if beside is None else beside
+        self.layer_inputs = LayerInputs() if layer_inputs is None else layer_inputs
         # Returns whether a layer's graph is kept until the adjoint pass instead of recorded again there. None: all are
         # kept.
         self.keeps_graph = keeps_graph
@@ -255,10 +255,12 @@ class Evaluation:
 
     # ---- forward
 
-    def for_now(self, layer: int, span: int, micro_batch: int, form: Form, states: States, constants: States) -> Any:
+    def evaluate_temporary(
+        self, layer: int, span: int, micro_batch: int, form: Form, states: States, constants: States
+    ) -> Any:
         """Evaluates a layer without a trace: no graph, no change of its buffers. Returns the layer's result."""
         with torch.no_grad():
-            extra = self.beside.of(layer, micro_batch)
+            extra = self.layer_inputs.of(layer, micro_batch)
             given = [] if extra is None else extra.leaves
             arguments = self._arguments(layer, span, form, states, constants, extra, given)
             quiet, default = self.layers.quiet, torch.default_generator
@@ -275,14 +277,16 @@ class Evaluation:
             with self._drawing(layer, micro_batch):
                 return self._call(layer, span, *arguments, self._copies(layer))
 
-    def for_good(self, layer: int, micro_batch: int, form: Form, after: Form, states: States, constants: States) -> Any:
+    def evaluate_final(
+        self, layer: int, micro_batch: int, form: Form, after: Form, states: States, constants: States
+    ) -> Any:
         """Evaluates a layer finally, with the graph that its adjoint needs if there will be one.
 
         Returns the layer's result.
         """
         if not self.is_recorded or not self._keeps(layer):
             with torch.no_grad():
-                extra = self.beside.of(layer, micro_batch)
+                extra = self.layer_inputs.of(layer, micro_batch)
                 arguments = self._arguments(
                     layer, 1, form, states, constants, extra, [] if extra is None else extra.leaves
                 )
@@ -342,7 +346,7 @@ class Evaluation:
             nullcontext() if leaves_trace else torch.autocast(kind, dtype, enabled=enabled)
         )
         with torch.enable_grad(), autocast:
-            extra = self.beside.of(layer, micro_batch)
+            extra = self.layer_inputs.of(layer, micro_batch)
             given: States = []
             if extra is not None:
                 given = [leaf.detach() for leaf in extra.leaves]
@@ -473,7 +477,7 @@ class Evaluation:
         If `is_final`, the layer's parameters get their gradients.
         """
         record = self.tape[layer, micro_batch] if there is None else there
-        source = self.beside.source(layer, micro_batch)
+        source = self.layer_inputs.source(layer, micro_batch)
         if source is not None:
             # A coarse step gets the sources of all states that it spans, as if they were equal.
             cotangents = [cotangent + span * more for cotangent, more in zip(cotangents, source)]
@@ -493,7 +497,7 @@ class Evaluation:
             if graph.extras:
                 scale = self._scale(layer)
                 extras = [gradient if gradient is None or scale == 1 else gradient * scale for gradient in found[last:]]
-                self.beside.add(layer, micro_batch, extras)
+                self.layer_inputs.add(layer, micro_batch, extras)
         states = zip(graph.inputs, found)
         return [torch.zeros_like(state) if gradient is None else gradient for state, gradient in states]
 

@@ -14,12 +14,12 @@ from torch_accl import _native
 
 from ._cycle import Cycle
 
-__all__ = ["Lot", "Net", "Plans", "Program", "Receive"]
+__all__ = ["ConstantsKey", "Net", "Plans", "Program", "Receive"]
 
 
 Op = tuple[Any, ...]
 # Key of constants: a segment and a micro-batch. A segment is 0, or the number of a plain layer plus one.
-Lot = tuple[int, int]
+ConstantsKey = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Receive:
     source: int
     value: int
     # Key of the constants that arrive before the state; None if none do.
-    lot: Lot | None
+    constants_key: ConstantsKey | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Program:
     states: list[int]
     receives: list[Receive]
     # For the position of a send: the key of the constants that are sent with it.
-    carrying: dict[int, Lot]
+    carrying: dict[int, ConstantsKey]
     # Whether no state is ever a difference of other states, as in a wave or a pipeline.
     is_exact: bool
 
@@ -148,9 +148,9 @@ class Plans:
 
     def _program(self, plan: _native.LayerPlan, *, is_exact: bool) -> Program:
         ops, points = plan.ops(self.rank), plan.points
-        carrying: dict[int, Lot] = {}
+        carrying: dict[int, ConstantsKey] = {}
         receives = []
-        known: set[tuple[str, int, Lot]] = set()
+        known: set[tuple[str, int, ConstantsKey]] = set()
         micro_batch = 0
         for position, op in enumerate(ops):
             if op[0] == "phase":
@@ -158,13 +158,13 @@ class Plans:
                 micro_batch = op[3] if op[1] in ("chunk", "loss") else 0
             elif op[0] in ("send", "recv"):
                 name, pass_, peer, value = op
-                lot = (self.segment(points[value]), micro_batch)
-                is_first = pass_ == "forward" and (name, peer, lot) not in known
-                known.add((name, peer, lot))
+                constants_key = (self.segment(points[value]), micro_batch)
+                is_first = pass_ == "forward" and (name, peer, constants_key) not in known
+                known.add((name, peer, constants_key))
                 if name == "recv":
-                    receives.append(Receive(pass_, peer, value, lot if is_first else None))
+                    receives.append(Receive(pass_, peer, value, constants_key if is_first else None))
                 elif is_first:
-                    carrying[position] = lot
+                    carrying[position] = constants_key
 
         def mine(values: Sequence[tuple[int, int]]) -> list[int]:
             return [value for rank, value in values if rank == self.rank]

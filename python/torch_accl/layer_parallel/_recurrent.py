@@ -28,9 +28,9 @@ from ._copies import Copied, Copies
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
 from ._model import Mode, Model, Schedule, group_of, replica_of
-from ._net import Beside, Evaluation, Extra, Layers, Parameters, States
+from ._net import Evaluation, Extra, LayerInputs, Layers, Parameters, States
 from ._plans import Net, Plans
-from ._run import LossFunction, Run, Way, step
+from ._run import BatchPlan, LossFunction, Run, step
 from ._solve import Shared, Solve, Solver
 from ._tree import Form, is_state, ordered, zeros
 from ._unserved import of_forward
@@ -285,7 +285,7 @@ class RecurrentParallel(Model):
     def settled(self, solve: Solve) -> None:
         """Sums the cell's gradients over the whole sequence, the same on all ranks."""
         evaluation = solve.batch.evaluation
-        sequence = evaluation.beside
+        sequence = evaluation.layer_inputs
         assert isinstance(sequence, Inputs)
         try:
             sequence.finish(evaluation)
@@ -323,21 +323,21 @@ class RecurrentParallel(Model):
                 )
                 evaluation.gradients[slot] = whole.to(parameter.dtype)
 
-    def way(self, run: Run) -> Way:
+    def batch_plan(self, run: Run) -> BatchPlan:
         """Returns how a batch is run. The names of trained parameters are compared between ranks too."""
-        way = super().way(run)
+        batch_plan = super().batch_plan(run)
         if self._wire.size == 1:
-            return way
+            return batch_plan
         trained = [name for name, parameter in self.cell.named_parameters() if parameter.requires_grad]
         shown = f"trained {' '.join(trained)}; guess {self.guess is not None}"
-        return replace(way, settings=f"{way.settings}; {shown}")
+        return replace(batch_plan, settings=f"{batch_plan.settings}; {shown}")
 
-    def way_of(self, mode: Mode, *, may_probe: bool = True) -> Way:
+    def batch_plan_of(self, mode: Mode, *, may_probe: bool = True) -> BatchPlan:
         """Returns how a batch is run in a mode, with as many levels as its length allows."""
         before = self._cycles
         self._cycles = {name: self._fitting(cycle) for name, cycle in before.items()}
         try:
-            return super().way_of(mode, may_probe=may_probe)
+            return super().batch_plan_of(mode, may_probe=may_probe)
         finally:
             self._cycles = before
 
@@ -451,7 +451,7 @@ class Steps(Layers):
         return range(sum(parameter.requires_grad for parameter in self.cell.parameters()))
 
 
-class Inputs(Beside):
+class Inputs(LayerInputs):
     """The inputs of this rank's steps in one batch, and the gradients of the inputs and of the outputs."""
 
     def __init__(
@@ -580,14 +580,14 @@ class Inputs(Beside):
             constants = [
                 solve.batch.constants.get((solve.batch.segment(layer + 1), micro), []) for micro in range(micro_batches)
             ]
-            lots = []
+            parts = []
             for micro in range(micro_batches):
                 states = [state.detach().to(leaf.dtype) for state, leaf in zip(self._states[layer, micro], form.states)]
                 if self._is_recorded:
                     states = [state.requires_grad_() for state in states]
                     self._states[layer, micro] = states
-                lots.append(output(form.joined(states, constants[micro])))
-            by_step.append(lots[0] if micro_batches == 1 else torch.cat(lots))
+                parts.append(output(form.joined(states, constants[micro])))
+            by_step.append(parts[0] if micro_batches == 1 else torch.cat(parts))
         return torch.stack(by_step, 1)
 
     def take_sources(self, outputs: Tensor, cotangent: Tensor | None) -> None:
@@ -659,7 +659,7 @@ class SequenceRun(Run):
                     self._steps,
                     self._net.step_cell,
                     self._input,
-                    self.way.micro_batches,
+                    self.batch_plan.micro_batches,
                     [self.parameters[place] for place in self._steps.shared()],
                     is_recorded=is_recorded,
                 )
@@ -667,7 +667,7 @@ class SequenceRun(Run):
             wrong = wrong or error
         return super().begun(wrong, is_recorded=is_recorded)
 
-    def beside(self, *, is_recorded: bool) -> Beside | None:
+    def layer_inputs(self, *, is_recorded: bool) -> LayerInputs | None:
         return getattr(self, "_sequence", None)
 
     def done(self) -> None:

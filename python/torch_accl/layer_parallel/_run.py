@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ._audit import Audit
 from ._blocks import undisturbed
-from ._net import Beside, Parameters, States
+from ._net import LayerInputs, Parameters, States
 from ._plans import Program
 from ._replicas import agree
 from ._solve import Norms, Passes, Solve, Solver, split
@@ -25,14 +25,14 @@ from ._tree import is_state
 from ._unserved import of_backward, of_forward, once, outside_of_transforms
 from ._wire import Wire
 
-__all__ = ["Everything", "Job", "LossFunction", "Run", "Runs", "Through", "Way", "step"]
+__all__ = ["BatchPlan", "Everything", "Job", "LossFunction", "Run", "Runs", "Through", "step"]
 
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Way:
+class BatchPlan:
     """Plans and settings of one batch."""
 
     mode: str
@@ -75,7 +75,7 @@ class Runs(Protocol):
     def anchor(self) -> Tensor:
         """A tensor that wants a gradient."""
 
-    def way(self, run: Run) -> Way:
+    def batch_plan(self, run: Run) -> BatchPlan:
         """Returns how a batch is run."""
 
     def exact_passes(self) -> tuple[Passes, Passes]:
@@ -87,7 +87,7 @@ class Runs(Protocol):
     def is_audited(self, mode: str, number: int) -> bool:
         """Returns whether a batch is to be audited."""
 
-    def take_norms(self, solve: Solve, way: Way) -> None:
+    def take_norms(self, solve: Solve, batch_plan: BatchPlan) -> None:
         """Keeps the norms of a batch whose passes have completed."""
 
     def take_over(self, audit: Audit) -> None:
@@ -219,8 +219,8 @@ class Run:
             self.wrong = error
         # Leaves from the user that may want a gradient.
         self.given: list[Tensor] = []
-        beside = [side[name] for name in sorted(side)] if isinstance(side, dict) else []
-        self.given = [leaf for leaf in pytree.tree_leaves((x, beside)) if is_state(leaf)]
+        side_inputs = [side[name] for name in sorted(side)] if isinstance(side, dict) else []
+        self.given = [leaf for leaf in pytree.tree_leaves((x, side_inputs)) if is_state(leaf)]
         if model.wire.rank > 0:
             # Inputs of these ranks get no gradient. If the caller asks for one, torch raises after the pass, so no
             # other rank is left waiting in it.
@@ -228,14 +228,14 @@ class Run:
         elif x is None:
             self.wrong = self.wrong or ValueError("there is no input; give one on the first rank")
         self.wrong = self.wrong or of_forward([*self.given, *self.parameters])
-        self.way: Way
-        self.way = model.way(self)
-        self.add(self.way)
+        self.batch_plan: BatchPlan
+        self.batch_plan = model.batch_plan(self)
+        self.add(self.batch_plan)
 
-    def add(self, way: Way) -> None:
-        """Prepares the batch to be run in this way as well."""
-        self.way = replace(self.way, meshes=max(self.way.meshes, way.meshes))
-        if way.needs_guess and self.solver.shared.guess is None:
+    def add(self, batch_plan: BatchPlan) -> None:
+        """Prepares the batch to be run by this plan as well."""
+        self.batch_plan = replace(self.batch_plan, meshes=max(self.batch_plan.meshes, batch_plan.meshes))
+        if batch_plan.needs_guess and self.solver.shared.guess is None:
             self.wrong = ValueError("Cycle(start='guess') but no guess; give the net one on every rank")
 
     def key(self) -> int:
@@ -244,23 +244,23 @@ class Run:
 
     def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
         """Opens the solve."""
-        way = self.way
-        settings = f"{way.settings}; called by {self._call} with gradients {'on' if is_recorded else 'off'}"
+        batch_plan = self.batch_plan
+        settings = f"{batch_plan.settings}; called by {self._call} with gradients {'on' if is_recorded else 'off'}"
         return self.solver.batch(
             self._x,
             self.found,
             settings,
             self.wrong or wrong,
-            micro_batches=way.micro_batches,
+            micro_batches=batch_plan.micro_batches,
             is_recorded=is_recorded,
             side=self._side,
-            beside=self.beside(is_recorded=is_recorded),
-            keeps_graph=way.keeps_graph,
-            meshes=way.meshes,
+            layer_inputs=self.layer_inputs(is_recorded=is_recorded),
+            keeps_graph=batch_plan.keeps_graph,
+            meshes=batch_plan.meshes,
             is_training=self.model.training,
         )
 
-    def beside(self, *, is_recorded: bool) -> Beside | None:
+    def layer_inputs(self, *, is_recorded: bool) -> LayerInputs | None:
         """Returns inputs of layers in addition to the state, if they are not side inputs; None without any."""
         return None
 
@@ -291,9 +291,9 @@ class Run:
         """Returns the gradients of the user's tensors, from the gradients of the outputs."""
         solve, model = self.solve, self.model
         given = solve.cut(cotangents) if model.wire.is_last else []
-        found = solve.backward(self.way.adjoint, given)
+        found = solve.backward(self.batch_plan.adjoint, given)
         model.settled(solve)
-        if model.is_audited(self.way.mode, solve.batch.number):
+        if model.is_audited(self.batch_plan.mode, solve.batch.number):
             # The caller computes the loss, so both runs use the caller's gradient of the output.
             self.audit = solve.audit(self.states, model.exact_passes(), model.settled, lambda *_: given, has_loss=False)
         return self.of_given(solve, found)
@@ -312,7 +312,7 @@ class Through(torch.autograd.Function):
     def forward(ctx: Any, run: Run, anchor: Tensor, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         with run.begun(is_recorded=True) as solve:
             run.solve = solve
-            found = solve.forward(run.way.forward)
+            found = solve.forward(run.batch_plan.forward)
             # Aliases, because an output tensor refers to its graph, which refers to `run`.
             run.states = [[state.detach() for state in states] for states in found]
             outputs = run.tried_outputs(found)
@@ -338,7 +338,7 @@ class Through(torch.autograd.Function):
         with torch.no_grad(), outside_of_transforms(), undisturbed():
             inputs = run.backward(cotangents)
             run.solver.close(run.solve)
-        run.model.take_norms(run.solve, run.way)
+        run.model.take_norms(run.solve, run.batch_plan)
         if run.audit is not None:
             run.model.take_over(run.audit)
         return None, None, None, *inputs, *run.solve.batch.evaluation.gradients
@@ -352,26 +352,26 @@ class Everything(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Run, job: Job, anchor: Tensor, given: int, *tensors: Tensor) -> Tensor:
-        model, way = run.model, run.way
+        model, batch_plan = run.model, run.batch_plan
         audit: Audit | None = None
-        with run.begun(job.wrong(model.wire, way.micro_batches), is_recorded=True) as solve:
+        with run.begun(job.wrong(model.wire, batch_plan.micro_batches), is_recorded=True) as solve:
             run.solve = solve
             found: list[States] = []
-            if way.pipeline is not None:
-                inputs = solve.pipeline(way.pipeline, job.loss_of, job.loss_scale)
+            if batch_plan.pipeline is not None:
+                inputs = solve.pipeline(batch_plan.pipeline, job.loss_of, job.loss_scale)
             else:
-                found = solve.forward(way.forward)
+                found = solve.forward(batch_plan.forward)
                 cotangents = [solve.lost(0, states, job.loss_of, job.loss_scale) for states in found]
-                inputs = solve.backward(way.adjoint, cotangents)
+                inputs = solve.backward(batch_plan.adjoint, cotangents)
             model.settled(solve)
-            if model.is_audited(way.mode, solve.batch.number):
+            if model.is_audited(batch_plan.mode, solve.batch.number):
 
                 def lost(again: Solve, outputs: Sequence[States]) -> list[States]:
                     return [again.lost(0, states, job.loss_of, job.loss_scale) for states in outputs]
 
                 audit = solve.audit(found, model.exact_passes(), model.settled, lost, has_loss=True)
         run.done()
-        model.take_norms(solve, way)
+        model.take_norms(solve, batch_plan)
         if audit is not None:
             model.take_over(audit)
         job.found.loss = solve.known_loss

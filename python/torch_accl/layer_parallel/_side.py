@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ._net import Beside, Extra, States
+from ._net import Extra, LayerInputs, States
 from ._tree import Form, Leaf, form_of, is_state, ordered
 from ._wire import Wire
 
@@ -80,7 +80,7 @@ def names_taken(module: nn.Module, names: Collection[str]) -> frozenset[str]:
     return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name) & frozenset(names)
 
 
-class Side(Beside):
+class Side(LayerInputs):
     """The side inputs of one batch on one rank."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Side(Beside):
         self._micro_batches = micro_batches
         self._per_sample = frozenset(per_sample)
         self._taken = {layer: names_taken(module, form.names) for layer, module in modules.items()}
-        self._lots: list[States] = []
+        self._by_micro_batch: list[States] = []
         self._known: dict[tuple[int, int], Extra] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}
         whole = []
@@ -109,7 +109,7 @@ class Side(Beside):
                 tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, memory_format=leaf.format)
             wire.spread(tensor, f"the side input `{form.names[self._flat[place][0]]}`")
             whole.append(tensor)
-        self._lots = [
+        self._by_micro_batch = [
             [self._part(tensor, place, micro) for place, tensor in enumerate(whole)] for micro in range(micro_batches)
         ]
 
@@ -126,9 +126,9 @@ class Side(Beside):
         key = (layer, micro_batch)
         if key not in self._known:
             places = self._places(layer)
-            lot = self._lots[micro_batch]
+            part = self._by_micro_batch[micro_batch]
             wanted = [position for position, place in enumerate(places) if self._flat[place][2]]
-            self._known[key] = Extra([lot[place] for place in places], self._joining(layer), wanted)
+            self._known[key] = Extra([part[place] for place in places], self._joining(layer), wanted)
         return self._known[key]
 
     def add(self, layer: int, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
@@ -136,10 +136,10 @@ class Side(Beside):
         for place, gradient in zip(places, gradients):
             if gradient is None:
                 continue
-            lot = micro_batch if self._is_split(place) else 0
+            part = micro_batch if self._is_split(place) else 0
             # Sums have their own memory, in one layout on all ranks. A gradient may be another owner's tensor, in any
             # layout.
-            self._sums.setdefault((place, lot), self._zero(place, lot)).add_(gradient)
+            self._sums.setdefault((place, part), self._zero(place, part)).add_(gradient)
 
     def gradients(self, wire: Wire) -> list[Tensor | None]:
         """Returns the gradients of all floating-point and complex leaves, summed over all layers, on the first rank.
@@ -151,9 +151,9 @@ class Side(Beside):
             if not wants:
                 found += [None] if leaf.is_state else []
                 continue
-            lots = range(self._micro_batches if self._is_split(place) else 1)
-            parts = [self._sums.get((place, lot), self._zero(place, lot)) for lot in lots]
-            total = torch.cat(parts) if len(parts) > 1 else parts[0]
+            parts = range(self._micro_batches if self._is_split(place) else 1)
+            sums = [self._sums.get((place, part), self._zero(place, part)) for part in parts]
+            total = torch.cat(sums) if len(sums) > 1 else sums[0]
             wire.sum_on_first(total, "the gradient of a side input")
             found.append(total.to(leaf.dtype))
         return found
@@ -180,8 +180,8 @@ class Side(Beside):
     def _part(self, tensor: Tensor, place: int, micro_batch: int) -> Tensor:
         return tensor.chunk(self._micro_batches)[micro_batch] if self._is_split(place) else tensor
 
-    def _zero(self, place: int, lot: int) -> Tensor:
-        like = self._lots[lot][place]
+    def _zero(self, place: int, part: int) -> Tensor:
+        like = self._by_micro_batch[part][place]
         return torch.zeros(
             like.shape, dtype=torch.complex128 if like.is_complex() else torch.float64, device=like.device
         )

@@ -22,7 +22,7 @@ from ._audit import Audit, audit_of, figures, relative
 from ._blocks import undisturbed
 from ._copies import Copies, hash_of
 from ._failures import LayerParallelError, described, sentence
-from ._net import Beside, Evaluation, Layers, Parameters, States, form_returned, keep_freed_memory, states_of
+from ._net import Evaluation, LayerInputs, Layers, Parameters, States, form_returned, keep_freed_memory, states_of
 from ._plans import Plans, Program
 from ._side import NO_SIDE, Side, SideForm, names_taken, side_of
 from ._spatial import Meshes, Spatial
@@ -168,7 +168,7 @@ class Solver:
         micro_batches: int,
         is_recorded: bool,
         side: dict[str, Any] | None = None,
-        beside: Beside | None = None,
+        layer_inputs: LayerInputs | None = None,
         keeps_graph: Callable[[int], bool] | None = None,
         meshes: int = 0,
         is_training: bool = True,
@@ -185,7 +185,7 @@ class Solver:
                 settings,
                 wrong,
                 micro_batches,
-                beside,
+                layer_inputs,
                 keeps_graph,
                 meshes,
                 is_recorded=is_recorded,
@@ -233,7 +233,7 @@ class Solver:
         settings: str,
         wrong: BaseException | None,
         micro_batches: int,
-        beside: Beside | None,
+        layer_inputs: LayerInputs | None,
         keeps_graph: Callable[[int], bool] | None,
         meshes: int,
         *,
@@ -242,7 +242,7 @@ class Solver:
     ) -> Solve:
         wire, form, side_form = self.wire, None, NO_SIDE
         side_tensors: States = []
-        lots: list[tuple[States, States]] = []
+        by_micro_batch: list[tuple[States, States]] = []
         settings = f"{settings}; {'; '.join(_autocast())}"
         mine = digest(settings.encode())
         state = self.layers.state()
@@ -253,7 +253,7 @@ class Solver:
         header += [] if self.copies is None else self.copies.numbers()
         if wire.rank == 0 and wrong is None:
             try:
-                form, lots = split(x, micro_batches)
+                form, by_micro_batch = split(x, micro_batches)
                 side_form, side_tensors = side_of(side)
                 _check_parts(side_form, self.shared.per_sample, micro_batches)
                 header[3] = digest(packed((form, side_form, _autocast(), self.plans.net.counts)))
@@ -287,7 +287,9 @@ class Solver:
             # If the layers of any rank have changed, the forms may have changed too.
             self._kinds.clear()
             self._state = state
-        given = [tensor for lot in lots[:1] for tensor in (*lot[0], *lot[1])]
+        given = [
+            tensor for micro_batch_part in by_micro_batch[:1] for tensor in (*micro_batch_part[0], *micro_batch_part[1])
+        ]
         device = given[0].device if given else _device(self.layers)
         if key not in self._kinds:
             form, side_form = wire.pass_on((form, side_form), 0)
@@ -295,7 +297,7 @@ class Solver:
         else:
             side_form = self._kinds[key].side
         if side_form.names:
-            beside = Side(
+            layer_inputs = Side(
                 side_form, side_tensors, self.layers.modules, device, wire, micro_batches, self.shared.per_sample
             )
         evaluation = Evaluation(
@@ -304,12 +306,12 @@ class Solver:
             (number, self.replica) if is_training else (number, self.replica, 1),
             device,
             is_recorded=is_recorded,
-            beside=beside,
+            layer_inputs=layer_inputs,
             keeps_graph=keeps_graph,
         )
         if key not in self._kinds:
             assert form is not None
-            self._remember(key, _Kind(self._forms_from(form, lots, evaluation), side_form))
+            self._remember(key, _Kind(self._forms_from(form, by_micro_batch, evaluation), side_form))
         kind = self._kinds[key]
         forms = kind.forms
         if micro_batches > 1 and any(not leaf.shape for leaf in forms[-1].leaves):
@@ -328,7 +330,7 @@ class Solver:
                 micro_batches,
                 self._on_meshes(kind, meshes, device),
             ),
-            lots,
+            by_micro_batch,
         )
 
     def _seen(self, x: Any) -> int | None:
@@ -387,7 +389,9 @@ class Solver:
             self._kinds.pop(next(iter(self._kinds)))
         self._kinds[key] = kind
 
-    def _forms_from(self, form: Form, lots: Sequence[tuple[States, States]], evaluation: Evaluation) -> list[Form]:
+    def _forms_from(
+        self, form: Form, by_micro_batch: Sequence[tuple[States, States]], evaluation: Evaluation
+    ) -> list[Form]:
         """Returns the form of each point's state.
 
         Only plain layers change it, and their owners evaluate them to find it.
@@ -400,8 +404,10 @@ class Solver:
                 error: Exception | None = None
                 if owner == self.wire.rank:
                     try:
-                        given = lots[0] if layer == 0 and lots else zeros(form, _device(self.layers))
-                        returned = evaluation.for_now(layer, 1, 0, form, *given)
+                        given = (
+                            by_micro_batch[0] if layer == 0 and by_micro_batch else zeros(form, _device(self.layers))
+                        )
+                        returned = evaluation.evaluate_temporary(layer, 1, 0, form, *given)
                         tried = form_returned(returned, layer, self.names[layer])
                         packed(tried)
                     except Exception as caught:
@@ -420,7 +426,7 @@ class Solver:
 class Solve:
     """One batch in progress."""
 
-    def __init__(self, solver: Solver, batch: Batch, lots: Sequence[tuple[States, States]]) -> None:
+    def __init__(self, solver: Solver, batch: Batch, by_micro_batch: Sequence[tuple[States, States]]) -> None:
         self.solver = solver
         self.batch = batch
         self.norms = Norms()
@@ -428,7 +434,7 @@ class Solve:
         # Index in `_DTYPES`.
         self.loss_dtype = 0
         # States and constants of each micro-batch, on the first rank.
-        self._lots = lots
+        self._by_micro_batch = by_micro_batch
         # Gradients of the side inputs, on the first rank, after both passes.
         self.side_gradients: list[Tensor | None] = []
 
@@ -468,7 +474,10 @@ class Solve:
         leaves = self.output_form.states
 
         def given(*, is_exact: bool) -> list[States]:
-            return [[c.to(leaf.work_dtype(is_exact=is_exact)) for c, leaf in zip(lot, leaves)] for lot in cotangents]
+            return [
+                [c.to(leaf.work_dtype(is_exact=is_exact)) for c, leaf in zip(micro_batch_part, leaves)]
+                for micro_batch_part in cotangents
+            ]
 
         outputs, self.norms.backward, self.norms.backward_end = self._pass(passes, given)
         return outputs
@@ -538,9 +547,9 @@ class Solve:
 
     def settle(self) -> None:
         """Sums the gradients of side inputs over all layers. All ranks call it after both passes."""
-        beside = self.batch.evaluation.beside
-        if isinstance(beside, Side):
-            self.side_gradients = beside.gradients(self.solver.wire)
+        layer_inputs = self.batch.evaluation.layer_inputs
+        if isinstance(layer_inputs, Side):
+            self.side_gradients = layer_inputs.gradients(self.solver.wire)
 
     def pipeline(self, program: Program, loss: Loss, scale: float) -> list[States]:
         """Runs both passes of all micro-batches. Returns the gradients of the inputs, on the first rank."""
@@ -609,7 +618,7 @@ class Solve:
         outputs, with the solve's loss if there is one.
         """
         first = self.batch.evaluation
-        again = Solve(self.solver, self.batch.again(), self._lots)
+        again = Solve(self.solver, self.batch.again(), self._by_micro_batch)
         right = again.forward(exact[0])
         again.backward(exact[1], cotangents_of(again, right))
         settled(again)
@@ -633,14 +642,18 @@ class Solve:
         states = self.together(found)
         return [state.to(leaf.dtype) for state, leaf in zip(states, self.output_form.states)]
 
-    def together(self, lots: Sequence[States]) -> States:
+    def together(self, by_micro_batch: Sequence[States]) -> States:
         """Concatenates the states of all micro-batches."""
-        return list(lots[0]) if len(lots) == 1 else [torch.cat(parts) for parts in zip(*lots)]
+        return (
+            list(by_micro_batch[0])
+            if len(by_micro_batch) == 1
+            else [torch.cat(parts) for parts in zip(*by_micro_batch)]
+        )
 
     def joined(self, states: Sequence[Tensor]) -> Any:
         """Returns the net's result from its states."""
-        lots = [self._constants_at_end(micro) for micro in range(self.batch.micro_batches)]
-        return self.output_form.joined(states, self.together(lots))
+        by_micro_batch = [self._constants_at_end(micro) for micro in range(self.batch.micro_batches)]
+        return self.output_form.joined(states, self.together(by_micro_batch))
 
     def output(self, found: Sequence[States]) -> Any:
         """Returns the net's result from the states of the last point."""
@@ -649,14 +662,14 @@ class Solve:
     def cut(self, cotangents: Sequence[Tensor | None]) -> list[States]:
         """Returns the gradient of the net's result for each micro-batch; zeros where nothing depends on the result."""
         count = self.batch.micro_batches
-        lots: list[States] = [[] for _ in range(count)]
+        by_micro_batch: list[States] = [[] for _ in range(count)]
         for cotangent, leaf in zip(cotangents, self.output_form.states):
             if cotangent is None:
                 shape = torch.Size((leaf.shape[0] * count, *leaf.shape[1:])) if count > 1 else leaf.shape
                 cotangent = torch.zeros(shape, dtype=leaf.dtype, device=self.batch.device)
-            for lot, part in zip(lots, cotangent.chunk(count) if count > 1 else [cotangent]):
-                lot.append(ordered(part, leaf))
-        return lots
+            for micro_batch_part, part in zip(by_micro_batch, cotangent.chunk(count) if count > 1 else [cotangent]):
+                micro_batch_part.append(ordered(part, leaf))
+        return by_micro_batch
 
     def _constants_at_end(self, micro_batch: int) -> States:
         plans = self.solver.plans
@@ -665,7 +678,7 @@ class Solve:
     def _inputs(self, *, is_exact: bool) -> list[States]:
         inputs = []
         leaves = self.batch.forms[0].states
-        for micro_batch, (states, constants) in enumerate(self._lots):
+        for micro_batch, (states, constants) in enumerate(self._by_micro_batch):
             self.batch.constants[0, micro_batch] = constants
             inputs.append([s.detach().to(leaf.work_dtype(is_exact=is_exact)) for s, leaf in zip(states, leaves)])
         return inputs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._failures import described
 from ._net import Evaluation, Record, States, states_of
-from ._plans import Lot, Program, Receive
+from ._plans import ConstantsKey, Program, Receive
 from ._spatial import Meshes
 from ._tree import Form, Leaf, ordered, zeros
 from ._wire import Wire, tried
@@ -47,9 +47,9 @@ class Batch:
     segment: Callable[[int], int]
     micro_batches: int
     meshes: Meshes
-    constants: dict[Lot, States] = field(default_factory=dict)
+    constants: dict[ConstantsKey, States] = field(default_factory=dict)
     # Constants on coarser meshes, by key and mesh.
-    coarse_constants: dict[tuple[Lot, int], States] = field(default_factory=dict)
+    coarse_constants: dict[tuple[ConstantsKey, int], States] = field(default_factory=dict)
     # The first error on this rank, described and as raised.
     cause: str | None = None
     error: BaseException | None = None
@@ -64,7 +64,7 @@ class Batch:
             self.device,
             is_recorded=True,
             leaves_no_trace=True,
-            beside=first.beside.again(),
+            layer_inputs=first.layer_inputs.again(),
             keeps_graph=first.keeps_graph,
         )
         return Batch(
@@ -73,15 +73,15 @@ class Batch:
 
     def constants_of(self, point: int, micro_batch: int, mesh: int) -> States:
         """Returns the constants that belong to the state of a point."""
-        lot = (self.segment(point), micro_batch)
-        found = self.constants.get(lot, [])
+        constants_key = (self.segment(point), micro_batch)
+        found = self.constants.get(constants_key, [])
         if mesh == 0 or not found:
             return found
-        if (lot, mesh) not in self.coarse_constants:
+        if (constants_key, mesh) not in self.coarse_constants:
             before = self.constants_of(point, micro_batch, mesh - 1)
             states, _ = zeros(self.meshes.form(point, mesh - 1), self.device)
-            self.coarse_constants[lot, mesh] = self.meshes.coarsened(point, mesh - 1, states, before)[1]
-        return self.coarse_constants[lot, mesh]
+            self.coarse_constants[constants_key, mesh] = self.meshes.coarsened(point, mesh - 1, states, before)[1]
+        return self.coarse_constants[constants_key, mesh]
 
     def fail(self, where: str, error: BaseException) -> None:
         """Remembers an error unless there is an earlier one."""
@@ -170,13 +170,13 @@ class Walk:
         form, after = batch.meshes.form(layer, mesh), batch.meshes.form(layer + 1, mesh)
         constants = batch.constants_of(layer, micro_batch, mesh)
         # Tensors created in inference mode have no version counter.
-        extra = evaluation.beside.of(layer, micro_batch)
+        extra = evaluation.layer_inputs.of(layer, micro_batch)
         lent = states if extra is None else states + extra.leaves
         before = [(state, state._version) for state in lent if not state.is_inference()]
         if is_final:
-            returned = evaluation.for_good(layer, micro_batch, form, after, states, constants)
+            returned = evaluation.evaluate_final(layer, micro_batch, form, after, states, constants)
         else:
-            returned = evaluation.for_now(layer, span, micro_batch, form, states, constants)
+            returned = evaluation.evaluate_temporary(layer, span, micro_batch, form, states, constants)
         if any(state._version != version for state, version in before):
             raise RuntimeError(
                 "the layer changes its input in place; let it work on a copy (for activations: inplace=False)"
@@ -193,14 +193,14 @@ class Walk:
             raise ValueError("the layer changes an integer leaf, which only plain layers may do")
         if is_final:
             found = evaluation.keep(layer, micro_batch, found)
-            evaluation.beside.made(layer, micro_batch, found)
+            evaluation.layer_inputs.made(layer, micro_batch, found)
         # An increment keeps its form. When it is added to a state, the result takes the state's form.
         return found if kind == "ode" else [self._worked(state, leaf) for state, leaf in zip(found, after.states)]
 
-    def _keep_constants(self, lot: Lot, made: States) -> None:
+    def _keep_constants(self, constants_key: ConstantsKey, made: States) -> None:
         if not made:
             return
-        known = self.batch.constants.setdefault(lot, made)
+        known = self.batch.constants.setdefault(constants_key, made)
         if known is not made and not all(torch.equal(a, b) for a, b in zip(known, made)):
             raise RuntimeError(
                 "integers that the layer returns depend on the state, which changes between iterations; such a net "
@@ -276,8 +276,8 @@ class Walk:
         form = self._form(value)
         # The receiver's buffers have the memory format of the leaves.
         tensors = [ordered(state, leaf) for state, leaf in zip(self._read(value), form.states)]
-        if (lot := self.program.carrying.get(position)) is not None:
-            tensors = self._constants(lot, value) + tensors
+        if (constants_key := self.program.carrying.get(position)) is not None:
+            tensors = self._constants(constants_key, value) + tensors
         what = f"sending the state of point {self.program.points[value]} to rank {to} of the layers"
         works = self._tried(what, lambda: [self.wire.send(tensor, to, pass_) for tensor in tensors])
         # The tensors are kept until the send completes, even if no other code needs them.
@@ -304,8 +304,8 @@ class Walk:
             receive = coming.receive
             point = self.program.points[value]
             self._wait(coming.works, f"receiving the state of point {point} from rank {receive.source} of the layers")
-            if receive.lot is not None:
-                self.batch.constants.setdefault(receive.lot, coming.constants)
+            if receive.constants_key is not None:
+                self.batch.constants.setdefault(receive.constants_key, coming.constants)
             self._values[value] = coming.states
         return self._values[value]
 
@@ -330,10 +330,10 @@ class Walk:
             for leaf in leaves
         ]
 
-    def _constants(self, lot: Lot, value: int) -> States:
+    def _constants(self, constants_key: ConstantsKey, value: int) -> States:
         leaves = self._constant_leaves(value)
-        if lot in self.batch.constants:
-            return [ordered(constant, leaf) for constant, leaf in zip(self.batch.constants[lot], leaves)]
+        if constants_key in self.batch.constants:
+            return [ordered(constant, leaf) for constant, leaf in zip(self.batch.constants[constants_key], leaves)]
         # The layer that makes the constants has failed.
         return [tensor.zero_() for tensor in self._empty(leaves)]
 
@@ -345,7 +345,7 @@ class Walk:
             self._posted += 1
             form = self._form(receive.value)
             states = self._empty(form.states)
-            constants = self._empty(self._constant_leaves(receive.value)) if receive.lot is not None else []
+            constants = self._empty(self._constant_leaves(receive.value)) if receive.constants_key is not None else []
             what = f"receiving from rank {receive.source} of the layers"
             works = self._tried(
                 what,

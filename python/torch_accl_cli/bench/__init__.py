@@ -1,6 +1,6 @@
 """`accl bench`: times collectives between processes, over accl and other backends in turn.
 
-This module owns the command line. `wanted.py` checks its values, `rank.py` runs a rank, and `measure.py` takes the times.
+This module owns the command line. `request.py` checks its values, `rank.py` runs a rank, and `measure.py` takes the times.
 """
 
 from __future__ import annotations
@@ -89,28 +89,30 @@ def run(given: argparse.Namespace) -> int:
     """Runs the benchmark: as a rank if a launcher started this process, otherwise by starting ranks."""
     # The next imports load torch, which may be missing or refused.
     load_native()
-    from .place import meet, place_given
-    from .processes import Failed, run_ranks, said_by
+    from .processes import Failed, one_sentence, run_ranks
     from .rank import run_rank
-    from .wanted import check_pin, check_plot, check_ranks, wanted
+    from .rank_info import given_rank_info, meet
+    from .request import check_pin, check_plot, check_ranks, checked_request
 
-    place = None
+    rank_info = None
     try:
-        place = place_given()
-        asked = wanted(given)
-        if place is None:
+        rank_info = given_rank_info()
+        asked = checked_request(given)
+        if rank_info is None:
             ranks = 2 if given.ranks is None else given.ranks
             check_ranks(ranks)
             check_pin(asked.pin, ranks, len(os.sched_getaffinity(0)))
             check_plot(asked.plot)
             asked.check_memory(ranks, ranks)
-            return run_ranks(ranks, asked.timeout_s, lambda place, store: run_rank(asked, place, store))
-        if given.ranks not in (None, place.world):
-            raise WrongInput(f"--ranks: expected {place.world}, as started by {place.launcher}, got {given.ranks}")
-        return run_rank(asked, place, meet(place, asked.timeout_s))
+            return run_ranks(ranks, asked.timeout_s, lambda rank_info, store: run_rank(asked, rank_info, store))
+        if given.ranks not in (None, rank_info.world):
+            raise WrongInput(
+                f"--ranks: expected {rank_info.world}, as started by {rank_info.launcher}, got {given.ranks}"
+            )
+        return run_rank(asked, rank_info, meet(rank_info, asked.timeout_s))
     except WrongInput:
         # All ranks of a launcher find the same error, and only rank 0 reports it.
-        if place is not None and place.rank != 0:
+        if rank_info is not None and rank_info.rank != 0:
             return 2
         raise
     except KeyboardInterrupt:
@@ -118,6 +120,6 @@ def run(given: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (Failed, RuntimeError, ValueError, OSError) as error:
-        where = f"rank {place.rank}: " if place is not None else ""
-        print(f"accl bench: {where}{said_by(error)}", file=sys.stderr)
+        where = f"rank {rank_info.rank}: " if rank_info is not None else ""
+        print(f"accl bench: {where}{one_sentence(error)}", file=sys.stderr)
         return 1

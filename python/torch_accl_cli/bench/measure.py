@@ -18,8 +18,8 @@ from torch_accl.compression._scope import accl_backend, encoded
 
 from .cases import Prepared
 from .processes import Failed
+from .request import Request
 from .team import Team
-from .wanted import Wanted
 
 __all__ = ["Compressed", "Contestant", "InEngine", "ThroughTorch", "Timed", "backend_of", "measure"]
 
@@ -130,28 +130,28 @@ class Timed:
         return median(self.rounds_us)
 
 
-def measure(team: Team, prepared: Prepared, contestants: list[Contestant], wanted: Wanted) -> dict[str, Timed]:
+def measure(team: Team, prepared: Prepared, contestants: list[Contestant], request: Request) -> dict[str, Timed]:
     """Checks each contestant's result, then times in turn those that support the call. Collective over all ranks.
 
     Raises:
         Failed: accl refused the call, or only some of the ranks were refused.
     """
-    found = {one.name: _checked(team, prepared, one, wanted) for one in contestants if one.name not in wanted.codecs}
+    found = {one.name: _checked(team, prepared, one, request) for one in contestants if one.name not in request.codecs}
     for one in contestants:
-        if one.name in wanted.codecs:
+        if one.name in request.codecs:
             found[one.name] = _compared(team, prepared, contestants[0], one)
     prepared.clear()
     running = [contestant for contestant in contestants if found[contestant.name].refused is None]
     for contestant in running:
-        found[contestant.name].iterations = _iterations(team, prepared, contestant, wanted)
-    for _ in range(wanted.alternations):
+        found[contestant.name].iterations = _iterations(team, prepared, contestant, request)
+    for _ in range(request.alternations):
         for contestant in running:
             timed = found[contestant.name]
             timed.rounds_us.append(_round(team, prepared, contestant, timed.iterations) / 1000)
     return found
 
 
-def _checked(team: Team, prepared: Prepared, contestant: Contestant, wanted: Wanted) -> Timed:
+def _checked(team: Team, prepared: Prepared, contestant: Contestant, request: Request) -> Timed:
     prepared.fill()
     refused = None
     try:
@@ -160,11 +160,11 @@ def _checked(team: Team, prepared: Prepared, contestant: Contestant, wanted: Wan
         # Only the first line is kept: c10d appends the position in its source.
         refused = str(error).partition("\n")[0]
     wrong = 0 if refused else prepared.wrong()
-    told = team.collect((refused, wrong))
-    sentences = [sentence for sentence, _ in told if sentence]
-    if sentences and (len(sentences) < team.world or contestant.name not in wanted.peers):
+    reports = team.collect((refused, wrong))
+    sentences = [sentence for sentence, _ in reports if sentence]
+    if sentences and (len(sentences) < team.world or contestant.name not in request.peers):
         raise Failed(f"{contestant.name} failed at {prepared.case}: {sentences[0]}")
-    return Timed(refused=refused, wrong=sum(wrong for _, wrong in told))
+    return Timed(refused=refused, wrong=sum(wrong for _, wrong in reports))
 
 
 def _compared(team: Team, prepared: Prepared, exact: Contestant, coded: Contestant) -> Timed:
@@ -175,26 +175,26 @@ def _compared(team: Team, prepared: Prepared, exact: Contestant, coded: Contesta
         contestant.call(prepared)
         results.append(prepared.target.double())
     difference = results[1] - results[0]
-    told = team.collect(
+    shares = team.collect(
         [float(difference.square().sum()), float(results[0].square().sum()), int(difference.isnan().sum())]
     )
-    error, norm, wrong = (sum(column) for column in zip(*told))
+    error, norm, wrong = (sum(column) for column in zip(*shares))
     return Timed(wrong=wrong, error=math.sqrt(error / norm) if norm else 0.0)
 
 
-def _iterations(team: Team, prepared: Prepared, contestant: Contestant, wanted: Wanted) -> int:
+def _iterations(team: Team, prepared: Prepared, contestant: Contestant, request: Request) -> int:
     """Returns the calls per round, equal on all ranks and divisible into samples. The warm-up calls are issued here, too."""
-    if wanted.warmup:
-        contestant.samples(prepared, 1, wanted.warmup)
-    if wanted.iterations is not None:
-        return _whole(wanted.iterations)
+    if request.warmup:
+        contestant.samples(prepared, 1, request.warmup)
+    if request.iterations is not None:
+        return _whole(request.iterations)
     calls, took = 1, 0
     while calls < _MOST_CALLS:
         took = max(team.collect(contestant.samples(prepared, 1, calls)[0]))
         if took >= _ENOUGH_NS:
             break
         calls *= 8
-    fitting = wanted.seconds * 1e9 / wanted.alternations / max(took / calls, 1.0)
+    fitting = request.seconds * 1e9 / request.alternations / max(took / calls, 1.0)
     return _whole(math.ceil(min(max(fitting, _FEWEST_CALLS), _MOST_CALLS)))
 
 

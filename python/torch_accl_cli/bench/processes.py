@@ -20,15 +20,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from .._wrong import WrongInput
-from .place import Place
+from .rank_info import RankInfo
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     # The function that a rank runs. It returns the rank's exit status.
-    Body = Callable[[Place, Store], int]
+    Body = Callable[[RankInfo, Store], int]
 
-__all__ = ["Failed", "run_ranks", "said_by"]
+__all__ = ["Failed", "one_sentence", "run_ranks"]
 
 # Seconds that the other ranks have to end by themselves after one has failed.
 _GRACE_S = 2.0
@@ -40,7 +40,7 @@ class Failed(Exception):
 
 
 def run_ranks(world: int, timeout_s: float, body: Body) -> int:
-    """Runs `body(place, store)` in `world` processes on this host. Returns the largest of their exit statuses.
+    """Runs `body(rank_info, store)` in `world` processes on this host. Returns the largest of their exit statuses.
 
     Raises:
         Failed: a rank raised or died; the message names the rank.
@@ -56,7 +56,7 @@ def run_ranks(world: int, timeout_s: float, body: Body) -> int:
     ranks: list[_Rank] = []
     try:
         for number in range(world):
-            ranks.append(_start(Place("accl bench", number, world, number, world), port, timeout_s, listener, body))
+            ranks.append(_start(RankInfo("accl bench", number, world, number, world), port, timeout_s, listener, body))
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(
             "127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -103,7 +103,7 @@ class _Rank:
             self.reap()
 
 
-def _start(place: Place, port: int, timeout_s: float, listener: socket.socket, body: Body) -> _Rank:
+def _start(rank_info: RankInfo, port: int, timeout_s: float, listener: socket.socket, body: Body) -> _Rank:
     readable, writable = os.pipe()
     parent = os.getpid()
     sys.stdout.flush()
@@ -120,21 +120,21 @@ def _start(place: Place, port: int, timeout_s: float, listener: socket.socket, b
                 os._exit(1)
             os.close(readable)
             listener.close()
-            _be_rank(place, port, timeout_s, writable, body)
+            _be_rank(rank_info, port, timeout_s, writable, body)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.close(writable)
-    return _Rank(place.rank, pid, readable)
+    return _Rank(rank_info.rank, pid, readable)
 
 
-def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Body) -> NoReturn:
+def _be_rank(rank_info: RankInfo, port: int, timeout_s: float, report: int, body: Body) -> NoReturn:
     import torch.distributed
     from torch._C._distributed_c10d import TCPStore
 
     status = 1
     try:
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
-        status = body(place, store)
+        status = body(rank_info, store)
         sys.stdout.flush()
     except BrokenPipeError:
         # Leaving the group in good order keeps the other ranks from reporting this one as lost.
@@ -145,13 +145,13 @@ def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Body)
         os.kill(os.getpid(), signal.SIGPIPE)
     except Exception as error:
         status = 2 if isinstance(error, WrongInput) else 1
-        os.write(report, said_by(error).encode())
+        os.write(report, one_sentence(error).encode())
     finally:
         # In any case the child must not return into the code of its parent.
         os._exit(status)
 
 
-def said_by(error: BaseException) -> str:
+def one_sentence(error: BaseException) -> str:
     """Returns an error as one sentence. An unexpected type gets the source position, because it is a defect of accl."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, RuntimeError | ValueError | OSError | MemoryError | Failed | WrongInput):

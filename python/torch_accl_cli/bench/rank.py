@@ -11,38 +11,38 @@ from torch_accl import __version__
 
 from .cases import Case, Prepared
 from .measure import Compressed, Contestant, InEngine, ThroughTorch, backend_of, measure
-from .place import Place
 from .plot import draw
 from .progress import progress, unseen
+from .rank_info import RankInfo
 from .report import CHOICE, AlgorithmTable, BackendTable, Cell, as_json
+from .request import Request, check_plot
 from .team import Team, machine
-from .wanted import Wanted, check_plot
 
 __all__ = ["run_rank"]
 
 
-def run_rank(wanted: Wanted, place: Place, store: Store) -> int:
-    """Measures what is wanted. Returns the exit status. Collective over all ranks.
+def run_rank(request: Request, rank_info: RankInfo, store: Store) -> int:
+    """Measures what `request` names. Returns the exit status. Collective over all ranks.
 
     Raises:
         WrongInput: on all ranks, for input errors that only ranks can find.
     """
-    team = Team(place, store)
-    team.check(lambda: check_plot(wanted.plot if team.rank == 0 else None))
-    seats = team.sit_down(wanted)
-    team.open(wanted)
-    field = _Field(team, wanted)
-    table = AlgorithmTable() if wanted.try_all else BackendTable(wanted.peers, wanted.codecs)
-    prints = team.rank == 0 and not wanted.json
+    team = Team(rank_info, store)
+    team.check(lambda: check_plot(request.plot if team.rank == 0 else None))
+    placements = team.pin_ranks(request)
+    team.open(request)
+    field = _Field(team, request)
+    table = AlgorithmTable() if request.try_all else BackendTable(request.peers, request.codecs)
+    prints = team.rank == 0 and not request.json
     if prints:
-        _print(_preface(wanted, seats))
+        _print(_preface(request, placements))
     cells: list[Cell] = []
-    cases = wanted.cases(team.world)
+    cases = request.cases(team.world)
     watch = progress(len(cases)) if team.rank == 0 else unseen()
     for case in cases:
         with watch(case):
             prepared = Prepared(case, team.rank, team.world)
-            timed = measure(team, prepared, field.contestants(prepared), wanted)
+            timed = measure(team, prepared, field.contestants(prepared), request)
             cell = Cell(case, team.world, field.algorithm(prepared), timed)
         if prints:
             is_first = not cells or cells[-1].case.collective != case.collective
@@ -50,10 +50,10 @@ def run_rank(wanted: Wanted, place: Place, store: Store) -> int:
         cells.append(cell)
     if prints and (last := table.last(cells)):
         _print(["#", *last])
-    if team.rank == 0 and wanted.json:
-        print(json.dumps(_document(wanted, seats, cells), indent=2), flush=True)
-    if team.rank == 0 and wanted.plot is not None:
-        draw(cells, wanted.plot)
+    if team.rank == 0 and request.json:
+        print(json.dumps(_document(request, placements, cells), indent=2), flush=True)
+    if team.rank == 0 and request.plot is not None:
+        draw(cells, request.plot)
     team.close()
     return 1 if any(cell.wrong for cell in cells) else 0
 
@@ -61,18 +61,18 @@ def run_rank(wanted: Wanted, place: Place, store: Store) -> int:
 class _Field:
     """The contestants of a run. Groups are created on first use, at the same time on all ranks."""
 
-    def __init__(self, team: Team, wanted: Wanted) -> None:
-        self._team, self._wanted = team, wanted
-        mine: Contestant = InEngine(CHOICE, None) if wanted.engine else ThroughTorch(CHOICE, None)
-        peers = [ThroughTorch(peer, team.group(peer)) for peer in wanted.peers]
-        coded = [Compressed(codec, mine) for codec in wanted.codecs]
+    def __init__(self, team: Team, request: Request) -> None:
+        self._team, self._request = team, request
+        mine: Contestant = InEngine(CHOICE, None) if request.engine else ThroughTorch(CHOICE, None)
+        peers = [ThroughTorch(peer, team.group(peer)) for peer in request.peers]
+        coded = [Compressed(codec, mine) for codec in request.codecs]
         self._own = [mine, *peers, *coded]
         # Contestants by algorithm rule; None for an algorithm that these ranks cannot run.
         self._forced: dict[str, InEngine | None] = {}
 
     def contestants(self, prepared: Prepared) -> list[Contestant]:
         """Returns the contestants of a case, accl first."""
-        if not self._wanted.try_all:
+        if not self._request.try_all:
             return list(self._own)
         from torch_accl import _native
 
@@ -113,31 +113,31 @@ def _heading(case: Case, table: AlgorithmTable | BackendTable) -> list[str]:
     return ["#", f"# {case.collective.name}{rooted}", *table.head()]
 
 
-def _preface(wanted: Wanted, seats: list[dict[str, Any]]) -> list[str]:
+def _preface(request: Request, placements: list[dict[str, Any]]) -> list[str]:
     facts = machine()
-    hosts = list(dict.fromkeys(seat["host"] for seat in seats))
-    pinned = "one core each" if all(len(seat["cores"]) == 1 for seat in seats) else "not pinned"
-    through = "in the engine, without torch" if wanted.engine else "through torch"
+    hosts = list(dict.fromkeys(placement["host"] for placement in placements))
+    pinned = "one core each" if all(len(placement["cores"]) == 1 for placement in placements) else "not pinned"
+    through = "in the engine, without torch" if request.engine else "through torch"
     return [
         f"# torch-accl {__version__}, torch {torch.__version__}; {facts['cpu']}, {facts['kernel']}",
-        f"# {len(seats)} rank{'s' if len(seats) > 1 else ''}, {pinned}, on {', '.join(hosts)}; accl {through}; median of {wanted.alternations} rounds",
+        f"# {len(placements)} rank{'s' if len(placements) > 1 else ''}, {pinned}, on {', '.join(hosts)}; accl {through}; median of {request.alternations} rounds",
     ]
 
 
-def _document(wanted: Wanted, seats: list[dict[str, Any]], cells: list[Cell]) -> dict[str, Any]:
+def _document(request: Request, placements: list[dict[str, Any]], cells: list[Cell]) -> dict[str, Any]:
     return {
         "format": 1,
         "machine": machine(),
         "versions": {"torch_accl": __version__, "torch": torch.__version__},
-        "ranks": seats,
+        "ranks": placements,
         "settings": {
-            "through": "engine" if wanted.engine else "torch",
-            "against": wanted.peers,
-            "codecs": wanted.codecs,
-            "forced": wanted.rules,
-            "try_all": wanted.try_all,
-            "alternations": wanted.alternations,
-            "warmup": wanted.warmup,
+            "through": "engine" if request.engine else "torch",
+            "against": request.peers,
+            "codecs": request.codecs,
+            "forced": request.rules,
+            "try_all": request.try_all,
+            "alternations": request.alternations,
+            "warmup": request.warmup,
         },
-        "cells": [as_json(cell, wanted.try_all) for cell in cells],
+        "cells": [as_json(cell, request.try_all) for cell in cells],
     }

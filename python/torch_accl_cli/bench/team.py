@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch_accl import Options
 
 from .._wrong import WrongInput
-from .place import Place, leave
-from .wanted import Wanted, check_pin
+from .rank_info import RankInfo, leave
+from .request import Request, check_pin
 
 __all__ = ["Team", "machine"]
 
@@ -26,16 +26,16 @@ __all__ = ["Team", "machine"]
 class Team:
     """The ranks of a run. They exchange values through the store, so that no backend is used for that."""
 
-    def __init__(self, place: Place, store: Store) -> None:
-        self.rank, self.world = place.rank, place.world
+    def __init__(self, rank_info: RankInfo, store: Store) -> None:
+        self.rank, self.world = rank_info.rank, rank_info.world
         self._store = PrefixStore("team", store)
         self._group_store = PrefixStore("groups", store)
-        self._told = 0
+        self._exchanges = 0
 
     def collect(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, on every rank. When it returns, all ranks have called it."""
-        self._told += 1
-        key = f"{self._told}"
+        self._exchanges += 1
+        key = f"{self._exchanges}"
         self._store.set(f"{key}/{self.rank}", json.dumps(value))
         if self.rank == 0:
             values = self._store.multi_get([f"{key}/{rank}" for rank in range(self.world)])
@@ -58,8 +58,8 @@ class Team:
         if first is not None:
             raise WrongInput(first)
 
-    def sit_down(self, wanted: Wanted) -> list[dict[str, Any]]:
-        """Pins every rank of a host to its own core, if that is wanted and there are enough cores. Returns where the ranks are.
+    def pin_ranks(self, request: Request) -> list[dict[str, Any]]:
+        """Pins every rank of a host to its own core, if that is requested and there are enough cores. Returns where the ranks are.
 
         If a launcher has given different cores to the ranks of a host, they keep these cores.
 
@@ -68,18 +68,18 @@ class Team:
         """
         cores = sorted(os.sched_getaffinity(0))
         host = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        seats = self.collect({"rank": self.rank, "host": host, "cores": cores})
-        mine = [seat for seat in seats if tuple(seat["host"]) == host]
-        shares_cores = all(seat["cores"] == cores for seat in mine)
-        self.check(lambda: check_pin(wanted.pin and shares_cores, len(mine), len(cores)))
-        self.check(lambda: wanted.check_memory(self.world, len(mine)))
-        if shares_cores and wanted.pin is not False and len(mine) <= len(cores):
-            index = [seat["rank"] for seat in mine].index(self.rank)
+        placements = self.collect({"rank": self.rank, "host": host, "cores": cores})
+        mine = [placement for placement in placements if tuple(placement["host"]) == host]
+        shares_cores = all(placement["cores"] == cores for placement in mine)
+        self.check(lambda: check_pin(request.pin and shares_cores, len(mine), len(cores)))
+        self.check(lambda: request.check_memory(self.world, len(mine)))
+        if shares_cores and request.pin is not False and len(mine) <= len(cores):
+            index = [placement["rank"] for placement in mine].index(self.rank)
             os.sched_setaffinity(0, {_one_thread_of_each_core_first(cores)[index]})
         cores = sorted(os.sched_getaffinity(0))
         return self.collect({"rank": self.rank, "host": host[0], "pid": os.getpid(), "cores": cores})
 
-    def open(self, wanted: Wanted) -> None:
+    def open(self, request: Request) -> None:
         """Creates the default process group, with accl.
 
         Raises:
@@ -93,8 +93,8 @@ class Team:
                 store=self._group_store,
                 rank=self.rank,
                 world_size=self.world,
-                timeout=timedelta(seconds=wanted.timeout_s),
-                pg_options=Options(algorithm=wanted.rules or None),
+                timeout=timedelta(seconds=request.timeout_s),
+                pg_options=Options(algorithm=request.rules or None),
             )
         except ValueError as error:
             raise WrongInput(str(error).removeprefix("accl: ")) from None

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from .layout import Seat, ranges, share_out, topology
+from .layout import Placement, ranges, share_out, topology
 
 __all__ = ["ALIVE_S", "HELLO", "Order", "run_here", "serve", "signals", "version"]
 
@@ -83,9 +83,9 @@ def version() -> str:
         return "unknown"
 
 
-def plan(ranks: int, binds: bool) -> list[Seat]:
+def plan(ranks: int, binds: bool) -> list[Placement]:
     """Returns the cores of each of this host's ranks."""
-    return share_out(topology(os.sched_getaffinity(0)), ranks) if binds else [Seat()] * ranks
+    return share_out(topology(os.sched_getaffinity(0)), ranks) if binds else [Placement()] * ranks
 
 
 def run_here(order: Order, report: Callable[..., None]) -> int:
@@ -199,7 +199,7 @@ class Team:
     """The ranks of a host, from their start to the end of the last rank."""
 
     def __init__(self, order: Order, report: Callable[..., None]) -> None:
-        self._order, self._tell = order, report
+        self._order, self._send_report = order, report
         self._first_failed = 0
         self._ranks: list[_Rank] = []
         self._pipes = 0
@@ -222,8 +222,8 @@ class Team:
         with self._selector, signals() as caught:
             self._selector.register(caught, selectors.EVENT_READ, lambda: self._forward(caught))
             try:
-                for local, seat in enumerate(plan(self._order.ranks, self._order.binds)):
-                    self._start(local, seat)
+                for local, placement in enumerate(plan(self._order.ranks, self._order.binds)):
+                    self._start(local, placement)
             except (OSError, subprocess.SubprocessError) as error:
                 self._first_failed = 127
                 self._report(
@@ -251,10 +251,10 @@ class Team:
 
     def _report(self, **what: Any) -> None:
         try:
-            self._tell(**what)
+            self._send_report(**what)
         except BrokenPipeError:
             # The reader of the output has closed it, so the ranks are ended.
-            self._tell = lambda **what: None
+            self._send_report = lambda **what: None
             self._first_failed = self._first_failed or 128 + signal.SIGPIPE
             self.end(signal.SIGTERM)
 
@@ -271,13 +271,13 @@ class Team:
             else:
                 os.killpg(rank.process.pid, by)
 
-    def _start(self, local: int, seat: Seat) -> None:
+    def _start(self, local: int, placement: Placement) -> None:
         order = self._order
         number = order.first + local
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         environment = inherited | order.environment | self._variables(local, number)
-        if seat.cores and "OMP_NUM_THREADS" not in environment:
-            environment["OMP_NUM_THREADS"] = str(seat.cores)
+        if placement.cores and "OMP_NUM_THREADS" not in environment:
+            environment["OMP_NUM_THREADS"] = str(placement.cores)
         libc, parent = ctypes.CDLL(None), os.getpid()
 
         def prepare() -> None:
@@ -285,8 +285,8 @@ class Team:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
-            if seat.threads:
-                os.sched_setaffinity(0, seat.threads)
+            if placement.threads:
+                os.sched_setaffinity(0, placement.threads)
 
         pipe = subprocess.PIPE if order.passes_on else None
         # A process in its own process group is stopped when it reads from a terminal, so it gets no terminal input.
@@ -309,7 +309,13 @@ class Team:
                 self._pipes += 1
                 end = _Pipe(number, name, source)
                 self._selector.register(source, selectors.EVENT_READ, lambda end=end: self._pass_on(end))
-        self._report(started=number, pid=process.pid, threads=ranges(seat.threads), cores=seat.cores, nodes=seat.nodes)
+        self._report(
+            started=number,
+            pid=process.pid,
+            threads=ranges(placement.threads),
+            cores=placement.cores,
+            nodes=placement.nodes,
+        )
 
     def _variables(self, local: int, number: int) -> dict[str, str]:
         order = self._order
@@ -334,7 +340,7 @@ class Team:
     def _is_in_time(self) -> bool:
         """Carries out what is due by now. Returns false if nothing needs to be awaited any more."""
         now = time.monotonic()
-        if self._lonely_at is not None and now >= self._lonely_at and not self._hears_something():
+        if self._lonely_at is not None and now >= self._lonely_at and not self._takes_orders():
             self._lonely_at = None
             self._report(
                 failed=f"no message from `accl run`, which started the ranks, for {_SILENCE_S:.0f} s; the ranks are ended"
@@ -355,7 +361,7 @@ class Team:
             self._leave_at = now + _LINGER_S
         return self._leave_at is None or now < self._leave_at
 
-    def _hears_something(self) -> bool:
+    def _takes_orders(self) -> bool:
         """Reads orders that arrived while a report blocked this process. Returns whether there were any."""
         assert self._listens_to is not None
         if not select.select([self._listens_to], [], [], 0)[0]:
@@ -446,8 +452,8 @@ def signals() -> Iterator[socket.socket]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
-    heard = [number for number in (*_ENDING, *_PASSED_ON) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) for number in heard}
+    handled = [number for number in (*_ENDING, *_PASSED_ON) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in handled}
     previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     try:
         yield ours

@@ -122,7 +122,7 @@ def run_on(hosts: list[Host], order: Order, ssh: list[str], report: Callable[...
 
 class _Crowd:
     def __init__(self, agents: list[_Agent], order: Order, report: Callable[..., None]) -> None:
-        self._agents, self._order, self._tell = agents, order, report
+        self._agents, self._order, self._send_report = agents, order, report
         self._selector = selectors.DefaultSelector()
         self._first_failed = 0
         self._leave_at: float | None = None
@@ -159,10 +159,10 @@ class _Crowd:
 
     def _report(self, **what: Any) -> None:
         try:
-            self._tell(**what)
+            self._send_report(**what)
         except BrokenPipeError:
             # The reader of the output has closed it, so the ranks are ended.
-            self._tell = lambda **what: None
+            self._send_report = lambda **what: None
             self._stop(128 + signal.SIGPIPE)
 
     def _patience(self) -> float | None:
@@ -217,7 +217,7 @@ class _Crowd:
         agent.out += data
         while (cut := agent.out.find(b"\n")) >= 0:
             line, agent.out = agent.out[:cut], agent.out[cut + 1 :]
-            self._hear(agent, bytes(line))
+            self._receive(agent, bytes(line))
         if data:
             return
         self._selector.unregister(source)
@@ -240,7 +240,7 @@ class _Crowd:
             )
             self._stop(1)
 
-    def _hear(self, agent: _Agent, line: bytes) -> None:
+    def _receive(self, agent: _Agent, line: bytes) -> None:
         if agent.first is None:
             # A shell on that host may print text before the agent's first line.
             _, found, said = line.partition(HELLO.encode())

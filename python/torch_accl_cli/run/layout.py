@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Core", "Seat", "numbers", "ranges", "share_out", "topology"]
+__all__ = ["Core", "Placement", "numbers", "ranges", "share_out", "topology"]
 
 
 @dataclass(frozen=True, order=True)
@@ -25,7 +25,7 @@ class Core:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Placement:
     """Hardware threads, number of cores and NUMA nodes of a rank; no threads if the rank is not bound."""
 
     threads: tuple[int, ...] = ()
@@ -48,14 +48,14 @@ def topology(allowed: Iterable[int], system: Path = Path("/sys/devices/system"))
     return sorted(Core(*key, tuple(threads)) for key, threads in cores.items())
 
 
-def share_out(cores: Sequence[Core], ranks: int) -> list[Seat]:
+def share_out(cores: Sequence[Core], ranks: int) -> list[Placement]:
     """Returns the cores of each rank: equally many whole cores, in sequence, without crossing NUMA nodes if possible.
 
     If there are more ranks than cores, no rank is bound: some ranks would share a core while others have one alone.
     """
     each = len(cores) // ranks
     if each == 0:
-        return [Seat()] * ranks
+        return [Placement()] * ranks
     # Ranks are divided over the nodes if they divide evenly and each node has enough cores. Then no rank spans two nodes.
     nodes: dict[int, list[Core]] = {}
     for core in cores:
@@ -68,7 +68,7 @@ def share_out(cores: Sequence[Core], ranks: int) -> list[Seat]:
         listed = list(nodes.values())
         groups = [[core for own in listed[first : first + of] for core in own] for first in range(0, len(listed), of)]
     in_group = ranks // len(groups)
-    return [_seat(own) for group in groups for own in _parts(group, in_group)]
+    return [_placement(own) for group in groups for own in _parts(group, in_group)]
 
 
 def _parts(cores: list[Core], ranks: int) -> list[list[Core]]:
@@ -76,9 +76,9 @@ def _parts(cores: list[Core], ranks: int) -> list[list[Core]]:
     return [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
 
 
-def _seat(cores: list[Core]) -> Seat:
+def _placement(cores: list[Core]) -> Placement:
     threads = tuple(sorted(thread for core in cores for thread in core.threads))
-    return Seat(threads, len(cores), tuple(sorted({core.node for core in cores})))
+    return Placement(threads, len(cores), tuple(sorted({core.node for core in cores})))
 
 
 def numbers(text: str) -> list[int]:

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch_accl_launch import place
+from torch_accl_launch import detect_launcher
 from torch_accl_launch.jobs import job as job_name
 
 from . import _native
@@ -101,7 +101,7 @@ def _claim_place() -> None:
 
     MPI allows only one process per place.
     """
-    found = place(os.environ)
+    found = detect_launcher(os.environ)
     name = f"{job_name(found.launcher, os.environ)}/{found.rank}" if found is not None else "none"
     holder, _, held = os.environ.get(_PLACE, "").partition(" ")
     if held == name and holder != str(os.getpid()):

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ...layer_parallel._between import Field, combined
+from ...layer_parallel._level_transfer import Field, combined
 from ._mgopt_levels import Batch, Level, Point, Transfer
 from ._mgopt_options import LineSearch, Restriction
 
-__all__ = ["Cycle", "Way"]
+__all__ = ["Cycle", "LevelPair"]
 
 
 @dataclass
-class Way:
+class LevelPair:
     """The transfer between a level and the next coarser one, and the line search for its corrections."""
 
     transfer: Transfer
@@ -35,14 +35,14 @@ class Cycle:
     def __init__(
         self,
         levels: Sequence[Level],
-        ways: Sequence[Way],
+        pairs: Sequence[LevelPair],
         *,
         pre: int,
         post: int,
         coarse: int,
         say: Callable[[int, str], None],
     ) -> None:
-        self._levels, self._ways = levels, ways
+        self._levels, self._pairs = levels, pairs
         self._pre, self._post, self._coarse = pre, post, coarse
         self._say = say
 
@@ -63,24 +63,24 @@ class Cycle:
     def _cycle(self, at: int, point: Point | None, batch: Batch) -> Point | None:
         level = self._levels[at]
         if at == len(self._levels) - 1:
-            return level.relax(point, batch, self._coarse, self._heard(at, "relaxation"))
+            return level.relax(point, batch, self._coarse, self._reporter(at, "relaxation"))
         if self._pre:
-            level.relax(point, batch, self._pre, self._heard(at, "pre-relaxation"))
+            level.relax(point, batch, self._pre, self._reporter(at, "pre-relaxation"))
             point = None
         point = self._corrected(at, level.evaluate(batch) if point is None else point, batch)
-        return level.relax(point, batch, self._post, self._heard(at, "post-relaxation"))
+        return level.relax(point, batch, self._post, self._reporter(at, "post-relaxation"))
 
-    def _heard(self, at: int, what: str) -> Callable[[float], None]:
+    def _reporter(self, at: int, what: str) -> Callable[[float], None]:
         return lambda loss: self._say(2, f"level {at}: {what}, loss {loss:.9g}")
 
     def _corrected(self, at: int, point: Point, batch: Batch) -> Point | None:
         """Runs the coarser levels and applies their correction; returns the point reached, or None if it was not
         evaluated."""
-        level, below, way = self._levels[at], self._levels[at + 1], self._ways[at]
+        level, below, pair = self._levels[at], self._levels[at + 1], self._pairs[at]
         self._cycle(at + 1, self._descend(at, point, batch), batch)
         assert below.origin is not None
         changes = combined(below.values(), below.origin, lambda now, before: now - before)
-        change = way.transfer.interpolated(changes)
+        change = pair.transfer.interpolated(changes)
         slope = level.product(point.gradients, change, "the slope along a correction")
         start = level.values()
         try:
@@ -88,7 +88,7 @@ class Cycle:
         except BaseException:
             level.move(start, change, 0.0)
             raise
-        way.lengths.append(length)
+        pair.lengths.append(length)
         shown = "by the optimizer" if length is None else f"of length {length:.4g}"
         self._say(2, f"level {at}: correction {shown}, loss before it {point.objective:.9g}, slope {slope:.4e}")
         return found
@@ -96,9 +96,9 @@ class Cycle:
     def _descend(self, at: int, point: Point, batch: Batch) -> Point:
         """Sets the coarser model to the restricted parameters, and its linear term so that its gradient is the
         restricted one."""
-        above, below, way = self._levels[at], self._levels[at + 1], self._ways[at]
-        below.set(way.transfer.restricted(above.values(), way.parameters))
-        restricted = way.transfer.restricted(point.gradients, way.gradients)
+        above, below, pair = self._levels[at], self._levels[at + 1], self._pairs[at]
+        below.set(pair.transfer.restricted(above.values(), pair.parameters))
+        restricted = pair.transfer.restricted(point.gradients, pair.gradients)
         below.correction = None
         found = below.evaluate(batch)
         # Parameters that the coarse model does not use have no gradient there.
@@ -113,9 +113,9 @@ class Cycle:
         self, at: int, point: Point, start: Field, change: Field, slope: float, batch: Batch
     ) -> tuple[float | None, Point | None]:
         """Applies a correction; returns its length, and the point reached or None."""
-        level, search = self._levels[at], self._ways[at].search
+        level, search = self._levels[at], self._pairs[at].search
         if search.name == "tb_adam_no_ls":
-            level.follow(combined(change, change, lambda way, _: -way))
+            level.follow(combined(change, change, lambda step, _: -step))
             return None, None
         if search.name == "tb_simple_backtrack_ls":
             return self._halved(at, point, start, change, slope, batch)
@@ -138,7 +138,7 @@ class Cycle:
     def _halved(
         self, at: int, point: Point, start: Field, change: Field, slope: float, batch: Batch
     ) -> tuple[float, Point]:
-        level, search = self._levels[at], self._ways[at].search
+        level, search = self._levels[at], self._pairs[at].search
         length = search.lengths[0]
         for _ in range(search.trials if slope < 0 else 0):
             level.move(start, change, length)

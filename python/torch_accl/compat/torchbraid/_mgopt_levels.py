@@ -17,12 +17,22 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import LayerParallelError
-from ...layer_parallel._between import Field, added, combined, copied, dependents, exchanged, move, product_of, trained
-from ...layer_parallel._carried import between
 from ...layer_parallel._failures import described
-from ...layer_parallel._looked import looked_at
+from ...layer_parallel._layer_facts import layer_facts
+from ...layer_parallel._level_transfer import (
+    Field,
+    added,
+    combined,
+    copied,
+    dependents,
+    exchanged,
+    move,
+    product_of,
+    trained,
+)
 from ...layer_parallel._model import Model
-from ...layer_parallel._origins import finer
+from ...layer_parallel._optimizer_state import interpolate
+from ...layer_parallel._refinement import finer
 from ._communicator import Comm
 from ._compose import Compose
 from ._layer_parallel import LayerParallel
@@ -31,7 +41,7 @@ from ._mgopt_options import Criterion, Restriction
 __all__ = ["Batch", "Draws", "Level", "Point", "Transfer", "model_of", "on_device"]
 
 # Key in place of a layer's number for parameters and buffers outside of the layers, on any rank.
-_BESIDE = -1
+_NO_LAYER = -1
 # Weights of a coarse layer's previous neighbour, itself and its next neighbour.
 _STENCIL = (0.25, 0.5, 0.25)
 
@@ -118,21 +128,24 @@ class Level:
         self.correction: Field | None = None
         self.origin: Field | None = None
         self._buffers: list[Tensor] = []
-        self._makes = looked_at(self.body)[0] if criterion.continuity else []
+        self._makes = layer_facts(self.body)[0] if criterion.continuity else []
 
     # ---- parameters and buffers
 
     def trained(self) -> dict[int, list[nn.Parameter]]:
         """Returns the parameters that require a gradient, by layer."""
-        return {**trained(self.body), _BESIDE: [p for p in self._beside(self.model.parameters()) if p.requires_grad]}
+        return {
+            **trained(self.body),
+            _NO_LAYER: [p for p in self._outside_of_layers(self.model.parameters()) if p.requires_grad],
+        }
 
     def tensors(self, kind: Literal["parameters", "buffers"]) -> dict[int, list[Tensor]]:
         """Returns all parameters, or buffers, by layer."""
         layers = self.body.solver.layers.modules
         found: dict[int, list[Tensor]] = {number: list(getattr(each, kind)()) for number, each in layers.items()}
-        return {**found, _BESIDE: self._beside(getattr(self.model, kind)())}
+        return {**found, _NO_LAYER: self._outside_of_layers(getattr(self.model, kind)())}
 
-    def _beside(self, tensors: Iterable[Any]) -> list[Any]:
+    def _outside_of_layers(self, tensors: Iterable[Any]) -> list[Any]:
         """Returns the tensors that belong to no layer."""
         inside = {id(tensor) for tensor in (*self.body.parameters(), *self.body.buffers())}
         return [tensor for tensor in tensors if id(tensor) not in inside]
@@ -172,7 +185,7 @@ class Level:
         for layer, tensors in one.items():
             found = [product_of(a, b) for a, b in zip(tensors, other[layer]) if a is not None and b is not None]
             if found:
-                numbers[layers + self.comm.rank if layer == _BESIDE else layer] = float(torch.stack(found).sum())
+                numbers[layers + self.comm.rank if layer == _NO_LAYER else layer] = float(torch.stack(found).sum())
         return sum(self.body.wire.known(numbers, what))
 
     # ---- a batch
@@ -317,7 +330,7 @@ class Transfer:
 
     def __init__(self, fine: Level, coarse: Level, factor: int, interpolation: str) -> None:
         self._fine, self._coarse = fine, coarse
-        (makes, ties), (below, others) = looked_at(fine.body), looked_at(coarse.body)
+        (makes, ties), (below, others) = layer_facts(fine.body), layer_facts(coarse.body)
         kinds = coarse.body.solver.layers.kinds
         if ties or others:
             raise ValueError(
@@ -333,7 +346,9 @@ class Transfer:
         # Whether a layer continues a run of steps of one make; false for a run's first step and for single layers.
         self._has_before = [at > 0 and kind != "plain" and below[at] == below[at - 1] for at, kind in enumerate(kinds)]
         wrong = [
-            rank for rank, is_same in enumerate(fine.comm.allgather(_beside(fine) == _beside(coarse))) if not is_same
+            rank
+            for rank, is_same in enumerate(fine.comm.allgather(_outside_forms(fine) == _outside_forms(coarse)))
+            if not is_same
         ]
         if wrong:
             raise ValueError(
@@ -344,13 +359,13 @@ class Transfer:
         """Interpolates the coarse level's parameters, or a change of them, to the fine level."""
         origins = self._origins
         there = self._fetched(field, self._coarse, self._fine, {at: o.sources for at, o in enumerate(origins)})
-        found: Field = {_BESIDE: _copies(field[_BESIDE])}
+        found: Field = {_NO_LAYER: _copies(field[_NO_LAYER])}
         for layer in self._fine.body.solver.layers.modules:
             origin = origins[layer]
             own = there[origin.layer]
             pairs = zip(own, own if origin.towards is None else there[origin.towards])
             found[layer] = [
-                None if a is None or b is None else a.clone() if a is b else between(a, b, origin.share)
+                None if a is None or b is None else a.clone() if a is b else interpolate(a, b, origin.share)
                 for a, b in pairs
             ]
         return found
@@ -364,7 +379,7 @@ class Transfer:
         shares = {layer: self._parts(layer, how) for layer in self._first}
         sources = {layer: tuple(source for source, _ in parts) for layer, parts in shares.items()}
         there = self._fetched(filled, self._fine, self._coarse, sources)
-        found: Field = {_BESIDE: _copies(filled[_BESIDE])}
+        found: Field = {_NO_LAYER: _copies(filled[_NO_LAYER])}
         for layer, parameters in trained(self._coarse.body).items():
             sums: list[Tensor | None] = [None] * len(parameters)
             # Summed in the order of layers, so that the result does not depend on where they lie.
@@ -391,8 +406,8 @@ class Transfer:
             there = self._fetched(values, self._coarse, self._fine, sources, like)
             with torch.no_grad():
                 for layer, tensors in like.items():
-                    if layer == _BESIDE:
-                        for tensor, value in zip(tensors, values[_BESIDE], strict=True):
+                    if layer == _NO_LAYER:
+                        for tensor, value in zip(tensors, values[_NO_LAYER], strict=True):
                             tensor.copy_(value) if value is not None else None
                         continue
                     origin = self._origins[layer]
@@ -400,7 +415,7 @@ class Transfer:
                     others = there[origin.towards if is_mixed and origin.towards is not None else origin.layer]
                     for tensor, value, other in zip(tensors, there[origin.layer], others):
                         if value is not None and other is not None:
-                            tensor.copy_(between(value, other, origin.share) if is_mixed else value)
+                            tensor.copy_(interpolate(value, other, origin.share) if is_mixed else value)
 
     def _fetched(
         self,
@@ -415,13 +430,13 @@ class Transfer:
         moves = [(at, source.body.owner(at), target.body.owner(to)) for to, each in sources.items() for at in each]
         wanted = target.trained() if like is None else like
         shapes = {at: wanted[to] for to, each in sources.items() if to in wanted for at in each}
-        own = {layer: tensors for layer, tensors in field.items() if layer != _BESIDE}
+        own = {layer: tensors for layer, tensors in field.items() if layer != _NO_LAYER}
         return exchanged(source.body.wire, moves, own, shapes, "transferring between two levels")
 
 
-def _beside(level: Level) -> list[tuple[torch.Size, torch.dtype, bool]]:
+def _outside_forms(level: Level) -> list[tuple[torch.Size, torch.dtype, bool]]:
     """Returns shape, type and `requires_grad` of a model's parameters and buffers outside of the layers."""
-    tensors = [tensor for kind in ("parameters", "buffers") for tensor in level.tensors(kind)[_BESIDE]]
+    tensors = [tensor for kind in ("parameters", "buffers") for tensor in level.tensors(kind)[_NO_LAYER]]
     return [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
 
 

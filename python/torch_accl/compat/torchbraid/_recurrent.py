@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Cycle, Norms, RecurrentParallel
 from ...layer_parallel._model import Mode
-from ...layer_parallel._run import Run, Way
+from ...layer_parallel._run import BatchPlan, Run
 from ._module import Parallel
 from ._settings import say_once
 from ._timers import ContextTimer
@@ -186,12 +186,12 @@ class _Body(RecurrentParallel):
 
     settle: Callable[[int], None] | None = None
 
-    def way(self, run: Run) -> Way:
+    def batch_plan(self, run: Run) -> BatchPlan:
         """Returns how a batch is run, after setting the cycles, which are a part of that."""
         if self.settle is not None:
             # The layers include one after the last step.
             self.settle(len(self._plans.net.layers) - 1)
-        return super().way(run)
+        return super().batch_plan(run)
 
     def owner(self, layer: int) -> int:
         """Returns the rank of a step of the last batch."""

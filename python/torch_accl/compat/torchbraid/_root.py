@@ -38,15 +38,15 @@ def at_root(
     """
     if wire.size == 1:
         return output
-    way = _Way(form, wire, device, refuse, is_everywhere=is_everywhere)
+    transfer = _RootTransfer(form, wire, device, refuse, is_everywhere=is_everywhere)
     leaves = pytree.tree_leaves(output)
     states = [leaf for leaf in leaves if is_state(leaf)]
-    constants = [leaf for leaf in leaves if not is_state(leaf)] if way.is_last else []
-    moved: Sequence[Tensor] = _ToRoot.apply(way, *states)
-    return form.joined(moved, way.forward(constants, form.constants))
+    constants = [leaf for leaf in leaves if not is_state(leaf)] if transfer.is_last else []
+    moved: Sequence[Tensor] = _ToRoot.apply(transfer, *states)
+    return form.joined(moved, transfer.forward(constants, form.constants))
 
 
-class _Way:
+class _RootTransfer:
     """The transfer from the last rank to the first, and back."""
 
     def __init__(
@@ -112,20 +112,20 @@ class _Way:
 
 class _ToRoot(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, *states: Tensor) -> tuple[Tensor, ...]:
-        ctx.way = way
+    def forward(ctx: Any, transfer: _RootTransfer, *states: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
         ctx.set_materialize_grads(False)
-        return tuple(way.forward(states if way.is_last else (), way.form.states))
+        return tuple(transfer.forward(states if transfer.is_last else (), transfer.form.states))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         refusal = of_backward(cotangents)
         if refusal is not None:
             # The last rank waits for a gradient. It gets zeros, and all ranks learn of the refusal from the net's pass.
-            ctx.way.refuse(refusal)
+            ctx.transfer.refuse(refusal)
             cotangents = (None,) * len(cotangents)
         with torch.no_grad(), outside_of_transforms():
-            found = ctx.way.backward(cotangents)
+            found = ctx.transfer.backward(cotangents)
         # On ranks other than the last, the gradient is a meaningless number: it only starts the net's own backward
         # pass.
         return (None, *(found if found is not None else [torch.zeros((), dtype=torch.float32, device="cpu")]))

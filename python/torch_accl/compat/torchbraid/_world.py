@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch_accl_launch import place
+from torch_accl_launch import detect_launcher
 
 from ..._from_mpi import init_from_mpi
 from ._communicator import Comm
@@ -34,7 +34,7 @@ def begin(backend: str | None = None) -> None:
                 f"MPI.Init({backend!r}): the existing group has the backend {_backends()}; call MPI.Init first, and do not call init_process_group"
             )
         return
-    found = place(os.environ)
+    found = detect_launcher(os.environ)
     if found is not None and found.world > 1:
         dist.init_process_group(backend or _usual_backend())
 
@@ -88,7 +88,7 @@ def _of_mpi(given: Any) -> Comm:
     if mpi4py is not None and given == mpi4py.COMM_SELF:
         return COMM_SELF
     size, rank = given.Get_size(), given.Get_rank()
-    found = place(os.environ)
+    found = detect_launcher(os.environ)
     if not dist.is_initialized() and size > 1 and (found is None or found.world == size):
         init_from_mpi(given, _usual_backend())
     world, own = COMM_WORLD.Get_size(), COMM_WORLD.Get_rank()

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ._communicator import Comm
 from ._layer_parallel import LayerParallel
-from ._mgopt_cycle import Cycle, Way
+from ._mgopt_cycle import Cycle, LevelPair
 from ._mgopt_levels import Batch, Draws, Level, Transfer, model_of, on_device
 from ._mgopt_options import (
     Option,
@@ -98,7 +98,7 @@ class mgopt_solver:
         self.device = torch.device("cpu") if device is None else torch.device(device)
         self.ni_rfactor = -1
         # Arguments of both methods, for `options_used`.
-        self._told: dict[str, Any] = {}
+        self._reported: dict[str, Any] = {}
 
     # ---- nested iteration
 
@@ -157,7 +157,7 @@ class mgopt_solver:
         if seed is not None:
             torch.manual_seed(seed_from_rank(seed, _rank()))
         self.levels = []
-        self._told = {"preserve_optim": bool(preserve_optim), "zero_init_guess": bool(zero_init_guess)}
+        self._reported = {"preserve_optim": bool(preserve_optim), "zero_init_guess": bool(zero_init_guess)}
         above: Level | None = None
         # From the coarsest to the finest; the lists start with the finest.
         for k, at in enumerate(reversed(range(count))):
@@ -265,7 +265,7 @@ class mgopt_solver:
         for at, each in enumerate(used):
             for name, options in given.items():
                 setattr(each, name, options[at])
-        self._told |= {
+        self._reported |= {
             "nrelax_pre": nrelax_pre,
             "nrelax_post": nrelax_post,
             "nrelax_coarse": nrelax_coarse,
@@ -273,13 +273,13 @@ class mgopt_solver:
         }
         levels = [Level(each.model, criterion_of(each.criterions), None) for each in used]
         self._equip(levels, is_kept=preserve_optim)
-        ways = []
+        pairs = []
         for at, (each, fine, coarse) in enumerate(zip(used, levels, levels[1:])):
             transfer = Transfer(fine, coarse, self.ni_rfactor, interpolation_of(each.interp_params))
-            ways.append(Way(transfer, restrictions[0][at], restrictions[1][at], searches[at], each.out_ls_step))
+            pairs.append(LevelPair(transfer, restrictions[0][at], restrictions[1][at], searches[at], each.out_ls_step))
         finest = levels[0]
         say = _Printer(finest.comm, mgopt_printlevel)
-        cycle = Cycle(levels, ways, pre=nrelax_pre, post=nrelax_post, coarse=nrelax_coarse, say=say)
+        cycle = Cycle(levels, pairs, pre=nrelax_pre, post=nrelax_post, coarse=nrelax_coarse, say=say)
         _check_length(finest.comm, train_loader)
         losses: list[float] = []
         for epoch in range(1, epochs + 1):
@@ -346,7 +346,7 @@ class mgopt_solver:
         """Prints, on rank 0, the arguments of both methods."""
         if not self.levels:
             raise RuntimeError("options_used: there are no models; call initialize_with_nested_iteration before it")
-        lines = ["MG/Opt", *(f"  {name}: {value}" for name, value in self._told.items())]
+        lines = ["MG/Opt", *(f"  {name}: {value}" for name, value in self._reported.items())]
         names = [name for name in self.level.__annotations__ if name not in ("model", "optimizer")]
         for at, each in enumerate(self.levels):
             lines.append(f"level {at}")

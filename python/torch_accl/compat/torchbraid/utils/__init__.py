@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_accl_launch import LaunchError, place
+from torch_accl_launch import LaunchError, detect_launcher
 
 from .. import _mpi as MPI
 from .._buffers import tensor_of
@@ -68,7 +68,7 @@ def getDevice(comm: Any) -> tuple[torch.device, torch.device]:
         return host, host
     rank = communicator_of(comm).Get_rank()
     try:
-        found = place(os.environ)
+        found = detect_launcher(os.environ)
     except LaunchError:
         found = None
     if found is not None and found.local_rank is not None:

@@ -44,14 +44,14 @@ def average_gradients(model: nn.Module, comm_dp: Any) -> None:
         return
     is_there = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
     comm.Allreduce(MPI.IN_PLACE, is_there, MPI.MAX)
-    lots: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, wanted in zip(parameters, is_there.tolist()):
         if wanted:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            lots.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter)
-    for lot in lots.values():
-        gradients = [parameter.grad for parameter in lot if parameter.grad is not None]
+            buckets.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter)
+    for bucket in buckets.values():
+        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
         flat = torch.cat([gradient.detach().flatten() for gradient in gradients])
         comm.Allreduce(MPI.IN_PLACE, flat, MPI.SUM)
         flat /= comm.size

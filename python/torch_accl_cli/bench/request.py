@@ -21,7 +21,7 @@ from .collectives import COLLECTIVES
 if TYPE_CHECKING:
     from torch_accl._native import _AlgorithmRow
 
-__all__ = ["Wanted", "check_pin", "check_plot", "check_ranks", "wanted"]
+__all__ = ["Request", "check_pin", "check_plot", "check_ranks", "checked_request"]
 
 # Minimum private memory of a process that has torch loaded.
 _RANK_BYTES = 48 << 20
@@ -32,7 +32,7 @@ _NOT_OFFERED = ("PREMUL_SUM",)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Request:
     """A run, after its arguments were checked."""
 
     collectives: list[str]
@@ -71,7 +71,7 @@ class Wanted:
             )
 
 
-def wanted(given: argparse.Namespace) -> Wanted:
+def checked_request(given: argparse.Namespace) -> Request:
     """Checks the arguments.
 
     Raises:
@@ -101,7 +101,7 @@ def wanted(given: argparse.Namespace) -> Wanted:
     _positive(given.timeout, "--timeout")
     if given.warmup < 0:
         raise WrongInput(f"--warmup: expected a number of at least 0, got {given.warmup}")
-    return Wanted(
+    return Request(
         collectives=collectives,
         sizes=parse_sizes(given.sizes),
         dtypes=chosen,

@@ -7,7 +7,7 @@ import torch_accl
 from support import BACKEND, on_ranks
 from support.training import contribution, error, same_on_all
 from torch_accl import compression
-from torch_accl.compression import Compression, _steps
+from torch_accl.compression import Compression, _call_numbers
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -84,8 +84,8 @@ def test_a_call_that_was_refused_on_one_rank_does_not_count(rank, world):
 
 
 @on_ranks(2, fresh=True)
-def test_a_key_that_was_forgotten_does_not_begin_anew(rank, world, monkeypatch):
-    monkeypatch.setattr(_steps, "MOST_KEYS", 3)
+def test_a_dropped_key_does_not_repeat_its_numbers(rank, world, monkeypatch):
+    monkeypatch.setattr(_call_numbers, "MOST_KEYS", 3)
     summed(rank)
     for key in ("a", "b", "c", "d"):
         summed(rank, key=key)

@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 
 from ._agreed import agreed
-from ._origins import make_of
+from ._refinement import make_of
 from ._stack import LayerParallel
 
-__all__ = ["Place", "check_net", "looked_at", "places_of", "slots_of"]
+__all__ = ["ParameterIndex", "check_net", "layer_facts", "places_of", "slots_of"]
 
 
 # A parameter: its layer, and the index of its first name among all names of that layer's parameters.
-Place = tuple[int, int]
+ParameterIndex = tuple[int, int]
 
 
 def places_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -39,14 +39,14 @@ def check_net(net: object) -> None:
         raise TypeError(f"net is {type(net).__name__}; give the LayerParallel itself, not a wrapper")
 
 
-def looked_at(net: LayerParallel) -> tuple[list[int], list[list[Place]]]:
+def layer_facts(net: LayerParallel) -> tuple[list[int], list[list[ParameterIndex]]]:
     """Returns a number for each layer, equal for layers that are alike, and the groups of parameters that are one.
 
     All ranks call it together.
     """
     layers, names = net._solver.layers, net._solver.names
 
-    def own() -> tuple[dict[int, int], list[list[Place]], dict[str, Place]]:
+    def own() -> tuple[dict[int, int], list[list[ParameterIndex]], dict[str, ParameterIndex]]:
         modules = layers.modules
         _check(modules, names)
         makes = {layer: make_of(module, layers.kinds[layer]) for layer, module in modules.items()}
@@ -66,9 +66,9 @@ def looked_at(net: LayerParallel) -> tuple[list[int], list[list[Place]]]:
     return [makes[layer] for layer in range(len(layers.kinds))], _joined(groups)
 
 
-def _shared(modules: Mapping[int, nn.Module]) -> list[list[Place]]:
+def _shared(modules: Mapping[int, nn.Module]) -> list[list[ParameterIndex]]:
     """Returns the groups of places that hold one parameter in several layers of this rank."""
-    found: dict[int, list[Place]] = {}
+    found: dict[int, list[ParameterIndex]] = {}
     for layer, module in modules.items():
         for place, parameter in zip(dict.fromkeys(_first_places(module)), module.parameters()):
             found.setdefault(id(parameter), []).append((layer, place))
@@ -81,9 +81,9 @@ def _first_places(module: nn.Module) -> list[int]:
     return [first.setdefault(id(parameter), place) for place, (_, parameter) in enumerate(places_of(module))]
 
 
-def _joined(groups: Sequence[Sequence[Place]]) -> list[list[Place]]:
+def _joined(groups: Sequence[Sequence[ParameterIndex]]) -> list[list[ParameterIndex]]:
     """Merges groups that have a member in common."""
-    found: list[set[Place]] = []
+    found: list[set[ParameterIndex]] = []
     for group in groups:
         own = set(group)
         apart = [each for each in found if not each & own]

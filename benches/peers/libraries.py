@@ -1,4 +1,4 @@
-"""The contenders: libraries and set-ups that are compared, one row each. Owns names and how ranks are started;
+"""The libraries and set-ups that are compared, one row each. Owns names and how ranks are started;
 `build.py` builds the programs."""
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from types import MappingProxyType
 
 
 class Level(Enum):
-    """The layer at which a contender is called."""
+    """The layer at which a library is called."""
 
     ENGINE = "C, C++ or Rust, without torch"
     TORCH = "through torch"
 
 
 @dataclass(frozen=True)
-class Contender:
+class Library:
     """A row: `title` is for the page, `name` for files, settings and results."""
 
     name: str
@@ -49,9 +49,9 @@ def through_torch(
     at_home: bool = False,
     backend: str = "",
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> Contender:
+) -> Library:
     """Returns a row for `torch_rank.py`."""
-    return Contender(
+    return Library(
         name,
         title,
         Level.TORCH,
@@ -63,7 +63,7 @@ def through_torch(
     )
 
 
-def with_algorithm(algorithm: str) -> Contender:
+def with_algorithm(algorithm: str) -> Library:
     """Returns a row for accl with a fixed algorithm."""
     environment = {"ACCL_ALGORITHM": f"all_reduce={algorithm}"}
     note = f"`ACCL_ALGORITHM=all_reduce={algorithm}`"
@@ -71,13 +71,13 @@ def with_algorithm(algorithm: str) -> Contender:
     return through_torch(name, title, note, at_home=True, backend="accl", environment=environment)
 
 
-def with_codec(backend: str, codec: str, note: str) -> Contender:
+def with_codec(backend: str, codec: str, note: str) -> Library:
     """Returns a row for a backend with compressed messages."""
     title = f"{backend} through torch, {codec}"
     return through_torch(f"{backend}_{codec}", title, note, at_home=True, backend=f"{backend}+{codec}")
 
 
-def with_group_codec(codec: str) -> Contender:
+def with_group_codec(codec: str) -> Library:
     """Returns a row for an accl group that compresses all calls."""
     name, title = f"accl_all_{codec}", f"accl through torch, all calls {codec}"
     note = f'`Options(compression="{codec}", compressed_calls="all")`'
@@ -104,14 +104,14 @@ def helpers(count: str) -> str:
     return {"0": "no worker", "1": "1 worker", "auto": "`auto`"}.get(count, f"{count} workers")
 
 
-def with_helpers(way: str, count: str, codec: str = "") -> Contender:
+def with_helpers(way: str, count: str, codec: str = "") -> Library:
     """Returns a row for the engine with worker threads, over one transport; with a codec, its group compresses all
     calls."""
     environment = {"ACCL_WORKER_COUNT": count, "ACCL_TRANSPORTS": way}
     note = " ".join(f"`{name}={value}`" for name, value in environment.items())
     name, title = f"accl_{codec or way}_{count}", f"accl engine, {codec or way}, {helpers(count)}"
     after = (codec,) if codec else ()
-    return Contender(name, title, Level.ENGINE, ("{accl}",), after, environment=environment, at_home=True, note=note)
+    return Library(name, title, Level.ENGINE, ("{accl}",), after, environment=environment, at_home=True, note=note)
 
 
 WITH_HELPERS = tuple(with_helpers(way, count) for way in ("shm", "tcp") for count in ("0", *map(str, HELPERS), "auto"))
@@ -119,7 +119,7 @@ ENCODED_WITH_HELPERS = tuple(with_helpers("shm", str(count), "maxmin:4") for cou
 
 
 def helpers_of(name: str) -> int:
-    """Returns a contender's number of worker threads; 0 if it is chosen automatically."""
+    """Returns a library's number of worker threads; 0 if it is chosen automatically."""
     count = name.rpartition("_")[2]
     return int(count) if count.isdigit() else 0
 
@@ -138,9 +138,9 @@ ONECCL = {
 }
 
 # Ranks pin themselves, all in the same way, so launchers must not.
-CONTENDERS = (
-    Contender("accl", "accl engine", Level.ENGINE, ("{accl}",), at_home=True, note="`Group::run`, no torch"),
-    Contender(
+LIBRARIES = (
+    Library("accl", "accl engine", Level.ENGINE, ("{accl}",), at_home=True, note="`Group::run`, no torch"),
+    Library(
         "accl_unchecked",
         "accl engine without signature checks",
         Level.ENGINE,
@@ -148,10 +148,10 @@ CONTENDERS = (
         at_home=True,
         note="the same, built with `--cfg accl_without_signatures`",
     ),
-    Contender(
+    Library(
         "sketch", "C baseline", Level.ENGINE, ("{sketch}",), at_home=True, note="`benches/peers/ranks/c_baseline.c`"
     ),
-    Contender(
+    Library(
         "openmpi",
         "Open MPI",
         Level.ENGINE,
@@ -162,8 +162,8 @@ CONTENDERS = (
         crowded=("--oversubscribe",),
         note="`mpirun --bind-to none`, otherwise default settings",
     ),
-    Contender("mpich", "MPICH", Level.ENGINE, ("{mpich}",), launcher=("mpiexec.mpich",), note="default settings"),
-    Contender(
+    Library("mpich", "MPICH", Level.ENGINE, ("{mpich}",), launcher=("mpiexec.mpich",), note="default settings"),
+    Library(
         "intelmpi",
         "Intel MPI",
         Level.ENGINE,
@@ -172,7 +172,7 @@ CONTENDERS = (
         environment={"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0", "I_MPI_ROOT": "{prefix}", "LD_LIBRARY_PATH": "{lib}"},
         note="`I_MPI_FABRICS=shm`, `I_MPI_PIN=0`",
     ),
-    Contender(
+    Library(
         "oneccl",
         "oneCCL",
         Level.ENGINE,
@@ -180,7 +180,7 @@ CONTENDERS = (
         environment=ONECCL | {"CCL_WORKER_OFFLOAD": "0"},
         note="`CCL_ATL_TRANSPORT=ofi`, `CCL_WORKER_OFFLOAD=0`: its worker threads would take the ranks' cores",
     ),
-    Contender(
+    Library(
         "oneccl_workers",
         "oneCCL with workers",
         Level.ENGINE,
@@ -213,9 +213,9 @@ CONTENDERS = (
     *(with_codec("gloo", hook, note) for hook, note in HOOKS.items()),
 )
 
-BY_NAME = {contender.name: contender for contender in CONTENDERS}
+BY_NAME = {library.name: library for library in LIBRARIES}
 
 
 def title_of(name: str) -> str:
-    """Returns a contender's title for the page."""
+    """Returns a library's title for the page."""
     return BY_NAME[name].title

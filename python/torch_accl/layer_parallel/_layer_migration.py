@@ -16,29 +16,29 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ._agreed import agreed, exchange
-from ._carried import Entry, entries_of
 from ._failures import described
-from ._origins import Origin
+from ._optimizer_state import Entry, entries_of
 from ._pickled import saved
+from ._refinement import Origin
 from ._stack import LayerParallel
 
-__all__ = ["Parcel", "delivered", "named"]
+__all__ = ["MovingLayer", "migrated_layers", "named"]
 
 
 _MOVING = "Layers that move to another rank must be picklable; placement='kept' keeps all layers on their ranks."
 
 
 @dataclass
-class Parcel:
+class MovingLayer:
     """A layer, and the optimiser's entry for each of its parameters."""
 
     module: nn.Module
     entries: list[Entry]
 
 
-def delivered(
+def migrated_layers(
     net: LayerParallel, optimizer: Optimizer | None, origins: Sequence[Origin], owners: Sequence[int]
-) -> dict[int, Parcel]:
+) -> dict[int, MovingLayer]:
     """Returns the layers from which this rank's new layers are made, its own and others that their ranks send.
 
     `owners` has the rank of each new layer.
@@ -47,14 +47,14 @@ def delivered(
     needed = sorted({(layer, to) for origin, to in zip(origins, owners) for layer in origin.sources})
     moves = [(layer, before.owner(layer), to) for layer, to in needed if before.owner(layer) != to]
 
-    def parcel(layer: int) -> Parcel:
-        return Parcel(modules[layer], entries_of(optimizer, modules[layer].parameters()))
+    def moving(layer: int) -> MovingLayer:
+        return MovingLayer(modules[layer], entries_of(optimizer, modules[layer].parameters()))
 
     packed: dict[int, bytes] = {}
 
     def pack() -> dict[int, int]:
         for layer in {layer for layer, source, _ in moves if source == wire.rank}:
-            packed[layer] = named(layer, net._solver.names, "sent", lambda: saved(parcel(layer)))  # noqa: B023
+            packed[layer] = named(layer, net._solver.names, "sent", lambda: saved(moving(layer)))  # noqa: B023
         return {layer: len(data) for layer, data in packed.items()}
 
     lengths = {k: v for each in agreed(wire, "packing layers", _MOVING, pack) for k, v in each.items()}
@@ -69,7 +69,7 @@ def delivered(
         if to == wire.rank
     }
     exchange(wire, sends, list(coming.values()), "sending layers to other ranks")
-    found = {layer: parcel(layer) for layer, to in needed if to == wire.rank and layer in modules}
+    found = {layer: moving(layer) for layer, to in needed if to == wire.rank and layer in modules}
 
     def unpack() -> None:
         for layer, (_, data) in coming.items():

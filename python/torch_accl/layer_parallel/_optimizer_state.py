@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 __all__ = [
-    "Carried",
     "Entry",
     "Made",
     "Moments",
-    "between",
+    "NewParameter",
     "described_optimizer",
     "entries_of",
+    "interpolate",
     "moved_state",
     "options_of",
     "remade",
@@ -85,7 +85,7 @@ class Made:
 
 
 @dataclass
-class Carried:
+class NewParameter:
     """A parameter of the new net, its name, and the optimiser's entry that it takes over."""
 
     name: str
@@ -129,7 +129,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def between(a: Tensor, b: Tensor, share: float) -> Tensor:
+def interpolate(a: Tensor, b: Tensor, share: float) -> Tensor:
     """Interpolates from `a` to `b` by `share`. Where both are equal, the result has the same bits.
 
     Integer and bool tensors return `a`.
@@ -167,7 +167,7 @@ def moved_state(
             continue
         theirs = other.get(name) if other is not None else None
         if isinstance(theirs, Tensor) and value.shape == shape == theirs.shape:
-            value = between(value, theirs, share)
+            value = interpolate(value, theirs, share)
         power = _power(kind, name)
         value = value.detach().clone()
         if ratio != 1 and power and (value.is_floating_point() or value.is_complex()):
@@ -188,7 +188,7 @@ def remade(
     defaults: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     own: set[int],
-    carried: Sequence[Carried],
+    new_parameters: Sequence[NewParameter],
     states: Mapping[Tensor, Any],
     *,
     has_names: bool,
@@ -197,7 +197,7 @@ def remade(
     """Builds an optimiser for other parameters.
 
     groups, states: groups and states of this rank's old optimiser.
-    own: identities (`id`) of the old optimiser's parameters that `carried` replaces. Other parameters never belonged to
+    own: identities (`id`) of the old optimiser's parameters that `new_parameters` replaces. Other parameters never belonged to
         the net, and stay.
     """
     kept: list[dict[str, Any]] = []
@@ -206,7 +206,7 @@ def remade(
         names = group.get("param_names", [""] * len(group["params"]))
         kept.append(options_of(group))
         members.append([(name, p) for name, p in zip(names, group["params"]) if id(p) not in own])
-    for each in carried:
+    for each in new_parameters:
         entry = each.entry
         if entry.group is None:
             continue
@@ -230,7 +230,7 @@ def remade(
         if id(parameter) in foreign and id(parameter) not in own:
             optimizer.state[parameter] = copy.deepcopy(state)
     if has_states:
-        for each in carried:
+        for each in new_parameters:
             if each.entry.group is not None and each.entry.state:
                 optimizer.state[each.parameter] = each.entry.state
     return optimizer

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["LaunchError", "Place", "expand", "place"]
+__all__ = ["LaunchError", "RankInfo", "detect_launcher", "expand"]
 
 Environment = Mapping[str, str]
 
@@ -21,7 +21,7 @@ class LaunchError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Rank and world size that a launcher has assigned."""
 
     # "torchrun", "Open MPI", "PMI" or "Slurm".
@@ -89,7 +89,7 @@ _FAMILIES = (
 )
 
 
-def place(environment: Environment) -> Place | None:
+def detect_launcher(environment: Environment) -> RankInfo | None:
     """Returns rank and world size that a launcher gave this process; None without a launcher.
 
     Raises:
@@ -101,31 +101,37 @@ def place(environment: Environment) -> Place | None:
     chosen, others = found[0], found[1:]
     if chosen.launcher != _TORCHRUN.launcher:
         _check_torchs(chosen, environment)
-    elif "TORCHELASTIC_RUN_ID" not in environment and any(_seat(other) == _seat(chosen) for other in others):
+    elif "TORCHELASTIC_RUN_ID" not in environment and any(
+        _rank_and_world(other) == _rank_and_world(chosen) for other in others
+    ):
         # RANK and WORLD_SIZE are copies of another launcher's variables, made by a script or by `env.prepare`. They may stem from
         # a process that has started another launcher, whose own variables are more precise.
         chosen, *others = others
     _check_nested(chosen, others)
     if chosen.local_world is None:
         # Under srun --mpi=pmi2, the PMI family lacks the local values, which srun's own family has.
-        alike = (other for other in others if _seat(other) == _seat(chosen) and other.local_world is not None)
+        alike = (
+            other
+            for other in others
+            if _rank_and_world(other) == _rank_and_world(chosen) and other.local_world is not None
+        )
         if (other := next(alike, None)) is not None:
             return replace(chosen, local_rank=other.local_rank, local_world=other.local_world)
     return chosen
 
 
-def _seat(of: Place) -> tuple[int, int]:
+def _rank_and_world(of: RankInfo) -> tuple[int, int]:
     return of.rank, of.world
 
 
-def _check_nested(chosen: Place, others: list[Place]) -> None:
+def _check_nested(chosen: RankInfo, others: list[RankInfo]) -> None:
     """Refuses two nested MPI launchers, because the variables do not show which one is the inner one."""
     for other in others:
         # hydra sets the number of ranks on a host, srun's PMI does not. An MPI launcher inside srun is not a contradiction.
         if (
             (chosen.launcher, other.launcher) == ("Open MPI", "PMI")
             and other.local_world is not None
-            and _seat(other) != _seat(chosen)
+            and _rank_and_world(other) != _rank_and_world(chosen)
         ):
             raise LaunchError(
                 f"{chosen.rank_name}={chosen.rank} and {other.rank_name}={other.rank} come from two nested launchers; set RANK and WORLD_SIZE "
@@ -141,7 +147,7 @@ def _is_whole(family: _Family, environment: Environment) -> bool:
     )
 
 
-def _read(family: _Family, environment: Environment) -> Place:
+def _read(family: _Family, environment: Environment) -> RankInfo:
     rank, rank_name = _one_number(family.rank, environment)
     world, world_name = _one_number(family.world, environment)
     assert rank is not None and world is not None, "the family is whole"
@@ -160,7 +166,7 @@ def _read(family: _Family, environment: Environment) -> Place:
         raise LaunchError(
             f"{local_rank_name}={local_rank} is not a rank of {name}={of}; unset the one that is not the launcher's"
         )
-    return Place(family.launcher, rank, world, local_rank, local_world, rank_name, world_name)
+    return RankInfo(family.launcher, rank, world, local_rank, local_world, rank_name, world_name)
 
 
 def _one_number(names: tuple[str, ...], environment: Environment) -> tuple[int | None, str]:
@@ -202,7 +208,7 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _check_torchs(chosen: Place, environment: Environment) -> None:
+def _check_torchs(chosen: RankInfo, environment: Environment) -> None:
     """Checks that torchrun's variables, if set, agree with the other launcher's values, which are about to be copied to them."""
     for (name,), own, value in (
         (_TORCHRUN.rank, chosen.rank_name, chosen.rank),

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._agreed import exchange
-from ._carried import Moments, between, moved_state, options_of, wide
-from ._origins import Origin
+from ._optimizer_state import Moments, interpolate, moved_state, options_of, wide
+from ._refinement import Origin
 from ._scaled import Scaled
 from ._stack import LayerParallel
 from ._wire import Wire
 
 __all__ = [
-    "Between",
     "Field",
+    "LevelTransfer",
     "added",
     "combined",
     "copied",
@@ -107,7 +107,7 @@ def _block_of(module: nn.Module) -> nn.Module:
     return module.block if isinstance(module, Scaled) else module
 
 
-class Between:
+class LevelTransfer:
     """A net, a net with fewer layers, and the origin of each layer of the finer net in the coarser one (`origins`)."""
 
     def __init__(
@@ -201,7 +201,7 @@ class Between:
                 found[layer] = list(own)
                 continue
             pairs = zip(own, there[origin.towards])
-            found[layer] = [None if a is None or b is None else between(a, b, origin.share) for a, b in pairs]
+            found[layer] = [None if a is None or b is None else interpolate(a, b, origin.share) for a, b in pairs]
         return found
 
 

@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["MOST_KEYS", "Steps", "steps"]
+__all__ = ["MOST_KEYS", "CallNumbers", "call_numbers"]
 
 # Maximum number of keys of a group whose calls are counted.
 MOST_KEYS = 4096
 
 
-class Steps:
+class CallNumbers:
     """Call numbers by group and key.
 
     All ranks of a group issue the same calls in it, so their numbers agree. Calls in other groups do not change them.
@@ -53,4 +53,4 @@ class Steps:
         return found
 
 
-steps = Steps()
+call_numbers = CallNumbers()

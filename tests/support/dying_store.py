@@ -13,7 +13,7 @@ TIMEOUT = timedelta(seconds=30)
 
 
 @dataclasses.dataclass
-class Death:
+class DeathPoint:
     """When a rank dies in its first life: after `moment` kinds of store requests for `group`, before a new kind."""
 
     rank: int
@@ -21,10 +21,10 @@ class Death:
     moment: int
 
 
-class Mortal(dist.Store):
+class DyingStore(dist.Store):
     """A connection to the store that kills its process at the moment of its death."""
 
-    def __init__(self, store: dist.Store, death: Death):
+    def __init__(self, store: dist.Store, death: DeathPoint):
         super().__init__()
         self.store, self.death, self.asked = store, death, set()
 

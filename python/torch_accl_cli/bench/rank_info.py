@@ -6,29 +6,29 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch_accl_launch import LaunchError, Place, find_store, place
+from torch_accl_launch import LaunchError, RankInfo, detect_launcher, find_store
 
 from .._wrong import WrongInput
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Place", "leave", "meet", "place_given"]
+__all__ = ["RankInfo", "given_rank_info", "leave", "meet"]
 
 
-def place_given() -> Place | None:
+def given_rank_info() -> RankInfo | None:
     """Returns the rank, world size and host position that a launcher gave this process; None without a launcher.
 
     Raises:
         WrongInput: the launcher's variables are not numbers, or contradict each other.
     """
     try:
-        return place(os.environ)
+        return detect_launcher(os.environ)
     except LaunchError as error:
         raise WrongInput(str(error)) from None
 
 
-def meet(place: Place, timeout_s: float) -> Store:
+def meet(rank_info: RankInfo, timeout_s: float) -> Store:
     """Returns the store in which the ranks of a launcher meet.
 
     Raises:
@@ -39,14 +39,14 @@ def meet(place: Place, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host and port:
-        is_master = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        is_master = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         try:
             store = TCPStore(host, int(port), None, is_master, timeout, wait_for_workers=False)
         except ValueError:
             raise WrongInput(f"MASTER_PORT={port!r} is not a number") from None
         return PrefixStore(f"bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     try:
-        return find_store(place, timeout)
+        return find_store(rank_info, timeout)
     except LaunchError as error:
         raise WrongInput(str(error)) from None
 
