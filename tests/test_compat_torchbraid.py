@@ -2550,3 +2550,133 @@ def test_a_wrong_form_on_one_rank_is_refused_on_all_ranks_of_calls_with_counts(r
             call()
         assert is_wrong or "rank 0 passed a wrong buffer" in str(caught.value)
     comm.Barrier()
+
+
+@on_ranks(2)
+def test_a_receive_of_a_destroyed_group_takes_no_message_of_the_next(rank, world):
+    comm, other = MPI.COMM_WORLD, 1 - rank
+    store = dist.PrefixStore("next", dist.distributed_c10d._get_default_store())
+    old = comm.irecv(source=other)
+    dist.destroy_process_group()
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world)
+    comm.send("new", other)
+    assert comm.recv(source=other) == "new"
+    with pytest.raises(RuntimeError, match="destroyed before its message came"):
+        old.wait()
+
+
+@on_ranks(3)
+def test_a_receive_from_any_source_that_is_older_takes_messages_as_they_come(rank, world):
+    comm = MPI.COMM_WORLD
+    if rank == 0:
+        older = comm.irecv(source=MPI.ANY_SOURCE)
+        comm.Barrier()
+        # Rank 2's message has come, and matches the older receive; rank 1's is sent later.
+        found = {comm.recv(source=1), older.wait()}
+        assert found == {"one", "two"}
+    elif rank == 2:
+        comm.ssend("two", 0)
+        comm.Barrier()
+    else:
+        comm.Barrier()
+        comm.send("one", 0)
+    comm.Barrier()
+
+
+@on_ranks(1, 2)
+def test_a_receive_that_is_cancelled_takes_no_message(rank, world):
+    comm, other = MPI.COMM_WORLD, world - 1 - rank
+    request = comm.irecv(source=other)
+    request.Cancel()
+    comm.send("kept", other)
+    assert comm.recv(source=other) == "kept"
+    with pytest.raises(RuntimeError, match="was cancelled"):
+        request.wait()
+    with pytest.raises(NotImplementedError, match="of a send"):
+        comm.isend("sent", other).Cancel()
+    assert comm.recv(source=other) == "sent"
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("size", [1 << 18, 1 << 22])
+def test_large_messages_sent_both_ways_before_either_is_received_arrive(rank, world, size):
+    comm = MPI.COMM_WORLD
+    after, before = (rank + 1) % world, (rank - 1) % world
+    request = comm.irecv(source=before)
+    comm.send(bytes([rank]) * size, after)
+    comm.Send(torch.full((size // 4,), float(rank)), after)
+    comm.Barrier()
+    assert request.wait() == bytes([before]) * size
+    comm.Recv(into := torch.zeros(size // 4), source=before)
+    assert torch.equal(into, torch.full((size // 4,), float(before)))
+
+
+@on_ranks(2)
+def test_communicators_over_one_group_share_its_messages(rank, world):
+    group = dist.group.WORLD
+    one, two, other = Comm(lambda: group), Comm(lambda: group), 1 - rank
+    one.send("first", other, 1)
+    one.send("second", other, 2)
+    assert one.recv(source=other, tag=2) == "second"
+    assert two.recv(source=other, tag=1) == "first"
+
+
+@on_ranks(1)
+def test_numbers_and_overlapping_tensors_are_no_receive_buffers(rank, world):
+    numpy = pytest.importorskip("numpy")
+    comm = MPI.COMM_WORLD
+    for call in (
+        lambda: comm.Allreduce(MPI.IN_PLACE, numpy.float64(1)),
+        lambda: comm.Recv(numpy.zeros(3)[1]),
+        lambda: comm.Allgather(numpy.ones(1), numpy.zeros(3).sum()),
+    ):
+        with pytest.raises(TypeError, match=r"is a number \(float64\), which cannot be written; give an array"):
+            call()
+    strided = numpy.lib.stride_tricks.as_strided(numpy.zeros(1), (4,), (0,), writeable=True)
+    for buffer in (torch.zeros(4).as_strided((3, 2), (1, 1)), strided):
+        with pytest.raises(TypeError, match="share memory"):
+            comm.Recv(buffer)
+    comm.Allreduce(numpy.float64(2), found := numpy.zeros(()))
+    assert found == 2
+    # Buffers without elements, and ones that are only laid out otherwise.
+    comm.Allreduce(torch.zeros(1, 0).expand(4, 0), torch.zeros(1, 0).expand(4, 0))
+    comm.Allreduce(torch.arange(6.0), into := torch.zeros(3, 4).t()[::2])
+    assert into.flatten().tolist() == list(range(6))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("lazy", ["conjugate", "negative"])
+def test_lazy_views_are_sent_by_collectives_as_the_numbers_that_they_show(rank, world, lazy):
+    comm = MPI.COMM_WORLD
+    memory = torch.arange(world * 2).to(torch.complex64) * (1 + 2j) + rank
+    view = memory.conj() if lazy == "conjugate" else torch._neg_view(memory)
+    shown = view.resolve_conj().resolve_neg().clone()
+    plain = torch.zeros(world, world * 2, dtype=torch.complex64)
+    comm.Allgather(shown, plain)
+    for call in (
+        lambda out: comm.Allgather(view, out),
+        lambda out: (comm.Gather(view, out if rank == 0 else None), comm.Bcast(out)),
+    ):
+        call(out := torch.zeros_like(plain))
+        assert torch.equal(out, plain)
+    summed = [torch.zeros_like(shown) for _ in range(2)]
+    for given, out in ((shown, summed[0]), (view, summed[1])):
+        comm.Reduce(given, out)
+    assert rank or torch.equal(*summed)
+    comm.Scatter(view if rank == 0 else None, part := torch.zeros(2, dtype=torch.complex64))
+    assert torch.equal(part, plain[0].view(world, 2)[rank])
+    comm.Alltoall(view, turned := torch.zeros_like(shown))
+    assert torch.equal(turned.view(world, 2), plain.view(world, world, 2)[:, rank])
+
+
+@on_ranks(1)
+def test_tags_that_no_message_can_have_are_refused(rank, world):
+    comm = MPI.COMM_WORLD
+    with pytest.raises(TypeError, match="irecv with tag None: expected an integer"):
+        comm.irecv(source=0, tag=None)
+    for call, text in (
+        (lambda: comm.recv(source=0, tag=-5), r"recv with tag -5: expected a tag of at least 0 or MPI.ANY_TAG"),
+        (lambda: comm.send(1, 0, tag=-1), "send with tag -1: expected a tag of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()

@@ -787,6 +787,11 @@ class NamesTheDefault(nn.Module):
         default = torch.default_generator
         x = x + torch.rand(6, generator=default) + torch.normal(x.detach(), 0.1, generator=default)
         x = x[:, torch.randperm(6, generator=default)] + torch.empty(6).uniform_(0, 1, generator=default)
+        x = (
+            x
+            + torch.poisson(torch.ones(6), generator=default)
+            + torch.binomial(torch.ones(6), torch.full((6,), 0.5), generator=default)
+        )
         return torch.tanh(self.inner(x)) * torch.bernoulli(torch.full((6,), 0.5), generator=default)
 
 

@@ -75,14 +75,16 @@ def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _na
     # Launchers give all ranks the same variables, so one rank warns.
     if group.group_rank == 0:
         _warn_of_cgx()
-        if getattr(group, "enable_reconfigure", False):
-            # torch documents that a backend without reconfiguration ignores the argument.
-            warnings.warn(
-                "accl: enable_reconfigure=True has no effect, because accl groups cannot be reconfigured; create a new group instead",
-                stacklevel=2,
-            )
     make = _maker[0] if _maker and is_default_group() else connect
-    return make(group, options_of(group, pg_options))
+    backend = make(group, options_of(group, pg_options))
+    if group.group_rank == 0 and getattr(group, "enable_reconfigure", False):
+        # torch documents that a backend without reconfiguration ignores the argument. The warning follows the group's
+        # creation: it may be an error here, and other ranks must not wait for this one.
+        warnings.warn(
+            "accl: enable_reconfigure=True has no effect, because accl groups cannot be reconfigured; create a new group instead",
+            stacklevel=2,
+        )
+    return backend
 
 
 def is_default_group() -> bool:

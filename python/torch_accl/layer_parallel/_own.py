@@ -100,7 +100,7 @@ class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         # A layer that passes the default generator draws the same numbers as a layer that passes none.
         kwargs.pop("generator", None)
-        args = tuple(None if isinstance(each, torch.Generator) else each for each in args)
+        args = tuple(self._generator if isinstance(each, torch.Generator) else each for each in args)
         if self._has_graph and _is_recomputed():
             self.is_recomputed = True
             if self._followed is None:
@@ -118,6 +118,8 @@ class OwnNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _drawn(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.native_dropout.default:
             return self._dropout(*args, **kwargs)
+        if any(each is self._generator for each in args):
+            return func(*args, **kwargs)
         taking = _taking_generator(func)
         if taking is not None:
             return taking(*args, **kwargs, generator=self._generator)

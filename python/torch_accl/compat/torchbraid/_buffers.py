@@ -92,6 +92,10 @@ class Part:
         # `reshape` does not copy a strided tensor of one dimension, so make it contiguous.
         return self.tensor.reshape(-1)[self.start : self.start + self.count].contiguous()
 
+    def sent(self) -> Tensor:
+        """Returns the elements as `read` does, as the numbers that a lazily conjugated or negated view shows."""
+        return self.read().resolve_conj().resolve_neg()
+
     def write(self, found: Tensor) -> None:
         """Writes at most `count` elements to the start of this part."""
         # torch changes a tensor made in inference mode in that mode only.
@@ -132,14 +136,14 @@ def tensor_of(buf: Any, call: str, *, is_written: bool) -> Tensor:
         TypeError: it is neither a tensor nor a numpy array, or the call writes to it and it cannot be written.
     """
     if isinstance(buf, Tensor):
-        if is_written and any(stride == 0 and size > 1 for stride, size in zip(buf.stride(), buf.shape)):
-            raise TypeError(
-                f"{call}: elements of the receive buffer share memory, as after expand(); give a buffer of {buf.numel()} separate elements"
-            )
-        return buf.detach()
-    if hasattr(buf, "__array_interface__"):
+        tensor = buf.detach()
+    elif hasattr(buf, "__array_interface__"):
         import numpy
 
+        if is_written and isinstance(buf, numpy.generic):
+            raise TypeError(
+                f"{call}: the receive buffer is a number ({type(buf).__name__}), which cannot be written; give an array, such as a[i : i + 1]"
+            )
         array = numpy.asarray(buf)
         if not array.flags.writeable:
             if is_written:
@@ -147,10 +151,26 @@ def tensor_of(buf: Any, call: str, *, is_written: bool) -> Tensor:
             # torch has no read-only tensors, and warns of memory that must not be written.
             array = array.copy()
         # `as_tensor` may need a type; `from_numpy` takes the array's own.
-        return torch.from_numpy(array)
-    raise TypeError(
-        f"{call}: expected a tensor or a numpy array as buffer, got {type(buf).__name__}; methods in lower case take objects"
-    )
+        tensor = torch.from_numpy(array)
+    else:
+        raise TypeError(
+            f"{call}: expected a tensor or a numpy array as buffer, got {type(buf).__name__}; methods in lower case take objects"
+        )
+    if is_written and _overlaps(tensor):
+        raise TypeError(
+            f"{call}: elements of the receive buffer share memory, as after expand(); give a buffer of {tensor.numel()} separate elements"
+        )
+    return tensor
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Returns whether elements share memory. Rare layouts whose elements interleave without overlap count as shared."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += (size - 1) * stride
+    return False
 
 
 def simple(buf: Any, call: str, blocks: int = 1, *, is_written: bool, is_reduced: bool = False) -> Part:

@@ -1,7 +1,7 @@
 """Communicators by mpi4py's names, over process groups of torch.
 
-Owns the communication of ranks outside of a solve: objects, buffers, messages with tags, splits. `_world.py` finds the
-ranks and creates their group. `_mpi.py` has the names that a script takes from `MPI`.
+Owns the communication of ranks outside of a solve: objects, buffers, splits. `_messages.py` sends and matches messages.
+`_world.py` finds the ranks and creates their group. `_mpi.py` has the names that a script takes from `MPI`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import os
 import pickle
 import socket
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,7 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._buffers import BYTE, IN_PLACE, Datatype, Part, simple, vector
+from ._buffers import IN_PLACE, Part, simple, vector
+from ._messages import (
+    ANY_SOURCE,
+    ANY_TAG,
+    BYTES,
+    KINDS,
+    OBJECT,
+    UNDEFINED,
+    Mailbox,
+    Receive,
+    Request,
+    Status,
+    mailbox_of,
+    tag_of,
+)
 
 __all__ = [
     "ANY_SOURCE",
@@ -35,40 +47,7 @@ __all__ = [
     "Status",
 ]
 
-ANY_SOURCE = -1
-ANY_TAG = -1
-UNDEFINED = -32766
 COMM_TYPE_SHARED = "COMM_TYPE_SHARED"
-
-# The torch tag of all messages. A torch receive must name one tag, so each message carries its MPI tag in a header.
-_TORCHS_TAG = 7461
-# A `send` of at most this many bytes returns before it is received, as in MPI; a larger `send` waits for the receiver.
-_EAGER_BYTES = 1 << 16
-
-# Kinds of messages, by numbers that are the same on all ranks: a pickled object, plain bytes, or elements.
-_OBJECT, _BYTES = 0, 1
-_KINDS: tuple[torch.dtype | None, ...] = (
-    None,
-    torch.uint8,
-    torch.bool,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-)
 
 # Replacements for methods of mpi4py that are missing, by their names in lower case.
 _INSTEAD = {
@@ -111,109 +90,6 @@ class Op:
         return self.torchs
 
 
-class Status:
-    """Source, tag and length of a received message."""
-
-    def __init__(self) -> None:
-        self.source = ANY_SOURCE
-        self.tag = ANY_TAG
-        self.count_bytes = 0
-
-    def Get_source(self) -> int:
-        """Returns the rank that sent the message."""
-        return self.source
-
-    def Get_tag(self) -> int:
-        """Returns the message's tag."""
-        return self.tag
-
-    def Get_count(self, datatype: Datatype = BYTE) -> int:
-        """Returns the length in elements of a type, by default bytes; MPI.UNDEFINED if it is not a whole number of
-        elements."""
-        count, rest = divmod(self.count_bytes, datatype.Get_size())
-        return UNDEFINED if rest else count
-
-    Get_elements = Get_count
-
-
-class Request:
-    """A message in flight."""
-
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        kept: Sequence[Tensor],
-        receive: Callable[[Status | None], Any] | None = None,
-    ) -> None:
-        self._works = list(works)
-        # Buffers of the message, which must not change until it is sent.
-        self._kept = list(kept)
-        self._receive = receive
-        self._found: Any = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the message is complete."""
-        return self._receive is None and all(work.is_completed() for work in self._works)
-
-    def wait(self, status: Status | None = None) -> Any:
-        """Waits for the message. Returns the received object; None for a send."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        self._kept.clear()
-        if self._receive is not None:
-            self._found, self._receive = self._receive(status), None
-        return self._found
-
-    def test(self) -> tuple[bool, Any]:
-        """Returns whether the message is complete, and what `wait` would return.
-
-        Raises:
-            NotImplementedError: the request is a receive, which starts in `wait` only.
-        """
-        if self._receive is not None:
-            raise NotImplementedError("test() of a receive: messages are received in wait() only; use wait()")
-        return self.is_over, self._found
-
-    Wait = wait
-
-    def Test(self) -> bool:
-        """Returns whether the message is complete."""
-        return self.test()[0]
-
-    @staticmethod
-    def waitall(requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> list[Any]:
-        """Waits for all requests and returns the result of each."""
-        if statuses is not None and len(statuses) < len(requests):
-            raise ValueError(f"waitall: {len(statuses)} statuses for {len(requests)} requests; give one for each")
-        return [request.wait(None if statuses is None else statuses[at]) for at, request in enumerate(requests)]
-
-    Waitall = waitall
-
-
-@dataclass
-class _Message:
-    source: int
-    tag: int
-    # Index of the elements' type in `_KINDS`.
-    kind: int
-    data: Tensor
-
-
-@dataclass(eq=False)
-class _Receive:
-    """A posted receive, and its message once a message has matched it."""
-
-    source: int
-    tag: int
-    message: _Message | None = None
-
-    def matches(self, message: _Message) -> bool:
-        """Returns whether a message has the source and the tag of this receive."""
-        return self.source in (ANY_SOURCE, message.source) and self.tag in (ANY_TAG, message.tag)
-
-
 class _Parts(NamedTuple):
     """The parts that a rank sends and receives in a call, by rank. An empty list of parts has the type of `like`."""
 
@@ -228,16 +104,18 @@ class Comm:
     def __init__(self, find: Callable[[], dist.ProcessGroup | None], name: str = "") -> None:
         self._find = find
         self.name = name
-        # Unexpected messages, which matched no posted receive when they came.
-        self._came: deque[_Message] = deque()
-        # Posted receives that no message has matched, in the order in which they were posted.
-        self._posted: deque[_Receive] = deque()
-        self._leaving: list[Request] = []
+        # The messages of a rank that is alone without a group.
+        self._own = Mailbox()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """torch's group of these ranks; None if this rank is alone without a group."""
         return self._find()
+
+    @property
+    def _mailbox(self) -> Mailbox:
+        group = self.group
+        return self._own if group is None else mailbox_of(group)
 
     def __repr__(self) -> str:
         return f"<Comm {self.name or hex(id(self))}>"
@@ -435,7 +313,7 @@ class Comm:
         if sendbuf is not IN_PLACE:
             given = simple(sendbuf, "Allreduce", is_written=False, is_reduced=True)
             given.check_like(out, "Allreduce")
-            out.write(given.read())
+            out.write(given.sent())
         if (group := self.group) is not None:
             _in_place(out, lambda flat: dist.all_reduce(flat, reduction, group=group), is_written=True)
 
@@ -447,7 +325,7 @@ class Comm:
         given = simple(own, "Reduce", is_written=False, is_reduced=True)
         out = simple(recvbuf, "Reduce", is_written=True, is_reduced=True) if is_root else given
         given.check_like(out, "Reduce")
-        flat = given.read().clone()
+        flat = given.sent().clone()
         if (group := self.group) is not None:
             dist.reduce(flat, op=reduction, group=group, group_dst=root)
         if is_root:
@@ -459,7 +337,7 @@ class Comm:
         out = simple(recvbuf, "Allgather", size, is_written=True)
         given = out.block(self.rank, size) if sendbuf is IN_PLACE else simple(sendbuf, "Allgather", is_written=False)
         given.check_like(out, "Allgather", size)
-        flat = given.read()
+        flat = given.sent()
         parts = [torch.empty_like(flat) for _ in range(size)]
         if (group := self.group) is None:
             parts = [flat]
@@ -478,7 +356,7 @@ class Comm:
             given = simple(sendbuf, "Gather", is_written=False)
         if out is not None:
             given.check_like(out, "Gather", size)
-        flat = given.read()
+        flat = given.sent()
         parts = [torch.empty_like(flat) for _ in range(size)] if is_root else None
         if (group := self.group) is None:
             parts = [flat]
@@ -498,7 +376,7 @@ class Comm:
             out = simple(recvbuf, "Scatter", is_written=True)
         if given is not None:
             out.check_like(given, "Scatter", size)
-        parts = None if given is None else list(given.read().chunk(size)) if given.count else [given.read()] * size
+        parts = None if given is None else list(given.sent().chunk(size)) if given.count else [given.sent()] * size
         found = torch.empty(out.count, dtype=out.dtype, device=out.tensor.device)
         if (group := self.group) is None:
             assert parts is not None
@@ -514,10 +392,10 @@ class Comm:
         given = out if sendbuf is IN_PLACE else simple(sendbuf, "Alltoall", size, is_written=False)
         given.check_like(out, "Alltoall")
         if (group := self.group) is None:
-            out.write(given.read())
+            out.write(given.sent())
             return
         found = torch.empty(out.count, dtype=out.dtype, device=out.tensor.device)
-        dist.all_to_all_single(found, given.read(), group=group)
+        dist.all_to_all_single(found, given.sent(), group=group)
         out.write(found)
 
     # ---- the same with parts of different lengths: counts, and displacements, by rank
@@ -604,7 +482,7 @@ class Comm:
             raise TypeError(f"{call}: ranks have buffers of {' and '.join(named)}; give all ranks the same type")
         like = parts.like
         assert like is not None
-        flat = [sent[rank].read() for rank in range(size) if rank in sent]
+        flat = [sent[rank].sent() for rank in range(size) if rank in sent]
         leaving_all = torch.cat(flat) if flat else like.read()[:0]
         if (group := self.group) is None:
             found = leaving_all
@@ -633,26 +511,27 @@ class Comm:
     # ---- point-to-point messages
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Sends an object. Returns at once for a small object; for a large one, when the receiver has begun to
-        receive."""
-        self._send(_bytes_of(obj), dest, tag, _OBJECT)
+        """Sends an object. Returns at once, unless earlier messages of 256 MiB and more wait for their receivers."""
+        self._send(_bytes_of(obj), dest, tag, OBJECT)
 
-    ssend = send
+    def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Sends an object, and returns when it is sent. An object above `ACCL_EAGER_BYTES` waits for its receiver."""
+        self.isend(obj, dest, tag).wait()
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Starts to send an object."""
-        return self._post(_bytes_of(obj), dest, tag, _OBJECT)
+        return self._post(_bytes_of(obj), dest, tag, OBJECT)
 
     def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
         """Receives an object."""
-        with self._posted_receive(source, tag) as receive:
+        with self._mailbox.posted_for_now(*self._from("recv", source, tag)) as receive:
             return self._received_object(receive, status)
 
-    def _received_object(self, receive: _Receive, status: Status | None) -> Any:
-        message = self._take(receive, status)
-        if message.kind != _OBJECT:
+    def _received_object(self, receive: Receive, status: Status | None) -> Any:
+        message = self._mailbox.take(self.group, receive, status)
+        if message.kind != OBJECT:
             raise TypeError(
-                f"recv: rank {message.source} sent a buffer of {_KINDS[message.kind]} with Send; receive it with Recv"
+                f"recv: rank {message.source} sent a buffer of {KINDS[message.kind]} with Send; receive it with Recv"
             )
         return pickle.loads(message.data.numpy().tobytes())
 
@@ -661,8 +540,8 @@ class Comm:
 
         Messages match receives in the order in which the receives are posted, whatever order they are waited for in.
         """
-        receive = self._post_receive(source, tag)
-        return Request([], [], lambda status: self._received_object(receive, status))
+        receive = self._mailbox.post(*self._from("irecv", source, tag))
+        return Request([], [], lambda status: self._received_object(receive, status), receive.withdraw)
 
     def sendrecv(
         self,
@@ -684,7 +563,9 @@ class Comm:
         """Sends the elements of a buffer."""
         self._send(*_bytes_in(buf, "Send", dest, tag))
 
-    Ssend = Send
+    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Sends the elements of a buffer, and returns when they are sent, as `ssend` does."""
+        self.Isend(buf, dest, tag).wait()
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Starts to send the elements of a buffer."""
@@ -698,16 +579,16 @@ class Comm:
             ValueError: the message is too long, or not a whole number of elements.
         """
         out = simple(buf, "Recv", is_written=True)
-        with self._posted_receive(source, tag) as receive:
+        with self._mailbox.posted_for_now(*self._from("recv", source, tag)) as receive:
             self._received_elements(out, receive, status)
 
-    def _received_elements(self, out: Part, receive: _Receive, status: Status | None) -> None:
-        message = self._take(receive, status)
+    def _received_elements(self, out: Part, receive: Receive, status: Status | None) -> None:
+        message = self._mailbox.take(self.group, receive, status)
         came, width = message.data.numel(), out.tensor.element_size()
         wanted = _kind_of(out.dtype)
         # Bytes fit any type, on either side.
-        if message.kind != wanted and _BYTES not in (message.kind, wanted):
-            what = "an object" if message.kind == _OBJECT else f"elements of {_KINDS[message.kind]}"
+        if message.kind != wanted and BYTES not in (message.kind, wanted):
+            what = "an object" if message.kind == OBJECT else f"elements of {KINDS[message.kind]}"
             raise TypeError(
                 f"Recv: rank {message.source} sent {what}, but the buffer has {out.dtype}; use recv for objects, and a buffer of the same type for elements"
             )
@@ -720,90 +601,26 @@ class Comm:
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Returns a request for elements, which are received into the buffer in its `wait`. Matches as `irecv` does."""
         out = simple(buf, "Irecv", is_written=True)
-        receive = self._post_receive(source, tag)
-        return Request([], [], lambda status: self._received_elements(out, receive, status))
+        receive = self._mailbox.post(*self._from("irecv", source, tag))
+        return Request([], [], lambda status: self._received_elements(out, receive, status), receive.withdraw)
 
     def _send(self, data: Tensor, dest: int, tag: int, kind: int) -> None:
-        request = self._post(data, dest, tag, kind)
-        self._leaving = [each for each in self._leaving if not each.is_over]
-        if data.numel() > _EAGER_BYTES:
-            request.wait()
-        else:
-            self._leaving.append(request)
+        self._mailbox.send(self.group, data, *self._to("send", dest, tag), kind)
 
     def _post(self, data: Tensor, dest: int, tag: int, kind: int) -> Request:
-        group, size = self.group, self.size
-        if not 0 <= dest < size:
-            raise ValueError(f"send to rank {dest}: this communicator has ranks 0 to {size - 1}")
-        if tag < 0:
-            raise ValueError(f"send with tag {tag}: expected a tag of at least 0")
-        if dest == self.rank or group is None:
-            self._deliver(_Message(self.rank, tag, kind, data.clone()))
-            return Request([], [])
-        device = _device(group)
-        parts = [torch.tensor([tag, kind, data.numel()], dtype=torch.int64, device=device), data.to(device)]
-        works = [dist.isend(part, group=group, group_dst=dest, tag=_TORCHS_TAG) for part in parts if part.numel()]
-        return Request([work for work in works if work is not None], parts)
+        return self._mailbox.isend(self.group, data, *self._to("isend", dest, tag), kind)
 
-    def _post_receive(self, source: int, tag: int) -> _Receive:
-        """Posts a receive, which takes the earliest unexpected message that it matches."""
+    def _to(self, call: str, dest: int, tag: int) -> tuple[int, int]:
+        """Returns the rank and the tag of a message, checked."""
+        if not 0 <= dest < self.size:
+            raise ValueError(f"{call} to rank {dest}: this communicator has ranks 0 to {self.size - 1}")
+        return dest, tag_of(call, tag, is_receive=False)
+
+    def _from(self, call: str, source: int, tag: int) -> tuple[int, int]:
+        """Returns the rank and the tag of a receive, checked."""
         if source != ANY_SOURCE and not 0 <= source < self.size:
-            raise ValueError(f"recv from rank {source}: this communicator has ranks 0 to {self.size - 1}")
-        receive = _Receive(source, tag)
-        for at, message in enumerate(self._came):
-            if receive.matches(message):
-                receive.message = message
-                del self._came[at]
-                return receive
-        self._posted.append(receive)
-        return receive
-
-    @contextmanager
-    def _posted_receive(self, source: int, tag: int) -> Iterator[_Receive]:
-        """Posts a receive for a blocking call. If the call fails, the receive does not take a later message."""
-        receive = self._post_receive(source, tag)
-        try:
-            yield receive
-        finally:
-            if receive in self._posted:
-                self._posted.remove(receive)
-
-    def _deliver(self, message: _Message) -> None:
-        """Gives a message to the earliest posted receive that it matches, or keeps it as unexpected."""
-        for at, receive in enumerate(self._posted):
-            if receive.matches(message):
-                receive.message = message
-                del self._posted[at]
-                return
-        self._came.append(message)
-
-    def _take(self, receive: _Receive, status: Status | None) -> _Message:
-        """Waits for the message of a posted receive."""
-        while receive.message is None:
-            self._deliver(self._next(receive.source))
-        message = receive.message
-        if status is not None:
-            status.source, status.tag, status.count_bytes = message.source, message.tag, message.data.numel()
-        return message
-
-    def _next(self, source: int) -> _Message:
-        """Receives the next message from one rank, or from any, regardless of its tag."""
-        group = self.group
-        if group is None or source == self.rank:
-            raise RuntimeError(
-                f"recv from rank {source}: this rank has not sent itself a message that matches; send it before recv"
-            )
-        device = _device(group)
-        header = torch.zeros(3, dtype=torch.int64, device=device)
-        if source == ANY_SOURCE:
-            source = dist.get_group_rank(group, dist.recv(header, group=group, tag=_TORCHS_TAG))
-        else:
-            dist.recv(header, group=group, group_src=source, tag=_TORCHS_TAG)
-        tag, kind, count = header.tolist()
-        data = torch.empty(count, dtype=torch.uint8, device=device)
-        if count:
-            dist.recv(data, group=group, group_src=source, tag=_TORCHS_TAG)
-        return _Message(source, tag, kind, data.cpu())
+            raise ValueError(f"{call} from rank {source}: this communicator has ranks 0 to {self.size - 1}")
+        return source, tag_of(call, tag, is_receive=True)
 
 
 class _Null(Comm):
@@ -824,13 +641,6 @@ COMM_NULL = _Null()
 _ADD = Op("SUM", lambda a, b: a + b, dist.ReduceOp.SUM)
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
-    """Returns the device for this module's own messages in a group."""
-    devices = group._device_types
-    cpu = torch.device("cpu")
-    return cpu if cpu in devices or not devices else devices[0]
-
-
 def _bytes_of(obj: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
@@ -838,15 +648,15 @@ def _bytes_of(obj: Any) -> Tensor:
 def _bytes_in(buf: Any, call: str, dest: int, tag: int) -> tuple[Tensor, int, int, int]:
     """Returns the arguments of a message with a buffer's elements."""
     part = simple(buf, call, is_written=False)
-    given = part.read().cpu().resolve_conj().resolve_neg()
+    given = part.sent().cpu()
     # Copied, because the caller may change the buffer while the request is in flight.
     data = given.view(torch.uint8).clone() if part.count else torch.empty(0, dtype=torch.uint8, device="cpu")
     return data, dest, tag, _kind_of(part.dtype)
 
 
 def _kind_of(dtype: torch.dtype) -> int:
-    """Returns the index of a type in `_KINDS`; the index of bytes if the type is not listed."""
-    return _KINDS.index(dtype) if dtype in _KINDS else _BYTES
+    """Returns the index of a type in `KINDS`; the index of bytes if the type is not listed."""
+    return KINDS.index(dtype) if dtype in KINDS else BYTES
 
 
 def _reduction(call: str, op: Op | None) -> Any:
@@ -857,8 +667,7 @@ def _reduction(call: str, op: Op | None) -> Any:
 
 def _in_place(part: Part, call: Callable[[Tensor], Any], *, is_written: bool) -> None:
     """Calls with a buffer's elements as a dense tensor. If `is_written`, the buffer gets what the call leaves there."""
-    own = part.read()
-    flat = own.resolve_conj().resolve_neg()
+    own, flat = part.read(), part.sent()
     call(flat)
-    if is_written and (flat is not own or not part.tensor.is_contiguous()):
+    if is_written and (own.is_conj() or own.is_neg() or not part.tensor.is_contiguous()):
         part.write(flat)
