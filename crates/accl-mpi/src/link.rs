@@ -68,7 +68,7 @@ pub(crate) struct Link {
 }
 
 /// The result of polling a link.
-pub(crate) enum Look<'a> {
+pub(crate) enum Polled<'a> {
     Frame(&'a Incoming),
     Nothing,
     Ended,
@@ -169,16 +169,16 @@ impl Link {
         self.incoming.push_back(message);
     }
 
-    pub(crate) fn look(&self) -> Look<'_> {
+    pub(crate) fn poll(&self) -> Polled<'_> {
         if self.broken.is_some() {
-            return Look::Broken;
+            return Polled::Broken;
         }
         match self.incoming.front() {
-            Some(message @ Incoming { request: None, .. }) => Look::Frame(message),
-            None if self.bell.as_ref().is_some_and(|bell| bell.ends_with(self.received)) => Look::Ended,
+            Some(message @ Incoming { request: None, .. }) => Polled::Frame(message),
+            None if self.bell.as_ref().is_some_and(|bell| bell.ends_with(self.received)) => Polled::Ended,
             // A frame that has only partly arrived from a dead process never completes.
-            _ if self.bell.as_ref().is_some_and(Bell::is_silent) => Look::Ended,
-            _ => Look::Nothing,
+            _ if self.bell.as_ref().is_some_and(Bell::is_silent) => Polled::Ended,
+            _ => Polled::Nothing,
         }
     }
 

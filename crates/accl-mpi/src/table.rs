@@ -11,7 +11,7 @@ use accl_wire::table::{AGAIN, ENDED, FAILED, OK, TRANSPORT_ABI, TransportV1};
 
 use crate::address::Address;
 use crate::bell::Bell;
-use crate::link::Look;
+use crate::link::Polled;
 use crate::table_collectives;
 use crate::why;
 use crate::world::{self, World};
@@ -183,8 +183,8 @@ unsafe extern "C" fn peek(
     with(FAILED, |world| {
         for is_last in [false, true] {
             let Ok(link) = world.link(index) else { return FAILED };
-            match link.look() {
-                Look::Frame(message) => {
+            match link.poll() {
+                Polled::Frame(message) => {
                     let place = message.buffer.as_ptr();
                     // SAFETY: by `accl_transport.h`, the result pointers are valid; the message is at least as long as
                     // a head.
@@ -195,15 +195,15 @@ unsafe extern "C" fn peek(
                     }
                     return OK;
                 }
-                Look::Ended => {
+                Polled::Ended => {
                     if link.bell.as_ref().is_some_and(Bell::has_died) {
                         world.note_death();
                     }
                     return ENDED;
                 }
-                Look::Broken => return FAILED,
-                Look::Nothing if is_last => {}
-                Look::Nothing => world.turn(index),
+                Polled::Broken => return FAILED,
+                Polled::Nothing if is_last => {}
+                Polled::Nothing => world.turn(index),
             }
         }
         AGAIN

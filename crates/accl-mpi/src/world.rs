@@ -22,7 +22,7 @@ use crate::address::{self, Address};
 use crate::calls::{self, Checked, Communicator, Level, Message, Request};
 use crate::collectives::{Call, are_at_work, are_under_way, end_all, lock as lock_of, unless_over};
 use crate::frames::{Buffer, Spare};
-use crate::link::{Incoming, Link, Look, Outgoing, Peer};
+use crate::link::{Incoming, Link, Polled, Outgoing, Peer};
 
 /// Maximum number of messages that one poll receives.
 const MESSAGES: usize = 8;
@@ -97,7 +97,7 @@ pub(crate) struct World {
     cannot_fence: Option<&'static str>,
     /// Whether some processes may not reach the fence.
     is_doubtful: bool,
-    last_look: Instant,
+    last_poll: Instant,
     is_parked: bool,
 }
 
@@ -339,7 +339,7 @@ fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, unti
         broadcast: None,
         cannot_fence: None,
         is_doubtful: false,
-        last_look: Instant::now(),
+        last_poll: Instant::now(),
         is_parked: false,
     })
 }
@@ -374,7 +374,7 @@ pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
     loop {
         let is_late = Instant::now() >= until;
         let told = with(|world| {
-            world.kick();
+            world.wake();
             if !world.is_served {
                 world.move_broadcast();
             }
@@ -481,7 +481,7 @@ fn serve_until_over() {
             return;
         }
         world.serve();
-        let unwatched = world.last_look.elapsed();
+        let unwatched = world.last_poll.elapsed();
         if unwatched >= ATTENTION {
             world.is_parked = true;
             // The pause grows like an armed link's. If nothing is in flight, another thread wakes this one when needed.
@@ -510,7 +510,7 @@ pub(crate) fn start_collective(call: &Arc<Mutex<Call>>) -> Checked<()> {
         }
         if world.is_served {
             world.calls.push(call.clone());
-            world.kick();
+            world.wake();
         }
         Ok(())
     })?
@@ -527,7 +527,7 @@ pub(crate) fn test_collective(call: &Mutex<Call>) -> Option<Checked<()>> {
         })
         .unwrap_or_else(|why| Some(Err(why))),
         Some(Caller::Servant) => {
-            let _ = with(World::kick);
+            let _ = with(World::wake);
             lock_call().ended()
         }
         None => Some(Err("MPI was not started".to_owned())),
@@ -643,12 +643,12 @@ impl World {
             self.leaving.extend(outgoing.into_iter().map(|message| (peer, message)));
         }
         self.unwanted.extend(incoming);
-        self.kick();
+        self.wake();
     }
 
     /// Handles a committed frame. Sends it now if this thread may call MPI.
     pub(crate) fn send(&mut self, index: usize) {
-        self.kick();
+        self.wake();
         if !self.is_served && self.over.is_none() {
             self.send_all(index);
         }
@@ -678,7 +678,7 @@ impl World {
 
     /// Handles received messages and completed sends, if this thread may call MPI.
     pub(crate) fn turn(&mut self, index: usize) {
-        self.kick();
+        self.wake();
         if self.is_served || self.over.is_some() {
             return;
         }
@@ -687,14 +687,14 @@ impl World {
         // Messages for this link are handled before more are received.
         self.take_in_several(|world| {
             let link = world.links.get(index).and_then(Option::as_ref);
-            link.is_some_and(|link| !matches!(link.look(), Look::Nothing))
+            link.is_some_and(|link| !matches!(link.poll(), Polled::Nothing))
         });
     }
 
     /// Records a poll, and wakes the thread that calls MPI.
-    fn kick(&mut self) {
+    fn wake(&mut self) {
         if self.is_served {
-            self.last_look = Instant::now();
+            self.last_poll = Instant::now();
             if self.is_parked {
                 WANTED.notify_one();
             }

@@ -174,8 +174,8 @@ unsafe impl Link for Rigged {
         self.link.answers()
     }
 
-    fn look_again(&mut self) {
-        self.link.look_again();
+    fn force_poll(&mut self) {
+        self.link.force_poll();
     }
 
     fn abandon(&mut self) {

@@ -206,9 +206,9 @@ unsafe impl<L: Link> Link for Faulty<L> {
         self.link.as_mut().map_or(Answers::Complete, Link::answers)
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         if let Some(link) = &mut self.link {
-            link.look_again();
+            link.force_poll();
         }
     }
 

@@ -265,7 +265,7 @@ unsafe impl Link for LoopbackLink {
         self.peer.notify(&self.peer.is_armed);
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
+    fn polls_without_syscall(&self) -> bool {
         true
     }
 

@@ -147,7 +147,7 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
         about,
         carrier: if table.flags & ONE_HOST != 0 { Carrier::Unix } else { Carrier::Tcp },
         descriptors: USUAL_DESCRIPTORS,
-        is_cheap_to_look_at: table.flags & IN_MEMORY != 0,
+        polls_without_syscall: table.flags & IN_MEMORY != 0,
         open: Box::leak(Box::new(move |local: &Local<'_>| -> Box<dyn Provider> {
             Box::new(Plugin { table: checked, max_payload_bytes: local.settings.max_payload_bytes() })
         })),
@@ -410,7 +410,7 @@ impl PluginLink {
     }
 
     /// Returns the next frame.
-    fn look(&mut self) -> Option<Parts> {
+    fn poll(&mut self) -> Option<Parts> {
         if self.is_known_empty() {
             return None;
         }
@@ -442,7 +442,7 @@ impl PluginLink {
     }
 
     /// Asks the system, without blocking, whether the carrier has ended, and decides whether the link is lost.
-    fn look_for_death(&mut self) {
+    fn check_death(&mut self) {
         if self.lost.is_some() {
             return;
         }
@@ -455,7 +455,7 @@ impl PluginLink {
                 self.hung_up = Some(Instant::now());
             }
         }
-        if self.hung_up.is_some_and(|since| since.elapsed() >= LAST_FRAMES) && self.look().is_none() {
+        if self.hung_up.is_some_and(|since| since.elapsed() >= LAST_FRAMES) && self.poll().is_none() {
             self.fail(refusal::ended(&self.peer));
         }
     }
@@ -553,7 +553,7 @@ unsafe impl Link for PluginLink {
 
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         self.guard_fork()?;
-        let Some((head, payload)) = self.look() else { return self.report_loss().map(|()| None) };
+        let Some((head, payload)) = self.poll() else { return self.report_loss().map(|()| None) };
         self.shown = true;
         // SAFETY: the header guarantees that both stay unchanged until the frame is released.
         Ok(Some(unsafe { Frame { head: head.as_ref(), payload: payload.as_ref() } }))
@@ -592,8 +592,8 @@ unsafe impl Link for PluginLink {
         // The last poll comes after everything that may take in arrived data. Such a step also consumes the event that
         // would report the data.
         self.is_empty = false;
-        let has_frame = self.look().is_some();
-        self.look_for_death();
+        let has_frame = self.poll().is_some();
+        self.check_death();
         has_room || has_frame || (self.lost.is_some() && !self.told)
     }
 
@@ -603,8 +603,8 @@ unsafe impl Link for PluginLink {
 
     fn check_peer(&mut self) -> Result<()> {
         self.guard_fork()?;
-        self.look_for_death();
-        if self.look().is_some() { Ok(()) } else { self.report_loss() }
+        self.check_death();
+        if self.poll().is_some() { Ok(()) } else { self.report_loss() }
     }
 
     fn close(&mut self) {
@@ -622,7 +622,7 @@ unsafe impl Link for PluginLink {
         self.lost.is_some() || self.guard_fork().is_err() || self.progress()
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
+    fn polls_without_syscall(&self) -> bool {
         self.handle.table.flags & IN_MEMORY != 0
     }
 
@@ -636,7 +636,7 @@ unsafe impl Link for PluginLink {
         }
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         (self.is_empty, self.has_asked) = (false, false);
     }
 

@@ -294,7 +294,7 @@ impl Poller {
     ///
     /// # Errors
     /// The errors of [`Poller::wait`].
-    pub fn look(&self) -> Result<()> {
+    pub fn poll(&self) -> Result<()> {
         self.wait(Some(Duration::ZERO))
     }
 

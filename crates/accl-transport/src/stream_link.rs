@@ -516,7 +516,7 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
         }
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         self.is_empty = false;
     }
 

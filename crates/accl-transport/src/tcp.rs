@@ -22,7 +22,7 @@ pub(crate) const ROW: Transport = Transport {
     about: "one connection a peer, IPv4 or IPv6",
     carrier: Carrier::Tcp,
     descriptors: 1,
-    is_cheap_to_look_at: false,
+    polls_without_syscall: false,
     open: &|_: &Local<'_>| Box::new(OverCarrier(link)),
     collectives: None,
 };

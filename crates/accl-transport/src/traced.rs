@@ -116,12 +116,12 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.answers()
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
-        self.link.is_cheap_to_look_at()
+    fn polls_without_syscall(&self) -> bool {
+        self.link.polls_without_syscall()
     }
 
-    fn look_again(&mut self) {
-        self.link.look_again();
+    fn force_poll(&mut self) {
+        self.link.force_poll();
     }
 
     fn abandon(&mut self) {

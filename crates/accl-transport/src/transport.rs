@@ -39,8 +39,8 @@ pub struct Transport {
     /// Whether frames lie in memory that both processes share, so that neither polling nor sending needs a system call.
     /// Calls poll such links often, send encoded data without checksums, and are planned with the costs of shared
     /// memory. Calls over other links are planned with the costs of tcp.
-    /// [`accl_wire::Link::is_cheap_to_look_at`] returns the same value.
-    pub is_cheap_to_look_at: bool,
+    /// [`accl_wire::Link::polls_without_syscall`] returns the same value.
+    pub polls_without_syscall: bool,
     /// Called once for each endpoint that uses the transport.
     pub open: &'static Open,
     /// Runs whole collectives, if the transport's library can; else `None`.

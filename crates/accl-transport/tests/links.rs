@@ -281,11 +281,11 @@ fn faults_repeat_and_break_the_link_for_both() {
             let (a, b) = pair("loopback");
             let mut a = Node { link: Box::new(Faulty::new(a.link, faults)), ..a };
             let mut b = b;
-            let mut looks = 0;
+            let mut polls = 0;
             for i in 0..20u8 {
                 b.send(&[i]);
                 loop {
-                    looks += 1;
+                    polls += 1;
                     if let Some(frame) = a.try_receive().unwrap() {
                         assert_eq!(frame, [i]);
                         break;
@@ -294,10 +294,10 @@ fn faults_repeat_and_break_the_link_for_both() {
             }
             assert_eq!(a.receive().unwrap_err().kind, ErrorKind::PeerLost);
             assert_eq!(b.receive().unwrap_err().kind, ErrorKind::PeerLost);
-            looks
+            polls
         };
-        let looks = run();
-        assert!(looks > 20 && looks == run());
+        let polls = run();
+        assert!(polls > 20 && polls == run());
     });
 }
 
@@ -380,7 +380,7 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
             let slot = a.slot.expect("its news are posted");
             // No thread sleeps: the event is on the board, and no system call was made for it.
             assert!(!a.link.arm(false), "{kind}");
-            a.poller.look().unwrap();
+            a.poller.poll().unwrap();
             posted(&a);
             let before = a.link.system_calls() + b.link.system_calls();
             b.send(b"meanwhile");
@@ -432,7 +432,7 @@ fn the_end_of_a_peer_is_posted_by_whoever_asks_the_system() {
         // A link whose events are not posted is polled again and again.
         let Some(slot) = a.slot.filter(|_| kind != "loopback") else { return };
         assert!(!a.link.arm(false), "{kind}");
-        a.poller.look().unwrap();
+        a.poller.poll().unwrap();
         posted(&a);
         drop(b);
         let before = Instant::now();

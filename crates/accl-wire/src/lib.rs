@@ -13,7 +13,7 @@ mod news;
 pub mod table;
 
 pub use endpoint::{EndpointInfo, Stance, hex, lane_uuid};
-pub use link::{Answers, Frame, HEAD_BYTES, Link, Place, look_until};
+pub use link::{Answers, Frame, HEAD_BYTES, Link, Place, poll_until};
 pub use news::{NewsBoard, Slot};
 
 /// Version of the whole protocol: handshake, rings, frames, signatures, tiles, the texts that ranks publish in the

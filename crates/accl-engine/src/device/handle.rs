@@ -18,7 +18,7 @@ use accl_executor::group::PacketSink;
 use accl_types::Collective;
 
 use super::port::Port;
-use super::shared::Shared;
+use super::shared::DeviceState;
 use crate::driver::Driver;
 use crate::sync::Mutex;
 
@@ -28,7 +28,7 @@ pub(crate) struct Device {
     /// The settings, without the sessions, which only the thread knows.
     settings: Settings,
     sidestep: Vec<Collective>,
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
     port: Arc<Port>,
     /// `None` once the group was left: no more tasks are accepted.
     tasks: Mutex<Option<Sender<ExternalTask>>>,
@@ -41,7 +41,7 @@ impl Device {
         url: DeviceUrl,
         settings: Settings,
         sidestep: Vec<Collective>,
-        shared: Arc<Shared>,
+        shared: Arc<DeviceState>,
         port: Arc<Port>,
         tasks: Sender<ExternalTask>,
     ) -> Self {

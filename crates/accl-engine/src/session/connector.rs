@@ -2,7 +2,7 @@
 //!
 //! Owns the endpoint, and hands each link over to its peer under the lane's driver lock. Also sends messages to peers
 //! outside the links. These are notes that a group has failed, for ranks that do not poll their links, and questions
-//! about unreachable peers (see `inquests`). The thread sleeps until a peer connects or a link is wanted. It answers
+//! about unreachable peers (see `peer_probe`). The thread sleeps until a peer connects or a link is wanted. It answers
 //! peers even while no thread here issues a call. Read [`Connector`] first, then [`Work::turn`].
 
 use std::collections::{HashMap, VecDeque};
@@ -15,12 +15,12 @@ use accl_transport::{Endpoint, Host, Unreachable, Waker, Wanted};
 use accl_types::{Error, Result};
 use accl_wire::{EndpointInfo, Stance};
 
-use super::inquests::{Found, Inquests, Question};
+use super::peer_probe::{Found, PeerProbe, Question};
 use crate::driver::Driver;
 use crate::signals;
 use crate::sync::{Condvar, Mutex};
 use crate::time;
-use accl_executor::group::Fate;
+use accl_executor::group::PeerFate;
 use accl_executor::peers::Note;
 
 /// Delay before a note is sent. A rank that is awake learns of a failure on its links, and confirms it there.
@@ -184,7 +184,7 @@ struct Lane {
     /// Notes in the order of their due times. A note is not sent if its receiver reports the failure first.
     notes: VecDeque<(Instant, Note)>,
     /// Unreachable peers that other processes are asked about.
-    inquests: Inquests,
+    peer_probe: PeerProbe,
     /// The last reports to the driver about peers that are hard to reach.
     troubles: HashMap<Uuid, String>,
 }
@@ -196,7 +196,7 @@ impl Work {
             driver,
             awaited: HashMap::new(),
             notes: VecDeque::new(),
-            inquests: Inquests::default(),
+            peer_probe: PeerProbe::default(),
             troubles: HashMap::new(),
         };
         Self { endpoint, lanes: (0..).zip(drivers).map(lane).collect(), shared, numbers: 0 }
@@ -267,7 +267,7 @@ impl Work {
         for Unreachable { lane, peer, error, has_ended } in endpoint.take_unreachable() {
             let Some((lane, driver)) = lanes.get_mut(lane as usize).zip(drivers.get(lane as usize)) else { continue };
             if has_ended {
-                lane.inquests.begin(peer.uuid, error, time::now());
+                lane.peer_probe.begin(peer.uuid, error, time::now());
             } else {
                 driver.lose(&peer.uuid, error);
                 has_changed = true;
@@ -276,12 +276,12 @@ impl Work {
         // Numbers are unique across the questions and notes of all lanes, so each lane ignores numbers that it has not
         // sent.
         for (number, reply) in endpoint.take_replies() {
-            let fate = reply.ok().map(|answer| Fate::of(&answer));
-            lanes.iter_mut().for_each(|lane| lane.inquests.answer(number, fate, time::now()));
+            let fate = reply.ok().map(|answer| PeerFate::of(&answer));
+            lanes.iter_mut().for_each(|lane| lane.peer_probe.answer(number, fate, time::now()));
         }
         for (lane, driver) in lanes.iter_mut().zip(drivers) {
             has_changed |= lane.inquire(driver, endpoint, numbers, now);
-            lane.tell_troubles(driver, endpoint, now);
+            lane.report_troubles(driver, endpoint, now);
         }
         for warning in endpoint.take_warnings() {
             tracing::warn!("{warning}");
@@ -297,7 +297,7 @@ impl Work {
 impl Lane {
     fn next_turn(&self) -> Option<Duration> {
         let note = self.notes.front().map(|(due, _)| due.saturating_duration_since(Instant::now()));
-        let question = self.inquests.next().map(|at| at.since(time::now()));
+        let question = self.peer_probe.next().map(|at| at.since(time::now()));
         note.into_iter().chain(question).min()
     }
 
@@ -349,11 +349,11 @@ impl Lane {
             *numbers += 1;
             *numbers
         };
-        let questions = self.inquests.ask(moment, |uuid| driver.with_core(|core| core.witnesses(uuid)), number);
+        let questions = self.peer_probe.ask(moment, |uuid| driver.with_core(|core| core.neighbours_of(uuid)), number);
         for Question { number, to, bytes } in questions {
             endpoint.send_note(self.number, &to, &bytes, number, now);
         }
-        let found = self.inquests.take_found();
+        let found = self.peer_probe.take_found();
         let has_changed = !found.is_empty();
         for (uuid, found) in found {
             match found {
@@ -365,7 +365,7 @@ impl Lane {
     }
 
     /// Reports to the driver which peers are hard to reach, and why.
-    fn tell_troubles(&mut self, driver: &Driver, endpoint: &Endpoint, now: Instant) {
+    fn report_troubles(&mut self, driver: &Driver, endpoint: &Endpoint, now: Instant) {
         // Peers that a group under creation waits for are reported even before there was time for a link: the group's
         // deadline may come first.
         let awaited = self.awaited.iter().map(|(uuid, (info, _))| (*uuid, endpoint.why_not(info)));
@@ -390,7 +390,7 @@ impl Host for Answers<'_> {
     }
 
     fn on_note(&mut self, lane: u32, from: &Uuid, note: &[u8]) -> String {
-        let fate = self.0.get(lane as usize).map_or(Fate::Unknown, |driver| driver.on_note(from, note));
+        let fate = self.0.get(lane as usize).map_or(PeerFate::Unknown, |driver| driver.on_note(from, note));
         fate.name().to_owned()
     }
 }

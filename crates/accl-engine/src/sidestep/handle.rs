@@ -76,7 +76,7 @@ impl Sidestep {
         Ok(address.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// Creates the library's group from the addresses of all ranks, which `told` lists in rank order. Returns `None` if
+    /// Creates the library's group from the addresses of all ranks, which `texts` lists in rank order. Returns `None` if
     /// the library does not do this group's collectives. That result is the same on all ranks, and rank 0 logs a
     /// warning.
     ///
@@ -86,10 +86,10 @@ impl Sidestep {
         named: Vec<Collective>,
         (group, name): (u64, &str),
         rank: u32,
-        told: &[String],
+        texts: &[String],
         workers: &Workers,
     ) -> Result<Option<Arc<Self>>> {
-        let addresses: Option<Vec<Vec<u8>>> = told.iter().map(|text| bytes_of(text)).collect();
+        let addresses: Option<Vec<Vec<u8>>> = texts.iter().map(|text| bytes_of(text)).collect();
         let addresses = addresses.ok_or_else(|| Error::internal("a rank sent an invalid address"))?;
         let library =
             library().ok_or_else(|| Error::internal("the library of the transport mpi is no longer registered"))?;

@@ -128,7 +128,7 @@ impl Library {
         let mut has_ended = false;
         let mut index = 0;
         while let Some(running) = self.running.get_mut(index) {
-            match running.look() {
+            match running.poll() {
                 None => index += 1,
                 Some(end) => {
                     let running = self.running.remove(index);
@@ -192,7 +192,7 @@ impl Library {
 
 impl Running {
     /// Returns how the collective has ended; `None` while it is in flight.
-    fn look(&mut self) -> Option<End> {
+    fn poll(&mut self) -> Option<End> {
         match self.call.test() {
             Ok(true) => return Some(End::Done),
             Ok(false) => {}

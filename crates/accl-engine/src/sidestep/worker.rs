@@ -127,7 +127,7 @@ impl Worker {
     }
 
     /// Carries out the queued commands and polls each collective in flight once.
-    fn look(&self, library: &mut Library) -> Found {
+    fn poll(&self, library: &mut Library) -> Found {
         let mut has_news = false;
         loop {
             // One at a time, so that a thread that queues a command does not wait for the library.
@@ -166,7 +166,7 @@ impl Worker {
                 // No thread waits for the collectives in flight.
                 return library.abandon_all();
             }
-            let found = self.look(&mut library);
+            let found = self.poll(&mut library);
             drop(library);
             if found == Found::News {
                 (news, pause) = (Instant::now(), FIRST_PAUSE);
@@ -185,9 +185,9 @@ pub(crate) struct Helping<'a>(&'a Worker);
 
 impl Helping<'_> {
     /// Polls the library once, unless another thread holds it.
-    pub(crate) fn look(&self) -> Found {
+    pub(crate) fn poll(&self) -> Found {
         match self.0.library.try_lock() {
-            Some(mut library) => self.0.look(&mut library),
+            Some(mut library) => self.0.poll(&mut library),
             None => Found::UnderWay,
         }
     }

@@ -455,11 +455,11 @@ impl SimulatedLink {
         }
         wire.ends[end].is_armed = true;
         wire.ends[end].wants_room = wants_room;
-        let looks = !wire.is_known_empty(end);
+        let polls = !wire.is_known_empty(end);
         let knows_end = self.sees_end || !wire.is_ring();
-        let has_end = looks && knows_end && wire.end_of(end).is_some() && !self.told;
-        let has_frame = looks && wire.is_readable(end);
-        if looks {
+        let has_end = polls && knows_end && wire.end_of(end).is_some() && !self.told;
+        let has_frame = polls && wire.is_readable(end);
+        if polls {
             wire.ends[end].is_empty = !has_frame && !has_end;
         }
         self.peeked.is_some() || has_frame || has_end || (wants_room && wire.takes_more(end) && wire.room_for(end))
@@ -484,7 +484,7 @@ impl SimulatedLink {
         }
     }
 
-    fn look_for_end(&mut self) -> Result<()> {
+    fn check_end(&mut self) -> Result<()> {
         if self.peeked.is_some() {
             return Ok(());
         }
@@ -542,7 +542,7 @@ unsafe impl Link for SimulatedLink {
                 self.peeked = wire.ends[1 - self.end].under_way.pop_front();
             }
         }
-        self.look_for_end()?;
+        self.check_end()?;
         Ok(self.peeked.as_ref().map(|parcel| Frame { head: &parcel.head, payload: parcel.bytes() }))
     }
 
@@ -569,7 +569,7 @@ unsafe impl Link for SimulatedLink {
 
     fn check_peer(&mut self) -> Result<()> {
         self.ask_for_end();
-        self.look_for_end()
+        self.check_end()
     }
 
     fn close(&mut self) {
@@ -645,11 +645,11 @@ unsafe impl Link for SimulatedLink {
         wire.agenda.lock().enter_at(last, Event::Arrive { wire: wire.index, end: peer, is_quiet: false });
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
+    fn polls_without_syscall(&self) -> bool {
         self.wire.lock().is_ring()
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         self.has_asked = false;
         self.wire.lock().ends[self.end].is_empty = false;
     }

@@ -180,8 +180,8 @@ pub(super) struct Scenario {
     pub(super) linking: Linking,
     /// Number of polls of a waiting thread before it sleeps.
     pub(super) spins: u32,
-    /// See [`accl_executor::peers::Net::set_looks_before_arming`].
-    pub(super) looks_before_arming: u32,
+    /// See [`accl_executor::peers::Net::set_polls_before_arming`].
+    pub(super) polls_before_arming: u32,
     /// Time limit of each call.
     pub(super) timeout: Duration,
     /// Whether every rank leaves a group after its last call there. If false, some ranks do.
@@ -285,7 +285,7 @@ impl Scenario {
             faults: Vec::new(),
             linking: [Linking::AtFirst, Linking::WithGroups, Linking::Late][rng.below(3) as usize],
             spins: [0, 1, 3, 3, 10][rng.below(5) as usize],
-            looks_before_arming: [1, 2, 5, 256][rng.below(4) as usize],
+            polls_before_arming: [1, 2, 5, 256][rng.below(4) as usize],
             timeout: if rng.below(16) == 0 { LONG_TIMEOUT } else { TIMEOUT },
             all_leave: rng.below(2) == 0,
             without: Vec::new(),
@@ -372,7 +372,7 @@ impl Scenario {
             faults: faults.to_vec(),
             linking: Linking::AtFirst,
             spins: 0,
-            looks_before_arming: 2,
+            polls_before_arming: 2,
             timeout: TIMEOUT,
             all_leave: false,
             without: Vec::new(),
@@ -578,8 +578,8 @@ impl Scenario {
             false => &[Breaks::Fails, Breaks::Hangs],
         };
         let breaks = ways[rng.below(ways.len() as u64) as usize];
-        let is_elsewhere = self.is_offloaded(item) || self.is_staged(item, rank);
-        (is_elsewhere && rng.below(2) == 0).then_some(Fault::Break { item, rank, breaks })
+        let is_external = self.is_offloaded(item) || self.is_staged(item, rank);
+        (is_external && rng.below(2) == 0).then_some(Fault::Break { item, rank, breaks })
     }
 
     /// Draws the death of a process while all devices of its group hang, in half of the worlds with

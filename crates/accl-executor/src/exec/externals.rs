@@ -182,8 +182,8 @@ impl Externals {
 
     /// Returns why an operation was abandoned, if one was. The memory of the call must then stay.
     pub(super) fn abandoned(&self) -> Option<&Error> {
-        let not_looked_at = self.under_way.iter().find_map(|under_way| under_way.handle.abandoned());
-        not_looked_at.or_else(|| self.failure.as_ref().filter(|failure| failure.context.holds_memory))
+        let unpolled = self.under_way.iter().find_map(|under_way| under_way.handle.abandoned());
+        unpolled.or_else(|| self.failure.as_ref().filter(|failure| failure.context.holds_memory))
     }
 
     /// Describes an operation that has not ended, for messages. `without_parts` leaves out the parts that other lanes

@@ -17,7 +17,7 @@ pub(super) const ROW: Transport = Transport {
     about: "a pipe in each direction between processes of one host",
     carrier: Carrier::Unix,
     descriptors: 2,
-    is_cheap_to_look_at: false,
+    polls_without_syscall: false,
     open: &|_: &Local<'_>| Box::new(Pipes),
     collectives: None,
 };

@@ -14,7 +14,7 @@ pub(super) const ROW: Transport = Transport {
     about: "records over TCP, each readable once it is complete, as with encryption",
     carrier: Carrier::Tcp,
     descriptors: 1,
-    is_cheap_to_look_at: false,
+    polls_without_syscall: false,
     open: &|_: &Local<'_>| Box::new(OverCarrier(link)),
     collectives: None,
 };

@@ -29,7 +29,7 @@ mod loom_tests;
 mod tests;
 
 use crate::sync::{AtomicU64, Ordering};
-use accl_wire::{Frame, HEAD_BYTES, Place, look_until};
+use accl_wire::{Frame, HEAD_BYTES, Place, poll_until};
 
 /// Alignment of payloads in the ring. Two payloads never share a cache line, so that writing one does not disturb
 /// reading another.
@@ -273,7 +273,7 @@ impl<M: Memory> Writer<M> {
     #[cold]
     fn grow_at_the_end(&mut self, len: usize) -> Result<(), Broken> {
         if self.window.bytes < PAYLOADS_OF_A_LAP * data_bytes(len) && self.window.bytes < self.memory.data_bytes() {
-            self.look_what_was_taken()?;
+            self.poll_taken()?;
             self.grow(Demand::Wished)?;
         }
         Ok(())
@@ -369,11 +369,11 @@ impl<M: Memory> Writer<M> {
         if self.fits(need, next) {
             return Ok(true);
         }
-        self.look_what_was_taken()?;
+        self.poll_taken()?;
         Ok(self.fits(need, next))
     }
 
-    fn look_what_was_taken(&mut self) -> Result<(), Broken> {
+    fn poll_taken(&mut self) -> Result<(), Broken> {
         // Acquire: the reader has finished with all these frames before the writer writes there.
         let taken = self.memory.counters().taken.0.load(Ordering::Acquire);
         if taken < self.taken || taken > self.count {
@@ -422,13 +422,13 @@ impl<M: Memory> Reader<M> {
         Ok(self.peeked.is_some())
     }
 
-    /// Polls up to `looks` times until the next frame's slot has changed.
+    /// Polls up to `polls` times until the next frame's slot has changed.
     #[inline]
-    pub(crate) fn await_word(&self, looks: u32) {
+    pub(crate) fn await_word(&self, polls: u32) {
         let word = self.memory.word(self.count as usize & (self.memory.slot_count() - 1));
         let unchanged = self.previous();
         // Relaxed: `find` loads the word again.
-        look_until(looks, || word.load(Ordering::Relaxed) >> 32 != unchanged);
+        poll_until(polls, || word.load(Ordering::Relaxed) >> 32 != unchanged);
     }
 
     /// Returns the frame that was found; the same one until it is released.

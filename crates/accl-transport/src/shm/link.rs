@@ -141,7 +141,7 @@ impl ShmLink {
     }
 
     /// Asks the kernel, without blocking, whether the peer has closed or died.
-    fn look_for_death(&mut self) {
+    fn check_death(&mut self) {
         if self.lost.is_some() {
             return;
         }
@@ -229,8 +229,8 @@ unsafe impl Link for ShmLink {
     }
 
     #[inline]
-    fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
-        self.reader.await_word(looks);
+    fn await_frame(&mut self, polls: u32) -> Result<Option<Frame<'_>>> {
+        self.reader.await_word(polls);
         self.peek()
     }
 
@@ -253,7 +253,7 @@ unsafe impl Link for ShmLink {
             return true;
         }
         // The edge of a hang-up may have been reported already, and then it would not end the sleep.
-        self.look_for_death();
+        self.check_death();
         self.lost.is_some() && !self.told
     }
 
@@ -266,7 +266,7 @@ unsafe impl Link for ShmLink {
 
     fn check_peer(&mut self) -> Result<()> {
         self.guard_fork()?;
-        self.look_for_death();
+        self.check_death();
         match (&self.lost, self.reader.poll()) {
             (None, _) | (Some(_), Ok(true)) => Ok(()),
             (Some(_), Ok(false)) => self.report_loss(),
@@ -300,11 +300,11 @@ unsafe impl Link for ShmLink {
         self.tell_peer_of(DATA | ROOM);
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
+    fn polls_without_syscall(&self) -> bool {
         true
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         self.has_asked = false;
     }
 

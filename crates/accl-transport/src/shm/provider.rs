@@ -22,7 +22,7 @@ pub(crate) const ROW: Transport = Transport {
     carrier: Carrier::Unix,
     // The socket, the peer's event descriptor and the peer's process descriptor.
     descriptors: 3,
-    is_cheap_to_look_at: true,
+    polls_without_syscall: true,
     open: &|local: &Local<'_>| Box::new(Shm::new(local)),
     collectives: None,
 };

@@ -20,7 +20,7 @@ use super::traffic::Traffic;
 
 /// Number of consecutive polls without a frame after which a link is armed. Posting an event costs the peer more than a
 /// poll costs here.
-const LOOKS_BEFORE_ARMING: u32 = 256;
+const POLLS_BEFORE_ARMING: u32 = 256;
 
 /// Index of a peer process in [`Net`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -55,9 +55,9 @@ pub struct Peer {
     /// Value of `queued` after the latest frame that the peer needs even if this rank has left.
     relied_on: u64,
     info: EndpointInfo,
-    said_goodbye: bool,
+    has_disconnected: bool,
     /// Whether the disconnect message is only assumed, because no remaining process could have received it.
-    is_goodbye_assumed: bool,
+    is_disconnect_assumed: bool,
     gone: Option<Gone>,
     /// Whether a send found no room since the last pass.
     wants_room: bool,
@@ -67,7 +67,7 @@ pub struct Peer {
     /// Whether passes poll its link.
     is_polled: bool,
     /// Number of consecutive polls that found nothing.
-    idle_looks: u32,
+    idle_polls: u32,
     /// Whether a send waited for room when the link was last armed.
     is_armed_for_room: bool,
     /// Whether the peer is in `Net::dirty`, which a flush visits.
@@ -93,8 +93,8 @@ impl Peer {
     }
 
     /// Returns whether the disconnect message is only assumed, because no remaining process could have received it.
-    pub(crate) fn is_goodbye_assumed(&self) -> bool {
-        self.is_goodbye_assumed
+    pub(crate) fn is_disconnect_assumed(&self) -> bool {
+        self.is_disconnect_assumed
     }
 
     /// Returns the time for which the peer's host was unresponsive at the last check; `None` if it was responsive.
@@ -182,8 +182,8 @@ pub struct Net {
     board: Option<Arc<dyn NewsBoard>>,
     by_slot: HashMap<Slot, PeerId>,
     /// Number of times that a link was polled so far.
-    looks: u64,
-    looks_before_arming: u32,
+    polls: u64,
+    polls_before_arming: u32,
     /// Number of peers that have no link and are not gone.
     unlinked: usize,
     /// Whether links or notes were requested since the last [`Net::take_wanted`].
@@ -227,8 +227,8 @@ impl Default for Net {
             polled: Vec::new(),
             board: None,
             by_slot: HashMap::new(),
-            looks: 0,
-            looks_before_arming: LOOKS_BEFORE_ARMING,
+            polls: 0,
+            polls_before_arming: POLLS_BEFORE_ARMING,
             unlinked: 0,
             has_wanted: false,
             wanted: Vec::new(),
@@ -283,13 +283,13 @@ impl Net {
             queued: 0,
             relied_on: 0,
             info: info.clone(),
-            said_goodbye: false,
-            is_goodbye_assumed: false,
+            has_disconnected: false,
+            is_disconnect_assumed: false,
             gone: None,
             wants_room: false,
             slot: None,
             is_polled: false,
-            idle_looks: 0,
+            idle_polls: 0,
             is_armed_for_room: false,
             is_dirty: false,
             is_unanswered: false,
@@ -306,7 +306,7 @@ impl Net {
         if peer.link.is_some() || peer.gone.is_some() {
             return;
         }
-        self.streams += usize::from(!link.is_cheap_to_look_at());
+        self.streams += usize::from(!link.polls_without_syscall());
         self.listeners += usize::from(link.needs_listener());
         self.unlinked -= 1;
         (peer.link, peer.slot, peer.is_polled) = (Some(link), slot, true);
@@ -405,7 +405,7 @@ impl Net {
 
     /// Adds a peer with its link: see [`Net::attach`].
     pub fn add(&mut self, info: &EndpointInfo, link: Box<dyn Link>, slot: Option<Slot>) -> PeerId {
-        let shares_memory = link.is_cheap_to_look_at();
+        let shares_memory = link.polls_without_syscall();
         let id = self.introduce(info, shares_memory);
         self.attach(id, link, slot);
         id
@@ -501,9 +501,9 @@ impl Net {
     }
 
     /// Records that a peer has sent a disconnect message, or that this is only assumed.
-    pub(crate) fn note_goodbye(&mut self, id: PeerId, is_assumed: bool) {
+    pub(crate) fn note_disconnect(&mut self, id: PeerId, is_assumed: bool) {
         let peer = self.peer_mut(id);
-        (peer.said_goodbye, peer.is_goodbye_assumed) = (true, is_assumed);
+        (peer.has_disconnected, peer.is_disconnect_assumed) = (true, is_assumed);
     }
 
     /// Adds the counters of a group that has ended.
@@ -523,10 +523,10 @@ impl Net {
     }
 
     /// Returns whether polling this peer's link costs no system call, or will cost none.
-    pub(crate) fn is_cheap_to_look_at(&self, id: PeerId) -> bool {
+    pub(crate) fn polls_without_syscall(&self, id: PeerId) -> bool {
         let peer = self.peer(id);
         match &peer.link {
-            Some(link) => link.is_cheap_to_look_at(),
+            Some(link) => link.polls_without_syscall(),
             None => peer.shares_memory && peer.gone.is_none(),
         }
     }
@@ -537,32 +537,32 @@ impl Net {
     }
 
     /// Makes the next pass poll this peer's link, and ask the system even if no event was seen.
-    pub fn look_again(&mut self, id: PeerId) {
+    pub fn force_poll(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
-            link.look_again();
+            link.force_poll();
             self.poll_link(id);
         }
     }
 
-    /// Does the same as [`Net::look_again`] if the last poll of this peer's link found something.
-    pub(crate) fn look_again_if_flowing(&mut self, id: PeerId) {
+    /// Does the same as [`Net::force_poll`] if the last poll of this peer's link found something.
+    pub(crate) fn force_poll_if_flowing(&mut self, id: PeerId) {
         let peer = self.peer(id);
-        if peer.is_polled && peer.idle_looks == 0 {
-            self.look_again(id);
+        if peer.is_polled && peer.idle_polls == 0 {
+            self.force_poll(id);
         }
     }
 
-    /// Does the same as [`Net::look_again`] for all peers. A system call for each of them follows.
-    pub fn look_again_everywhere(&mut self) {
+    /// Does the same as [`Net::force_poll`] for all peers. A system call for each of them follows.
+    pub fn force_poll_all(&mut self) {
         for index in 0..self.linked.len() {
-            self.look_again(self.linked[index]);
+            self.force_poll(self.linked[index]);
         }
     }
 
-    /// Returns the next frame if it arrives within `looks` polls. Errors are left to a pass.
+    /// Returns the next frame if it arrives within `polls` polls. Errors are left to a pass.
     #[inline]
-    pub(crate) fn await_frame(&mut self, id: PeerId, looks: u32) -> Option<Frame<'_>> {
-        self.link(id)?.await_frame(looks).ok()?
+    pub(crate) fn await_frame(&mut self, id: PeerId, polls: u32) -> Option<Frame<'_>> {
+        self.link(id)?.await_frame(polls).ok()?
     }
 
     /// Commits like [`Net::commit`], for links that send without a flush. [`Net::wake`] must follow soon.
@@ -750,7 +750,7 @@ impl Net {
     }
 
     /// Returns the peers whose hosts are unresponsive, and for how long.
-    pub(crate) fn look_for_answers(&mut self) -> Vec<(PeerId, Duration)> {
+    pub(crate) fn take_unresponsive(&mut self) -> Vec<(PeerId, Duration)> {
         let mut silent = Vec::new();
         let mut unanswered = std::mem::take(&mut self.unanswered);
         unanswered.retain(|&id| {
@@ -770,7 +770,7 @@ impl Net {
 
     /// Checks whether the peer still exists. The error describes how it disconnected.
     pub(crate) fn check(&mut self, id: PeerId) -> Result<()> {
-        self.looks += 1;
+        self.polls += 1;
         match self.link(id) {
             Some(link) => link.check_peer(),
             None => Ok(()),
@@ -792,7 +792,7 @@ impl Net {
         let peer = self.peer_mut(id);
         let is_new = peer.gone.is_none();
         if is_new {
-            peer.gone = Some(if peer.said_goodbye { Gone::Left } else { Gone::Lost(error) });
+            peer.gone = Some(if peer.has_disconnected { Gone::Left } else { Gone::Lost(error) });
         }
         let link = peer.link.take();
         let (slot, was_polled) = (peer.slot.take(), std::mem::take(&mut peer.is_polled));
@@ -809,7 +809,7 @@ impl Net {
             self.by_slot.remove(&slot);
         }
         if let Some(link) = &link {
-            self.streams -= usize::from(!link.is_cheap_to_look_at());
+            self.streams -= usize::from(!link.polls_without_syscall());
             self.listeners -= usize::from(link.needs_listener());
             self.linked.retain(|&linked| linked != id);
         }
@@ -878,7 +878,7 @@ impl Net {
         self.each_link(|link| {
             let _ = link.flush();
             link.close();
-            link.look_again();
+            link.force_poll();
             // Closing a socket with unread bytes resets the connection, which would discard bytes in flight to the
             // peer.
             while let Ok(Some(_)) = link.peek() {
