@@ -17,10 +17,10 @@ use accl_wire::EndpointInfo;
 use crate::device::{OpenBus, OpenDevices};
 use crate::driver::waiting::{Delivery, lasting};
 use crate::driver::{Driver, Polling};
+use crate::offload::Workers;
 use crate::session::connector::Connector;
 use crate::session::cores::HostLoad;
 use crate::session::rendezvous::Attempts;
-use crate::sidestep::Workers;
 use crate::sync::Mutex;
 use crate::time;
 use accl_executor::group::GroupState;
@@ -74,7 +74,7 @@ pub struct Engine {
     opener: OnceLock<Arc<dyn OpenBus>>,
     pub(crate) devices: OpenDevices,
     /// Workers that have libraries do collectives.
-    pub(crate) sidestep: Workers,
+    pub(crate) offload_workers: Workers,
 }
 
 /// Parts of the engine that exist once the first group is created.
@@ -134,7 +134,7 @@ impl Engine {
             find_machine,
             opener: OnceLock::new(),
             devices: OpenDevices::default(),
-            sidestep: Workers::default(),
+            offload_workers: Workers::default(),
         })
     }
 

@@ -72,8 +72,8 @@ impl Jobs {
         do_all(jobs) > 0
     }
 
-    /// On another thread: runs the jobs and returns how many there were. The deferred values stay for the lane's thread,
-    /// because each takes as long as a job.
+    /// On another thread: runs the jobs and returns how many there were. The deferred values stay for the lane's
+    /// thread, because each takes as long as a job.
     pub(crate) fn run_for_another(&self) -> usize {
         if !self.are_there() {
             return 0;

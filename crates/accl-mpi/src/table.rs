@@ -10,7 +10,7 @@ use accl_wire::HEAD_BYTES;
 use accl_wire::table::{AGAIN, ENDED, FAILED, OK, TRANSPORT_ABI, TransportV1};
 
 use crate::address::Address;
-use crate::bell::Bell;
+use crate::doorbell::Doorbell;
 use crate::link::Polled;
 use crate::table_collectives;
 use crate::why;
@@ -153,12 +153,12 @@ unsafe extern "C" fn reserve(
         if !link.has_room() {
             return AGAIN;
         }
-        let place = link.reserve(payload_bytes, spare);
+        let address = link.reserve(payload_bytes, spare);
         // SAFETY: by `accl_transport.h`, `head` and `payload` are valid; the buffer has room for the head and the
         // payload after it.
         unsafe {
-            *head = place.cast();
-            *payload = place.add(HEAD_BYTES).cast();
+            *head = address.cast();
+            *payload = address.add(HEAD_BYTES).cast();
         }
         OK
     })
@@ -185,18 +185,18 @@ unsafe extern "C" fn peek(
             let Ok(link) = world.link(index) else { return FAILED };
             match link.poll() {
                 Polled::Frame(message) => {
-                    let place = message.buffer.as_ptr();
+                    let address = message.buffer.as_ptr();
                     // SAFETY: by `accl_transport.h`, the result pointers are valid; the message is at least as long as
                     // a head.
                     unsafe {
-                        *head = place.cast();
-                        *payload = place.add(HEAD_BYTES).cast();
+                        *head = address.cast();
+                        *payload = address.add(HEAD_BYTES).cast();
                         *payload_bytes = message.bytes - HEAD_BYTES;
                     }
                     return OK;
                 }
                 Polled::Ended => {
-                    if link.bell.as_ref().is_some_and(Bell::has_died) {
+                    if link.doorbell.as_ref().is_some_and(Doorbell::has_died) {
                         world.note_death();
                     }
                     return ENDED;
@@ -237,10 +237,10 @@ unsafe extern "C" fn progress(link: *mut c_void) -> c_int {
     })
 }
 
-unsafe extern "C" fn attach(link: *mut c_void, carrier: c_int) {
+unsafe extern "C" fn attach(link: *mut c_void, bootstrap: c_int) {
     with((), |world| {
         if let Ok(link) = world.link(index_of(link)) {
-            link.bell = Some(Bell::new(carrier));
+            link.doorbell = Some(Doorbell::new(bootstrap));
         }
     });
 }

@@ -35,7 +35,7 @@ pub struct Frame<'a> {
 
 /// Buffer for one outgoing frame.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Place<'a> {
+pub struct FrameSlot<'a> {
     /// Room for the encoded [`crate::frame::Header`].
     pub head: &'a mut [u8; HEAD_BYTES],
     /// Room for the payload, aligned to 8 bytes.
@@ -60,7 +60,7 @@ pub enum Answers {
 ///
 /// # Safety
 /// A peeked frame must keep its address and contents until [`Link::release`] or the end of the link. No other use of
-/// the link may change that. A reserved place must stay valid until [`Link::commit`] or the next [`Link::try_reserve`].
+/// the link may change that. A reserved slot must stay valid until [`Link::commit`] or the next [`Link::try_reserve`].
 /// The executor relies on this: it handles a frame while it sends over the same link.
 #[expect(unsafe_code, reason = "users of a link read frames at the addresses that it returns")]
 pub unsafe trait Link: Send {
@@ -68,12 +68,12 @@ pub unsafe trait Link: Send {
     /// [`crate::frame::OVERHEAD_BYTES`].
     fn max_payload_bytes(&self) -> usize;
 
-    /// Reserves a place for one frame with a payload of exactly `payload_bytes`. Returns `None` if there is no room
+    /// Reserves a slot for one frame with a payload of exactly `payload_bytes`. Returns `None` if there is no room
     /// now. A second reservation without a commit gives up the first.
     ///
     /// # Errors
     /// `PeerLost` or `Network` if the link is broken; `Internal` if the payload is longer than allowed.
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>>;
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>>;
 
     /// Publishes the reserved frame, and posts an event if the peer has armed its end. Does nothing without a
     /// reservation.
@@ -99,7 +99,7 @@ pub unsafe trait Link: Send {
         self.peek()
     }
 
-    /// Frees the place of the peeked frame, and wakes a peer that waits for room. Does nothing without a peeked frame.
+    /// Frees the slot of the peeked frame, and wakes a peer that waits for room. Does nothing without a peeked frame.
     fn release(&mut self);
 
     /// Pushes buffered bytes towards the peer without blocking. Returns `true` if no bytes are left in this process.
@@ -178,7 +178,7 @@ pub unsafe trait Link: Send {
     fn force_poll(&mut self) {}
 
     /// Returns the time for which an armed link may be left unpolled, asked after each [`Link::arm`]. `None` means that
-    /// news of the link are posted as soon as there is something to find.
+    /// events of the link are posted as soon as there is something to find.
     fn poll_interval(&self) -> Option<Duration> {
         None
     }
@@ -215,7 +215,7 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
         (**self).max_payload_bytes()
     }
 
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         (**self).try_reserve(payload_bytes)
     }
 

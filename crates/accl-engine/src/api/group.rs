@@ -22,7 +22,7 @@ use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
 use crate::lanes::{Announced, Cut, Lane, Least, Parts, Starter, parts_of};
-use crate::sidestep::Sidestep;
+use crate::offload::LibraryOffload;
 use crate::sync::MutexGuard;
 use crate::time;
 use accl_executor::call::CallDesc;
@@ -57,7 +57,7 @@ fn pending(call: Call) -> Ran {
 pub(crate) struct Rules {
     pub(crate) default_codec: Option<DefaultCodec>,
     pub(crate) device: Option<Arc<Device>>,
-    pub(crate) sidestep: Option<Arc<Sidestep>>,
+    pub(crate) offload: Option<Arc<LibraryOffload>>,
     pub(crate) planner: Planner,
     /// Drivers of the lanes after the first.
     pub(crate) lanes: Vec<Arc<Driver>>,
@@ -76,7 +76,7 @@ pub struct Group {
     /// The device that does some of its collectives, if there is one.
     device: Option<Arc<Device>>,
     /// Has a library do other collectives, if a setting says so.
-    sidestep: Option<Arc<Sidestep>>,
+    offload: Option<Arc<LibraryOffload>>,
     planning: Planning,
     /// Drivers of the lanes after the first, which do parts of large calls.
     pub(crate) lanes: Vec<Arc<Driver>>,
@@ -89,7 +89,7 @@ pub struct Group {
 
 impl Group {
     pub(crate) fn new(engine: Arc<Engine>, id: u64, name: Arc<str>, spec: &GroupSpec, rules: Rules) -> Arc<Self> {
-        let Rules { default_codec, device, sidestep, planner, lanes, least } = rules;
+        let Rules { default_codec, device, offload, planner, lanes, least } = rules;
         let (rank, world) = (spec.rank, spec.world);
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
         let driver = engine.driver.clone();
@@ -99,7 +99,7 @@ impl Group {
             caller: Arc::new(Caller { group: id, name, rank, world, global_rank }),
             default_codec,
             device,
-            sidestep,
+            offload,
             planning: Planning::new(planner),
             takers: lanes.iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect(),
             lanes,
@@ -130,11 +130,11 @@ impl Group {
     /// Returns the call for the group's device or for a library; `None` if the host does it.
     #[inline]
     fn offloaded(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<CallDesc> {
-        if self.device.is_none() && self.sidestep.is_none() || default.is_some() {
+        if self.device.is_none() && self.offload.is_none() || default.is_some() {
             return None;
         }
         let by_device = self.device.as_ref().and_then(|device| device.takes(desc, self.caller.world));
-        by_device.or_else(|| self.sidestep.as_ref()?.takes(desc))
+        by_device.or_else(|| self.offload.as_ref()?.takes(desc))
     }
 
     fn start_offloaded(&self, desc: &CallDesc) -> Result<Call> {
@@ -304,12 +304,12 @@ impl Group {
 
     /// Returns the name of what does a call: the algorithm of its plan, unless a library does it.
     fn name_of(&self, desc: &CallDesc, name: &'static str) -> &'static str {
-        self.library_of(desc).map_or(name, |_| Sidestep::NAME)
+        self.library_of(desc).map_or(name, |_| LibraryOffload::NAME)
     }
 
     /// Returns what has a library do the call; `None` if no library does.
-    fn library_of(&self, desc: &CallDesc) -> Option<&Sidestep> {
-        self.sidestep.as_deref().filter(|_| Sidestep::has(desc))
+    fn library_of(&self, desc: &CallDesc) -> Option<&LibraryOffload> {
+        self.offload.as_deref().filter(|_| LibraryOffload::has(desc))
     }
 
     fn refuse_if_aborted(&self, collective: Collective) -> Result<()> {
@@ -334,7 +334,7 @@ impl Group {
         }
         self.driver.submitted(&call);
         let mut state = InFlight::new(call, notifier);
-        state.worker = self.library_of(desc).map(Sidestep::worker);
+        state.worker = self.library_of(desc).map(LibraryOffload::worker);
         Ok(Call { state, driver: Arc::downgrade(&self.driver) })
     }
 
@@ -421,8 +421,8 @@ impl Group {
             others.map(line).collect::<String>()
         });
         let device = self.device.as_ref().map(|device| device.describe()).unwrap_or_default();
-        let sidestep = self.sidestep.as_ref().map(|sidestep| sidestep.describe()).unwrap_or_default();
-        head + &links.unwrap_or_default() + &device + &sidestep
+        let offload = self.offload.as_ref().map(|offload| offload.describe()).unwrap_or_default();
+        head + &links.unwrap_or_default() + &device + &offload
     }
 
     /// Returns the first error that made the group fail; `None` if it has not failed.
@@ -536,8 +536,8 @@ impl Group {
         if let Some(device) = &self.device {
             device.close();
         }
-        if let Some(sidestep) = &self.sidestep {
-            sidestep.close(has_failed);
+        if let Some(offload) = &self.offload {
+            offload.close(has_failed);
         }
         for lane in self.drivers() {
             lane.flush();

@@ -295,9 +295,9 @@ mod tests {
                         std::thread::yield_now();
                     }
                     // A deadline that has passed and stays would keep the driver thread from sleeping.
-                    let look_at = engine.driver.with_core(|core| core.next_deadline());
+                    let next_poll = engine.driver.with_core(|core| core.next_deadline());
                     is_enough.store(true, Ordering::SeqCst);
-                    assert_eq!(look_at, None, "with {timeout:?}");
+                    assert_eq!(next_poll, None, "with {timeout:?}");
                 });
             }
         }

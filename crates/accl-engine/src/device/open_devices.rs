@@ -1,8 +1,8 @@
 //! The devices of an engine whose threads still run.
 //!
 //! Owns the rule that a device is reopened only after the thread of its earlier opening has ended. Most devices accept
-//! one user at a time. Also ends all devices with the process. Does not know what a device does. Read [`OpenDevices::add`]
-//! first.
+//! one user at a time. Also ends all devices with the process. Does not know what a device does. Read
+//! [`OpenDevices::add`] first.
 
 use std::convert::Infallible;
 use std::sync::mpsc::{self, Receiver, Sender};

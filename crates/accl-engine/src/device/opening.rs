@@ -36,7 +36,7 @@ impl Opening {
     pub(crate) fn begin(
         url: DeviceUrl,
         (rank, world): (u32, u32),
-        sidestep: Vec<Collective>,
+        excluded: Vec<Collective>,
         (opener, open_devices): (Arc<dyn OpenBus>, &OpenDevices),
         frame_bytes: usize,
         deadline: Moment,
@@ -57,7 +57,7 @@ impl Opening {
             port: port.clone(),
             deadline,
         };
-        let device = Arc::new(Device::new(url.clone(), settings, sidestep, shared, port, tasks));
+        let device = Arc::new(Device::new(url.clone(), settings, excluded, shared, port, tasks));
         let ending = open_devices.add(&device);
         std::thread::Builder::new()
             .name("accl-device".to_owned())

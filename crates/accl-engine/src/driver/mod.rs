@@ -283,11 +283,11 @@ impl Driver {
 
     /// Sets the poller and its waker. Only the first call has an effect.
     pub(crate) fn set_polling(&self, polling: Polling) {
-        let (waker, board) = (polling.waker.clone(), polling.poller.board());
+        let (waker, bitmap) = (polling.waker.clone(), polling.poller.bitmap());
         if self.polling.set(polling).is_ok() {
             self.with_core(|core| {
                 core.set_wake(Arc::new(move || waker.wake()));
-                core.net.set_board(board);
+                core.net.set_bitmap(bitmap);
             });
         }
     }

@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use super::{Driver, ROUNDS_BEFORE_POLL, handle_arrived};
 use crate::election::Waiter;
 use crate::in_flight::InFlight;
-use crate::sidestep::Found;
+use crate::offload::Found;
 use crate::time;
 
 /// Interval at which a waiter checks for signals, in milliseconds.

@@ -274,7 +274,7 @@ fn loom_who_stands_aside_for_its_interrupt_hook_is_not_relied_upon() {
 }
 
 #[test]
-fn loom_the_background_thread_takes_over_what_nobody_waits_for() {
+fn loom_the_background_thread_takes_over_calls_without_a_waiter() {
     check(|| {
         let (model, calls) = Model::new(2, 1);
         let peer = {

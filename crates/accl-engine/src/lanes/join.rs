@@ -21,11 +21,11 @@ use crate::sync::Mutex;
 
 /// Joins the parts of a call: the first part waits for it.
 pub(crate) struct Join {
-    state: Mutex<State>,
+    state: Mutex<JoinState>,
     me: Weak<Join>,
 }
 
-struct State {
+struct JoinState {
     /// Number of other parts that have not ended.
     left: u32,
     /// The error of the first part that failed.
@@ -176,8 +176,14 @@ impl Drop for OtherPart {
 impl Join {
     /// Creates a join for `others` parts in addition to the first.
     pub(crate) fn new(others: u32) -> Arc<Self> {
-        let state =
-            State { left: others, error: None, has_failed_alone: false, is_cancelled: false, task: None, parts: None };
+        let state = JoinState {
+            left: others,
+            error: None,
+            has_failed_alone: false,
+            is_cancelled: false,
+            task: None,
+            parts: None,
+        };
         Arc::new_cyclic(|me| Self { state: Mutex::new(state), me: me.clone() })
     }
 
@@ -235,7 +241,7 @@ impl Join {
     }
 }
 
-impl State {
+impl JoinState {
     /// Ends the task once all parts have ended. If the group failed on another lane, the task stays until the first
     /// lane has received that failure with the rank that caused it.
     fn finish(&mut self) {

@@ -35,28 +35,28 @@ pub(crate) struct Connector {
     endpoint: Mutex<Option<Endpoint>>,
     /// The driver of each lane.
     drivers: Vec<Weak<Driver>>,
-    shared: Arc<Shared>,
+    shared: Arc<ConnectorShared>,
 }
 
 /// State shared by the thread and its handle.
-struct Shared {
+struct ConnectorShared {
     waker: Arc<Waker>,
     /// Set before the wake-up.
     is_stopping: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<ConnectorState>,
     /// Notified when the state of a link may have changed.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    requests: Vec<Request>,
+struct ConnectorState {
+    requests: Vec<LinkRequest>,
     is_running: bool,
     /// Why the thread has ended, after a panic.
     failure: Option<Error>,
 }
 
-enum Request {
+enum LinkRequest {
     /// A group is being created that needs links to these peers on a lane.
     Want(u32, Vec<EndpointInfo>),
     /// The group no longer waits for these peers, whether it has links to them or not.
@@ -74,7 +74,7 @@ impl Connector {
         let waker = Arc::new(Waker::new()?);
         let drivers = drivers.inspect(|driver| driver.wanted().set_waker(waker.clone()));
         let drivers = drivers.map(Arc::downgrade).collect();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ConnectorShared {
             waker,
             is_stopping: AtomicBool::new(false),
             state: Mutex::default(),
@@ -115,24 +115,24 @@ impl Connector {
         })
     }
 
-    fn ask(&self, request: Request) {
+    fn ask(&self, request: LinkRequest) {
         self.shared.state.lock().requests.push(request);
         self.shared.waker.wake();
     }
 
     /// Begins to make links that both this side and the peers want.
     pub(crate) fn want(&self, lane: u32, peers: Vec<EndpointInfo>) {
-        self.ask(Request::Want(lane, peers));
+        self.ask(LinkRequest::Want(lane, peers));
     }
 
     /// Withdraws a [`Connector::want`]: its caller no longer waits for these peers.
     pub(crate) fn forget(&self, lane: u32, peers: Vec<Uuid>) {
-        self.ask(Request::Forget(lane, peers));
+        self.ask(LinkRequest::Forget(lane, peers));
     }
 
     /// Hands over links of peers that connected before they were introduced.
     pub(crate) fn hand_over(&self) {
-        self.ask(Request::HandOver);
+        self.ask(LinkRequest::HandOver);
     }
 
     /// Waits until the state of a link may have changed, for `at_most` at the longest.
@@ -170,7 +170,7 @@ impl Drop for Connector {
 struct Work {
     endpoint: Endpoint,
     lanes: Vec<Lane>,
-    shared: Arc<Shared>,
+    shared: Arc<ConnectorShared>,
     /// Last number given to a note or question.
     numbers: u64,
 }
@@ -190,7 +190,7 @@ struct Lane {
 }
 
 impl Work {
-    fn new(endpoint: Endpoint, drivers: Vec<Weak<Driver>>, shared: Arc<Shared>) -> Self {
+    fn new(endpoint: Endpoint, drivers: Vec<Weak<Driver>>, shared: Arc<ConnectorShared>) -> Self {
         let lane = |(number, driver)| Lane {
             number,
             driver,
@@ -228,7 +228,7 @@ impl Work {
     }
 
     /// Begins to make wanted links, polls those in progress, and hands completed links over to their peers.
-    fn turn(&mut self, drivers: &[Arc<Driver>], requests: Vec<Request>) {
+    fn turn(&mut self, drivers: &[Arc<Driver>], requests: Vec<LinkRequest>) {
         let now = Instant::now();
         let Self { endpoint, lanes, numbers, .. } = self;
         for (lane, driver) in lanes.iter_mut().zip(drivers) {
@@ -237,17 +237,17 @@ impl Work {
         let mut has_changed = !requests.is_empty();
         for request in requests {
             match request {
-                Request::Want(lane, infos) => {
+                LinkRequest::Want(lane, infos) => {
                     if let Some((lane, driver)) = lanes.get_mut(lane as usize).zip(drivers.get(lane as usize)) {
                         lane.want(infos, driver, endpoint, now);
                     }
                 }
-                Request::Forget(lane, peers) => {
+                LinkRequest::Forget(lane, peers) => {
                     if let Some(lane) = lanes.get_mut(lane as usize) {
                         peers.iter().for_each(|peer| lane.forget(peer, endpoint));
                     }
                 }
-                Request::HandOver => {}
+                LinkRequest::HandOver => {}
             }
         }
         for (lane, driver) in lanes.iter_mut().zip(drivers) {

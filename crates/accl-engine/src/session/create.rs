@@ -27,8 +27,8 @@ use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
 use crate::lanes::Least;
+use crate::offload::{self, LibraryOffload};
 use crate::settings::intra_node_of;
-use crate::sidestep::{self, Sidestep};
 use crate::time::{self, far};
 use accl_executor::peers::{Gone, PeerId, missing, neighbours};
 use accl_executor::plan::Planner;
@@ -61,7 +61,7 @@ struct Devices {
 fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
     let url = DeviceUrl::parse(&spec.config.device)?;
     if url.is_none()
-        && let Some(bare) = spec.config.offload.iter().find(|sidestep| sidestep.to == OffloadTo::Unnamed)
+        && let Some(bare) = spec.config.offload.iter().find(|entry| entry.to == OffloadTo::Unnamed)
     {
         return Err(Error::configuration(format!(
             "sidestep: `{0}` alone requires a group with a device; write {0}=host or {0}=mpi, or set a device",
@@ -351,10 +351,10 @@ impl Engine {
             device.connect(&self.driver, id);
             first.take_packets_with(device.sink());
         }
-        let Some(sidestep) = self.open_sidestep(spec, meeting, id, poll)? else { return Ok(None) };
+        let Some(offload) = self.open_offload(spec, meeting, id, poll)? else { return Ok(None) };
         let least = Least::of(lanes.have_own_cores);
         let lanes = self.other_lanes().iter().take(states.len() - 1).cloned().collect();
-        Ok(Some((states, Rules { default_codec, device, sidestep, planner, lanes, least })))
+        Ok(Some((states, Rules { default_codec, device, offload, planner, lanes, least })))
     }
 
     /// Opens the group's device, and reopens it when a session moves: the setup depends on the devices of the other
@@ -374,11 +374,11 @@ impl Engine {
         let opener = self
             .opener()
             .ok_or_else(|| Error::configuration(format!("device `{url}`: this engine cannot open devices")))?;
-        let place = (spec.rank.0, spec.world);
-        let sidestep = spec.config.offload.iter().map(|sidestep| sidestep.collective).collect();
+        let rank = (spec.rank.0, spec.world);
+        let excluded = spec.config.offload.iter().map(|entry| entry.collective).collect();
         let frame_bytes = self.config.segment_bytes as usize;
         let begin = |poll: &mut dyn FnMut() -> Result<()>| {
-            Opening::begin(url.clone(), place, sidestep, (opener, &self.devices), frame_bytes, deadline, poll)
+            Opening::begin(url.clone(), rank, excluded, (opener, &self.devices), frame_bytes, deadline, poll)
         };
         let Some(opening) = while_it_goes_on(meeting, poll, begin)? else { return Ok(false) };
         let texts = match opening.own_text() {
@@ -398,19 +398,19 @@ impl Engine {
 
     /// Prepares a library for collectives of the group, if the settings request that. The outer `None` means that the
     /// session has ended.
-    fn open_sidestep(
+    fn open_offload(
         &self,
         spec: &GroupSpec,
         meeting: &mut Meeting<'_>,
         id: u64,
         poll: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Option<Option<Arc<Sidestep>>>> {
-        let named = sidestep::named(&spec.config, spec.world);
+    ) -> Result<Option<Option<Arc<LibraryOffload>>>> {
+        let named = offload::named(&spec.config, spec.world);
         if named.is_empty() {
             return Ok(Some(None));
         }
-        let Some(texts) = meeting.exchange(&Sidestep::address(&named)?, poll)? else { return Ok(None) };
-        Sidestep::open(named, (id, &spec.name), spec.rank.0, &texts, &self.sidestep).map(Some)
+        let Some(texts) = meeting.exchange(&LibraryOffload::address(&named)?, poll)? else { return Ok(None) };
+        LibraryOffload::open(named, (id, &spec.name), spec.rank.0, &texts, &self.offload_workers).map(Some)
     }
 
     /// Returns the processes of a sub-group's ranks, as known from the job's group that met in the same store. Empty

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_on_one_core_is_told_where_the_host_has_more_cores_than_ranks() {
+    fn auto_on_one_core_warns_where_the_host_has_more_cores_than_ranks() {
         let bound = |cores: &str, is_auto: bool| {
             let mut info = RankInfo::for_tests(0, "");
             (info.cores, info.has_auto_lanes) = (cores.parse().unwrap(), is_auto);

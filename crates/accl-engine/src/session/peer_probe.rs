@@ -1,5 +1,5 @@
-//! The peer probe: what happened to peers that cannot be reached. A peer that disconnected cleanly is not lost, and other
-//! processes may have received its disconnect message.
+//! The peer probe: what happened to peers that cannot be reached. A peer that disconnected cleanly is not lost, and
+//! other processes may have received its disconnect message.
 //!
 //! Owns which processes to ask, the meaning of the answers, and when to ask again. Sends nothing and has no clock. Read
 //! [`PeerProbe`] first.
@@ -92,8 +92,8 @@ impl PeerProbe {
         }
     }
 
-    /// Returns the questions that are due. `neighbours_of` returns the processes that could know what happened to a peer;
-    /// `number` returns a new question number.
+    /// Returns the questions that are due. `neighbours_of` returns the processes that could know what happened to a
+    /// peer; `number` returns a new question number.
     pub(crate) fn ask(
         &mut self,
         now: Moment,
@@ -210,13 +210,13 @@ mod tests {
     }
 
     #[test]
-    fn a_goodbye_that_nobody_heard_is_told_apart_from_one_that_was() {
+    fn an_unreceived_disconnect_differs_from_a_received_one() {
         let (mut peer_probe, now) = (PeerProbe::default(), Moment::from_nanos(5));
-        for (answer, is_heard) in [(Some(PeerFate::Left), true), (None, false), (Some(PeerFate::Unknown), false)] {
+        for (answer, is_received) in [(Some(PeerFate::Left), true), (None, false), (Some(PeerFate::Unknown), false)] {
             peer_probe.begin(PEER, Error::peer_lost("refused"), now);
             ask(&mut peer_probe, now).into_iter().for_each(|number| peer_probe.answer(number, answer, now));
             let found = peer_probe.take_found().pop().map(|(_, found)| found);
-            assert!(matches!(found, Some(Found::Left { is_assumed }) if is_assumed != is_heard), "{answer:?}");
+            assert!(matches!(found, Some(Found::Left { is_assumed }) if is_assumed != is_received), "{answer:?}");
         }
     }
 
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_of_which_nobody_is_left_to_know_has_left() {
+    fn a_peer_that_no_process_can_know_of_has_left() {
         let (mut peer_probe, now) = (PeerProbe::default(), Moment::from_nanos(5));
         peer_probe.begin(PEER, Error::peer_lost("refused"), now);
         assert!(peer_probe.ask(now, |_| Vec::new(), || 1).is_empty());

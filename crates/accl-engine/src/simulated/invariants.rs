@@ -22,7 +22,7 @@ use accl_executor::peers::{Gone, neighbours};
 const SLACK: Duration = Duration::from_millis(3);
 /// Maximum nanoseconds from the failure of a group on one rank until its neighbours know of it: see
 /// [`World::note_failures`].
-const NEWS: u64 = (NOTE_DELAY.as_nanos() + GRACE.as_nanos() + SLACK.as_nanos()) as u64;
+const EVENTS: u64 = (NOTE_DELAY.as_nanos() + GRACE.as_nanos() + SLACK.as_nanos()) as u64;
 
 impl World<'_> {
     /// Whether the scenario has no faults.
@@ -141,7 +141,7 @@ impl World<'_> {
                 continue;
             }
             for (neighbour, failed_at) in self.informants(process, group) {
-                let late = now.saturating_sub(failed_at.max(made_at) + NEWS);
+                let late = now.saturating_sub(failed_at.max(made_at) + EVENTS);
                 if late > 0 {
                     return Err(format!(
                         "process {process} learns of the failure of group {group} {late} ns later than it must from its neighbour \
@@ -209,7 +209,7 @@ impl World<'_> {
 
     /// Checks that every process knows of a failure that one of its neighbours knows of. Called when no event but
     /// deadlines is left, before idle links are polled.
-    pub(super) fn check_news(&self) -> Result<(), Violation> {
+    pub(super) fn check_events(&self) -> Result<(), Violation> {
         for (process, host) in self.living() {
             for &group in host.members.keys() {
                 let knows = self.state(process, group).is_none_or(|state| state.failure().is_some());
@@ -265,8 +265,8 @@ impl World<'_> {
         self.scenario.linking == Linking::AtFirst || linked_at.is_some_and(|&(_, last)| last <= at)
     }
 
-    /// Makes the check of [`World::check_waits`] for ranks that have left a group. Such a rank reports on every existing
-    /// and later link that it has left.
+    /// Makes the check of [`World::check_waits`] for ranks that have left a group. Such a rank reports on every
+    /// existing and later link that it has left.
     fn check_waits_for_who_left(&self, process: usize, core: &Core) -> Result<(), Violation> {
         for (&group, member) in &self.processes[process].members {
             let Some(state) = core.group(member.caller.group) else { continue };

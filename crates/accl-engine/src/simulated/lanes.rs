@@ -1,8 +1,8 @@
 //! The lanes of simulated processes other than the first lane. A group that fails on one lane fails on all lanes of the
 //! process.
 //!
-//! A lane behaves like a process without threads. Owns what `jobs` and the deferred work of `driver` own in a real process:
-//! the jobs given to lanes. Read [`LaneOf`] first.
+//! A lane behaves like a process without threads. Owns what `jobs` and the deferred work of `driver` own in a real
+//! process: the jobs given to lanes. Read [`LaneOf`] first.
 
 use std::sync::Arc;
 

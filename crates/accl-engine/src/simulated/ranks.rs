@@ -17,7 +17,7 @@ use super::external::Device;
 use super::lanes::LaneOf;
 use super::oracle::Tensors;
 use super::scenario::{Breaks, Fault, Matter, Step};
-use super::world::{Made, Member, State, Violation, World};
+use super::world::{GroupMember, Made, State, Violation, World};
 use crate::api::planning::Planning;
 use crate::in_flight::{InFlight, Kept, Notifier};
 use crate::lanes::{Cut, Lane, Least, Numbers, Parts, Starter, parts_of};
@@ -219,7 +219,7 @@ impl World<'_> {
         let chooser = Chooser::new(Topology::new(spec.hosts.clone()), spec.rules.clone(), &basis);
         let world = spec.members.len() as u32;
         let caller = Arc::new(Caller { group: id, name, rank, world, global_rank: process as u64 });
-        let member = Member {
+        let member = GroupMember {
             caller,
             planning: Planning::new(Planner::new(chooser, rank)),
             has_left: false,
@@ -333,8 +333,8 @@ impl World<'_> {
         let (call, refused) = match made {
             Ok(call) => (call, None),
             Err(error) => {
-                // A refused call has no sequence number, so ranks would mistake the next call for it. The rank's program
-                // ends there.
+                // A refused call has no sequence number, so ranks would mistake the next call for it. The rank's
+                // program ends there.
                 if odd.is_some() && error.kind != ErrorKind::Aborted {
                     self.abort(process, item.group);
                 }

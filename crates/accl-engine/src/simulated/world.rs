@@ -14,7 +14,7 @@ use accl_wire::EndpointInfo;
 use super::clock::{self, Agenda, Event};
 use super::devices::Devices;
 use super::external::ExternalTasks;
-use super::link::{Board, SimulatedLink, Wire, self_link};
+use super::link::{SimulatedBitmap, SimulatedLink, Wire, self_link};
 use super::oracle::Tensors;
 use super::scenario::{Fault, Linking, Scenario, Step};
 use crate::api::planning::Planning;
@@ -99,7 +99,7 @@ pub(super) struct Thread {
     pub(super) was_late: Option<usize>,
 }
 
-pub(super) struct Member {
+pub(super) struct GroupMember {
     pub(super) caller: Arc<Caller>,
     pub(super) planning: Planning,
     pub(super) has_left: bool,
@@ -112,7 +112,7 @@ pub(super) struct Process {
     /// `None` if the process is dead or has ended.
     pub(super) core: Option<Core>,
     pub(super) threads: Vec<Thread>,
-    pub(super) members: BTreeMap<usize, Member>,
+    pub(super) members: BTreeMap<usize, GroupMember>,
     /// Whether the process was woken since the last sleep in the poller.
     pub(super) rung: bool,
     /// Current sleep in the poller: its number, and whether the sleeping thread waits for a call.
@@ -187,11 +187,11 @@ impl<'a> World<'a> {
             })
         };
         let nodes = scenario.processes * scenario.lanes;
-        let boards: Vec<Arc<Board>> = (0..nodes).map(|_| Arc::default()).collect();
+        let bitmaps: Vec<Arc<SimulatedBitmap>> = (0..nodes).map(|_| Arc::default()).collect();
         let wires = scenario.wires.iter().enumerate().map(|(index, (ends, spec))| {
             let mut spec = spec.clone();
             spec.flip = flips(index);
-            Wire::new(index, ends.map(|process| (process, &boards[process])), spec, &agenda)
+            Wire::new(index, ends.map(|process| (process, &bitmaps[process])), spec, &agenda)
         });
         let wires: Vec<_> = wires.collect();
         let threads = |node| scenario.steps.get(node).map_or(&[][..], Vec::as_slice);
@@ -201,7 +201,7 @@ impl<'a> World<'a> {
             let Some(core) = &mut host.core else { continue };
             let wakes = agenda.clone();
             core.set_wake(Arc::new(move || wakes.lock().enter(200, Event::Ring { process })));
-            core.net.set_board(boards[process].clone());
+            core.net.set_bitmap(bitmaps[process].clone());
             core.net.set_polls_before_arming(scenario.polls_before_arming);
             for (wire, (ends, _)) in wires.iter().zip(&scenario.wires) {
                 if let Some(end) = ends.iter().position(|&at| at == process) {

@@ -26,7 +26,7 @@ impl Process {
     fn new(rank: u32, world: u8) -> Self {
         let (mut core, peers) = core_of(rank, world);
         let poller = Poller::new().unwrap();
-        core.net.set_board(poller.board());
+        core.net.set_bitmap(poller.bitmap());
         Self { core, peers, poller, rank }
     }
 
@@ -79,7 +79,7 @@ fn pair() -> (Process, Process) {
 }
 
 #[test]
-fn a_call_that_ends_in_another_threads_look_is_no_secret_to_the_driver_that_waits_for_it() {
+fn a_driver_learns_that_its_call_ended_in_the_pass_of_another_thread() {
     let (mut near, mut far) = pair();
     let (mut taken, mut given, mut small) = ([0_u8; 4], [3_u8; 4], [5_u8; 4]);
     let awaited = near.parks_for(&mut taken);
@@ -89,17 +89,17 @@ fn a_call_that_ends_in_another_threads_look_is_no_secret_to_the_driver_that_wait
     far.core.pass(NOW);
     assert!(!awaited.is_done());
     // A third thread sends small messages, and polls the links now and then.
-    let mut is_told = false;
+    let mut is_woken = false;
     for _ in 0..64 {
-        is_told |= near.message(Collective::Send, 1, 9, &mut small).wakes_driver;
+        is_woken |= near.message(Collective::Send, 1, 9, &mut small).wakes_driver;
     }
     assert!(awaited.is_done(), "the third thread has ended it");
     let decision = near.core.unwatch(NOW);
-    assert!(is_told || decision != WakeDecision::KeepAsleep, "the driver sleeps on, and nobody will wake it");
+    assert!(is_woken || decision != WakeDecision::KeepAsleep, "the driver sleeps on, and nobody will wake it");
 }
 
 #[test]
-fn a_call_that_ends_in_a_look_at_all_links_is_owed_to_the_driver() {
+fn a_call_that_ends_in_a_poll_of_all_links_notifies_the_driver() {
     let (mut near, mut far) = pair();
     let (mut taken, mut given) = ([0_u8; 4], [3_u8; 4]);
     let awaited = near.parks_for(&mut taken);
@@ -114,7 +114,7 @@ fn a_call_that_ends_in_a_look_at_all_links_is_owed_to_the_driver() {
 }
 
 #[test]
-fn a_deadline_that_comes_up_in_another_threads_look_wakes_the_driver() {
+fn a_deadline_that_comes_up_in_the_pass_of_another_thread_wakes_the_driver() {
     let mut core = Process::new(0, 4);
     let waker = core.poller.waker();
     let (near, mut far) = loopback::pair(SEGMENT + OVERHEAD_BYTES, Capacity::Unbounded, waker.clone(), waker);

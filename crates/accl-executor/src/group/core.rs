@@ -293,7 +293,7 @@ impl Core {
         self.net.flush_all();
     }
 
-    /// Makes the next pass ask the system for news on the links of a group's ranks.
+    /// Makes the next pass ask the system for events on the links of a group's ranks.
     pub fn force_poll_of(&mut self, group: u64) {
         let Some(group) = self.groups.get(&group) else { return };
         for rank in group.members().ranks() {
@@ -317,9 +317,9 @@ impl Core {
     /// Fails a group on this lane after it failed on another lane. Frames that have already arrived are handled first.
     /// Returns `false` if the group does not exist, or has already failed.
     ///
-    /// Each lane notifies the ranks that `failed.notify` names over its own links, even if the lane that failed first has
-    /// done so. The first lane also sends out-of-band notes. The other lanes must notify as well, because a peer may
-    /// wait on such a lane while the first lane's link to it is broken.
+    /// Each lane notifies the ranks that `failed.notify` names over its own links, even if the lane that failed first
+    /// has done so. The first lane also sends out-of-band notes. The other lanes must notify as well, because a peer
+    /// may wait on such a lane while the first lane's link to it is broken.
     pub fn fail_with_lane(&mut self, failed: &FailedGroup, is_first: bool, now: Moment) -> bool {
         if self.groups.get(&failed.group).is_none_or(|state| state.failure().is_some()) {
             return false;
@@ -699,7 +699,7 @@ impl Core {
         }
     }
 
-    /// Returns, and clears, whether a thread should ask the system for news. Otherwise no thread would, as long as
+    /// Returns, and clears, whether a thread should ask the system for events. Otherwise no thread would, as long as
     /// calls complete when they are issued and no thread waits.
     #[inline]
     pub fn take_poll_due(&mut self) -> bool {
@@ -895,7 +895,7 @@ impl Core {
     }
 
     fn drain_all(&mut self, now: Moment) -> bool {
-        self.net.take_news();
+        self.net.take_events();
         let mut moved = false;
         let mut index = 0;
         while let Some(id) = self.net.polled(index) {

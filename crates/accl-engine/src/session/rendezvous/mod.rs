@@ -13,7 +13,7 @@
 //! writing its info under the session's name. An answering rank has read a fresh name, so it was alive after the
 //! session began.
 //!
-//! When all ranks have answered, the leader writes the *participant list* of all infos (key `participants`). It does not
+//! When all ranks have answered, the leader writes the *participant list* of all infos (key `roster`). It does not
 //! write the notice again, because another leader may have replaced the notice. A rank accepts a list only if the list
 //! contains its own info of this very attempt: then the leader was alive after the answer. Entries of earlier processes
 //! have another session's name, or their list lacks the reader.

@@ -1,8 +1,8 @@
 //! The peers of this process. Each has one link, which all groups share and which is made when it is first needed.
 //!
 //! This module owns links, the queue of control frames that found no room, and the records of wanted links and of peers
-//! that are gone. `polling` decides which links a progress pass polls. This module makes no link and knows no calls. Read
-//! [`Net`] first.
+//! that are gone. `polling` decides which links a progress pass polls. This module makes no link and knows no calls.
+//! Read [`Net`] first.
 
 mod polling;
 
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use accl_types::{Error, Result};
 use accl_wire::frame::{Header, Kind};
-use accl_wire::{Answers, EndpointInfo, Frame, HEAD_BYTES, Link, NewsBoard, Place, Slot};
+use accl_wire::{Answers, EndpointInfo, EventBitmap, Frame, FrameSlot, HEAD_BYTES, Link, Slot};
 
 use super::traffic::Traffic;
 
@@ -61,8 +61,8 @@ pub struct Peer {
     gone: Option<Gone>,
     /// Whether a send found no room since the last pass.
     wants_room: bool,
-    /// Slot of the board to which the news of its link are posted. `None` means no slot; the link is then always
-    /// polled.
+    /// Slot of the event bitmap to which the events of its link are posted. `None` means no slot; the link is then
+    /// always polled.
     slot: Option<Slot>,
     /// Whether passes poll its link.
     is_polled: bool,
@@ -178,8 +178,8 @@ pub struct Net {
     linked: Vec<PeerId>,
     /// Peers whose links the passes poll.
     polled: Vec<PeerId>,
-    /// Board to which news of the other links are posted.
-    board: Option<Arc<dyn NewsBoard>>,
+    /// Event bitmap to which events of the other links are posted.
+    bitmap: Option<Arc<dyn EventBitmap>>,
     by_slot: HashMap<Slot, PeerId>,
     /// Number of times that a link was polled so far.
     polls: u64,
@@ -225,7 +225,7 @@ impl Default for Net {
             peers: Vec::new(),
             linked: Vec::new(),
             polled: Vec::new(),
-            board: None,
+            bitmap: None,
             by_slot: HashMap::new(),
             polls: 0,
             polls_before_arming: POLLS_BEFORE_ARMING,
@@ -299,8 +299,8 @@ impl Net {
         id
     }
 
-    /// Gives a peer its link, unless it has one or is gone. The poller must already watch the link's descriptors. News
-    /// of the link are posted at `slot` of the board.
+    /// Gives a peer its link, unless it has one or is gone. The poller must already watch the link's descriptors.
+    /// Events of the link are posted at `slot` of the event bitmap.
     pub fn attach(&mut self, id: PeerId, link: Box<dyn Link>, slot: Option<Slot>) {
         let peer = &mut self.peers[id.0 as usize];
         if peer.link.is_some() || peer.gone.is_some() {
@@ -471,10 +471,10 @@ impl Net {
         self.release(id);
     }
 
-    /// Reserves a place for a frame with a payload of `payload_bytes` bytes. Returns `None` if there is no room now, no
+    /// Reserves a slot for a frame with a payload of `payload_bytes` bytes. Returns `None` if there is no room now, no
     /// link yet, or the peer is gone.
     #[inline(always)]
-    pub(crate) fn reserve(&mut self, id: PeerId, payload_bytes: usize) -> Option<Place<'_>> {
+    pub(crate) fn reserve(&mut self, id: PeerId, payload_bytes: usize) -> Option<FrameSlot<'_>> {
         if self.has_unlinked() {
             self.want(id);
         }
@@ -482,7 +482,7 @@ impl Net {
         let link = peer.link.as_deref_mut()?;
         // `check` detects a broken link; here it only has no room.
         match link.try_reserve(payload_bytes) {
-            Ok(Some(place)) => Some(place),
+            Ok(Some(slot)) => Some(slot),
             Ok(None) | Err(_) => {
                 peer.wants_room = true;
                 self.room_wanted = true;
@@ -531,7 +531,7 @@ impl Net {
         }
     }
 
-    /// Returns whether the system must be asked for news of some links.
+    /// Returns whether the system must be asked for events of some links.
     pub fn has_streams(&self) -> bool {
         self.streams > 0
     }
@@ -589,7 +589,7 @@ impl Net {
         }
     }
 
-    /// Frees the place of the peeked frame.
+    /// Frees the slot of the peeked frame.
     #[inline]
     pub(crate) fn release(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
@@ -604,10 +604,10 @@ impl Net {
         }
         self.want(id);
         if self.peer(id).outbox.is_empty()
-            && let Some(place) = self.reserve(id, payload.len())
+            && let Some(slot) = self.reserve(id, payload.len())
         {
-            header.emit(place.head);
-            place.payload.copy_from_slice(payload);
+            header.emit(slot.head);
+            slot.payload.copy_from_slice(payload);
             self.commit(id);
             self.peer_mut(id).traffic.add_sent(payload.len() as u64);
             return;
@@ -639,8 +639,8 @@ impl Net {
         let Some(link) = peer.link.as_mut() else { return (false, peer.outbox.is_empty()) };
         let (mut moved, mut is_broken) = (false, false);
         while let Some((head, payload)) = peer.outbox.front() {
-            let place = match link.try_reserve(payload.len()) {
-                Ok(Some(place)) => place,
+            let slot = match link.try_reserve(payload.len()) {
+                Ok(Some(slot)) => slot,
                 Ok(None) => {
                     peer.wants_room = true;
                     self.room_wanted = true;
@@ -653,8 +653,8 @@ impl Net {
                     break;
                 }
             };
-            *place.head = *head;
-            place.payload.copy_from_slice(payload);
+            *slot.head = *head;
+            slot.payload.copy_from_slice(payload);
             peer.traffic.add_sent(payload.len() as u64);
             link.commit();
             peer.outbox.pop_front();

@@ -1,8 +1,8 @@
 //! Decides which links a progress pass polls.
 //!
-//! A link is *polled* (every pass polls it) or *armed*. News of an armed link are posted on the [`NewsBoard`] by the
-//! peer or the poller, and then the link is polled again. A link is armed when several polls found nothing, and before
-//! a sleep. The cost of a pass or a sleep therefore does not grow with the number of links.
+//! A link is *polled* (every pass polls it) or *armed*. Events of an armed link are posted on the [`EventBitmap`] by
+//! the peer or the poller, and then the link is polled again. A link is armed when several polls found nothing, and
+//! before a sleep. The cost of a pass or a sleep therefore does not grow with the number of links.
 //!
 //! This module owns that choice for each link, and the preparation of a sleep. It reads no frame. Read
 //! [`Net::poll_link`] and [`Net::prepare_park`] first.
@@ -10,7 +10,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_wire::NewsBoard;
+use accl_wire::EventBitmap;
 
 use super::{Net, Peer, PeerId};
 
@@ -31,9 +31,9 @@ impl Net {
         self.polls_before_arming = polls;
     }
 
-    /// Sets the board to which news of links are posted from now on.
-    pub fn set_board(&mut self, board: Arc<dyn NewsBoard>) {
-        self.board = Some(board);
+    /// Sets the event bitmap to which events of links are posted from now on.
+    pub fn set_bitmap(&mut self, bitmap: Arc<dyn EventBitmap>) {
+        self.bitmap = Some(bitmap);
     }
 
     /// Returns the peer at `index` in the list of polled links. Callers count from 0, because meanwhile peers may go
@@ -53,19 +53,19 @@ impl Net {
         self.owes_pass |= poll_link(&mut self.peers, &mut self.polled, id);
     }
 
-    /// Ends a pass: every send that waits for room has tried again, and its link will be armed for room if it found none.
-    /// Arming clears the link's record of refused sends, so no link may be armed before this.
+    /// Ends a pass: every send that waits for room has tried again, and its link will be armed for room if it found
+    /// none. Arming clears the link's record of refused sends, so no link may be armed before this.
     pub(crate) fn end_pass(&mut self) {
         self.owes_pass = false;
     }
 
-    /// Makes passes poll the links whose news were posted.
+    /// Makes passes poll the links whose events were posted.
     #[inline]
-    pub(crate) fn take_news(&mut self) {
-        let Self { board, by_slot, peers, polled, owes_pass, .. } = self;
-        if let Some(board) = board {
-            board.take(&mut |slot| {
-                // The slot's peer may be gone and have left news behind.
+    pub(crate) fn take_events(&mut self) {
+        let Self { bitmap, by_slot, peers, polled, owes_pass, .. } = self;
+        if let Some(bitmap) = bitmap {
+            bitmap.take(&mut |slot| {
+                // The slot's peer may be gone and have left events behind.
                 if let Some(&id) = by_slot.get(&slot) {
                     *owes_pass |= poll_link(peers, polled, id);
                 }
@@ -134,17 +134,17 @@ impl Net {
         has_events
     }
 
-    /// Prepares a sleep: arms all links, and makes the first news wake the sleeping thread. Returns `true` if something
-    /// was found, so that a pass is due.
+    /// Prepares a sleep: arms all links, and makes the first events wake the sleeping thread. Returns `true` if
+    /// something was found, so that a pass is due.
     pub(crate) fn prepare_park(&mut self) -> bool {
-        self.take_news();
-        self.owes_pass || self.arm_all() || self.board.as_ref().is_some_and(|board| board.listen())
+        self.take_events();
+        self.owes_pass || self.arm_all() || self.bitmap.as_ref().is_some_and(|bitmap| bitmap.listen())
     }
 
-    /// Records that a thread polls for news while the driver sleeps, so that news wake no thread.
+    /// Records that a thread polls for events while the driver sleeps, so that events wake no thread.
     pub(crate) fn mute(&mut self) {
-        if let Some(board) = &self.board {
-            board.mute();
+        if let Some(bitmap) = &self.bitmap {
+            bitmap.mute();
         }
     }
 
