@@ -165,7 +165,7 @@ impl Cost {
         let sum = |of: fn(&Snapshot) -> u64| (of(after) - of(before)) as f64;
         Self {
             system_calls: sum(Snapshot::system_calls),
-            links: sum(|snapshot| snapshot.work.links_looked_at),
+            links: sum(|snapshot| snapshot.work.links_polled),
             frames: sum(|snapshot| snapshot.peers.iter().map(|peer| peer.traffic.frames_sent).sum()),
             bytes: sum(|snapshot| snapshot.peers.iter().map(|peer| peer.traffic.bytes_sent).sum()),
         }

@@ -265,12 +265,12 @@ impl Waiting {
             return Err(Error::timeout("the other process did not answer"));
         }
         link.check_peer()?;
-        let board = poller.board();
-        if !link.arm(wants_room) && !board.listen() {
+        let bitmap = poller.bitmap();
+        if !link.arm(wants_room) && !bitmap.listen() {
             poller.wait(Some(deadline - now))?;
         }
-        board.mute();
-        board.take(&mut |_| {});
+        bitmap.mute();
+        bitmap.take(&mut |_| {});
         link.disarm();
         Ok(())
     }

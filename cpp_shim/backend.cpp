@@ -107,7 +107,7 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
 
 bridge::Waited AcclBackend::make_call(Call& call, const Event& event, const Results& results) const {
   const auto keep = [&](const bridge::Status& status) {
-    if (!status.holds_memory) return;
+    if (!status.must_leak_memory) return;
     for (const auto& list : results.outputs().lists) hold_memory(status, list);
     hold_memory(status, event.kept);
   };
@@ -138,7 +138,7 @@ AcclBackend::WorkPtr AcclBackend::complete(const Event& event, int64_t& timeout_
     blocking();
   } catch (const std::exception&) {
     if (key) in_flight_->expire(*key);
-    tell_of_failure();
+    run_hooks_on_timeout();
     throw;
   }
   if (key) in_flight_->expire(*key);
@@ -150,7 +150,7 @@ int64_t AcclBackend::extended_ms(int64_t timeout_ms, uint64_t key) const {
   return sum_of(own, in_flight_->extension(key)).count();
 }
 
-void AcclBackend::tell_of_failure() const noexcept {
+void AcclBackend::run_hooks_on_timeout() const noexcept {
   if (!in_flight_->abort_hooks().any()) return;
   if (bridge::group_first_error(*group_->group).kind == bridge::Kind::Timeout) in_flight_->run_abort_hooks();
 }
@@ -158,7 +158,7 @@ void AcclBackend::tell_of_failure() const noexcept {
 void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::Status& status, bool async_op) {
   if (!is_ok(status)) {
     work->complete_here();
-    tell_of_failure();
+    run_hooks_on_timeout();
     throw_status(status);
   }
   in_flight_->add(work->entry());
@@ -532,7 +532,7 @@ AcclBackend::WorkPtr AcclBackend::endCoalescing() {
 
 // --- life of the group ---
 
-AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* beside, Role role,
+AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* sibling, Role role,
                          c10::intrusive_ptr<c10d::Store> store, int rank, int world, c10::intrusive_ptr<AcclOptions> options)
     : Backend(rank, world), options_(std::move(options)) {
   rust::Vec<rust::String> settings;
@@ -551,8 +551,8 @@ AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* besi
   const bridge::StoreRef handle(store);
   const auto master = handle.master();
   args.master = master;
-  const auto status = beside != nullptr
-                          ? bridge::group_create_beside(*group_->group, *beside->group_->group, args, handle)
+  const auto status = sibling != nullptr
+                          ? bridge::group_create_sibling(*group_->group, *sibling->group_->group, args, handle)
                           : bridge::group_create(*group_->group, *runtime, args, handle);
   if (!is_ok(status)) {
     throw_python_error_if_set();

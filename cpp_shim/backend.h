@@ -38,8 +38,8 @@ class AcclBackend : public c10d::Backend {
   // Role of the group in the process: only the default process group has the device.
   enum class Role { Default, Other };
 
-  // Collective: returns when all ranks are connected. `beside` is another backend of this process, or null.
-  AcclBackend(const bridge::Runtime* runtime, const AcclBackend* beside, Role role, c10::intrusive_ptr<c10d::Store> store,
+  // Collective: returns when all ranks are connected. `sibling` is another backend of this process, or null.
+  AcclBackend(const bridge::Runtime* runtime, const AcclBackend* sibling, Role role, c10::intrusive_ptr<c10d::Store> store,
               int rank, int world, c10::intrusive_ptr<AcclOptions> options);
   ~AcclBackend() override;
 
@@ -155,7 +155,7 @@ class AcclBackend : public c10d::Backend {
   WorkPtr complete(const Event& event, int64_t& timeout_ms, Blocking blocking);
   // Runs the abort hooks if the group has failed with a timeout. Other errors do not run them: torch's flight recorder,
   // one of the hooks, takes seconds. A lost peer is known at once, and the process must not exit while the hook runs.
-  void tell_of_failure() const noexcept;
+  void run_hooks_on_timeout() const noexcept;
   // Handles the result of a submission, which may have failed.
   void begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::Status& status, bool async_op);
   WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);

@@ -14,11 +14,11 @@ namespace accl {
 
 // Keeps a call's memory for the life of the process, if the call's status demands it.
 inline void hold_memory(const bridge::Status& status, std::vector<c10::Storage> memory) {
-  if (status.holds_memory) new std::vector<c10::Storage>(std::move(memory));
+  if (status.must_leak_memory) new std::vector<c10::Storage>(std::move(memory));
 }
 
 inline void hold_memory(const bridge::Status& status, at::TensorList tensors) {
-  if (!status.holds_memory) return;
+  if (!status.must_leak_memory) return;
   std::vector<c10::Storage> memory;
   for (const auto& tensor : tensors) memory.push_back(tensor.storage());
   hold_memory(status, std::move(memory));

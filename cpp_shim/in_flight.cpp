@@ -36,7 +36,7 @@ WorkEntry::~WorkEntry() {
   if (memory.empty()) return;
   auto held = bridge::ticket_held(*ticket);
   // If the status is unknown, keep the memory: no error can be reported here.
-  held.holds_memory = held.holds_memory || !is_ok(held);
+  held.must_leak_memory = held.must_leak_memory || !is_ok(held);
   hold_memory(held, std::move(memory));
 }
 
@@ -137,7 +137,7 @@ void InFlight::complete(WorkEntry& entry) noexcept {
     // Inside hooks and callbacks of this call, the call counts as complete.
     if (calls_out) completers_.push_back(::pthread_self());
   }
-  if (has_hooks) tell_hooks(entry);
+  if (has_hooks) run_hooks(entry);
   // Once the entry is closed, no thread changes the future. It is used in place, so that this thread holds no reference
   // of its own.
   if (entry.future) {
@@ -220,7 +220,7 @@ void InFlight::await_completed(const WorkEntry& entry, std::chrono::steady_clock
 
 // --- hooks ---
 
-void InFlight::tell_hooks(const WorkEntry& entry) noexcept {
+void InFlight::run_hooks(const WorkEntry& entry) noexcept {
   const auto report = bridge::ticket_report(*entry.ticket);
   if (!is_ok(report.status)) {
     if (report.status.kind == Kind::Timeout) run_abort_hooks();

@@ -144,7 +144,7 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   static int drain_now(void* list) noexcept;
   // Whether this thread is inside a callback of an entry of this list. Requires the lock.
   bool is_completer() const;
-  void tell_hooks(const WorkEntry& entry) noexcept;
+  void run_hooks(const WorkEntry& entry) noexcept;
 
   struct Extension {
     std::chrono::milliseconds added;

@@ -30,7 +30,7 @@ int connect_link(const accl_transport_v1 *table, void *link, const void *peer, s
   return table->connect(link, peer, peer_bytes, most_bytes);
 }
 
-void attach_link(const accl_transport_v1 *table, void *link, int carrier) { table->attach(link, carrier); }
+void attach_link(const accl_transport_v1 *table, void *link, int bootstrap) { table->attach(link, bootstrap); }
 
 // Sends a frame with this payload as soon as there is room. Returns 0, or an error code of the table.
 static int send_frame(const accl_transport_v1 *table, void *link, const void *data, size_t bytes) {

@@ -39,7 +39,7 @@ pub(crate) struct Cluster {
 }
 
 /// Fabric for one engine while it advances. It accesses only the engines that receive its packets.
-struct Carrier<'a> {
+struct Bootstrap<'a> {
     first: u32,
     /// Engines of the process with lower and with higher ranks.
     lower: &'a [Engine],
@@ -55,7 +55,7 @@ struct Carrier<'a> {
     was_refused: Cell<bool>,
 }
 
-impl Carrier<'_> {
+impl Bootstrap<'_> {
     /// Returns the index of the engine with this session, if it is in this process.
     fn index(&self, session: u32) -> Option<usize> {
         let index = session.checked_sub(self.first)? as usize;
@@ -79,7 +79,7 @@ impl Carrier<'_> {
     }
 }
 
-impl Fabric for Carrier<'_> {
+impl Fabric for Bootstrap<'_> {
     fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
         self.sent.push((session, packet.concat()));
         match self.index(session) {
@@ -236,7 +236,7 @@ impl Cluster {
         let from = self.first + index as u32;
         let (lower, rest) = self.engines.split_at_mut(index);
         let Some((engine, higher)) = rest.split_first_mut() else { return false };
-        let mut carrier = Carrier {
+        let mut bootstrap = Bootstrap {
             first: self.first,
             lower,
             higher,
@@ -250,8 +250,8 @@ impl Cluster {
         // All packets of this advance belong to the current job. A reset may begin another job, but sends no packets, and neither do the calls
         // directly after it.
         let job = engine.job();
-        let has_moved = engine.advance(&mut carrier);
-        let Carrier { sent, was_refused, .. } = carrier;
+        let has_moved = engine.advance(&mut bootstrap);
+        let Bootstrap { sent, was_refused, .. } = bootstrap;
         if was_refused.get() {
             self.stalled.insert(index);
         }

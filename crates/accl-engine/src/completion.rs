@@ -28,12 +28,12 @@ const THREADS_PER_STEP: u32 = 16;
 /// Interval at which a wait for jobs calls `interrupt`.
 const ASK_INTERRUPT: Duration = Duration::from_millis(50);
 
-type Job = Box<dyn FnOnce() + Send>;
+type PoolJob = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     /// The queued jobs, each with the time at which it was posted.
-    jobs: VecDeque<(Instant, Job)>,
+    jobs: VecDeque<(Instant, PoolJob)>,
     /// Time at which the last job was taken.
     taken: Option<Instant>,
     /// Number of jobs announced but not yet posted.
@@ -47,7 +47,7 @@ struct State {
     stopping: bool,
 }
 
-impl State {
+impl PoolState {
     /// Returns the number of threads outside all jobs.
     fn free(&self) -> usize {
         self.threads - self.busy
@@ -71,8 +71,8 @@ impl State {
 }
 
 #[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
+struct PoolShared {
+    state: Mutex<PoolState>,
     /// Number of held jobs: they will be posted, or finished by another thread.
     on_their_way: AtomicUsize,
     /// For the pool's threads: a job was posted, an announced job was withdrawn, or the pool stops.
@@ -84,7 +84,7 @@ struct Shared {
 /// A pool of threads that grows when its queue stalls.
 #[derive(Clone, Default)]
 pub(crate) struct CompletionPool {
-    shared: Arc<Shared>,
+    shared: Arc<PoolShared>,
 }
 
 impl CompletionPool {
@@ -120,8 +120,8 @@ impl CompletionPool {
     }
 
     /// Runs an announced job on a completion thread, or drops it if the pool was stopped. Starts no thread.
-    pub(crate) fn post(&self, job: Job) {
-        let Shared { state, wake, .. } = &*self.shared;
+    pub(crate) fn post(&self, job: PoolJob) {
+        let PoolShared { state, wake, .. } = &*self.shared;
         let mut state = state.lock();
         state.expected = state.expected.saturating_sub(1);
         if state.stopping {
@@ -150,19 +150,19 @@ impl CompletionPool {
     }
 
     /// Posts jobs that were held.
-    pub(crate) fn post_held(&self, jobs: Vec<Job>) {
+    pub(crate) fn post_held(&self, jobs: Vec<PoolJob>) {
         for job in jobs {
             self.post(job);
             self.shared.on_their_way.fetch_sub(1, Ordering::SeqCst);
         }
     }
 
-    fn left(&self, state: &State) -> usize {
+    fn left(&self, state: &PoolState) -> usize {
         state.jobs.len() + state.busy + self.shared.on_their_way.load(Ordering::SeqCst)
     }
 
     /// Starts a thread if none watches the queue. The lock is released while the system creates the thread.
-    fn see_to_watcher<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn see_to_watcher<'a>(&'a self, mut state: MutexGuard<'a, PoolState>) -> MutexGuard<'a, PoolState> {
         if !state.lacks_watcher() {
             return state;
         }
@@ -183,7 +183,7 @@ impl CompletionPool {
     /// Waits until every posted or held job has run, at most until `until`, and returns the number that have not.
     /// Returns early if `interrupt` returns true; it is called every 50 ms without the lock.
     pub(crate) fn drain(&self, until: Instant, interrupt: &mut dyn FnMut() -> bool) -> usize {
-        let Shared { state, quiet, .. } = &*self.shared;
+        let PoolShared { state, quiet, .. } = &*self.shared;
         let mut state = state.lock();
         loop {
             let left = self.left(&state);
@@ -201,7 +201,7 @@ impl CompletionPool {
 
     /// Lets the threads finish their current jobs and exit; queued jobs are dropped. Waits at most `patience`.
     pub(crate) fn stop(&self, patience: Duration) {
-        let Shared { state, wake, quiet, .. } = &*self.shared;
+        let PoolShared { state, wake, quiet, .. } = &*self.shared;
         let mut state = state.lock();
         state.stopping = true;
         let dropped = std::mem::take(&mut state.jobs);
@@ -213,7 +213,7 @@ impl CompletionPool {
 
     fn work(&self) {
         signals::block_all();
-        let Shared { state, wake, quiet, .. } = &*self.shared;
+        let PoolShared { state, wake, quiet, .. } = &*self.shared;
         let mut guard = state.lock();
         while !guard.stopping {
             let now = Instant::now();
@@ -257,7 +257,7 @@ mod tests {
     use std::sync::mpsc;
 
     #[test]
-    fn who_relies_on_a_thread_that_the_system_then_refuses_is_told() {
+    fn a_caller_gets_an_error_when_the_system_refuses_the_shared_thread() {
         let pool = CompletionPool::default();
         {
             let mut state = pool.shared.state.lock();
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn draining_waits_for_jobs_that_somebody_is_about_to_post() {
+    fn draining_waits_for_held_jobs_that_are_posted_later() {
         let pool = CompletionPool::default();
         pool.expect().unwrap();
         pool.hold(1);
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn draining_waits_for_what_somebody_else_has_yet_to_do() {
+    fn draining_waits_for_held_work_of_other_threads() {
         let pool = CompletionPool::default();
         pool.hold(1);
         assert_eq!(pool.drain(Instant::now() + Duration::from_millis(20), &mut || false), 1);

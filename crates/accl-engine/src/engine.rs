@@ -14,13 +14,13 @@ use accl_types::config::{Config, WorkerCount};
 use accl_types::{Error, Moment, Result};
 use accl_wire::EndpointInfo;
 
-use crate::device::{Attended, OpenBus};
+use crate::device::{OpenBus, OpenDevices};
 use crate::driver::waiting::{Delivery, lasting};
 use crate::driver::{Driver, Polling};
+use crate::offload::Workers;
 use crate::session::connector::Connector;
-use crate::session::cores::Crowd;
-use crate::session::rendezvous::Makings;
-use crate::sidestep::Workers;
+use crate::session::cores::HostLoad;
+use crate::session::rendezvous::Attempts;
 use crate::sync::Mutex;
 use crate::time;
 use accl_executor::group::GroupState;
@@ -36,7 +36,7 @@ pub(crate) const LAST_BYTES_FAILED: Duration = Duration::from_secs(2);
 /// Maximum time that the end of a group or process waits for asynchronous collectives.
 pub(crate) const LAST_CALLS: Duration = Duration::from_secs(30);
 /// Maximum time that the end of the process waits for room for its disconnect messages.
-const LAST_GOODBYES: Duration = Duration::from_secs(2);
+const LAST_DISCONNECTS: Duration = Duration::from_secs(2);
 /// Pause between two checks for that room.
 const PAUSE_AT_END: Duration = Duration::from_millis(1);
 /// Maximum time that the end of the process waits for a thread that holds the driver's lock.
@@ -62,8 +62,8 @@ pub struct Engine {
     pub(crate) config: Config,
     pub(crate) groups_made: AtomicU64,
     /// Number of ranks and cores on this host, from the group with the most ranks here.
-    pub(crate) crowd: Mutex<Crowd>,
-    pub(crate) makings: Makings,
+    pub(crate) host_load: Mutex<HostLoad>,
+    pub(crate) attempts: Attempts,
     /// The jobs that this process belongs to, each with a store of its own.
     pub(crate) jobs: Mutex<Vec<Job>>,
     /// The machine's constants, computed on first use.
@@ -72,9 +72,9 @@ pub struct Engine {
     pub(crate) find_machine: fn(&Config) -> Machine,
     /// Opens devices.
     opener: OnceLock<Arc<dyn OpenBus>>,
-    pub(crate) devices: Attended,
+    pub(crate) devices: OpenDevices,
     /// Workers that have libraries do collectives.
-    pub(crate) sidestep: Workers,
+    pub(crate) offload_workers: Workers,
 }
 
 /// Parts of the engine that exist once the first group is created.
@@ -127,14 +127,14 @@ impl Engine {
             opening: Mutex::new(()),
             config,
             groups_made: AtomicU64::new(0),
-            crowd: Mutex::default(),
-            makings: Makings::default(),
+            host_load: Mutex::default(),
+            attempts: Attempts::default(),
             jobs: Mutex::default(),
             machine: OnceLock::new(),
             find_machine,
             opener: OnceLock::new(),
-            devices: Attended::default(),
-            sidestep: Workers::default(),
+            devices: OpenDevices::default(),
+            offload_workers: Workers::default(),
         })
     }
 
@@ -370,7 +370,7 @@ impl Engine {
         for device in self.devices.leave_all(time::now() + LAST_DEVICES) {
             tracing::warn!("exiting while device `{device}` is still busy: its current call cannot be stopped");
         }
-        let until = time::now() + LAST_GOODBYES;
+        let until = time::now() + LAST_DISCONNECTS;
         self.lanes().for_each(|lane| send_the_rest(lane, until));
         let until = time::now() + LOCK_AT_END;
         for lane in self.lanes() {
@@ -401,14 +401,14 @@ struct Left {
 fn leave_all(lane: &Driver, now: Moment) -> Option<Left> {
     let mut core = lane.try_lock_until(time::now() + LOCK_AT_END)?;
     let ids: Vec<u64> = core.groups().map(GroupState::id).collect();
-    let has_failed = core.groups().any(|group| group.poison().is_some());
+    let has_failed = core.groups().any(|group| group.failure().is_some());
     let sent: Vec<Mark> = core.net.linked().iter().map(|&id| core.net.mark(id)).collect();
     let _ = core.guarded(|core| {
         for id in ids {
             core.with_group(id, now, |group, context| group.leave(context));
             core.remove_group(id);
         }
-        core.say_goodbye();
+        core.send_disconnect();
     });
     Some(Left { sent, has_failed })
 }
@@ -433,7 +433,7 @@ fn send_the_rest(lane: &Driver, deadline: Moment) {
 /// Waits, at most until `until`, for links to peers that completed calls have sent something to.
 fn link_to_send(lane: &Driver, until: Moment, interrupt: &mut dyn FnMut() -> bool) {
     let Some(core) = lane.try_lock_until(until) else { return };
-    let has_failed = core.groups().any(|group| group.poison().is_some());
+    let has_failed = core.groups().any(|group| group.failure().is_some());
     let marks = core.net.unlinked_with_queue().into_iter().map(|peer| core.net.mark(peer)).collect();
     drop(core);
     if !has_failed {

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use accl_transport::{Tell, Way};
+use accl_transport::{FrameDirection, FrameObserver};
 use accl_types::{Collective, Error};
 use accl_wire::HEAD_BYTES;
 use accl_wire::frame::Header;
@@ -77,11 +77,11 @@ pub(crate) fn lost(error: &Error) {
 }
 
 /// Returns a function that logs the frames of the link to this peer.
-pub(crate) fn of_frames(peer: String) -> Tell {
-    Box::new(move |way: Way, head: &[u8; HEAD_BYTES], bytes: usize| {
-        let what = match way {
-            Way::Out => "sent",
-            Way::In => "received",
+pub(crate) fn of_frames(peer: String) -> FrameObserver {
+    Box::new(move |direction: FrameDirection, head: &[u8; HEAD_BYTES], bytes: usize| {
+        let what = match direction {
+            FrameDirection::Out => "sent",
+            FrameDirection::In => "received",
         };
         match Header::parse(head) {
             Ok(Header { kind, group, seq, edge, tag, value, .. }) => {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use accl_types::Error;
 
-use crate::sidestep::Worker;
+use crate::offload::Worker;
 use crate::sync::{Condvar, Mutex};
 use accl_executor::call::{CallObserver, CallState, Callback};
 

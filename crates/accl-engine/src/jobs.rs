@@ -12,7 +12,7 @@ use crate::sync::Mutex;
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
 /// A value that the lane's thread drops before it runs a job; the drop wakes other lanes.
-pub(crate) type Errand = Box<dyn Send>;
+pub(crate) type Deferred = Box<dyn Send>;
 
 /// Jobs, run in the order in which they were added.
 #[derive(Default)]
@@ -20,32 +20,32 @@ pub(crate) struct Jobs {
     waiting: Mutex<Waiting>,
     /// Whether there are jobs, readable without the lock because it is polled often.
     are_there: AtomicBool,
-    /// Whether there are errands, readable without the lock because it is polled often.
-    has_errands: AtomicBool,
+    /// Whether there are deferred values, readable without the lock because it is polled often.
+    has_deferred: AtomicBool,
 }
 
 #[derive(Default)]
 struct Waiting {
     jobs: Vec<Job>,
-    errands: Vec<Errand>,
+    deferred: Vec<Deferred>,
     is_over: bool,
 }
 
 impl Jobs {
-    /// Adds a job and its errand. If the lane's thread has ended, both are dropped.
-    pub(crate) fn add(&self, job: Job, errand: Option<Errand>) {
+    /// Adds a job and its deferred value. If the lane's thread has ended, both are dropped.
+    pub(crate) fn add(&self, job: Job, deferred: Option<Deferred>) {
         let mut waiting = self.waiting.lock();
         if !waiting.is_over {
             waiting.jobs.push(job);
-            if let Some(errand) = errand {
-                waiting.errands.push(errand);
-                self.has_errands.store(true, Ordering::SeqCst);
+            if let Some(deferred) = deferred {
+                waiting.deferred.push(deferred);
+                self.has_deferred.store(true, Ordering::SeqCst);
             }
             self.are_there.store(true, Ordering::SeqCst);
             return;
         }
         drop(waiting);
-        drop((job, errand));
+        drop((job, deferred));
     }
 
     /// Returns whether jobs are waiting.
@@ -53,27 +53,27 @@ impl Jobs {
         self.are_there.load(Ordering::SeqCst)
     }
 
-    /// Returns whether the lane's thread has something to do: a job, or only an errand.
+    /// Returns whether the lane's thread has something to do: a job, or only a deferred value to drop.
     pub(crate) fn want_thread(&self) -> bool {
-        self.are_there() || self.has_errands.load(Ordering::SeqCst)
+        self.are_there() || self.has_deferred.load(Ordering::SeqCst)
     }
 
-    /// On the lane's thread: drops the errands, then runs the jobs. The errands include those whose job another thread
+    /// On the lane's thread: drops the deferred values, then runs the jobs. They include those whose job another thread
     /// has run. Returns whether there were any jobs.
     pub(crate) fn run(&self) -> bool {
         if !self.want_thread() {
             return false;
         }
-        let (errands, jobs) = {
+        let (deferred, jobs) = {
             let mut waiting = self.waiting.lock();
-            (self.take_errands(&mut waiting), self.take_jobs(&mut waiting))
+            (self.take_deferred(&mut waiting), self.take_jobs(&mut waiting))
         };
-        drop(errands);
+        drop(deferred);
         do_all(jobs) > 0
     }
 
-    /// On another thread: runs the jobs and returns how many there were. The errands stay for the lane's thread,
-    /// because each takes as long as a job.
+    /// On another thread: runs the jobs and returns how many there were. The deferred values stay for the lane's
+    /// thread, because each takes as long as a job.
     pub(crate) fn run_for_another(&self) -> usize {
         if !self.are_there() {
             return 0;
@@ -82,18 +82,18 @@ impl Jobs {
         do_all(jobs)
     }
 
-    /// Drops the errands that are waiting.
-    pub(crate) fn run_errands(&self) {
-        let errands = self.take_errands(&mut self.waiting.lock());
-        drop(errands);
+    /// Drops the deferred values that are waiting.
+    pub(crate) fn drop_deferred(&self) {
+        let deferred = self.take_deferred(&mut self.waiting.lock());
+        drop(deferred);
     }
 
-    /// Marks the lane's thread as ended. Waiting jobs and errands are dropped, and so are those added later.
+    /// Marks the lane's thread as ended. Waiting jobs and deferred values are dropped, and so are those added later.
     pub(crate) fn end(&self) {
         let left = {
             let mut waiting = self.waiting.lock();
             waiting.is_over = true;
-            (self.take_jobs(&mut waiting), self.take_errands(&mut waiting))
+            (self.take_jobs(&mut waiting), self.take_deferred(&mut waiting))
         };
         // Without the lock: the destructors may take locks.
         drop(left);
@@ -104,9 +104,9 @@ impl Jobs {
         std::mem::take(&mut waiting.jobs)
     }
 
-    fn take_errands(&self, waiting: &mut Waiting) -> Vec<Errand> {
-        self.has_errands.store(false, Ordering::SeqCst);
-        std::mem::take(&mut waiting.errands)
+    fn take_deferred(&self, waiting: &mut Waiting) -> Vec<Deferred> {
+        self.has_deferred.store(false, Ordering::SeqCst);
+        std::mem::take(&mut waiting.deferred)
     }
 }
 
@@ -139,8 +139,8 @@ mod tests {
         let kept = Arc::new(AtomicUsize::new(0));
         let hold = || {
             let kept = kept.clone();
-            let errand = Box::new(kept.clone()) as Errand;
-            jobs.add(Box::new(move || drop(kept)), Some(errand));
+            let deferred = Box::new(kept.clone()) as Deferred;
+            jobs.add(Box::new(move || drop(kept)), Some(deferred));
         };
         hold();
         assert_eq!(Arc::strong_count(&kept), 3);
@@ -151,11 +151,11 @@ mod tests {
     }
 
     #[test]
-    fn errands_are_the_threads_although_another_has_done_the_job() {
+    fn deferred_drops_stay_on_the_lane_thread_after_another_thread_ran_the_job() {
         let (jobs, kept) = (Jobs::default(), Arc::new(()));
         jobs.add(Box::new(|| ()), Some(Box::new(kept.clone())));
         assert!(jobs.run_for_another() == 1 && !jobs.are_there() && jobs.want_thread());
-        assert_eq!(Arc::strong_count(&kept), 2, "a waiter does no errands");
+        assert_eq!(Arc::strong_count(&kept), 2, "a waiter drops no deferred values");
         assert!(!jobs.run(), "the job is done");
         assert!(!jobs.want_thread());
         assert_eq!(Arc::strong_count(&kept), 1);

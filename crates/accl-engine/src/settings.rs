@@ -34,7 +34,7 @@ pub fn check_settings(config: &Config) -> Result<()> {
 /// Returns how ranks of one host are connected, judged by the first transport in the settings.
 pub(crate) fn intra_node_of(config: &Config) -> IntraNode {
     match config.transports.first().and_then(|name| accl_transport::find(name)) {
-        Some(row) if !row.is_cheap_to_look_at => IntraNode::Tcp,
+        Some(row) if !row.polls_without_syscall => IntraNode::Tcp,
         Some(_) | None => IntraNode::Shm,
     }
 }

@@ -44,7 +44,7 @@ mod modelled {
         }
 
         pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-            MutexGuard(Some(self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())), &self.0)
+            MutexGuard(Some(self.0.lock().unwrap_or_else(|error| error.into_inner())), &self.0)
         }
 
         pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
@@ -60,7 +60,7 @@ mod modelled {
         pub(crate) fn unlocked<R>(this: &mut Self, f: impl FnOnce() -> R) -> R {
             this.0 = None;
             let result = f();
-            this.0 = Some(this.1.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+            this.0 = Some(this.1.lock().unwrap_or_else(|error| error.into_inner()));
             result
         }
     }
@@ -97,7 +97,7 @@ mod modelled {
 
         pub(crate) fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
             let held = guard.0.take().expect(HELD);
-            guard.0 = Some(self.0.wait(held).unwrap_or_else(|poisoned| poisoned.into_inner()));
+            guard.0 = Some(self.0.wait(held).unwrap_or_else(|error| error.into_inner()));
         }
 
         pub(crate) fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, _at_most: Duration) {

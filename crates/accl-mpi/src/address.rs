@@ -25,7 +25,7 @@ impl Address {
         bytes.extend(self.job.to_le_bytes());
         bytes.extend(self.rank.to_le_bytes());
         bytes.extend(self.tag.to_le_bytes());
-        bytes.extend(told(&self.library).as_bytes());
+        bytes.extend(shortened(&self.library).as_bytes());
         bytes
     }
 
@@ -57,7 +57,7 @@ impl Address {
 }
 
 /// The library's name, cut to the length that is sent and compared.
-pub(crate) fn told(library: &str) -> &str {
+pub(crate) fn shortened(library: &str) -> &str {
     let mut end = library.len().min(MAX_LIBRARY_BYTES);
     while !library.is_char_boundary(end) {
         end -= 1;

@@ -62,9 +62,9 @@ mod tests {
         for bytes in [1, 256, 257, 65_536 + 104] {
             let mut buffer = spare.take(bytes);
             assert!(buffer.0.len() * 8 >= bytes && buffer.as_ptr().cast::<u64>().is_aligned());
-            let place = buffer.as_mut_ptr();
+            let address = buffer.as_mut_ptr();
             spare.give_back(buffer);
-            assert_eq!(spare.take(bytes).as_mut_ptr(), place);
+            assert_eq!(spare.take(bytes).as_mut_ptr(), address);
         }
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::address::Address;
 use crate::calls::{self, Checked, Level};
 use crate::collectives::Group;
-use crate::world::{self, ELSEWHERE, Job};
+use crate::world::{self, Job, NOT_IN_JOB};
 
 /// Flag in the tag field of such an address: the process may call MPI from any thread.
 const IS_MULTIPLE: c_int = 1;
@@ -52,7 +52,7 @@ pub(crate) fn open(rank: u32, addresses: &[Address], key: u64) -> Checked<Opened
                 ));
             }
             if address.job != job.id || address.rank < 0 || address.rank >= job.size {
-                return Err(format!("rank {other}, seen from rank {rank}, is {ELSEWHERE}"));
+                return Err(format!("rank {other}, seen from rank {rank}, is {NOT_IN_JOB}"));
             }
         }
         let ranks: Vec<c_int> = addresses.iter().map(|address| address.rank).collect();

@@ -1,8 +1,8 @@
 //! The transport `mpi`: frames as messages of the MPI library that a job was launched with.
 //!
 //! A Python module of its own, built against the site's `mpicc`. torch-accl uses only its table of C functions
-//! ([`table`]). [`world`] owns MPI in this process, and [`link`] the frames of one link. [`bell`] wakes sleeping peers.
-//! [`collectives`] owns the collectives that MPI runs as a whole.
+//! ([`table`]). [`world`] owns MPI in this process, and [`link`] the frames of one link. [`doorbell`] wakes sleeping
+//! peers. [`collectives`] owns the collectives that MPI runs as a whole.
 
 use std::time::Duration;
 
@@ -11,9 +11,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 mod address;
-mod bell;
 mod calls;
 mod collectives;
+mod doorbell;
 mod frames;
 mod groups;
 mod link;
@@ -57,8 +57,8 @@ fn start(
 #[pyfunction]
 fn broadcast<'py>(py: Python<'py>, given: Vec<u8>, timeout: f64) -> PyResult<Bound<'py, PyBytes>> {
     let timeout = seconds(timeout)?;
-    let told = py.detach(|| world::broadcast(&given, timeout)).map_err(PyRuntimeError::new_err)?;
-    Ok(PyBytes::new(py, &told))
+    let received = py.detach(|| world::broadcast(&given, timeout)).map_err(PyRuntimeError::new_err)?;
+    Ok(PyBytes::new(py, &received))
 }
 
 /// Ends MPI if `start` has started it. All processes of the job must call this.

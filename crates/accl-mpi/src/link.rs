@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use accl_wire::HEAD_BYTES;
 
-use crate::bell::Bell;
 use crate::calls::{Checked, Request};
+use crate::doorbell::Doorbell;
 use crate::frames::{Buffer, Spare};
 
 /// Limits of a link's frames in flight: their number, and their bytes.
@@ -52,7 +52,7 @@ pub(crate) struct Link {
     pub(crate) tag: c_int,
     pub(crate) peer: Option<Peer>,
     pub(crate) max_payload_bytes: usize,
-    pub(crate) bell: Option<Bell>,
+    pub(crate) doorbell: Option<Doorbell>,
     /// The reason why the link is broken.
     pub(crate) broken: Option<CString>,
     reserved: Option<(Buffer, usize)>,
@@ -68,7 +68,7 @@ pub(crate) struct Link {
 }
 
 /// The result of polling a link.
-pub(crate) enum Look<'a> {
+pub(crate) enum Polled<'a> {
     Frame(&'a Incoming),
     Nothing,
     Ended,
@@ -81,7 +81,7 @@ impl Link {
             tag,
             peer: None,
             max_payload_bytes,
-            bell: None,
+            doorbell: None,
             broken: None,
             reserved: None,
             outgoing: VecDeque::new(),
@@ -127,9 +127,9 @@ impl Link {
     /// reads the end after the last frame.
     pub(crate) fn close(&mut self) {
         if !std::mem::replace(&mut self.is_closed, true)
-            && let Some(bell) = &mut self.bell
+            && let Some(doorbell) = &mut self.doorbell
         {
-            bell.tell_end(self.sent);
+            doorbell.report_end(self.sent);
         }
     }
 
@@ -146,19 +146,19 @@ impl Link {
     /// call may be a long time away.
     pub(crate) fn ring(&mut self) {
         let sent = self.sent;
-        if let Some(bell) = &mut self.bell {
-            bell.push();
-            bell.listen_for_sleep();
-            bell.ring(sent);
+        if let Some(doorbell) = &mut self.doorbell {
+            doorbell.push();
+            doorbell.listen_for_sleep();
+            doorbell.ring(sent);
         }
     }
 
     /// Reads the peer's words, and rings like [`Link::ring`].
     fn heed(&mut self) {
         let sent = self.sent;
-        if let Some(bell) = &mut self.bell {
-            bell.hear();
-            bell.ring(sent);
+        if let Some(doorbell) = &mut self.doorbell {
+            doorbell.receive();
+            doorbell.ring(sent);
         }
     }
 
@@ -169,16 +169,16 @@ impl Link {
         self.incoming.push_back(message);
     }
 
-    pub(crate) fn look(&self) -> Look<'_> {
+    pub(crate) fn poll(&self) -> Polled<'_> {
         if self.broken.is_some() {
-            return Look::Broken;
+            return Polled::Broken;
         }
         match self.incoming.front() {
-            Some(message @ Incoming { request: None, .. }) => Look::Frame(message),
-            None if self.bell.as_ref().is_some_and(|bell| bell.ends_with(self.received)) => Look::Ended,
+            Some(message @ Incoming { request: None, .. }) => Polled::Frame(message),
+            None if self.doorbell.as_ref().is_some_and(|doorbell| doorbell.ends_with(self.received)) => Polled::Ended,
             // A frame that has only partly arrived from a dead process never completes.
-            _ if self.bell.as_ref().is_some_and(Bell::is_silent) => Look::Ended,
-            _ => Look::Nothing,
+            _ if self.doorbell.as_ref().is_some_and(Doorbell::is_silent) => Polled::Ended,
+            _ => Polled::Nothing,
         }
     }
 
@@ -221,17 +221,17 @@ impl Link {
         // Words are read only here: a poll after this one would take the word that must end the sleep.
         self.heed();
         let is_at_rest = self.is_at_rest();
-        let Some(bell) = &mut self.bell else { return Some(LAST_INTERVAL) };
-        let waits_for_death = bell.has_died() && !bell.is_silent();
+        let Some(doorbell) = &mut self.doorbell else { return Some(LAST_INTERVAL) };
+        let waits_for_death = doorbell.has_died() && !doorbell.is_silent();
         // A closed side cannot report that it sleeps.
         if !self.is_closed
             && is_at_rest
-            && !bell.is_stuck()
+            && !doorbell.is_stuck()
             && !waits_for_death
-            && !bell.announces_more_than(self.received)
+            && !doorbell.announces_more_than(self.received)
         {
             self.moved = None;
-            bell.tell_asleep(self.received);
+            doorbell.report_sleep(self.received);
             return None;
         }
         let moved = *self.moved.get_or_insert_with(Instant::now);

@@ -10,8 +10,8 @@ use accl_wire::HEAD_BYTES;
 use accl_wire::table::{AGAIN, ENDED, FAILED, OK, TRANSPORT_ABI, TransportV1};
 
 use crate::address::Address;
-use crate::bell::Bell;
-use crate::link::Look;
+use crate::doorbell::Doorbell;
+use crate::link::Polled;
 use crate::table_collectives;
 use crate::why;
 use crate::world::{self, World};
@@ -153,12 +153,12 @@ unsafe extern "C" fn reserve(
         if !link.has_room() {
             return AGAIN;
         }
-        let place = link.reserve(payload_bytes, spare);
+        let address = link.reserve(payload_bytes, spare);
         // SAFETY: by `accl_transport.h`, `head` and `payload` are valid; the buffer has room for the head and the
         // payload after it.
         unsafe {
-            *head = place.cast();
-            *payload = place.add(HEAD_BYTES).cast();
+            *head = address.cast();
+            *payload = address.add(HEAD_BYTES).cast();
         }
         OK
     })
@@ -183,27 +183,27 @@ unsafe extern "C" fn peek(
     with(FAILED, |world| {
         for is_last in [false, true] {
             let Ok(link) = world.link(index) else { return FAILED };
-            match link.look() {
-                Look::Frame(message) => {
-                    let place = message.buffer.as_ptr();
+            match link.poll() {
+                Polled::Frame(message) => {
+                    let address = message.buffer.as_ptr();
                     // SAFETY: by `accl_transport.h`, the result pointers are valid; the message is at least as long as
                     // a head.
                     unsafe {
-                        *head = place.cast();
-                        *payload = place.add(HEAD_BYTES).cast();
+                        *head = address.cast();
+                        *payload = address.add(HEAD_BYTES).cast();
                         *payload_bytes = message.bytes - HEAD_BYTES;
                     }
                     return OK;
                 }
-                Look::Ended => {
-                    if link.bell.as_ref().is_some_and(Bell::has_died) {
+                Polled::Ended => {
+                    if link.doorbell.as_ref().is_some_and(Doorbell::has_died) {
                         world.note_death();
                     }
                     return ENDED;
                 }
-                Look::Broken => return FAILED,
-                Look::Nothing if is_last => {}
-                Look::Nothing => world.turn(index),
+                Polled::Broken => return FAILED,
+                Polled::Nothing if is_last => {}
+                Polled::Nothing => world.turn(index),
             }
         }
         AGAIN
@@ -237,10 +237,10 @@ unsafe extern "C" fn progress(link: *mut c_void) -> c_int {
     })
 }
 
-unsafe extern "C" fn attach(link: *mut c_void, carrier: c_int) {
+unsafe extern "C" fn attach(link: *mut c_void, bootstrap: c_int) {
     with((), |world| {
         if let Ok(link) = world.link(index_of(link)) {
-            link.bell = Some(Bell::new(carrier));
+            link.doorbell = Some(Doorbell::new(bootstrap));
         }
     });
 }

@@ -3,7 +3,7 @@
 //!
 //! Owns the start and the end of MPI, the communicator, the tags, and all MPI calls for links. One lock guards all of
 //! these. If the level of thread support allows it, the thread that holds the lock calls MPI. Otherwise only the
-//! *servant* does, a thread of this module. In both cases the servant starts and ends MPI, unless other code has
+//! *MPI thread* does, a thread of this module. In both cases the MPI thread starts and ends MPI, unless other code has
 //! started MPI. With `MPI_THREAD_MULTIPLE`, waiting threads advance collectives ([`crate::collectives`]) without the
 //! lock.
 //! Only [`start`], [`broadcast`] and [`finish`] block, and all have deadlines. Separate threads create and free
@@ -22,7 +22,7 @@ use crate::address::{self, Address};
 use crate::calls::{self, Checked, Communicator, Level, Message, Request};
 use crate::collectives::{Call, are_at_work, are_under_way, end_all, lock as lock_of, unless_over};
 use crate::frames::{Buffer, Spare};
-use crate::link::{Incoming, Link, Look, Outgoing, Peer};
+use crate::link::{Incoming, Link, Outgoing, Peer, Polled};
 
 /// Maximum number of messages that one poll receives.
 const MESSAGES: usize = 8;
@@ -93,11 +93,12 @@ pub(crate) struct World {
     /// Whether the process is about to end. Then the thread that started MPI is asked to end it.
     is_leaving: bool,
     broadcast: Option<Broadcast>,
-    /// The reason why a fence of all processes could last forever: a peer has died, or a collective was abandoned here.
-    cannot_fence: Option<&'static str>,
-    /// Whether some processes may not reach the fence.
+    /// The reason why a barrier of all processes could last forever: a peer has died, or a collective was abandoned
+    /// here.
+    barrier_blocker: Option<&'static str>,
+    /// Whether some processes may not reach the barrier.
     is_doubtful: bool,
-    last_look: Instant,
+    last_poll: Instant,
     is_parked: bool,
 }
 
@@ -112,7 +113,7 @@ struct Broadcast {
 }
 
 /// Error text for a peer with another job identifier: it is in another job, or uses another communicator.
-pub(crate) const ELSEWHERE: &str = "in another MPI job, or outside the communicator over which this transport was opened; if you call init_from_mpi several times, pass the largest communicator first";
+pub(crate) const NOT_IN_JOB: &str = "in another MPI job, or outside the communicator over which this transport was opened; if you call init_from_mpi several times, pass the largest communicator first";
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
 /// The process that began to start MPI. In a forked child all of this state belongs to the parent, including the lock's
@@ -125,7 +126,7 @@ static CALLER: OnceLock<Caller> = OnceLock::new();
 /// Wakes the thread that calls MPI, because another thread waits for it.
 static WANTED: Condvar = Condvar::new();
 /// The channel to the thread that started MPI, for its next order.
-static SERVANT: Mutex<Option<mpsc::Sender<Order>>> = Mutex::new(None);
+static MPI_THREAD: Mutex<Option<mpsc::Sender<Order>>> = Mutex::new(None);
 
 /// The threads that may call MPI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -135,7 +136,7 @@ enum Caller {
     /// The thread that holds the world's lock.
     OneAtATime,
     /// The thread that started MPI.
-    Servant,
+    MpiThread,
 }
 
 /// An order to end MPI by `until`, and the channel for the result.
@@ -181,7 +182,7 @@ pub(crate) fn start(wanted: &Wanted) -> Checked<Job> {
     }
     let started = start_or_join(wanted);
     // An invalid setting may be corrected and retried, and so may joining an MPI that other code has started.
-    let has_begun = SERVANT.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+    let has_begun = MPI_THREAD.lock().unwrap_or_else(PoisonError::into_inner).is_some();
     if let (Err(why), true) = (&started, has_begun) {
         FAILED.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| why.clone());
     }
@@ -206,7 +207,7 @@ fn start_or_join(wanted: &Wanted) -> Checked<Job> {
         let communicator = wanted.communicator.map_or_else(Communicator::world, Communicator::from_fortran);
         let world = join(communicator, wanted, level, true, until)?;
         calls::before_finalize(|| {
-            let is_whole = with(|world| world.over.is_none() && world.cannot_fence.is_none()).unwrap_or(false);
+            let is_whole = with(|world| world.over.is_none() && world.barrier_blocker.is_none()).unwrap_or(false);
             if is_whole {
                 let _ = leave(Instant::now() + OTHERS_END, "MPI was finalised by the code that started it");
             }
@@ -217,7 +218,7 @@ fn start_or_join(wanted: &Wanted) -> Checked<Job> {
     if wanted.communicator.is_some() {
         return Err("a communicator was passed, but MPI is not started".to_owned());
     }
-    start_servant(wanted.clone(), until)
+    start_mpi_thread(wanted.clone(), until)
 }
 
 /// Checks whether MPI may be called in addition to the code that started it.
@@ -242,7 +243,7 @@ fn install(world: World) -> Job {
     let job = world.job.clone();
     let caller = match job.level {
         Level::Multiple => Caller::Anybody,
-        _ if world.is_served => Caller::Servant,
+        _ if world.is_served => Caller::MpiThread,
         _ => Caller::OneAtATime,
     };
     let _ = CALLER.set(caller);
@@ -250,10 +251,10 @@ fn install(world: World) -> Job {
     job
 }
 
-/// Starts the servant thread. It starts MPI, makes all MPI calls if no other thread may, and ends MPI.
-fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
+/// Starts the MPI thread. It starts MPI, makes all MPI calls if no other thread may, and ends MPI.
+fn start_mpi_thread(wanted: Wanted, until: Instant) -> Checked<Job> {
     let timeout = wanted.timeout;
-    let (tell, told) = mpsc::channel();
+    let (report, started) = mpsc::channel();
     let (orders, to_do) = mpsc::channel::<Order>();
     let serve = move || {
         crate::signals::block();
@@ -263,7 +264,7 @@ fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
             Ok((install(world), is_served))
         });
         let is_served = started.as_ref().is_ok_and(|(_, is_served)| *is_served);
-        let _ = tell.send(started.map(|(job, _)| job));
+        let _ = report.send(started.map(|(job, _)| job));
         if is_served {
             serve_until_over();
         }
@@ -280,9 +281,9 @@ fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
         .name("accl-mpi".to_owned())
         .spawn(serve)
         .map_err(|why| format!("cannot create the thread that starts MPI: {why}"))?;
-    *SERVANT.lock().unwrap_or_else(PoisonError::into_inner) = Some(orders);
+    *MPI_THREAD.lock().unwrap_or_else(PoisonError::into_inner) = Some(orders);
     // MPI_Init_thread itself has no deadline; if it is late, it is left running.
-    match told.recv_timeout(until.saturating_duration_since(Instant::now()) + GRACE) {
+    match started.recv_timeout(until.saturating_duration_since(Instant::now()) + GRACE) {
         Ok(job) => job,
         Err(_) => Err(format!(
             "MPI_Init_thread has not returned for {} s; open the transport in every process of the MPI job, or start MPI in the script and \
@@ -294,7 +295,7 @@ fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
 
 /// Creates the communicator of the links. All processes of `from` must call this.
 fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, until: Instant) -> Checked<World> {
-    let library = address::told(&calls::library()?).to_owned();
+    let library = address::shortened(&calls::library()?).to_owned();
     let (rank, size) = (from.rank()?, from.size()?);
     if let Some(launched) = wanted.size.filter(|&launched| launched != size && wanted.communicator.is_none()) {
         return Err(format!(
@@ -337,9 +338,9 @@ fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, unti
         over: None,
         is_leaving: false,
         broadcast: None,
-        cannot_fence: None,
+        barrier_blocker: None,
         is_doubtful: false,
-        last_look: Instant::now(),
+        last_poll: Instant::now(),
         is_parked: false,
     })
 }
@@ -373,8 +374,8 @@ pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
     })??;
     loop {
         let is_late = Instant::now() >= until;
-        let told = with(|world| {
-            world.kick();
+        let outcome = with(|world| {
+            world.wake();
             if !world.is_served {
                 world.move_broadcast();
             }
@@ -390,8 +391,8 @@ pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
                 }
             }
         })?;
-        if let Some(told) = told {
-            let bytes = told?;
+        if let Some(outcome) = outcome {
+            let bytes = outcome?;
             let length = usize::from(u16::from_le_bytes([bytes[0], bytes[1]])).min(BROADCAST_BYTES - 2);
             return Ok(bytes[2..2 + length].to_vec());
         }
@@ -399,7 +400,7 @@ pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
     }
 }
 
-/// Ends MPI, which is a fence: all processes of the job must call this.
+/// Ends MPI, which is a barrier: all processes of the job must call this.
 ///
 /// # Errors
 /// If not all processes have called in time, or if MPI reports an error. Then the process cannot exit normally.
@@ -410,23 +411,23 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
     let is_doubtful = with(|world| world.is_doubtful).unwrap_or(false);
     let timeout = if is_doubtful { timeout.min(DOUBTFUL) } else { timeout };
     let until = Instant::now() + timeout;
-    let Some(servant) = SERVANT.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+    let Some(mpi_thread) = MPI_THREAD.lock().unwrap_or_else(PoisonError::into_inner).take() else {
         // Other code has started MPI, or it was never started.
         let _ = with(|world| world.end("the process is exiting"));
         return Ok(());
     };
-    let cannot_fence = with(|world| {
+    let barrier_blocker = with(|world| {
         world.is_leaving = true;
         WANTED.notify_all();
-        world.cannot_fence
+        world.barrier_blocker
     });
-    if let Ok(Some(why)) = cannot_fence {
+    if let Ok(Some(why)) = barrier_blocker {
         // The launcher ends a job that has lost a process, or in which a process exits without ending MPI.
         let _ = with(|world| world.end(why));
         return Ok(());
     }
     let (answer, answered) = mpsc::channel();
-    servant.send(Order { until, answer }).map_err(|_| "the thread that started MPI has exited".to_owned())?;
+    mpi_thread.send(Order { until, answer }).map_err(|_| "the thread that started MPI has exited".to_owned())?;
     let left = || until.saturating_duration_since(Instant::now()) + GRACE;
     let answer = answered.recv_timeout(left().min(PATIENCE)).or_else(|_| {
         eprintln!(
@@ -436,7 +437,7 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
         answered.recv_timeout(left())
     });
     match answer.unwrap_or_else(|_| Err(format!("MPI_Finalize has not returned for {} s", timeout.as_secs()))) {
-        // Handled like a known reason in `cannot_fence`: MPI is not ended.
+        // Handled like a known reason in `barrier_blocker`: MPI is not ended.
         Err(_) if is_doubtful => Ok(()),
         answer => answer,
     }
@@ -445,15 +446,15 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
 /// Sends and receives until all processes of the job have reached this point. Then no link calls MPI any more. A
 /// process that ended earlier would leave other processes with messages that are never received.
 fn leave(until: Instant, why: &str) -> Checked<()> {
-    let mut fence = None;
+    let mut barrier = None;
     loop {
         let is_over = with(|world| {
             world.serve();
-            if fence.is_none() && world.is_at_rest() {
-                fence = Some(world.communicator.barrier()?);
+            if barrier.is_none() && world.is_at_rest() {
+                barrier = Some(world.communicator.barrier()?);
             }
-            let Some(fence) = &mut fence else { return Ok(false) };
-            if !fence.is_complete()? {
+            let Some(barrier) = &mut barrier else { return Ok(false) };
+            if !barrier.is_complete()? {
                 return Ok(false);
             }
             while world.take_in()? {}
@@ -472,7 +473,7 @@ fn leave(until: Instant, why: &str) -> Checked<()> {
     }
 }
 
-/// The loop of the servant thread, if only this thread may call MPI.
+/// The loop of the MPI thread, if only this thread may call MPI.
 fn serve_until_over() {
     let mut guard = lock();
     loop {
@@ -481,7 +482,7 @@ fn serve_until_over() {
             return;
         }
         world.serve();
-        let unwatched = world.last_look.elapsed();
+        let unwatched = world.last_poll.elapsed();
         if unwatched >= ATTENTION {
             world.is_parked = true;
             // The pause grows like an armed link's. If nothing is in flight, another thread wakes this one when needed.
@@ -510,7 +511,7 @@ pub(crate) fn start_collective(call: &Arc<Mutex<Call>>) -> Checked<()> {
         }
         if world.is_served {
             world.calls.push(call.clone());
-            world.kick();
+            world.wake();
         }
         Ok(())
     })?
@@ -526,8 +527,8 @@ pub(crate) fn test_collective(call: &Mutex<Call>) -> Option<Checked<()>> {
             None => lock_call().step(),
         })
         .unwrap_or_else(|why| Some(Err(why))),
-        Some(Caller::Servant) => {
-            let _ = with(World::kick);
+        Some(Caller::MpiThread) => {
+            let _ = with(World::wake);
             lock_call().ended()
         }
         None => Some(Err("MPI was not started".to_owned())),
@@ -617,7 +618,7 @@ impl World {
             ));
         }
         if peer.job != self.job.id || peer.rank < 0 || peer.rank >= self.job.size {
-            return Err(format!("the peer is {ELSEWHERE}"));
+            return Err(format!("the peer is {NOT_IN_JOB}"));
         }
         let link = self.link(index)?;
         link.max_payload_bytes = max_payload_bytes.min(link.max_payload_bytes);
@@ -643,12 +644,12 @@ impl World {
             self.leaving.extend(outgoing.into_iter().map(|message| (peer, message)));
         }
         self.unwanted.extend(incoming);
-        self.kick();
+        self.wake();
     }
 
     /// Handles a committed frame. Sends it now if this thread may call MPI.
     pub(crate) fn send(&mut self, index: usize) {
-        self.kick();
+        self.wake();
         if !self.is_served && self.over.is_none() {
             self.send_all(index);
         }
@@ -678,7 +679,7 @@ impl World {
 
     /// Handles received messages and completed sends, if this thread may call MPI.
     pub(crate) fn turn(&mut self, index: usize) {
-        self.kick();
+        self.wake();
         if self.is_served || self.over.is_some() {
             return;
         }
@@ -687,14 +688,14 @@ impl World {
         // Messages for this link are handled before more are received.
         self.take_in_several(|world| {
             let link = world.links.get(index).and_then(Option::as_ref);
-            link.is_some_and(|link| !matches!(link.look(), Look::Nothing))
+            link.is_some_and(|link| !matches!(link.poll(), Polled::Nothing))
         });
     }
 
     /// Records a poll, and wakes the thread that calls MPI.
-    fn kick(&mut self) {
+    fn wake(&mut self) {
         if self.is_served {
-            self.last_look = Instant::now();
+            self.last_poll = Instant::now();
             if self.is_parked {
                 WANTED.notify_one();
             }
@@ -771,12 +772,12 @@ impl World {
 
     /// Records that a peer has ended without disconnecting.
     pub(crate) fn note_death(&mut self) {
-        self.cannot_fence.get_or_insert("a process of the job has died");
+        self.barrier_blocker.get_or_insert("a process of the job has died");
     }
 
     /// Records that a collective was abandoned in this process.
     pub(crate) fn note_abandonment(&mut self) {
-        self.cannot_fence.get_or_insert("a collective of MPI was abandoned");
+        self.barrier_blocker.get_or_insert("a collective of MPI was abandoned");
     }
 
     /// Records that a group has failed whose collectives MPI runs. Its other processes may have abandoned a collective.

@@ -123,7 +123,7 @@ pub mod ffi {
         peer: i64,
         /// Whether the memory of the call's tensors must never be freed, because something that cannot be stopped may
         /// still write to it.
-        holds_memory: bool,
+        must_leak_memory: bool,
     }
 
     /// A tensor's memory. The shape is borrowed from the tensor and read before the function returns.
@@ -244,7 +244,7 @@ pub mod ffi {
         fn fork_generation() -> u64;
 
         fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &StoreRef) -> Status;
-        fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &StoreRef) -> Status;
+        fn group_create_sibling(group: &mut Group, other: &Group, args: &GroupArgs, store: &StoreRef) -> Status;
         fn group_call(group: &Group, args: &CallArgs) -> Waited;
         fn group_call_profiled(group: &Group, args: &CallArgs) -> Profiled;
         fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status;
@@ -327,9 +327,10 @@ pub mod ffi {
 use accl_engine::fork_generation;
 
 use crate::group::{
-    group_abort, group_call, group_call_profiled, group_conclude, group_connect_all, group_create, group_create_beside,
-    group_describe, group_enable_timing, group_first_error, group_monitored_barrier, group_next_seq,
-    group_profile_names, group_reserve, group_set_timeout, group_shutdown, group_snapshot, group_spawn, group_submit,
+    group_abort, group_call, group_call_profiled, group_conclude, group_connect_all, group_create,
+    group_create_sibling, group_describe, group_enable_timing, group_first_error, group_monitored_barrier,
+    group_next_seq, group_profile_names, group_reserve, group_set_timeout, group_shutdown, group_snapshot, group_spawn,
+    group_submit,
 };
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{

@@ -146,7 +146,7 @@ bridged! {
     }
 
     /// Like [`group_create`], in the engine of another group.
-    fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
+    fn group_create_sibling(group: &mut Group, other: &Group, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
         let engine = other.inner()?.engine.clone();
         let config = config(args).inspect_err(|error| refuse(args, store, error))?;
         let names = config.profile_names;
@@ -288,11 +288,11 @@ pub(crate) fn complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<Wa
     let leaving = Leaving { group, call: &call };
     let waited = call.wait(None, &mut ffi::python_interrupted);
     drop(leaving);
-    let holds_memory = !call.is_done() || call.error().is_some_and(|error| error.context.holds_memory);
+    let must_leak_memory = !call.is_done() || call.error().is_some_and(|error| error.context.must_leak_memory);
     match waited {
         EngineWaited::Done => Ok(Waited::plain(Outcome::Done)),
         EngineWaited::Failed(error) | EngineWaited::TimedOut(error) => Err(error),
-        EngineWaited::Interrupted => Ok(Waited::interrupted_with(holds_memory)),
+        EngineWaited::Interrupted => Ok(Waited::interrupted_with(must_leak_memory)),
     }
 }
 

@@ -21,7 +21,7 @@ pub(crate) fn panic_next(name: &str) -> bool {
 /// All bridged functions that C++ calls.
 pub(crate) const BRIDGED: &[&str] = &[
     "group_create",
-    "group_create_beside",
+    "group_create_sibling",
     "group_call",
     "group_call_profiled",
     "group_submit",

@@ -90,7 +90,7 @@ fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
     if !ffi::define_classes(module.as_ptr() as usize) {
         return Err(PyErr::fetch(module.py()));
     }
-    log::look_for_stderr(module.py())?;
+    log::find_stderr(module.py())?;
     module.add_class::<Runtime>()?;
     module.add_function(wrap_pyfunction!(_bridged_functions, module)?)?;
     module.add_function(wrap_pyfunction!(_panic_for_test, module)?)?;

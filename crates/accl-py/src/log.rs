@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_millis(50);
 ///
 /// # Errors
 /// If the interpreter has no module `sys`.
-pub(crate) fn look_for_stderr(py: Python<'_>) -> PyResult<()> {
+pub(crate) fn find_stderr(py: Python<'_>) -> PyResult<()> {
     LACKS_STDERR.store(py.import("sys")?.getattr("__stderr__")?.is_none(), Ordering::Relaxed);
     Ok(())
 }

@@ -53,7 +53,7 @@ bridged! {
 /// Issues one call and waits for it; an interrupt is an error.
 fn must_complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<()> {
     let status = complete(group, desc)?.status;
-    let held = |error: Error| if status.holds_memory { error.holding_memory() } else { error };
+    let held = |error: Error| if status.must_leak_memory { error.leaking_memory() } else { error };
     status.to_error().map_or(Ok(()), |error| Err(held(error)))
 }
 

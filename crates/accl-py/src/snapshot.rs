@@ -11,9 +11,9 @@ pub(crate) fn to_json(snapshot: &Snapshot) -> String {
     let peers: Vec<Value> = snapshot.peers.iter().map(peer).collect();
     let work = json!({
         "passes": snapshot.work.passes,
-        "links_looked_at": snapshot.work.links_looked_at,
+        "links_looked_at": snapshot.work.links_polled,
         "parks": snapshot.parks,
-        "looks": snapshot.looks,
+        "looks": snapshot.polls,
         "system_calls": snapshot.system_calls(),
     });
     json!({ "group": group, "ranks": peers, "process": work }).to_string()

@@ -17,7 +17,7 @@ pub(crate) const INTERRUPTED: &str = "interrupted by a Python signal handler (su
 impl Status {
     /// Success.
     pub(crate) fn ok() -> Self {
-        Self { kind: Kind::Ok, message: String::new(), rank: -1, peer: -1, holds_memory: false }
+        Self { kind: Kind::Ok, message: String::new(), rank: -1, peer: -1, must_leak_memory: false }
     }
 
     /// Whether this is success.
@@ -42,7 +42,7 @@ impl FromError for Status {
             kind: Kind { repr: error.kind as u8 },
             rank: number(error.context.rank),
             peer: number(error.context.peer),
-            holds_memory: error.context.holds_memory,
+            must_leak_memory: error.context.must_leak_memory,
             message: error.to_string(),
         }
     }
@@ -60,8 +60,8 @@ impl Waited {
     }
 
     /// A Python signal handler raised during a call whose memory may have to be kept.
-    pub(crate) fn interrupted_with(holds_memory: bool) -> Self {
-        let status = Status { holds_memory, ..Status::from_error(Error::aborted(INTERRUPTED)) };
+    pub(crate) fn interrupted_with(must_leak_memory: bool) -> Self {
+        let status = Status { must_leak_memory, ..Status::from_error(Error::aborted(INTERRUPTED)) };
         Self { how: Outcome::Interrupted, status }
     }
 }

@@ -237,11 +237,11 @@ bridged! {
     /// Whether the memory of the call's tensors must be kept after the call is dropped. That is so if the call has not
     /// ended, or if its error says so. This status reports nothing else.
     fn ticket_held(ticket: &Ticket) -> Status {
-        let holds_memory = match &ticket.entry {
+        let must_leak_memory = match &ticket.entry {
             Entry::None | Entry::Task(_) => false,
-            Entry::Call(call) => !call.is_done() || call.error().is_some_and(|error| error.context.holds_memory),
+            Entry::Call(call) => !call.is_done() || call.error().is_some_and(|error| error.context.must_leak_memory),
         };
-        Ok(Status { holds_memory, ..Status::ok() })
+        Ok(Status { must_leak_memory, ..Status::ok() })
     }
 
     /// The report about an ended call for hooks: its nanoseconds, or -1 if they were not recorded. Returns -2 if the

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use accl_transport::loopback::LoopbackLink;
-use accl_transport::{News, Watched};
+use accl_transport::{LinkEvents, Watched};
 use accl_types::{Error, Result};
-use accl_wire::{Answers, Frame, Link, Place};
+use accl_wire::{Answers, Frame, FrameSlot, Link};
 
 /// Message of a rigged link's panic.
 pub const EXPLODES: &str = "the test's link explodes";
@@ -111,7 +111,7 @@ unsafe impl Link for Rigged {
         self.link.max_payload_bytes()
     }
 
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         self.rig.enter(LinkFunction::Reserve);
         self.link.try_reserve(payload_bytes)
     }
@@ -174,8 +174,8 @@ unsafe impl Link for Rigged {
         self.link.answers()
     }
 
-    fn look_again(&mut self) {
-        self.link.look_again();
+    fn force_poll(&mut self) {
+        self.link.force_poll();
     }
 
     fn abandon(&mut self) {
@@ -197,8 +197,8 @@ impl Watched for Rigged {
     }
 
     /// Returns `false`: the loss of the peer is not posted on a board.
-    fn set_news(&mut self, news: News) -> bool {
-        self.link.set_news(news);
+    fn set_events(&mut self, events: LinkEvents) -> bool {
+        self.link.set_events(events);
         false
     }
 }

@@ -3,9 +3,9 @@
 use std::os::fd::BorrowedFd;
 
 use accl_types::{Error, Result};
-use accl_wire::{Answers, Frame, Link, Place};
+use accl_wire::{Answers, Frame, FrameSlot, Link};
 
-use crate::{News, Watched};
+use crate::{LinkEvents, Watched};
 
 /// The faults to inject.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub struct Faulty<L> {
     /// Polls that will still find nothing, drawn when a frame arrived; `None` before.
     held: Option<u32>,
     shown: bool,
-    told: bool,
+    is_reported: bool,
     /// The payload with a bit flipped while it is shown; empty otherwise.
     flipped: Vec<u64>,
     has_flipped: bool,
@@ -55,7 +55,7 @@ impl<L: Link> Faulty<L> {
             received: 0,
             held: None,
             shown: false,
-            told: false,
+            is_reported: false,
             flipped: Vec::new(),
             has_flipped: false,
             name,
@@ -96,7 +96,7 @@ unsafe impl<L: Link> Link for Faulty<L> {
         self.max_payload_bytes
     }
 
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         let refused = self.next_random() % 100 < u64::from(self.faults.refused_percent);
         let broken = self.broken();
         match &mut self.link {
@@ -119,7 +119,7 @@ unsafe impl<L: Link> Link for Faulty<L> {
         let draw = self.next_random();
         let broken = self.broken();
         let Some(link) = &mut self.link else {
-            self.told = true;
+            self.is_reported = true;
             return Err(broken);
         };
         let frame = link.peek()?;
@@ -167,7 +167,7 @@ unsafe impl<L: Link> Link for Faulty<L> {
     fn arm(&mut self, wants_room: bool) -> bool {
         let refuses = wants_room && self.faults.refused_percent > 0;
         match &mut self.link {
-            None => !self.told,
+            None => !self.is_reported,
             // A refusal that was drawn is not followed by a wake-up, so the caller must poll again.
             Some(link) => link.arm(wants_room) || refuses,
         }
@@ -206,9 +206,9 @@ unsafe impl<L: Link> Link for Faulty<L> {
         self.link.as_mut().map_or(Answers::Complete, Link::answers)
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         if let Some(link) = &mut self.link {
-            link.look_again();
+            link.force_poll();
         }
     }
 
@@ -232,7 +232,7 @@ impl<L: Watched> Watched for Faulty<L> {
         self.link.as_ref().map(Watched::fds).unwrap_or_default()
     }
 
-    fn set_news(&mut self, news: News) -> bool {
-        self.link.as_mut().is_some_and(|link| link.set_news(news))
+    fn set_events(&mut self, events: LinkEvents) -> bool {
+        self.link.as_mut().is_some_and(|link| link.set_events(events))
     }
 }

@@ -137,12 +137,12 @@ impl Registry {
     }
 }
 
-struct Shared(UnsafeCell<Registry>);
+struct SharedRegistry(UnsafeCell<Registry>);
 
 // SAFETY: only the holder of `LOCKED` reaches the cell.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for SharedRegistry {}
 
-static REGISTRY: Shared = Shared(UnsafeCell::new(Registry { fds: Vec::new() }));
+static REGISTRY: SharedRegistry = SharedRegistry(UnsafeCell::new(Registry { fds: Vec::new() }));
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 /// A plain flag instead of a `Mutex`: it is taken before a fork and released in both processes after it.
 static LOCKED: AtomicBool = AtomicBool::new(false);

@@ -5,7 +5,7 @@
 //! [`Poller::wait`].
 //! The content of frames belongs to `accl-wire`; here a frame is opaque bytes.
 
-mod board;
+mod bitmap;
 pub mod collectives;
 mod credentials;
 mod descriptors;
@@ -39,9 +39,9 @@ pub use faulty::{Faults, Faulty};
 pub use fork::{Fd, fork_generation, forked};
 pub use host::process_info;
 pub use plugin::register_table;
-pub use poller::{News, Poller, Waker, Watched};
+pub use poller::{LinkEvents, Poller, Waker, Watched};
 pub use rows::{TRANSPORTS, announce, check, find, named, register, transports};
 pub use settings::Settings;
 pub use stream_link::{ByteStream, StreamLink};
-pub use traced::{Tell, Traced, Way};
+pub use traced::{FrameDirection, FrameObserver, Traced};
 pub use transport::Transport;

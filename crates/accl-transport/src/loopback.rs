@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use accl_types::{Error, Result};
-use accl_wire::{Frame, HEAD_BYTES, Link, Place};
+use accl_wire::{Frame, FrameSlot, HEAD_BYTES, Link};
 
-use crate::{News, Waker, Watched};
+use crate::{LinkEvents, Waker, Watched};
 
 /// Number of frames that one direction holds before its sender finds no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub fn pair(
         reserved: None,
         peeked: None,
         spare: Vec::new(),
-        told: false,
+        is_reported: false,
     };
     (link(&ab, &ba, 0), link(&ba, &ab, 1))
 }
@@ -59,7 +59,7 @@ pub fn self_link(max_payload_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
         reserved: None,
         peeked: None,
         spare: Vec::new(),
-        told: false,
+        is_reported: false,
     }
 }
 
@@ -84,11 +84,11 @@ impl Parcel {
         Frame { head: &self.head, payload }
     }
 
-    fn place(&mut self) -> Place<'_> {
+    fn slot(&mut self) -> FrameSlot<'_> {
         // SAFETY: the words are initialised, `reshape` made room for `len_bytes`, every bit pattern is a `u64`, and the
         // borrow is exclusive.
         let payload = unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len_bytes) };
-        Place { head: &mut self.head, payload }
+        FrameSlot { head: &mut self.head, payload }
     }
 
     fn reshape(&mut self, len_bytes: usize) {
@@ -116,14 +116,14 @@ impl Direction {
 struct Side {
     waker: Arc<Waker>,
     /// Where to post events, if a poller watches this side.
-    news: OnceLock<News>,
+    events: OnceLock<LinkEvents>,
     is_armed: AtomicBool,
     wants_room: AtomicBool,
 }
 
 impl Side {
     fn new(waker: Arc<Waker>) -> Side {
-        Side { waker, news: OnceLock::new(), is_armed: AtomicBool::new(false), wants_room: AtomicBool::new(false) }
+        Side { waker, events: OnceLock::new(), is_armed: AtomicBool::new(false), wants_room: AtomicBool::new(false) }
     }
 
     /// Called after a change was published. Notifies the side if `flag` is set.
@@ -133,8 +133,8 @@ impl Side {
             // Clears every flag that was announced meanwhile; the notification below answers them all.
             self.is_armed.store(false, Ordering::Relaxed);
             self.wants_room.store(false, Ordering::Relaxed);
-            match self.news.get() {
-                Some(news) => news.post(),
+            match self.events.get() {
+                Some(events) => events.post(),
                 None => self.waker.wake(),
             }
         }
@@ -155,7 +155,7 @@ pub struct LoopbackLink {
     /// Frames kept for reuse, so that a steady exchange allocates nothing.
     spare: Vec<Parcel>,
     /// Whether the end was returned to the caller; then it is no longer a reason to stay awake.
-    told: bool,
+    is_reported: bool,
 }
 
 const SPARE_FRAMES: usize = 16;
@@ -175,7 +175,7 @@ impl LoopbackLink {
         fence(Ordering::SeqCst);
         self.peeked.is_some()
             || !self.inbound.lock().is_empty()
-            || (self.inbound.closed.load(Ordering::Acquire) && !self.told)
+            || (self.inbound.closed.load(Ordering::Acquire) && !self.is_reported)
             || (wants_room && (self.has_room() || self.out.receiver_gone.load(Ordering::Acquire)))
     }
 
@@ -195,7 +195,7 @@ unsafe impl Link for LoopbackLink {
         self.max_payload_bytes
     }
 
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         if payload_bytes > self.max_payload_bytes {
             return Err(Error::internal(format!(
                 "a payload of {payload_bytes} bytes exceeds the maximum of {}",
@@ -210,7 +210,7 @@ unsafe impl Link for LoopbackLink {
         }
         let mut frame = self.reserved.take().or_else(|| self.spare.pop()).unwrap_or_default();
         frame.reshape(payload_bytes);
-        Ok(Some(self.reserved.insert(frame).place()))
+        Ok(Some(self.reserved.insert(frame).slot()))
     }
 
     fn commit(&mut self) {
@@ -225,7 +225,7 @@ unsafe impl Link for LoopbackLink {
             let closed = self.inbound.closed.load(Ordering::Acquire);
             self.peeked = self.inbound.lock().pop_front();
             if self.peeked.is_none() && closed {
-                self.told = true;
+                self.is_reported = true;
                 return Err(Error::peer_lost("the loopback link was closed by its peer"));
             }
         }
@@ -256,7 +256,7 @@ unsafe impl Link for LoopbackLink {
         if !self.is_ended() {
             return Ok(());
         }
-        self.told = true;
+        self.is_reported = true;
         Err(Error::peer_lost("the loopback link was closed by its peer"))
     }
 
@@ -265,7 +265,7 @@ unsafe impl Link for LoopbackLink {
         self.peer.notify(&self.peer.is_armed);
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
+    fn polls_without_syscall(&self) -> bool {
         true
     }
 
@@ -283,9 +283,9 @@ impl Watched for LoopbackLink {
         Vec::new()
     }
 
-    fn set_news(&mut self, news: News) -> bool {
+    fn set_events(&mut self, events: LinkEvents) -> bool {
         // A side is watched only once.
-        self.me.news.set(news).is_ok()
+        self.me.events.set(events).is_ok()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Transports from other packages: a table of C functions that is registered while the process runs.
 //!
-//! Owns the link over such a table, and the handling of a peer's death. The end of the carrier's socket reports the
+//! Owns the link over such a table, and the handling of a peer's death. The end of the bootstrap socket reports the
 //! death. Frames in flight at that time then get some time to arrive.
 //! `accl_transport.h`, which is installed with the Python package, describes the table. Read [`TransportV1`] first.
 
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
 use accl_wire::table::{AGAIN, ENDED, IN_MEMORY, OK, ONE_HOST, TRANSPORT_ABI, TransportV1};
-use accl_wire::{Frame, HEAD_BYTES, Link, Place};
+use accl_wire::{Frame, FrameSlot, HEAD_BYTES, Link};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 use rustix::net::sockopt::set_tcp_nodelay;
@@ -22,16 +22,16 @@ use crate::collectives::Collectives;
 use crate::fork::Fd;
 use crate::table_collectives::TableCollectives;
 use crate::transport::{
-    Address, Agreed, Carrier, HalfLink, Local, MAX_ADDRESS_BYTES, PeerAddress, Provider, Transport,
+    Address, Agreed, Bootstrap, HalfLink, Local, MAX_ADDRESS_BYTES, PeerAddress, Provider, Transport,
 };
-use crate::{News, Waker, Watched, refusal, rows};
+use crate::{LinkEvents, Waker, Watched, refusal, rows};
 
-/// Assumed number of descriptors that a link keeps open: the carrier's socket and a few of its own.
+/// Assumed number of descriptors that a link keeps open: the bootstrap socket and a few of its own.
 const USUAL_DESCRIPTORS: usize = 3;
 /// Maximum number of descriptors of one link that are watched.
 const MAX_DESCRIPTORS: usize = 8;
-/// After the carrier has ended, time for which a frame may still arrive. In that time the link is polled every
-/// `LAST_FRAMES_INTERVAL`.
+/// After the bootstrap connection has ended, time for which a frame may still arrive. In that time the link is polled
+/// every `LAST_FRAMES_INTERVAL`.
 const LAST_FRAMES: Duration = Duration::from_secs(1);
 const LAST_FRAMES_INTERVAL: Duration = Duration::from_millis(50);
 /// A dropped link tries this many times to send its last frames, and waits `LINGER_STEP` each time.
@@ -145,9 +145,9 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
     rows::register(Transport {
         name,
         about,
-        carrier: if table.flags & ONE_HOST != 0 { Carrier::Unix } else { Carrier::Tcp },
+        bootstrap: if table.flags & ONE_HOST != 0 { Bootstrap::Unix } else { Bootstrap::Tcp },
         descriptors: USUAL_DESCRIPTORS,
-        is_cheap_to_look_at: table.flags & IN_MEMORY != 0,
+        polls_without_syscall: table.flags & IN_MEMORY != 0,
         open: Box::leak(Box::new(move |local: &Local<'_>| -> Box<dyn Provider> {
             Box::new(Plugin { table: checked, max_payload_bytes: local.settings.max_payload_bytes() })
         })),
@@ -217,7 +217,7 @@ impl Provider for Plugin {
         self.open(max_payload_bytes, Some(&peer.bytes))
     }
 
-    fn beside(&self, _waker: &Arc<Waker>) -> Box<dyn Provider> {
+    fn sibling(&self, _waker: &Arc<Waker>) -> Box<dyn Provider> {
         Box::new(*self)
     }
 }
@@ -239,7 +239,7 @@ impl Table {
 }
 
 /// Addresses of a frame's head and payload.
-type Parts = (NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>);
+type RawFrame = (NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>);
 
 /// A link of the table, destroyed on drop.
 struct Handle {
@@ -295,7 +295,7 @@ impl HalfLink for Half {
 struct PluginLink {
     // The handle is destroyed before the socket is closed, since the table may have been given the socket.
     handle: Handle,
-    /// The carrier's socket. Only the table's own bytes are sent over it, and its end reports the peer's end.
+    /// The bootstrap socket. Only the table's own bytes are sent over it, and its end reports the peer's end.
     socket: Fd,
     /// Copies of the link's descriptors: several links of a table may share a descriptor.
     fds: Vec<Fd>,
@@ -307,15 +307,15 @@ struct PluginLink {
     /// Reason why the link has ended, if so.
     lost: Option<Error>,
     /// Whether the loss was returned to the caller; then it is no longer a reason to stay awake.
-    told: bool,
-    /// Time at which the carrier was found to have ended.
+    is_reported: bool,
+    /// Time at which the bootstrap connection was found to have ended.
     hung_up: Option<Instant>,
     /// Length of the shortest payload that found no room since the link was last disarmed.
     refused_bytes: Option<usize>,
-    news: Option<News>,
+    events: Option<LinkEvents>,
     /// Whether there was no frame at the last poll.
     is_empty: bool,
-    /// Whether the system was asked for the carrier's end.
+    /// Whether the system was asked for the bootstrap connection's end.
     has_asked: bool,
     /// Time for which the link may be left alone, as the table returned it when the link was last armed.
     armed_for: Option<Duration>,
@@ -359,10 +359,10 @@ impl PluginLink {
             shown: false,
             closed: false,
             lost: None,
-            told: false,
+            is_reported: false,
             hung_up: None,
             refused_bytes: None,
-            news: None,
+            events: None,
             is_empty: false,
             has_asked: false,
             armed_for: None,
@@ -388,13 +388,13 @@ impl PluginLink {
 
     fn report_loss(&mut self) -> Result<()> {
         let Some(lost) = &self.lost else { return Ok(()) };
-        self.told = true;
+        self.is_reported = true;
         Err(lost.clone())
     }
 
     /// Takes the events that the poller has seen. Without a poller, anything may have happened.
-    fn hear_news(&mut self) {
-        if self.news.as_ref().is_none_or(|news| news.take() || news.has_hung_up()) {
+    fn take_events(&mut self) {
+        if self.events.as_ref().is_none_or(|events| events.take() || events.has_hung_up()) {
             (self.is_empty, self.has_asked) = (false, false);
         }
     }
@@ -405,12 +405,12 @@ impl PluginLink {
         if poll_interval.is_some() || arm.is_some() || flags & IN_MEMORY != 0 {
             return false;
         }
-        self.hear_news();
+        self.take_events();
         self.is_empty && self.hung_up.is_none()
     }
 
     /// Returns the next frame.
-    fn look(&mut self) -> Option<Parts> {
+    fn poll(&mut self) -> Option<RawFrame> {
         if self.is_known_empty() {
             return None;
         }
@@ -441,27 +441,28 @@ impl PluginLink {
         }
     }
 
-    /// Asks the system, without blocking, whether the carrier has ended, and decides whether the link is lost.
-    fn look_for_death(&mut self) {
+    /// Asks the system, without blocking, whether the bootstrap connection has ended, and decides whether the link is
+    /// lost.
+    fn check_death(&mut self) {
         if self.lost.is_some() {
             return;
         }
-        self.hear_news();
+        self.take_events();
         if self.hung_up.is_none() && !self.has_asked {
             self.has_asked = true;
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::RDHUP)];
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            if matches!(poll(&mut fds, Some(&now)), Ok(1..)) && self.is_carrier_at_end() {
+            if matches!(poll(&mut fds, Some(&now)), Ok(1..)) && self.is_bootstrap_at_end() {
                 self.hung_up = Some(Instant::now());
             }
         }
-        if self.hung_up.is_some_and(|since| since.elapsed() >= LAST_FRAMES) && self.look().is_none() {
+        if self.hung_up.is_some_and(|since| since.elapsed() >= LAST_FRAMES) && self.poll().is_none() {
             self.fail(refusal::ended(&self.peer));
         }
     }
 
-    /// Whether the carrier has ended. Bytes that the table itself sent over the carrier stay unread.
-    fn is_carrier_at_end(&self) -> bool {
+    /// Whether the bootstrap connection has ended. Bytes that the table itself sent over it stay unread.
+    fn is_bootstrap_at_end(&self) -> bool {
         if self.handle.table.attach.is_some() {
             refusal::is_about_to_end(&self.socket)
         } else {
@@ -483,19 +484,19 @@ impl PluginLink {
     }
 
     /// Reserves space for a frame and returns its head and its payload. `None`: there is no room now.
-    fn reserve(&mut self, payload_bytes: usize) -> Result<Option<Parts>> {
+    fn reserve(&mut self, payload_bytes: usize) -> Result<Option<RawFrame>> {
         let (mut head, mut payload) = (std::ptr::null_mut(), std::ptr::null_mut());
         let Handle { table, link, .. } = self.handle;
         // SAFETY: the arguments are what the header requires for `reserve`; the pointers refer to variables of the
         // right types.
         match unsafe { (table.reserve)(link, payload_bytes, &raw mut head, &raw mut payload) } {
             OK => {
-                let Some(place) = parts(head, payload, payload_bytes) else {
+                let Some(slot) = parts(head, payload, payload_bytes) else {
                     let why = format!("transport {}: reserve returned an invalid address for a frame", table.name);
                     return Err(self.fail(Error::internal(why)));
                 };
                 self.is_reserved = true;
-                Ok(Some(place))
+                Ok(Some(slot))
             }
             AGAIN => Ok(None),
             over => {
@@ -507,7 +508,7 @@ impl PluginLink {
 }
 
 /// Returns head and payload at the addresses that a table gave. `None`: the addresses cannot be valid.
-fn parts(head: *mut c_void, payload: *mut c_void, bytes: usize) -> Option<Parts> {
+fn parts(head: *mut c_void, payload: *mut c_void, bytes: usize) -> Option<RawFrame> {
     let payload = if bytes == 0 { NonNull::<u64>::dangling() } else { NonNull::new(payload.cast())? };
     let payload = payload.is_aligned().then(|| NonNull::slice_from_raw_parts(payload.cast(), bytes))?;
     Some((NonNull::new(head.cast())?, payload))
@@ -520,7 +521,7 @@ unsafe impl Link for PluginLink {
         self.max_payload_bytes
     }
 
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         self.guard_fork()?;
         if let Some(lost) = &self.lost {
             return Err(lost.clone());
@@ -528,20 +529,20 @@ unsafe impl Link for PluginLink {
         if self.closed || payload_bytes > self.max_payload_bytes {
             return Err(refusal::unfit_payload(payload_bytes, self.max_payload_bytes, !self.closed));
         }
-        // An earlier place is given up, even if there is no room now.
+        // An earlier slot is given up, even if there is no room now.
         self.is_reserved = false;
-        let mut place = self.reserve(payload_bytes)?;
-        if place.is_none() {
+        let mut slot = self.reserve(payload_bytes)?;
+        if slot.is_none() {
             self.progress();
-            place = self.reserve(payload_bytes)?;
+            slot = self.reserve(payload_bytes)?;
         }
-        let Some((mut head, mut payload)) = place else {
+        let Some((mut head, mut payload)) = slot else {
             self.refused_bytes = Some(self.refused_bytes.map_or(payload_bytes, |shorter| shorter.min(payload_bytes)));
             return Ok(None);
         };
         // SAFETY: the header guarantees that both are ours, in these lengths, until the frame is committed or given up.
         // Either needs the borrow of the link to end first.
-        Ok(Some(unsafe { Place { head: head.as_mut(), payload: payload.as_mut() } }))
+        Ok(Some(unsafe { FrameSlot { head: head.as_mut(), payload: payload.as_mut() } }))
     }
 
     fn commit(&mut self) {
@@ -553,7 +554,7 @@ unsafe impl Link for PluginLink {
 
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         self.guard_fork()?;
-        let Some((head, payload)) = self.look() else { return self.report_loss().map(|()| None) };
+        let Some((head, payload)) = self.poll() else { return self.report_loss().map(|()| None) };
         self.shown = true;
         // SAFETY: the header guarantees that both stay unchanged until the frame is released.
         Ok(Some(unsafe { Frame { head: head.as_ref(), payload: payload.as_ref() } }))
@@ -582,7 +583,7 @@ unsafe impl Link for PluginLink {
             self.progress();
         }
         let has_room = wants_room && is_open && matches!(self.reserve(wanted), Ok(Some(_)));
-        // The reservation only tested for room. A caller that wants the place reserves it again.
+        // The reservation only tested for room. A caller that wants the slot reserves it again.
         self.is_reserved = false;
         if let (Some(arm), None) = (self.handle.table.arm, &self.lost) {
             // SAFETY: the link was opened and is not destroyed yet, which is all that `arm` requires.
@@ -592,9 +593,9 @@ unsafe impl Link for PluginLink {
         // The last poll comes after everything that may take in arrived data. Such a step also consumes the event that
         // would report the data.
         self.is_empty = false;
-        let has_frame = self.look().is_some();
-        self.look_for_death();
-        has_room || has_frame || (self.lost.is_some() && !self.told)
+        let has_frame = self.poll().is_some();
+        self.check_death();
+        has_room || has_frame || (self.lost.is_some() && !self.is_reported)
     }
 
     fn disarm(&mut self) {
@@ -603,8 +604,8 @@ unsafe impl Link for PluginLink {
 
     fn check_peer(&mut self) -> Result<()> {
         self.guard_fork()?;
-        self.look_for_death();
-        if self.look().is_some() { Ok(()) } else { self.report_loss() }
+        self.check_death();
+        if self.poll().is_some() { Ok(()) } else { self.report_loss() }
     }
 
     fn close(&mut self) {
@@ -622,7 +623,7 @@ unsafe impl Link for PluginLink {
         self.lost.is_some() || self.guard_fork().is_err() || self.progress()
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
+    fn polls_without_syscall(&self) -> bool {
         self.handle.table.flags & IN_MEMORY != 0
     }
 
@@ -636,7 +637,7 @@ unsafe impl Link for PluginLink {
         }
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         (self.is_empty, self.has_asked) = (false, false);
     }
 
@@ -688,8 +689,8 @@ impl Watched for PluginLink {
 
     /// Every progress pass polls this link. Data of one link may be taken in by an operation on another link, or
     /// reported on a descriptor that both share. In these cases the link gets no event.
-    fn set_news(&mut self, news: News) -> bool {
-        self.news = Some(news);
+    fn set_events(&mut self, events: LinkEvents) -> bool {
+        self.events = Some(events);
         false
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! Everything is edge-triggered, so that waking costs no further system call: the counter of the event descriptor is
 //! never read.
-//! Events of a link are posted on the process's board. Where memory is shared, peers post there themselves.
+//! Events of a link are posted on the process's bitmap. Where memory is shared, peers post there themselves.
 //! Owns no decision about when to sleep. Read [`Poller::wait`] first.
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,19 +12,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use accl_types::{Error, Result};
-use accl_wire::{Link, NewsBoard, Slot};
+use accl_wire::{EventBitmap, Link, Slot};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
 
-use crate::board::{Board, SLOTS};
+use crate::bitmap::{ProcessBitmap, SLOTS};
 use crate::fork::Fd;
 
 /// The event descriptor of this process. Any thread may wake; peers hold a copy of the descriptor.
 #[derive(Debug)]
 pub struct Waker {
     fd: Fd,
-    /// Board on which peers post the events that they wake for. A poller's waker has one; others have `None`.
-    board: Option<Arc<Board>>,
+    /// Bitmap on which peers post the events that they wake for. A poller's waker has one; others have `None`.
+    bitmap: Option<Arc<ProcessBitmap>>,
 }
 
 impl Waker {
@@ -34,15 +34,15 @@ impl Waker {
     /// `Exhausted` if no descriptor is left.
     pub fn new() -> Result<Waker> {
         let fd = Fd::adopt(|| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)).map_err(no_descriptor)?;
-        Ok(Waker { fd, board: None })
+        Ok(Waker { fd, bitmap: None })
     }
 
-    /// Returns the board's descriptor, for peers.
+    /// Returns the bitmap's descriptor, for peers.
     ///
     /// # Errors
     /// A clause with the reason why there is no descriptor.
-    pub(crate) fn board_descriptor(&self) -> std::result::Result<BorrowedFd<'_>, String> {
-        self.board.as_ref().ok_or("the poller of this process has no event bitmap")?.descriptor()
+    pub(crate) fn bitmap_descriptor(&self) -> std::result::Result<BorrowedFd<'_>, String> {
+        self.bitmap.as_ref().ok_or("the poller of this process has no event bitmap")?.descriptor()
     }
 
     /// Resets the event descriptor's counter. For threads that sleep on the descriptor directly, and not in a
@@ -73,7 +73,7 @@ pub(crate) fn wake_fd(fd: BorrowedFd<'_>) {
 }
 
 /// Token of descriptors that belong to no link.
-const NOBODY: u64 = u64::MAX;
+const NO_LINK: u64 = u64::MAX;
 
 /// Maximum time of one sleep. Kernels refuse to count more than a few weeks of milliseconds, and a refused call does
 /// not sleep.
@@ -87,13 +87,13 @@ const HUNG_UP: u8 = 2;
 /// Events that a [`Poller`] has seen of one link. A link that has read everything need not ask the system again before
 /// the next event.
 #[derive(Clone, Debug)]
-pub struct News {
+pub struct LinkEvents {
     seen: Arc<AtomicU8>,
     slot: Option<Slot>,
     waker: Arc<Waker>,
 }
 
-impl News {
+impl LinkEvents {
     /// Slot on which the link's events are posted. `None`: there are too many links, and the link wakes the sleeping
     /// thread.
     pub(crate) fn slot(&self) -> Option<Slot> {
@@ -102,8 +102,8 @@ impl News {
 
     /// Posts an event of the link, from inside this process.
     pub(crate) fn post(&self) {
-        let board = self.waker.board.as_ref();
-        if board.zip(self.slot).is_none_or(|(board, slot)| board.post(slot)) {
+        let bitmap = self.waker.bitmap.as_ref();
+        if bitmap.zip(self.slot).is_none_or(|(bitmap, slot)| bitmap.post(slot)) {
             self.waker.wake();
         }
     }
@@ -126,12 +126,11 @@ pub trait Watched: Link {
     /// Descriptors that the poller must watch, edge-triggered. They stay the same for the life of the link.
     fn fds(&self) -> Vec<BorrowedFd<'_>>;
 
-    /// Called once a poller watches the descriptors: it records events in `news`. A link that ignores `news` polls the
-    /// system itself.
-    /// Returns `true` if events of the armed link are posted even while no thread sleeps. The peer posts them, or the
-    /// thread that asks the system. If it returns `false`, progress passes poll the link.
-    fn set_news(&mut self, news: News) -> bool {
-        let _ = news;
+    /// Called once a poller watches the descriptors: it records events in `events`. A link that ignores `events` polls
+    /// the system itself. Returns `true` if events of the armed link are posted even while no thread sleeps. The peer
+    /// posts them, or the thread that asks the system. If it returns `false`, progress passes poll the link.
+    fn set_events(&mut self, events: LinkEvents) -> bool {
+        let _ = events;
         false
     }
 }
@@ -141,8 +140,8 @@ impl<L: Watched + ?Sized> Watched for Box<L> {
         (**self).fds()
     }
 
-    fn set_news(&mut self, news: News) -> bool {
-        (**self).set_news(news)
+    fn set_events(&mut self, events: LinkEvents) -> bool {
+        (**self).set_events(events)
     }
 }
 
@@ -161,23 +160,23 @@ impl Places {
             self.free = (0..self.by_token.len()).filter(|&token| self.by_token[token].strong_count() == 0).collect();
             self.sweep_at = 2 * (self.by_token.len() - self.free.len()).max(8);
         }
-        let place = Arc::downgrade(seen);
+        let seen = Arc::downgrade(seen);
         match self.free.pop() {
             Some(token) => {
-                self.by_token[token] = place;
+                self.by_token[token] = seen;
                 token as u64
             }
             None => {
-                self.by_token.push(place);
+                self.by_token.push(seen);
                 self.by_token.len() as u64 - 1
             }
         }
     }
 
     fn enter(&self, token: u64, what: u8) {
-        let place = usize::try_from(token).ok().and_then(|token| self.by_token.get(token)?.upgrade());
-        if let Some(place) = place {
-            place.fetch_or(what, Ordering::Release);
+        let seen = usize::try_from(token).ok().and_then(|token| self.by_token.get(token)?.upgrade());
+        if let Some(seen) = seen {
+            seen.fetch_or(what, Ordering::Release);
         }
     }
 }
@@ -187,7 +186,7 @@ impl Places {
 pub struct Poller {
     epoll: Fd,
     waker: Arc<Waker>,
-    board: Arc<Board>,
+    bitmap: Arc<ProcessBitmap>,
     places: Mutex<Places>,
 }
 
@@ -198,14 +197,14 @@ impl Poller {
     /// `Exhausted` if no descriptor is left.
     pub fn new() -> Result<Poller> {
         let epoll = Fd::adopt(|| epoll::create(epoll::CreateFlags::CLOEXEC)).map_err(no_descriptor)?;
-        let board = Arc::new(Board::new());
-        let waker = Arc::new(Waker { board: Some(board.clone()), ..Waker::new()? });
-        let poller = Poller { epoll, waker, board, places: Mutex::default() };
+        let bitmap = Arc::new(ProcessBitmap::new());
+        let waker = Arc::new(Waker { bitmap: Some(bitmap.clone()), ..Waker::new()? });
+        let poller = Poller { epoll, waker, bitmap, places: Mutex::default() };
         poller.add(poller.waker.as_fd())?;
         Ok(poller)
     }
 
-    /// Watches a link, passes it the events that are seen, and posts them on the board in the returned slot. `None`:
+    /// Watches a link, passes it the events that are seen, and posts them on the bitmap in the returned slot. `None`:
     /// the caller must poll the link again and again. Either its events are not posted, or there are more links than
     /// slots.
     ///
@@ -216,13 +215,13 @@ impl Poller {
         let token = self.places().add(&seen);
         link.fds().into_iter().try_for_each(|fd| self.add_as(fd, token))?;
         let slot = u32::try_from(token).ok().filter(|&token| (token as usize) < SLOTS).map(Slot);
-        let is_posted = link.set_news(News { seen, slot, waker: self.waker() });
+        let is_posted = link.set_events(LinkEvents { seen, slot, waker: self.waker() });
         Ok(slot.filter(|_| is_posted))
     }
 
-    /// Returns the board on which events of the watched links are posted.
-    pub fn board(&self) -> Arc<dyn NewsBoard> {
-        self.board.clone()
+    /// Returns the bitmap on which events of the watched links are posted.
+    pub fn bitmap(&self) -> Arc<dyn EventBitmap> {
+        self.bitmap.clone()
     }
 
     fn places(&self) -> MutexGuard<'_, Places> {
@@ -234,7 +233,7 @@ impl Poller {
     /// # Errors
     /// `Exhausted` if the kernel refuses. Adding a descriptor twice is no error.
     pub fn add(&self, fd: BorrowedFd<'_>) -> Result<()> {
-        self.add_as(fd, NOBODY)
+        self.add_as(fd, NO_LINK)
     }
 
     fn add_as(&self, fd: BorrowedFd<'_>, token: u64) -> Result<()> {
@@ -273,7 +272,7 @@ impl Poller {
             Err(Errno::INTR) => return Ok(()),
             Err(why) => return Err(Error::internal(format!("waiting for events failed: {why}"))),
         };
-        let is_of_link = |event: &&mut epoll::Event| event.data.u64() != NOBODY;
+        let is_of_link = |event: &&mut epoll::Event| event.data.u64() != NO_LINK;
         let mut events = events.iter_mut().filter(is_of_link).peekable();
         if events.peek().is_some() {
             let places = self.places();
@@ -284,7 +283,7 @@ impl Poller {
                 let token = event.data.u64();
                 places.enter(token, HAPPENED | end);
                 // The thread to be woken is this one.
-                let _ = u32::try_from(token).is_ok_and(|token| self.board.post(Slot(token)));
+                let _ = u32::try_from(token).is_ok_and(|token| self.bitmap.post(Slot(token)));
             }
         }
         Ok(())
@@ -294,7 +293,7 @@ impl Poller {
     ///
     /// # Errors
     /// The errors of [`Poller::wait`].
-    pub fn look(&self) -> Result<()> {
+    pub fn poll(&self) -> Result<()> {
         self.wait(Some(Duration::ZERO))
     }
 

@@ -1,4 +1,4 @@
-//! Checks that links of every kind make of themselves and of the carrier's socket that they keep.
+//! Checks that links of every kind make of themselves and of the bootstrap socket that they keep.
 //!
 //! Owns the texts of these refusals, so that they are the same over every transport.
 
@@ -28,13 +28,13 @@ pub(crate) fn ended(peer: &str) -> Error {
     Error::peer_lost(format!("{peer} has closed the link or died"))
 }
 
-/// Whether the peer has closed the carrier. Nothing is sent over it after the handshake.
+/// Whether the peer has closed the bootstrap connection. Nothing is sent over it after the handshake.
 pub(crate) fn is_at_end(socket: &Fd) -> bool {
     receives_end(socket, RecvFlags::DONTWAIT)
 }
 
-/// Whether the carrier will be at its end once its unread bytes are read. Unlike [`is_at_end`], this leaves the bytes
-/// for their reader.
+/// Whether the bootstrap connection will be at its end once its unread bytes are read. Unlike [`is_at_end`], this
+/// leaves the bytes for their reader.
 pub(crate) fn is_about_to_end(socket: &Fd) -> bool {
     receives_end(socket, RecvFlags::DONTWAIT | RecvFlags::PEEK)
 }

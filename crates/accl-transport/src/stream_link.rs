@@ -12,10 +12,10 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
-use accl_wire::{Answers, Frame, HEAD_BYTES, Link, Place};
+use accl_wire::{Answers, Frame, FrameSlot, HEAD_BYTES, Link};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{News, Watched, refusal};
+use crate::{LinkEvents, Watched, refusal};
 
 /// Connection to one process that moves bytes both ways, in order, and never blocks. It may be a socket, a pipe each
 /// way, or an encrypting layer over one of them.
@@ -186,7 +186,7 @@ pub struct StreamLink<S: ByteStream> {
     /// Reason why no more will arrive, if so.
     ended: Option<Error>,
     /// Whether the end was returned to the caller; then it is no longer a reason to stay awake.
-    told: bool,
+    is_reported: bool,
     /// Length of the shortest payload that found no room since the link was last disarmed.
     refused_bytes: Option<usize>,
     closing: Closing,
@@ -201,7 +201,7 @@ pub struct StreamLink<S: ByteStream> {
     /// See [`Link::abandon`].
     is_abandoned: bool,
     /// Events that a poller has seen, if a poller watches the stream.
-    news: Option<News>,
+    events: Option<LinkEvents>,
     /// Whether the stream had no more bytes when it was last read.
     is_empty: bool,
     system_calls: Cell<u64>,
@@ -230,7 +230,7 @@ impl<S: ByteStream> StreamLink<S> {
             holds_back: false,
             send_error: None,
             ended: None,
-            told: false,
+            is_reported: false,
             refused_bytes: None,
             closing: Closing::Open,
             committed: 0,
@@ -238,7 +238,7 @@ impl<S: ByteStream> StreamLink<S> {
             pushed_at: Instant::now(),
             asked_at: Instant::now(),
             is_abandoned: false,
-            news: None,
+            events: None,
             is_empty: false,
             system_calls: Cell::new(0),
         }
@@ -247,11 +247,11 @@ impl<S: ByteStream> StreamLink<S> {
     /// Whether the stream holds nothing, as far as the poller has seen. An event follows everything that arrives after
     /// the read.
     fn is_known_empty(&mut self) -> bool {
-        let Some(news) = &self.news else { return false };
-        if news.take() {
+        let Some(events) = &self.events else { return false };
+        if events.take() {
             self.is_empty = false;
         }
-        self.is_empty && !news.has_hung_up()
+        self.is_empty && !events.has_hung_up()
     }
 
     fn guard_fork(&self) -> Result<()> {
@@ -331,7 +331,7 @@ impl<S: ByteStream> StreamLink<S> {
         let word = self.inbound.words[self.inbound.start / WORD];
         let Some(len) = payload_bytes_of(u64::from_le(word)).filter(|&len| len <= self.max_payload_bytes) else {
             let error = Error::protocol(format!("{}: the stream contains an invalid frame", self.stream.describe()));
-            self.told = true;
+            self.is_reported = true;
             return Err(self.ended.insert(error).clone());
         };
         if self.inbound.len() < record_bytes(len) {
@@ -380,7 +380,7 @@ impl<S: ByteStream> StreamLink<S> {
         // A stream that can send nothing has ended once nothing more is left to read.
         let over = self.ended.as_ref().or(self.send_error.as_ref().filter(|_| self.is_empty));
         let Some(over) = over.cloned() else { return Ok(()) };
-        self.told = true;
+        self.is_reported = true;
         Err(over)
     }
 }
@@ -391,7 +391,7 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
         self.max_payload_bytes
     }
 
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         self.guard_fork()?;
         if payload_bytes > self.max_payload_bytes || self.closing != Closing::Open {
             let is_open = self.closing == Closing::Open;
@@ -413,7 +413,7 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
         self.outbound.bytes_mut()[at..at + WORD].copy_from_slice(&word_of(payload_bytes).to_le_bytes());
         self.reserved = Some(payload_bytes);
         let record = &mut self.outbound.bytes_mut()[at + WORD..at + PAYLOAD_AT + payload_bytes];
-        Ok(record.split_first_chunk_mut().map(|(head, payload)| Place { head, payload }))
+        Ok(record.split_first_chunk_mut().map(|(head, payload)| FrameSlot { head, payload }))
     }
 
     fn commit(&mut self) {
@@ -461,10 +461,11 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
         // which ends the following sleep if it has not been taken yet. A read that filled the buffer has brought a
         // whole frame.
         let is_over = |link: &Self| link.ended.is_some() || link.send_error.is_some();
-        let news = self.poll_frame() != Ok(false) || (is_over(self) && !self.told);
-        news || (wants_room
-            && self.send_error.is_none()
-            && self.has_room(self.refused_bytes.unwrap_or(self.max_payload_bytes)))
+        let has_events = self.poll_frame() != Ok(false) || (is_over(self) && !self.is_reported);
+        has_events
+            || (wants_room
+                && self.send_error.is_none()
+                && self.has_room(self.refused_bytes.unwrap_or(self.max_payload_bytes)))
     }
 
     fn disarm(&mut self) {
@@ -516,7 +517,7 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
         }
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         self.is_empty = false;
     }
 
@@ -542,8 +543,8 @@ impl<S: ByteStream> Watched for StreamLink<S> {
         self.stream.fds()
     }
 
-    fn set_news(&mut self, news: News) -> bool {
-        self.news = Some(news);
+    fn set_events(&mut self, events: LinkEvents) -> bool {
+        self.events = Some(events);
         true
     }
 }

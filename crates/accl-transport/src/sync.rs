@@ -1,4 +1,4 @@
-//! Atomics of the rings and of the board, in one module so that loom can replace them.
+//! Atomics of the rings and of the bitmap, in one module so that loom can replace them.
 
 #[cfg(accl_loom)]
 pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

@@ -1,4 +1,4 @@
-//! The transport `tcp`: one connection per peer, IPv4 or IPv6. The link uses the carrier's socket.
+//! The transport `tcp`: one connection per peer, IPv4 or IPv6. The link uses the bootstrap socket.
 //!
 //! Owns what TCP knows of a connection in addition to its bytes: which bytes the peer's host has acknowledged, and for
 //! how long that host has been silent.
@@ -15,15 +15,15 @@ use rustix::net::{
 use crate::Watched;
 use crate::fork::Fd;
 use crate::stream_link::{ByteStream, StreamLink};
-use crate::transport::{Agreed, Carrier, Local, OverCarrier, Transport};
+use crate::transport::{Agreed, Bootstrap, Local, OverBootstrap, Transport};
 
 pub(crate) const ROW: Transport = Transport {
     name: "tcp",
     about: "one connection a peer, IPv4 or IPv6",
-    carrier: Carrier::Tcp,
+    bootstrap: Bootstrap::Tcp,
     descriptors: 1,
-    is_cheap_to_look_at: false,
-    open: &|_: &Local<'_>| Box::new(OverCarrier(link)),
+    polls_without_syscall: false,
+    open: &|_: &Local<'_>| Box::new(OverBootstrap(link)),
     collectives: None,
 };
 
@@ -38,15 +38,15 @@ fn link(agreed: Agreed) -> Box<dyn Watched> {
 struct Connection {
     socket: Fd,
     /// `local -> remote` and the peer's host and process.
-    place: String,
+    addresses: String,
     is_shut_down: bool,
 }
 
 impl Connection {
     fn new(socket: Fd, peer: &str) -> Connection {
         let remote = getpeername(&socket).ok().flatten();
-        let place = format!("{} -> {} ({peer})", show(getsockname(&socket).ok()), show(remote));
-        Connection { socket, place, is_shut_down: false }
+        let addresses = format!("{} -> {} ({peer})", show(getsockname(&socket).ok()), show(remote));
+        Connection { socket, addresses, is_shut_down: false }
     }
 }
 
@@ -109,6 +109,6 @@ impl ByteStream for Connection {
     }
 
     fn describe(&self) -> &str {
-        &self.place
+        &self.addresses
     }
 }

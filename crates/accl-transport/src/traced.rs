@@ -7,13 +7,13 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 use accl_types::Result;
-use accl_wire::{Answers, Frame, HEAD_BYTES, Link, Place};
+use accl_wire::{Answers, Frame, FrameSlot, HEAD_BYTES, Link};
 
-use crate::{News, Watched};
+use crate::{LinkEvents, Watched};
 
 /// Direction of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum FrameDirection {
     /// To the peer: the frame was committed.
     Out,
     /// From the peer: the frame was looked at for the first time.
@@ -21,25 +21,25 @@ pub enum Way {
 }
 
 /// Callback for each frame. It gets the direction, the head, and the number of payload bytes.
-pub type Tell = Box<dyn FnMut(Way, &[u8; HEAD_BYTES], usize) + Send>;
+pub type FrameObserver = Box<dyn FnMut(FrameDirection, &[u8; HEAD_BYTES], usize) + Send>;
 
 /// Wraps any link and reports its frames.
 pub struct Traced<L> {
     link: L,
-    tell: Tell,
+    observe: FrameObserver,
     /// Address of the reserved frame's head, and the frame's payload bytes.
     reserved: Option<(NonNull<[u8; HEAD_BYTES]>, usize)>,
     /// Whether the frame at the front has been reported already.
-    is_told: bool,
+    is_observed: bool,
 }
 
 // SAFETY: the pointer refers to memory of the link, which may be sent, and is used only through `&mut self`.
 unsafe impl<L: Send> Send for Traced<L> {}
 
 impl<L: Link> Traced<L> {
-    /// Wraps `link` and passes its frames to `tell`.
-    pub fn new(link: L, tell: Tell) -> Self {
-        Self { link, tell, reserved: None, is_told: false }
+    /// Wraps `link` and passes its frames to `observe`.
+    pub fn new(link: L, observe: FrameObserver) -> Self {
+        Self { link, observe, reserved: None, is_observed: false }
     }
 }
 
@@ -49,18 +49,18 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.max_payload_bytes()
     }
 
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         self.reserved = None;
-        let Some(place) = self.link.try_reserve(payload_bytes)? else { return Ok(None) };
-        self.reserved = Some((NonNull::from(&mut *place.head), payload_bytes));
-        Ok(Some(place))
+        let Some(slot) = self.link.try_reserve(payload_bytes)? else { return Ok(None) };
+        self.reserved = Some((NonNull::from(&mut *slot.head), payload_bytes));
+        Ok(Some(slot))
     }
 
     fn commit(&mut self) {
         if let Some((head, bytes)) = self.reserved.take() {
             // SAFETY: a reserved head stays valid until `commit`, which comes next, and no other code writes it
             // meanwhile.
-            (self.tell)(Way::Out, unsafe { head.as_ref() }, bytes);
+            (self.observe)(FrameDirection::Out, unsafe { head.as_ref() }, bytes);
         }
         self.link.commit();
     }
@@ -68,15 +68,15 @@ unsafe impl<L: Link> Link for Traced<L> {
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         let frame = self.link.peek()?;
         if let Some(frame) = frame
-            && !std::mem::replace(&mut self.is_told, true)
+            && !std::mem::replace(&mut self.is_observed, true)
         {
-            (self.tell)(Way::In, frame.head, frame.payload.len());
+            (self.observe)(FrameDirection::In, frame.head, frame.payload.len());
         }
         Ok(frame)
     }
 
     fn release(&mut self) {
-        self.is_told = false;
+        self.is_observed = false;
         self.link.release();
     }
 
@@ -116,12 +116,12 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.answers()
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
-        self.link.is_cheap_to_look_at()
+    fn polls_without_syscall(&self) -> bool {
+        self.link.polls_without_syscall()
     }
 
-    fn look_again(&mut self) {
-        self.link.look_again();
+    fn force_poll(&mut self) {
+        self.link.force_poll();
     }
 
     fn abandon(&mut self) {
@@ -158,7 +158,7 @@ impl<L: Watched> Watched for Traced<L> {
         self.link.fds()
     }
 
-    fn set_news(&mut self, news: News) -> bool {
-        self.link.set_news(news)
+    fn set_events(&mut self, events: LinkEvents) -> bool {
+        self.link.set_events(events)
     }
 }

@@ -2,7 +2,7 @@
 //! into a link.
 //!
 //! Owns the types of the transport table and no transport.
-//! An endpoint opens a [`Provider`] for each transport that it uses. When two processes meet over a [`Carrier`], each
+//! An endpoint opens a [`Provider`] for each transport that it uses. When two processes meet over a [`Bootstrap`], each
 //! creates a [`HalfLink`] and sends the other its [`Address`]. Then each half becomes a link.
 //! Read [`Transport`] first; docs/adding-a-transport.md describes the steps one by one.
 
@@ -33,14 +33,14 @@ pub struct Transport {
     /// One sentence for the documentation.
     pub about: &'static str,
     /// Kind of bootstrap connection over which two processes meet before there is a link.
-    pub carrier: Carrier,
-    /// Number of descriptors that a link keeps open, including the carrier's socket.
+    pub bootstrap: Bootstrap,
+    /// Number of descriptors that a link keeps open, including the bootstrap socket.
     pub descriptors: usize,
     /// Whether frames lie in memory that both processes share, so that neither polling nor sending needs a system call.
     /// Calls poll such links often, send encoded data without checksums, and are planned with the costs of shared
     /// memory. Calls over other links are planned with the costs of tcp.
-    /// [`accl_wire::Link::is_cheap_to_look_at`] returns the same value.
-    pub is_cheap_to_look_at: bool,
+    /// [`accl_wire::Link::polls_without_syscall`] returns the same value.
+    pub polls_without_syscall: bool,
     /// Called once for each endpoint that uses the transport.
     pub open: &'static Open,
     /// Runs whole collectives, if the transport's library can; else `None`.
@@ -49,14 +49,17 @@ pub struct Transport {
 
 impl fmt::Debug for Transport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Transport").field("name", &self.name).field("carrier", &self.carrier).finish_non_exhaustive()
+        f.debug_struct("Transport")
+            .field("name", &self.name)
+            .field("bootstrap", &self.bootstrap)
+            .finish_non_exhaustive()
     }
 }
 
 /// Bootstrap connection over which two processes meet. The link receives its socket. The link may send over the socket,
 /// or keep it to detect the end of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Carrier {
+pub enum Bootstrap {
     /// Unix socket, between processes of one host and user. It can pass descriptors.
     Unix,
     /// TCP connection, within a host or between hosts.
@@ -68,7 +71,7 @@ pub enum Carrier {
 pub struct Local<'a> {
     /// Settings of the endpoint that opens the transport.
     pub settings: &'a Settings,
-    /// Ends the endpoint's sleep. Over [`Carrier::Unix`] its descriptor may be sent to peers.
+    /// Ends the endpoint's sleep. Over [`Bootstrap::Unix`] its descriptor may be sent to peers.
     pub waker: &'a Arc<Waker>,
 }
 
@@ -89,7 +92,7 @@ pub trait Provider: Send {
 
     /// Returns the same transport for another lane of the process, whose sleep `waker` ends. Limits of the transport
     /// apply to both together.
-    fn beside(&self, waker: &Arc<Waker>) -> Box<dyn Provider>;
+    fn sibling(&self, waker: &Arc<Waker>) -> Box<dyn Provider>;
 }
 
 /// This process's half of a link that is being created.
@@ -121,12 +124,12 @@ pub trait HalfLink: Send {
     fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String>;
 }
 
-/// Provider, and half link, of a transport whose links need only the carrier's socket. The function makes a link from
+/// Provider, and half link, of a transport whose links need only the bootstrap socket. The function makes a link from
 /// the agreed values.
 #[derive(Clone, Copy, Debug)]
-pub struct OverCarrier(pub fn(Agreed) -> Box<dyn Watched>);
+pub struct OverBootstrap(pub fn(Agreed) -> Box<dyn Watched>);
 
-impl Provider for OverCarrier {
+impl Provider for OverBootstrap {
     fn offer(&self) -> Result<Box<dyn HalfLink>, String> {
         Ok(Box::new(*self))
     }
@@ -135,12 +138,12 @@ impl Provider for OverCarrier {
         Ok(Box::new(*self))
     }
 
-    fn beside(&self, _waker: &Arc<Waker>) -> Box<dyn Provider> {
+    fn sibling(&self, _waker: &Arc<Waker>) -> Box<dyn Provider> {
         Box::new(*self)
     }
 }
 
-impl HalfLink for OverCarrier {
+impl HalfLink for OverBootstrap {
     fn address(&self) -> Address<'_> {
         Address::default()
     }
@@ -159,7 +162,7 @@ impl HalfLink for OverCarrier {
 pub struct Address<'a> {
     /// At most [`MAX_ADDRESS_BYTES`] bytes.
     pub bytes: Vec<u8>,
-    /// At most [`MAX_ADDRESS_DESCRIPTORS`] descriptors; only over [`Carrier::Unix`].
+    /// At most [`MAX_ADDRESS_DESCRIPTORS`] descriptors; only over [`Bootstrap::Unix`].
     pub descriptors: Vec<BorrowedFd<'a>>,
 }
 
@@ -175,7 +178,7 @@ pub struct PeerAddress {
 /// Values that both sides know when a link begins.
 #[derive(Debug)]
 pub struct Agreed {
-    /// The carrier's socket: connected, non-blocking, and read up to the end of the handshake.
+    /// The bootstrap socket: connected, non-blocking, and read up to the end of the handshake.
     pub socket: Fd,
     /// Maximum bytes of one payload, the same on both sides.
     pub max_payload_bytes: usize,

@@ -184,9 +184,9 @@ fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
             // Replies to every connection, and must refuse this one because it is meant for another process.
             let (mut other, done) = (other, Arc::clone(&done));
             std::thread::spawn(move || {
-                let nobody = EndpointInfo { uuid: [0; 16], ..other.info() };
+                let stranger = EndpointInfo { uuid: [0; 16], ..other.info() };
                 let mut until_done = || done.load(Ordering::Relaxed);
-                assert!(other.endpoint.connect(&[nobody], deadline(), &mut until_done).is_err());
+                assert!(other.endpoint.connect(&[stranger], deadline(), &mut until_done).is_err());
             })
         };
         let mut info = callee.info();
@@ -242,7 +242,7 @@ fn peers_without_a_common_transport_are_named_at_once() {
 }
 
 #[test]
-fn strangers_at_the_listener_disturb_nobody() {
+fn strangers_at_the_listener_do_not_disturb_connections() {
     within_limit(|| {
         let (caller, callee) = caller_and_callee(&settings(&["tcp"]));
         let address = SocketAddr::from(([127, 0, 0, 1], callee.info().addresses[0].port()));
@@ -314,7 +314,7 @@ fn another_version_is_named_before_and_during_the_handshake() {
 }
 
 #[test]
-fn a_connection_nobody_asked_for_is_kept_for_the_call_that_does() {
+fn an_unrequested_connection_is_kept_for_the_call_that_needs_it() {
     within_limit(|| {
         let mut hosts: Vec<Host> = (0..3).map(|_| Host::new(settings(BOTH))).collect();
         // The last host accepts from both others.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use accl_transport::{Faults, Faulty, Poller, Tell, Traced, Way, loopback};
+use accl_transport::{Faults, Faulty, FrameDirection, FrameObserver, Poller, Traced, loopback};
 use accl_types::ErrorKind;
 use accl_wire::{HEAD_BYTES, Link, Slot};
 use common::{Node, frames, kinds, pair, within_limit};
@@ -84,7 +84,7 @@ fn a_sender_without_room_is_woken_when_there_is_some() {
 }
 
 #[test]
-fn a_sleep_without_news_is_a_sleep() {
+fn a_wait_without_events_sleeps() {
     for_every_kind(|kind, mut a, _b| {
         // The first sleeps may end because of earlier events; after that no event may come.
         for attempt in 0.. {
@@ -114,7 +114,7 @@ fn what_was_sent_before_closing_is_received_before_the_loss() {
         assert_eq!(b.receive().unwrap_err().kind, ErrorKind::PeerLost);
         assert_eq!(b.link.check_peer().unwrap_err().kind, ErrorKind::PeerLost);
         assert_eq!(b.link.peek().unwrap_err().kind, ErrorKind::PeerLost, "once lost, always lost");
-        assert!(!b.link.arm(false), "{kind}: a loss that was told keeps nobody awake");
+        assert!(!b.link.arm(false), "{kind}: a reported loss keeps no thread awake");
         b.link.disarm();
     });
 }
@@ -158,9 +158,9 @@ fn a_frame_that_is_too_long_is_refused_and_the_link_goes_on() {
 fn reserving_again_gives_up_the_first_place_and_peeking_again_shows_the_same_frame() {
     for_every_kind(|_, mut a, mut b| {
         a.link.try_reserve(1000).unwrap().unwrap().payload.fill(1);
-        let place = a.link.try_reserve(8).unwrap().unwrap();
-        place.payload.fill(2);
-        place.head.fill(4);
+        let slot = a.link.try_reserve(8).unwrap().unwrap();
+        slot.payload.fill(2);
+        slot.head.fill(4);
         a.link.commit();
         a.link.commit();
         a.link.flush().unwrap();
@@ -183,7 +183,7 @@ fn reserving_again_gives_up_the_first_place_and_peeking_again_shows_the_same_fra
 }
 
 #[test]
-fn looking_for_a_while_finds_what_comes_and_ends_when_nothing_does() {
+fn polling_for_a_while_finds_frames_and_ends_without_them() {
     for_every_kind(|_, mut a, mut b| {
         assert!(b.link.await_frame(100).unwrap().is_none());
         assert!(b.link.await_frame(0).unwrap().is_none());
@@ -207,9 +207,9 @@ fn a_quarter_of_a_gigabyte_passes_in_time() {
         let sender = std::thread::spawn(move || {
             for i in 0..count {
                 loop {
-                    if let Some(place) = a.link.try_reserve(longest).unwrap() {
-                        place.head[..8].copy_from_slice(&i.to_le_bytes());
-                        place.payload.fill(i as u8);
+                    if let Some(slot) = a.link.try_reserve(longest).unwrap() {
+                        slot.head[..8].copy_from_slice(&i.to_le_bytes());
+                        slot.payload.fill(i as u8);
                         a.link.commit();
                         break;
                     }
@@ -281,11 +281,11 @@ fn faults_repeat_and_break_the_link_for_both() {
             let (a, b) = pair("loopback");
             let mut a = Node { link: Box::new(Faulty::new(a.link, faults)), ..a };
             let mut b = b;
-            let mut looks = 0;
+            let mut polls = 0;
             for i in 0..20u8 {
                 b.send(&[i]);
                 loop {
-                    looks += 1;
+                    polls += 1;
                     if let Some(frame) = a.try_receive().unwrap() {
                         assert_eq!(frame, [i]);
                         break;
@@ -294,30 +294,36 @@ fn faults_repeat_and_break_the_link_for_both() {
             }
             assert_eq!(a.receive().unwrap_err().kind, ErrorKind::PeerLost);
             assert_eq!(b.receive().unwrap_err().kind, ErrorKind::PeerLost);
-            looks
+            polls
         };
-        let looks = run();
-        assert!(looks > 20 && looks == run());
+        let polls = run();
+        assert!(polls > 20 && polls == run());
     });
 }
 
 #[test]
-fn who_follows_a_link_is_told_of_each_frame_once() {
+fn a_frame_observer_gets_each_frame_once() {
     within_limit(|| {
         for fabric in ["shm", "tcp", "loopback"] {
             let (a, mut b) = pair(fabric);
-            let told = Arc::new(Mutex::new(Vec::new()));
-            let telling = told.clone();
-            let tell: Tell = Box::new(move |way, head, bytes| telling.lock().unwrap().push((way, head[0], bytes)));
-            let mut a = Node { link: Box::new(Traced::new(a.link, tell)), ..a };
+            let observed = Arc::new(Mutex::new(Vec::new()));
+            let recorder = observed.clone();
+            let observe: FrameObserver =
+                Box::new(move |direction, head, bytes| recorder.lock().unwrap().push((direction, head[0], bytes)));
+            let mut a = Node { link: Box::new(Traced::new(a.link, observe)), ..a };
             a.send(&[1; 10]);
             // A reservation that is given up is no frame.
             assert!(a.link.try_reserve(3).unwrap().is_some());
             a.send(&[1; 5]);
             b.send(&[2; 7]);
             assert_eq!(a.receive().unwrap().len(), 7);
-            let heads: Vec<_> = told.lock().unwrap().iter().map(|&(way, _, bytes)| (way, bytes)).collect();
-            assert_eq!(heads, [(Way::Out, 10), (Way::Out, 5), (Way::In, 7)], "{fabric}");
+            let heads: Vec<_> =
+                observed.lock().unwrap().iter().map(|&(direction, _, bytes)| (direction, bytes)).collect();
+            assert_eq!(
+                heads,
+                [(FrameDirection::Out, 10), (FrameDirection::Out, 5), (FrameDirection::In, 7)],
+                "{fabric}"
+            );
         }
     });
 }
@@ -368,7 +374,7 @@ fn a_sleep_of_weeks_is_a_sleep() {
 /// Takes the slots that were posted.
 fn posted(node: &Node) -> Vec<Slot> {
     let mut slots = Vec::new();
-    node.board.take(&mut |slot| slots.push(slot));
+    node.bitmap.take(&mut |slot| slots.push(slot));
     slots
 }
 
@@ -378,9 +384,9 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
         within_limit(move || {
             let (mut a, mut b) = pair(kind);
             let slot = a.slot.expect("its news are posted");
-            // No thread sleeps: the event is on the board, and no system call was made for it.
+            // No thread sleeps: the event is on the bitmap, and no system call was made for it.
             assert!(!a.link.arm(false), "{kind}");
-            a.poller.look().unwrap();
+            a.poller.poll().unwrap();
             posted(&a);
             let before = a.link.system_calls() + b.link.system_calls();
             b.send(b"meanwhile");
@@ -395,7 +401,7 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
             }
             // A listening process is woken.
             a.link.disarm();
-            assert!(!a.link.arm(false) && !a.board.listen(), "{kind}");
+            assert!(!a.link.arm(false) && !a.bitmap.listen(), "{kind}");
             let sender = std::thread::spawn(move || {
                 b.send(b"later");
                 b
@@ -407,7 +413,7 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
             }
             a.link.release();
             a.link.disarm();
-            a.board.mute();
+            a.bitmap.mute();
             assert_eq!(posted(&a), [slot], "{kind}");
             // If room is wanted, it is posted, too.
             let mut b = sender.join().unwrap();
@@ -427,12 +433,12 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
 }
 
 #[test]
-fn the_end_of_a_peer_is_posted_by_whoever_asks_the_system() {
+fn the_end_of_a_peer_is_posted_by_the_thread_that_polls_the_system() {
     for_every_kind(|kind, mut a, b| {
         // A link whose events are not posted is polled again and again.
         let Some(slot) = a.slot.filter(|_| kind != "loopback") else { return };
         assert!(!a.link.arm(false), "{kind}");
-        a.poller.look().unwrap();
+        a.poller.poll().unwrap();
         posted(&a);
         drop(b);
         let before = Instant::now();

@@ -34,16 +34,16 @@ impl Process {
             .unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut process = Process { child, lines };
-        process.tell(part);
+        process.send(part);
         process
     }
 
-    fn tell(&mut self, line: &str) {
+    fn send(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
     /// Returns the rest of the next line that contains `mark`.
-    fn hear(&mut self, mark: &str) -> String {
+    fn await_line(&mut self, mark: &str) -> String {
         loop {
             let line = self.lines.next().unwrap_or_else(|| panic!("the child ended before `{mark}`")).unwrap();
             // The harness writes `test child ... ` without a line end before the child's first line.
@@ -54,7 +54,7 @@ impl Process {
     }
 
     fn info(&mut self) -> EndpointInfo {
-        EndpointInfo::from_text(&self.hear("INFO")).unwrap()
+        EndpointInfo::from_text(&self.await_line("INFO")).unwrap()
     }
 
     fn kill(&mut self) {
@@ -78,9 +78,9 @@ fn node(host: Host, link: Box<dyn Watched>) -> Node {
 fn with_child(part: &str, transport: &str) -> (Node, Process) {
     every_transport();
     let mut process = Process::start(part);
-    process.tell(transport);
+    process.send(transport);
     let mut host = Host::new(settings(&[transport]));
-    process.tell(&host.info().to_text());
+    process.send(&host.info().to_text());
     let info = process.info();
     let link = host.connect(&[info]).unwrap().remove(0);
     (node(host, link), process)
@@ -348,7 +348,7 @@ fn a_killed_process_is_noticed_after_what_it_had_sent() {
     for transport in every_transport() {
         within_limit(move || {
             let (mut node, mut process) = with_child("send and hang", transport);
-            process.hear("SENT");
+            process.await_line("SENT");
             process.kill();
             for i in 0..5u8 {
                 assert_eq!(node.receive().unwrap(), [i; 1000], "{transport}");
@@ -381,11 +381,11 @@ fn a_forked_child_holds_nothing_and_hides_no_death() {
         within_limit(move || {
             let (mut node, mut process) = with_child("fork and die", transport);
             assert_eq!(node.receive().unwrap(), b"before");
-            assert_eq!(process.hear("CHILD"), "refused=true counted=true connects=true kept=[]", "{transport}");
+            assert_eq!(process.await_line("CHILD"), "refused=true counted=true connects=true kept=[]", "{transport}");
             node.send(b"still there?");
             assert_eq!(node.receive().unwrap(), b"still there?");
             node.send(b"now die");
-            process.hear("DYING");
+            process.await_line("DYING");
             // The grandchild is alive and reads our pipe; the death of its parent is detected nevertheless.
             assert_eq!(node.receive().unwrap_err().kind, ErrorKind::PeerLost, "{transport}");
             assert_eq!(process.child.wait().unwrap().code(), Some(3));
@@ -397,14 +397,14 @@ fn a_forked_child_holds_nothing_and_hides_no_death() {
 fn be_called_by(part: &str) -> (String, String) {
     let mut process = Process::start(part);
     let mut host = Host::new(settings(BOTH));
-    process.tell(&host.info().to_text());
+    process.send(&host.info().to_text());
     let info = process.info();
     let mut node = {
         let link = host.connect(&[info]).unwrap().remove(0);
         node(host, link)
     };
     node.send(&vec![1; node.link.max_payload_bytes()]);
-    (process.hear("LINK"), process.hear("WARNINGS"))
+    (process.await_line("LINK"), process.await_line("WARNINGS"))
 }
 
 #[test]
@@ -438,21 +438,21 @@ fn without_descriptors_the_error_names_the_remedy_and_the_next_attempt_works() {
     within_limit(|| {
         let mut process = Process::start("no descriptors");
         let mut host = Host::new(settings(BOTH));
-        process.tell(&host.info().to_text());
+        process.send(&host.info().to_text());
         let info = process.info();
         let thread = std::thread::spawn(move || {
             let links = host.connect(&[info]).unwrap();
             (host, links)
         });
-        process.tell("go");
-        let error = process.hear("ERROR");
+        process.send("go");
+        let error = process.await_line("ERROR");
         assert!(error.contains("ulimit -n") || error.contains("no connection from it yet"), "{error}");
-        let warnings = process.hear("WARNINGS");
+        let warnings = process.await_line("WARNINGS");
         assert!(
             warnings.starts_with("1 ") && warnings.contains("ulimit -Hn"),
             "told once, with the remedy: {warnings}"
         );
-        process.hear("LINK");
+        process.await_line("LINK");
         thread.join().unwrap();
     });
 }
@@ -462,12 +462,12 @@ fn a_low_limit_of_descriptors_is_raised_when_links_need_more() {
     within_limit(|| {
         let mut process = Process::start("low limit");
         let mut host = Host::new(settings(BOTH));
-        process.tell(&host.info().to_text());
+        process.send(&host.info().to_text());
         let infos: Vec<EndpointInfo> =
-            process.hear("INFOS").split('|').map(|text| EndpointInfo::from_text(text).unwrap()).collect();
+            process.await_line("INFOS").split('|').map(|text| EndpointInfo::from_text(text).unwrap()).collect();
         let _links = host.connect(&infos).unwrap();
-        assert_eq!(process.hear("WARNINGS"), "[]");
-        assert_eq!(process.hear("RAISED"), "true");
+        assert_eq!(process.await_line("WARNINGS"), "[]");
+        assert_eq!(process.await_line("RAISED"), "true");
     });
 }
 
@@ -480,14 +480,14 @@ fn a_stranger_cannot_make_this_process_hold_descriptors() {
     within_limit(|| {
         let mut process = Process::start("stranger");
         let (mut host, absent) = (Host::new(settings(&["shm"])), Host::new(settings(&["shm"])));
-        process.tell(&host.info().to_text());
-        let pipe = format!("pipe:[{}]", process.hear("SENT"));
+        process.send(&host.info().to_text());
+        let pipe = format!("pipe:[{}]", process.await_line("SENT"));
         let soon = Instant::now() + Duration::from_millis(300);
         assert!(host.endpoint.connect(&[absent.info()], soon, &mut || false).is_err());
         let held = std::fs::read_dir("/proc/self/fd").unwrap();
         let held = held.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
         assert!(!held.into_iter().any(|target| target.to_string_lossy() == pipe), "{pipe} is open here");
-        let reply = process.hear("REPLY");
+        let reply = process.await_line("REPLY");
         assert!(reply.contains("it belongs to user"), "{reply:?}");
     });
 }
@@ -508,7 +508,7 @@ fn a_namespace_without_network_is_another_host_and_shares_memory_inside() {
                 break;
             }
         }
-        assert!(process.hear("LINK").starts_with("shm"));
+        assert!(process.await_line("LINK").starts_with("shm"));
     });
 }
 
@@ -516,12 +516,13 @@ fn a_namespace_without_network_is_another_host_and_shares_memory_inside() {
 fn links_cost_few_descriptors_and_leave_none() {
     within_limit(|| {
         let mut process = Process::start("leak check");
-        // Both sides live in the one process. Poller, epoll, event descriptor, board and endpoints are dropped by then.
+        // Both sides live in the one process. Poller, epoll, event descriptor, bitmap and endpoints are dropped by
+        // then.
         for name in every_transport() {
-            let used: usize = process.hear("USED").parse().unwrap();
+            let used: usize = process.await_line("USED").parse().unwrap();
             let most = 2 * (3 + accl_transport::find(name).unwrap().descriptors);
             assert!(used <= most, "{used} descriptors over {name}");
         }
-        process.hear("CLEAN");
+        process.await_line("CLEAN");
     });
 }

@@ -81,7 +81,7 @@ pub struct Context {
     pub peer: Option<Rank>,
     /// Whether a library (such as MPI) or a device that cannot be stopped may still write to the call's tensors. If so,
     /// their memory is not freed while the process lives.
-    pub holds_memory: bool,
+    pub must_leak_memory: bool,
 }
 
 /// An error with its kind, a message, and its location.
@@ -134,8 +134,8 @@ impl Error {
 
     /// Marks the error: the memory of the call's tensors must not be freed.
     #[must_use]
-    pub fn holding_memory(mut self) -> Self {
-        self.context.holds_memory = true;
+    pub fn leaking_memory(mut self) -> Self {
+        self.context.must_leak_memory = true;
         self
     }
 
@@ -202,7 +202,7 @@ impl fmt::Display for Error {
             write!(f, "group {group}: ")?;
         }
         f.write_str(&self.message)?;
-        if self.context.holds_memory {
+        if self.context.must_leak_memory {
             f.write_str(HOLDS_MEMORY)?;
         }
         Ok(())
@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     fn an_error_says_that_the_memory_of_the_call_must_stay() {
-        let error = Error::timeout("late").holding_memory();
+        let error = Error::timeout("late").leaking_memory();
         assert!(
             error.to_string().starts_with("accl: late; the tensors of this call may still be written to"),
             "{error}"

@@ -14,7 +14,7 @@ pub const SIGNATURE_BYTES: usize = 32;
 pub const OVERHEAD_BYTES: usize = 256;
 /// Flag: the sender asks the receiver to grant more bytes on this edge.
 pub const WANTS_GRANT: u8 = 1;
-/// Flag: this is the last [`Kind::Groups`] frame of a hello.
+/// Flag: this is the last [`Kind::Hello`] frame of a hello.
 pub const LAST: u8 = 2;
 
 const CAUSE_FIXED_BYTES: usize = 5;
@@ -35,7 +35,7 @@ pub enum Kind {
     Cause = 5,
     /// Disconnect message: the peer leaves the group or, with group 0, its process exits cleanly. A rank also sends it
     /// when it leaves a failed group.
-    Goodbye = 6,
+    Disconnect = 6,
     /// First frame of a point-to-point message; carries the tag and a [`Signature`].
     P2pBegin = 7,
     /// More bytes of a point-to-point message.
@@ -44,14 +44,14 @@ pub enum Kind {
     P2pGrant = 9,
     /// A whole message in one frame, in place of [`Kind::Begin`]. The signature is in the header and not in the
     /// payload, so a tiny message occupies the smallest unit that a link can move.
-    Whole = 10,
+    BeginWhole = 10,
     /// Hello message, sent first on a new link. The payload is a [`Groups`] with the groups that contain both
     /// processes; the last such frame has [`LAST`]. The receiver replies for each group that it has left, with a
-    /// [`Kind::Goodbye`], and for each that has failed, with a [`Kind::Cause`].
-    Groups = 11,
+    /// [`Kind::Disconnect`], and for each that has failed, with a [`Kind::Cause`].
+    Hello = 11,
     /// Question what happened to the process whose identity is the payload. It is sent in a note (out of band), never
     /// on a link.
-    Fate = 12,
+    PeerFate = 12,
     /// Packets between the devices of two ranks of a group. `value` is the total number of packet bytes that the sender
     /// of this frame has taken from its receiver. The payload may be empty.
     Packets = 13,
@@ -65,27 +65,27 @@ impl Kind {
         Kind::Grant,
         Kind::Window,
         Kind::Cause,
-        Kind::Goodbye,
+        Kind::Disconnect,
         Kind::P2pBegin,
         Kind::P2pData,
         Kind::P2pGrant,
-        Kind::Whole,
-        Kind::Groups,
-        Kind::Fate,
+        Kind::BeginWhole,
+        Kind::Hello,
+        Kind::PeerFate,
         Kind::Packets,
     ];
 
     /// Returns whether a frame of this kind carries bytes of a call, or begins a call without bytes.
     pub fn carries_data(self) -> bool {
         match self {
-            Kind::Begin | Kind::Data | Kind::P2pBegin | Kind::P2pData | Kind::Whole => true,
+            Kind::Begin | Kind::Data | Kind::P2pBegin | Kind::P2pData | Kind::BeginWhole => true,
             Kind::Grant
             | Kind::Window
             | Kind::Cause
-            | Kind::Goodbye
+            | Kind::Disconnect
             | Kind::P2pGrant
-            | Kind::Groups
-            | Kind::Fate
+            | Kind::Hello
+            | Kind::PeerFate
             | Kind::Packets => false,
         }
     }
@@ -96,7 +96,7 @@ impl Kind {
     }
 }
 
-/// Payload of a [`Kind::Groups`]: the numbers of groups.
+/// Payload of a [`Kind::Hello`]: the numbers of groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Groups<'a>(&'a [u8]);
 
@@ -137,7 +137,7 @@ pub struct Header {
     pub kind: Kind,
     /// Bit set of [`WANTS_GRANT`] and [`LAST`].
     pub flags: u8,
-    /// Root of the collective, in a [`Kind::Whole`].
+    /// Root of the collective, in a [`Kind::BeginWhole`].
     pub root: u32,
     /// Number of the group, agreed at its creation.
     pub group: u64,
@@ -145,7 +145,7 @@ pub struct Header {
     pub seq: u64,
     /// Number of this message among all messages from the sender to the receiver in the call.
     pub edge: u32,
-    /// Tag of a point-to-point message. In a [`Kind::Whole`], the four codes of its signature.
+    /// Tag of a point-to-point message. In a [`Kind::BeginWhole`], the four codes of its signature.
     pub tag: u32,
     /// Value whose meaning depends on `kind`.
     pub value: u64,
@@ -157,19 +157,19 @@ impl Header {
         Header { kind, flags: 0, root: 0, group: 0, seq: 0, edge: 0, tag: 0, value: 0 }
     }
 
-    /// Returns the header of a [`Kind::Whole`] with this signature; the caller sets group, call and edge. Returns
+    /// Returns the header of a [`Kind::BeginWhole`] with this signature; the caller sets group, call and edge. Returns
     /// `None` if the signature does not fit and needs a [`Kind::Begin`].
     pub fn whole(signature: &Signature) -> Option<Header> {
         let Signature { collective, dtype, op, algorithm, root, count, shape_hash, reserved } = *signature;
         let count = u32::try_from(count).ok().filter(|_| reserved == 0)?;
-        let mut header = Header::new(Kind::Whole);
+        let mut header = Header::new(Kind::BeginWhole);
         header.root = root;
         header.tag = u32::from_le_bytes([collective, dtype, op, algorithm]);
         header.value = u64::from(shape_hash) << 32 | u64::from(count);
         Some(header)
     }
 
-    /// Returns the signature in the header of a [`Kind::Whole`].
+    /// Returns the signature in the header of a [`Kind::BeginWhole`].
     pub fn whole_signature(&self) -> Signature {
         let [collective, dtype, op, algorithm] = self.tag.to_le_bytes();
         let (count, shape_hash) = (u64::from(self.value as u32), (self.value >> 32) as u32);
@@ -435,7 +435,7 @@ mod tests {
 
     #[test]
     fn heads_that_differ_in_one_byte_are_not_the_same() {
-        let header = Header { group: 7, seq: 9, tag: 3, value: 11, ..Header::new(Kind::Whole) };
+        let header = Header { group: 7, seq: 9, tag: 3, value: 11, ..Header::new(Kind::BeginWhole) };
         let head = header.to_bytes();
         assert!(is_same_head(&head, &head));
         for at in 0..HEAD_BYTES {

@@ -7,14 +7,14 @@
 #![deny(unsafe_code)]
 
 mod endpoint;
+mod event_bitmap;
 pub mod frame;
 mod link;
-mod news;
 pub mod table;
 
 pub use endpoint::{EndpointInfo, Stance, hex, lane_uuid};
-pub use link::{Answers, Frame, HEAD_BYTES, Link, Place, look_until};
-pub use news::{NewsBoard, Slot};
+pub use event_bitmap::{EventBitmap, Slot};
+pub use link::{Answers, Frame, FrameSlot, HEAD_BYTES, Link, poll_until};
 
 /// Version of the whole protocol: handshake, rings, frames, signatures, tiles, the texts that ranks publish in the
 /// store, and the numbers of algorithms and codecs. Processes of different versions refuse each other, and the error

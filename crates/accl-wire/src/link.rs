@@ -4,18 +4,18 @@ use std::time::Duration;
 
 use accl_types::Result;
 
-/// Number of polls before [`look_until`] starts to pause between polls.
-const HASTY_LOOKS: u32 = 16;
+/// Number of polls before [`poll_until`] starts to pause between polls.
+const HASTY_POLLS: u32 = 16;
 
-/// Polls `is_there` up to `looks - 1` times, until it returns `true`. The caller makes the last poll itself.
+/// Polls `is_there` up to `polls - 1` times, until it returns `true`. The caller makes the last poll itself.
 #[inline]
-pub fn look_until(looks: u32, mut is_there: impl FnMut() -> bool) {
-    for look in 1..looks {
+pub fn poll_until(polls: u32, mut is_there: impl FnMut() -> bool) {
+    for poll in 1..polls {
         if is_there() {
             break;
         }
         // The first polls follow each other at once, because the next frame is often already on its way.
-        if look > HASTY_LOOKS {
+        if poll > HASTY_POLLS {
             std::hint::spin_loop();
         }
     }
@@ -35,7 +35,7 @@ pub struct Frame<'a> {
 
 /// Buffer for one outgoing frame.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Place<'a> {
+pub struct FrameSlot<'a> {
     /// Room for the encoded [`crate::frame::Header`].
     pub head: &'a mut [u8; HEAD_BYTES],
     /// Room for the payload, aligned to 8 bytes.
@@ -60,7 +60,7 @@ pub enum Answers {
 ///
 /// # Safety
 /// A peeked frame must keep its address and contents until [`Link::release`] or the end of the link. No other use of
-/// the link may change that. A reserved place must stay valid until [`Link::commit`] or the next [`Link::try_reserve`].
+/// the link may change that. A reserved slot must stay valid until [`Link::commit`] or the next [`Link::try_reserve`].
 /// The executor relies on this: it handles a frame while it sends over the same link.
 #[expect(unsafe_code, reason = "users of a link read frames at the addresses that it returns")]
 pub unsafe trait Link: Send {
@@ -68,12 +68,12 @@ pub unsafe trait Link: Send {
     /// [`crate::frame::OVERHEAD_BYTES`].
     fn max_payload_bytes(&self) -> usize;
 
-    /// Reserves a place for one frame with a payload of exactly `payload_bytes`. Returns `None` if there is no room
+    /// Reserves a slot for one frame with a payload of exactly `payload_bytes`. Returns `None` if there is no room
     /// now. A second reservation without a commit gives up the first.
     ///
     /// # Errors
     /// `PeerLost` or `Network` if the link is broken; `Internal` if the payload is longer than allowed.
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>>;
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>>;
 
     /// Publishes the reserved frame, and posts an event if the peer has armed its end. Does nothing without a
     /// reservation.
@@ -85,21 +85,21 @@ pub unsafe trait Link: Send {
     /// `PeerLost` once all frames that had arrived were read; `Protocol` for bytes that cannot be a frame.
     fn peek(&mut self) -> Result<Option<Frame<'_>>>;
 
-    /// Polls for a frame like [`Link::peek`], up to `looks` times.
+    /// Polls for a frame like [`Link::peek`], up to `polls` times.
     ///
     /// # Errors
     /// Returns the errors of [`Link::peek`].
-    fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
-        let mut look = || {
-            self.look_again();
+    fn await_frame(&mut self, polls: u32) -> Result<Option<Frame<'_>>> {
+        let mut poll = || {
+            self.force_poll();
             !matches!(self.peek(), Ok(None))
         };
-        look_until(looks, &mut look);
-        look();
+        poll_until(polls, &mut poll);
+        poll();
         self.peek()
     }
 
-    /// Frees the place of the peeked frame, and wakes a peer that waits for room. Does nothing without a peeked frame.
+    /// Frees the slot of the peeked frame, and wakes a peer that waits for room. Does nothing without a peeked frame.
     fn release(&mut self);
 
     /// Pushes buffered bytes towards the peer without blocking. Returns `true` if no bytes are left in this process.
@@ -167,7 +167,7 @@ pub unsafe trait Link: Send {
     fn wake_peer(&mut self) {}
 
     /// Returns whether frames arrive without the system: a [`Link::peek`] that finds nothing then costs no system call.
-    fn is_cheap_to_look_at(&self) -> bool {
+    fn polls_without_syscall(&self) -> bool {
         false
     }
 
@@ -175,10 +175,10 @@ pub unsafe trait Link: Send {
     fn abandon(&mut self) {}
 
     /// Makes the next poll ask the system, even if no event was seen. Callers that expect a frame use it.
-    fn look_again(&mut self) {}
+    fn force_poll(&mut self) {}
 
     /// Returns the time for which an armed link may be left unpolled, asked after each [`Link::arm`]. `None` means that
-    /// news of the link are posted as soon as there is something to find.
+    /// events of the link are posted as soon as there is something to find.
     fn poll_interval(&self) -> Option<Duration> {
         None
     }
@@ -215,7 +215,7 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
         (**self).max_payload_bytes()
     }
 
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         (**self).try_reserve(payload_bytes)
     }
 
@@ -227,8 +227,8 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
         (**self).peek()
     }
 
-    fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
-        (**self).await_frame(looks)
+    fn await_frame(&mut self, polls: u32) -> Result<Option<Frame<'_>>> {
+        (**self).await_frame(polls)
     }
 
     fn release(&mut self) {
@@ -283,12 +283,12 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
         (**self).wake_peer();
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
-        (**self).is_cheap_to_look_at()
+    fn polls_without_syscall(&self) -> bool {
+        (**self).polls_without_syscall()
     }
 
-    fn look_again(&mut self) {
-        (**self).look_again();
+    fn force_poll(&mut self) {
+        (**self).force_poll();
     }
 
     fn abandon(&mut self) {

@@ -22,12 +22,12 @@ use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
 use crate::lanes::{Announced, Cut, Lane, Least, Parts, Starter, parts_of};
-use crate::sidestep::Sidestep;
+use crate::offload::LibraryOffload;
 use crate::sync::MutexGuard;
 use crate::time;
 use accl_executor::call::CallDesc;
 use accl_executor::group::{
-    Caller, Context, Core, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, Relief,
+    Caller, Context, Core, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, WakeDecision,
 };
 use accl_executor::memory::Sample;
 use accl_executor::plan::Planner;
@@ -57,7 +57,7 @@ fn pending(call: Call) -> Ran {
 pub(crate) struct Rules {
     pub(crate) default_codec: Option<DefaultCodec>,
     pub(crate) device: Option<Arc<Device>>,
-    pub(crate) sidestep: Option<Arc<Sidestep>>,
+    pub(crate) offload: Option<Arc<LibraryOffload>>,
     pub(crate) planner: Planner,
     /// Drivers of the lanes after the first.
     pub(crate) lanes: Vec<Arc<Driver>>,
@@ -76,7 +76,7 @@ pub struct Group {
     /// The device that does some of its collectives, if there is one.
     device: Option<Arc<Device>>,
     /// Has a library do other collectives, if a setting says so.
-    sidestep: Option<Arc<Sidestep>>,
+    offload: Option<Arc<LibraryOffload>>,
     planning: Planning,
     /// Drivers of the lanes after the first, which do parts of large calls.
     pub(crate) lanes: Vec<Arc<Driver>>,
@@ -89,7 +89,7 @@ pub struct Group {
 
 impl Group {
     pub(crate) fn new(engine: Arc<Engine>, id: u64, name: Arc<str>, spec: &GroupSpec, rules: Rules) -> Arc<Self> {
-        let Rules { default_codec, device, sidestep, planner, lanes, least } = rules;
+        let Rules { default_codec, device, offload, planner, lanes, least } = rules;
         let (rank, world) = (spec.rank, spec.world);
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
         let driver = engine.driver.clone();
@@ -99,7 +99,7 @@ impl Group {
             caller: Arc::new(Caller { group: id, name, rank, world, global_rank }),
             default_codec,
             device,
-            sidestep,
+            offload,
             planning: Planning::new(planner),
             takers: lanes.iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect(),
             lanes,
@@ -121,23 +121,23 @@ impl Group {
     pub fn submit(&self, desc: CallDesc) -> Result<Call> {
         make_phases(&desc);
         let default = self.default_codec_of(&desc);
-        match self.placed(&desc, default) {
-            Some(desc) => self.start_placed(&desc),
+        match self.offloaded(&desc, default) {
+            Some(desc) => self.start_offloaded(&desc),
             None => self.submit_with(&desc, default),
         }
     }
 
     /// Returns the call for the group's device or for a library; `None` if the host does it.
     #[inline]
-    fn placed(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<CallDesc> {
-        if self.device.is_none() && self.sidestep.is_none() || default.is_some() {
+    fn offloaded(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<CallDesc> {
+        if self.device.is_none() && self.offload.is_none() || default.is_some() {
             return None;
         }
         let by_device = self.device.as_ref().and_then(|device| device.takes(desc, self.caller.world));
-        by_device.or_else(|| self.sidestep.as_ref()?.takes(desc))
+        by_device.or_else(|| self.offload.as_ref()?.takes(desc))
     }
 
-    fn start_placed(&self, desc: &CallDesc) -> Result<Call> {
+    fn start_offloaded(&self, desc: &CallDesc) -> Result<Call> {
         self.start(desc, None).map_err(|error| self.in_context(error))
     }
 
@@ -149,8 +149,8 @@ impl Group {
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
         make_phases(desc);
         let default = self.default_codec_of(desc);
-        if let Some(desc) = self.placed(desc, default) {
-            return self.start_placed(&desc).map(pending);
+        if let Some(desc) = self.offloaded(desc, default) {
+            return self.start_offloaded(&desc).map(pending);
         }
         let goes = desc.may_take_fast_path()
             && default.is_none()
@@ -164,13 +164,13 @@ impl Group {
         let mut core = self.driver.lock_briefly();
         let is_watch = core.watch();
         let ran = core.run_fast_path(self.caller.group, desc, spin_limit);
-        let owes_look = core.take_owed_look();
+        let poll_due = core.take_poll_due();
         match ran {
-            Some(FastPathEnd::Done { seq, .. }) if !is_watch && !owes_look && begin.is_none() => {
+            Some(FastPathEnd::Done { seq, .. }) if !is_watch && !poll_due && begin.is_none() => {
                 self.driver.unlock(core);
                 Ok(Ran::Done(seq))
             }
-            ran => self.after_fast_path(desc, core, ran, (is_watch, owes_look), begin),
+            ran => self.after_fast_path(desc, core, ran, (is_watch, poll_due), begin),
         }
     }
 
@@ -181,7 +181,7 @@ impl Group {
         desc: &CallDesc,
         mut core: MutexGuard<'_, Core>,
         ran: Option<FastPathEnd>,
-        (is_watch, owes_look): (bool, bool),
+        (is_watch, poll_due): (bool, bool),
         begin: Option<Moment>,
     ) -> Result<Ran> {
         // A stopped call must continue before another thread takes another frame.
@@ -196,13 +196,13 @@ impl Group {
             Some(FastPathEnd::Failed(error)) => Err(*error),
             None => Ok(None),
         };
-        if owes_look {
-            self.driver.look(&core);
+        if poll_due {
+            self.driver.poll(&core);
             core.pass_whole(time::now());
         }
-        let relief = if is_watch { core.unwatch(time::now()) } else { Relief::SleepsOn };
+        let decision = if is_watch { core.unwatch(time::now()) } else { WakeDecision::KeepAsleep };
         self.driver.unlock(core);
-        self.driver.relieve(relief);
+        self.driver.apply_wake(decision);
         match ran {
             Ok(Some(Ok(seq))) => {
                 if let Some(begin) = begin {
@@ -233,7 +233,7 @@ impl Group {
 
     /// Like [`Group::start`], with the requested measurements of the call.
     fn start_measured(&self, desc: &CallDesc) -> Result<Call> {
-        let sampled = desc.encoding(self.caller.world).map(|encoding| Sample::beside(desc, encoding)).transpose();
+        let sampled = desc.encoding(self.caller.world).map(|encoding| Sample::with_call(desc, encoding)).transpose();
         match sampled.map_err(|error| error.of(desc.collective))?.flatten() {
             Some((desc, sample)) => self.start(&desc, Some(sample)),
             None => self.start(desc, None),
@@ -250,8 +250,8 @@ impl Group {
         desc.check(self.caller.rank, self.caller.world)?;
         let cut = self.cut(desc);
         let desc = cut.as_ref().map_or(desc, |cut| &cut.first);
-        let placed = |error: Error| error.of(desc.collective);
-        let prepared = self.prepare(desc).map_err(placed);
+        let in_context = |error: Error| error.of(desc.collective);
+        let prepared = self.prepare(desc).map_err(in_context);
         // If the group has failed, that error says more than an error of a call that the group would refuse anyway.
         let prepared = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
         if let Some(phases) = &desc.phases {
@@ -261,10 +261,10 @@ impl Group {
         let notifier: Arc<Notifier> = Arc::default();
         let shape_of = |desc: &CallDesc| self.planning.get(desc);
         let others = cut.as_ref().map(|cut| Ok((&cut.join, cut.others(&self.caller, &prepared, shape_of)?)));
-        let others = others.transpose().map_err(placed)?;
+        let others = others.transpose().map_err(in_context)?;
         // Another thread begins the parts once the tensors have been staged.
         let is_later = others.is_some() && desc.staging.is_some();
-        let starter = is_later.then(|| Announced::on(&self.driver)).transpose().map_err(placed)?;
+        let starter = is_later.then(|| Announced::on(&self.driver)).transpose().map_err(in_context)?;
         let starter = starter.map(|starter| Box::new(starter) as Box<dyn Starter>);
         let now = time::now();
         let algorithm = algorithm.map(|name| self.name_of(desc, name));
@@ -304,12 +304,12 @@ impl Group {
 
     /// Returns the name of what does a call: the algorithm of its plan, unless a library does it.
     fn name_of(&self, desc: &CallDesc, name: &'static str) -> &'static str {
-        self.library_of(desc).map_or(name, |_| Sidestep::NAME)
+        self.library_of(desc).map_or(name, |_| LibraryOffload::NAME)
     }
 
     /// Returns what has a library do the call; `None` if no library does.
-    fn library_of(&self, desc: &CallDesc) -> Option<&Sidestep> {
-        self.sidestep.as_deref().filter(|_| Sidestep::has(desc))
+    fn library_of(&self, desc: &CallDesc) -> Option<&LibraryOffload> {
+        self.offload.as_deref().filter(|_| LibraryOffload::has(desc))
     }
 
     fn refuse_if_aborted(&self, collective: Collective) -> Result<()> {
@@ -330,11 +330,11 @@ impl Group {
             events::begun(&call, desc, algorithm);
         }
         if wakes_driver {
-            self.driver.kick();
+            self.driver.wake();
         }
         self.driver.submitted(&call);
         let mut state = InFlight::new(call, notifier);
-        state.worker = self.library_of(desc).map(Sidestep::worker);
+        state.worker = self.library_of(desc).map(LibraryOffload::worker);
         Ok(Call { state, driver: Arc::downgrade(&self.driver) })
     }
 
@@ -350,7 +350,7 @@ impl Group {
             let default = self.default_codec_of(desc);
             let taken = match default {
                 Some(codec) => Some(codec.encoded(desc, 0)?),
-                None => self.placed(desc, None),
+                None => self.offloaded(desc, None),
             };
             let desc = taken.as_ref().unwrap_or(desc);
             self.planning.get(desc).map(|shape| self.name_of(desc, shape.plan.name))
@@ -375,7 +375,7 @@ impl Group {
     pub fn conclude_seqs(&self, seqs: Range<u64>, failed: Option<&Error>) {
         if self.with_state(|group, context| group.conclude_seqs(seqs, failed, context)).is_ok() {
             self.driver.flush();
-            self.driver.kick();
+            self.driver.wake();
         }
     }
 
@@ -421,13 +421,13 @@ impl Group {
             others.map(line).collect::<String>()
         });
         let device = self.device.as_ref().map(|device| device.describe()).unwrap_or_default();
-        let sidestep = self.sidestep.as_ref().map(|sidestep| sidestep.describe()).unwrap_or_default();
-        head + &links.unwrap_or_default() + &device + &sidestep
+        let offload = self.offload.as_ref().map(|offload| offload.describe()).unwrap_or_default();
+        head + &links.unwrap_or_default() + &device + &offload
     }
 
     /// Returns the first error that made the group fail; `None` if it has not failed.
     pub fn error(&self) -> Option<Error> {
-        self.with_state(|group, _| group.poison().cloned()).ok().flatten()
+        self.with_state(|group, _| group.failure().cloned()).ok().flatten()
     }
 
     /// Sets the timeout of calls issued from now on.
@@ -452,7 +452,7 @@ impl Group {
         let error = self.in_context(Error::aborted(format!("the group was aborted: {reason}")));
         if self.with_state(|group, context| group.fail(error, context, Notify::Peers)).is_ok() {
             self.driver.flush();
-            self.driver.kick();
+            self.driver.wake();
         }
     }
 
@@ -524,11 +524,11 @@ impl Group {
         let failed = self.with_state(|group, _| group.failed()).ok().flatten();
         let has_failed = failed.is_some();
         if let Some(failed) = failed.filter(|_| !self.lanes.is_empty()) {
-            self.driver.fail_elsewhere(&failed);
+            self.driver.fail_on_other_lanes(&failed);
         }
         for lane in self.drivers() {
             // Polls the links once more: a mismatch that calls could not see may be waiting there.
-            lane.with_core(|core| core.look_again_at(self.caller.group));
+            lane.with_core(|core| core.force_poll_of(self.caller.group));
             lane.pass_now();
             let departure = lane.with_core(|core| core.leave_group(self.caller.group, time::now()));
             departures.extend(departure.map(|departure| (lane, departure)));
@@ -536,12 +536,12 @@ impl Group {
         if let Some(device) = &self.device {
             device.close();
         }
-        if let Some(sidestep) = &self.sidestep {
-            sidestep.close(has_failed);
+        if let Some(offload) = &self.offload {
+            offload.close(has_failed);
         }
         for lane in self.drivers() {
             lane.flush();
-            lane.kick();
+            lane.wake();
         }
         departures
     }

@@ -28,7 +28,7 @@ const WITHDRAWN: u64 = 2 << 32;
 #[derive(Clone, PartialEq, Eq)]
 enum Presence {
     /// The rank has sent nothing in this barrier.
-    Unheard,
+    Absent,
     /// The rank waits under this number.
     Waiting(u32),
     /// The rank arrived and has given up since: too late for a release, but not missing.
@@ -59,7 +59,7 @@ impl Group {
         let ranks_that = |wanted: fn(&Presence) -> bool| -> Vec<u32> {
             (1..).zip(&present).filter(|(_, presence)| wanted(presence)).map(|(rank, _)| rank).collect()
         };
-        let mut missing = ranks_that(|presence| matches!(presence, Presence::Unheard | Presence::Gone(_)));
+        let mut missing = ranks_that(|presence| matches!(presence, Presence::Absent | Presence::Gone(_)));
         if missing.is_empty() {
             missing = ranks_that(|presence| *presence == Presence::GaveUp);
         }
@@ -97,22 +97,22 @@ impl Group {
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Presence>> {
-        let mut present = vec![Presence::Unheard; self.caller.world.saturating_sub(1) as usize];
+        let mut present = vec![Presence::Absent; self.caller.world.saturating_sub(1) as usize];
         if timeout.is_zero() {
             return Ok(present);
         }
         // Take messages of earlier barriers first: a rank that gave up then has not arrived at this one.
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
-            self.hear_queued(rank, presence)?;
+            self.receive_queued(rank, presence)?;
             if *presence == Presence::GaveUp {
-                *presence = Presence::Unheard;
+                *presence = Presence::Absent;
             }
         }
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
-            if *presence == Presence::Unheard {
-                self.hear(rank, presence, deadline, interrupt)?;
+            if *presence == Presence::Absent {
+                self.receive(rank, presence, deadline, interrupt)?;
             }
-            if matches!(presence, Presence::Unheard | Presence::Gone(_)) && !wait_all {
+            if matches!(presence, Presence::Absent | Presence::Gone(_)) && !wait_all {
                 break;
             }
         }
@@ -121,7 +121,7 @@ impl Group {
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
             // Checked before the queue: a rank that is absent sends nothing after that.
             let absence = self.with_state(|group, context| group.absence(rank, context.net))?;
-            self.hear_queued(rank, presence)?;
+            self.receive_queued(rank, presence)?;
             if let Some(why) = absence.filter(|_| *presence != Presence::GaveUp) {
                 *presence = Presence::Gone(why);
             }
@@ -130,15 +130,15 @@ impl Group {
     }
 
     /// Receives the queued messages of a rank.
-    fn hear_queued(&self, rank: Rank, presence: &mut Presence) -> Result<()> {
+    fn receive_queued(&self, rank: Rank, presence: &mut Presence) -> Result<()> {
         while self.with_state(|group, _| group.has_unexpected_message(rank, TAG_NOTE))? {
-            self.hear(rank, presence, time::now(), &mut || false)?;
+            self.receive(rank, presence, time::now(), &mut || false)?;
         }
         Ok(())
     }
 
     /// Receives one message of a rank, waiting for it until the deadline.
-    fn hear(
+    fn receive(
         &self,
         rank: Rank,
         presence: &mut Presence,
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn who_hears_of_a_rank_0_that_left_when_its_time_is_up_has_not_passed() {
+    fn a_rank_that_learns_of_the_exit_of_rank_0_at_its_deadline_has_not_passed() {
         let [(left, _), (_, second)] = pair();
         let call = second.message(Collective::Recv, Rank(0), TAG_RELEASED | 1, 0).unwrap();
         left.shutdown();
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_barrier_of_many_hours_gives_the_driver_no_moment_at_which_to_look() {
+    fn a_barrier_of_many_hours_sets_no_driver_deadline() {
         for timeout in [Duration::from_secs(5 * 3600), Duration::MAX] {
             let ranks = pair();
             let is_enough = AtomicBool::new(false);
@@ -295,9 +295,9 @@ mod tests {
                         std::thread::yield_now();
                     }
                     // A deadline that has passed and stays would keep the driver thread from sleeping.
-                    let look_at = engine.driver.with_core(|core| core.next_deadline());
+                    let next_poll = engine.driver.with_core(|core| core.next_deadline());
                     is_enough.store(true, Ordering::SeqCst);
-                    assert_eq!(look_at, None, "with {timeout:?}");
+                    assert_eq!(next_poll, None, "with {timeout:?}");
                 });
             }
         }

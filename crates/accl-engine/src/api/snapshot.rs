@@ -24,7 +24,7 @@ pub struct Snapshot {
     /// Number of times a thread has slept until an event came.
     pub parks: u64,
     /// Number of times a thread has polled the system for events without sleeping.
-    pub looks: u64,
+    pub polls: u64,
     /// Processes that shared a group with this one. A group's snapshot lists only the group's processes, by rank.
     pub peers: Vec<PeerSnapshot>,
     /// Groups that this process is in. A group's snapshot lists only that group.
@@ -103,11 +103,11 @@ impl Snapshot {
     /// Returns the number of system calls for links and for polling events. System calls for memory and threads are not
     /// counted.
     pub fn system_calls(&self) -> u64 {
-        self.parks + self.looks + self.peers.iter().map(|peer| peer.system_calls).sum::<u64>()
+        self.parks + self.polls + self.peers.iter().map(|peer| peer.system_calls).sum::<u64>()
     }
 
     fn new(driver: &Driver, peers: Vec<PeerSnapshot>, groups: Vec<GroupSnapshot>, work: Work) -> Self {
-        Self { work, parks: driver.parks(), looks: driver.looks(), peers, groups }
+        Self { work, parks: driver.parks(), polls: driver.polls(), peers, groups }
     }
 
     /// Adds the traffic of the lanes after the first, which have the same peers and groups. With `of_group`, also adds
@@ -116,7 +116,7 @@ impl Snapshot {
         let places: HashMap<[u8; 16], usize> =
             self.peers.iter().enumerate().map(|(place, peer)| (peer.uuid, place)).collect();
         for (number, lane) in (1..).zip(others) {
-            (self.parks, self.looks) = (self.parks + lane.parks(), self.looks + lane.looks());
+            (self.parks, self.polls) = (self.parks + lane.parks(), self.polls + lane.polls());
             let (peers, groups) = lane.with_core(|core| {
                 let of_groups = traffic_of_groups(core);
                 let peers: Vec<PeerSnapshot> = core.net.all().map(|id| peer(core, id, &of_groups)).collect();
@@ -245,7 +245,7 @@ fn group(core: &Core, state: &GroupState) -> GroupSnapshot {
         collectives,
         messages,
         failed,
-        failure: state.poison().map(ToString::to_string),
+        failure: state.failure().map(ToString::to_string),
         in_flight: in_flight.collect(),
     }
 }

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_are_told_apart_by_what_they_do() {
+    fn calls_are_counted_by_what_they_do() {
         let counts = Counts::default();
         assert_eq!(counts.to_string(), "0 calls");
         for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Sum] {

@@ -18,7 +18,7 @@ use accl_executor::group::PacketSink;
 use accl_types::Collective;
 
 use super::port::Port;
-use super::shared::Shared;
+use super::shared::DeviceState;
 use crate::driver::Driver;
 use crate::sync::Mutex;
 
@@ -27,8 +27,8 @@ pub(crate) struct Device {
     url: DeviceUrl,
     /// The settings, without the sessions, which only the thread knows.
     settings: Settings,
-    sidestep: Vec<Collective>,
-    shared: Arc<Shared>,
+    excluded: Vec<Collective>,
+    shared: Arc<DeviceState>,
     port: Arc<Port>,
     /// `None` once the group was left: no more tasks are accepted.
     tasks: Mutex<Option<Sender<ExternalTask>>>,
@@ -40,12 +40,12 @@ impl Device {
     pub(super) fn new(
         url: DeviceUrl,
         settings: Settings,
-        sidestep: Vec<Collective>,
-        shared: Arc<Shared>,
+        excluded: Vec<Collective>,
+        shared: Arc<DeviceState>,
         port: Arc<Port>,
         tasks: Sender<ExternalTask>,
     ) -> Self {
-        Self { url, settings, sidestep, shared, port, tasks: Mutex::new(Some(tasks)) }
+        Self { url, settings, excluded, shared, port, tasks: Mutex::new(Some(tasks)) }
     }
 
     /// Connects an engine in software to the engines of other ranks, after the group was created.
@@ -60,7 +60,7 @@ impl Device {
 
     /// Returns whether the device or the host does a call; all ranks decide alike.
     pub(crate) fn route(&self, desc: &CallDesc, world: u32) -> Route {
-        if self.sidestep.contains(&desc.collective) {
+        if self.excluded.contains(&desc.collective) {
             return Route::Host("`sidestep` assigns it to the host");
         }
         if desc.encoding(world).is_some() {

@@ -16,9 +16,9 @@ fn framed(packet: &[u8]) -> Vec<u8> {
     [&(packet.len() as u32).to_le_bytes()[..], packet].concat()
 }
 
-fn wait_until<T>(port: &Port, mut look: impl FnMut() -> Option<T>) -> T {
+fn wait_until<T>(port: &Port, mut poll: impl FnMut() -> Option<T>) -> T {
     loop {
-        if let Some(found) = look() {
+        if let Some(found) = poll() {
             return found;
         }
         port.wait(Duration::ZERO);

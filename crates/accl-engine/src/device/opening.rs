@@ -11,44 +11,44 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use accl_cclo::device::DeviceUrl;
 use accl_types::{Collective, Error, Moment, Result};
 
-use super::attended::Attended;
 use super::handle::Device;
+use super::open_devices::OpenDevices;
 use super::port::Port;
-use super::shared::{LAST_WORDS, LOOK, OpenBus, Shared};
-use super::worker::{self, News, Step};
+use super::shared::{DeviceState, LAST_WORDS, OpenBus, POLL_INTERVAL};
+use super::worker::{self, OpenEvent, OpenStep};
 use crate::time;
 
 /// A device that was reached but accepts no collectives yet.
 pub(crate) struct Opening {
     device: Arc<Device>,
-    steps: Receiver<Result<Step>>,
-    news: Sender<News>,
-    tells: Option<String>,
+    steps: Receiver<Result<OpenStep>>,
+    events: Sender<OpenEvent>,
+    own_text: Option<String>,
     deadline: Moment,
 }
 
 impl Opening {
     /// Reaches the device of a rank, on a thread of its own. If the device was left by an earlier group and its thread
-    /// still runs, waits for that thread. `look` is called now and then, and ends the wait by returning an error.
+    /// still runs, waits for that thread. `poll` is called now and then, and ends the wait by returning an error.
     ///
     /// # Errors
-    /// Invalid settings; a device that is missing or does not answer before `deadline`; errors of `look`.
+    /// Invalid settings; a device that is missing or does not answer before `deadline`; errors of `poll`.
     pub(crate) fn begin(
         url: DeviceUrl,
         (rank, world): (u32, u32),
-        sidestep: Vec<Collective>,
-        (opener, attended): (Arc<dyn OpenBus>, &Attended),
+        excluded: Vec<Collective>,
+        (opener, open_devices): (Arc<dyn OpenBus>, &OpenDevices),
         frame_bytes: usize,
         deadline: Moment,
-        look: &mut dyn FnMut() -> Result<()>,
+        poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Self> {
         let settings = url.settings(rank, world)?;
         url.check_sessions(&settings)?;
-        attended.await_left(&url, deadline, look)?;
-        let shared: Arc<Shared> = Arc::default();
+        open_devices.await_left(&url, deadline, poll)?;
+        let shared: Arc<DeviceState> = Arc::default();
         let (tasks, queue) = mpsc::channel();
         let (step, steps) = mpsc::channel();
-        let (news, hears) = mpsc::channel();
+        let (events, received) = mpsc::channel();
         let port = Port::new(rank, world, frame_bytes, u64::from(settings.max_eager_bytes));
         let worker = worker::Start {
             url: url.clone(),
@@ -57,58 +57,58 @@ impl Opening {
             port: port.clone(),
             deadline,
         };
-        let device = Arc::new(Device::new(url.clone(), settings, sidestep, shared, port, tasks));
-        let ending = attended.add(&device);
+        let device = Arc::new(Device::new(url.clone(), settings, excluded, shared, port, tasks));
+        let ending = open_devices.add(&device);
         std::thread::Builder::new()
             .name("accl-device".to_owned())
             .spawn(move || {
-                worker.run(&*opener, &step, &hears, &queue);
+                worker.run(&*opener, &step, &received, &queue);
                 // The last thing that the thread does.
                 drop(ending);
             })
             .map_err(|error| Error::exhausted(format!("cannot start the thread of device `{url}`: {error}")))?;
-        let mut opening = Self { device, steps, news, tells: None, deadline };
-        if let Step::Reached(tells) = opening.step(look)? {
-            opening.tells = tells;
+        let mut opening = Self { device, steps, events, own_text: None, deadline };
+        if let OpenStep::Reached(own_text) = opening.step(poll)? {
+            opening.own_text = own_text;
         }
         Ok(opening)
     }
 
     /// Returns the text that this rank's device sends to the devices of all ranks; `None` if devices of its kind
     /// exchange no texts.
-    pub(crate) fn tells(&self) -> Option<&str> {
-        self.tells.as_deref()
+    pub(crate) fn own_text(&self) -> Option<&str> {
+        self.own_text.as_deref()
     }
 
-    /// Sets the device up. `told` lists the texts of all ranks in rank order, if there are any.
+    /// Sets the device up. `texts` lists the texts of all ranks in rank order, if there are any.
     ///
     /// # Errors
-    /// Invalid texts; a device that is set up for another user or does not answer; errors of `look`.
-    pub(crate) fn set_up(&self, told: Option<Vec<String>>, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
-        if let Some(told) = told {
-            self.tell(News::Told(told));
+    /// Invalid texts; a device that is set up for another user or does not answer; errors of `poll`.
+    pub(crate) fn set_up(&self, texts: Option<Vec<String>>, poll: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        if let Some(texts) = texts {
+            self.notify(OpenEvent::AllTexts(texts));
         }
-        match self.step(look)? {
-            Step::SetUp => Ok(()),
-            Step::Reached(_) | Step::Open => Err(self.out_of_turn()),
+        match self.step(poll)? {
+            OpenStep::SetUp => Ok(()),
+            OpenStep::Reached(_) | OpenStep::Open => Err(self.out_of_turn()),
         }
     }
 
     /// Admits packets. The devices of all ranks are set up by now, so none sends packets of an earlier setup.
     ///
     /// # Errors
-    /// The device does not answer, or does not reach the devices of all ranks; errors of `look`.
-    pub(crate) fn finish(self, look: &mut dyn FnMut() -> Result<()>) -> Result<Arc<Device>> {
-        self.tell(News::AllAreSetUp);
-        match self.step(look)? {
-            Step::Open => Ok(self.device),
-            Step::Reached(_) | Step::SetUp => Err(self.out_of_turn()),
+    /// The device does not answer, or does not reach the devices of all ranks; errors of `poll`.
+    pub(crate) fn finish(self, poll: &mut dyn FnMut() -> Result<()>) -> Result<Arc<Device>> {
+        self.notify(OpenEvent::AllAreSetUp);
+        match self.step(poll)? {
+            OpenStep::Open => Ok(self.device),
+            OpenStep::Reached(_) | OpenStep::SetUp => Err(self.out_of_turn()),
         }
     }
 
-    fn tell(&self, news: News) {
+    fn notify(&self, event: OpenEvent) {
         // If the thread has ended, the next step reports that.
-        let _ = self.news.send(news);
+        let _ = self.events.send(event);
     }
 
     fn out_of_turn(&self) -> Error {
@@ -116,15 +116,15 @@ impl Opening {
     }
 
     /// Waits for the next step that the device's thread has reached.
-    fn step(&self, look: &mut dyn FnMut() -> Result<()>) -> Result<Step> {
+    fn step(&self, poll: &mut dyn FnMut() -> Result<()>) -> Result<OpenStep> {
         let device = &self.device;
         loop {
-            match self.steps.recv_timeout(LOOK) {
+            match self.steps.recv_timeout(POLL_INTERVAL) {
                 Ok(step) => return step,
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::internal(format!("the thread of {device:?} ended while opening it")));
                 }
-                Err(RecvTimeoutError::Timeout) => look()?,
+                Err(RecvTimeoutError::Timeout) => poll()?,
             }
             if time::now() > self.deadline + LAST_WORDS {
                 return Err(Error::timeout(format!("{device:?} did not open before the deadline of the group")));

@@ -20,7 +20,7 @@ use crate::time;
 /// Maximum bytes sent to a rank that it has not taken yet; beyond that an engine should send it no more.
 pub(super) const WINDOW: u64 = 1 << 20;
 /// Bytes taken from a sender before it is notified.
-const TELL_AFTER: u64 = WINDOW / 4;
+const REPORT_AFTER: u64 = WINDOW / 4;
 /// Each packet is preceded by its length.
 const LENGTH_BYTES: usize = size_of::<u32>();
 /// Maximum bytes of a packet with its headers and padding; no engine sends so much.
@@ -68,7 +68,7 @@ struct Flow {
     /// Bytes of `sent` that the other rank's engine has taken.
     taken_there: u64,
     taken_here: u64,
-    told: u64,
+    reported: u64,
     /// Whether the rank is listed in [`Inner::owed`].
     is_owed: bool,
 }
@@ -111,7 +111,7 @@ impl Port {
         });
         // After a panic in that code every group has failed; the driver thread reports it.
         if is_unsent.unwrap_or(true) {
-            driver.kick();
+            driver.wake();
         }
     }
 }
@@ -165,7 +165,7 @@ impl Flow {
     /// Returns the frame to send now: collected packets, at most `most_bytes`, and the number of bytes taken from the
     /// other rank.
     fn frame(&mut self, to: u32, most_bytes: usize) -> (u32, u64, Vec<u8>) {
-        self.told = self.taken_here;
+        self.reported = self.taken_here;
         let rest = self.batch.split_off(self.batch.len().min(most_bytes));
         (to, self.taken_here, std::mem::replace(&mut self.batch, rest))
     }
@@ -234,7 +234,7 @@ impl Packets for Port {
         for to in owed.drain(..) {
             let flow = &mut peers[to as usize];
             flow.is_owed = false;
-            if !flow.batch.is_empty() || flow.taken_here - flow.told >= TELL_AFTER {
+            if !flow.batch.is_empty() || flow.taken_here - flow.reported >= REPORT_AFTER {
                 frames.push(flow.frame(to, self.frame_bytes));
             }
         }
@@ -253,7 +253,7 @@ impl Packets for Port {
         let packet = flow.arrived.pop_front()?;
         if from != self.rank {
             flow.taken_here += (LENGTH_BYTES + packet.len()) as u64;
-            if flow.taken_here - flow.told >= TELL_AFTER {
+            if flow.taken_here - flow.reported >= REPORT_AFTER {
                 flow.owes(from, owed);
             }
         }

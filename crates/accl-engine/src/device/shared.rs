@@ -13,7 +13,7 @@ use accl_types::{Error, Result};
 use super::counts::Counts;
 
 /// Interval at which a thread that waits for a device checks whether to continue.
-pub(super) const LOOK: Duration = Duration::from_millis(50);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Extra time after its deadline in which an opening device may report why it does not open.
 pub(super) const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -37,7 +37,7 @@ pub trait OpenBus: Send + Sync {
 }
 
 #[derive(Default)]
-pub(super) struct Shared {
+pub(super) struct DeviceState {
     pub(super) counts: Counts,
     /// Set when the group was left and no thread waits for the device any more.
     pub(super) is_closed: AtomicBool,

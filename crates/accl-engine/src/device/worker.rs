@@ -20,12 +20,12 @@ use accl_executor::memory::CollectiveMemory;
 use accl_types::{Collective, Error, ErrorKind, Moment, Result};
 
 use super::port::Port;
-use super::shared::{LAST_WORDS, OpenBus, Shared};
+use super::shared::{DeviceState, LAST_WORDS, OpenBus};
 use super::staging::{STAGING_BYTES, Segment, Staging, Until};
 use crate::{signals, time};
 
 /// Number of polls of a call that follow each other without a pause.
-const EAGER_LOOKS: u32 = 8;
+const EAGER_POLLS: u32 = 8;
 
 /// Extra time after the deadline of a call in which the device may answer.
 const LATE_ANSWER: Duration = Duration::from_millis(500);
@@ -37,13 +37,13 @@ const DIAGNOSIS: Duration = Duration::from_secs(1);
 pub(super) struct Start {
     pub(super) url: DeviceUrl,
     pub(super) settings: Settings,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<DeviceState>,
     pub(super) port: Arc<Port>,
     pub(super) deadline: Moment,
 }
 
 /// Progress of the thread in opening the device.
-pub(super) enum Step {
+pub(super) enum OpenStep {
     /// The device was reached. The text goes to all ranks, and the thread waits for the texts of all ranks; `None` if
     /// there is no exchange.
     Reached(Option<String>),
@@ -54,9 +54,9 @@ pub(super) enum Step {
 }
 
 /// Notification to the thread while it opens the device.
-pub(super) enum News {
+pub(super) enum OpenEvent {
     /// The texts of the devices of all ranks, in rank order.
-    Told(Vec<String>),
+    AllTexts(Vec<String>),
     /// The devices of all ranks are set up.
     AllAreSetUp,
 }
@@ -66,7 +66,7 @@ struct Worker {
     url: DeviceUrl,
     driver: Driver<Box<dyn Bus>>,
     staging: Staging,
-    shared: Arc<Shared>,
+    shared: Arc<DeviceState>,
 }
 
 /// Why a collective was not done.
@@ -96,18 +96,18 @@ impl Start {
     pub(super) fn run(
         self,
         opener: &dyn OpenBus,
-        steps: &Sender<Result<Step>>,
-        news: &Receiver<News>,
+        steps: &Sender<Result<OpenStep>>,
+        events: &Receiver<OpenEvent>,
         tasks: &Receiver<ExternalTask>,
     ) {
         signals::block_all();
         self.port.belongs_to_this_thread();
-        let mut worker = match self.open(opener, steps, news) {
+        let mut worker = match self.open(opener, steps, events) {
             Ok(Some(worker)) => worker,
             Ok(None) => return,
             Err(error) => return drop(steps.send(Err(error))),
         };
-        if steps.send(Ok(Step::Open)).is_err() {
+        if steps.send(Ok(OpenStep::Open)).is_err() {
             return;
         }
         // Ends when the last sender is dropped.
@@ -117,22 +117,27 @@ impl Start {
     }
 
     /// Opens the device. Returns `None` if the device is no longer wanted.
-    fn open(self, opener: &dyn OpenBus, steps: &Sender<Result<Step>>, news: &Receiver<News>) -> Result<Option<Worker>> {
+    fn open(
+        self,
+        opener: &dyn OpenBus,
+        steps: &Sender<Result<OpenStep>>,
+        events: &Receiver<OpenEvent>,
+    ) -> Result<Option<Worker>> {
         let Self { url, mut settings, shared, port, deadline } = self;
         let is_closed = shared.clone();
         let mut go_on = || time::now() < deadline && !is_closed.is_closed.load(Ordering::Relaxed);
         let memory = settings.memory;
         let mut bus = opener.open(&url, &settings, port, &mut go_on)?;
-        let tells = bus.local_info(&settings)?;
-        let hears = tells.is_some();
-        if steps.send(Ok(Step::Reached(tells))).is_err() {
+        let own_text = bus.local_info(&settings)?;
+        let expects_texts = own_text.is_some();
+        if steps.send(Ok(OpenStep::Reached(own_text))).is_err() {
             return Ok(None);
         }
         let until = deadline + LAST_WORDS;
-        if hears {
-            match next_news(news, until, &*bus)? {
-                Some(News::Told(told)) => bus.receive_info(&told, &mut settings)?,
-                Some(News::AllAreSetUp) => {
+        if expects_texts {
+            match next_event(events, until, &*bus)? {
+                Some(OpenEvent::AllTexts(texts)) => bus.receive_info(&texts, &mut settings)?,
+                Some(OpenEvent::AllAreSetUp) => {
                     return Err(Error::internal("a device expects texts from all ranks, but none were sent"));
                 }
                 None => return Ok(None),
@@ -140,7 +145,7 @@ impl Start {
         }
         let mut driver = Driver::set_up(bus, settings, &mut go_on)?;
         let staging = Staging::new(driver.bus(), memory)?;
-        if steps.send(Ok(Step::SetUp)).is_err() || next_news(news, until, driver.bus())?.is_none() {
+        if steps.send(Ok(OpenStep::SetUp)).is_err() || next_event(events, until, driver.bus())?.is_none() {
             return Ok(None);
         }
         driver.enable_packets(go_on)?;
@@ -262,7 +267,7 @@ impl Worker {
         call: &Descriptor,
     ) -> std::result::Result<(), Stop> {
         let mut pauses = Pauses::default();
-        for look in 0_u32.. {
+        for poll in 0_u32.. {
             if let Some(finished) = self.driver.poll()? {
                 let device = self.url.scheme();
                 let (seq, nanos) = (collective.seq, finished.nanos);
@@ -272,7 +277,7 @@ impl Worker {
             if !self.goes_on(task) {
                 return Err(self.stop(task, collective));
             }
-            if look >= EAGER_LOOKS {
+            if poll >= EAGER_POLLS {
                 self.driver.bus().pause(pauses.next_pause());
             }
         }
@@ -305,9 +310,9 @@ impl Worker {
 }
 
 /// Waits for the next notification, until `until`. Returns `None` if the device is no longer wanted.
-fn next_news(news: &Receiver<News>, until: Moment, bus: &dyn Bus) -> Result<Option<News>> {
-    match news.recv_timeout(until.since(time::now())) {
-        Ok(news) => Ok(Some(news)),
+fn next_event(events: &Receiver<OpenEvent>, until: Moment, bus: &dyn Bus) -> Result<Option<OpenEvent>> {
+    match events.recv_timeout(until.since(time::now())) {
+        Ok(event) => Ok(Some(event)),
         Err(RecvTimeoutError::Disconnected) => Ok(None),
         Err(RecvTimeoutError::Timeout) => Err(Error::timeout(format!(
             "{} did not receive the texts of all other ranks before the deadline",

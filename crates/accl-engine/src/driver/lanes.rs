@@ -2,7 +2,7 @@
 //!
 //! Owns when the thread of a lane is woken and how long it stays awake. A thread that waits for a call runs the parts
 //! whose threads do not start: their cores may be busy with other work for milliseconds. Read [`Driver::spin_on_lane`]
-//! and [`Beside::help`] first.
+//! and [`LaneHelp::help`] first.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -13,8 +13,8 @@ use accl_executor::group::FailedGroup;
 use accl_types::{Error, Moment};
 
 use super::waiting::{PASSES_BEFORE_YIELD, SPIN_OWN_CORE, SPIN_SHARED_CORE};
-use super::{Driver, ROUNDS_BEFORE_LOOK};
-use crate::jobs::{Errand, Job};
+use super::{Driver, ROUNDS_BEFORE_POLL};
+use crate::jobs::{Deferred, Job};
 use crate::lanes::Cut;
 use crate::time;
 
@@ -80,12 +80,12 @@ impl Driver {
 
     /// Queues a job for the lane's thread; [`Driver::wake_for_jobs`] wakes it. If the thread ends before, the job is
     /// dropped.
-    pub(crate) fn leave_job(&self, job: Job, errand: Option<Errand>) {
-        self.jobs.add(job, errand);
+    pub(crate) fn leave_job(&self, job: Job, deferred: Option<Deferred>) {
+        self.jobs.add(job, deferred);
     }
 
     /// Wakes the thread of a lane for its jobs, unless it polls for jobs by itself; it checks once more after it stops
-    /// polling. If another thread has run the jobs, only the errands are left and they are dropped here.
+    /// polling. If another thread has run the jobs, only the deferred values are left and they are dropped here.
     pub(crate) fn wake_for_jobs(&self) {
         if self.is_spinning.load(Ordering::SeqCst) {
             return;
@@ -94,7 +94,7 @@ impl Driver {
             self.ensure_driver();
             self.wake_driver_if(true);
         } else {
-            self.jobs.run_errands();
+            self.jobs.drop_deferred();
         }
     }
 
@@ -104,29 +104,29 @@ impl Driver {
         let has_own_core = self.lanes_have_own_cores.load(Ordering::Relaxed) && !self.shares_cores();
         let budget = self.spin.unwrap_or(if has_own_core { SPIN_OWN_CORE } else { SPIN_SHARED_CORE });
         let linger = if has_own_core { LINGER.min(budget) } else { Duration::ZERO };
-        let (mut idle, mut is_news, mut is_lingering) = (0, false, false);
+        let (mut idle, mut has_events, mut is_lingering) = (0, false, false);
         self.is_spinning.store(true, Ordering::SeqCst);
-        let mut news = time::now();
+        let mut last_event = time::now();
         for round in 1_u32.. {
             let now = time::now();
             idle += 1;
             if self.jobs.run() {
-                (news, idle, is_news) = (time::now(), 0, true);
+                (last_event, idle, has_events) = (time::now(), 0, true);
             }
             if let Some(mut core) = self.try_lock() {
                 // After a yield the thread may be away for long, so on a shared core it asks the system each time.
-                if !has_own_core || round.is_multiple_of(ROUNDS_BEFORE_LOOK) {
+                if !has_own_core || round.is_multiple_of(ROUNDS_BEFORE_POLL) {
                     self.ask(&core);
                 }
                 if core.pass(now) {
-                    (news, idle, is_news) = (time::now(), 0, true);
+                    (last_event, idle, has_events) = (time::now(), 0, true);
                 }
                 is_lingering = !core.has_work() && !self.jobs.want_thread();
-                if is_lingering && (!is_news || now.since(news) >= linger) {
+                if is_lingering && (!has_events || now.since(last_event) >= linger) {
                     break;
                 }
             }
-            if now.since(news) >= budget {
+            if now.since(last_event) >= budget {
                 break;
             }
             if is_lingering || !has_own_core && idle > PASSES_BEFORE_YIELD {
@@ -136,18 +136,18 @@ impl Driver {
             }
         }
         self.is_spinning.store(false, Ordering::SeqCst);
-        self.has_spun_in_vain.store(!is_news, Ordering::Relaxed);
+        self.has_spun_in_vain.store(!has_events, Ordering::Relaxed);
     }
 
     /// Makes one pass over everything that has arrived. Returns whether anything moved.
-    pub(super) fn looks_and_moves(&self) -> bool {
+    pub(super) fn poll_once(&self) -> bool {
         let mut core = self.lock();
         self.ask(&core);
         core.pass(time::now())
     }
 
     /// Returns whether this driver belongs to a lane other than the first; no thread waits for that lane's calls.
-    pub(super) fn is_beside(&self) -> bool {
+    pub(super) fn is_other_lane(&self) -> bool {
         let first = self.lanes.get().and_then(|lanes| lanes.first());
         first.is_some_and(|first| !std::ptr::eq(first.as_ptr(), self))
     }
@@ -166,34 +166,34 @@ impl Driver {
 
     /// Fails a group that failed on this lane on all other lanes, after each has processed what had arrived for it. The
     /// first lane notifies the peers, whatever the lane that failed first has sent. The caller must hold no lock.
-    pub(crate) fn fail_elsewhere(&self, failed: &FailedGroup) {
+    pub(crate) fn fail_on_other_lanes(&self, failed: &FailedGroup) {
         for (number, lane) in self.others() {
             let is_there = lane.with_core(|core| {
-                lane.look(core);
+                lane.poll(core);
                 core.fail_with_lane(failed, number == 0, time::now())
             });
             if is_there {
                 lane.flush();
-                lane.kick();
+                lane.wake();
             }
         }
     }
 
     /// Returns the state of a waiting thread's help on the other lanes; initially it has done nothing.
-    pub(super) fn beside(&self) -> Beside {
+    pub(super) fn lane_help(&self) -> LaneHelp {
         let helped = |(_, lane)| Helped { lane, is_watched: false, has_begun: false };
-        Beside { lanes: self.others().map(helped).collect(), watches: false }
+        LaneHelp { lanes: self.others().map(helped).collect(), watches: false }
     }
 
     /// Makes sure that work begun here continues without this thread. The lane's thread may have found nothing to do
     /// and sleep, or sleep beyond a deadline that it does not know.
     fn hand_over(&self, is_watched: bool) {
-        let (relief, must_wake, has_work) = self.with_core(|core| {
-            let relief = is_watched.then(|| core.unwatch(time::now()));
-            (relief, core.must_wake_driver(core.next_deadline()), core.has_work())
+        let (decision, must_wake, has_work) = self.with_core(|core| {
+            let decision = is_watched.then(|| core.unwatch(time::now()));
+            (decision, core.must_wake_driver(core.next_deadline()), core.has_work())
         });
-        if let Some(relief) = relief {
-            self.relieve(relief);
+        if let Some(decision) = decision {
+            self.apply_wake(decision);
         }
         if must_wake {
             self.wake_driver_if(true);
@@ -205,7 +205,7 @@ impl Driver {
 }
 
 /// A waiting thread's help on the lanes other than its own.
-pub(super) struct Beside {
+pub(super) struct LaneHelp {
     lanes: Vec<Helped>,
     /// Whether this thread polls the links of a lane in place of a sleeping driver thread, and must continue.
     pub(super) watches: bool,
@@ -220,7 +220,7 @@ struct Helped {
     has_begun: bool,
 }
 
-impl Beside {
+impl LaneHelp {
     /// Makes a pass for each part of the call that no other thread works on. If nothing has moved, or a part is
     /// overdue, begins one part whose thread has not started. It begins only one: the more parts a thread has begun,
     /// the less of their links stays in its core's cache. Returns whether anything moved.
@@ -245,9 +245,9 @@ impl Helped {
         }
         self.has_begun = true;
         let begun = self.lane.jobs.run_for_another();
-        let looked_after = usize::from(self.pass(call, now).is_some());
+        let with_pass = usize::from(self.pass(call, now).is_some());
         // A job belonged to another call that no thread here waits for, or another thread holds the lane now.
-        if begun > looked_after {
+        if begun > with_pass {
             self.lane.hand_over(false);
         }
         begun > 0
@@ -264,8 +264,8 @@ impl Helped {
         }
         self.is_watched = self.is_watched || core.watch();
         peers.iter().for_each(|&peer| core.net.poll_link(peer));
-        core.streams_among(&peers).into_iter().for_each(|peer| core.net.look_again(peer));
-        Some(self.lane.pass_and_tell(core, self.is_watched, now))
+        core.streams_among(&peers).into_iter().for_each(|peer| core.net.force_poll(peer));
+        Some(self.lane.pass_and_notify(core, self.is_watched, now))
     }
 }
 

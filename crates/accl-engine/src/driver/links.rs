@@ -3,7 +3,7 @@
 //! Owns what such a change means for the core and for a sleeping driver thread. Links are made elsewhere, by the
 //! connector. Read [`Driver::attach`] first.
 
-use accl_executor::group::Fate;
+use accl_executor::group::PeerFate;
 use accl_transport::{Traced, Watched};
 use accl_types::Error;
 use accl_wire::{EndpointInfo, Stance};
@@ -86,7 +86,7 @@ impl Driver {
     }
 
     /// Handles an out-of-band message, as `Core::on_note` describes.
-    pub(crate) fn on_note(&self, from: &[u8; 16], note: &[u8]) -> Fate {
+    pub(crate) fn on_note(&self, from: &[u8; 16], note: &[u8]) -> PeerFate {
         let answer = self.with_core(|core| core.on_note(from, note, time::now()));
         self.after_links();
         answer

@@ -7,7 +7,7 @@
 
 mod lanes;
 mod links;
-mod place;
+mod pinned_thread;
 pub(crate) mod waiting;
 
 use std::ops::{Deref, DerefMut};
@@ -19,7 +19,7 @@ use std::time::Duration;
 use accl_transport::{Poller, Waker};
 use accl_types::{Error, Moment};
 
-use self::place::Place;
+use self::pinned_thread::PinnedThread;
 use crate::completion::CompletionPool;
 use crate::election::{Election, Host, Stint};
 use crate::events;
@@ -29,7 +29,7 @@ use crate::sync::{Mutex, MutexGuard};
 use crate::time;
 use crate::wanted::WantedLinks;
 use accl_executor::call::CallState;
-use accl_executor::group::{Completed, Core, Relief};
+use accl_executor::group::{Completed, Core, WakeDecision};
 
 /// How long after an asynchronous call the background thread leaves the links to the submitting thread. Usually more
 /// calls follow, or a wait, each with its own passes. Waking for every event meanwhile would take the core from the
@@ -39,7 +39,7 @@ const SUBMITTING: Duration = Duration::from_micros(30);
 const MOST_LEFT: u32 = 10;
 
 /// Number of passes of a waiting thread between polls for events on links that its call does not need.
-const ROUNDS_BEFORE_LOOK: u32 = 16;
+const ROUNDS_BEFORE_POLL: u32 = 16;
 
 /// Drives the protocol of one process on one lane: its lock, its poller, its threads.
 pub(crate) struct Driver {
@@ -75,13 +75,13 @@ pub(crate) struct Driver {
     /// Number of times a thread has slept in the poller.
     parks: AtomicU64,
     /// Number of times a thread has polled for events without sleeping.
-    looks: AtomicU64,
+    polls: AtomicU64,
     /// Fork generation of the process that created this driver. In a child forked later, the driver is dead.
     born: u64,
     /// Reference to itself, for the background thread.
     me: Weak<Driver>,
     /// CPU binding of the background thread.
-    pub(crate) place: Place,
+    pub(crate) thread: PinnedThread,
     /// Drivers of all lanes, if the process has several.
     lanes: OnceLock<Vec<Weak<Driver>>>,
 }
@@ -120,8 +120,8 @@ impl DerefMut for Locked<'_> {
 impl Drop for Locked<'_> {
     #[inline(always)]
     fn drop(&mut self) {
-        if self.has_errands() {
-            self.run_errands();
+        if self.has_deferred() {
+            self.run_deferred();
         }
     }
 }
@@ -129,18 +129,18 @@ impl Drop for Locked<'_> {
 impl Locked<'_> {
     /// Releases the lock, then has the callbacks run and the links made.
     #[cold]
-    fn run_errands(&mut self) {
+    fn run_deferred(&mut self) {
         let Completed { callbacks, calls, failed, losses, .. } = self.take_completed();
         let (wanted, notes) = self.net.take_wanted();
-        let told = usize::from(!calls.is_empty() || !losses.is_empty());
-        self.driver.pool.hold(callbacks.len() + told);
+        let reports = usize::from(!calls.is_empty() || !losses.is_empty());
+        self.driver.pool.hold(callbacks.len() + reports);
         self.core = None;
         // A thread that waits for a call continues as soon as the call completes, and may end the process. The hold
         // makes that end wait until everything below is done or has panicked.
-        let _held = Held { pool: &self.driver.pool, count: told };
+        let _held = Held { pool: &self.driver.pool, count: reports };
         // Losses first: a launcher that has seen a rank die may end this process at any moment.
         losses.iter().for_each(events::lost);
-        failed.into_iter().for_each(|group| self.driver.fail_elsewhere(&group));
+        failed.into_iter().for_each(|group| self.driver.fail_on_other_lanes(&group));
         self.driver.pool.post_held(callbacks);
         if !wanted.is_empty() || !notes.is_empty() {
             self.driver.wanted.add(wanted, notes);
@@ -152,7 +152,7 @@ impl Locked<'_> {
 
 /// Processes what has arrived and checks for disconnects. Returns `true` if a peer has disconnected. The system then
 /// reports nothing more for that link, so a sleeping driver thread must be woken.
-fn look(core: &mut Core) -> bool {
+fn handle_arrived(core: &mut Core) -> bool {
     let (before, now) = (core.net.departures(), time::now());
     core.pass_whole(now);
     core.check(now);
@@ -194,10 +194,10 @@ impl Driver {
             cut_ended: AtomicU64::new(0),
             left: AtomicU32::new(0),
             parks: AtomicU64::new(0),
-            looks: AtomicU64::new(0),
+            polls: AtomicU64::new(0),
             born: accl_transport::fork_generation(),
             me: me.clone(),
-            place: Place::default(),
+            thread: PinnedThread::default(),
             lanes: OnceLock::new(),
         })
     }
@@ -239,7 +239,7 @@ impl Driver {
     /// Releases the lock as dropping a [`Locked`] does.
     #[inline]
     pub(crate) fn unlock(&self, core: MutexGuard<'_, Core>) {
-        if core.has_errands() {
+        if core.has_deferred() {
             drop(Locked { core: Some(core), driver: self });
         }
     }
@@ -249,14 +249,14 @@ impl Driver {
     }
 
     /// Runs `f` on the core after polling all links for arrivals and disconnects.
-    pub(crate) fn after_a_look<R>(&self, f: impl FnOnce(&mut Core) -> R) -> R {
-        let (result, is_news) = self.with_core(|core| {
-            core.net.look_again_everywhere();
-            let is_news = look(core);
+    pub(crate) fn after_poll<R>(&self, f: impl FnOnce(&mut Core) -> R) -> R {
+        let (result, has_events) = self.with_core(|core| {
+            core.net.force_poll_all();
+            let has_events = handle_arrived(core);
             let result = f(core);
-            (result, is_news | core.take_owed_to_driver() | core.must_wake_driver(None))
+            (result, has_events | core.take_driver_unnotified() | core.must_wake_driver(None))
         });
-        if is_news {
+        if has_events {
             self.wake_driver_if(true);
         }
         result
@@ -283,11 +283,11 @@ impl Driver {
 
     /// Sets the poller and its waker. Only the first call has an effect.
     pub(crate) fn set_polling(&self, polling: Polling) {
-        let (waker, board) = (polling.waker.clone(), polling.poller.board());
+        let (waker, bitmap) = (polling.waker.clone(), polling.poller.bitmap());
         if self.polling.set(polling).is_ok() {
             self.with_core(|core| {
                 core.set_wake(Arc::new(move || waker.wake()));
-                core.net.set_board(board);
+                core.net.set_bitmap(bitmap);
             });
         }
     }
@@ -313,8 +313,8 @@ impl Driver {
     }
 
     /// Returns how often a thread has polled for events without sleeping.
-    pub(crate) fn looks(&self) -> u64 {
-        self.looks.load(Ordering::Relaxed)
+    pub(crate) fn polls(&self) -> u64 {
+        self.polls.load(Ordering::Relaxed)
     }
 
     // ---- passes
@@ -322,31 +322,31 @@ impl Driver {
     /// Polls the system for events, for the passes that follow: a pass reads a socket only after an event for it was
     /// seen. Does nothing while a driver thread sleeps: that thread receives the events itself, and polling here would
     /// take them from it.
-    pub(crate) fn look(&self, core: &Core) {
+    pub(crate) fn poll(&self, core: &Core) {
         if core.net.has_streams() {
             self.ask(core);
         }
     }
 
-    /// Like [`Driver::look`], but also polls if no link is a stream. On the other links frames are seen without the
+    /// Like [`Driver::poll`], but also polls if no link is a stream. On the other links frames are seen without the
     /// system, but disconnects are not.
     pub(crate) fn ask(&self, core: &Core) {
         if !core.is_parked()
             && let Some(polling) = self.polling.get()
         {
-            self.looks.fetch_add(1, Ordering::Relaxed);
+            self.polls.fetch_add(1, Ordering::Relaxed);
             // After a failed poll the events are still there.
-            let _ = polling.poller.look();
+            let _ = polling.poller.poll();
         }
     }
 
     /// Makes one pass, waiting for the lock.
     pub(crate) fn pass_now(&self) {
         let mut core = self.lock();
-        self.look(&core);
+        self.poll(&core);
         core.pass_whole(time::now());
         let wake = core.must_wake_driver(None);
-        let moved = core.take_owed_to_driver();
+        let moved = core.take_driver_unnotified();
         drop(core);
         if moved || wake {
             self.wake_driver_if(wake);
@@ -358,20 +358,20 @@ impl Driver {
         let Some(mut core) = self.try_lock() else { return };
         match call.map(|call| core.streams_of(call)).filter(|streams| !streams.is_empty()) {
             Some(streams) => {
-                streams.into_iter().for_each(|peer| core.net.look_again(peer));
-                if self.tests.fetch_add(1, Ordering::Relaxed).is_multiple_of(ROUNDS_BEFORE_LOOK) {
-                    self.look(&core);
+                streams.into_iter().for_each(|peer| core.net.force_poll(peer));
+                if self.tests.fetch_add(1, Ordering::Relaxed).is_multiple_of(ROUNDS_BEFORE_POLL) {
+                    self.poll(&core);
                 }
             }
-            None => self.look(&core),
+            None => self.poll(&core),
         }
-        self.pass_and_tell(core, false, time::now());
+        self.pass_and_notify(core, false, time::now());
     }
 
     /// Makes a pass and wakes the driver thread where needed; less often if the lane is watched. Returns whether
     /// anything moved.
-    fn pass_and_tell(&self, mut core: Locked<'_>, is_watched: bool, now: Moment) -> bool {
-        let moved = core.pass(now) | core.take_owed_to_driver();
+    fn pass_and_notify(&self, mut core: Locked<'_>, is_watched: bool, now: Moment) -> bool {
+        let moved = core.pass(now) | core.take_driver_unnotified();
         let wake = !is_watched && core.must_wake_driver(None);
         let wants_driver = core.net.wants_driver();
         drop(core);
@@ -390,7 +390,7 @@ impl Driver {
             self.submitted.store(time::now().nanos(), Ordering::Relaxed);
             self.try_pass(None);
         }
-        if call.is_done() && self.with_core(Core::take_owed_look) {
+        if call.is_done() && self.with_core(Core::take_poll_due) {
             self.pass_now();
         }
         // A waiting thread drives for its own call. No thread does so for an asynchronous call, or for bytes of a
@@ -412,8 +412,8 @@ impl Driver {
     }
 
     /// Wakes the driver thread so that it checks everything again.
-    pub(crate) fn kick(&self) {
-        Host::kick(self);
+    pub(crate) fn wake(&self) {
+        Host::wake(self);
     }
 
     // ---- the election
@@ -446,11 +446,11 @@ impl Driver {
     }
 
     /// Acts on the end of a [`Core::watch`]; runs without the lock.
-    pub(crate) fn relieve(&self, relief: Relief) {
-        match relief {
-            Relief::SleepsOn => {}
-            Relief::MayBeOver => self.wake_driver_if(false),
-            Relief::Wake => self.wake_driver_if(true),
+    pub(crate) fn apply_wake(&self, decision: WakeDecision) {
+        match decision {
+            WakeDecision::KeepAsleep => {}
+            WakeDecision::CheckCall => self.wake_driver_if(false),
+            WakeDecision::Wake => self.wake_driver_if(true),
         }
     }
 
@@ -467,9 +467,9 @@ impl Driver {
 
 impl Host for Driver {
     fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
-        if call.is_none() && self.is_beside() {
+        if call.is_none() && self.is_other_lane() {
             // Occasional events, as from a transport that is polled, are not worth staying awake for.
-            if self.jobs.want_thread() || !self.has_spun_in_vain.load(Ordering::Relaxed) || self.looks_and_moves() {
+            if self.jobs.want_thread() || !self.has_spun_in_vain.load(Ordering::Relaxed) || self.poll_once() {
                 self.spin_on_lane();
             }
             self.jobs.run();
@@ -488,7 +488,7 @@ impl Host for Driver {
         let Some(until) = parked else {
             // While calls have work of their own, no thread sleeps in the poller, so this thread asks the poller for
             // events.
-            self.look(&core);
+            self.poll(&core);
             return;
         };
         drop(core);
@@ -512,7 +512,7 @@ impl Host for Driver {
         self.with_core(|core| core.has_stopping())
     }
 
-    fn kick(&self) {
+    fn wake(&self) {
         if let Some(polling) = self.polling.get() {
             polling.waker.wake();
         }
@@ -523,7 +523,7 @@ impl Host for Driver {
         let spawned = std::thread::Builder::new().name("accl-progress".into()).spawn(move || {
             signals::block_all();
             if let Some(driver) = me.upgrade() {
-                driver.place.begin();
+                driver.thread.begin();
                 driver.background();
             }
         });

@@ -14,10 +14,10 @@ use accl_executor::peers::{Mark, PeerId};
 use accl_types::{Error, Moment};
 use smallvec::SmallVec;
 
-use super::{Driver, ROUNDS_BEFORE_LOOK, look};
+use super::{Driver, ROUNDS_BEFORE_POLL, handle_arrived};
 use crate::election::Waiter;
 use crate::in_flight::InFlight;
-use crate::sidestep::Found;
+use crate::offload::Found;
 use crate::time;
 
 /// Interval at which a waiter checks for signals, in milliseconds.
@@ -108,15 +108,15 @@ impl Driver {
             let Some(mut core) = self.try_lock_until(until) else { return Delivery::Late };
             // Polls for disconnects on links of every kind.
             self.ask(&core);
-            let looked = core.guarded(|core| {
-                let is_news = look(core) | core.take_owed_to_driver();
-                (is_over(core), is_news)
+            let handled = core.guarded(|core| {
+                let has_events = handle_arrived(core) | core.take_driver_unnotified();
+                (is_over(core), has_events)
             });
             drop(core);
-            if matches!(looked, Ok((_, true))) {
+            if matches!(handled, Ok((_, true))) {
                 self.wake_driver_if(true);
             }
-            if !matches!(looked, Ok((false, _))) {
+            if !matches!(handled, Ok((false, _))) {
                 return Delivery::Complete;
             }
             if now >= until {
@@ -184,40 +184,40 @@ impl Driver {
             None => SPIN_OWN_CORE,
         };
         let start = time::now();
-        let (mut news, mut looks) = (start, 0_u32);
+        let (mut last_event, mut idle_polls) = (start, 0_u32);
         // Gives threads that were woken a moment to start.
         let patience = if call.is_left_to_waiter { PASSES_BEFORE_NEXT } else { PASSES_BEFORE_HELP };
         let mut wants_driver = false;
-        let mut beside = call.is_cut.then(|| self.beside());
+        let mut lane_help = call.is_cut.then(|| self.lane_help());
         let mut is_helping = false;
         // While this thread polls, peers need not wake a sleeping driver thread.
-        let mut watch = Watch { driver: self, is_on: false };
+        let mut poll_guard = PollGuard { driver: self, is_on: false };
         let mut needed: Option<SmallVec<[PeerId; 4]>> = None;
-        let mut polls = false;
+        let mut must_poll = false;
         let helping = call.worker.as_ref().map(|worker| worker.help());
         for round in 0_u32.. {
             let now = time::now();
             if let Some(mut core) = self.try_lock() {
-                watch.is_on = watch.is_on || core.watch();
+                poll_guard.is_on = poll_guard.is_on || core.watch();
                 let streams = needed.get_or_insert_with(|| {
                     let peers = core.peers_of(call);
                     // These peers need not signal that they have sent something: this thread polls their links.
                     peers.iter().for_each(|&peer| core.net.poll_link(peer));
-                    polls = core.polls_among(&peers);
+                    must_poll = core.polls_among(&peers);
                     core.streams_among(&peers)
                 });
-                streams.iter().for_each(|&peer| core.net.look_again(peer));
+                streams.iter().for_each(|&peer| core.net.force_poll(peer));
                 // Events of other links can wait a little.
-                let is_others_turn = round % ROUNDS_BEFORE_LOOK == ROUNDS_BEFORE_LOOK - 1;
+                let is_others_turn = round % ROUNDS_BEFORE_POLL == ROUNDS_BEFORE_POLL - 1;
                 if streams.is_empty() || is_others_turn {
-                    self.look(&core);
+                    self.poll(&core);
                 }
-                let moved = core.pass(now) | core.take_owed_to_driver();
-                let wake = !watch.is_on && core.must_wake_driver(None);
+                let moved = core.pass(now) | core.take_driver_unnotified();
+                let wake = !poll_guard.is_on && core.must_wake_driver(None);
                 wants_driver = core.net.wants_driver();
                 drop(core);
                 if moved {
-                    (news, looks) = (time::now(), 0);
+                    (last_event, idle_polls) = (time::now(), 0);
                 }
                 if moved || wake {
                     self.wake_driver_if(wake);
@@ -225,12 +225,12 @@ impl Driver {
             }
             // Needed when other calls keep making progress, so that passes without events are rare.
             let is_overdue = call.is_left_to_waiter && now.since(start) >= SPIN_OWN_CORE;
-            if let Some(beside) = &mut beside
-                && (looks >= patience || beside.watches || is_overdue)
+            if let Some(lane_help) = &mut lane_help
+                && (idle_polls >= patience || lane_help.watches || is_overdue)
                 && (is_helping || call.is_left_to_waiter || round.is_multiple_of(PASSES_BETWEEN_HELP))
             {
-                is_helping = beside.help(call, is_overdue, now);
-                news = if is_helping { time::now() } else { news };
+                is_helping = lane_help.help(call, is_overdue, now);
+                last_event = if is_helping { time::now() } else { last_event };
             }
             if let Some(outcome) = call.outcome() {
                 if wants_driver {
@@ -239,26 +239,26 @@ impl Driver {
                 return Some(outcome);
             }
             // A library makes progress on what it has begun only while it is polled.
-            let found = helping.as_ref().map_or(Found::Nothing, |helping| helping.look());
+            let found = helping.as_ref().map_or(Found::Nothing, |helping| helping.poll());
             // For a cut call on cores of its own, the budget counts from the last event. The same holds if a link must
             // be polled, where no event would wake a sleeper. After one tick the waiter stops, to check for signals.
             let is_over = if found != Found::Nothing && self.spin.is_none() {
                 now.since(start) >= Duration::from_millis(TICK_MS)
-            } else if !polls && (shared || !call.is_cut) || self.spin.is_some() {
+            } else if !must_poll && (shared || !call.is_cut) || self.spin.is_some() {
                 now.since(start) >= budget
             } else {
-                now.since(news) >= budget || now.since(start) >= Duration::from_millis(TICK_MS)
+                now.since(last_event) >= budget || now.since(start) >= Duration::from_millis(TICK_MS)
             };
             if is_over || until.is_some_and(|until| now >= until) {
-                drop((watch, beside));
+                drop((poll_guard, lane_help));
                 // A sleeping driver thread does not know this call's deadline yet: until now this thread watched it.
                 if self.with_core(|core| core.must_wake_driver(core.next_deadline())) {
                     self.wake_driver_if(true);
                 }
                 return None;
             }
-            looks += 1;
-            if shared && looks > PASSES_BEFORE_YIELD {
+            idle_polls += 1;
+            if shared && idle_polls > PASSES_BEFORE_YIELD {
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
@@ -307,16 +307,16 @@ impl Driver {
 }
 
 /// Marks that a thread polls the links in place of a sleeping driver thread.
-struct Watch<'a> {
+struct PollGuard<'a> {
     driver: &'a Driver,
     is_on: bool,
 }
 
-impl Drop for Watch<'_> {
+impl Drop for PollGuard<'_> {
     fn drop(&mut self) {
         if self.is_on {
-            let relief = self.driver.with_core(|core| core.unwatch(time::now()));
-            self.driver.relieve(relief);
+            let decision = self.driver.with_core(|core| core.unwatch(time::now()));
+            self.driver.apply_wake(decision);
         }
     }
 }

@@ -73,7 +73,7 @@ impl Host for Model {
         !self.core.lock().in_flight.is_empty()
     }
 
-    fn kick(&self) {
+    fn wake(&self) {
         *self.is_rung.lock() = true;
         self.rings.notify_all();
     }
@@ -140,7 +140,7 @@ impl Model {
             core.is_parked
         };
         if is_parked {
-            self.kick();
+            self.wake();
         }
     }
 
@@ -252,7 +252,7 @@ fn loom_who_stands_aside_for_its_interrupt_hook_is_not_relied_upon() {
             let (model, calls) = (model.clone(), calls.clone());
             thread::spawn(move || {
                 // A sleep may end without a reason.
-                model.kick();
+                model.wake();
                 calls.iter().rev().for_each(|call| model.deliver(call));
             })
         };
@@ -274,7 +274,7 @@ fn loom_who_stands_aside_for_its_interrupt_hook_is_not_relied_upon() {
 }
 
 #[test]
-fn loom_the_background_thread_takes_over_what_nobody_waits_for() {
+fn loom_the_background_thread_takes_over_calls_without_a_waiter() {
     check(|| {
         let (model, calls) = Model::new(2, 1);
         let peer = {

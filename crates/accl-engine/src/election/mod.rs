@@ -25,7 +25,7 @@ pub(crate) struct Waiter(pub(crate) u64);
 pub(crate) const BACKGROUND: Waiter = Waiter(0);
 
 /// How long the background thread of an ending engine waits before it checks again whether another driver has left.
-const LOOK_AGAIN: Duration = Duration::from_millis(10);
+const RECHECK: Duration = Duration::from_millis(10);
 
 /// The operations that the election needs from its environment.
 pub(crate) trait Host {
@@ -42,7 +42,7 @@ pub(crate) trait Host {
     }
 
     /// Wakes the driver so that it checks everything again.
-    fn kick(&self);
+    fn wake(&self);
 
     /// Starts the background thread, which calls [`Election::background_turn`]. Returns `false` if the system has no
     /// thread.
@@ -200,7 +200,7 @@ impl Election {
         // The background thread waits for no call of its own.
         if state.driver.is_some_and(|driver| must || driver != BACKGROUND) {
             drop(state);
-            host.kick();
+            host.wake();
         }
     }
 
@@ -249,7 +249,7 @@ impl Election {
         while host.has_stopping() {
             let mut state = self.state.lock();
             if state.driver.is_some() {
-                self.background.wait_for(&mut state, LOOK_AGAIN);
+                self.background.wait_for(&mut state, RECHECK);
                 continue;
             }
             state.driver = Some(BACKGROUND);
@@ -274,7 +274,7 @@ impl Election {
     pub(crate) fn stop_background(&self, host: &impl Host) {
         self.state.lock().stopping = true;
         self.background.notify_all();
-        host.kick();
+        host.wake();
     }
 
     /// Waits until the background thread has ended, for `patience` at the longest.

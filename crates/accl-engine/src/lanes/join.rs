@@ -16,16 +16,16 @@ use accl_executor::call::{CallDesc, CallObserver, Callback, External, ExternalTa
 use accl_executor::group::{Caller, Core, Prepared};
 
 use crate::driver::Driver;
-use crate::jobs::{Errand, Job};
+use crate::jobs::{Deferred, Job};
 use crate::sync::Mutex;
 
 /// Joins the parts of a call: the first part waits for it.
 pub(crate) struct Join {
-    state: Mutex<State>,
+    state: Mutex<JoinState>,
     me: Weak<Join>,
 }
 
-struct State {
+struct JoinState {
     /// Number of other parts that have not ended.
     left: u32,
     /// The error of the first part that failed.
@@ -110,7 +110,7 @@ impl Lane for Driver {
                 lane.with_core(job);
             }
         };
-        self.leave_job(Box::new(job), next.map(|next| Box::new(next) as Errand));
+        self.leave_job(Box::new(job), next.map(|next| Box::new(next) as Deferred));
     }
 
     fn wake(&self) {
@@ -176,8 +176,14 @@ impl Drop for OtherPart {
 impl Join {
     /// Creates a join for `others` parts in addition to the first.
     pub(crate) fn new(others: u32) -> Arc<Self> {
-        let state =
-            State { left: others, error: None, has_failed_alone: false, is_cancelled: false, task: None, parts: None };
+        let state = JoinState {
+            left: others,
+            error: None,
+            has_failed_alone: false,
+            is_cancelled: false,
+            task: None,
+            parts: None,
+        };
         Arc::new_cyclic(|me| Self { state: Mutex::new(state), me: me.clone() })
     }
 
@@ -214,7 +220,7 @@ impl Join {
                 if let Err(refused) = caller.start(core, &desc, prepared, None, observer.clone(), now) {
                     // If the group has failed on this lane, the first lane learns of it separately, with the rank that
                     // caused it.
-                    let cause = core.group(caller.group).and_then(|group| group.poison().cloned());
+                    let cause = core.group(caller.group).and_then(|group| group.failure().cloned());
                     let is_alone = cause.is_none();
                     observer.end(Some(&cause.unwrap_or(refused)), is_alone);
                 }
@@ -235,12 +241,12 @@ impl Join {
     }
 }
 
-impl State {
+impl JoinState {
     /// Ends the task once all parts have ended. If the group failed on another lane, the task stays until the first
     /// lane has received that failure with the rank that caused it.
     fn finish(&mut self) {
-        let is_told = self.error.is_none() || self.has_failed_alone || self.is_cancelled;
-        let Some(task) = self.task.take_if(|_| self.left == 0 && is_told) else { return };
+        let may_end = self.error.is_none() || self.has_failed_alone || self.is_cancelled;
+        let Some(task) = self.task.take_if(|_| self.left == 0 && may_end) else { return };
         match self.error.take() {
             None => task.done(),
             Some(error) => task.fail_with(error),
@@ -427,8 +433,8 @@ mod tests {
         let lanes = engine.other_lanes();
         // Meanwhile left-over work finishes, and threads that were awake go to sleep.
         std::thread::sleep(Duration::from_millis(200));
-        let looks = || lanes.iter().map(|lane| lane.looks() + lane.parks()).collect::<Vec<_>>();
-        let before = looks();
+        let polls = || lanes.iter().map(|lane| lane.polls() + lane.parks()).collect::<Vec<_>>();
+        let before = polls();
         let mut tensor = vec![1.0_f32; 1 << 15];
         let call = group.submit(sum_of(&mut tensor, Mode::Blocking)).unwrap();
         assert!(call.state.is_left_to_waiter);
@@ -440,7 +446,7 @@ mod tests {
             while !lanes.iter().all(has_begun) && begin.elapsed() < Duration::from_secs(20) {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            let (all_begun, after) = (lanes.iter().all(has_begun), looks());
+            let (all_begun, after) = (lanes.iter().all(has_begun), polls());
             group.abort("the test is over");
             assert!(matches!(waiter.join().unwrap(), Waited::Failed(_)));
             assert!(all_begun, "a part was forgotten");
@@ -449,8 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_are_woken_for_large_calls_and_encoded_ones_for_those_that_nobody_waits_for_and_for_those_that_follow_others()
-     {
+    fn threads_are_woken_for_large_encoded_unawaited_and_consecutive_calls() {
         let (driver, mut tensor) = (Driver::new(1 << 16, None), [0.0; 64]);
         let left = |mode, predicted_ps, now| {
             let cut = Cut::new(&sum_of(&mut [0.0; 64], mode), 2, predicted_ps).unwrap();
@@ -549,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_is_done_although_another_thread_has_taken_its_wake_up_with_the_news_of_links() {
+    fn a_job_runs_although_another_thread_took_its_wake_up_with_link_events() {
         let ranks = two_ranks();
         let (engine, group) = &ranks[0];
         engine.without_tick();
@@ -565,7 +570,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(2));
             let core = lane.lock();
             // The thread wakes, finds nothing, and waits for the lock.
-            lane.kick();
+            lane.wake();
             std::thread::sleep(Duration::from_millis(2));
             let sender = sender.clone();
             lane.leave_job(Box::new(move || sender.send(()).unwrap()), None);
@@ -579,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_that_hears_of_what_another_rank_announced_does_not_announce_it_as_its_own() {
+    fn a_lane_forwards_the_failure_of_another_rank_and_does_not_announce_it() {
         let ranks = two_ranks();
         let (engine, group) = &ranks[0];
         let id = group.caller.group;
@@ -587,8 +592,8 @@ mod tests {
             let error = Error::aborted("rank 1 reported: the test wants it").with_peer(accl_types::Rank(1));
             core.with_group(id, time::now(), |state, context| state.fail(error, context, Notify::Neighbours));
         });
-        let told = engine.other_lanes()[0].with_core(|core| core.group(id).and_then(|group| group.failed()));
-        assert_eq!(told.map(|failed| failed.tell), Some(Notify::Neighbours));
+        let failed = engine.other_lanes()[0].with_core(|core| core.group(id).and_then(|group| group.failed()));
+        assert_eq!(failed.map(|failed| failed.notify), Some(Notify::Neighbours));
     }
 
     #[test]

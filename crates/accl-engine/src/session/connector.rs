@@ -2,7 +2,7 @@
 //!
 //! Owns the endpoint, and hands each link over to its peer under the lane's driver lock. Also sends messages to peers
 //! outside the links. These are notes that a group has failed, for ranks that do not poll their links, and questions
-//! about unreachable peers (see `inquests`). The thread sleeps until a peer connects or a link is wanted. It answers
+//! about unreachable peers (see `peer_probe`). The thread sleeps until a peer connects or a link is wanted. It answers
 //! peers even while no thread here issues a call. Read [`Connector`] first, then [`Work::turn`].
 
 use std::collections::{HashMap, VecDeque};
@@ -15,12 +15,12 @@ use accl_transport::{Endpoint, Host, Unreachable, Waker, Wanted};
 use accl_types::{Error, Result};
 use accl_wire::{EndpointInfo, Stance};
 
-use super::inquests::{Found, Inquests, Question};
+use super::peer_probe::{Found, PeerProbe, Question};
 use crate::driver::Driver;
 use crate::signals;
 use crate::sync::{Condvar, Mutex};
 use crate::time;
-use accl_executor::group::Fate;
+use accl_executor::group::PeerFate;
 use accl_executor::peers::Note;
 
 /// Delay before a note is sent. A rank that is awake learns of a failure on its links, and confirms it there.
@@ -35,28 +35,28 @@ pub(crate) struct Connector {
     endpoint: Mutex<Option<Endpoint>>,
     /// The driver of each lane.
     drivers: Vec<Weak<Driver>>,
-    shared: Arc<Shared>,
+    shared: Arc<ConnectorShared>,
 }
 
 /// State shared by the thread and its handle.
-struct Shared {
+struct ConnectorShared {
     waker: Arc<Waker>,
     /// Set before the wake-up.
     is_stopping: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<ConnectorState>,
     /// Notified when the state of a link may have changed.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    requests: Vec<Request>,
+struct ConnectorState {
+    requests: Vec<LinkRequest>,
     is_running: bool,
     /// Why the thread has ended, after a panic.
     failure: Option<Error>,
 }
 
-enum Request {
+enum LinkRequest {
     /// A group is being created that needs links to these peers on a lane.
     Want(u32, Vec<EndpointInfo>),
     /// The group no longer waits for these peers, whether it has links to them or not.
@@ -74,7 +74,7 @@ impl Connector {
         let waker = Arc::new(Waker::new()?);
         let drivers = drivers.inspect(|driver| driver.wanted().set_waker(waker.clone()));
         let drivers = drivers.map(Arc::downgrade).collect();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ConnectorShared {
             waker,
             is_stopping: AtomicBool::new(false),
             state: Mutex::default(),
@@ -115,24 +115,24 @@ impl Connector {
         })
     }
 
-    fn ask(&self, request: Request) {
+    fn ask(&self, request: LinkRequest) {
         self.shared.state.lock().requests.push(request);
         self.shared.waker.wake();
     }
 
     /// Begins to make links that both this side and the peers want.
     pub(crate) fn want(&self, lane: u32, peers: Vec<EndpointInfo>) {
-        self.ask(Request::Want(lane, peers));
+        self.ask(LinkRequest::Want(lane, peers));
     }
 
     /// Withdraws a [`Connector::want`]: its caller no longer waits for these peers.
     pub(crate) fn forget(&self, lane: u32, peers: Vec<Uuid>) {
-        self.ask(Request::Forget(lane, peers));
+        self.ask(LinkRequest::Forget(lane, peers));
     }
 
     /// Hands over links of peers that connected before they were introduced.
     pub(crate) fn hand_over(&self) {
-        self.ask(Request::HandOver);
+        self.ask(LinkRequest::HandOver);
     }
 
     /// Waits until the state of a link may have changed, for `at_most` at the longest.
@@ -170,7 +170,7 @@ impl Drop for Connector {
 struct Work {
     endpoint: Endpoint,
     lanes: Vec<Lane>,
-    shared: Arc<Shared>,
+    shared: Arc<ConnectorShared>,
     /// Last number given to a note or question.
     numbers: u64,
 }
@@ -184,19 +184,19 @@ struct Lane {
     /// Notes in the order of their due times. A note is not sent if its receiver reports the failure first.
     notes: VecDeque<(Instant, Note)>,
     /// Unreachable peers that other processes are asked about.
-    inquests: Inquests,
+    peer_probe: PeerProbe,
     /// The last reports to the driver about peers that are hard to reach.
     troubles: HashMap<Uuid, String>,
 }
 
 impl Work {
-    fn new(endpoint: Endpoint, drivers: Vec<Weak<Driver>>, shared: Arc<Shared>) -> Self {
+    fn new(endpoint: Endpoint, drivers: Vec<Weak<Driver>>, shared: Arc<ConnectorShared>) -> Self {
         let lane = |(number, driver)| Lane {
             number,
             driver,
             awaited: HashMap::new(),
             notes: VecDeque::new(),
-            inquests: Inquests::default(),
+            peer_probe: PeerProbe::default(),
             troubles: HashMap::new(),
         };
         Self { endpoint, lanes: (0..).zip(drivers).map(lane).collect(), shared, numbers: 0 }
@@ -228,7 +228,7 @@ impl Work {
     }
 
     /// Begins to make wanted links, polls those in progress, and hands completed links over to their peers.
-    fn turn(&mut self, drivers: &[Arc<Driver>], requests: Vec<Request>) {
+    fn turn(&mut self, drivers: &[Arc<Driver>], requests: Vec<LinkRequest>) {
         let now = Instant::now();
         let Self { endpoint, lanes, numbers, .. } = self;
         for (lane, driver) in lanes.iter_mut().zip(drivers) {
@@ -237,17 +237,17 @@ impl Work {
         let mut has_changed = !requests.is_empty();
         for request in requests {
             match request {
-                Request::Want(lane, infos) => {
+                LinkRequest::Want(lane, infos) => {
                     if let Some((lane, driver)) = lanes.get_mut(lane as usize).zip(drivers.get(lane as usize)) {
                         lane.want(infos, driver, endpoint, now);
                     }
                 }
-                Request::Forget(lane, peers) => {
+                LinkRequest::Forget(lane, peers) => {
                     if let Some(lane) = lanes.get_mut(lane as usize) {
                         peers.iter().for_each(|peer| lane.forget(peer, endpoint));
                     }
                 }
-                Request::HandOver => {}
+                LinkRequest::HandOver => {}
             }
         }
         for (lane, driver) in lanes.iter_mut().zip(drivers) {
@@ -267,7 +267,7 @@ impl Work {
         for Unreachable { lane, peer, error, has_ended } in endpoint.take_unreachable() {
             let Some((lane, driver)) = lanes.get_mut(lane as usize).zip(drivers.get(lane as usize)) else { continue };
             if has_ended {
-                lane.inquests.begin(peer.uuid, error, time::now());
+                lane.peer_probe.begin(peer.uuid, error, time::now());
             } else {
                 driver.lose(&peer.uuid, error);
                 has_changed = true;
@@ -276,12 +276,12 @@ impl Work {
         // Numbers are unique across the questions and notes of all lanes, so each lane ignores numbers that it has not
         // sent.
         for (number, reply) in endpoint.take_replies() {
-            let fate = reply.ok().map(|answer| Fate::of(&answer));
-            lanes.iter_mut().for_each(|lane| lane.inquests.answer(number, fate, time::now()));
+            let fate = reply.ok().map(|answer| PeerFate::of(&answer));
+            lanes.iter_mut().for_each(|lane| lane.peer_probe.answer(number, fate, time::now()));
         }
         for (lane, driver) in lanes.iter_mut().zip(drivers) {
             has_changed |= lane.inquire(driver, endpoint, numbers, now);
-            lane.tell_troubles(driver, endpoint, now);
+            lane.report_troubles(driver, endpoint, now);
         }
         for warning in endpoint.take_warnings() {
             tracing::warn!("{warning}");
@@ -297,7 +297,7 @@ impl Work {
 impl Lane {
     fn next_turn(&self) -> Option<Duration> {
         let note = self.notes.front().map(|(due, _)| due.saturating_duration_since(Instant::now()));
-        let question = self.inquests.next().map(|at| at.since(time::now()));
+        let question = self.peer_probe.next().map(|at| at.since(time::now()));
         note.into_iter().chain(question).min()
     }
 
@@ -349,11 +349,11 @@ impl Lane {
             *numbers += 1;
             *numbers
         };
-        let questions = self.inquests.ask(moment, |uuid| driver.with_core(|core| core.witnesses(uuid)), number);
+        let questions = self.peer_probe.ask(moment, |uuid| driver.with_core(|core| core.neighbours_of(uuid)), number);
         for Question { number, to, bytes } in questions {
             endpoint.send_note(self.number, &to, &bytes, number, now);
         }
-        let found = self.inquests.take_found();
+        let found = self.peer_probe.take_found();
         let has_changed = !found.is_empty();
         for (uuid, found) in found {
             match found {
@@ -365,7 +365,7 @@ impl Lane {
     }
 
     /// Reports to the driver which peers are hard to reach, and why.
-    fn tell_troubles(&mut self, driver: &Driver, endpoint: &Endpoint, now: Instant) {
+    fn report_troubles(&mut self, driver: &Driver, endpoint: &Endpoint, now: Instant) {
         // Peers that a group under creation waits for are reported even before there was time for a link: the group's
         // deadline may come first.
         let awaited = self.awaited.iter().map(|(uuid, (info, _))| (*uuid, endpoint.why_not(info)));
@@ -390,7 +390,7 @@ impl Host for Answers<'_> {
     }
 
     fn on_note(&mut self, lane: u32, from: &Uuid, note: &[u8]) -> String {
-        let fate = self.0.get(lane as usize).map_or(Fate::Unknown, |driver| driver.on_note(from, note));
+        let fate = self.0.get(lane as usize).map_or(PeerFate::Unknown, |driver| driver.on_note(from, note));
         fate.name().to_owned()
     }
 }

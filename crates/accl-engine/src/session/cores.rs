@@ -54,13 +54,13 @@ impl Cores {
 
 /// Number of ranks on a host, and number of cores for each of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Crowd {
+pub(crate) struct HostLoad {
     /// Number of ranks on the host; 0 if not known.
     pub(crate) ranks: u32,
     pub(crate) share: u32,
 }
 
-impl Crowd {
+impl HostLoad {
     /// Counts these processes, all on one host.
     pub(crate) fn of<'a>(all: impl Iterator<Item = &'a Cores> + Clone) -> Self {
         let ranks = all.clone().count() as u32;
@@ -74,13 +74,13 @@ impl Crowd {
 }
 
 /// Format: ranks, then cores per rank, such as `16:4`.
-impl fmt::Display for Crowd {
+impl fmt::Display for HostLoad {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.ranks, self.share)
     }
 }
 
-impl FromStr for Crowd {
+impl FromStr for HostLoad {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn pinned_ranks_have_cores_of_their_own_and_crowded_ones_do_not() {
+    fn pinned_ranks_have_own_cores_and_crowded_ranks_do_not() {
         let shared = |texts: &[&str]| {
             let all: Vec<Cores> = texts.iter().map(|text| cores(text)).collect();
             Cores::are_shared(all.iter())

@@ -14,9 +14,9 @@ use accl_types::config::{Config, OffloadTo, WorkerCount};
 use accl_types::{Error, Rank, Result};
 use accl_wire::EndpointInfo;
 
-use super::cores::{Cores, Crowd};
-use super::lanes::{LaneStates, Lanes, tell_bound, tell_fewer_lanes};
-use super::rendezvous::{Makings, Meeting, Outcome, RankInfo};
+use super::cores::{Cores, HostLoad};
+use super::lanes::{LaneStates, Lanes, warn_if_bound, warn_of_unused_lanes};
+use super::rendezvous::{Attempts, Meeting, Outcome, RankInfo};
 use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
 use crate::api::group::{Group, Rules};
@@ -27,8 +27,8 @@ use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
 use crate::lanes::Least;
+use crate::offload::{self, LibraryOffload};
 use crate::settings::intra_node_of;
-use crate::sidestep::{self, Sidestep};
 use crate::time::{self, far};
 use accl_executor::peers::{Gone, PeerId, missing, neighbours};
 use accl_executor::plan::Planner;
@@ -38,7 +38,7 @@ use accl_types::hash::hash_words;
 const CONNECT_TICK: Duration = Duration::from_millis(50);
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
 /// Time after which a rank that waits for links logs which ranks it waits for.
-const WORTH_A_WORD: Duration = Duration::from_secs(5);
+const LOG_AFTER: Duration = Duration::from_secs(5);
 
 /// Maximum time that a rank that cannot create a group waits for the other ranks, which should learn the reason.
 const REFUSAL: Duration = Duration::from_secs(10);
@@ -61,7 +61,7 @@ struct Devices {
 fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
     let url = DeviceUrl::parse(&spec.config.device)?;
     if url.is_none()
-        && let Some(bare) = spec.config.offload.iter().find(|sidestep| sidestep.to == OffloadTo::Unnamed)
+        && let Some(bare) = spec.config.offload.iter().find(|entry| entry.to == OffloadTo::Unnamed)
     {
         return Err(Error::configuration(format!(
             "sidestep: `{0}` alone requires a group with a device; write {0}=host or {0}=mpi, or set a device",
@@ -75,12 +75,12 @@ fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
 /// is thus reported at once. Returns `None` if the session has ended.
 fn while_it_goes_on<T>(
     meeting: &mut Meeting<'_>,
-    look: &mut dyn FnMut() -> Result<()>,
+    poll: &mut dyn FnMut() -> Result<()>,
     act: impl FnOnce(&mut dyn FnMut() -> Result<()>) -> Result<T>,
 ) -> Result<Option<T>> {
     let (begin, mut asked, mut is_over) = (Instant::now(), Instant::now(), false);
-    let mut look = || {
-        look()?;
+    let mut poll = || {
+        poll()?;
         // The longer it takes, the less often the store is asked.
         if asked.elapsed() >= (begin.elapsed() / ASKED_PART).min(LONGEST_UNASKED) {
             asked = Instant::now();
@@ -88,7 +88,7 @@ fn while_it_goes_on<T>(
         }
         if is_over { Err(Error::aborted("another process has replaced a rank")) } else { Ok(()) }
     };
-    let done = act(&mut look);
+    let done = act(&mut poll);
     if is_over { Ok(None) } else { done.map(Some) }
 }
 
@@ -101,12 +101,12 @@ fn agreed_text(spec: &GroupSpec, url: Option<&DeviceUrl>) -> String {
 /// Makes the other ranks of a group fail with the error for which this rank cannot create it, once all ranks have
 /// arrived. Waits for them for a limited time, at most until the group's deadline.
 pub fn refuse_group(spec: &GroupSpec, store: &dyn Store, error: &Error, interrupt: &mut dyn FnMut() -> bool) {
-    refuse_among(&Makings::default(), spec, store, error, interrupt);
+    refuse_among(&Attempts::default(), spec, store, error, interrupt);
 }
 
-/// Like [`refuse_group`], in a process that creates the groups in `makings`.
+/// Like [`refuse_group`], in a process that creates the groups in `attempts`.
 fn refuse_among(
-    makings: &Makings,
+    attempts: &Attempts,
     spec: &GroupSpec,
     store: &dyn Store,
     error: &Error,
@@ -126,7 +126,7 @@ fn refuse_among(
         error.message,
         wait.as_secs()
     );
-    let mut meeting = Meeting::new(spec, store, &mine, &label, makings, Instant::now() + wait).refusing(error);
+    let mut meeting = Meeting::new(spec, store, &mine, &label, attempts, Instant::now() + wait).refusing(error);
     // The result is known: the meeting ends with this rank's own error, or the other ranks have not arrived.
     let _ = meeting.gather(&mut || match interrupt() {
         true => Err(Error::aborted("interrupted while notifying the other ranks")),
@@ -177,24 +177,24 @@ impl Engine {
             Err(error) => {
                 // In a forked child, the parent's rank meets the other ranks.
                 if !self.is_forked() {
-                    refuse_among(&self.makings, spec, store, &error, interrupt);
+                    refuse_among(&self.attempts, spec, store, &error, interrupt);
                 }
                 return Err(error);
             }
         };
         let label = launch_label();
-        let mut meeting = Meeting::new(spec, store, &mine, &label, &self.makings, deadline);
+        let mut meeting = Meeting::new(spec, store, &mine, &label, &self.attempts, deadline);
         let members = self.known_members(spec, store);
         self.want_neighbours(&members, spec);
-        let mut look = || {
+        let mut poll = || {
             if interrupt() {
                 return Err(Error::aborted("interrupted while creating the group"));
             }
-            self.look_for_lost(&members)
+            self.check_lost(&members)
         };
         let mut device = Devices { url, opened: None };
         let Prepared { states, infos, rules } =
-            match self.meet(parts, spec, &mut meeting, deadline, &mut device, &mut look) {
+            match self.meet(parts, spec, &mut meeting, deadline, &mut device, &mut poll) {
                 Ok(prepared) => prepared,
                 Err(error) => {
                     meeting.give_up(&error);
@@ -206,8 +206,8 @@ impl Engine {
         let here = &infos[spec.rank.index()].info.host_id;
         let neighbours = infos.iter().filter(|info| info.info.host_id == *here).map(|info| &info.cores);
         {
-            let mut crowd = self.crowd.lock();
-            *crowd = crowd.or(Crowd::of(neighbours.clone()));
+            let mut host_load = self.host_load.lock();
+            *host_load = host_load.or(HostLoad::of(neighbours.clone()));
         }
         if Cores::are_shared(neighbours) {
             self.lanes().for_each(|lane| lane.share_cores());
@@ -241,7 +241,7 @@ impl Engine {
             lane.with_core(|core| core.add_group(state, now));
         }
         if self.is_first_job(spec, store, id, &infos) {
-            tell_bound(spec, &infos);
+            warn_if_bound(spec, &infos);
             self.place_threads(&infos, spec.rank.index(), lanes);
         }
         Ok(Group::new(self.clone(), id, name, spec, rules))
@@ -261,8 +261,8 @@ impl Engine {
         let url = device_of(spec)?;
         let (agreed, cores) = (agreed_text(spec, url.as_ref()), Cores::of_this_process());
         let has_auto_lanes = self.config.worker_count == WorkerCount::Auto;
-        let crowd = *self.crowd.lock();
-        Ok((parts, RankInfo { counter, agreed, cores, has_auto_lanes, crowd, machine, info }, url))
+        let host_load = *self.host_load.lock();
+        Ok((parts, RankInfo { counter, agreed, cores, has_auto_lanes, host_load, machine, info }, url))
     }
 
     /// Records a job if the new group is the job's own: the first group over its store that lists no ranks, or the
@@ -289,14 +289,14 @@ impl Engine {
         meeting: &mut Meeting<'_>,
         deadline: Instant,
         device: &mut Devices,
-        look: &mut dyn FnMut() -> Result<()>,
+        poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Prepared> {
         loop {
-            let infos = meeting.gather(look)?;
+            let infos = meeting.gather(poll)?;
             let id = group_id(meeting.session(), &infos);
-            let made = self.prepare(parts, spec, meeting, id, &infos, deadline, device, look).and_then(|prepared| {
+            let made = self.prepare(parts, spec, meeting, id, &infos, deadline, device, poll).and_then(|prepared| {
                 let Some((states, rules)) = prepared else { return Ok(None) };
-                match meeting.confirm(look)? {
+                match meeting.confirm(poll)? {
                     Outcome::Made => Ok(Some((states, rules))),
                     Outcome::Moved => Ok(None),
                 }
@@ -328,21 +328,21 @@ impl Engine {
         infos: &[RankInfo],
         deadline: Instant,
         device: &mut Devices,
-        look: &mut dyn FnMut() -> Result<()>,
+        poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<(LaneStates, Rules)>> {
         let topology = Topology::new(host_indices(infos));
         // The result is the same on all ranks, because they agreed on the rules.
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
         let default_codec = DefaultCodec::of(&spec.config)?;
-        let Some(peers) = self.connect(parts, spec, meeting, infos, deadline, look)? else { return Ok(None) };
-        if !self.open_device(spec, meeting, device, deadline, look)? {
+        let Some(peers) = self.connect(parts, spec, meeting, infos, deadline, poll)? else { return Ok(None) };
+        if !self.open_device(spec, meeting, device, deadline, poll)? {
             return Ok(None);
         }
         let has_use_for_lanes = device.opened.is_none() && spec.world > 1;
         let lanes = if has_use_for_lanes { Lanes::of(infos, &topology) } else { Lanes::ONE };
         let mut states = self.on_lanes(parts, spec, id, infos, peers, lanes)?;
         if has_use_for_lanes {
-            tell_fewer_lanes(spec, infos, lanes);
+            warn_of_unused_lanes(spec, infos, lanes);
         }
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
         let planner = Planner::new(chooser, spec.rank);
@@ -351,10 +351,10 @@ impl Engine {
             device.connect(&self.driver, id);
             first.take_packets_with(device.sink());
         }
-        let Some(sidestep) = self.open_sidestep(spec, meeting, id, look)? else { return Ok(None) };
+        let Some(offload) = self.open_offload(spec, meeting, id, poll)? else { return Ok(None) };
         let least = Least::of(lanes.have_own_cores);
         let lanes = self.other_lanes().iter().take(states.len() - 1).cloned().collect();
-        Ok(Some((states, Rules { default_codec, device, sidestep, planner, lanes, least })))
+        Ok(Some((states, Rules { default_codec, device, offload, planner, lanes, least })))
     }
 
     /// Opens the group's device, and reopens it when a session moves: the setup depends on the devices of the other
@@ -365,7 +365,7 @@ impl Engine {
         meeting: &mut Meeting<'_>,
         device: &mut Devices,
         deadline: Instant,
-        look: &mut dyn FnMut() -> Result<()>,
+        poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<bool> {
         let Some(url) = &device.url else { return Ok(true) };
         let deadline = time::now() + deadline.saturating_duration_since(Instant::now());
@@ -374,43 +374,43 @@ impl Engine {
         let opener = self
             .opener()
             .ok_or_else(|| Error::configuration(format!("device `{url}`: this engine cannot open devices")))?;
-        let place = (spec.rank.0, spec.world);
-        let sidestep = spec.config.offload.iter().map(|sidestep| sidestep.collective).collect();
+        let rank = (spec.rank.0, spec.world);
+        let excluded = spec.config.offload.iter().map(|entry| entry.collective).collect();
         let frame_bytes = self.config.segment_bytes as usize;
-        let begin = |look: &mut dyn FnMut() -> Result<()>| {
-            Opening::begin(url.clone(), place, sidestep, (opener, &self.devices), frame_bytes, deadline, look)
+        let begin = |poll: &mut dyn FnMut() -> Result<()>| {
+            Opening::begin(url.clone(), rank, excluded, (opener, &self.devices), frame_bytes, deadline, poll)
         };
-        let Some(opening) = while_it_goes_on(meeting, look, begin)? else { return Ok(false) };
-        let told = match opening.tells() {
+        let Some(opening) = while_it_goes_on(meeting, poll, begin)? else { return Ok(false) };
+        let texts = match opening.own_text() {
             None => None,
-            Some(text) => match meeting.exchange(text, look)? {
-                Some(told) => Some(told),
+            Some(text) => match meeting.exchange(text, poll)? {
+                Some(texts) => Some(texts),
                 None => return Ok(false),
             },
         };
-        let set_up = |look: &mut dyn FnMut() -> Result<()>| opening.set_up(told, look);
-        if while_it_goes_on(meeting, look, set_up)?.is_none() || meeting.exchange(IS_SET_UP, look)?.is_none() {
+        let set_up = |poll: &mut dyn FnMut() -> Result<()>| opening.set_up(texts, poll);
+        if while_it_goes_on(meeting, poll, set_up)?.is_none() || meeting.exchange(IS_SET_UP, poll)?.is_none() {
             return Ok(false);
         }
-        device.opened = while_it_goes_on(meeting, look, |look| opening.finish(look))?;
+        device.opened = while_it_goes_on(meeting, poll, |poll| opening.finish(poll))?;
         Ok(device.opened.is_some())
     }
 
     /// Prepares a library for collectives of the group, if the settings request that. The outer `None` means that the
     /// session has ended.
-    fn open_sidestep(
+    fn open_offload(
         &self,
         spec: &GroupSpec,
         meeting: &mut Meeting<'_>,
         id: u64,
-        look: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Option<Option<Arc<Sidestep>>>> {
-        let named = sidestep::named(&spec.config, spec.world);
+        poll: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<Option<Arc<LibraryOffload>>>> {
+        let named = offload::named(&spec.config, spec.world);
         if named.is_empty() {
             return Ok(Some(None));
         }
-        let Some(told) = meeting.exchange(&Sidestep::address(&named)?, look)? else { return Ok(None) };
-        Sidestep::open(named, (id, &spec.name), spec.rank.0, &told, &self.sidestep).map(Some)
+        let Some(texts) = meeting.exchange(&LibraryOffload::address(&named)?, poll)? else { return Ok(None) };
+        LibraryOffload::open(named, (id, &spec.name), spec.rank.0, &texts, &self.offload_workers).map(Some)
     }
 
     /// Returns the processes of a sub-group's ranks, as known from the job's group that met in the same store. Empty
@@ -440,11 +440,11 @@ impl Engine {
     }
 
     /// Returns an error if a member of the job is gone: it will not take part in a sub-group.
-    fn look_for_lost(&self, members: &[(Rank, [u8; 16])]) -> Result<()> {
+    fn check_lost(&self, members: &[(Rank, [u8; 16])]) -> Result<()> {
         if members.is_empty() {
             return Ok(());
         }
-        self.driver.after_a_look(|core| {
+        self.driver.after_poll(|core| {
             let lost = members.iter().find_map(|(rank, uuid)| Some((*rank, core.net.gone(uuid)?)));
             let Some((rank, peer)) = lost else { return Ok(()) };
             let how = match core.net.peer(peer).gone() {
@@ -484,7 +484,7 @@ impl Engine {
         meeting: &mut Meeting<'_>,
         infos: &[RankInfo],
         deadline: Instant,
-        look: &mut dyn FnMut() -> Result<()>,
+        poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<Vec<PeerId>>> {
         let own = spec.rank.index();
         if let Some(rank) = (0..infos.len()).find(|&rank| rank != own && infos[rank].info.uuid == parts.info.uuid) {
@@ -510,13 +510,13 @@ impl Engine {
         }
         parts.connector.want(0, first.iter().map(|rank| others[rank.index()].clone()).collect());
         let begin = Instant::now();
-        let (mut asked, mut is_told) = (begin, false);
+        let (mut asked, mut is_logged) = (begin, false);
         let outcome = loop {
             parts.connector.await_change(CONNECT_TICK, || missing().is_empty());
             if missing().is_empty() {
                 break Ok(Some(()));
             }
-            if let Err(error) = look() {
+            if let Err(error) = poll() {
                 break Err(error);
             }
             let now = Instant::now();
@@ -524,14 +524,14 @@ impl Engine {
                 break Err(self.unlinked(&missing(), &peers));
             }
             // A permanent cause, such as another MPI job, would otherwise be reported only at the deadline.
-            if !is_told && now.saturating_duration_since(begin) >= WORTH_A_WORD {
-                is_told = true;
+            if !is_logged && now.saturating_duration_since(begin) >= LOG_AFTER {
+                is_logged = true;
                 let missing = missing();
                 tracing::warn!(
                     group = spec.name,
                     "rank {}: after {} s, {}; it waits at most {} s more",
                     spec.rank,
-                    WORTH_A_WORD.as_secs(),
+                    LOG_AFTER.as_secs(),
                     self.listed(&missing, &peers),
                     deadline.saturating_duration_since(now).as_secs()
                 );
@@ -560,10 +560,10 @@ impl Engine {
     ) -> Result<Vec<PeerId>> {
         let polling = lane.polling().ok_or_else(|| Error::internal("a lane has no poller"))?;
         // A peer that left and came back may have a dead link that this process has not noticed yet.
-        lane.after_a_look(|core| {
+        lane.after_poll(|core| {
             let introduce = |info: &EndpointInfo| {
                 let likely = accl_transport::likely_transport(mine, info);
-                core.net.introduce(info, likely.is_some_and(|row| row.is_cheap_to_look_at))
+                core.net.introduce(info, likely.is_some_and(|row| row.polls_without_syscall))
             };
             let peers: Vec<PeerId> = infos.iter().map(introduce).collect();
             if core.net.is_unlinked(peers[own]) {

@@ -12,7 +12,7 @@ use accl_schedule::cost::{Machine, SIZES};
 use accl_types::{Bytes, Result};
 use accl_wire::EndpointInfo;
 
-use super::cores::Crowd;
+use super::cores::HostLoad;
 use super::rendezvous::RankInfo;
 use crate::api::spec::GroupSpec;
 use crate::cpus;
@@ -40,28 +40,29 @@ impl Lanes {
     pub(super) fn of(infos: &[RankInfo], topology: &Topology) -> Self {
         let machine = infos.first().and_then(|info| info.machine).unwrap_or_default();
         // For each host its ranks in this group, and the cores for each rank, counting other ranks on the host as well.
-        let hosts: Vec<(Vec<&RankInfo>, Crowd)> = (0..topology.host_count())
+        let hosts: Vec<(Vec<&RankInfo>, HostLoad)> = (0..topology.host_count())
             .map(|host| {
                 let here: Vec<_> = topology.ranks_of(host).iter().map(|&rank| &infos[rank as usize]).collect();
-                let crowd = Crowd::of(here.iter().map(|info| &info.cores));
-                let crowd = here.iter().map(|info| info.crowd).fold(crowd, |crowd, seen| seen.or(crowd));
-                (here, crowd)
+                let host_load = HostLoad::of(here.iter().map(|info| &info.cores));
+                let host_load =
+                    here.iter().map(|info| info.host_load).fold(host_load, |host_load, seen| seen.or(host_load));
+                (here, host_load)
             })
             .collect();
-        let of_host = |(here, crowd): &(Vec<&RankInfo>, Crowd)| {
-            let useful = useful_lanes(*crowd, hosts.len(), &machine);
+        let of_host = |(here, host_load): &(Vec<&RankInfo>, HostLoad)| {
+            let useful = useful_lanes(*host_load, hosts.len(), &machine);
             let of_rank = |info: &&RankInfo| if info.has_auto_lanes { useful } else { u64::MAX };
             here.iter().map(|info| of_rank(info).min(u64::from(info.info.lanes))).min().unwrap_or(1)
         };
         let count = hosts.iter().map(of_host).min().unwrap_or(1).max(1);
-        let have_own_cores = hosts.iter().all(|(_, crowd)| count <= u64::from(crowd.share));
+        let have_own_cores = hosts.iter().all(|(_, host_load)| count <= u64::from(host_load.share));
         Self { count: count as u32, have_own_cores }
     }
 }
 
 /// Returns the number of useful lanes per rank of a host: at most the number of cores per rank. It is also at most the
 /// number that the memory or, with several hosts, the network can keep busy, whichever is larger.
-fn useful_lanes(Crowd { ranks, share }: Crowd, hosts: usize, machine: &Machine) -> u64 {
+fn useful_lanes(HostLoad { ranks, share }: HostLoad, hosts: usize, machine: &Machine) -> u64 {
     let ranks = u64::from(ranks);
     let by_memory = if ranks > 1 { machine.memory_cores.div_ceil(ranks) } else { 1 };
     let by_network = if hosts > 1 { network_cores(machine).div_ceil(ranks) } else { 1 };
@@ -132,7 +133,7 @@ impl Engine {
         let first = threads_before(infos, rank, lanes);
         let threads = threads_of(&infos[rank], lanes);
         let own = cpus.get(first..).unwrap_or_default();
-        self.other_lanes().iter().take(threads).zip(own).for_each(|(driver, &cpu)| driver.place.move_to(cpu));
+        self.other_lanes().iter().take(threads).zip(own).for_each(|(driver, &cpu)| driver.thread.move_to(cpu));
         if own.len() < threads {
             tracing::warn!(
                 "worker_affinity (ACCL_WORKER_AFFINITY or CCL_WORKER_AFFINITY) lists {} CPUs, but the ranks of this \
@@ -159,7 +160,7 @@ fn threads_of(info: &RankInfo, lanes: u32) -> usize {
 }
 
 /// Logs a warning if `auto` has found one core although the host has more cores than ranks.
-pub(super) fn tell_bound(spec: &GroupSpec, infos: &[RankInfo]) {
+pub(super) fn warn_if_bound(spec: &GroupSpec, infos: &[RankInfo]) {
     let cpus = cpus::online();
     if could_have_more(infos, spec.rank.index(), cpus) {
         tracing::warn!(
@@ -178,7 +179,7 @@ fn could_have_more(infos: &[RankInfo], rank: usize, cpus: usize) -> bool {
 }
 
 /// Logs a warning if this rank has lanes that the group does not use.
-pub(super) fn tell_fewer_lanes(spec: &GroupSpec, infos: &[RankInfo], lanes: Lanes) {
+pub(super) fn warn_of_unused_lanes(spec: &GroupSpec, infos: &[RankInfo], lanes: Lanes) {
     let mine = &infos[spec.rank.index()];
     if lanes.count >= mine.info.lanes || mine.has_auto_lanes {
         return;
@@ -239,12 +240,12 @@ mod tests {
         assert_eq!(network_cores(&Machine::default()), 1);
         let mut fast = Machine::default();
         fast.network.sent_ps_per_kib /= 10;
-        assert_eq!(useful_lanes(Crowd { ranks: 1, share: 32 }, 2, &fast), network_cores(&fast));
+        assert_eq!(useful_lanes(HostLoad { ranks: 1, share: 32 }, 2, &fast), network_cores(&fast));
         assert!((4..=16).contains(&network_cores(&fast)));
     }
 
     #[test]
-    fn auto_on_one_core_is_told_where_the_host_has_more_cores_than_ranks() {
+    fn auto_on_one_core_warns_where_the_host_has_more_cores_than_ranks() {
         let bound = |cores: &str, is_auto: bool| {
             let mut info = RankInfo::for_tests(0, "");
             (info.cores, info.has_auto_lanes) = (cores.parse().unwrap(), is_auto);
@@ -276,12 +277,12 @@ mod tests {
         }
         let of_all = |infos: &[RankInfo]| Lanes::of(infos, &Topology::new(vec![0; infos.len()]));
         assert_eq!(of_all(&infos), Lanes { count: 2, have_own_cores: true });
-        infos[2].crowd = Crowd { ranks: 16, share: 1 };
+        infos[2].host_load = HostLoad { ranks: 16, share: 1 };
         assert_eq!(of_all(&infos), Lanes { count: 1, have_own_cores: true });
         // For pinned ranks, this group sees only their own cores.
-        infos[2].crowd = Crowd { ranks: 4, share: 4 };
+        infos[2].host_load = HostLoad { ranks: 4, share: 4 };
         assert_eq!(of_all(&infos), Lanes { count: 2, have_own_cores: true });
-        infos[2].crowd = Crowd { ranks: 16, share: 1 };
+        infos[2].host_load = HostLoad { ranks: 16, share: 1 };
         infos.iter_mut().for_each(|info| (info.has_auto_lanes, info.info.lanes) = (false, 3));
         assert_eq!(of_all(&infos), Lanes { count: 3, have_own_cores: false });
     }

@@ -3,7 +3,7 @@
 pub(crate) mod connector;
 pub(crate) mod cores;
 pub(crate) mod create;
-pub(crate) mod inquests;
 mod lanes;
+pub(crate) mod peer_probe;
 pub(crate) mod rendezvous;
 pub(crate) mod store;

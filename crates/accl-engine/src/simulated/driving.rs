@@ -8,7 +8,7 @@ use accl_types::Moment;
 use super::clock::{self, Event};
 use super::world::{State, World};
 use crate::session::connector::NOTE_DELAY;
-use accl_executor::group::{Completed, Relief};
+use accl_executor::group::{Completed, WakeDecision};
 
 /// Nanoseconds that a progress pass takes.
 pub(super) const PASS: u64 = 300;
@@ -16,7 +16,7 @@ pub(super) const PASS: u64 = 300;
 impl World<'_> {
     /// Mirrors `Driver::ask`: fetches the pending events of all links, so that they no longer wake the next sleep in
     /// the poller.
-    pub(super) fn look(&mut self, process: usize) {
+    pub(super) fn poll(&mut self, process: usize) {
         let host = &mut self.processes[process];
         if host.core.as_ref().is_some_and(|core| !core.is_parked()) {
             host.rung = false;
@@ -24,16 +24,16 @@ impl World<'_> {
         }
     }
 
-    pub(super) fn kick(&mut self, process: usize) {
+    pub(super) fn schedule_wake(&mut self, process: usize) {
         self.enter(200, Event::Ring { process });
     }
 
-    pub(super) fn relieve(&mut self, process: usize, relief: Relief) {
+    pub(super) fn apply_wake(&mut self, process: usize, decision: WakeDecision) {
         let waits_for_call = self.processes[process].sleep.is_some_and(|(_, waits)| waits);
-        match relief {
-            Relief::SleepsOn => {}
-            Relief::MayBeOver if !waits_for_call => {}
-            Relief::MayBeOver | Relief::Wake => self.kick(process),
+        match decision {
+            WakeDecision::KeepAsleep => {}
+            WakeDecision::CheckCall if !waits_for_call => {}
+            WakeDecision::CheckCall | WakeDecision::Wake => self.schedule_wake(process),
         }
     }
 
@@ -75,7 +75,7 @@ impl World<'_> {
         }
         let Ok(parked) = parked else { return };
         let Some(until) = parked else {
-            self.look(process);
+            self.poll(process);
             return;
         };
         host.sleeps += 1;

@@ -1,7 +1,7 @@
 //! A stand-in for the external operations of a simulated world: it copies after random delays, or breaks.
 //!
 //! Owns the tasks in flight. A task writes once when it begins and once when it ends. A write to memory that was
-//! released too early is therefore detected. Read [`Elsewhere::turn`] first.
+//! released too early is therefore detected. Read [`ExternalTasks::turn`] first.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,7 +21,7 @@ const MOST_STOPPING: u64 = 400_000;
 
 /// Tasks of all processes.
 #[derive(Default)]
-pub(super) struct Elsewhere {
+pub(super) struct ExternalTasks {
     tasks: BTreeMap<u64, Running>,
     begun: u64,
 }
@@ -35,7 +35,7 @@ struct Running {
 
 /// Runs the external operations of one call.
 pub(super) struct Device {
-    elsewhere: Arc<Mutex<Elsewhere>>,
+    external_tasks: Arc<Mutex<ExternalTasks>>,
     agenda: Arc<Mutex<Agenda>>,
     process: usize,
     breaks: Option<Breaks>,
@@ -50,14 +50,14 @@ impl fmt::Debug for Device {
 
 impl Device {
     pub(super) fn new(
-        elsewhere: &Arc<Mutex<Elsewhere>>,
+        external_tasks: &Arc<Mutex<ExternalTasks>>,
         agenda: &Arc<Mutex<Agenda>>,
         process: usize,
         breaks: Option<Breaks>,
         seed: u64,
     ) -> Self {
         let rng = Mutex::new(Rng::new(seed));
-        Self { elsewhere: elsewhere.clone(), agenda: agenda.clone(), process, breaks, rng }
+        Self { external_tasks: external_tasks.clone(), agenda: agenda.clone(), process, breaks, rng }
     }
 
     fn below(&self, bound: u64) -> u64 {
@@ -76,10 +76,10 @@ impl External for Device {
             return task.done();
         }
         write(task.copies(), Half::First);
-        let mut elsewhere = self.elsewhere.lock();
-        let number = elsewhere.begun;
-        elsewhere.begun += 1;
-        elsewhere.tasks.insert(number, Running { task, breaks: self.breaks, stops: false });
+        let mut external_tasks = self.external_tasks.lock();
+        let number = external_tasks.begun;
+        external_tasks.begun += 1;
+        external_tasks.tasks.insert(number, Running { task, breaks: self.breaks, stops: false });
         match self.breaks {
             None | Some(Breaks::Fails | Breaks::Drops) => {
                 let wait = self.below(MOST);
@@ -91,7 +91,7 @@ impl External for Device {
     }
 
     fn cancel(&self) {
-        for (&number, running) in &mut self.elsewhere.lock().tasks {
+        for (&number, running) in &mut self.external_tasks.lock().tasks {
             if !running.task.is_cancelled() || running.breaks == Some(Breaks::NeverStops) || running.stops {
                 continue;
             }
@@ -102,7 +102,7 @@ impl External for Device {
     }
 }
 
-impl Elsewhere {
+impl ExternalTasks {
     /// Handles an [`Event::External`]: the task ends. The task of a dead process writes nothing.
     pub(super) fn turn(this: &Mutex<Self>, number: u64, is_alive: bool) {
         let Some(Running { task, breaks, .. }) = this.lock().tasks.remove(&number) else { return };

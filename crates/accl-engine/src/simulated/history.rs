@@ -9,7 +9,7 @@ use accl_types::ErrorKind;
 
 use super::clock::{self, Event};
 use super::devices::Devices;
-use super::external::Elsewhere;
+use super::external::ExternalTasks;
 use super::scenario::{Fault, Scenario};
 use super::world::{Bits, Seen, State, Violation, World};
 
@@ -49,7 +49,7 @@ fn play(scenario: &Scenario, bits: Bits) -> Result<(Seen, Bits), Violation> {
     let mut world = World::new(scenario);
     world.bits = bits;
     world.go()?;
-    world.check_news()?;
+    world.check_events()?;
     world.read_the_rest()?;
     world.check_rest()?;
     world.end()?;
@@ -138,7 +138,7 @@ impl World<'_> {
             }
             Event::DeviceIsLate { group, rank, job } => Devices::is_late(&self.devices, (group, rank, job)),
             Event::External { process, task } => {
-                Elsewhere::turn(&self.elsewhere, task, self.processes[process].core.is_some());
+                ExternalTasks::turn(&self.external_tasks, task, self.processes[process].core.is_some());
             }
         }
         if let Event::Run { process, .. }
@@ -167,7 +167,7 @@ impl World<'_> {
         for _ in 0..1000 {
             let mut moved = false;
             for process in 0..self.processes.len() {
-                self.look(process);
+                self.poll(process);
                 if let Some(core) = &mut self.processes[process].core {
                     moved |= core.pass_whole(clock::now());
                     self.settle(process);
@@ -190,7 +190,7 @@ impl World<'_> {
             }
             let Some(core) = &mut self.processes[process].core else { continue };
             let _ = core.guarded(|core| {
-                core.say_goodbye();
+                core.send_disconnect();
                 core.net.close_all();
             });
             self.kill_node(process);

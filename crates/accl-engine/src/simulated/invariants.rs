@@ -12,17 +12,17 @@ use super::clock;
 use super::scenario::{Breaks, Fault, Item, Linking};
 use super::world::{Asked, Made, Violation, World, info};
 use crate::session::connector::NOTE_DELAY;
-use crate::session::inquests::{Found, ROUND};
+use crate::session::peer_probe::{Found, ROUND};
 use accl_executor::call::CallState;
 use accl_executor::exec::OFFLOAD_GRACE;
-use accl_executor::group::{Core, GRACE, GroupState, LOOK_FOR_SILENCE, STOP_WITHIN, VANISHED};
+use accl_executor::group::{Core, GRACE, GroupState, SILENCE_CHECK_INTERVAL, STOP_WITHIN, VANISHED};
 use accl_executor::peers::{Gone, neighbours};
 
 /// Maximum time by which a call may end after its deadline, because a thread is busy.
 const SLACK: Duration = Duration::from_millis(3);
 /// Maximum nanoseconds from the failure of a group on one rank until its neighbours know of it: see
 /// [`World::note_failures`].
-const NEWS: u64 = (NOTE_DELAY.as_nanos() + GRACE.as_nanos() + SLACK.as_nanos()) as u64;
+const EVENTS: u64 = (NOTE_DELAY.as_nanos() + GRACE.as_nanos() + SLACK.as_nanos()) as u64;
 
 impl World<'_> {
     /// Whether the scenario has no faults.
@@ -98,14 +98,14 @@ impl World<'_> {
                     |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::Hangs | Breaks::AllHang, .. });
                 // Calls that a device does, and calls of their group, which may wait for their turn behind them.
                 let items = 0..self.scenario.items.len();
-                let is_elsewhere = items
+                let is_external = items
                     .into_iter()
                     .any(|other| group_of(other) == group_of(item) && self.scenario.is_offloaded(other));
                 // Devices enforce the deadline unless they hang; if they hang, the engine enforces it. A device checks
                 // the deadline of one call after the other. Of calls with reserved sequence numbers, the first may have
                 // been issued last.
-                let is_looked_at = !self.faults.iter().any(hangs) && !self.scenario.has_compositions(group_of(item));
-                let grace = if is_elsewhere && !is_looked_at { OFFLOAD_GRACE } else { Duration::ZERO };
+                let checks_deadline = !self.faults.iter().any(hangs) && !self.scenario.has_compositions(group_of(item));
+                let grace = if is_external && !checks_deadline { OFFLOAD_GRACE } else { Duration::ZERO };
                 if took > timeout + SLACK + given_up + grace {
                     return Err(format!("{} ended after {took:?}: {outcome:?}", place()));
                 }
@@ -136,12 +136,12 @@ impl World<'_> {
         let host = &self.processes[process];
         let made: Vec<(usize, u64)> = host.members.iter().map(|(&group, member)| (group, member.made_at)).collect();
         for (group, made_at) in made {
-            let has_failed = self.state(process, group).is_some_and(|state| state.poison().is_some());
+            let has_failed = self.state(process, group).is_some_and(|state| state.failure().is_some());
             if !has_failed || self.failed_at.contains_key(&(process, group)) {
                 continue;
             }
             for (neighbour, failed_at) in self.informants(process, group) {
-                let late = now.saturating_sub(failed_at.max(made_at) + NEWS);
+                let late = now.saturating_sub(failed_at.max(made_at) + EVENTS);
                 if late > 0 {
                     return Err(format!(
                         "process {process} learns of the failure of group {group} {late} ns later than it must from its neighbour \
@@ -209,10 +209,10 @@ impl World<'_> {
 
     /// Checks that every process knows of a failure that one of its neighbours knows of. Called when no event but
     /// deadlines is left, before idle links are polled.
-    pub(super) fn check_news(&self) -> Result<(), Violation> {
+    pub(super) fn check_events(&self) -> Result<(), Violation> {
         for (process, host) in self.living() {
             for &group in host.members.keys() {
-                let knows = self.state(process, group).is_none_or(|state| state.poison().is_some());
+                let knows = self.state(process, group).is_none_or(|state| state.failure().is_some());
                 if let Some((neighbour, _)) = self.informants(process, group).next().filter(|_| !knows) {
                     return Err(format!(
                         "group {group} has failed on process {neighbour}, and its neighbour {process} was not told"
@@ -242,8 +242,8 @@ impl World<'_> {
                 // A collective that devices run also needs all ranks, except ranks that had left the group.
                 let has_left = self.processes[corpse].members.get(&group).is_none_or(|member| member.left_at.is_some());
                 let is_known = !has_left && self.was_linked(process, corpse, died_at);
-                let elsewhere = state.calls_elsewhere().filter(|_| is_known).cloned();
-                for call in state.calls_that_need(rank).into_iter().chain(elsewhere) {
+                let offloaded = state.offloaded_calls().filter(|_| is_known).cloned();
+                for call in state.calls_that_need(rank).into_iter().chain(offloaded) {
                     let since = call.started().nanos().max(died_at);
                     let asks = if self.scenario.linking == Linking::AtFirst { Duration::ZERO } else { ROUND };
                     if clock::nanos() > since + (asks + SLACK).as_nanos() as u64 {
@@ -265,8 +265,8 @@ impl World<'_> {
         self.scenario.linking == Linking::AtFirst || linked_at.is_some_and(|&(_, last)| last <= at)
     }
 
-    /// Makes the check of [`World::check_waits`] for ranks that have left a group. Such a rank reports on every existing
-    /// and later link that it has left.
+    /// Makes the check of [`World::check_waits`] for ranks that have left a group. Such a rank reports on every
+    /// existing and later link that it has left.
     fn check_waits_for_who_left(&self, process: usize, core: &Core) -> Result<(), Violation> {
         for (&group, member) in &self.processes[process].members {
             let Some(state) = core.group(member.caller.group) else { continue };
@@ -322,7 +322,7 @@ impl World<'_> {
             let Some(end) = ends.iter().position(|&at| at == process) else { continue };
             let Some(asked_at) = wire.lock().unanswered_since(end) else { continue };
             let found_by =
-                (asked_at + VANISHED.as_nanos() as u64).max(first) + (LOOK_FOR_SILENCE + SLACK).as_nanos() as u64;
+                (asked_at + VANISHED.as_nanos() as u64).max(first) + (SILENCE_CHECK_INTERVAL + SLACK).as_nanos() as u64;
             if clock::nanos() > found_by {
                 return Err(format!(
                     "process {process} has not found that {}, whose host has vanished, has not answered since {asked_at}",
@@ -432,7 +432,7 @@ impl World<'_> {
             let states: Vec<(usize, &GroupState)> =
                 group.members.iter().filter_map(|&member| Some((member, self.state(member, index)?))).collect();
             let failed: Vec<(usize, &Error)> =
-                states.iter().filter_map(|(member, state)| Some((*member, state.poison()?))).collect();
+                states.iter().filter_map(|(member, state)| Some((*member, state.failure()?))).collect();
             let Some((_, first)) = failed.first() else { continue };
             let (may, is_alone) = self.may_fail_of(index);
             if let Some((member, error)) = failed.iter().find(|(_, error)| !may.contains(&error.kind)) {
@@ -440,13 +440,13 @@ impl World<'_> {
             }
             // A rank that is cut off cannot learn of the failure.
             let is_cut = self.faults.iter().any(|fault| matches!(fault, Fault::Cut { .. }));
-            if let Some((member, _)) = states.iter().find(|(_, state)| state.poison().is_none() && !is_cut) {
+            if let Some((member, _)) = states.iter().find(|(_, state)| state.failure().is_none() && !is_cut) {
                 return Err(format!("group {index} has failed, and process {member} does not know: {first}"));
             }
             // The other lanes of ranks may find different causes, which are not reported to any caller or peer.
             for &(member, first) in &failed {
                 let mut others = self.scenario.nodes(member).skip(1);
-                let is_well = |node: &usize| self.state(*node, index).is_some_and(|state| state.poison().is_none());
+                let is_well = |node: &usize| self.state(*node, index).is_some_and(|state| state.failure().is_none());
                 if let Some(node) = others.find(is_well) {
                     let lane = node / self.scenario.processes;
                     return Err(format!(

@@ -1,8 +1,8 @@
 //! The lanes of simulated processes other than the first lane. A group that fails on one lane fails on all lanes of the
 //! process.
 //!
-//! A lane behaves like a process without threads. Owns what `jobs` and the errands of `driver` own in a real process:
-//! the jobs given to lanes. Read [`LaneOf`] first.
+//! A lane behaves like a process without threads. Owns what `jobs` and the deferred work of `driver` own in a real
+//! process: the jobs given to lanes. Read [`LaneOf`] first.
 
 use std::sync::Arc;
 
@@ -66,16 +66,16 @@ impl World<'_> {
         };
         let Some((core, job)) = self.processes[node].core.as_mut().zip(job) else { return Ok(()) };
         job(core);
-        self.kick(node);
+        self.schedule_wake(node);
         self.settle_and_note(node)
     }
 
     /// Schedules the failure of these groups on the other lanes of the process.
     pub(super) fn note_failed_groups(&mut self, node: usize, failed: Vec<FailedGroup>) {
-        for FailedGroup { group, error, tell } in failed {
+        for FailedGroup { group, error, notify } in failed {
             for other in self.scenario.nodes(node % self.scenario.processes).filter(|&other| other != node) {
                 self.enter(delay(other as u64), Event::Failed { index: self.failures.len() });
-                self.failures.push((other, FailedGroup { group, error: error.clone(), tell }));
+                self.failures.push((other, FailedGroup { group, error: error.clone(), notify }));
             }
         }
     }
@@ -104,15 +104,15 @@ impl World<'_> {
 
     fn fail_lane_now(&mut self, index: usize) {
         let node = self.failures[index].0;
-        self.look(node);
+        self.poll(node);
         let (_, failed) = &self.failures[index];
         let Some(core) = &mut self.processes[node].core else { return };
         if self.scenario.traces {
-            println!("lane {node} hears that group {} has failed, {:?}: {}", failed.group, failed.tell, failed.error);
+            println!("lane {node} hears that group {} has failed, {:?}: {}", failed.group, failed.notify, failed.error);
         }
         if core.fail_with_lane(failed, node < self.scenario.processes, clock::now()) {
             core.net.flush_all();
-            self.kick(node);
+            self.schedule_wake(node);
         }
     }
 

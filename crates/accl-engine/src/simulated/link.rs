@@ -14,7 +14,7 @@ use accl_testkit::Rng;
 use accl_transport::Poller;
 use accl_transport::loopback::{self, LoopbackLink};
 use accl_types::{Error, Result};
-use accl_wire::{Answers, Frame, HEAD_BYTES, Link, NewsBoard, Place, Slot};
+use accl_wire::{Answers, EventBitmap, Frame, FrameSlot, HEAD_BYTES, Link, Slot};
 
 use super::clock::{self, Agenda, Event};
 use crate::sync::Mutex;
@@ -30,7 +30,7 @@ pub(super) fn self_link(max_payload_bytes: usize) -> LoopbackLink {
 
 /// How a wire carries frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Carrier {
+pub(super) enum Medium {
     /// Room for `frames` frames in each direction.
     Ring { frames: usize },
     /// Accepts a frame while at most `kept` bytes wait for a flush. A flush sends while fewer than `window` bytes are
@@ -51,7 +51,7 @@ pub(super) struct Flip {
 /// Parameters of a wire.
 #[derive(Clone, Debug)]
 pub(super) struct WireSpec {
-    pub(super) carrier: Carrier,
+    pub(super) medium: Medium,
     pub(super) max_payload_bytes: usize,
     /// A frame takes from `least` to `most` nanoseconds.
     pub(super) least: u64,
@@ -82,11 +82,11 @@ impl Parcel {
         unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.len) }
     }
 
-    fn place(&mut self) -> Place<'_> {
+    fn slot(&mut self) -> FrameSlot<'_> {
         // SAFETY: `words` is initialised and exclusively borrowed, `len` is at most eight times the number of words,
         // and any bytes make a valid `u64`.
         let payload = unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len) };
-        Place { head: &mut self.head, payload }
+        FrameSlot { head: &mut self.head, payload }
     }
 
     fn flip(&mut self, bit: u64) {
@@ -94,19 +94,19 @@ impl Parcel {
         let bit = (bit % bits) as usize;
         match bit / 8 {
             byte @ 0..HEAD_BYTES => self.head[byte] ^= 1 << (bit % 8),
-            byte => self.place().payload[byte - HEAD_BYTES] ^= 1 << (bit % 8),
+            byte => self.slot().payload[byte - HEAD_BYTES] ^= 1 << (bit % 8),
         }
     }
 }
 
 /// The event bitmap of a process. Posts are visible at once; delays are modelled by the frames and by the wake-up.
 #[derive(Debug, Default)]
-pub(super) struct Board {
+pub(super) struct SimulatedBitmap {
     posted: Mutex<BTreeSet<u32>>,
     listens: AtomicBool,
 }
 
-impl Board {
+impl SimulatedBitmap {
     /// Sets the bit of `slot`. Returns whether the process must be woken.
     fn post(&self, slot: Slot) -> bool {
         let mut posted = self.posted.lock();
@@ -116,7 +116,7 @@ impl Board {
     }
 }
 
-impl NewsBoard for Board {
+impl EventBitmap for SimulatedBitmap {
     fn take(&self, found: &mut dyn FnMut(Slot)) {
         std::mem::take(&mut *self.posted.lock()).into_iter().for_each(|slot| found(Slot(slot)));
     }
@@ -135,7 +135,7 @@ impl NewsBoard for Board {
 #[derive(Debug, Default)]
 struct End {
     process: usize,
-    board: Arc<Board>,
+    bitmap: Arc<SimulatedBitmap>,
     /// Frames that were committed and not yet flushed.
     kept: VecDeque<Parcel>,
     under_way: VecDeque<Parcel>,
@@ -154,8 +154,8 @@ struct End {
     last_arrival: u64,
     /// The system has an event that the process has not fetched yet.
     has_event: bool,
-    /// The process has fetched an event, and the link has not been polled since; see `accl_transport`'s `News`.
-    has_news: bool,
+    /// The process has fetched an event, and the link has not been polled since; see `accl_transport`'s `LinkEvents`.
+    has_events: bool,
     /// The last poll found nothing.
     is_empty: bool,
 }
@@ -187,18 +187,18 @@ pub(super) struct Wire {
 impl Wire {
     pub(super) fn new(
         index: usize,
-        processes: [(usize, &Arc<Board>); 2],
+        processes: [(usize, &Arc<SimulatedBitmap>); 2],
         spec: WireSpec,
         agenda: &Arc<Mutex<Agenda>>,
     ) -> Arc<Mutex<Self>> {
-        let ends = processes.map(|(process, board)| End { process, board: board.clone(), ..End::default() });
+        let ends = processes.map(|(process, bitmap)| End { process, bitmap: bitmap.clone(), ..End::default() });
         let rng = Rng::new(spec.seed);
         let (cut_at, silent_since) = (None, None);
         Arc::new(Mutex::new(Self { index, spec, ends, rng, cut_at, silent_since, agenda: agenda.clone() }))
     }
 
     pub(super) fn is_ring(&self) -> bool {
-        matches!(self.spec.carrier, Carrier::Ring { .. })
+        matches!(self.spec.medium, Medium::Ring { .. })
     }
 
     pub(super) fn latency(&mut self) -> u64 {
@@ -209,7 +209,7 @@ impl Wire {
         self.agenda.lock().enter(wait, event);
     }
 
-    /// Returns the slot of an end on the board of its process.
+    /// Returns the slot of an end on the bitmap of its process.
     pub(super) fn slot(&self, end: usize) -> Slot {
         Slot(self.ends[1 - end].process as u32)
     }
@@ -222,9 +222,9 @@ impl Wire {
     }
 
     /// Notifies an armed end through shared memory and disarms it. Wakes its process if the process sleeps.
-    fn tell(&mut self, end: usize) {
+    fn notify(&mut self, end: usize) {
         (self.ends[end].is_armed, self.ends[end].wants_room) = (false, false);
-        if self.ends[end].board.post(self.slot(end)) {
+        if self.ends[end].bitmap.post(self.slot(end)) {
             let (wait, process) = (self.latency(), self.ends[end].process);
             self.enter(wait, Event::Ring { process });
         }
@@ -246,7 +246,7 @@ impl Wire {
             let process = self.ends[end].process;
             self.enter(0, Event::Ring { process });
         } else if self.ends[end].is_armed && !is_quiet {
-            self.tell(end);
+            self.notify(end);
         }
     }
 
@@ -254,9 +254,9 @@ impl Wire {
     pub(super) fn ask(&mut self, process: usize) {
         for end in 0..2 {
             if self.ends[end].process == process && std::mem::take(&mut self.ends[end].has_event) {
-                self.ends[end].has_news = true;
+                self.ends[end].has_events = true;
                 // A process that fetches events is awake, so it needs no wake-up.
-                let _ = self.ends[end].board.post(self.slot(end));
+                let _ = self.ends[end].bitmap.post(self.slot(end));
             }
         }
     }
@@ -267,7 +267,7 @@ impl Wire {
             return false;
         }
         let end = &mut self.ends[end];
-        if std::mem::take(&mut end.has_news) {
+        if std::mem::take(&mut end.has_events) {
             end.is_empty = false;
         }
         end.is_empty
@@ -332,9 +332,9 @@ impl Wire {
 
     fn room_for(&self, end: usize) -> bool {
         let mine = &self.ends[end];
-        match self.spec.carrier {
-            Carrier::Ring { frames } => mine.under_way.len() < frames,
-            Carrier::Stream { kept, .. } => mine.kept_bytes() <= kept,
+        match self.spec.medium {
+            Medium::Ring { frames } => mine.under_way.len() < frames,
+            Medium::Stream { kept, .. } => mine.kept_bytes() <= kept,
         }
     }
 
@@ -344,9 +344,9 @@ impl Wire {
     }
 
     fn has_window(&self, end: usize) -> bool {
-        match self.spec.carrier {
-            Carrier::Ring { .. } => true,
-            Carrier::Stream { window, .. } => self.ends[end].bytes_under_way() < window,
+        match self.spec.medium {
+            Medium::Ring { .. } => true,
+            Medium::Stream { window, .. } => self.ends[end].bytes_under_way() < window,
         }
     }
 
@@ -396,7 +396,7 @@ pub(super) struct SimulatedLink {
     /// A frame was committed or released quietly since the last `wake_peer`.
     is_owed_wake: bool,
     /// The end of the link was returned to the caller.
-    told: bool,
+    is_end_reported: bool,
     /// For a ring, whose frames are visible without the system, but whose end is not: the system was asked for the end
     /// of the peer. `sees_end` is set once the system has reported it.
     has_asked: bool,
@@ -412,7 +412,7 @@ impl SimulatedLink {
             reserved: None,
             peeked: None,
             is_owed_wake: false,
-            told: false,
+            is_end_reported: false,
             has_asked: false,
             sees_end: false,
         }
@@ -439,10 +439,10 @@ impl SimulatedLink {
         }
         let mut wire = self.wire.lock();
         let peer = 1 - self.end;
-        match wire.spec.carrier {
-            Carrier::Ring { .. } if wire.ends[peer].wants_room && !is_quiet => wire.tell(peer),
-            Carrier::Stream { .. } if !wire.ends[peer].kept.is_empty() && !wire.is_silent() => wire.ring(peer),
-            Carrier::Ring { .. } | Carrier::Stream { .. } => {}
+        match wire.spec.medium {
+            Medium::Ring { .. } if wire.ends[peer].wants_room && !is_quiet => wire.notify(peer),
+            Medium::Stream { .. } if !wire.ends[peer].kept.is_empty() && !wire.is_silent() => wire.ring(peer),
+            Medium::Ring { .. } | Medium::Stream { .. } => {}
         }
     }
 
@@ -455,11 +455,11 @@ impl SimulatedLink {
         }
         wire.ends[end].is_armed = true;
         wire.ends[end].wants_room = wants_room;
-        let looks = !wire.is_known_empty(end);
+        let polls = !wire.is_known_empty(end);
         let knows_end = self.sees_end || !wire.is_ring();
-        let has_end = looks && knows_end && wire.end_of(end).is_some() && !self.told;
-        let has_frame = looks && wire.is_readable(end);
-        if looks {
+        let has_end = polls && knows_end && wire.end_of(end).is_some() && !self.is_end_reported;
+        let has_frame = polls && wire.is_readable(end);
+        if polls {
             wire.ends[end].is_empty = !has_frame && !has_end;
         }
         self.peeked.is_some() || has_frame || has_end || (wants_room && wire.takes_more(end) && wire.room_for(end))
@@ -475,16 +475,16 @@ impl SimulatedLink {
     /// Asks the system for the death of the peer, as a link over shared memory does. Asks again only after an event.
     fn ask_for_end(&mut self) {
         let mut wire = self.wire.lock();
-        let has_news = std::mem::take(&mut wire.ends[self.end].has_news);
-        if wire.is_ring() && (has_news || !self.has_asked) {
+        let has_events = std::mem::take(&mut wire.ends[self.end].has_events);
+        if wire.is_ring() && (has_events || !self.has_asked) {
             self.has_asked = true;
             self.sees_end = self.sees_end || wire.has_ended(self.end);
         } else {
-            wire.ends[self.end].has_news = has_news;
+            wire.ends[self.end].has_events = has_events;
         }
     }
 
-    fn look_for_end(&mut self) -> Result<()> {
+    fn check_end(&mut self) -> Result<()> {
         if self.peeked.is_some() {
             return Ok(());
         }
@@ -497,7 +497,7 @@ impl SimulatedLink {
         }
         match wire.end_of(self.end) {
             Some(error) => {
-                self.told = true;
+                self.is_end_reported = true;
                 Err(error)
             }
             None => {
@@ -515,7 +515,7 @@ unsafe impl Link for SimulatedLink {
         self.wire.lock().spec.max_payload_bytes
     }
 
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         {
             let wire = self.wire.lock();
             if payload_bytes > wire.spec.max_payload_bytes {
@@ -528,7 +528,7 @@ unsafe impl Link for SimulatedLink {
                 return Ok(None);
             }
         }
-        Ok(Some(self.reserved.insert(Parcel::with_room(payload_bytes)).place()))
+        Ok(Some(self.reserved.insert(Parcel::with_room(payload_bytes)).slot()))
     }
 
     fn commit(&mut self) {
@@ -542,7 +542,7 @@ unsafe impl Link for SimulatedLink {
                 self.peeked = wire.ends[1 - self.end].under_way.pop_front();
             }
         }
-        self.look_for_end()?;
+        self.check_end()?;
         Ok(self.peeked.as_ref().map(|parcel| Frame { head: &parcel.head, payload: parcel.bytes() }))
     }
 
@@ -569,7 +569,7 @@ unsafe impl Link for SimulatedLink {
 
     fn check_peer(&mut self) -> Result<()> {
         self.ask_for_end();
-        self.look_for_end()
+        self.check_end()
     }
 
     fn close(&mut self) {
@@ -637,7 +637,7 @@ unsafe impl Link for SimulatedLink {
         }
         let peer = 1 - self.end;
         if wire.ends[peer].wants_room {
-            wire.tell(peer);
+            wire.notify(peer);
         }
         // The wake-up arrives with the last frame: over real shared memory, the frames would be visible before the peer
         // wakes.
@@ -645,11 +645,11 @@ unsafe impl Link for SimulatedLink {
         wire.agenda.lock().enter_at(last, Event::Arrive { wire: wire.index, end: peer, is_quiet: false });
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
+    fn polls_without_syscall(&self) -> bool {
         self.wire.lock().is_ring()
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         self.has_asked = false;
         self.wire.lock().ends[self.end].is_empty = false;
     }

@@ -17,13 +17,13 @@ use super::external::Device;
 use super::lanes::LaneOf;
 use super::oracle::Tensors;
 use super::scenario::{Breaks, Fault, Matter, Step};
-use super::world::{Made, Member, State, Violation, World};
+use super::world::{GroupMember, Made, State, Violation, World};
 use crate::api::planning::Planning;
 use crate::in_flight::{InFlight, Kept, Notifier};
 use crate::lanes::{Cut, Lane, Least, Numbers, Parts, Starter, parts_of};
 use accl_executor::call::{Blocks, CallDesc, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
 use accl_executor::exec::SpinLimit;
-use accl_executor::group::{Caller, Core, FastPathEnd, GroupState, Launched, Notify, Relief};
+use accl_executor::group::{Caller, Core, FastPathEnd, GroupState, Launched, Notify, WakeDecision};
 use accl_executor::peers::Members;
 use accl_executor::plan::Planner;
 
@@ -138,7 +138,7 @@ impl World<'_> {
             group.conclude_seqs(first..first + count, None, context);
         });
         core.net.flush_all();
-        self.kick(process);
+        self.schedule_wake(process);
     }
 
     /// Mirrors a wait that polls for itself for a while before it sleeps.
@@ -146,11 +146,11 @@ impl World<'_> {
         let is_over = self.is_over(item, process);
         let Some(core) = &mut self.processes[process].core else { return };
         if is_over || left == 0 {
-            let relief = if watches { core.unwatch(clock::now()) } else { Relief::SleepsOn };
+            let decision = if watches { core.unwatch(clock::now()) } else { WakeDecision::KeepAsleep };
             let must = !is_over && core.must_wake_driver(core.next_deadline());
-            self.relieve(process, relief);
+            self.apply_wake(process, decision);
             if must {
-                self.kick(process);
+                self.schedule_wake(process);
             }
             if is_over {
                 self.resume(process, thread);
@@ -166,17 +166,17 @@ impl World<'_> {
             peers.into_iter().for_each(|peer| core.net.poll_link(peer));
         }
         let streams = call.map(|call| core.streams_of(call)).unwrap_or_default();
-        streams.iter().for_each(|&peer| core.net.look_again(peer));
+        streams.iter().for_each(|&peer| core.net.force_poll(peer));
         if streams.is_empty() {
-            self.look(process);
+            self.poll(process);
         }
         let Some(core) = &mut self.processes[process].core else { return };
-        let moved = core.pass(clock::now()) | core.take_owed_to_driver();
+        let moved = core.pass(clock::now()) | core.take_driver_unnotified();
         let must = !watches && core.must_wake_driver(None);
         if must {
-            self.kick(process);
+            self.schedule_wake(process);
         } else if moved {
-            self.relieve(process, Relief::MayBeOver);
+            self.apply_wake(process, WakeDecision::CheckCall);
         }
         self.processes[process].threads[thread].state = State::Spinning { item, left: left - 1, watches };
         self.enter(PASS, Event::Run { process, thread });
@@ -219,7 +219,7 @@ impl World<'_> {
         let chooser = Chooser::new(Topology::new(spec.hosts.clone()), spec.rules.clone(), &basis);
         let world = spec.members.len() as u32;
         let caller = Arc::new(Caller { group: id, name, rank, world, global_rank: process as u64 });
-        let member = Member {
+        let member = GroupMember {
             caller,
             planning: Planning::new(Planner::new(chooser, rank)),
             has_left: false,
@@ -247,11 +247,11 @@ impl World<'_> {
             return;
         }
         member.left_at = Some(clock::nanos());
-        core.look_again_at(member.caller.group);
+        core.force_poll_of(member.caller.group);
         core.pass_whole(clock::now());
         let _ = core.leave_group(member.caller.group, clock::now());
         core.net.flush_all();
-        self.kick(process);
+        self.schedule_wake(process);
     }
 
     fn make_call(&mut self, process: usize, thread: usize, index: usize) -> Result<(), Violation> {
@@ -333,8 +333,8 @@ impl World<'_> {
         let (call, refused) = match made {
             Ok(call) => (call, None),
             Err(error) => {
-                // A refused call has no sequence number, so ranks would mistake the next call for it. The rank's program
-                // ends there.
+                // A refused call has no sequence number, so ranks would mistake the next call for it. The rank's
+                // program ends there.
                 if odd.is_some() && error.kind != ErrorKind::Aborted {
                     self.abort(process, item.group);
                 }
@@ -403,17 +403,17 @@ impl World<'_> {
         };
         let found = self.faults.iter().enumerate().find_map(|(index, fault)| Some((index, at_rank(fault)?)));
         self.struck.extend(found.map(|(index, _)| index));
-        let elsewhere = |blocks: &Blocks| -> Blocks {
+        let external_tasks = |blocks: &Blocks| -> Blocks {
             let device = MemoryKind::Device { id: process as u32 };
             blocks
                 .iter()
                 .map(|block| block.iter().map(|tensor| tensor.clone().in_memory(device)).collect::<Vec<_>>())
                 .collect()
         };
-        (desc.inputs, desc.outputs) = (elsewhere(&desc.inputs), elsewhere(&desc.outputs));
+        (desc.inputs, desc.outputs) = (external_tasks(&desc.inputs), external_tasks(&desc.outputs));
         let seed = accl_types::hash::hash_words([self.scenario.seed, item as u64, process as u64]);
         let breaks = found.map(|(_, breaks)| breaks);
-        desc.staging = Some(Arc::new(Device::new(&self.elsewhere, &self.agenda, process, breaks, seed)));
+        desc.staging = Some(Arc::new(Device::new(&self.external_tasks, &self.agenda, process, breaks, seed)));
         self.seen.staged += 1;
     }
 
@@ -441,8 +441,8 @@ impl World<'_> {
                     launched.map(|launched| Some((launched, notifier)))
                 }
             });
-            let relief = if watches { core.unwatch(clock::now()) } else { Relief::SleepsOn };
-            self.relieve(process, relief);
+            let decision = if watches { core.unwatch(clock::now()) } else { WakeDecision::KeepAsleep };
+            self.apply_wake(process, decision);
             match ran {
                 Some(Ok(None)) => {
                     self.seen.fast += 1;
@@ -483,20 +483,20 @@ impl World<'_> {
     fn launched(&mut self, process: usize, launched: Launched, notifier: Arc<Notifier>) -> InFlight {
         let Launched { call, wakes_driver } = launched;
         if wakes_driver {
-            self.kick(process);
+            self.schedule_wake(process);
         }
         if call.is_async && !call.is_done() {
-            self.look(process);
+            self.poll(process);
             if let Some(core) = &mut self.processes[process].core {
                 core.pass(clock::now());
                 if core.must_wake_driver(None) {
-                    self.kick(process);
+                    self.schedule_wake(process);
                 }
             }
         }
-        let owes_look = |core: &mut Core| core.take_owed_look();
-        if call.is_done() && self.processes[process].core.as_mut().is_some_and(owes_look) {
-            self.look(process);
+        let poll_due = |core: &mut Core| core.take_poll_due();
+        if call.is_done() && self.processes[process].core.as_mut().is_some_and(poll_due) {
+            self.poll(process);
             if let Some(core) = &mut self.processes[process].core {
                 core.pass_whole(clock::now());
             }
@@ -510,7 +510,7 @@ impl World<'_> {
         let error = member.caller.in_context(Error::aborted("the group was aborted: by the world"));
         core.with_group(member.caller.group, clock::now(), |group, context| group.fail(error, context, Notify::Peers));
         core.net.flush_all();
-        self.kick(process);
+        self.schedule_wake(process);
         self.fail_lanes_now(process);
     }
 }

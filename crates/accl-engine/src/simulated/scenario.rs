@@ -11,7 +11,7 @@ use accl_testkit::Rng;
 use accl_types::config::AlgorithmRule;
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
-use super::link::{Carrier, Flip, WireSpec};
+use super::link::{Flip, Medium, WireSpec};
 use accl_types::hash::hash_words;
 
 /// Deadlines of calls: the usual one, and one that is long enough to detect a vanished host first.
@@ -180,8 +180,8 @@ pub(super) struct Scenario {
     pub(super) linking: Linking,
     /// Number of polls of a waiting thread before it sleeps.
     pub(super) spins: u32,
-    /// See [`accl_executor::peers::Net::set_looks_before_arming`].
-    pub(super) looks_before_arming: u32,
+    /// See [`accl_executor::peers::Net::set_polls_before_arming`].
+    pub(super) polls_before_arming: u32,
     /// Time limit of each call.
     pub(super) timeout: Duration,
     /// Whether every rank leaves a group after its last call there. If false, some ranks do.
@@ -217,9 +217,9 @@ impl Scenario {
         let mut wires = Vec::new();
         for a in 0..processes {
             for b in a + 1..processes {
-                let carrier = match hosts[a] == hosts[b] && style != 1 {
-                    true => Carrier::Ring { frames: [1, 1, 2, 32][rng.below(4) as usize] },
-                    false => Carrier::Stream {
+                let medium = match hosts[a] == hosts[b] && style != 1 {
+                    true => Medium::Ring { frames: [1, 1, 2, 32][rng.below(4) as usize] },
+                    false => Medium::Stream {
                         kept: [0, 300, 5000][rng.below(3) as usize],
                         window: [1, 500, 20_000][rng.below(3) as usize],
                     },
@@ -227,7 +227,7 @@ impl Scenario {
                 let least = [50, 1000, 20_000][rng.below(3) as usize];
                 let most = least + [0, 500, 100_000][rng.below(3) as usize];
                 let spec = WireSpec {
-                    carrier,
+                    medium,
                     max_payload_bytes: segment as usize + accl_wire::frame::OVERHEAD_BYTES,
                     least,
                     most,
@@ -285,7 +285,7 @@ impl Scenario {
             faults: Vec::new(),
             linking: [Linking::AtFirst, Linking::WithGroups, Linking::Late][rng.below(3) as usize],
             spins: [0, 1, 3, 3, 10][rng.below(5) as usize],
-            looks_before_arming: [1, 2, 5, 256][rng.below(4) as usize],
+            polls_before_arming: [1, 2, 5, 256][rng.below(4) as usize],
             timeout: if rng.below(16) == 0 { LONG_TIMEOUT } else { TIMEOUT },
             all_leave: rng.below(2) == 0,
             without: Vec::new(),
@@ -319,7 +319,7 @@ impl Scenario {
     pub(super) fn of_messages(processes: usize, messages: &[(usize, usize, IsFromAny)], faults: &[Fault]) -> Self {
         let pairs = (0..processes).flat_map(|a| (a + 1..processes).map(move |b| [a, b]));
         let spec = WireSpec {
-            carrier: Carrier::Stream { kept: 5000, window: 20_000 },
+            medium: Medium::Stream { kept: 5000, window: 20_000 },
             max_payload_bytes: 1024 + accl_wire::frame::OVERHEAD_BYTES,
             least: 1000,
             most: 1000,
@@ -372,7 +372,7 @@ impl Scenario {
             faults: faults.to_vec(),
             linking: Linking::AtFirst,
             spins: 0,
-            looks_before_arming: 2,
+            polls_before_arming: 2,
             timeout: TIMEOUT,
             all_leave: false,
             without: Vec::new(),
@@ -471,7 +471,7 @@ impl Scenario {
         let item = &self.items[item];
         let members = &self.groups[item.group].members;
         let is_between = |ends: &[usize; 2]| ends.iter().all(|end| members.contains(end));
-        let is_stream = |spec: &WireSpec| matches!(spec.carrier, Carrier::Stream { .. });
+        let is_stream = |spec: &WireSpec| matches!(spec.medium, Medium::Stream { .. });
         item.codec.is_some() && self.wires.iter().all(|(ends, spec)| !is_between(ends) || is_stream(spec))
     }
 
@@ -578,8 +578,8 @@ impl Scenario {
             false => &[Breaks::Fails, Breaks::Hangs],
         };
         let breaks = ways[rng.below(ways.len() as u64) as usize];
-        let is_elsewhere = self.is_offloaded(item) || self.is_staged(item, rank);
-        (is_elsewhere && rng.below(2) == 0).then_some(Fault::Break { item, rank, breaks })
+        let is_external = self.is_offloaded(item) || self.is_staged(item, rank);
+        (is_external && rng.below(2) == 0).then_some(Fault::Break { item, rank, breaks })
     }
 
     /// Draws the death of a process while all devices of its group hang, in half of the worlds with
@@ -827,7 +827,8 @@ fn draw_burst(rng: &mut Rng, items: &mut Vec<Item>, group: usize, world: usize, 
 }
 
 /// Draws the last transfer of a group, between two ranks that are not neighbours, if there are any. It is a message,
-/// received from that rank or from any rank, or a gather. No other rank notices if the sender leaves instead of sending.
+/// received from that rank or from any rank, or a gather. No other rank notices if the sender leaves instead of
+/// sending.
 fn draw_last_word(rng: &mut Rng, items: &mut Vec<Item>, index: usize, group: &mut GroupSpec) {
     let world = group.members.len();
     let from = rng.below(world as u64) as usize;

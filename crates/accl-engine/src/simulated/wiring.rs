@@ -10,7 +10,7 @@ use super::clock::{self, Event};
 use super::link::SimulatedLink;
 use super::scenario::{Fault, Linking};
 use super::world::{Asked, State, Violation, World, info};
-use crate::session::inquests::Found;
+use crate::session::peer_probe::Found;
 use accl_executor::peers::neighbours;
 
 impl World<'_> {
@@ -102,7 +102,7 @@ impl World<'_> {
         }
         if let Some(core) = &mut self.processes[to].core {
             core.on_note(&info(from).uuid, &note.bytes, clock::now());
-            self.kick(to);
+            self.schedule_wake(to);
             self.settle(to);
             self.note_ends(to)?;
         }
@@ -127,7 +127,7 @@ impl World<'_> {
             core.attach(peer, Box::new(link), Some(slot), clock::now());
             let now = clock::nanos();
             self.linked_at.entry(wire).and_modify(|(_, last)| *last = now).or_insert((now, now));
-            self.kick(ends[end]);
+            self.schedule_wake(ends[end]);
         }
     }
 
@@ -136,7 +136,7 @@ impl World<'_> {
     pub(super) fn refuse(&mut self, process: usize, peer: usize) -> Result<(), Violation> {
         if self.processes[peer].core.is_none() {
             let error = Error::peer_lost("its process has ended");
-            self.processes[process].inquests.begin(info(peer).uuid, error, clock::now());
+            self.processes[process].peer_probe.begin(info(peer).uuid, error, clock::now());
             return self.inquire(process);
         }
         self.handle(process, peer, Found::Lost(Error::peer_lost("there is no way to it")));
@@ -150,7 +150,7 @@ impl World<'_> {
         let Some(core) = &host.core else { return Ok(()) };
         let mut numbers = numbers.into_iter();
         let number = || numbers.next().unwrap_or_default();
-        let questions = host.inquests.ask(clock::now(), |uuid| core.witnesses(uuid), number);
+        let questions = host.peer_probe.ask(clock::now(), |uuid| core.neighbours_of(uuid), number);
         for question in questions {
             let to = usize::from(question.to.uuid[0]);
             let index = self.questions.len();
@@ -158,7 +158,7 @@ impl World<'_> {
             let wait = self.wire_between(process, to).map_or(0, |wire| self.wires[wire].lock().latency());
             self.enter(wait, Event::Question { index });
         }
-        for (uuid, found) in self.processes[process].inquests.take_found() {
+        for (uuid, found) in self.processes[process].peer_probe.take_found() {
             let peer = usize::from(uuid[0]);
             // A peer that was lost or has left before this answer is not checked again.
             if self.lacks_link(process, peer) {
@@ -166,7 +166,7 @@ impl World<'_> {
             }
             self.handle(process, peer, found);
         }
-        if let Some(at) = self.processes[process].inquests.next() {
+        if let Some(at) = self.processes[process].peer_probe.next() {
             self.agenda.lock().enter_at(at.nanos(), Event::Inquire { process });
         }
         Ok(())
@@ -184,7 +184,7 @@ impl World<'_> {
                 Found::Left { is_assumed } => core.depart(peer, is_assumed, clock::now()),
                 Found::Lost(error) => core.lose(peer, error, clock::now()),
             }
-            self.kick(process);
+            self.schedule_wake(process);
         }
     }
 
@@ -199,7 +199,7 @@ impl World<'_> {
             let knows_loss = self.knows_loss(to, about);
             let asked = &mut self.questions[index];
             (asked.answer, asked.knows_loss) = (Some(answer), knows_loss);
-            self.kick(to);
+            self.schedule_wake(to);
             self.settle(to);
             self.note_ends(to)?;
         }
@@ -211,7 +211,7 @@ impl World<'_> {
     /// Gives the answer to the process that asked, or reports to it that there is none.
     pub(super) fn answer(&mut self, index: usize) -> Result<(), Violation> {
         let Asked { from, ref question, answer, .. } = self.questions[index];
-        self.processes[from].inquests.answer(question.number, answer, clock::now());
+        self.processes[from].peer_probe.answer(question.number, answer, clock::now());
         self.inquire(from)?;
         self.settle(from);
         self.note_ends(from)

@@ -13,17 +13,17 @@ use accl_wire::EndpointInfo;
 
 use super::clock::{self, Agenda, Event};
 use super::devices::Devices;
-use super::external::Elsewhere;
-use super::link::{Board, SimulatedLink, Wire, self_link};
+use super::external::ExternalTasks;
+use super::link::{SimulatedBitmap, SimulatedLink, Wire, self_link};
 use super::oracle::Tensors;
 use super::scenario::{Fault, Linking, Scenario, Step};
 use crate::api::planning::Planning;
 use crate::in_flight::InFlight;
 use crate::lanes::CoreJob;
-use crate::session::inquests::{Inquests, Question};
+use crate::session::peer_probe::{PeerProbe, Question};
 use crate::sync::Mutex;
 use accl_executor::call::Waited;
-use accl_executor::group::{Caller, Core, FailedGroup, Fate, GroupState};
+use accl_executor::group::{Caller, Core, FailedGroup, GroupState, PeerFate};
 use accl_executor::peers::{Note, PeerId};
 
 /// Description of a violated invariant.
@@ -99,7 +99,7 @@ pub(super) struct Thread {
     pub(super) was_late: Option<usize>,
 }
 
-pub(super) struct Member {
+pub(super) struct GroupMember {
     pub(super) caller: Arc<Caller>,
     pub(super) planning: Planning,
     pub(super) has_left: bool,
@@ -112,7 +112,7 @@ pub(super) struct Process {
     /// `None` if the process is dead or has ended.
     pub(super) core: Option<Core>,
     pub(super) threads: Vec<Thread>,
-    pub(super) members: BTreeMap<usize, Member>,
+    pub(super) members: BTreeMap<usize, GroupMember>,
     /// Whether the process was woken since the last sleep in the poller.
     pub(super) rung: bool,
     /// Current sleep in the poller: its number, and whether the sleeping thread waits for a call.
@@ -123,7 +123,7 @@ pub(super) struct Process {
     pub(super) is_about_to_drive: bool,
     pub(super) peers: Vec<Option<PeerId>>,
     pub(super) died_at: Option<u64>,
-    pub(super) inquests: Inquests,
+    pub(super) peer_probe: PeerProbe,
 }
 
 /// A question that one process asks another.
@@ -131,7 +131,7 @@ pub(super) struct Asked {
     pub(super) from: usize,
     pub(super) to: usize,
     pub(super) question: Question,
-    pub(super) answer: Option<Fate>,
+    pub(super) answer: Option<PeerFate>,
     /// Whether the process that answered considers the process in question lost.
     pub(super) knows_loss: bool,
 }
@@ -157,7 +157,7 @@ pub(super) struct World<'a> {
     /// Time at which a group failed on a process, in nanoseconds, by process and group.
     pub(super) failed_at: BTreeMap<(usize, usize), u64>,
     pub(super) seen: Seen,
-    pub(super) elsewhere: Arc<Mutex<Elsewhere>>,
+    pub(super) external_tasks: Arc<Mutex<ExternalTasks>>,
     pub(super) devices: Arc<Mutex<Devices>>,
     /// First reserved sequence number and number of calls, by process and composition. `None` if the reservation was
     /// refused.
@@ -187,11 +187,11 @@ impl<'a> World<'a> {
             })
         };
         let nodes = scenario.processes * scenario.lanes;
-        let boards: Vec<Arc<Board>> = (0..nodes).map(|_| Arc::default()).collect();
+        let bitmaps: Vec<Arc<SimulatedBitmap>> = (0..nodes).map(|_| Arc::default()).collect();
         let wires = scenario.wires.iter().enumerate().map(|(index, (ends, spec))| {
             let mut spec = spec.clone();
             spec.flip = flips(index);
-            Wire::new(index, ends.map(|process| (process, &boards[process])), spec, &agenda)
+            Wire::new(index, ends.map(|process| (process, &bitmaps[process])), spec, &agenda)
         });
         let wires: Vec<_> = wires.collect();
         let threads = |node| scenario.steps.get(node).map_or(&[][..], Vec::as_slice);
@@ -201,8 +201,8 @@ impl<'a> World<'a> {
             let Some(core) = &mut host.core else { continue };
             let wakes = agenda.clone();
             core.set_wake(Arc::new(move || wakes.lock().enter(200, Event::Ring { process })));
-            core.net.set_board(boards[process].clone());
-            core.net.set_looks_before_arming(scenario.looks_before_arming);
+            core.net.set_bitmap(bitmaps[process].clone());
+            core.net.set_polls_before_arming(scenario.polls_before_arming);
             for (wire, (ends, _)) in wires.iter().zip(&scenario.wires) {
                 if let Some(end) = ends.iter().position(|&at| at == process) {
                     let peer = core.net.introduce(&info(ends[1 - end]), wire.lock().is_ring());
@@ -244,7 +244,7 @@ impl<'a> World<'a> {
             struck,
             failed_at: BTreeMap::new(),
             seen,
-            elsewhere: Arc::default(),
+            external_tasks: Arc::default(),
             devices,
             reserved: BTreeMap::new(),
             bits,
@@ -308,7 +308,7 @@ impl Process {
             is_about_to_drive: false,
             peers: vec![None; scenario.processes * scenario.lanes],
             died_at: None,
-            inquests: Inquests::default(),
+            peer_probe: PeerProbe::default(),
         }
     }
 }

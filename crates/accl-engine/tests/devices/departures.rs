@@ -13,7 +13,7 @@ use accl_types::{Error, ErrorKind, Rank, ReduceOp};
 use crate::worlds::{PATIENCE, options, world_of};
 
 const SOON: Duration = Duration::from_secs(5);
-const NOBODY: u32 = u32::MAX;
+const NO_RANK: u32 = u32::MAX;
 
 fn world(ranks: u32) -> (World, Arc<LocalDevices>) {
     world_with(ranks, PATIENCE)
@@ -65,7 +65,7 @@ fn devices_of_a_group_that_was_not_made_are_left_and_open_for_the_next() {
     let failed = world.try_run("g");
     assert!(failed.iter().all(Result::is_err));
     await_closed(&devices);
-    devices.faults().does_not_open.store(NOBODY, Ordering::SeqCst);
+    devices.faults().does_not_open.store(NO_RANK, Ordering::SeqCst);
     world.run("h", |member| add_up(&member));
 }
 
@@ -94,7 +94,7 @@ fn leave_stuck(world: &World, devices: &LocalDevices) {
 }
 
 #[test]
-fn a_device_that_is_stuck_is_not_opened_anew_before_it_is_left() {
+fn a_stuck_device_is_not_opened_again_before_it_is_left() {
     let (world, devices) = world(1);
     leave_stuck(&world, &devices);
     assert_eq!(open(&devices), 1);
@@ -104,7 +104,7 @@ fn a_device_that_is_stuck_is_not_opened_anew_before_it_is_left() {
         scope.spawn(|| {
             std::thread::sleep(delay);
             assert_eq!(open(&devices), 1, "another was opened beside the one that is stuck");
-            devices.faults().is_stuck.store(NOBODY, Ordering::SeqCst);
+            devices.faults().is_stuck.store(NO_RANK, Ordering::SeqCst);
         });
         world.run("h", |member| add_up(&member));
         assert!(begin.elapsed() >= delay);
@@ -121,7 +121,7 @@ fn a_device_that_stays_stuck_is_named_at_the_deadline_of_the_next_group() {
     for error in errors {
         assert!(error.to_string().contains("is still busy with an earlier group"), "{error}");
     }
-    devices.faults().is_stuck.store(NOBODY, Ordering::SeqCst);
+    devices.faults().is_stuck.store(NO_RANK, Ordering::SeqCst);
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn the_end_of_the_process_leaves_a_stuck_device_behind() {
         assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
     });
     assert_eq!(open(&devices), 1);
-    devices.faults().is_stuck.store(NOBODY, Ordering::SeqCst);
+    devices.faults().is_stuck.store(NO_RANK, Ordering::SeqCst);
     await_closed(&devices);
 }
 

@@ -243,7 +243,7 @@ fn a_callback_may_make_a_call_of_the_device_and_wait_for_it() {
 }
 
 #[test]
-fn calls_that_nobody_keeps_are_done_before_a_barrier_that_follows() {
+fn dropped_calls_are_done_before_a_barrier_that_follows() {
     world(3, Network::Tcp).0.run("g", |member| {
         let mut data: Vec<Vec<i64>> = (0..20).map(|call| values(member.rank, call * 11)).collect();
         for data in &mut data {

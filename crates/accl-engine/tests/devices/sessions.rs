@@ -16,26 +16,26 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 const SOON: Duration = Duration::from_secs(5);
 
 /// Whether a key of the store holds texts of devices.
-fn is_told(key: &str) -> bool {
+fn is_exchange(key: &str) -> bool {
     key.contains("/told")
 }
 
 /// A rank's store. The rank dies at the first request for which `dies_of` is true, before the request is answered.
-struct Mortal<'a> {
+struct DyingStore<'a> {
     store: MemoryStore,
     dies_of: &'a (dyn Fn(&str, &str) -> bool + Sync),
     is_dead: AtomicBool,
     /// Number of requests about texts of devices.
-    told: AtomicUsize,
+    exchanges: AtomicUsize,
 }
 
-impl<'a> Mortal<'a> {
+impl<'a> DyingStore<'a> {
     fn new(store: &MemoryStore, dies_of: &'a (dyn Fn(&str, &str) -> bool + Sync)) -> Self {
-        Self { store: store.clone(), dies_of, is_dead: false.into(), told: 0.into() }
+        Self { store: store.clone(), dies_of, is_dead: false.into(), exchanges: 0.into() }
     }
 
     fn live(&self, what: &str, key: &str) -> Result<()> {
-        self.told.fetch_add(usize::from(is_told(key)), Ordering::SeqCst);
+        self.exchanges.fetch_add(usize::from(is_exchange(key)), Ordering::SeqCst);
         let dies = (self.dies_of)(what, key);
         if self.is_dead.fetch_or(dies, Ordering::SeqCst) || dies {
             return Err(Error::rendezvous("this rank is dead"));
@@ -44,7 +44,7 @@ impl<'a> Mortal<'a> {
     }
 }
 
-impl Store for Mortal<'_> {
+impl Store for DyingStore<'_> {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.live("set", key)?;
         self.store.set(key, value)
@@ -136,16 +136,16 @@ fn all<R: Send>(world: u32, rank: impl Fn(u32) -> R + Sync) -> Vec<R> {
 /// these texts.
 fn assert_all_know_each_other(devices: &LocalDevices, world: u32) {
     let faults = devices.faults();
-    let told: Vec<String> = faults.local_infos.lock().values().cloned().collect();
-    assert_eq!(told.len(), world as usize);
-    let heard = faults.received_infos.lock();
+    let exchanges: Vec<String> = faults.local_infos.lock().values().cloned().collect();
+    assert_eq!(exchanges.len(), world as usize);
+    let received = faults.received_infos.lock();
     let sessions = faults.sessions.lock();
     for rank in 0..world {
-        assert_eq!(heard[&rank], told, "rank {rank}");
+        assert_eq!(received[&rank], exchanges, "rank {rank}");
         for peer in 0..world {
             let line = format!("qp of rank {rank} for peer {peer}: {}\n", sessions[&(rank, peer)]);
             assert!(
-                told[rank as usize].contains(&line),
+                exchanges[rank as usize].contains(&line),
                 "the driver of rank {rank} has set up another session: {line}"
             );
         }
@@ -157,15 +157,15 @@ fn failed<T>(results: Vec<Result<T>>) -> Vec<Error> {
 }
 
 #[test]
-fn each_device_hears_what_those_of_all_ranks_have_told_and_nothing_stays_in_the_store() {
+fn each_device_receives_the_texts_of_all_devices_and_nothing_stays_in_the_store() {
     for world in [1, 2, 3, 5] {
         let (devices, store) = (devices(world), MemoryStore::default());
         let questions = all(world, |rank| {
-            let store = Mortal::new(&store, &|_, _| false);
+            let store = DyingStore::new(&store, &|_, _| false);
             let process = Process::new(&devices, rank, world);
             drop(process.train(&store).unwrap());
             process.engine.shutdown();
-            store.told.into_inner()
+            store.exchanges.into_inner()
         });
         assert_all_know_each_other(&devices, world);
         assert!(questions.iter().all(|questions| (*questions > 0) == (world > 1)), "{questions:?}");
@@ -196,17 +196,17 @@ fn packets_of_a_job_that_was_killed_cannot_get_in_since_no_device_lets_any_in_be
 }
 
 #[test]
-fn whoever_fails_between_the_steps_is_named_on_all_ranks() {
+fn a_rank_that_fails_between_the_steps_is_named_on_all_ranks() {
     for (what, says) in [
         ("opens", "the card of rank 1 has no power"),
-        ("hears", "the card of rank 1 connects no queue pair"),
+        ("receives", "the card of rank 1 connects no queue pair"),
         ("babbles", "rank 1 sent no queue pair for this rank: `qp`"),
     ] {
         let (devices, store) = (devices(3), MemoryStore::default());
         let faults = devices.faults();
         match what {
             "opens" => &faults.does_not_open,
-            "hears" => &faults.does_not_receive,
+            "receives" => &faults.does_not_receive,
             _ => &faults.babbles,
         }
         .store(1, Ordering::SeqCst);
@@ -221,7 +221,7 @@ fn whoever_fails_between_the_steps_is_named_on_all_ranks() {
 }
 
 #[test]
-fn a_store_that_ends_with_rank_0_has_told_all_others_why_the_device_of_one_does_not_open() {
+fn a_store_that_ends_with_rank_0_has_given_all_ranks_the_cause_of_a_device_that_does_not_open() {
     for failing in [0, 1, 2, 3] {
         for _ in 0..5 {
             let (devices, store) = (devices(4), MemoryStore::default());
@@ -229,7 +229,7 @@ fn a_store_that_ends_with_rank_0_has_told_all_others_why_the_device_of_one_does_
             let has_ended = AtomicBool::new(false);
             let dies_of = |_: &str, _: &str| has_ended.load(Ordering::SeqCst);
             let results = all(4, |rank| {
-                let made = Process::new(&devices, rank, 4).make(&Mortal::new(&store, &dies_of), &mut || false);
+                let made = Process::new(&devices, rank, 4).make(&DyingStore::new(&store, &dies_of), &mut || false);
                 has_ended.fetch_or(rank == 0, Ordering::SeqCst);
                 made
             });
@@ -241,7 +241,7 @@ fn a_store_that_ends_with_rank_0_has_told_all_others_why_the_device_of_one_does_
 }
 
 #[test]
-fn a_rank_whose_device_is_slow_hears_at_once_that_another_one_does_not_open() {
+fn a_rank_with_a_slow_device_learns_at_once_that_another_device_does_not_open() {
     let (devices, store) = (devices(3), MemoryStore::default());
     devices.faults().is_slow.store(2, Ordering::SeqCst);
     devices.faults().does_not_open.store(1, Ordering::SeqCst);
@@ -254,7 +254,7 @@ fn a_rank_whose_device_is_slow_hears_at_once_that_another_one_does_not_open() {
 }
 
 #[test]
-fn an_interrupt_ends_the_wait_for_what_the_others_tell_on_all_ranks() {
+fn an_interrupt_ends_the_wait_for_the_texts_of_the_others_on_all_ranks() {
     let (devices, store) = (devices(3), MemoryStore::default());
     devices.faults().is_slow.store(2, Ordering::SeqCst);
     let begin = Instant::now();
@@ -288,28 +288,28 @@ fn a_rank_whose_device_does_not_come_is_named_at_the_deadline() {
     for error in failed(results) {
         assert!(error.to_string().contains("the card of rank 2 does not come"), "{error}");
     }
-    assert_eq!(store.keys().iter().filter(|key| is_told(key)).count(), 0, "{:?}", store.keys());
+    assert_eq!(store.keys().iter().filter(|key| is_exchange(key)).count(), 0, "{:?}", store.keys());
 }
 
 #[test]
-fn when_a_rank_is_replaced_all_devices_are_opened_anew_and_told_of_the_new_one() {
+fn when_a_rank_is_replaced_all_devices_are_opened_again_with_the_new_texts() {
     type DiesOf = &'static (dyn Fn(&str, &str) -> bool + Sync);
     let moments: [(&str, u32, DiesOf); 8] = [
-        ("before it tells", 1, &|what, key| what == "set" && is_told(key)),
-        ("before it hears", 1, &|what, key| what == "get" && key.ends_with("/told/1/all")),
+        ("before it sends its text", 1, &|what, key| what == "set" && is_exchange(key)),
+        ("before it receives the texts", 1, &|what, key| what == "get" && key.ends_with("/told/1/all")),
         ("once it is set up", 1, &|what, key| what == "set" && key.ends_with("/told/2/1")),
         ("before it lets packets in", 1, &|what, key| what == "get" && key.ends_with("/told/2/all")),
-        ("when it has heard", 1, &|what, key| what == "add" && key.ends_with("/ready")),
-        ("before it says what all tell", 0, &|what, key| what == "set" && key.ends_with("/told/1/all")),
+        ("when it has received the texts", 1, &|what, key| what == "add" && key.ends_with("/ready")),
+        ("before it sends the texts of all", 0, &|what, key| what == "set" && key.ends_with("/told/1/all")),
         ("before it says that all are set up", 0, &|what, key| what == "set" && key.ends_with("/told/2/all")),
-        ("when it has said what all tell", 0, &|what, key| what == "add" && key.ends_with("/ready")),
+        ("when it has sent the texts of all", 0, &|what, key| what == "add" && key.ends_with("/ready")),
     ];
     for (when, dies, dies_of) in moments {
         let (devices, store) = (devices(3), MemoryStore::default());
         let groups = all(3, |rank| {
             if rank == dies {
                 let process = Process::new(&devices, rank, 3);
-                let mortal = Mortal::new(&store, dies_of);
+                let mortal = DyingStore::new(&store, dies_of);
                 let error = process.make(&mortal, &mut || false).err().expect("it dies");
                 assert!(error.to_string().contains("this rank is dead"), "{when}: {error}");
                 drop(process);
@@ -326,7 +326,11 @@ fn when_a_rank_is_replaced_all_devices_are_opened_anew_and_told_of_the_new_one()
             std::thread::yield_now();
         }
         drop(groups);
-        assert_eq!(store.keys().iter().filter(|key| is_told(key)).collect::<Vec<_>>(), Vec::<&String>::new(), "{when}");
+        assert_eq!(
+            store.keys().iter().filter(|key| is_exchange(key)).collect::<Vec<_>>(),
+            Vec::<&String>::new(),
+            "{when}"
+        );
     }
 }
 
@@ -351,7 +355,7 @@ fn a_rank_that_has_not_seen_that_all_are_there_counts_itself_out_when_a_device_d
 }
 
 #[test]
-fn what_others_have_written_for_what_ranks_tell_is_an_error() {
+fn texts_that_no_rank_of_the_group_wrote_are_an_error() {
     for (garbage, says) in [
         ("nonsense", "the store holds an invalid list of rank texts"),
         ("1\na\n", "the store holds texts that the ranks of this group did not write"),

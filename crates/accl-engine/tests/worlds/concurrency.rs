@@ -71,7 +71,7 @@ fn calls_on_several_groups_may_be_issued_in_different_orders() {
 }
 
 #[test]
-fn asynchronous_calls_end_although_nobody_waits() {
+fn asynchronous_calls_end_without_a_waiter() {
     for fabric in fabrics() {
         world(2, fabric).run("g", |member| {
             for count in [1, 5000, 100_000] {
@@ -218,7 +218,7 @@ fn callbacks_may_submit_and_wait() {
 }
 
 #[test]
-fn small_blocking_calls_beside_a_pending_receive_wake_no_background_thread() {
+fn small_blocking_calls_during_a_pending_receive_wake_no_background_thread() {
     const CALLS: u64 = 2000;
     for count in [1, 2000] {
         // A waiting thread polls for as long as a call takes, so no thread has a reason to sleep.

@@ -37,9 +37,9 @@ pub fn core_of(rank: u32, world: u8) -> (Core, Vec<PeerId>) {
 }
 
 /// The observer of a call for which no thread waits.
-pub struct Nobody;
+pub struct NoObserver;
 
-impl CallObserver for Nobody {
+impl CallObserver for NoObserver {
     fn ended(&self, _: Option<&Error>) -> Option<Callback> {
         None
     }

@@ -73,7 +73,7 @@ fn a_wait_is_counted_with_its_time() {
 
 /// Returns the mean number of links that the root of a gather over TCP polls per sleep, while the other ranks arrive
 /// one by one.
-fn looks_of_a_root(ranks: u32) -> f64 {
+fn polls_of_a_root(ranks: u32) -> f64 {
     const COUNT: usize = 4096;
     let options = WorldOptions::new(ranks).over(Fabric::Tcp).with("spin_us", "0").with("algorithm", "gather=flat");
     let world = World::new(options.timeout(Duration::from_secs(60)));
@@ -94,11 +94,11 @@ fn looks_of_a_root(ranks: u32) -> f64 {
         }
     });
     let after = world.engines[0].snapshot();
-    (after.work.links_looked_at - before.work.links_looked_at) as f64 / (after.parks - before.parks).max(1) as f64
+    (after.work.links_polled - before.work.links_polled) as f64 / (after.parks - before.parks).max(1) as f64
 }
 
 #[test]
 fn a_sleep_of_a_call_with_twenty_peers_costs_no_more_than_of_one_with_two() {
-    let (few, many) = (looks_of_a_root(3), looks_of_a_root(21));
+    let (few, many) = (polls_of_a_root(3), polls_of_a_root(21));
     assert!(many < 2.0 * few + 6.0, "{few} links are looked at in each sleep with 2 peers, {many} with 20");
 }

@@ -4,17 +4,17 @@
 use std::sync::Arc;
 
 use accl_executor::call::{Blocks, CallDesc, Mode, TensorDesc};
-use accl_executor::group::{Caller, Fate, Notify};
+use accl_executor::group::{Caller, Notify, PeerFate};
 use accl_transport::Poller;
 use accl_transport::loopback::{self, Capacity};
 use accl_types::{Collective, Dtype, Elems, Error, Rank};
 use accl_wire::Link;
 use accl_wire::frame::{Header, Kind, OVERHEAD_BYTES};
 
-use crate::cores::{GROUP, NOW, Nobody, SEGMENT, core_of, info};
+use crate::cores::{GROUP, NOW, NoObserver, SEGMENT, core_of, info};
 
 /// Returns the kinds of the group's frames that have arrived, in order.
-fn heard(link: &mut impl Link) -> Vec<Kind> {
+fn received_kinds(link: &mut impl Link) -> Vec<Kind> {
     let mut kinds = Vec::new();
     while let Some(frame) = link.peek().unwrap() {
         let header = Header::parse(frame.head).unwrap();
@@ -27,17 +27,17 @@ fn heard(link: &mut impl Link) -> Vec<Kind> {
 }
 
 #[test]
-fn who_asks_is_not_misled_by_a_goodbye_that_was_only_assumed() {
-    for (is_assumed, answer) in [(true, Fate::Unknown), (false, Fate::Left)] {
+fn an_assumed_disconnect_does_not_mislead_a_process_that_asks() {
+    for (is_assumed, answer) in [(true, PeerFate::Unknown), (false, PeerFate::Left)] {
         let (mut core, peers) = core_of(0, 3);
         core.depart(peers[1], is_assumed, NOW);
-        let question = [&Header::new(Kind::Fate).to_bytes()[..], &info(1).uuid].concat();
+        let question = [&Header::new(Kind::PeerFate).to_bytes()[..], &info(1).uuid].concat();
         assert_eq!(core.on_note(&info(2).uuid, &question, NOW), answer, "assumed: {is_assumed}");
     }
 }
 
 #[test]
-fn a_rank_that_linked_after_the_failure_hears_the_cause_before_the_goodbye() {
+fn a_rank_that_linked_after_the_failure_receives_the_cause_before_the_disconnect() {
     let (mut core, peers) = core_of(0, 6);
     core.with_group(GROUP, NOW, |group, context| group.fail(Error::exhausted("no memory"), context, Notify::Peers));
     let poller = Poller::new().unwrap();
@@ -46,14 +46,14 @@ fn a_rank_that_linked_after_the_failure_hears_the_cause_before_the_goodbye() {
     core.attach(peers[3], Box::new(near), None, NOW);
     core.leave_group(GROUP, NOW);
     core.net.flush_all();
-    assert_eq!(heard(&mut far), [Kind::Cause, Kind::Goodbye]);
+    assert_eq!(received_kinds(&mut far), [Kind::Cause, Kind::Disconnect]);
 }
 
 #[test]
-fn room_that_comes_while_another_thread_looks_is_no_secret_to_the_driver_that_sleeps() {
+fn a_sleeping_driver_learns_of_room_found_by_another_thread() {
     let (mut core, peers) = core_of(0, 2);
     let poller = Poller::new().unwrap();
-    core.net.set_board(poller.board());
+    core.net.set_bitmap(poller.bitmap());
     let waker = || poller.waker();
     let (mut near, mut far) = loopback::pair(SEGMENT + OVERHEAD_BYTES, Capacity::Frames(1), waker(), waker());
     let slot = poller.watch(&mut near).unwrap();
@@ -65,13 +65,13 @@ fn room_that_comes_while_another_thread_looks_is_no_secret_to_the_driver_that_sl
     (desc.peer, desc.mode) = (Some(Rank(1)), Mode::Async);
     desc.inputs = Blocks::of(TensorDesc::dense(data.as_mut_ptr(), Dtype::U8, Elems(100)));
     let prepared = caller.prepare(&desc, None).unwrap();
-    let call = caller.start(&mut core, &desc, prepared, None, Arc::new(Nobody), NOW).unwrap().call;
+    let call = caller.start(&mut core, &desc, prepared, None, Arc::new(NoObserver), NOW).unwrap().call;
     assert!(core.park(None, None, false, NOW).unwrap().is_some(), "there is nothing to do but to wait for room");
     // Another thread's small call polls for its own frames only, and no thread is woken meanwhile.
     assert!(core.watch());
     far.peek().unwrap().unwrap();
     far.release();
     core.unwatch(NOW);
-    assert_eq!(heard(&mut far), [Kind::P2pBegin]);
+    assert_eq!(received_kinds(&mut far), [Kind::P2pBegin]);
     assert!(call.is_done());
 }

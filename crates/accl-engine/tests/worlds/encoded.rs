@@ -43,7 +43,8 @@ fn all_ranks_end_with_the_same_bits_near_the_exact_sum() {
                         let exact: Vec<f64> = (0..world).fold(vec![0.0; count], |sum, rank| {
                             sum.iter().zip(data(rank, count, 1)).map(|(sum, value)| sum + f64::from(value)).collect()
                         });
-                        // At most `2 * world` encodings contribute, each off by less than one level of a range of `2 * world`.
+                        // At most `2 * world` encodings contribute, each off by less than one level of a range of `2 *
+                        // world`.
                         let level = 2.0 * world as f64 / f64::from((1u32 << bits) - 1);
                         let bound = 2.0 * world as f64 * level * 1.5;
                         let far =
@@ -255,7 +256,7 @@ fn blocks_of_uneven_sizes_are_scattered_gathered_and_exchanged() {
 }
 
 #[test]
-fn a_tensor_that_is_not_compressed_stays_exact_beside_others_that_are() {
+fn an_uncompressed_tensor_stays_exact_next_to_compressed_ones() {
     let tensors = vec![
         both_ways(max_min(2, 64, Rounding::Nearest), 1),
         TensorCodecs { intra_node: raw(), reduce: raw(), result: raw(), id: 2 },
@@ -574,7 +575,7 @@ fn what_an_encoding_loses_is_added_to_the_next_one() {
 }
 
 #[test]
-fn a_sum_of_zeros_spends_nothing_of_what_is_carried_over() {
+fn a_sum_of_zeros_keeps_the_residual() {
     let encoding = encoding(vec![both_ways(max_min(2, 64, Rounding::Nearest), 1)]);
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
         let of_sums = vec![0.5f32; 1000];

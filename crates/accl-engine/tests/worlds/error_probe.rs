@@ -148,7 +148,7 @@ fn parts_that_are_scattered_are_compared_by_their_owner() {
 }
 
 #[test]
-fn a_tensor_without_elements_beside_others_changes_nothing() {
+fn a_tensor_without_elements_next_to_others_changes_nothing() {
     const COUNT: usize = 20_000;
     World::new(options(&[0; 2], "reduce_scatter", "direct")).run("g", |member| {
         let codecs = (1..=2).map(|id| both_ways(max_min(4, 64, Rounding::Nearest), id)).collect();
@@ -189,7 +189,7 @@ fn about_one_element_in_so_many_is_compared_of_tensors_of_any_size() {
 }
 
 #[test]
-fn what_is_carried_over_is_set_beside_the_gradient() {
+fn the_residual_is_divided_by_the_norm_of_the_gradient() {
     const COUNT: usize = 50_000;
     for collective in [Collective::AllReduce, Collective::ReduceScatter] {
         let name = if collective == Collective::AllReduce { "all_reduce" } else { "reduce_scatter" };

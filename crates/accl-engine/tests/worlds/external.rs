@@ -195,7 +195,7 @@ fn equal_sizes_in_other_memory_are_another_shape() {
 }
 
 #[test]
-fn an_external_operation_that_ends_late_wakes_whoever_waits() {
+fn an_external_operation_that_ends_late_wakes_its_waiter() {
     for &fabric in FABRICS {
         for mode in [Mode::Blocking, Mode::Async] {
             World::new(options(2, fabric)).run("g", |member| {
@@ -440,8 +440,8 @@ fn a_chain_of_empty_messages_waits_for_an_external_operation_in_it() {
             if member.rank == held {
                 let task = device.take();
                 // Gives the root time to end too early.
-                let mut told = [0_u8];
-                finish(&member.post_recv(&mut told, Some(1), 5).unwrap()).unwrap();
+                let mut received = [0_u8];
+                finish(&member.post_recv(&mut received, Some(1), 5).unwrap()).unwrap();
                 copy(task);
             } else if member.rank == 1 {
                 let waited = call.wait(Some(Duration::from_millis(50)), &mut || false);

@@ -234,10 +234,10 @@ fn an_interrupt_ends_a_wait_soon() {
         if member.rank == 0 {
             let mut got = [0_u8; 1];
             let call = member.post_recv(&mut got, Some(1), 0).unwrap();
-            let mut looks = 0;
+            let mut polls = 0;
             let waited = call.wait(None, &mut || {
-                looks += 1;
-                looks == 3
+                polls += 1;
+                polls == 3
             });
             // The message comes only after the barrier.
             assert_eq!(waited, Waited::Interrupted);

@@ -222,7 +222,7 @@ fn who_links_to_a_rank_that_failed_learns_the_cause() {
 }
 
 #[test]
-fn a_receive_from_any_rank_fails_when_a_rank_dies_that_nobody_was_linked_to() {
+fn a_receive_from_any_rank_fails_when_an_unlinked_rank_dies() {
     let world = world(8, Fabric::Tcp);
     let dead = std::sync::Barrier::new(8);
     world.run("g", |member| {
@@ -371,7 +371,7 @@ fn ranks_that_left_in_good_order_are_no_loss_although_those_who_could_say_so_hav
 }
 
 #[test]
-fn a_send_that_nobody_waits_for_arrives_although_its_rank_leaves_at_once() {
+fn a_send_without_a_waiter_arrives_although_its_rank_leaves_at_once() {
     for fabric in fabrics() {
         let left = std::sync::Barrier::new(8);
         world(8, fabric).run("g", |member| {
@@ -467,8 +467,8 @@ fn once_all_are_linked_the_threads_that_make_links_sleep() {
 fn a_receiver_that_sleeps_is_woken_though_the_sender_makes_no_further_call() {
     for fabric in fabrics() {
         // These channels are outside the engine, whose threads may all have ended meanwhile.
-        let (tell, told) = std::sync::mpsc::channel();
-        let (tell, told) = (std::sync::Mutex::new(tell), std::sync::Mutex::new(told));
+        let (report, reports) = std::sync::mpsc::channel();
+        let (report, reports) = (std::sync::Mutex::new(report), std::sync::Mutex::new(reports));
         world(2, fabric).run("g", |member| {
             for turn in 0..8_u32 {
                 // Times longer than a thread polls before it sleeps, and times about as long.
@@ -477,12 +477,12 @@ fn a_receiver_that_sleeps_is_woken_though_the_sender_makes_no_further_call() {
                 let mut theirs = [-1_i32];
                 if member.rank == 0 {
                     finish(&member.post_send(&mine, 1, turn).unwrap()).unwrap();
-                    let is_told = told.lock().unwrap().recv_timeout(Duration::from_secs(10));
-                    assert!(is_told.is_ok(), "{fabric:?}, turn {turn}: the receiver sleeps on");
+                    let report = reports.lock().unwrap().recv_timeout(Duration::from_secs(10));
+                    assert!(report.is_ok(), "{fabric:?}, turn {turn}: the receiver sleeps on");
                 } else {
                     finish(&member.post_recv(&mut theirs, Some(0), turn).unwrap()).unwrap();
                     assert_eq!(theirs, mine);
-                    tell.lock().unwrap().send(()).unwrap();
+                    report.lock().unwrap().send(()).unwrap();
                 }
             }
         });
@@ -527,17 +527,17 @@ fn cost_of_a_sleep(world: u32, fabric: Fabric) -> (f64, f64) {
     let after = world.engines[0].snapshot();
     let sleeps = (after.parks - before.parks) as f64;
     assert!(sleeps >= 10.0, "it must have slept: {sleeps}");
-    let looks = (after.work.links_looked_at - before.work.links_looked_at) as f64;
-    (looks / sleeps, (after.system_calls() - before.system_calls()) as f64 / sleeps)
+    let polls = (after.work.links_polled - before.work.links_polled) as f64;
+    (polls / sleeps, (after.system_calls() - before.system_calls()) as f64 / sleeps)
 }
 
 #[test]
 fn a_sleep_costs_no_more_with_twenty_links_than_with_one() {
     // Every progress pass polls links whose events no thread posts.
     for fabric in [Fabric::Shm, Fabric::Tcp] {
-        let (looks_of_few, calls_of_few) = cost_of_a_sleep(2, fabric);
-        let (looks_of_many, calls_of_many) = cost_of_a_sleep(21, fabric);
-        assert!(looks_of_many <= looks_of_few + 6.0, "{fabric:?}: {looks_of_few} links before, {looks_of_many} now");
+        let (polls_of_few, calls_of_few) = cost_of_a_sleep(2, fabric);
+        let (polls_of_many, calls_of_many) = cost_of_a_sleep(21, fabric);
+        assert!(polls_of_many <= polls_of_few + 6.0, "{fabric:?}: {polls_of_few} links before, {polls_of_many} now");
         assert!(calls_of_many <= calls_of_few + 3.0, "{fabric:?}: {calls_of_few} calls before, {calls_of_many} now");
     }
 }

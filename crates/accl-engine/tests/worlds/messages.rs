@@ -52,7 +52,7 @@ fn tags_are_received_in_another_order_than_sent() {
 }
 
 #[test]
-fn a_receive_from_any_source_tells_the_source() {
+fn a_receive_from_any_source_returns_the_source() {
     World::new(cramped(4)).run("g", |member| {
         if member.rank == 0 {
             let mut seen = Vec::new();

@@ -96,7 +96,7 @@ fn expect_deadlines(world: &World, step: LinkFunction) {
 }
 
 #[test]
-fn deadlines_are_looked_at_after_a_panic_under_the_background_thread() {
+fn deadlines_are_checked_after_a_panic_under_the_background_thread() {
     for step in STEPS {
         let (world, rig) = World::rigged(options(Duration::from_millis(300)));
         let groups = world.run("g", |member| member);
@@ -142,7 +142,7 @@ fn await_parked(rig: &Rig) {
 /// Two sends find room in one progress pass, and the second one panics. The first is complete, and its caller must
 /// still learn of that.
 #[test]
-fn a_panic_after_a_send_that_is_over_leaves_nobody_waiting() {
+fn a_panic_after_a_completed_send_leaves_no_rank_waiting() {
     let (world, rig) = World::rigged(options(Duration::from_secs(30)));
     let groups = world.run("g", |member| member);
     // The sends are more than the link holds.
@@ -174,13 +174,13 @@ fn a_second_callback_is_refused_and_the_first_one_is_run() {
             }
         };
         let (sender, receiver) = std::sync::mpsc::channel();
-        let tell = |who: u32| {
+        let sends = |who: u32| {
             let sender = sender.clone();
             Box::new(move || sender.send(who).unwrap())
         };
-        call.when_done(tell(1)).unwrap();
+        call.when_done(sends(1)).unwrap();
         // No callback runs twice, and none is dropped without an error.
-        let second = call.when_done(tell(2));
+        let second = call.when_done(sends(2));
         finish(&call).unwrap();
         assert_eq!(receiver.recv_timeout(PATIENCE), Ok(1));
         match second {

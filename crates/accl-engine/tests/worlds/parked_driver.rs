@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use accl_executor::call::{Blocks, CallDesc, CallState, Mode, TensorDesc};
-use accl_executor::group::{Caller, Core, Launched, Relief};
+use accl_executor::group::{Caller, Core, Launched, WakeDecision};
 use accl_executor::peers::PeerId;
 use accl_transport::Poller;
 use accl_transport::loopback::{self, Capacity, LoopbackLink};
@@ -12,7 +12,7 @@ use accl_types::{Collective, Dtype, Elems, ErrorKind, Rank};
 use accl_wire::Link;
 use accl_wire::frame::{Cause, Header, Kind, LAST, OVERHEAD_BYTES};
 
-use crate::cores::{GROUP, NOW, Nobody, SEGMENT, core_of};
+use crate::cores::{GROUP, NOW, NoObserver, SEGMENT, core_of};
 
 /// A process in a group, with a poller.
 struct Process {
@@ -26,7 +26,7 @@ impl Process {
     fn new(rank: u32, world: u8) -> Self {
         let (mut core, peers) = core_of(rank, world);
         let poller = Poller::new().unwrap();
-        core.net.set_board(poller.board());
+        core.net.set_bitmap(poller.bitmap());
         Self { core, peers, poller, rank }
     }
 
@@ -52,7 +52,7 @@ impl Process {
             desc.outputs = blocks
         }
         let prepared = caller.prepare(&desc, None).unwrap();
-        caller.start(&mut self.core, &desc, prepared, None, Arc::new(Nobody), NOW).unwrap()
+        caller.start(&mut self.core, &desc, prepared, None, Arc::new(NoObserver), NOW).unwrap()
     }
 
     /// Issues a receive from rank 1 and parks the driver for it.
@@ -79,7 +79,7 @@ fn pair() -> (Process, Process) {
 }
 
 #[test]
-fn a_call_that_ends_in_another_threads_look_is_no_secret_to_the_driver_that_waits_for_it() {
+fn a_driver_learns_that_its_call_ended_in_the_pass_of_another_thread() {
     let (mut near, mut far) = pair();
     let (mut taken, mut given, mut small) = ([0_u8; 4], [3_u8; 4], [5_u8; 4]);
     let awaited = near.parks_for(&mut taken);
@@ -89,32 +89,32 @@ fn a_call_that_ends_in_another_threads_look_is_no_secret_to_the_driver_that_wait
     far.core.pass(NOW);
     assert!(!awaited.is_done());
     // A third thread sends small messages, and polls the links now and then.
-    let mut is_told = false;
+    let mut is_woken = false;
     for _ in 0..64 {
-        is_told |= near.message(Collective::Send, 1, 9, &mut small).wakes_driver;
+        is_woken |= near.message(Collective::Send, 1, 9, &mut small).wakes_driver;
     }
     assert!(awaited.is_done(), "the third thread has ended it");
-    let relief = near.core.unwatch(NOW);
-    assert!(is_told || relief != Relief::SleepsOn, "the driver sleeps on, and nobody will wake it");
+    let decision = near.core.unwatch(NOW);
+    assert!(is_woken || decision != WakeDecision::KeepAsleep, "the driver sleeps on, and nobody will wake it");
 }
 
 #[test]
-fn a_call_that_ends_in_a_look_at_all_links_is_owed_to_the_driver() {
+fn a_call_that_ends_in_a_poll_of_all_links_notifies_the_driver() {
     let (mut near, mut far) = pair();
     let (mut taken, mut given) = ([0_u8; 4], [3_u8; 4]);
     let awaited = near.parks_for(&mut taken);
-    near.core.net.look_again_everywhere();
+    near.core.net.force_poll_all();
     far.message(Collective::Send, 0, 5, &mut given);
     far.core.pass(NOW);
     near.core.pass_whole(NOW);
     assert!(awaited.is_done());
-    assert!(near.core.take_owed_to_driver());
-    assert!(!near.core.take_owed_to_driver(), "it is told once");
+    assert!(near.core.take_driver_unnotified());
+    assert!(!near.core.take_driver_unnotified(), "it is told once");
     near.core.unpark(NOW);
 }
 
 #[test]
-fn a_deadline_that_comes_up_in_another_threads_look_wakes_the_driver() {
+fn a_deadline_that_comes_up_in_the_pass_of_another_thread_wakes_the_driver() {
     let mut core = Process::new(0, 4);
     let waker = core.poller.waker();
     let (near, mut far) = loopback::pair(SEGMENT + OVERHEAD_BYTES, Capacity::Unbounded, waker.clone(), waker);
@@ -127,7 +127,7 @@ fn a_deadline_that_comes_up_in_another_threads_look_wakes_the_driver() {
     };
     let mut taken = [0_u8; 4];
     core.message(Collective::Recv, 1, 5, &mut taken);
-    emit(Header { flags: LAST, ..Header::new(Kind::Groups) }, &[]);
+    emit(Header { flags: LAST, ..Header::new(Kind::Hello) }, &[]);
     core.core.pass_whole(NOW);
     let until = core.core.park(None, None, false, NOW).unwrap().unwrap();
     // Another thread polls for its own call and learns that rank 2 has failed the group. That counts a while later.
@@ -135,5 +135,5 @@ fn a_deadline_that_comes_up_in_another_threads_look_wakes_the_driver() {
     let cause = Cause { kind: ErrorKind::Timeout, origin: Rank(2), text: "late".to_owned() };
     emit(Header { group: GROUP, ..Header::new(Kind::Cause) }, &cause.to_bytes(1024));
     core.core.pass(NOW);
-    assert_eq!(core.core.unwatch(NOW), Relief::Wake, "the driver sleeps until {until:?}");
+    assert_eq!(core.core.unwatch(NOW), WakeDecision::Wake, "the driver sleeps until {until:?}");
 }

@@ -160,7 +160,7 @@ struct Launcher<'scope, 'env> {
     scope: &'scope std::thread::Scope<'scope, 'env>,
     store: &'env MemoryStore,
     ended: Sender<(u32, u32, Result<()>)>,
-    heard: Receiver<(u32, u32, Result<()>)>,
+    results: Receiver<(u32, u32, Result<()>)>,
     lives: Vec<Arc<Life>>,
     /// Number of starts of each rank.
     starts: Vec<u32>,
@@ -183,9 +183,9 @@ impl Launcher<'_, '_> {
     }
 
     /// Waits for the end of some rank's process.
-    fn hear(&mut self, what: &str) -> (u32, Result<()>) {
+    fn next_result(&mut self, what: &str) -> (u32, Result<()>) {
         let (rank, start, result) =
-            self.heard.recv_timeout(TIMEOUT / 2).unwrap_or_else(|_| panic!("{what}: stuck; {:#?}", self.errors));
+            self.results.recv_timeout(TIMEOUT / 2).unwrap_or_else(|_| panic!("{what}: stuck; {:#?}", self.errors));
         assert_eq!(start, self.starts[rank as usize]);
         self.running[rank as usize] = false;
         if let Err(error) = &result {
@@ -202,13 +202,13 @@ fn survive(agents: Agents, deaths: &[(u32, usize)]) {
     let what = format!("{agents:?}, {deaths:?}");
     let alive = Life::until(None);
     std::thread::scope(|scope| {
-        let (ended, heard) = mpsc::channel();
+        let (ended, results) = mpsc::channel();
         let world = WORLD as usize;
         let mut launcher = Launcher {
             scope,
             store: &store,
             ended,
-            heard,
+            results,
             lives: vec![alive.clone(); world],
             starts: vec![0; world],
             running: vec![false; world],
@@ -222,7 +222,7 @@ fn survive(agents: Agents, deaths: &[(u32, usize)]) {
         };
         (0..WORLD).for_each(|rank| launcher.start(rank, dies_at(rank, 0)));
         while !launcher.done.iter().all(|done| *done) {
-            let (rank, result) = launcher.hear(&what);
+            let (rank, result) = launcher.next_result(&what);
             launcher.done[rank as usize] = result.is_ok();
             let mut broken: Vec<u32> = result.err().map(|_| rank).into_iter().collect();
             while let Some(rank) = broken.pop() {
@@ -230,7 +230,7 @@ fn survive(agents: Agents, deaths: &[(u32, usize)]) {
                 let mates = agents.mates(rank);
                 mates.clone().for_each(|mate| launcher.lives[mate as usize].dead.store(true, Ordering::SeqCst));
                 while mates.clone().any(|mate| launcher.running[mate as usize]) {
-                    let (other, result) = launcher.hear(&what);
+                    let (other, result) = launcher.next_result(&what);
                     launcher.done[other as usize] = result.is_ok();
                     broken.extend(result.err().filter(|_| !mates.contains(&other)).map(|_| other));
                 }
@@ -392,7 +392,7 @@ impl Store for Counting<'_> {
 }
 
 #[test]
-fn a_rank_that_fails_after_the_meeting_tells_the_others_at_once() {
+fn a_rank_that_fails_after_the_meeting_notifies_the_others_at_once() {
     // The leader publishes no endpoint address of its own in the store.
     let moments = [("add ", "/ready")].into_iter().flat_map(|moment| [(0, moment), (1, moment), (2, moment)]);
     for (victim, moment) in moments.chain([(1, ("set ", "/info/")), (2, ("set ", "/info/"))]) {
@@ -430,7 +430,7 @@ fn ranks_that_come_when_a_refusing_rank_has_gone_quote_its_cause_at_their_deadli
 }
 
 #[test]
-fn a_rank_that_is_interrupted_while_it_waits_tells_the_others_at_once() {
+fn a_rank_that_is_interrupted_while_it_waits_notifies_the_others_at_once() {
     for victim in 0..2 {
         let store = MemoryStore::default();
         std::thread::scope(|scope| {
@@ -563,7 +563,7 @@ fn a_rank_that_came_and_gave_up_is_not_counted_among_the_missing() {
 }
 
 #[test]
-fn of_two_processes_with_one_rank_one_is_told_so() {
+fn of_two_processes_with_one_rank_one_gets_an_error() {
     // Which of the two comes first varies.
     for twice in (0..WORLD).cycle().take(4 * WORLD as usize) {
         let store = MemoryStore::default();
@@ -584,8 +584,8 @@ fn of_two_processes_with_one_rank_one_is_told_so() {
         });
         let [error] = errors.as_slice() else { panic!("rank {twice} twice: {errors:#?}") };
         // The second process may come after the group was created. Then no rank answers it.
-        let told = ["is already used by".to_owned(), format!("another process also has rank {twice}")];
-        assert!(told.iter().any(|told| error.message.contains(told)), "{error}");
+        let expected = ["is already used by".to_owned(), format!("another process also has rank {twice}")];
+        assert!(expected.iter().any(|expected| error.message.contains(expected)), "{error}");
     }
 }
 

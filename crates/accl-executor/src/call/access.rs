@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_touches_what_somebody_else_has_back() {
+    fn memory_is_not_touched_after_its_owner_has_it_back() {
         for round in 0..2000 {
             let (access, touched) = (Access::default(), std::sync::Mutex::new(0_u64));
             std::thread::scope(|scope| {

@@ -88,7 +88,7 @@ const DONE: u8 = 1;
 const FAILED: u8 = 2;
 const PANICKED: &str = "the worker panicked when it began the operation";
 
-struct Shared {
+struct TaskState {
     state: AtomicU8,
     /// Access to the memory. The task is cancelled once the memory is wanted back.
     access: Access,
@@ -106,7 +106,7 @@ struct Shared {
 /// [`ExternalTask::done`], [`ExternalTask::fail`], or a drop. A drop counts as a failure unless the task was cancelled.
 pub struct ExternalTask {
     work: ExternalWork,
-    shared: Arc<Shared>,
+    shared: Arc<TaskState>,
     /// Memory of the engine that lives as long as the task, whatever happens to the call.
     _keeps: Arc<dyn Any + Send + Sync>,
 }
@@ -171,7 +171,7 @@ impl ExternalTask {
     /// [holds](ExternalTask::hold). The call completes. The memory must stay for as long as the process lives, and the
     /// call's error says so.
     pub fn abandon(self, error: Error) {
-        let _ = self.shared.why.set(error.holding_memory());
+        let _ = self.shared.why.set(error.leaking_memory());
         self.end(FAILED);
         // Forgetting the task also leaks the engine's memory in which its tensors lie.
         std::mem::forget(self);
@@ -185,7 +185,7 @@ impl ExternalTask {
 }
 
 /// Permission returned by [`ExternalTask::touch`].
-pub(crate) struct Touch<'task>(&'task Shared);
+pub(crate) struct Touch<'task>(&'task TaskState);
 
 impl Drop for Touch<'_> {
     fn drop(&mut self) {
@@ -213,7 +213,7 @@ impl fmt::Debug for ExternalTask {
 /// The executor's side of a task.
 pub(crate) struct ExternalHandle {
     by: Arc<dyn External>,
-    shared: Arc<Shared>,
+    shared: Arc<TaskState>,
     /// Whether the worker accesses the memory only between `Access::begin` and `Access::end`.
     asks_first: bool,
 }
@@ -235,7 +235,7 @@ impl ExternalHandle {
         keeps: Arc<dyn Any + Send + Sync>,
         wake: Wake,
     ) -> Self {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(TaskState {
             state: AtomicU8::new(UNDER_WAY),
             access: Access::default(),
             has_panicked: AtomicBool::new(false),
@@ -290,7 +290,7 @@ impl ExternalHandle {
 
     /// Returns the reason, if the task was abandoned.
     pub(crate) fn abandoned(&self) -> Option<&Error> {
-        self.shared.why.get().filter(|why| self.has_ended() && why.context.holds_memory)
+        self.shared.why.get().filter(|why| self.has_ended() && why.context.must_leak_memory)
     }
 
     /// Returns the name of the worker.
@@ -393,7 +393,7 @@ mod tests {
         task.abandon(Error::device("it goes on for ever"));
         assert!(handle.is_away() && handle.abandoned().unwrap().message.contains("for ever"));
         let ExternalState::Failed(error) = handle.state() else { panic!("it is over") };
-        assert!(error.context.holds_memory);
+        assert!(error.context.must_leak_memory);
         drop(handle);
         assert!(alive.upgrade().is_some());
     }

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_hears_of_nobody_waits_for_nobody_unless_it_fails() {
+    fn a_call_that_awaits_no_rank_reports_no_wait_unless_it_fails() {
         let go = |_: &Phases, watch: &dyn Fn() -> Stopwatch| {
             let watch = watch();
             watch.begin();

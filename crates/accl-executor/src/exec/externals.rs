@@ -182,8 +182,8 @@ impl Externals {
 
     /// Returns why an operation was abandoned, if one was. The memory of the call must then stay.
     pub(super) fn abandoned(&self) -> Option<&Error> {
-        let not_looked_at = self.under_way.iter().find_map(|under_way| under_way.handle.abandoned());
-        not_looked_at.or_else(|| self.failure.as_ref().filter(|failure| failure.context.holds_memory))
+        let unpolled = self.under_way.iter().find_map(|under_way| under_way.handle.abandoned());
+        unpolled.or_else(|| self.failure.as_ref().filter(|failure| failure.context.must_leak_memory))
     }
 
     /// Describes an operation that has not ended, for messages. `without_parts` leaves out the parts that other lanes
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn how_an_operation_ended_is_asked_for_until_somebody_has_looked() {
+    fn the_result_of_an_operation_is_polled_until_it_is_taken() {
         let shelf: Arc<Shelf> = Arc::default();
         let by: Arc<dyn External> = shelf.clone();
         let mut externals = Externals::default();
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_abandoned_is_known_before_and_after_somebody_has_looked() {
+    fn an_abandoned_operation_is_known_before_and_after_it_is_settled() {
         let shelf: Arc<Shelf> = Arc::default();
         let by: Arc<dyn External> = shelf.clone();
         let mut externals = Externals::default();
@@ -271,7 +271,7 @@ mod tests {
         assert!(!externals.may_touch() && externals.abandoned().is_some());
         externals.settle(3);
         assert!(externals.abandoned().is_some(), "a pass has yet to take it");
-        assert!(externals.take_failure().unwrap().context.holds_memory && externals.abandoned().is_none());
+        assert!(externals.take_failure().unwrap().context.must_leak_memory && externals.abandoned().is_none());
     }
 
     #[test]

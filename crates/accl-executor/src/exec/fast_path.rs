@@ -82,9 +82,9 @@ impl FastPath<'_> {
             return false;
         };
         let peer = env.members.peer(to);
-        let Some(place) = env.net.reserve(peer, op.total as usize) else { return false };
-        *place.head = with_edge(&self.head, op.edge);
-        self.compute.read(src, 0, place.payload);
+        let Some(slot) = env.net.reserve(peer, op.total as usize) else { return false };
+        *slot.head = with_edge(&self.head, op.edge);
+        self.compute.read(src, 0, slot.payload);
         env.net.commit_quietly(peer);
         if let Some(credit) = fragment.credit {
             env.members.take_eager(to, credit);

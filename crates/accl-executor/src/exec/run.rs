@@ -199,7 +199,7 @@ pub(crate) struct Run {
 impl Run {
     /// Returns whether other code enforces the deadline. An external operation does the call, or only parts on other
     /// lanes are missing. This still holds when that operation has ended and its result was not checked yet.
-    pub(crate) fn has_deadline_elsewhere(&self) -> bool {
+    pub(crate) fn has_external_deadline(&self) -> bool {
         // The other lanes themselves report which ranks they wait for.
         (self.plan.is_offloaded || self.awaits_parts_alone()) && self.externals.has_any()
     }
@@ -213,7 +213,7 @@ impl Run {
 
     /// Returns whether the external operation of an offloaded call is in flight. During that time the call needs all
     /// ranks.
-    pub(crate) fn is_elsewhere(&self) -> bool {
+    pub(crate) fn offload_in_flight(&self) -> bool {
         self.plan.is_offloaded && self.has_external_under_way()
     }
 
@@ -682,7 +682,7 @@ impl Run {
     /// Follows the progress of a receive: returns credit, grants, completes.
     fn settle_receive(&mut self, op: u32, from: Rank, env: &mut RunContext<'_>) {
         let limit = self.limit(op);
-        let ahead = || match env.net.is_cheap_to_look_at(env.members.peer(from)) {
+        let ahead = || match env.net.polls_without_syscall(env.members.peer(from)) {
             true => AHEAD_INTRA_NODE,
             false => AHEAD_INTER_NODE,
         };
@@ -843,7 +843,7 @@ impl Run {
     /// Returns the ranks for which this call still waits, without repetition. While the operation of an offloaded call
     /// is in flight, these are all other ranks.
     pub(crate) fn awaited(&self, members: &Members) -> Vec<Rank> {
-        match self.is_elsewhere() {
+        match self.offload_in_flight() {
             true => members.ranks().filter(|&rank| rank != self.call.rank).collect(),
             false => self.awaited_messages(),
         }

@@ -32,13 +32,13 @@ pub struct FailedGroup {
     /// First cause of the failure.
     pub error: Error,
     /// Ranks that must still be notified.
-    pub tell: Notify,
+    pub notify: Notify,
 }
 
 impl FailedGroup {
     /// Returns the rank where the failure began; `None` if it began here or all ranks know it.
     pub(super) fn announced_by(&self) -> Option<Rank> {
-        self.error.context.peer.filter(|_| self.tell == Notify::Neighbours)
+        self.error.context.peer.filter(|_| self.notify == Notify::Neighbours)
     }
 }
 
@@ -50,7 +50,7 @@ pub enum Notify {
     /// The neighbours, which forward the report; another rank notifies all ranks.
     Neighbours,
     /// No ranks: all of them know it.
-    Nobody,
+    NoRank,
 }
 
 /// Whether neighbours that may poll no link are sent an out-of-band report of a failure.
@@ -83,7 +83,7 @@ impl Completed {
     }
 
     /// Records that a group with several lanes has failed.
-    pub(super) fn fail_elsewhere(&mut self, failed: FailedGroup) {
+    pub(super) fn fail_on_other_lanes(&mut self, failed: FailedGroup) {
         self.failed.push(failed);
         self.has_any = true;
     }

@@ -18,7 +18,7 @@ use smallvec::SmallVec;
 use super::completed::{Completed, FailedGroup, Notes, Notify};
 use super::context::Context;
 use super::ended::Ended;
-use super::inbox::{Early, Lobby, MAX_LOBBY_BYTES};
+use super::inbox::{Early, EarlyFrames, MAX_EARLY_BYTES};
 use super::state::{CallInFlight, Departure, FastPathEnd, GroupState, cause_bytes};
 use super::stopping::Stopping;
 use crate::call::{CallDesc, CallState, Wake};
@@ -37,16 +37,16 @@ const MIN_HELD_BYTES: usize = 2 << 10;
 /// not delay it forever.
 const MAX_ROUNDS: usize = 1000;
 /// Maximum number of consecutive calls that complete at once without a poll of the links.
-const MAX_CALLS_WITHOUT_LOOK: u32 = 16;
+const MAX_CALLS_WITHOUT_POLL: u32 = 16;
 /// Maximum number of polls of the links before a sleeping driver is woken to poll by itself.
-const ROUNDS_OF_RELIEF: u32 = 4;
+const ROUNDS_BEFORE_WAKE: u32 = 4;
 /// Unresponsive time after which a host counts as vanished, if no call has a shorter timeout. Keep-alive allows an idle
 /// link the same time.
 pub const VANISHED: Duration = Duration::from_secs(30);
 /// Interval between checks for unresponsive hosts.
-pub const LOOK_FOR_SILENCE: Duration = Duration::from_secs(1);
+pub const SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of processes asked what happened to a peer.
-const MAX_WITNESSES: usize = 4;
+const MAX_ASKED_NEIGHBOURS: usize = 4;
 
 /// Hasher for group numbers, which are hashes already.
 type ById = BuildHasherDefault<IdHasher>;
@@ -77,7 +77,7 @@ pub struct Core {
     /// Groups with calls in flight.
     active: Vec<u64>,
     /// Frames of groups that do not exist here yet.
-    lobby: Lobby,
+    early_frames: EarlyFrames,
     /// Groups that are being created here, with their peers.
     expected: HashMap<u64, Vec<PeerId>, ById>,
     /// Groups that were destroyed here. Frames that still arrive for them are dropped.
@@ -97,15 +97,15 @@ pub struct Core {
     /// Groups that a rank has left since absent ranks were last looked for.
     left: Vec<u64>,
     /// Number of consecutive calls that completed when they were issued. No thread has polled the links meanwhile.
-    calls_without_look: u32,
-    /// Whether a poll that asks the system is due: see [`Core::take_owed_look`].
-    owes_look: bool,
+    calls_without_poll: u32,
+    /// Whether a poll that asks the system is due: see [`Core::take_poll_due`].
+    poll_due: bool,
     /// Number of consecutive passes without progress.
     idle: u32,
     /// Time until which the driver sleeps in the poller; `None` if it does not sleep.
     parked: Option<Moment>,
     /// Whether a pass made progress while the driver slept, and the driver was not notified.
-    owes_driver: bool,
+    driver_unnotified: bool,
     /// Number of threads that poll the links in a loop while the driver sleeps.
     watchers: u32,
     /// Time of the next check for unresponsive hosts.
@@ -119,12 +119,12 @@ pub struct Work {
     /// Number of passes over the links.
     pub passes: u64,
     /// Number of polls of a link, by passes and by threads that were about to sleep.
-    pub links_looked_at: u64,
+    pub links_polled: u64,
 }
 
 /// Fate of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum PeerFate {
     /// The process sent a disconnect message, and exited.
     Left,
     /// The process was lost without a disconnect message.
@@ -135,32 +135,32 @@ pub enum Fate {
     Unknown,
 }
 
-impl Fate {
-    const ALL: [Fate; 4] = [Fate::Left, Fate::Lost, Fate::Here, Fate::Unknown];
+impl PeerFate {
+    const ALL: [PeerFate; 4] = [PeerFate::Left, PeerFate::Lost, PeerFate::Here, PeerFate::Unknown];
 
     /// Returns the name that an answer contains.
     pub fn name(self) -> &'static str {
         match self {
-            Fate::Left => "left",
-            Fate::Lost => "lost",
-            Fate::Here => "here",
-            Fate::Unknown => "unknown",
+            PeerFate::Left => "left",
+            PeerFate::Lost => "lost",
+            PeerFate::Here => "here",
+            PeerFate::Unknown => "unknown",
         }
     }
 
     /// Returns the fate that an answer contains.
     pub fn of(name: &str) -> Self {
-        Self::ALL.into_iter().find(|fate| fate.name() == name).unwrap_or(Fate::Unknown)
+        Self::ALL.into_iter().find(|fate| fate.name() == name).unwrap_or(PeerFate::Unknown)
     }
 }
 
 /// Action for a sleeping driver when the last thread that polled the links in its place stops polling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Relief {
+pub enum WakeDecision {
     /// The driver keeps sleeping, and peers wake it.
-    SleepsOn,
+    KeepAsleep,
     /// Calls may have completed meanwhile. A driver that waits for one must check it.
-    MayBeOver,
+    CheckCall,
     /// The driver must be woken to poll again.
     Wake,
 }
@@ -173,12 +173,12 @@ impl Core {
             net: Net::default(),
             groups: HashMap::default(),
             active: Vec::new(),
-            lobby: Lobby::default(),
+            early_frames: EarlyFrames::default(),
             expected: HashMap::default(),
             causes: Vec::new(),
             left: Vec::new(),
-            calls_without_look: 0,
-            owes_look: false,
+            calls_without_poll: 0,
+            poll_due: false,
             idle: 0,
             ended: Ended::default(),
             completed: Completed::default(),
@@ -187,7 +187,7 @@ impl Core {
             clock,
             segment,
             parked: None,
-            owes_driver: false,
+            driver_unnotified: false,
             watchers: 0,
             silence_at: None,
             passes: 0,
@@ -237,7 +237,7 @@ impl Core {
     fn go_fast_path(&mut self, id: u64, desc: &CallDesc, spin_limit: SpinLimit) -> Option<FastPathEnd> {
         let group = self.groups.get_mut(&id)?;
         let ran = group.run_fast_path(desc, spin_limit, &mut self.net, self.segment);
-        if let Some(FastPathEnd::Done { heard: false, .. }) = ran {
+        if let Some(FastPathEnd::Done { has_received: false, .. }) = ran {
             self.ended_at_once();
         }
         ran
@@ -263,7 +263,7 @@ impl Core {
         let mut payloads = Groups::payloads(groups, self.segment as usize + OVERHEAD_BYTES).peekable();
         while let Some(payload) = payloads.next() {
             let flags = if payloads.peek().is_none() { last } else { 0 };
-            self.net.send_control(id, Header { flags, ..Header::new(Kind::Groups) }, &payload);
+            self.net.send_control(id, Header { flags, ..Header::new(Kind::Hello) }, &payload);
         }
     }
 
@@ -272,7 +272,7 @@ impl Core {
         let id = group.id();
         self.expected.remove(&id);
         self.groups.insert(id, group);
-        let (early, is_complete) = self.lobby.take(id);
+        let (early, is_complete) = self.early_frames.take(id);
         for Early { peer, header, payload } in early {
             self.with_group(id, now, |group, context| {
                 if let Some(from) = group.members().rank_of(peer) {
@@ -286,18 +286,18 @@ impl Core {
             let error = Error::exhausted(format!(
                 "received more than {} MiB for groups that this rank is still creating; let all ranks create a group \
                  before its first call",
-                MAX_LOBBY_BYTES >> 20
+                MAX_EARLY_BYTES >> 20
             ));
             self.with_group(id, now, |group, context| group.fail(group.in_context(error), context, Notify::Peers));
         }
         self.net.flush_all();
     }
 
-    /// Makes the next pass ask the system for news on the links of a group's ranks.
-    pub fn look_again_at(&mut self, group: u64) {
+    /// Makes the next pass ask the system for events on the links of a group's ranks.
+    pub fn force_poll_of(&mut self, group: u64) {
         let Some(group) = self.groups.get(&group) else { return };
         for rank in group.members().ranks() {
-            self.net.look_again(group.members().peer(rank));
+            self.net.force_poll(group.members().peer(rank));
         }
     }
 
@@ -306,7 +306,7 @@ impl Core {
         let group = self.groups.remove(&id);
         self.expected.remove(&id);
         self.active.retain(|active| *active != id);
-        self.lobby.take(id);
+        self.early_frames.take(id);
         if let Some(members) = group.as_ref().map(GroupState::members) {
             members.ranks().for_each(|rank| self.net.add_traffic(members.peer(rank), members.traffic(rank)));
         }
@@ -317,14 +317,14 @@ impl Core {
     /// Fails a group on this lane after it failed on another lane. Frames that have already arrived are handled first.
     /// Returns `false` if the group does not exist, or has already failed.
     ///
-    /// Each lane notifies the ranks that `failed.tell` names over its own links, even if the lane that failed first has
-    /// done so. The first lane also sends out-of-band notes. The other lanes must notify as well, because a peer may
-    /// wait on such a lane while the first lane's link to it is broken.
+    /// Each lane notifies the ranks that `failed.notify` names over its own links, even if the lane that failed first
+    /// has done so. The first lane also sends out-of-band notes. The other lanes must notify as well, because a peer
+    /// may wait on such a lane while the first lane's link to it is broken.
     pub fn fail_with_lane(&mut self, failed: &FailedGroup, is_first: bool, now: Moment) -> bool {
-        if self.groups.get(&failed.group).is_none_or(|state| state.poison().is_some()) {
+        if self.groups.get(&failed.group).is_none_or(|state| state.failure().is_some()) {
             return false;
         }
-        self.look_again_at(failed.group);
+        self.force_poll_of(failed.group);
         self.pass_whole(now);
         let notes = if is_first { Notes::Sent } else { Notes::LeftToFirstLane };
         let fails = |state: &mut GroupState, context: &mut Context<'_>| state.fail_on_lane(failed, notes, context);
@@ -341,7 +341,7 @@ impl Core {
 
     /// Returns whether completed calls wait for [`Core::take_completed`], or links or notes are requested.
     #[inline]
-    pub fn has_errands(&self) -> bool {
+    pub fn has_deferred(&self) -> bool {
         !self.completed.is_empty() || self.net.has_wanted()
     }
 
@@ -376,7 +376,7 @@ impl Core {
     pub fn lose(&mut self, id: PeerId, error: Error, now: Moment) {
         if self.net.is_unlinked(id) {
             self.net.mark_gone(id, error);
-            let _ = self.guarded(|core| core.look_for_absentees(now));
+            let _ = self.guarded(|core| core.check_absentees(now));
         }
     }
 
@@ -390,7 +390,7 @@ impl Core {
         if !self.net.is_linked(id) {
             return Stance::Unlinked;
         }
-        self.look_at(id, now);
+        self.poll_peer(id, now);
         match self.net.is_linked(id) {
             true => Stance::Linked,
             false => Stance::GivenUp,
@@ -398,8 +398,8 @@ impl Core {
     }
 
     /// Handles everything that a peer has sent, and detects whether it has disconnected.
-    fn look_at(&mut self, id: PeerId, now: Moment) {
-        self.net.look_again(id);
+    fn poll_peer(&mut self, id: PeerId, now: Moment) {
+        self.net.force_poll(id);
         let checked = self.guarded(|core| {
             // The end of the peer is detected only after all its frames were handled.
             core.pass_whole(now);
@@ -407,7 +407,7 @@ impl Core {
         });
         if let Ok(Err(error)) = checked {
             self.net.mark_gone(id, error);
-            let _ = self.guarded(|core| core.look_for_absentees(now));
+            let _ = self.guarded(|core| core.check_absentees(now));
         }
     }
 
@@ -428,21 +428,21 @@ impl Core {
 
     /// Returns the counters of the work done for progress.
     pub fn work(&self) -> Work {
-        Work { passes: self.passes, links_looked_at: self.net.looks() }
+        Work { passes: self.passes, links_polled: self.net.polls() }
     }
 
     /// Records that a process without a link has exited after it sent disconnect messages to others. With `is_assumed`
-    /// this is only assumed. If other processes ask, this process then answers [`Fate::Unknown`].
+    /// this is only assumed. If other processes ask, this process then answers [`PeerFate::Unknown`].
     pub fn depart(&mut self, id: PeerId, is_assumed: bool, now: Moment) {
         if self.net.is_unlinked(id) {
-            self.net.note_goodbye(id, is_assumed);
+            self.net.note_disconnect(id, is_assumed);
             self.lose(id, Error::peer_lost("it has left"), now);
         }
     }
 
     /// Returns processes that may know better what happened to a peer: its neighbours in shared groups, which linked to
     /// it when the group was created.
-    pub fn witnesses(&self, uuid: &[u8; 16]) -> Vec<EndpointInfo> {
+    pub fn neighbours_of(&self, uuid: &[u8; 16]) -> Vec<EndpointInfo> {
         let Some(id) = self.net.find(uuid) else { return Vec::new() };
         let mut found: Vec<PeerId> = Vec::new();
         for group in self.groups.values() {
@@ -454,11 +454,11 @@ impl Core {
                     found.push(peer);
                 }
             }
-            if found.len() >= MAX_WITNESSES {
+            if found.len() >= MAX_ASKED_NEIGHBOURS {
                 break;
             }
         }
-        found.into_iter().take(MAX_WITNESSES).map(|id| self.net.peer(id).info().clone()).collect()
+        found.into_iter().take(MAX_ASKED_NEIGHBOURS).map(|id| self.net.peer(id).info().clone()).collect()
     }
 
     /// Returns whether a process should still get a note that a group has failed.
@@ -468,38 +468,38 @@ impl Core {
     }
 
     /// Handles an out-of-band frame, and returns the answer.
-    pub fn on_note(&mut self, from: &[u8; 16], note: &[u8], now: Moment) -> Fate {
-        let Some((head, payload)) = note.split_first_chunk() else { return Fate::Unknown };
-        let Ok(header) = Header::parse(head) else { return Fate::Unknown };
+    pub fn on_note(&mut self, from: &[u8; 16], note: &[u8], now: Moment) -> PeerFate {
+        let Some((head, payload)) = note.split_first_chunk() else { return PeerFate::Unknown };
+        let Ok(header) = Header::parse(head) else { return PeerFate::Unknown };
         match (header.kind, self.net.find(from)) {
             (Kind::Cause, Some(id)) => {
                 let _ = self.guarded(|core| {
                     core.on_frame(id, &header, payload, now);
                     core.pass_whole(now);
                 });
-                Fate::Unknown
+                PeerFate::Unknown
             }
-            (Kind::Fate, _) => payload.try_into().map_or(Fate::Unknown, |uuid: &[u8; 16]| self.fate(uuid, now)),
-            _ => Fate::Unknown,
+            (Kind::PeerFate, _) => payload.try_into().map_or(PeerFate::Unknown, |uuid: &[u8; 16]| self.fate(uuid, now)),
+            _ => PeerFate::Unknown,
         }
     }
 
     /// Returns what happened to a process, as far as it is known here.
-    fn fate(&mut self, uuid: &[u8; 16], now: Moment) -> Fate {
+    fn fate(&mut self, uuid: &[u8; 16], now: Moment) -> PeerFate {
         let linked = self.net.find(uuid).filter(|&id| self.net.is_linked(id));
         if let Some(id) = linked {
-            self.look_at(id, now);
+            self.poll_peer(id, now);
             if self.net.is_linked(id) {
-                return Fate::Here;
+                return PeerFate::Here;
             }
         }
-        let Some(peer) = self.net.gone(uuid).map(|id| self.net.peer(id)) else { return Fate::Unknown };
+        let Some(peer) = self.net.gone(uuid).map(|id| self.net.peer(id)) else { return PeerFate::Unknown };
         match peer.gone() {
             // Others may know better, so an assumption is not reported.
-            Some(Gone::Left) if peer.is_goodbye_assumed() => Fate::Unknown,
-            Some(Gone::Left) => Fate::Left,
-            Some(Gone::Lost(_)) => Fate::Lost,
-            None => Fate::Unknown,
+            Some(Gone::Left) if peer.is_disconnect_assumed() => PeerFate::Unknown,
+            Some(Gone::Left) => PeerFate::Left,
+            Some(Gone::Lost(_)) => PeerFate::Lost,
+            None => PeerFate::Unknown,
         }
     }
 
@@ -511,10 +511,10 @@ impl Core {
                 if let Some(cause) = cause {
                     self.net.send_control(id, header(Kind::Cause), cause);
                 }
-                self.net.send_control(id, header(Kind::Goodbye), &[]);
+                self.net.send_control(id, header(Kind::Disconnect), &[]);
             } else if self.groups.get(&group).is_some_and(|group| group.members().rank_of(id).is_none()) {
                 // This process has left the group, and the peer is again a peer in another group.
-                self.net.send_control(id, header(Kind::Goodbye), &[]);
+                self.net.send_control(id, header(Kind::Disconnect), &[]);
             } else {
                 self.with_group(group, now, |group, context| group.notify_of_failure(id, context));
             }
@@ -550,20 +550,20 @@ impl Core {
 
     /// Returns when a driver that goes to sleep now must check for unresponsive hosts, if any link needs it. While the
     /// driver sleeps, other threads may send, and do not wake it for this.
-    fn next_look_for_silence(&self, now: Moment) -> Option<Moment> {
+    fn next_silence_check(&self, now: Moment) -> Option<Moment> {
         let asked = self.silence_at.filter(|_| self.net.awaits_answers());
         asked.or_else(|| self.net.has_streams().then(|| now + VANISHED))
     }
 
     /// Gives up peers whose host has vanished. The system would keep retransmitting for a quarter of an hour, and no
     /// call on the link waits that long.
-    fn look_for_silence(&mut self, now: Moment) {
+    fn check_silence(&mut self, now: Moment) {
         let is_late = || self.next_deadline().is_some_and(|deadline| deadline <= now);
         if self.silence_at.is_some_and(|at| now < at) && !is_late() {
             return;
         }
-        self.silence_at = Some(now + LOOK_FOR_SILENCE);
-        for (id, silence) in self.net.look_for_answers() {
+        self.silence_at = Some(now + SILENCE_CHECK_INTERVAL);
+        for (id, silence) in self.net.take_unresponsive() {
             let allowed = self.active.iter().filter_map(|group| self.groups.get(group)?.least_allowance(id)).min();
             if silence >= allowed.unwrap_or(VANISHED).min(VANISHED) {
                 let error = Error::peer_lost(format!(
@@ -581,8 +581,8 @@ impl Core {
     /// Returns, and clears, whether progress was made while the driver sleeps, of which it was not notified. Its call
     /// may be done, so the caller must wake it.
     #[inline]
-    pub fn take_owed_to_driver(&mut self) -> bool {
-        std::mem::take(&mut self.owes_driver)
+    pub fn take_driver_unnotified(&mut self) -> bool {
+        std::mem::take(&mut self.driver_unnotified)
     }
 
     /// Returns whether the sleeping driver must poll again: a call has an earlier deadline, or something may happen
@@ -613,38 +613,38 @@ impl Core {
 
     /// Ends a [`Core::watch`]. All calls that have taken their sequence number must have started, because frames are
     /// handled here.
-    pub fn unwatch(&mut self, now: Moment) -> Relief {
-        let relief = match self.parked {
-            Some(_) if self.watchers == 1 => self.guarded(|core| core.resume_parked(now)).unwrap_or(Relief::Wake),
-            Some(_) | None => Relief::SleepsOn,
+    pub fn unwatch(&mut self, now: Moment) -> WakeDecision {
+        let decision = match self.parked {
+            Some(_) if self.watchers == 1 => self.guarded(|core| core.resume_parked(now)).unwrap_or(WakeDecision::Wake),
+            Some(_) | None => WakeDecision::KeepAsleep,
         };
         self.watchers -= 1;
-        match relief {
+        match decision {
             // The progress may have completed the driver's call, or brought an earlier deadline.
-            Relief::SleepsOn | Relief::MayBeOver if self.take_owed_to_driver() => {
-                if self.must_wake_driver(self.next_deadline()) { Relief::Wake } else { Relief::MayBeOver }
+            WakeDecision::KeepAsleep | WakeDecision::CheckCall if self.take_driver_unnotified() => {
+                if self.must_wake_driver(self.next_deadline()) { WakeDecision::Wake } else { WakeDecision::CheckCall }
             }
-            relief => relief,
+            decision => decision,
         }
     }
 
     /// Lets peers wake a sleeping driver again.
-    fn resume_parked(&mut self, now: Moment) -> Relief {
-        let mut relief = Relief::SleepsOn;
-        for _ in 0..ROUNDS_OF_RELIEF {
+    fn resume_parked(&mut self, now: Moment) -> WakeDecision {
+        let mut decision = WakeDecision::KeepAsleep;
+        for _ in 0..ROUNDS_BEFORE_WAKE {
             if !self.net.prepare_park() {
-                return relief;
+                return decision;
             }
             // Usually, a fast peer has begun the next call.
             self.net.mute();
             let departures = self.net.departures();
             self.pass_whole(now);
             if self.net.departures() != departures {
-                return Relief::Wake;
+                return WakeDecision::Wake;
             }
-            relief = Relief::MayBeOver;
+            decision = WakeDecision::CheckCall;
         }
-        Relief::Wake
+        WakeDecision::Wake
     }
 
     /// Runs one progress pass: takes frames off the links, advances calls, and sends what can be sent. Returns whether
@@ -670,11 +670,11 @@ impl Core {
         let error = Error::internal(format!("panic while making progress: {said}; please report it"));
         let now = (self.clock)();
         for id in self.groups.keys().copied().collect::<Vec<_>>() {
-            let mut fail = |tell| {
-                let failing = || self.with_group(id, now, |group, context| group.fail(error.clone(), context, tell));
+            let mut fail = |notify| {
+                let failing = || self.with_group(id, now, |group, context| group.fail(error.clone(), context, notify));
                 catch_unwind(AssertUnwindSafe(failing)).is_ok()
             };
-            let _ = fail(Notify::Peers) || fail(Notify::Nobody);
+            let _ = fail(Notify::Peers) || fail(Notify::NoRank);
         }
         for id in std::mem::take(&mut self.active) {
             if let Some(group) = self.groups.get_mut(&id) {
@@ -691,19 +691,19 @@ impl Core {
     /// Follows a call that completed when it was issued. Polls the links now and then, because otherwise a rank that
     /// only sends would never receive events.
     pub(crate) fn ended_at_once(&mut self) {
-        self.calls_without_look += 1;
-        if self.calls_without_look >= MAX_CALLS_WITHOUT_LOOK {
-            self.calls_without_look = 0;
-            self.owes_look = self.net.has_streams();
+        self.calls_without_poll += 1;
+        if self.calls_without_poll >= MAX_CALLS_WITHOUT_POLL {
+            self.calls_without_poll = 0;
+            self.poll_due = self.net.has_streams();
             self.pass_whole((self.clock)());
         }
     }
 
-    /// Returns, and clears, whether a thread should ask the system for news. Otherwise no thread would, as long as
+    /// Returns, and clears, whether a thread should ask the system for events. Otherwise no thread would, as long as
     /// calls complete when they are issued and no thread waits.
     #[inline]
-    pub fn take_owed_look(&mut self) -> bool {
-        std::mem::take(&mut self.owes_look)
+    pub fn take_poll_due(&mut self) -> bool {
+        std::mem::take(&mut self.poll_due)
     }
 
     /// Returns whether a driver sleeps in the poller.
@@ -727,7 +727,7 @@ impl Core {
 
     /// Returns the peers among these whose links need a system call to be polled.
     pub fn streams_among(&self, peers: &[PeerId]) -> SmallVec<[PeerId; 4]> {
-        peers.iter().copied().filter(|&peer| !self.net.is_cheap_to_look_at(peer)).collect()
+        peers.iter().copied().filter(|&peer| !self.net.polls_without_syscall(peer)).collect()
     }
 
     /// Returns whether frames from one of these peers must be polled for repeatedly.
@@ -755,7 +755,7 @@ impl Core {
             if core.idle == 0
                 && let Some(call) = call
             {
-                core.streams_of(call).into_iter().for_each(|peer| core.net.look_again_if_flowing(peer));
+                core.streams_of(call).into_iter().for_each(|peer| core.net.force_poll_if_flowing(peer));
             }
             if core.pass(now) || core.pass_whole(now) {
                 return None;
@@ -769,10 +769,10 @@ impl Core {
                 core.net.unpark();
                 return None;
             }
-            let silence = core.next_look_for_silence(now).filter(|_| ticks);
-            let look = core.net.poll_interval().map(|interval| now + interval);
+            let silence = core.next_silence_check(now).filter(|_| ticks);
+            let poll = core.net.poll_interval().map(|interval| now + interval);
             let deadline = core.next_deadline();
-            let until = until.into_iter().chain(deadline).chain(silence).chain(look).min().unwrap_or(Moment::FAR);
+            let until = until.into_iter().chain(deadline).chain(silence).chain(poll).min().unwrap_or(Moment::FAR);
             core.parked = Some(until);
             Some(until)
         })
@@ -780,7 +780,7 @@ impl Core {
 
     /// Ends the sleep of the driver.
     pub fn unpark(&mut self, now: Moment) {
-        (self.parked, self.owes_driver) = (None, false);
+        (self.parked, self.driver_unnotified) = (None, false);
         // After a panic every call has failed, and each waiting thread finds its own call failed.
         let _ = self.guarded(|core| {
             core.net.unpark();
@@ -811,9 +811,9 @@ impl Core {
         moved |= self.net.flush_all();
         // No other pass may detect the departure. The event was lost with the link, and a polling thread checks nothing
         // else.
-        moved |= self.look_for_absentees(now);
+        moved |= self.check_absentees(now);
         self.net.end_pass();
-        self.owes_driver |= moved && self.parked.is_some();
+        self.driver_unnotified |= moved && self.parked.is_some();
         // A sleeping driver has armed all links, and only events on them wake it.
         if self.parked.is_some() && self.watchers == 0 && self.net.arm_again() {
             (self.wake)();
@@ -826,7 +826,7 @@ impl Core {
     /// the failure on its own link, and a frame that completes a call may lie on another link.
     fn handle_causes(&mut self, now: Moment) {
         self.idle = PASSES_HELD;
-        self.net.look_again_everywhere();
+        self.net.force_poll_all();
         for _ in 0..MAX_ROUNDS {
             if !self.drain_all(now) {
                 break;
@@ -871,15 +871,15 @@ impl Core {
                 Err(error) => self.net.mark_gone(id, error),
             }
         }
-        self.look_for_silence(now);
-        self.look_for_absentees(now);
+        self.check_silence(now);
+        self.check_absentees(now);
         for id in self.active.clone() {
             self.with_group(id, now, GroupState::check);
         }
     }
 
     /// If a peer or rank has left, fails the calls that need it. Returns whether any has left.
-    fn look_for_absentees(&mut self, now: Moment) -> bool {
+    fn check_absentees(&mut self, now: Moment) -> bool {
         let left = std::mem::take(&mut self.left);
         let concerned = if self.net.take_departures() { self.groups.keys().copied().collect() } else { left };
         for &id in &concerned {
@@ -895,13 +895,13 @@ impl Core {
     }
 
     fn drain_all(&mut self, now: Moment) -> bool {
-        self.net.take_news();
+        self.net.take_events();
         let mut moved = false;
         let mut index = 0;
         while let Some(id) = self.net.polled(index) {
             let has_found = self.drain(id, now);
             moved |= has_found;
-            self.net.note_look(id, has_found);
+            self.net.note_poll(id, has_found);
             // If the peer is gone or no longer polled, another peer may have taken its index.
             index += usize::from(self.net.polled(index) == Some(id));
         }
@@ -953,8 +953,8 @@ impl Core {
     fn on_frame(&mut self, peer: PeerId, header: &Header, payload: &[u8], now: Moment) {
         if header.group == 0 {
             match header.kind {
-                Kind::Goodbye => self.net.note_goodbye(peer, false),
-                Kind::Groups => {
+                Kind::Disconnect => self.net.note_disconnect(peer, false),
+                Kind::Hello => {
                     if header.flags & LAST != 0 {
                         self.net.end_greeting(peer);
                     }
@@ -975,18 +975,18 @@ impl Core {
                 group.on_frame(from, header, payload, context);
             }
         });
-        if known.is_some() && header.kind == Kind::Goodbye {
+        if known.is_some() && header.kind == Kind::Disconnect {
             self.left.push(header.group);
         }
         if known.is_none() && !self.ended.contains(header.group) {
-            self.lobby.push(header.group, Early { peer, header: *header, payload: payload.to_vec() });
+            self.early_frames.push(header.group, Early { peer, header: *header, payload: payload.to_vec() });
         }
     }
 
     /// Sends a disconnect message to every linked peer.
-    pub fn say_goodbye(&mut self) {
+    pub fn send_disconnect(&mut self) {
         for id in self.net.linked().to_vec() {
-            self.net.send_control(id, Header::new(Kind::Goodbye), &[]);
+            self.net.send_control(id, Header::new(Kind::Disconnect), &[]);
         }
         self.net.flush_all();
     }
@@ -995,8 +995,8 @@ impl Core {
     pub fn residue(&self) -> Vec<String> {
         let counts = [
             ("active groups", self.active.len()),
-            ("frames of unknown groups", self.lobby.kept().0),
-            ("bytes of these frames", self.lobby.kept().1),
+            ("frames of unknown groups", self.early_frames.kept().0),
+            ("bytes of these frames", self.early_frames.kept().1),
             ("groups being created", self.expected.len()),
             ("announcements", self.causes.len()),
             ("callbacks", self.completed.callbacks.len()),

@@ -36,7 +36,7 @@ impl Failure {
     }
 
     /// Records that another rank has forwarded a report of `origin`.
-    pub(super) fn hear(&mut self, cause: Error, origin: Rank, now: Moment) {
+    pub(super) fn learn(&mut self, cause: Error, origin: Rank, now: Moment) {
         self.rumour.get_or_insert((cause, origin, now + GRACE));
     }
 
@@ -93,16 +93,16 @@ mod tests {
     fn what_is_passed_on_counts_when_its_origin_is_gone_or_says_nothing() {
         let (origin, start) = (Rank(2), Moment::from_nanos(7));
         let mut failure = Failure::default();
-        failure.hear(Error::timeout("late"), origin, start);
-        failure.hear(Error::timeout("again"), Rank(3), start + GRACE);
+        failure.learn(Error::timeout("late"), origin, start);
+        failure.learn(Error::timeout("again"), Rank(3), start + GRACE);
         assert_eq!(failure.due(), Some(start + GRACE));
         assert_eq!(failure.take_rumour(start, |rank| rank != origin), None);
         assert_eq!(failure.take_rumour(start, |rank| rank == origin), Some(Error::timeout("late")));
         assert_eq!(failure.due(), None);
-        failure.hear(Error::timeout("late"), origin, start);
+        failure.learn(Error::timeout("late"), origin, start);
         assert_eq!(failure.take_rumour(start + GRACE, |_| false), Some(Error::timeout("late")));
         // The origin's own report makes the forwarded one superfluous.
-        failure.hear(Error::timeout("late"), origin, start);
+        failure.learn(Error::timeout("late"), origin, start);
         failure.set(Error::timeout("late"), Some(origin));
         assert_eq!(failure.due(), None);
     }

@@ -1,7 +1,7 @@
 //! Unexpected frames: frames of calls that this rank has not issued yet, and of groups that it has not added yet.
 //!
 //! This module owns these queues and their limit. The code that takes a frame out interprets it. Read [`Inbox`] first,
-//! then [`Lobby`].
+//! then [`EarlyFrames`].
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -11,7 +11,7 @@ use accl_wire::frame::{Header, Signature};
 use crate::peers::PeerId;
 
 /// Maximum bytes of frames kept for groups that are being created on this rank.
-pub(super) const MAX_LOBBY_BYTES: usize = 64 << 20;
+pub(super) const MAX_EARLY_BYTES: usize = 64 << 20;
 
 /// A frame of a call that this rank has not issued yet.
 pub(super) struct Unexpected {
@@ -68,18 +68,18 @@ impl Early {
 
 /// The frames of groups that this rank has not added yet.
 #[derive(Default)]
-pub(super) struct Lobby {
+pub(super) struct EarlyFrames {
     frames: HashMap<u64, Vec<Early>>,
     bytes: usize,
     /// Groups whose frames were dropped because there were too many.
     overrun: HashSet<u64>,
 }
 
-impl Lobby {
-    /// Keeps a frame of a group if there is room. Otherwise the frame is dropped, and [`Lobby::take`] reports it.
+impl EarlyFrames {
+    /// Keeps a frame of a group if there is room. Otherwise the frame is dropped, and [`EarlyFrames::take`] reports it.
     pub(super) fn push(&mut self, group: u64, frame: Early) {
         let bytes = frame.bytes();
-        if self.bytes + bytes > MAX_LOBBY_BYTES {
+        if self.bytes + bytes > MAX_EARLY_BYTES {
             self.overrun.insert(group);
             return;
         }
@@ -135,14 +135,14 @@ mod tests {
         let mut net = Net::default();
         let peer = net.add_stranger();
         let frame = |bytes: usize| Early { peer, header: Header::new(Kind::Begin), payload: vec![1; bytes] };
-        let mut lobby = Lobby::default();
-        lobby.push(7, frame(10));
-        lobby.push(8, frame(MAX_LOBBY_BYTES));
-        lobby.push(7, frame(20));
-        assert_eq!(lobby.take(8), (Vec::new(), false));
-        assert_eq!(lobby.take(7), (vec![frame(10), frame(20)], true));
-        assert_eq!(lobby.kept(), (0, 0));
+        let mut early_frames = EarlyFrames::default();
+        early_frames.push(7, frame(10));
+        early_frames.push(8, frame(MAX_EARLY_BYTES));
+        early_frames.push(7, frame(20));
+        assert_eq!(early_frames.take(8), (Vec::new(), false));
+        assert_eq!(early_frames.take(7), (vec![frame(10), frame(20)], true));
+        assert_eq!(early_frames.kept(), (0, 0));
         // `take` also clears the record of dropped frames.
-        assert_eq!(lobby.take(8), (Vec::new(), true));
+        assert_eq!(early_frames.take(8), (Vec::new(), true));
     }
 }

@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gives_up_leaves_no_promise_and_hears_of_the_first_that_it_breaks() {
+    fn concluding_early_leaves_no_promise_and_returns_the_first_broken_one() {
         let mut sequence = Sequence::default();
         let (first, other) = (sequence.reserve(3), sequence.reserve(1));
         sequence.take_reserved(first, 1).unwrap();

@@ -83,7 +83,7 @@ pub enum FastPathEnd {
         /// Sequence number of the call in the group.
         seq: u64,
         /// Whether a frame of another rank has arrived for the call. False only if the call receives nothing.
-        heard: bool,
+        has_received: bool,
     },
     /// The call stopped, and a run must continue it.
     Stopped(Box<Stopped>),
@@ -255,7 +255,7 @@ impl GroupState {
     }
 
     /// Returns the reason why the group accepts no more calls; `None` if it accepts calls.
-    pub fn poison(&self) -> Option<&Error> {
+    pub fn failure(&self) -> Option<&Error> {
         self.failure.cause()
     }
 
@@ -303,8 +303,8 @@ impl GroupState {
     /// Returns a function that computes when a call is late. An external worker enforces its own deadline. A call with
     /// such an operation, and later calls that may wait for it, therefore get extra time.
     fn due(&self) -> impl Fn(&Run) -> Option<Moment> + use<> {
-        let elsewhere = self.runs.values().filter(|run| run.has_deadline_elsewhere());
-        let first = elsewhere.filter_map(|run| run.deadline).min();
+        let external = self.runs.values().filter(|run| run.has_external_deadline());
+        let first = external.filter_map(|run| run.deadline).min();
         move |run| {
             let deadline = run.deadline?;
             let waits_longer = first.is_some_and(|first| first <= deadline);
@@ -360,7 +360,7 @@ impl GroupState {
     fn is_near(&mut self, net: &Net) -> bool {
         *self
             .near
-            .get_or_insert_with(|| self.members.ranks().all(|rank| net.is_cheap_to_look_at(self.members.peer(rank))))
+            .get_or_insert_with(|| self.members.ranks().all(|rank| net.polls_without_syscall(self.members.peer(rank))))
     }
 
     /// Returns whether tiles are sent with checksums: unless all ranks share memory.
@@ -395,19 +395,19 @@ impl GroupState {
             self.compute.buffers_mut().borrow_scratch(&mut self.scratch);
         }
         let seq = self.sequence.take(1);
-        let header = if CHECKS_SIGNATURES { header } else { Header::new(Kind::Whole) };
+        let header = if CHECKS_SIGNATURES { header } else { Header::new(Kind::BeginWhole) };
         let head = Header { group: self.id, seq, ..header }.to_bytes();
         let fast_path = FastPath { plan: &shape.plan, compute: &self.compute, head, group: self.id, seq, spin_limit };
         let finished = fast_path.go(order, &mut RunContext { net, members: &mut self.members, segment });
         if finished == order.len() {
-            let heard = shape.plan.has_receives;
+            let has_received = shape.plan.has_receives;
             // Equal shapes have equal signatures, and comparing addresses is faster.
             let is_alike = self.latest.as_ref().is_some_and(|latest| Arc::ptr_eq(latest, shape));
             if !(is_alike && self.history.add_alike(seq)) {
                 self.history.add(seq, &shape.signature);
                 self.latest = Some(shape.clone());
             }
-            return Some(FastPathEnd::Done { seq, heard });
+            return Some(FastPathEnd::Done { seq, has_received });
         }
         let mut compute = std::mem::take(&mut self.compute);
         if shape.plan.scratch_bytes > 0 {
@@ -489,7 +489,7 @@ impl GroupState {
 
     /// Returns whether a frame belongs to a call that is not issued here yet, so that it would have to be copied.
     pub(crate) fn is_early(&self, header: &Header) -> bool {
-        matches!(header.kind, Kind::Begin | Kind::Whole)
+        matches!(header.kind, Kind::Begin | Kind::BeginWhole)
             && !self.failure.has_come()
             && self.sequence.is_to_come(header.seq)
     }
@@ -508,7 +508,7 @@ impl GroupState {
         if let Err(error) = self.dispatch(from, header, payload, context) {
             let error = error.with_peer(from);
             let error = match self.runs.get(&header.seq) {
-                Some(run) if matches!(header.kind, Kind::Begin | Kind::Whole | Kind::Data | Kind::Grant) => {
+                Some(run) if matches!(header.kind, Kind::Begin | Kind::BeginWhole | Kind::Data | Kind::Grant) => {
                     run.call.in_context(error)
                 }
                 _ => self.in_context(error),
@@ -524,7 +524,7 @@ impl GroupState {
                 self.members.saw(from, header.seq);
                 self.on_run_frame(from, header, CHECKS_SIGNATURES.then_some(signature), data, context)
             }
-            Kind::Whole => {
+            Kind::BeginWhole => {
                 self.members.saw(from, header.seq);
                 let begin = Header { kind: Kind::Begin, value: payload.len() as u64, ..*header };
                 self.on_run_frame(from, &begin, CHECKS_SIGNATURES.then(|| header.whole_signature()), payload, context)
@@ -552,11 +552,11 @@ impl GroupState {
                 if is_first_hand || self.is_idle() || self.members.is_absent(cause.origin, context.net) {
                     self.fail(error, context, Notify::Neighbours);
                 } else {
-                    self.failure.hear(error, cause.origin, context.now);
+                    self.failure.learn(error, cause.origin, context.now);
                 }
                 Ok(())
             }
-            Kind::Goodbye => {
+            Kind::Disconnect => {
                 self.members.set_left(from);
                 Ok(())
             }
@@ -576,7 +576,7 @@ impl GroupState {
                 }
             },
             // These frames never belong to a single group.
-            Kind::Groups | Kind::Fate => Err(Error::protocol("received a frame of a kind that belongs to no group")),
+            Kind::Hello | Kind::PeerFate => Err(Error::protocol("received a frame of a kind that belongs to no group")),
         }
     }
 
@@ -926,8 +926,11 @@ impl GroupState {
             let is_lost = self.is_lost(rank, context.net);
             // A call that needs nothing more from the rank may still succeed. A call that needs it fails, and all other
             // ranks are notified.
-            let any_run =
-                self.runs.values().find(|run| run.needs(rank) || is_lost && run.is_elsewhere()).map(|run| &run.call);
+            let any_run = self
+                .runs
+                .values()
+                .find(|run| run.needs(rank) || is_lost && run.offload_in_flight())
+                .map(|run| &run.call);
             // A receive from any source may still be matched by another rank, as long as one is present.
             let from_any = if is_lost || is_alone { FromAny::Counts } else { FromAny::DoesNot };
             let any_message = || self.p2p.needs(rank, from_any).map(|message| &message.call);
@@ -949,23 +952,23 @@ impl GroupState {
 
     // ---- failure and departure
 
-    /// Fails the group with its first cause. Every call in flight fails. `tell` specifies which ranks are notified.
-    pub fn fail(&mut self, error: Error, context: &mut Context<'_>, tell: Notify) {
+    /// Fails the group with its first cause. Every call in flight fails. `notify` specifies which ranks are notified.
+    pub fn fail(&mut self, error: Error, context: &mut Context<'_>, notify: Notify) {
         if self.failure.has_come() {
             return;
         }
-        let failed = FailedGroup { group: self.id, error, tell };
+        let failed = FailedGroup { group: self.id, error, notify };
         self.fail_on_lane(&failed, Notes::Sent, context);
         if self.sequence.has_lanes() {
-            context.completed.fail_elsewhere(failed);
+            context.completed.fail_on_other_lanes(failed);
         }
     }
 
     /// Returns the failure that other lanes must adopt, if this lane has failed.
     pub fn failed(&self) -> Option<FailedGroup> {
         let error = self.failure.cause()?.clone();
-        let tell = if self.failure.announcement().is_some() { Notify::Neighbours } else { Notify::Nobody };
-        Some(FailedGroup { group: self.id, error, tell })
+        let notify = if self.failure.announcement().is_some() { Notify::Neighbours } else { Notify::NoRank };
+        Some(FailedGroup { group: self.id, error, notify })
     }
 
     /// Fails the group like [`GroupState::fail`], on this lane alone. The lane that failed first passes the failure on
@@ -975,7 +978,7 @@ impl GroupState {
             return;
         }
         let error = failed.error.clone();
-        let origin = match failed.tell {
+        let origin = match failed.notify {
             Notify::Peers => {
                 self.notify_cause(self.members.ranks(), self.rank, &error, context);
                 Some(self.rank)
@@ -987,7 +990,7 @@ impl GroupState {
                 self.notify_cause(self.members.neighbours(self.rank), origin, &error, context);
                 Some(origin)
             }
-            Notify::Nobody => None,
+            Notify::NoRank => None,
         };
         if let Some(origin) = origin.filter(|_| notes == Notes::Sent) {
             self.note_cause(origin, &error, context);
@@ -1076,8 +1079,8 @@ impl GroupState {
 
     /// Returns the offloaded calls whose external operation is in flight. They cannot succeed if a rank is lost without
     /// a disconnect message.
-    pub fn calls_elsewhere(&self) -> impl Iterator<Item = &Arc<CallState>> {
-        self.runs.values().filter(|run| run.is_elsewhere()).map(|run| &run.call)
+    pub fn offloaded_calls(&self) -> impl Iterator<Item = &Arc<CallState>> {
+        self.runs.values().filter(|run| run.offload_in_flight()).map(|run| &run.call)
     }
 
     /// Returns the receives in flight that accept a message from any rank.
@@ -1136,7 +1139,7 @@ impl GroupState {
             let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
             self.notify_cause(self.members.ranks().filter(|&rank| !self.members.knows(rank)), origin, cause, context);
         }
-        let mut header = Header::new(Kind::Goodbye);
+        let mut header = Header::new(Kind::Disconnect);
         header.group = self.id;
         for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
             context.net.send_if_linked(self.members.peer(rank), header, &[]);

@@ -61,7 +61,7 @@ impl Stopping {
                 let error = match run.abandoned() {
                     Some(why) => {
                         let text = format!("{}; {}", error.message, why.message);
-                        Error { message: text, ..error.clone() }.holding_memory()
+                        Error { message: text, ..error.clone() }.leaking_memory()
                     }
                     None => error.clone(),
                 };
@@ -77,7 +77,7 @@ impl Stopping {
                 STOP_WITHIN.as_millis(),
                 error.message
             );
-            completed.end(&run.call, Some(run.call.in_context(Error::device(text).holding_memory())), now);
+            completed.end(&run.call, Some(run.call.in_context(Error::device(text).leaking_memory())), now);
             false
         });
         self.calls.len() != before

@@ -175,20 +175,20 @@ impl Caller {
                 group.advance(context);
                 group.check_absentees(context);
                 let probe_at = (!desc.collective.is_point_to_point()).then(|| now + PROBE_AFTER);
-                let look_by = deadline(desc, group, now).into_iter().chain(probe_at).chain(group.begin_by());
-                Ok((call, look_by.min()))
+                let check_by = deadline(desc, group, now).into_iter().chain(probe_at).chain(group.begin_by());
+                Ok((call, check_by.min()))
             });
             core.net.flush_all();
             started
         })?;
-        let (call, look_by) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
+        let (call, check_by) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
         if call.is_done() {
             core.ended_at_once();
         }
         let wakes_driver = match desc.mode {
             // The progress may have completed the call for which the driver sleeps.
-            _ if call.is_done() => core.take_owed_to_driver() | core.must_wake_driver(None),
-            Mode::Async => core.must_wake_driver(look_by),
+            _ if call.is_done() => core.take_driver_unnotified() | core.must_wake_driver(None),
+            Mode::Async => core.must_wake_driver(check_by),
             // The caller polls for the call itself first, and wakes the driver before it sleeps.
             Mode::Blocking => false,
         };

@@ -35,7 +35,7 @@ pub(crate) struct Buffers {
     staged: Vec<(TensorDesc, *mut u8)>,
     /// Staging memory, shared with external operations, which may outlive the call.
     staging: Vec<Arc<Storage>>,
-    elsewhere: Option<Box<Elsewhere>>,
+    device_staging: Option<Box<DeviceStaging>>,
     offload: Option<Box<Offload>>,
     /// Operation that ends when other lanes have done their parts of the call.
     joins: Option<Arc<dyn External>>,
@@ -48,7 +48,7 @@ struct Offload {
 }
 
 /// Copies of tensors that only external operations can access, each to or from a dense copy in host memory.
-struct Elsewhere {
+struct DeviceStaging {
     by: Arc<dyn External>,
     copy_in: Vec<ExternalCopy>,
     copy_out: Vec<ExternalCopy>,
@@ -70,11 +70,11 @@ impl Buffers {
         if desc.uses_tensors_as_they_are() && buffers.take_addresses(desc, rank) {
             return Ok(buffers);
         }
-        buffers.elsewhere = desc
+        buffers.device_staging = desc
             .staging
             .as_ref()
             .filter(|_| desc.is_staged())
-            .map(|by| Box::new(Elsewhere { by: by.clone(), copy_in: Vec::new(), copy_out: Vec::new() }));
+            .map(|by| Box::new(DeviceStaging { by: by.clone(), copy_in: Vec::new(), copy_out: Vec::new() }));
         let in_place = desc.inputs.is_empty();
         let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
         let shared = outputs_are_entangled(&desc.outputs) && outputs_share_elements(&desc.outputs)?;
@@ -162,8 +162,9 @@ impl Buffers {
 
     fn stage_input(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
         let base = self.storage(tensor)?;
-        if let Some(elsewhere) = self.elsewhere.as_deref_mut().filter(|_| tensor.memory() != MemoryKind::Host) {
-            elsewhere.copy_in.push(ExternalCopy { from: tensor.clone(), to: dense_like(tensor, base) });
+        if let Some(device_staging) = self.device_staging.as_deref_mut().filter(|_| tensor.memory() != MemoryKind::Host)
+        {
+            device_staging.copy_in.push(ExternalCopy { from: tensor.clone(), to: dense_like(tensor, base) });
             return Ok(base);
         }
         // SAFETY: `base` has room for the tensor's elements, and the contract of `Group::submit` makes the tensor
@@ -174,9 +175,9 @@ impl Buffers {
 
     fn stage_output(&mut self, tensor: &TensorDesc, with_contents: bool) -> Result<*mut u8> {
         let base = if with_contents { self.stage_input(tensor)? } else { self.storage(tensor)? };
-        match self.elsewhere.as_deref_mut().filter(|_| tensor.memory() != MemoryKind::Host) {
-            Some(elsewhere) => {
-                elsewhere.copy_out.push(ExternalCopy { from: dense_like(tensor, base), to: tensor.clone() });
+        match self.device_staging.as_deref_mut().filter(|_| tensor.memory() != MemoryKind::Host) {
+            Some(device_staging) => {
+                device_staging.copy_out.push(ExternalCopy { from: dense_like(tensor, base), to: tensor.clone() });
             }
             None => self.staged.push((tensor.clone(), base)),
         }
@@ -193,8 +194,8 @@ impl Buffers {
     /// Drops the staged outputs of a rank that only contributes, so that nothing is written back.
     pub(crate) fn discard_outputs(&mut self) {
         self.staged.clear();
-        if let Some(elsewhere) = &mut self.elsewhere {
-            elsewhere.copy_out.clear();
+        if let Some(device_staging) = &mut self.device_staging {
+            device_staging.copy_out.clear();
         }
     }
 
@@ -209,7 +210,7 @@ impl Buffers {
             let Offload { by, collective } = *self.offload.take()?;
             return Some(ExternalHandle::begin(&by, ExternalWork::Collective(collective.into()), keeps, wake.clone()));
         }
-        let Elsewhere { by, copy_in, copy_out } = self.elsewhere.as_deref_mut()?;
+        let DeviceStaging { by, copy_in, copy_out } = self.device_staging.as_deref_mut()?;
         let copies = std::mem::take(if step == ExternalStep::CopyIn { copy_in } else { copy_out });
         (!copies.is_empty()).then(|| ExternalHandle::begin(by, ExternalWork::Copies(copies), keeps, wake.clone()))
     }

@@ -82,8 +82,8 @@ impl Compute {
         let Some(coder) = &self.coder else { unreachable!("an encoded call has a coder") };
         let home = || self.buffers.address(&coded.region.at(coded.bytes_of(tiles.start)));
         let frames = InFrames { come: frame.map(|bytes| (home(), bytes)), go: None };
-        let look = || coder.check(&TileMemory { buffers: &self.buffers, frames }, coded, tiles);
-        timed(self.watch(), look)
+        let check = || coder.check(&TileMemory { buffers: &self.buffers, frames }, coded, tiles);
+        timed(self.watch(), check)
     }
 
     /// Reports the measurements of an encoded call that is done.

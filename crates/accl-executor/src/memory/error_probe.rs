@@ -67,7 +67,7 @@ impl Sample {
     ///
     /// # Errors
     /// `Exhausted` if there is no memory.
-    pub fn beside(desc: &CallDesc, encoding: &Encoding) -> Result<Option<(CallDesc, Self)>> {
+    pub fn with_call(desc: &CallDesc, encoding: &Encoding) -> Result<Option<(CallDesc, Self)>> {
         let Some((run, picks)) = picks(desc, encoding) else { return Ok(None) };
         let (elems, dtype) = (picks.len() * run as usize, desc.dtype);
         let mut rooms = Vec::new();
@@ -284,7 +284,7 @@ mod tests {
         let codecs = Codecs::new(vec![codecs]).unwrap();
         let probe = Some(Probe::new(Arc::new(Nowhere), 8));
         let encoding = Encoding { codecs, seed: 1, step: 1, residuals: None, probe };
-        let (desc, sample) = Sample::beside(&desc, &encoding).unwrap().unwrap();
+        let (desc, sample) = Sample::with_call(&desc, &encoding).unwrap().unwrap();
         let Encoded::As(Encoding { probe: Some(probe), .. }) = &desc.encoding else { panic!("it is measured") };
         let rooms = Arc::downgrade(probe.rooms.as_ref().unwrap());
         // Another part needs no sample. It reads and writes its part of the additional tensor.

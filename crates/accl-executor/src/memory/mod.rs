@@ -2,8 +2,8 @@
 
 mod buffers;
 mod coder;
+mod collective_memory;
 mod compute;
-mod elsewhere;
 mod error_probe;
 mod message;
 mod overlap;
@@ -12,8 +12,8 @@ mod tile;
 
 pub(crate) use buffers::Buffers;
 pub(crate) use coder::Coder;
+pub use collective_memory::CollectiveMemory;
 pub(crate) use compute::Compute;
-pub use elsewhere::CollectiveMemory;
 pub use error_probe::Sample;
 pub(crate) use message::MessageMemory;
 pub use tile::TileHead;

@@ -120,7 +120,7 @@ mod tests {
 
     /// Random bytes, and valid tiles with some bytes changed or cut off: `check` refuses each and does not panic.
     #[test]
-    fn whatever_comes_is_looked_at_and_only_a_sound_tile_is_taken() {
+    fn any_bytes_are_checked_and_only_a_sound_tile_is_taken() {
         let mut state = 1u64;
         let mut below = |limit: usize| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

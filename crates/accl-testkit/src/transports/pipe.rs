@@ -1,5 +1,5 @@
 //! The transport `pipe`: one pipe in each direction between processes of one host. The connecting process creates both
-//! pipes and sends their far ends over the carrier's socket, which is not used afterwards.
+//! pipes and sends their far ends over the bootstrap socket, which is not used afterwards.
 //!
 //! A process that does not ignore SIGPIPE would die when it writes to a dead peer. Rust and Python ignore SIGPIPE.
 
@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use accl_transport::transport::{Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport};
+use accl_transport::transport::{Address, Agreed, Bootstrap, HalfLink, Local, PeerAddress, Provider, Transport};
 use accl_transport::{ByteStream, Fd, StreamLink, Waker, Watched};
 use rustix::io::{Errno, read, write};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -15,9 +15,9 @@ use rustix::pipe::{PipeFlags, pipe_with};
 pub(super) const ROW: Transport = Transport {
     name: "pipe",
     about: "a pipe in each direction between processes of one host",
-    carrier: Carrier::Unix,
+    bootstrap: Bootstrap::Unix,
     descriptors: 2,
-    is_cheap_to_look_at: false,
+    polls_without_syscall: false,
     open: &|_: &Local<'_>| Box::new(Pipes),
     collectives: None,
 };
@@ -38,7 +38,7 @@ impl Provider for Pipes {
         Ok(Box::new(Half { inbound, outbound, for_peer: Vec::new() }))
     }
 
-    fn beside(&self, _waker: &Arc<Waker>) -> Box<dyn Provider> {
+    fn sibling(&self, _waker: &Arc<Waker>) -> Box<dyn Provider> {
         Box::new(Pipes)
     }
 }

@@ -1,4 +1,4 @@
-//! The datagrams of the C example without descriptors. A doorbell over the carrier's socket ends sleeps, as for
+//! The datagrams of the C example without descriptors. A doorbell over the bootstrap socket ends sleeps, as for
 //! libraries that have no descriptor to wait for.
 //!
 //! Owns the doorbell, of two kinds. The plain bell rings whenever something is given to the peer. The thrifty bell
@@ -17,7 +17,7 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use super::datagrams::datagrams_transport;
 
-/// Messages over the carrier: this side sleeps, and the other side should not sleep.
+/// Messages over the bootstrap connection: this side sleeps, and the other side should not sleep.
 const ASLEEP: u8 = b's';
 const RING: u8 = b'!';
 /// Interval in microseconds at which a link with an unsent frame is polled.
@@ -26,11 +26,11 @@ const INTERVAL_US: u64 = 500;
 /// Context of a table with the thrifty bell; only its address matters.
 static THRIFTY: u8 = 0;
 
-/// A link of the example, and the carrier's socket.
+/// A link of the example, and the bootstrap socket.
 struct Rung {
     inner: *mut c_void,
     is_thrifty: bool,
-    carrier: Option<c_int>,
+    bootstrap: Option<c_int>,
     /// Whether the peer sleeps.
     peer_asleep: bool,
     /// Whether the peer knows that this side sleeps.
@@ -80,12 +80,11 @@ unsafe fn rung<'a>(link: *mut c_void) -> &'a mut Rung {
 
 impl Rung {
     fn say(&self, word: u8) {
-        if let Some(carrier) = self.carrier {
-            // A thrifty message waits for one of the other side, so there are few. If the socket has no room for a plain
-            // ring, the peer has unread ones.
-            // SAFETY: the carrier's socket stays open as long as the link.
+        if let Some(bootstrap) = self.bootstrap {
+            // A thrifty message waits for one of the other side, so there are few. If the socket has no room for a
+            // plain ring, the peer has unread ones. SAFETY: the bootstrap socket stays open as long as the link.
             let _ =
-                send(unsafe { BorrowedFd::borrow_raw(carrier) }, &[word], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+                send(unsafe { BorrowedFd::borrow_raw(bootstrap) }, &[word], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
 
@@ -106,10 +105,10 @@ impl Rung {
 
     fn receive(&mut self) {
         let mut bytes = [0; 64];
-        let Some(carrier) = self.carrier else { return };
-        // SAFETY: the carrier's socket stays open as long as the link.
-        let carrier = unsafe { BorrowedFd::borrow_raw(carrier) };
-        while let Ok((count @ 1.., _)) = recv(carrier, &mut bytes[..], RecvFlags::DONTWAIT) {
+        let Some(bootstrap) = self.bootstrap else { return };
+        // SAFETY: the bootstrap socket stays open as long as the link.
+        let bootstrap = unsafe { BorrowedFd::borrow_raw(bootstrap) };
+        while let Ok((count @ 1.., _)) = recv(bootstrap, &mut bytes[..], RecvFlags::DONTWAIT) {
             for word in &bytes[..count.min(bytes.len())] {
                 match *word {
                     ASLEEP => self.peer_asleep = true,
@@ -148,7 +147,7 @@ unsafe extern "C" fn open(
             *link = Box::into_raw(Box::new(Rung {
                 inner: made,
                 is_thrifty: !context.is_null(),
-                carrier: None,
+                bootstrap: None,
                 peer_asleep: false,
                 announced_sleep: false,
                 has_given: false,
@@ -251,9 +250,9 @@ unsafe extern "C" fn destroy(link: *mut c_void) {
     }
 }
 
-unsafe extern "C" fn attach(link: *mut c_void, carrier: c_int) {
+unsafe extern "C" fn attach(link: *mut c_void, bootstrap: c_int) {
     // SAFETY: by the header's contract `link` comes from `open`.
-    unsafe { rung(link) }.carrier = Some(carrier);
+    unsafe { rung(link) }.bootstrap = Some(bootstrap);
 }
 
 unsafe extern "C" fn arm(link: *mut c_void) -> u64 {

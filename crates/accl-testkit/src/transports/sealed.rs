@@ -1,21 +1,21 @@
-//! The transport `sealed`: records over the carrier's TCP connection. As with encryption, a record can be read only
+//! The transport `sealed`: records over the TCP bootstrap connection. As with encryption, a record can be read only
 //! when it is whole. An exclusive or stands in for a cipher: this tests bytes that are held back on both sides, not
 //! secrecy.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use accl_transport::transport::{Agreed, Carrier, Local, OverCarrier, Transport};
+use accl_transport::transport::{Agreed, Bootstrap, Local, OverBootstrap, Transport};
 use accl_transport::{ByteStream, Fd, StreamLink, Watched};
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 
 pub(super) const ROW: Transport = Transport {
     name: "sealed",
     about: "records over TCP, each readable once it is complete, as with encryption",
-    carrier: Carrier::Tcp,
+    bootstrap: Bootstrap::Tcp,
     descriptors: 1,
-    is_cheap_to_look_at: false,
-    open: &|_: &Local<'_>| Box::new(OverCarrier(link)),
+    polls_without_syscall: false,
+    open: &|_: &Local<'_>| Box::new(OverBootstrap(link)),
     collectives: None,
 };
 

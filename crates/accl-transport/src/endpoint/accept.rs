@@ -10,13 +10,13 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
 use super::identity::Identity;
+use super::route::keep_alive;
 use super::stream::Stream;
-use super::way::keep_alive;
 use super::wire::{CONFIRM_BYTES, GREETING_BYTES, Hello, Note, Refusal, Reply, Verdict, confirm_bytes};
 use crate::Watched;
 use crate::credentials::peer_uid;
 use crate::fork::Fd;
-use crate::transport::{Agreed, Carrier, HalfLink, PeerAddress};
+use crate::transport::{Agreed, Bootstrap, HalfLink, PeerAddress};
 use accl_wire::{PROTOCOL_VERSION, Stance};
 
 /// A connection that sends nothing is dropped after this long.
@@ -47,7 +47,7 @@ pub(super) struct Accepted {
 /// A connection whose handshake is in progress.
 pub(super) struct Incoming {
     stream: Stream,
-    carrier: Carrier,
+    bootstrap: Bootstrap,
     since: Instant,
     /// Whether the socket may be read. Reading from a Unix socket can bring descriptors, so the peer's user is checked
     /// first.
@@ -66,24 +66,24 @@ struct Promised {
 }
 
 /// Result of polling a connection.
-pub(super) enum Step {
+pub(super) enum Handshake {
     Wait(Box<Incoming>),
     Drop,
     Done(Accepted),
 }
 
 /// Accepts one connection from a listener's queue. `None`: the queue is empty, or the queued connection has failed.
-pub(super) fn accept(listener: &Fd, carrier: Carrier, now: Instant) -> Result<Option<Incoming>, Errno> {
+pub(super) fn accept(listener: &Fd, bootstrap: Bootstrap, now: Instant) -> Result<Option<Incoming>, Errno> {
     let make = || -> Result<OwnedFd, Errno> {
         rustix::net::accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC)
     };
     match Fd::adopt(make) {
         Ok(socket) => {
-            if carrier == Carrier::Tcp {
+            if bootstrap == Bootstrap::Tcp {
                 keep_alive(&socket);
             }
             let stream = Stream::new(socket);
-            Ok(Some(Incoming { stream, carrier, since: now, is_known: false, promised: None }))
+            Ok(Some(Incoming { stream, bootstrap, since: now, is_known: false, promised: None }))
         }
         Err(Errno::AGAIN) => Ok(None),
         // Errors of the queued connection, not of the listener.
@@ -100,13 +100,13 @@ impl Incoming {
     }
 
     /// Processes what has arrived.
-    pub(super) fn poll(self, me: &Identity, now: Instant, host: &mut dyn Host) -> Step {
+    pub(super) fn poll(self, me: &Identity, now: Instant, host: &mut dyn Host) -> Handshake {
         let step = if self.promised.is_some() { self.conclude() } else { self.greet(me, host) };
         match step {
-            Ok(Step::Wait(this)) if now.saturating_duration_since(this.since) > this.limit() => Step::Drop,
+            Ok(Handshake::Wait(this)) if now.saturating_duration_since(this.since) > this.limit() => Handshake::Drop,
             Ok(step) => step,
             // The other side has gone or is no peer, so there is no process to report to.
-            Err(_) => Step::Drop,
+            Err(_) => Handshake::Drop,
         }
     }
 
@@ -123,7 +123,7 @@ impl Incoming {
         if self.promised.is_some() { CONFIRM_TIME } else { HELLO_TIME }
     }
 
-    fn greet(mut self, me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
+    fn greet(mut self, me: &Identity, host: &mut dyn Host) -> Result<Handshake, String> {
         if !self.is_known {
             if let Some(why) = self.is_refused(me)? {
                 return self.refuse(Verdict::Refused, 0, me, why);
@@ -139,7 +139,7 @@ impl Incoming {
             Err(why) => return Err(why),
         };
         match hello {
-            Ok(None) => Ok(Step::Wait(Box::new(self))),
+            Ok(None) => Ok(Handshake::Wait(Box::new(self))),
             Ok(Some(hello)) => self.answer(&hello, me, host),
             Err(Refusal::Stranger) => Err("a stranger".to_owned()),
             Err(Refusal::Version(version)) => self.refuse(
@@ -152,7 +152,12 @@ impl Incoming {
     }
 
     /// Answers a note, and drops the connection.
-    fn answer_note(self, bytes: &[u8; GREETING_BYTES], me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
+    fn answer_note(
+        self,
+        bytes: &[u8; GREETING_BYTES],
+        me: &Identity,
+        host: &mut dyn Host,
+    ) -> Result<Handshake, String> {
         let note = Note::parse(bytes).map_err(|_| "a stranger".to_owned())?;
         let Some(lane) = me.lane_of(&note.to) else {
             return self.refuse(Verdict::NotHere, 0, me, "another process listens at this address".to_owned());
@@ -164,14 +169,14 @@ impl Incoming {
     /// Returns the reason why nothing of this connection may be read, if so. The check comes first because the kernel
     /// passes descriptors with the first bytes.
     fn is_refused(&self, me: &Identity) -> Result<Option<String>, String> {
-        if self.carrier != Carrier::Unix {
+        if self.bootstrap != Bootstrap::Unix {
             return Ok(None);
         }
         let uid = peer_uid(&self.stream.socket)?;
         Ok((uid != me.uid).then(|| format!("it belongs to user {}, this process to user {uid}", me.uid)))
     }
 
-    fn answer(mut self, hello: &Hello, me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
+    fn answer(mut self, hello: &Hello, me: &Identity, host: &mut dyn Host) -> Result<Handshake, String> {
         let Some(lane) = me.lane_of(&hello.to) else {
             return self.refuse(
                 Verdict::NotHere,
@@ -180,7 +185,7 @@ impl Incoming {
                 "another process listens at this address".to_owned(),
             );
         };
-        let opened = me.provider(lane, &hello.transport).filter(|opened| opened.row.carrier == self.carrier);
+        let opened = me.provider(lane, &hello.transport).filter(|opened| opened.row.bootstrap == self.bootstrap);
         let Some(opened) = opened.filter(|_| me.lane_of(&hello.from).is_none()) else {
             return self.refuse(
                 Verdict::Refused,
@@ -227,20 +232,20 @@ impl Incoming {
     }
 
     /// Sends the only reply to this connection.
-    fn refuse(self, verdict: Verdict, nonce: u64, me: &Identity, why: String) -> Result<Step, String> {
+    fn refuse(self, verdict: Verdict, nonce: u64, me: &Identity, why: String) -> Result<Handshake, String> {
         let max_payload_bytes = me.max_payload_bytes as u32;
         let reply = Reply { verdict, nonce, own_nonce: 0, max_payload_bytes, body: why.clone().into_bytes() };
         self.stream.write(&reply.to_bytes(), &[])?;
         Err(why)
     }
 
-    fn conclude(mut self) -> Result<Step, String> {
-        let Some(bytes) = self.stream.read::<CONFIRM_BYTES>()? else { return Ok(Step::Wait(Box::new(self))) };
+    fn conclude(mut self) -> Result<Handshake, String> {
+        let Some(bytes) = self.stream.read::<CONFIRM_BYTES>()? else { return Ok(Handshake::Wait(Box::new(self))) };
         let Some(promised) = self.promised.filter(|p| bytes == confirm_bytes(p.own_nonce)) else {
             return Err("the confirmation is wrong".to_owned());
         };
         let Promised { lane, from, max_payload_bytes, peer, half, .. } = promised;
         let link = half.finish(Agreed { socket: self.stream.socket, max_payload_bytes, peer })?;
-        Ok(Step::Done(Accepted { lane, from, link }))
+        Ok(Handshake::Done(Accepted { lane, from, link }))
     }
 }

@@ -1,4 +1,4 @@
-//! Connections that this process makes: for one peer, all ways to reach it, until one of them leads to a link.
+//! Connections that this process makes: for one peer, all routes to reach it, until one of them leads to a link.
 //!
 //! Owns the connecting half of the handshake and the order of attempts. Transports are tried as configured. A Unix
 //! socket is waited for as long as the peer is silent. The addresses of tcp are tried one after the other, and a slow
@@ -9,9 +9,9 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::identity::Identity;
+use super::route::{Destination, Failed, Route, is_connected, routes};
 use super::stream::Stream;
 use super::warnings::Trouble;
-use super::way::{Destination, Failed, Way, is_connected, ways};
 use super::wire::{Hello, REPLY_BYTES, Refusal, Reply, Verdict, confirm_bytes};
 use crate::fork::Fd;
 use crate::transport::{Agreed, HalfLink, PeerAddress};
@@ -24,9 +24,9 @@ const SLOW_CONNECT: Duration = Duration::from_millis(300);
 const SLOW_REPLY: Duration = Duration::from_secs(2);
 /// An effort that has taken this long is reported.
 const SLOW: Duration = Duration::from_millis(500);
-/// Pause before all ways are tried again.
+/// Pause before all routes are tried again.
 const RETRY: Duration = Duration::from_millis(200);
-/// A peer whose host refuses all ways this many times in a row has ended.
+/// A peer whose host refuses all routes this many times in a row has ended.
 const ROUNDS_REFUSED: u32 = 2;
 /// A silent peer is given up as unreachable after this long. An idle link lives equally long after its host has
 /// vanished.
@@ -50,8 +50,8 @@ pub(super) struct Dial {
     /// The lane of this process that wants the link.
     pub(super) lane: u32,
     peer: EndpointInfo,
-    ways: Vec<Way>,
-    left: VecDeque<Way>,
+    routes: Vec<Route>,
+    left: VecDeque<Route>,
     attempts: Vec<Attempt>,
     /// Time before which nothing is tried.
     retry_at: Option<Instant>,
@@ -64,11 +64,11 @@ pub(super) struct Dial {
     pub(super) asked: Option<Instant>,
     /// Whether the peer is waited for although it does not answer.
     pub(super) is_patient: bool,
-    /// Whether some way was refused in this round.
+    /// Whether some route was refused in this round.
     is_refused: bool,
-    /// Whether some way failed in this round for a reason that may pass.
+    /// Whether some route failed in this round for a reason that may pass.
     may_pass: bool,
-    /// Consecutive rounds in which some way was refused and no failure may pass.
+    /// Consecutive rounds in which some route was refused and no failure may pass.
     rounds_refused: u32,
     /// The last failure, for the list of missing peers.
     why: String,
@@ -77,7 +77,7 @@ pub(super) struct Dial {
 }
 
 struct Attempt {
-    way: Way,
+    route: Route,
     stream: Stream,
     stage: Stage,
     since: Instant,
@@ -105,12 +105,12 @@ impl Dial {
         now: Instant,
         head_start: Duration,
     ) -> Dial {
-        let ways = ways(from, peer);
+        let routes = routes(from, peer);
         Dial {
             lane,
             peer: peer.clone(),
-            left: ways.iter().copied().collect(),
-            ways,
+            left: routes.iter().copied().collect(),
+            routes,
             attempts: Vec::new(),
             retry_at: Some(now + head_start),
             begin: now,
@@ -131,7 +131,7 @@ impl Dial {
 
     /// Returns the reason why there is no link yet, for the list of missing peers.
     pub(super) fn state(&self) -> String {
-        let waiting = self.attempts.iter().map(|attempt| match (attempt.way.to, attempt.stage) {
+        let waiting = self.attempts.iter().map(|attempt| match (attempt.route.to, attempt.stage) {
             (Destination::Tcp(address), Stage::Connecting) => format!("no answer from {address} yet"),
             (Destination::Tcp(address), Stage::Greeted) => {
                 format!("connected to {address}, but it does not answer yet")
@@ -159,9 +159,9 @@ impl Dial {
     }
 
     /// Pauses this side's efforts, because the peer connects itself.
-    pub(super) fn stand_back(&mut self, now: Instant) {
+    pub(super) fn yield_to_peer(&mut self, now: Instant) {
         self.attempts.clear();
-        self.left = self.ways.iter().copied().collect();
+        self.left = self.routes.iter().copied().collect();
         self.retry_at = Some(now + RETRY);
         // The peer is alive.
         self.since = now;
@@ -171,25 +171,25 @@ impl Dial {
     /// Processes everything in progress, and starts what is due.
     pub(super) fn poll(&mut self, me: &Identity, settings: &Settings, now: Instant) -> Progress {
         for attempt in std::mem::take(&mut self.attempts) {
-            let way = attempt.way;
+            let route = attempt.route;
             match attempt.poll((self.lane, &self.peer), me, settings) {
                 Ok(Outcome::Wait(attempt)) => self.attempts.push(attempt),
                 Ok(Outcome::Done(link, compromise)) => {
                     // A transport that failed for a moment and works after all is not reported.
-                    let fallback = self.given_up.take().filter(|(name, _)| *name != way.row.name);
-                    let fallback = fallback.map(|(name, why)| Trouble::Fallback(name, why, way.row.name));
+                    let fallback = self.given_up.take().filter(|(name, _)| *name != route.row.name);
+                    let fallback = fallback.map(|(name, why)| Trouble::Fallback(name, why, route.row.name));
                     return Progress::Done(link, compromise.into_iter().chain(fallback).collect());
                 }
                 Err(Failed::Crossing) => {
-                    self.stand_back(now);
+                    self.yield_to_peer(now);
                     return Progress::Waits;
                 }
                 // In a group that is being created, the peer will soon accept this process again.
                 Err(Failed::GivenUp(why)) if !self.is_patient => {
                     return Progress::Unreachable { why, has_ended: false };
                 }
-                Err(Failed::GivenUp(why)) => self.note(way, Failed::Other(why), now),
-                Err(why) => self.note(way, why, now),
+                Err(Failed::GivenUp(why)) => self.note(route, Failed::Other(why), now),
+                Err(why) => self.note(route, why, now),
             }
         }
         self.start_what_is_due(me, now);
@@ -203,7 +203,7 @@ impl Dial {
         Progress::Waits
     }
 
-    fn note(&mut self, way: Way, why: Failed, now: Instant) {
+    fn note(&mut self, route: Route, why: Failed, now: Instant) {
         let text = match why {
             Failed::Refused(why) => {
                 self.is_refused = true;
@@ -220,13 +220,13 @@ impl Dial {
             }
             Failed::Crossing | Failed::GivenUp(_) => return,
         };
-        self.why = match way.to {
-            Destination::Unix => format!("{}: {text}", way.row.name),
-            Destination::Tcp(address) => format!("{}: {text} ({address})", way.row.name),
+        self.why = match route.to {
+            Destination::Unix => format!("{}: {text}", route.row.name),
+            Destination::Tcp(address) => format!("{}: {text} ({address})", route.row.name),
         };
-        // Remember the first transport for which no way is left, if another transport is still to be tried.
-        if !self.left.is_empty() && self.left.iter().all(|left| left.row.name != way.row.name) {
-            self.given_up.get_or_insert((way.row.name, text));
+        // Remember the first transport for which no route is left, if another transport is still to be tried.
+        if !self.left.is_empty() && self.left.iter().all(|left| left.row.name != route.row.name) {
+            self.given_up.get_or_insert((route.row.name, text));
         }
     }
 
@@ -236,32 +236,33 @@ impl Dial {
         }
         self.retry_at = None;
         while self.attempts.last().is_none_or(|newest| newest.is_slow(now)) {
-            let Some(way) = self.left.pop_front() else {
+            let Some(route) = self.left.pop_front() else {
                 if self.attempts.is_empty() {
                     self.end_round(now);
                 }
                 return;
             };
-            match self.start(way, me, now) {
+            match self.start(route, me, now) {
                 Ok(attempt) => self.attempts.push(attempt),
-                Err(why) => self.note(way, why, now),
+                Err(why) => self.note(route, why, now),
             }
         }
     }
 
-    /// Ends a round in which all ways have failed. They are tried again after a pause.
+    /// Ends a round in which all routes have failed. They are tried again after a pause.
     fn end_round(&mut self, now: Instant) {
         let (is_refused, may_pass) = (std::mem::take(&mut self.is_refused), std::mem::take(&mut self.may_pass));
         self.rounds_refused = if is_refused && !may_pass { self.rounds_refused + 1 } else { 0 };
         self.retry_at = Some(now + RETRY);
-        self.left.extend(&self.ways);
+        self.left.extend(&self.routes);
     }
 
     /// Begins to connect, and says hello at once if connecting takes no time.
-    fn start(&self, way: Way, me: &Identity, now: Instant) -> Result<Attempt, Failed> {
-        let stream = Stream::new(way.to.connect(&self.peer)?);
-        let mut attempt = Attempt { way, stream, stage: Stage::Connecting, since: now, nonce: me.nonce(), half: None };
-        if way.to == Destination::Unix {
+    fn start(&self, route: Route, me: &Identity, now: Instant) -> Result<Attempt, Failed> {
+        let stream = Stream::new(route.to.connect(&self.peer)?);
+        let mut attempt =
+            Attempt { route, stream, stage: Stage::Connecting, since: now, nonce: me.nonce(), half: None };
+        if route.to == Destination::Unix {
             attempt.greet((self.lane, &self.peer), me)?;
         }
         Ok(attempt)
@@ -270,7 +271,7 @@ impl Dial {
 
 impl Attempt {
     fn is_slow(&self, now: Instant) -> bool {
-        let limit = match (self.way.to, self.stage) {
+        let limit = match (self.route.to, self.stage) {
             // The name of the Unix socket is unique and cannot lead to another process.
             (Destination::Unix, _) => return false,
             (Destination::Tcp(_), Stage::Connecting) => SLOW_CONNECT,
@@ -281,8 +282,8 @@ impl Attempt {
 
     /// Sends the hello, with this side's half of the link.
     fn greet(&mut self, (lane, peer): (u32, &EndpointInfo), me: &Identity) -> Result<(), Failed> {
-        self.way.to.check_peer(&self.stream.socket, me.uid)?;
-        let name = self.way.row.name;
+        self.route.to.check_peer(&self.stream.socket, me.uid)?;
+        let name = self.route.row.name;
         let opened = me.provider(lane, name).ok_or_else(|| format!("this process does not use {name}"))?;
         let mut half = opened.provider.offer()?;
         let address = half.address();
@@ -327,7 +328,7 @@ impl Attempt {
         let descriptors = std::mem::take(&mut self.stream.fds);
         half.take_answer(PeerAddress { bytes: reply.body, descriptors }, max_payload_bytes)?;
         self.stream.write(&confirm_bytes(reply.own_nonce), &[])?;
-        let compromise = half.compromise().map(|(what, why)| Trouble::Compromise(self.way.row.name, what, why));
+        let compromise = half.compromise().map(|(what, why)| Trouble::Compromise(self.route.row.name, what, why));
         let agreed = Agreed { socket: self.stream.socket, max_payload_bytes, peer: info.host_and_pid() };
         Ok(Outcome::Done(half.finish(agreed)?, compromise))
     }
@@ -364,9 +365,9 @@ mod tests {
     use super::*;
     use crate::rows;
 
-    fn way() -> Way {
+    fn route() -> Route {
         let to = Destination::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, 1)));
-        Way { row: rows::find("tcp").unwrap(), to }
+        Route { row: rows::find("tcp").unwrap(), to }
     }
 
     fn dial(now: Instant) -> Dial {
@@ -386,7 +387,7 @@ mod tests {
     }
 
     fn round(dial: &mut Dial, failures: impl IntoIterator<Item = Failed>, now: Instant) -> u32 {
-        failures.into_iter().for_each(|why| dial.note(way(), why, now));
+        failures.into_iter().for_each(|why| dial.note(route(), why, now));
         dial.end_round(now);
         dial.rounds_refused
     }
@@ -409,7 +410,7 @@ mod tests {
     fn a_shortage_of_this_process_is_no_fault_of_the_peer() {
         let begin = Instant::now();
         let mut dial = dial(begin);
-        dial.note(way(), Failed::Exhausted("no socket".to_owned()), begin + 2 * GIVE_UP);
+        dial.note(route(), Failed::Exhausted("no socket".to_owned()), begin + 2 * GIVE_UP);
         assert_eq!((round(&mut dial, [], begin), dial.since), (0, begin + 2 * GIVE_UP));
         assert_eq!(dial.trouble(begin), None);
         assert_eq!(dial.trouble(begin + SLOW).unwrap(), "tcp: no socket (127.0.0.1:1)");
@@ -419,7 +420,7 @@ mod tests {
     fn an_effort_that_stood_back_for_its_peer_has_its_time_again() {
         let begin = Instant::now();
         let mut dial = dial(begin);
-        dial.stand_back(begin + 2 * GIVE_UP);
+        dial.yield_to_peer(begin + 2 * GIVE_UP);
         assert_eq!(dial.since, begin + 2 * GIVE_UP);
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use accl_wire::lane_uuid;
 
-use crate::transport::{Carrier, Provider, Transport};
+use crate::transport::{Bootstrap, Provider, Transport};
 
 /// A transport that this process uses.
 pub(super) struct Opened {
@@ -46,13 +46,13 @@ impl Identity {
     }
 
     /// Returns the names of the transports in use whose bootstrap connection is of this kind.
-    pub(super) fn names_over(&self, carrier: Carrier) -> Vec<&'static str> {
+    pub(super) fn names_over(&self, bootstrap: Bootstrap) -> Vec<&'static str> {
         self.lanes
             .iter()
             .take(1)
             .flatten()
             .map(|opened| opened.row)
-            .filter(|row| row.carrier == carrier)
+            .filter(|row| row.bootstrap == bootstrap)
             .map(|row| row.name)
             .collect()
     }

@@ -14,9 +14,9 @@ mod accept;
 mod dial;
 mod identity;
 mod note;
+mod route;
 mod stream;
 mod warnings;
-mod way;
 mod wire;
 
 use std::collections::{HashMap, HashSet};
@@ -35,16 +35,16 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::fork::Fd;
 use crate::loopback;
-use crate::transport::{Carrier, Local, Transport};
+use crate::transport::{Bootstrap, Local, Transport};
 use crate::{Settings, Waker, Watched, descriptors, host, net, rows};
 
 pub use accept::Host;
-use accept::{Incoming, Step};
+use accept::{Handshake, Incoming};
 use dial::{Dial, Progress};
 use identity::{Identity, Opened};
-use note::Letter;
+use note::OutgoingNote;
+use route::routes;
 use warnings::Warnings;
-use way::ways;
 pub use wire::{MAX_ANSWER_BYTES, MAX_NOTE_BYTES};
 
 /// Interval at which `interrupted` is called, and the longest sleep while anything is in progress.
@@ -110,12 +110,12 @@ pub struct Endpoint {
     waker: Arc<Waker>,
     info: EndpointInfo,
     settings: Settings,
-    listeners: Vec<(Carrier, Fd)>,
+    listeners: Vec<(Bootstrap, Fd)>,
     incoming: Vec<Incoming>,
     /// Efforts to reach peers, by the peer's identity.
     dials: HashMap<[u8; 16], Dial>,
     /// Notes in flight. `replies` has the results of earlier notes, with the number that the sender chose.
-    letters: Vec<Letter>,
+    outgoing_notes: Vec<OutgoingNote>,
     replies: Vec<(u64, std::result::Result<String, String>)>,
     /// Peers that were given up, with the reason, until a caller takes them.
     unreachable: Vec<Unreachable>,
@@ -161,7 +161,7 @@ impl Endpoint {
             nonces: AtomicU64::new(u64::from_le_bytes(std::array::from_fn(|i| uuid[i] ^ uuid[i + 8]))),
             lanes: vec![rows.into_iter().map(|row| Opened { row, provider: (row.open)(&local) }).collect()],
         };
-        let (over_unix, over_tcp) = (me.names_over(Carrier::Unix), me.names_over(Carrier::Tcp));
+        let (over_unix, over_tcp) = (me.names_over(Bootstrap::Unix), me.names_over(Bootstrap::Tcp));
         let mut listeners = Vec::new();
         let mut warnings = Warnings::default();
         let mut unix_name = String::new();
@@ -170,7 +170,7 @@ impl Endpoint {
             let name = format!("accl-{}", hex(&host::random_uuid().map_err(Error::network)?));
             match listen_unix(&name) {
                 Ok(fd) => {
-                    listeners.push((Carrier::Unix, fd));
+                    listeners.push((Bootstrap::Unix, fd));
                     unix_name = name;
                 }
                 Err(why) if !over_tcp.is_empty() => warnings.no_unix_socket(&over_unix, &over_tcp, &why.to_string()),
@@ -185,7 +185,7 @@ impl Endpoint {
             let route = settings.master.and_then(net::route_to);
             let offered = net::choose(&net::interfaces()?, &settings.socket_ifname, route)?;
             let (fd, port, families) = net::listen(settings.port_range, std::process::id())?;
-            listeners.push((Carrier::Tcp, fd));
+            listeners.push((Bootstrap::Tcp, fd));
             let reachable = |ip: &std::net::IpAddr| ip.is_ipv4() || families == net::Families::Both;
             addresses = offered.into_iter().filter(reachable).map(|ip| SocketAddr::new(ip, port)).collect();
         }
@@ -199,7 +199,7 @@ impl Endpoint {
             listeners,
             incoming: Vec::new(),
             dials: HashMap::new(),
-            letters: Vec::new(),
+            outgoing_notes: Vec::new(),
             replies: Vec::new(),
             unreachable: Vec::new(),
             unchecked_fds: 0,
@@ -214,7 +214,7 @@ impl Endpoint {
     /// `waker` when it sleeps.
     pub fn add_lane(&mut self, waker: &Arc<Waker>) -> u32 {
         let first = self.me.lanes.first().into_iter().flatten();
-        let opened = first.map(|Opened { row, provider }| Opened { row, provider: provider.beside(waker) }).collect();
+        let opened = first.map(|Opened { row, provider }| Opened { row, provider: provider.sibling(waker) }).collect();
         self.me.lanes.push(opened);
         self.info.lanes = self.me.lanes.len() as u32;
         self.info.lanes - 1
@@ -261,10 +261,10 @@ impl Endpoint {
     pub fn turn(&mut self, now: Instant, host: &mut dyn Host) {
         self.take_incoming(now, host);
         self.go_on_dialling(now);
-        let Self { me, letters, replies, .. } = self;
-        letters.retain_mut(|letter| match letter.poll(me, now) {
+        let Self { me, outgoing_notes, replies, .. } = self;
+        outgoing_notes.retain_mut(|outgoing| match outgoing.poll(me, now) {
             Some(reply) => {
-                replies.push((letter.token, reply));
+                replies.push((outgoing.token, reply));
                 false
             }
             None => true,
@@ -288,7 +288,7 @@ impl Endpoint {
     /// answers it. [`Endpoint::take_replies`] returns the result under this number. A note has at most
     /// [`MAX_NOTE_BYTES`].
     pub fn send_note(&mut self, lane: u32, peer: &EndpointInfo, note: &[u8], number: u64, now: Instant) {
-        self.letters.push(Letter::new(&self.info.of_lane(lane), peer, note, number, now));
+        self.outgoing_notes.push(OutgoingNote::new(&self.info.of_lane(lane), peer, note, number, now));
     }
 
     /// Takes the results of notes: for each number the answer, or the reason why there will be none.
@@ -301,7 +301,7 @@ impl Endpoint {
         self.kept.remove(peer);
     }
 
-    /// Takes the wanted peers to which there will be no link, with the reason: the process has ended, or no way leads
+    /// Takes the wanted peers to which there will be no link, with the reason: the process has ended, or no route leads
     /// to it.
     pub fn take_unreachable(&mut self) -> Vec<Unreachable> {
         std::mem::take(&mut self.unreachable)
@@ -322,7 +322,7 @@ impl Endpoint {
     /// Sleeps until [`Endpoint::turn`] has something to do, `wake` is written to, or the time is up. `None` as time
     /// means for ever, but never long while a link is being made.
     pub fn sleep(&self, wake: &Waker, at_most: Option<Duration>) {
-        let is_under_way = !self.dials.is_empty() || !self.incoming.is_empty() || !self.letters.is_empty();
+        let is_under_way = !self.dials.is_empty() || !self.incoming.is_empty() || !self.outgoing_notes.is_empty();
         let is_busy = self.starved || is_under_way;
         let at_most = if is_busy { Some(at_most.unwrap_or(TURN).min(TURN)) } else { at_most };
         self.sleep_on(Some(wake.as_fd()), at_most);
@@ -361,8 +361,8 @@ impl Endpoint {
         loop {
             let now = Instant::now();
             self.turn(now, &mut Alone);
-            for (peer, place) in peers.iter().zip(&mut links).filter(|(_, place)| place.is_none()) {
-                *place = self.take_link(&peer.uuid);
+            for (peer, link) in peers.iter().zip(&mut links).filter(|(_, link)| link.is_none()) {
+                *link = self.take_link(&peer.uuid);
             }
             if links.iter().all(Option::is_some) {
                 return Ok(links.into_iter().flatten().collect());
@@ -404,15 +404,15 @@ impl Endpoint {
 
     /// Returns the maximum number of descriptors that a link to a peer keeps open.
     fn fds_for(&self, peer: &EndpointInfo) -> usize {
-        ways(&self.info, peer).iter().map(|way| way.row.descriptors).max().unwrap_or(1)
+        routes(&self.info, peer).iter().map(|route| route.row.descriptors).max().unwrap_or(1)
     }
 
     /// Accepts queued connections and continues every handshake.
     fn take_incoming(&mut self, now: Instant, host: &mut dyn Host) {
         self.starved = false;
-        for (carrier, listener) in &self.listeners {
+        for (bootstrap, listener) in &self.listeners {
             for _ in 0..MAX_ACCEPTS {
-                match accept::accept(listener, *carrier, now) {
+                match accept::accept(listener, *bootstrap, now) {
                     Ok(Some(incoming)) => self.incoming.push(incoming),
                     Ok(None) => break,
                     Err(why) => {
@@ -433,13 +433,13 @@ impl Endpoint {
         let (promised, greeting): (Vec<_>, Vec<_>) =
             std::mem::take(incoming).into_iter().partition(Incoming::is_promised);
         for handshake in promised.into_iter().chain(greeting) {
-            match handshake.poll(me, now, &mut Doorkeeper { me, now, dials, kept, host }) {
-                Step::Wait(handshake) => incoming.push(*handshake),
-                Step::Done(accepted) => {
+            match handshake.poll(me, now, &mut EndpointHost { me, now, dials, kept, host }) {
+                Handshake::Wait(handshake) => incoming.push(*handshake),
+                Handshake::Done(accepted) => {
                     departed.remove(&accepted.from);
                     kept.insert(accepted.from, Kept { lane: accepted.lane, link: accepted.link });
                 }
-                Step::Drop => {}
+                Handshake::Drop => {}
             }
         }
         self.drop_strangers();
@@ -558,7 +558,7 @@ impl Endpoint {
             .dials
             .values()
             .flat_map(Dial::sockets)
-            .chain(self.letters.iter().filter_map(Letter::socket))
+            .chain(self.outgoing_notes.iter().filter_map(OutgoingNote::socket))
             .map(|(fd, connecting)| PollFd::new(fd, if connecting { PollFlags::OUT } else { PollFlags::IN }));
         let wake = wake.map(|wake| PollFd::from_borrowed_fd(wake, PollFlags::IN));
         let mut fds: Vec<_> = listening.chain(greeting).chain(calling).chain(wake).collect();
@@ -569,7 +569,7 @@ impl Endpoint {
 }
 
 /// Answers peers that connect, with the endpoint's own knowledge and the caller's [`Host`].
-struct Doorkeeper<'a> {
+struct EndpointHost<'a> {
     me: &'a Identity,
     now: Instant,
     dials: &'a mut HashMap<[u8; 16], Dial>,
@@ -577,7 +577,7 @@ struct Doorkeeper<'a> {
     host: &'a mut dyn Host,
 }
 
-impl Host for Doorkeeper<'_> {
+impl Host for EndpointHost<'_> {
     fn stance_to(&mut self, lane: u32, from: &[u8; 16]) -> Stance {
         // A link that its peer has given up makes room for the next.
         if self.kept.get_mut(from).is_some_and(|kept| kept.link.check_peer().is_ok()) {
@@ -591,7 +591,7 @@ impl Host for Doorkeeper<'_> {
         if self.me.uuid_of(lane) < *from && dial.has_greeted() {
             return Stance::Crossing;
         }
-        dial.stand_back(self.now);
+        dial.yield_to_peer(self.now);
         Stance::Unlinked
     }
 
@@ -615,7 +615,7 @@ impl Host for Alone {
 
 /// Returns the transport of a link between two processes, unless it is refused when the link is made.
 pub fn likely_transport(one: &EndpointInfo, other: &EndpointInfo) -> Option<&'static Transport> {
-    ways(one, other).first().map(|way| way.row)
+    routes(one, other).first().map(|route| route.row)
 }
 
 /// Checks whether a process can have links to all `peers`, as far as their infos show.
@@ -635,7 +635,7 @@ pub fn check_peers(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Re
             return Err(ConnectError { error, missing });
         }
     }
-    let Some(first) = missing.first().map(|m| &peers[m.index]) else { return check_ways(me, peers) };
+    let Some(first) = missing.first().map(|m| &peers[m.index]) else { return check_routes(me, peers) };
     let error = Error::mismatch(format!(
         "{} has protocol version {}, this process {PROTOCOL_VERSION}; install the same torch-accl everywhere",
         first.host_and_pid(),
@@ -645,8 +645,9 @@ pub fn check_peers(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Re
 }
 
 /// Checks whether some transport leads to every peer, whichever of the two connects.
-fn check_ways(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Result<(), ConnectError> {
-    let is_apart = |peer: &EndpointInfo| peer.uuid != me.uuid && ways(me, peer).is_empty() && ways(peer, me).is_empty();
+fn check_routes(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Result<(), ConnectError> {
+    let is_apart =
+        |peer: &EndpointInfo| peer.uuid != me.uuid && routes(me, peer).is_empty() && routes(peer, me).is_empty();
     let missing: Vec<Missing> = peers
         .iter()
         .enumerate()

@@ -1,14 +1,14 @@
 //! Notes: short out-of-band messages to a process whose threads poll no link, over a connection of their own.
 //!
 //! Owns the sending half; the sender and the answering process define the content of a note. The thread that makes
-//! links also answers notes, so notes arrive while a process does nothing else. Read [`Letter`] first.
+//! links also answers notes, so notes arrive while a process does nothing else. Read [`OutgoingNote`] first.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::identity::Identity;
+use super::route::{Destination, Failed, is_connected, routes};
 use super::stream::Stream;
-use super::way::{Destination, Failed, is_connected, ways};
 use super::wire::{Note, REPLY_BYTES, Reply, Verdict};
 use crate::fork::Fd;
 use accl_wire::EndpointInfo;
@@ -17,7 +17,7 @@ use accl_wire::EndpointInfo;
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A note in flight.
-pub(super) struct Letter {
+pub(super) struct OutgoingNote {
     pub(super) token: u64,
     note: Note,
     to: EndpointInfo,
@@ -33,13 +33,13 @@ struct Attempt {
     is_sent: bool,
 }
 
-impl Letter {
+impl OutgoingNote {
     pub(super) fn new(from: &EndpointInfo, to: &EndpointInfo, text: &[u8], token: u64, now: Instant) -> Self {
         // Several transports may use the same destination, which is tried once.
         let mut left = VecDeque::new();
-        for way in ways(from, to) {
-            if !left.contains(&way.to) {
-                left.push_back(way.to);
+        for route in routes(from, to) {
+            if !left.contains(&route.to) {
+                left.push_back(route.to);
             }
         }
         Self {

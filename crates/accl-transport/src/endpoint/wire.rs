@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_told_apart_from_a_stranger() {
+    fn another_version_differs_from_a_stranger() {
         let mut bytes = confirm_bytes(1);
         bytes[..8].copy_from_slice(HELLO_MARK);
         bytes[8] ^= 0x40;

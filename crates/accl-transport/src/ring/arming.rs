@@ -5,7 +5,7 @@
 //! flags, executes a full fence, polls once more, and then stops polling. In every order of events at least one of the
 //! two sees the other.
 //! This module sends no notification itself: a caller that gets something from [`SideState::take_call`] must post it on
-//! the other side's board.
+//! the other side's bitmap.
 
 use accl_wire::Slot;
 
@@ -49,10 +49,10 @@ impl SideState {
     /// Announces that this side will stop polling. After this call the side must poll once more for everything that it
     /// wants to be notified of.
     pub(crate) fn announce(&self, flags: u32, slot: Option<Slot>) {
-        let place = slot.map_or(0, |slot| (slot.0 + 1) << FLAG_BITS);
+        let shifted = slot.map_or(0, |slot| (slot.0 + 1) << FLAG_BITS);
         // A swap is by itself ordered with the swap of `take_call`. A store is ordered only through the values read,
         // which loom does not follow.
-        self.armed.swap(place | flags, Ordering::Relaxed);
+        self.armed.swap(shifted | flags, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 

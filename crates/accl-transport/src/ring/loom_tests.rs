@@ -1,4 +1,4 @@
-//! Checks every interleaving of a ring, of the flags of a side that stops polling, and of the board that collects
+//! Checks every interleaving of a ring, of the flags of a side that stops polling, and of the bitmap that collects
 //! events, at small sizes.
 //! `RUSTFLAGS="--cfg accl_loom" cargo test -p accl-transport --release --lib loom_`
 
@@ -7,7 +7,7 @@ use loom::sync::{Arc, Notify as Event};
 
 use super::arming::{DATA, ROOM, SideState};
 use super::*;
-use crate::board::Notices;
+use crate::bitmap::EventBits;
 use accl_wire::Slot;
 
 #[repr(C, align(64))]
@@ -24,7 +24,7 @@ struct Checked {
     words: Vec<AtomicU64>,
     sides: [SideState; 2],
     events: [Event; 2],
-    boards: [Notices<1>; 2],
+    bitmaps: [EventBits<1>; 2],
 }
 
 // SAFETY: loom checks that all accesses to the lines are ordered.
@@ -94,7 +94,7 @@ fn checked(slot_count: usize, data_lines: usize, window_lines: usize) -> Shared 
         words: (0..slot_count).map(|_| AtomicU64::new(0)).collect(),
         sides: [SideState::new(), SideState::new()],
         events: [Event::new(), Event::new()],
-        boards: [Notices::new(), Notices::new()],
+        bitmaps: [EventBits::new(), EventBits::new()],
     }))
 }
 
@@ -102,9 +102,9 @@ const WRITER: usize = 0;
 const READER: usize = 1;
 
 /// Notifies the other side like a link does.
-fn tell(shared: &Shared, side: usize, what: u32) {
+fn notify(shared: &Shared, side: usize, what: u32) {
     if let Some(call) = shared.0.sides[side].take_call(what)
-        && call.slot.is_none_or(|slot| shared.0.boards[side].post(slot))
+        && call.slot.is_none_or(|slot| shared.0.bitmaps[side].post(slot))
     {
         shared.0.events[side].notify();
     }
@@ -113,9 +113,9 @@ fn tell(shared: &Shared, side: usize, what: u32) {
 fn send(shared: &Shared, writer: &mut Writer<Shared>, value: u8, len: usize) {
     loop {
         if writer.reserve(len).unwrap() {
-            let place = writer.reserved().unwrap();
-            place.head.fill(value);
-            place.payload.fill(value);
+            let slot = writer.reserved().unwrap();
+            slot.head.fill(value);
+            slot.payload.fill(value);
             break;
         }
         // Like a link whose process has no board: announce, poll again, sleep, retract.
@@ -126,7 +126,7 @@ fn send(shared: &Shared, writer: &mut Writer<Shared>, value: u8, len: usize) {
         shared.0.sides[WRITER].retract();
     }
     writer.commit();
-    tell(shared, READER, DATA);
+    notify(shared, READER, DATA);
 }
 
 fn receive(shared: &Shared, reader: &mut Reader<Shared>, value: u8, len: usize) {
@@ -143,7 +143,7 @@ fn receive(shared: &Shared, reader: &mut Reader<Shared>, value: u8, len: usize) 
         shared.0.sides[READER].retract();
     }
     reader.release();
-    tell(shared, WRITER, ROOM);
+    notify(shared, WRITER, ROOM);
 }
 
 /// The lower of two bounds: a test's own, and loom's from LOOM_MAX_PREEMPTIONS.
@@ -182,10 +182,10 @@ fn exchange_growing(
     });
 }
 
-/// Receives like `receive`, in a process that arms the link at once, takes events from its board, and sleeps when there
-/// are none.
+/// Receives like `receive`, in a process that arms the link at once, takes events from its bitmap, and sleeps when
+/// there are none.
 fn receive_armed(shared: &Shared, reader: &mut Reader<Shared>, is_polled: &mut bool, value: u8) {
-    let (side, board) = (&shared.0.sides[READER], &shared.0.boards[READER]);
+    let (side, bitmap) = (&shared.0.sides[READER], &shared.0.bitmaps[READER]);
     loop {
         if *is_polled {
             if reader.poll().unwrap() {
@@ -200,16 +200,16 @@ fn receive_armed(shared: &Shared, reader: &mut Reader<Shared>, is_polled: &mut b
                 continue;
             }
         }
-        board.take(&mut |slot| *is_polled = slot == Slot(3));
+        bitmap.take(&mut |slot| *is_polled = slot == Slot(3));
         if !*is_polled {
-            if !board.listen() {
+            if !bitmap.listen() {
                 shared.0.events[READER].wait();
             }
-            board.mute();
+            bitmap.mute();
         }
     }
     reader.release();
-    tell(shared, WRITER, ROOM);
+    notify(shared, WRITER, ROOM);
 }
 
 // A lost wake-up is a deadlock, which loom reports; a read that overtakes its write is a causality error.

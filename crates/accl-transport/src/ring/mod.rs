@@ -29,7 +29,7 @@ mod loom_tests;
 mod tests;
 
 use crate::sync::{AtomicU64, Ordering};
-use accl_wire::{Frame, HEAD_BYTES, Place, look_until};
+use accl_wire::{Frame, FrameSlot, HEAD_BYTES, poll_until};
 
 /// Alignment of payloads in the ring. Two payloads never share a cache line, so that writing one does not disturb
 /// reading another.
@@ -213,7 +213,7 @@ pub(crate) struct Writer<M> {
     memory: M,
     /// Number of frames committed so far.
     count: u64,
-    place: Cursor,
+    cursor: Cursor,
     window: Window,
     /// Bytes of the smallest window that the ring must be able to have. A ring without it is unusable.
     least_bytes: usize,
@@ -237,7 +237,7 @@ impl<M: Memory> Writer<M> {
         Self {
             memory,
             count: 0,
-            place: Cursor::START,
+            cursor: Cursor::START,
             window,
             least_bytes: min_data_bytes(max_payload_bytes),
             refused_at: None,
@@ -257,7 +257,7 @@ impl<M: Memory> Writer<M> {
     /// ring's longest payload.
     #[inline]
     pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Broken> {
-        if data_bytes(len) > self.window.bytes - self.place.offset {
+        if data_bytes(len) > self.window.bytes - self.cursor.offset {
             self.grow_at_the_end(len)?;
         }
         while !self.find_room(len)? {
@@ -273,7 +273,7 @@ impl<M: Memory> Writer<M> {
     #[cold]
     fn grow_at_the_end(&mut self, len: usize) -> Result<(), Broken> {
         if self.window.bytes < PAYLOADS_OF_A_LAP * data_bytes(len) && self.window.bytes < self.memory.data_bytes() {
-            self.look_what_was_taken()?;
+            self.poll_taken()?;
             self.grow(Demand::Wished)?;
         }
         Ok(())
@@ -283,7 +283,7 @@ impl<M: Memory> Writer<M> {
     #[inline]
     fn find_room(&mut self, len: usize) -> Result<bool, Broken> {
         let need = data_bytes(len);
-        let (at, next) = self.place.fit(need, self.window.bytes);
+        let (at, next) = self.cursor.fit(need, self.window.bytes);
         let has_room = self.has_room(need, next)?;
         if has_room {
             self.reserved = Some(Found { slot: self.slot(self.count), at, len, next });
@@ -304,7 +304,7 @@ impl<M: Memory> Writer<M> {
     /// Whether a larger window may help and, as far as is known, is available.
     fn may_grow(&self, demand: Demand) -> bool {
         // The bytes in flight end at the writer's position and do not wrap round the window's end.
-        let in_one_piece = self.place.count - self.freed <= self.place.offset as u64;
+        let in_one_piece = self.cursor.count - self.freed <= self.cursor.offset as u64;
         let has_slot = self.count - self.taken < self.memory.slot_count() as u64;
         let may_ask = demand == Demand::Needed
             || self.refused_at.is_none_or(|refused_at| self.count - refused_at >= FRAMES_TO_ASK_AGAIN);
@@ -332,7 +332,7 @@ impl<M: Memory> Writer<M> {
 
     /// Returns the reserved position.
     #[inline]
-    pub(crate) fn reserved(&mut self) -> Option<Place<'_>> {
+    pub(crate) fn reserved(&mut self) -> Option<FrameSlot<'_>> {
         let Found { slot, at, len, .. } = self.reserved?;
         self.memory.note_write(slot, at, len);
         // SAFETY: `reserve` saw (Acquire) that the reader has released slot and bytes, so no other thread touches them
@@ -340,7 +340,10 @@ impl<M: Memory> Writer<M> {
         unsafe {
             let line = self.memory.slots().add(slot * LINE);
             let payload = if len <= TINY_BYTES { line.add(TINY_AT) } else { self.memory.data().add(at) };
-            Some(Place { head: &mut *line.add(HEAD_AT).cast(), payload: std::slice::from_raw_parts_mut(payload, len) })
+            Some(FrameSlot {
+                head: &mut *line.add(HEAD_AT).cast(),
+                payload: std::slice::from_raw_parts_mut(payload, len),
+            })
         }
     }
 
@@ -351,7 +354,7 @@ impl<M: Memory> Writer<M> {
         // Release: a reader that sees the word also sees the frame.
         self.memory.word(slot).store(word_of(self.count, len, self.window.level), Ordering::Release);
         self.ends[slot] = next.count;
-        self.place = next;
+        self.cursor = next;
         self.count += 1;
         true
     }
@@ -359,7 +362,7 @@ impl<M: Memory> Writer<M> {
     /// Whether a frame with a payload of `len` bytes would find room now.
     pub(crate) fn would_fit(&mut self, len: usize) -> Result<bool, Broken> {
         let need = data_bytes(len);
-        let (_, next) = self.place.fit(need, self.window.bytes);
+        let (_, next) = self.cursor.fit(need, self.window.bytes);
         Ok(self.has_room(need, next)? || self.may_grow(self.demand()))
     }
 
@@ -369,11 +372,11 @@ impl<M: Memory> Writer<M> {
         if self.fits(need, next) {
             return Ok(true);
         }
-        self.look_what_was_taken()?;
+        self.poll_taken()?;
         Ok(self.fits(need, next))
     }
 
-    fn look_what_was_taken(&mut self) -> Result<(), Broken> {
+    fn poll_taken(&mut self) -> Result<(), Broken> {
         // Acquire: the reader has finished with all these frames before the writer writes there.
         let taken = self.memory.counters().taken.0.load(Ordering::Acquire);
         if taken < self.taken || taken > self.count {
@@ -401,7 +404,7 @@ pub(crate) struct Reader<M> {
     max_payload_bytes: usize,
     /// Number of frames released so far.
     count: u64,
-    place: Cursor,
+    cursor: Cursor,
     window: Window,
     peeked: Option<Found>,
 }
@@ -410,7 +413,7 @@ impl<M: Memory> Reader<M> {
     /// Creates a reader over a fresh ring. A payload longer than `max_payload_bytes` counts as corruption.
     pub(crate) fn new(memory: M, max_payload_bytes: usize) -> Self {
         let window = Window::new(&memory, 0);
-        Self { memory, max_payload_bytes, count: 0, place: Cursor::START, window, peeked: None }
+        Self { memory, max_payload_bytes, count: 0, cursor: Cursor::START, window, peeked: None }
     }
 
     /// Checks whether a frame has arrived.
@@ -422,13 +425,13 @@ impl<M: Memory> Reader<M> {
         Ok(self.peeked.is_some())
     }
 
-    /// Polls up to `looks` times until the next frame's slot has changed.
+    /// Polls up to `polls` times until the next frame's slot has changed.
     #[inline]
-    pub(crate) fn await_word(&self, looks: u32) {
+    pub(crate) fn await_word(&self, polls: u32) {
         let word = self.memory.word(self.count as usize & (self.memory.slot_count() - 1));
         let unchanged = self.previous();
         // Relaxed: `find` loads the word again.
-        look_until(looks, || word.load(Ordering::Relaxed) >> 32 != unchanged);
+        poll_until(polls, || word.load(Ordering::Relaxed) >> 32 != unchanged);
     }
 
     /// Returns the frame that was found; the same one until it is released.
@@ -450,7 +453,7 @@ impl<M: Memory> Reader<M> {
     pub(crate) fn release(&mut self) -> bool {
         let Some(Found { slot, at, len, next }) = self.peeked.take() else { return false };
         self.memory.note_read(slot, at, len);
-        self.place = next;
+        self.cursor = next;
         self.count += 1;
         // Release: the reader's loads of the frame come before the writer's stores there, since the writer acquires
         // this count.
@@ -477,7 +480,7 @@ impl<M: Memory> Reader<M> {
         if len > self.max_payload_bytes || need > self.window.bytes {
             return Err(Broken::Corrupt);
         }
-        let (at, next) = self.place.fit(need, self.window.bytes);
+        let (at, next) = self.cursor.fit(need, self.window.bytes);
         Ok(Some(Found { slot, at, len, next }))
     }
 

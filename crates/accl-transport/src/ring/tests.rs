@@ -104,10 +104,10 @@ fn put(writer: &mut Writer<Shared>, seed: usize, payload: &[u8]) -> Option<usize
     if !writer.reserve(payload.len()).unwrap() {
         return None;
     }
-    let place = writer.reserved().unwrap();
-    *place.head = head(seed);
-    place.payload.copy_from_slice(payload);
-    let at = place.payload.as_ptr() as usize;
+    let slot = writer.reserved().unwrap();
+    *slot.head = head(seed);
+    slot.payload.copy_from_slice(payload);
+    let at = slot.payload.as_ptr() as usize;
     assert!(writer.commit());
     Some(at)
 }

@@ -8,17 +8,17 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use accl_types::{Error, Result};
-use accl_wire::{Frame, Link, Place, Slot};
+use accl_wire::{Frame, FrameSlot, Link, Slot};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 
 use super::region::{Direction, Region};
-use crate::board::PeerBoard;
+use crate::bitmap::PeerBitmap;
 use crate::fork::Fd;
 use crate::poller::wake_fd;
 use crate::ring::arming::{DATA, ROOM};
 use crate::ring::{Broken, Reader, Writer};
-use crate::{News, Watched, refusal};
+use crate::{LinkEvents, Watched, refusal};
 
 /// The results of the handshake.
 pub(crate) struct Parts {
@@ -29,8 +29,8 @@ pub(crate) struct Parts {
     pub(crate) socket: Fd,
     /// Event descriptor of the peer; a write wakes the peer.
     pub(crate) peer_event: Fd,
-    /// Board on which to post the peer's events.
-    pub(crate) peer_board: PeerBoard,
+    /// Bitmap on which to post the peer's events.
+    pub(crate) peer_bitmap: PeerBitmap,
     /// Readable once the peer has died. `None` if the kernel or the container refuses the descriptor.
     pub(crate) peer_process: Option<Fd>,
     pub(crate) max_payload_bytes: usize,
@@ -47,7 +47,7 @@ pub(crate) struct ShmLink {
     reader: Reader<Direction>,
     socket: Fd,
     peer_event: Fd,
-    peer_board: PeerBoard,
+    peer_bitmap: PeerBitmap,
     peer_process: Option<Fd>,
     max_payload_bytes: usize,
     peer: String,
@@ -58,9 +58,9 @@ pub(crate) struct ShmLink {
     closed: bool,
     lost: Option<Error>,
     /// Whether the loss was returned to the caller; then it is no longer a reason to stay awake.
-    told: bool,
+    is_reported: bool,
     /// Events that a poller has seen, if a poller watches the link.
-    news: Option<News>,
+    events: Option<LinkEvents>,
     /// Whether the kernel was asked for the peer's end.
     has_asked: bool,
     system_calls: Cell<u64>,
@@ -68,7 +68,7 @@ pub(crate) struct ShmLink {
 
 impl ShmLink {
     pub(crate) fn new(parts: Parts) -> ShmLink {
-        let Parts { region, side, socket, peer_event, peer_board, peer_process, max_payload_bytes, peer } = parts;
+        let Parts { region, side, socket, peer_event, peer_bitmap, peer_process, max_payload_bytes, peer } = parts;
         let region = Arc::new(region);
         ShmLink {
             writer: Writer::new(Direction::new(&region, side), max_payload_bytes),
@@ -77,7 +77,7 @@ impl ShmLink {
             side,
             socket,
             peer_event,
-            peer_board,
+            peer_bitmap,
             peer_process,
             max_payload_bytes,
             peer,
@@ -85,23 +85,23 @@ impl ShmLink {
             shown: false,
             closed: false,
             lost: None,
-            told: false,
-            news: None,
+            is_reported: false,
+            events: None,
             has_asked: false,
             system_calls: Cell::new(0),
         }
     }
 
     #[inline]
-    fn tell_peer_of(&self, what: u32) {
+    fn notify_peer_of(&self, what: u32) {
         if let Some(call) = self.region.side(1 - self.side).take_call(what) {
-            self.tell_peer(call.slot);
+            self.notify_peer(call.slot);
         }
     }
 
     #[cold]
-    fn tell_peer(&self, slot: Option<Slot>) {
-        if slot.is_none_or(|slot| self.peer_board.post(slot)) {
+    fn notify_peer(&self, slot: Option<Slot>) {
+        if slot.is_none_or(|slot| self.peer_bitmap.post(slot)) {
             self.system_calls.set(self.system_calls.get() + 1);
             wake_fd(self.peer_event.as_fd());
         }
@@ -114,12 +114,12 @@ impl ShmLink {
 
     fn report_loss(&mut self) -> Result<()> {
         let Some(lost) = &self.lost else { return Ok(()) };
-        self.told = true;
+        self.is_reported = true;
         Err(lost.clone())
     }
 
     fn broken(&mut self, why: Broken) -> Error {
-        self.told = true;
+        self.is_reported = true;
         self.fail(match why {
             Broken::Corrupt => Error::protocol(format!("the ring of {} contains an invalid frame", self.peer)),
             Broken::Exhausted => Error::exhausted(format!(
@@ -141,15 +141,15 @@ impl ShmLink {
     }
 
     /// Asks the kernel, without blocking, whether the peer has closed or died.
-    fn look_for_death(&mut self) {
+    fn check_death(&mut self) {
         if self.lost.is_some() {
             return;
         }
         // If the kernel was asked before and the peer was alive, the poller sees an event before the answer changes.
-        if let Some(news) = &self.news
+        if let Some(events) = &self.events
             && self.has_asked
-            && !news.take()
-            && !news.has_hung_up()
+            && !events.take()
+            && !events.has_hung_up()
         {
             return;
         }
@@ -175,7 +175,7 @@ impl ShmLink {
 
     /// Announces what this side wants to be notified of. Returns `true` if something is there already.
     fn announce(&mut self, what: u32) -> bool {
-        self.region.side(self.side).announce(what, self.news.as_ref().and_then(News::slot));
+        self.region.side(self.side).announce(what, self.events.as_ref().and_then(LinkEvents::slot));
         let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
         self.reader.poll() != Ok(false) || (what & ROOM != 0 && self.writer.would_fit(wanted) != Ok(false))
     }
@@ -188,7 +188,7 @@ unsafe impl Link for ShmLink {
     }
 
     #[inline]
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         self.guard_fork()?;
         if let Some(lost) = &self.lost {
             return Err(lost.clone());
@@ -210,7 +210,7 @@ unsafe impl Link for ShmLink {
     #[inline]
     fn commit(&mut self) {
         if self.writer.commit() {
-            self.tell_peer_of(DATA);
+            self.notify_peer_of(DATA);
         }
     }
 
@@ -229,15 +229,15 @@ unsafe impl Link for ShmLink {
     }
 
     #[inline]
-    fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
-        self.reader.await_word(looks);
+    fn await_frame(&mut self, polls: u32) -> Result<Option<Frame<'_>>> {
+        self.reader.await_word(polls);
         self.peek()
     }
 
     #[inline]
     fn release(&mut self) {
         if std::mem::take(&mut self.shown) && self.reader.release() {
-            self.tell_peer_of(ROOM);
+            self.notify_peer_of(ROOM);
         }
     }
 
@@ -253,8 +253,8 @@ unsafe impl Link for ShmLink {
             return true;
         }
         // The edge of a hang-up may have been reported already, and then it would not end the sleep.
-        self.look_for_death();
-        self.lost.is_some() && !self.told
+        self.check_death();
+        self.lost.is_some() && !self.is_reported
     }
 
     fn disarm(&mut self) {
@@ -266,7 +266,7 @@ unsafe impl Link for ShmLink {
 
     fn check_peer(&mut self) -> Result<()> {
         self.guard_fork()?;
-        self.look_for_death();
+        self.check_death();
         match (&self.lost, self.reader.poll()) {
             (None, _) | (Some(_), Ok(true)) => Ok(()),
             (Some(_), Ok(false)) => self.report_loss(),
@@ -297,14 +297,14 @@ unsafe impl Link for ShmLink {
 
     #[inline]
     fn wake_peer(&mut self) {
-        self.tell_peer_of(DATA | ROOM);
+        self.notify_peer_of(DATA | ROOM);
     }
 
-    fn is_cheap_to_look_at(&self) -> bool {
+    fn polls_without_syscall(&self) -> bool {
         true
     }
 
-    fn look_again(&mut self) {
+    fn force_poll(&mut self) {
         self.has_asked = false;
     }
 
@@ -327,8 +327,8 @@ impl Watched for ShmLink {
         std::iter::once(self.socket.as_fd()).chain(self.peer_process.as_ref().map(AsFd::as_fd)).collect()
     }
 
-    fn set_news(&mut self, news: News) -> bool {
-        self.news = Some(news);
+    fn set_events(&mut self, events: LinkEvents) -> bool {
+        self.events = Some(events);
         true
     }
 }

@@ -14,16 +14,16 @@ pub(crate) use provider::ROW;
 mod tests {
     use accl_wire::{PROTOCOL_VERSION, Slot};
 
-    use crate::board::{Notices, SLOTS};
+    use crate::bitmap::{EventBits, SLOTS};
     use crate::ring::arming::{DATA, ROOM, SideState};
     use crate::ring::{LINE, SLOTS as RING_SLOTS, TINY_BYTES, word_of};
 
     /// If this fails, raise [`PROTOCOL_VERSION`] and delete the previous version's snapshot.
     #[test]
     fn what_lies_in_shared_memory_is_of_its_version() {
-        let notices: Notices = Notices::new();
-        notices.listen();
-        notices.post(Slot(700));
+        let bits: EventBits = EventBits::new();
+        bits.listen();
+        bits.post(Slot(700));
         let side = SideState::new();
         side.announce(DATA | ROOM, Some(Slot(700)));
         let lines = [
@@ -31,7 +31,7 @@ mod tests {
             format!("{:?}", super::region::places(65536)),
             format!("slots {RING_SLOTS}, line {LINE}, tiny {TINY_BYTES}, word {:#018x}", word_of(5, 100, 2)),
             format!("armed for frames and room at 700: {:#x}", side.bits()),
-            format!("board of {SLOTS} places, somebody listens and 700 was posted: {:?}", notices.words()),
+            format!("bitmap of {SLOTS} slots, a thread listens and 700 was posted: {:?}", bits.words()),
         ];
         insta::assert_snapshot!(format!("protocol_version_{PROTOCOL_VERSION}"), lines.join("\n"));
     }

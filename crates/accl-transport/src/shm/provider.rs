@@ -1,5 +1,5 @@
 //! The transport `shm`. The connecting process creates the memory and sends its descriptor; the accepting process maps
-//! it. Each gets the other's event descriptor and board.
+//! it. Each gets the other's event descriptor and bitmap.
 //!
 //! Owns the creation of links, and the budget of one endpoint.
 
@@ -9,20 +9,20 @@ use std::sync::Arc;
 use super::budget::Budget;
 use super::link::{Parts, ShmLink};
 use super::region::{Region, region_bytes, ring_bytes_for};
-use crate::board::PeerBoard;
+use crate::bitmap::PeerBitmap;
 use crate::credentials::peer_process;
 use crate::fork::Fd;
 use crate::mapping::PAGE;
-use crate::transport::{Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport};
+use crate::transport::{Address, Agreed, Bootstrap, HalfLink, Local, PeerAddress, Provider, Transport};
 use crate::{Waker, Watched, ring};
 
 pub(crate) const ROW: Transport = Transport {
     name: "shm",
     about: "rings in shared memory between processes of one host and user",
-    carrier: Carrier::Unix,
+    bootstrap: Bootstrap::Unix,
     // The socket, the peer's event descriptor and the peer's process descriptor.
     descriptors: 3,
-    is_cheap_to_look_at: true,
+    polls_without_syscall: true,
     open: &|local: &Local<'_>| Box::new(Shm::new(local)),
     collectives: None,
 };
@@ -54,18 +54,18 @@ impl Shm {
 impl Provider for Shm {
     fn offer(&self) -> Result<Box<dyn HalfLink>, String> {
         let wanted = ring_bytes_for(self.ring_bytes, self.max_payload_bytes);
-        // Without a board for its events, no link over shared memory is created.
-        self.waker.board_descriptor()?;
+        // Without a bitmap for its events, no link over shared memory is created.
+        self.waker.bitmap_descriptor()?;
         let (region, memory, refused) = create_region(wanted, self.max_payload_bytes, &self.budget)?;
         let waker = Arc::clone(&self.waker);
         Ok(Box::new(Half { region, side: CREATOR, memory: Some(memory), waker, events: None, refused }))
     }
 
     fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
-        let Ok([memory, event, board]) = <[Fd; 3]>::try_from(peer.descriptors) else {
+        let Ok([memory, event, bitmap]) = <[Fd; 3]>::try_from(peer.descriptors) else {
             return Err("the descriptors of memory and events did not arrive".to_owned());
         };
-        self.waker.board_descriptor()?;
+        self.waker.bitmap_descriptor()?;
         let ring_bytes = <[u8; 8]>::try_from(&peer.bytes[..]).map_or(u64::MAX, u64::from_le_bytes);
         let ring_bytes = usize::try_from(ring_bytes).unwrap_or(usize::MAX);
         if ring_bytes < ring::min_data_bytes(max_payload_bytes)
@@ -77,11 +77,11 @@ impl Provider for Shm {
         let region = Region::open(memory.as_fd(), ring_bytes, &self.budget)
             .map_err(|why| format!("cannot use {} bytes of shared memory: {why}", region_bytes(ring_bytes)))?;
         let waker = Arc::clone(&self.waker);
-        let events = Some(PeerEvents::new(event, &board)?);
+        let events = Some(PeerEvents::new(event, &bitmap)?);
         Ok(Box::new(Half { region, side: GUEST, memory: None, waker, events, refused: None }))
     }
 
-    fn beside(&self, waker: &Arc<Waker>) -> Box<dyn Provider> {
+    fn sibling(&self, waker: &Arc<Waker>) -> Box<dyn Provider> {
         Box::new(Shm { waker: Arc::clone(waker), budget: self.budget.clone(), ..*self })
     }
 }
@@ -108,17 +108,17 @@ fn create_region(
     }
 }
 
-/// Event descriptor and board with which this process notifies the peer.
+/// Event descriptor and bitmap with which this process notifies the peer.
 struct PeerEvents {
     event: Fd,
-    board: PeerBoard,
+    bitmap: PeerBitmap,
 }
 
 impl PeerEvents {
-    fn new(event: Fd, board: &Fd) -> Result<PeerEvents, String> {
+    fn new(event: Fd, bitmap: &Fd) -> Result<PeerEvents, String> {
         Ok(PeerEvents {
             event,
-            board: PeerBoard::open(board.as_fd())
+            bitmap: PeerBitmap::open(bitmap.as_fd())
                 .map_err(|why| format!("cannot map the peer's event bitmap: {why}"))?,
         })
     }
@@ -138,7 +138,7 @@ struct Half {
 
 impl HalfLink for Half {
     fn address(&self) -> Address<'_> {
-        let events = std::iter::once(self.waker.as_fd()).chain(self.waker.board_descriptor());
+        let events = std::iter::once(self.waker.as_fd()).chain(self.waker.bitmap_descriptor());
         match &self.memory {
             Some(memory) => Address {
                 bytes: (self.region.ring_bytes() as u64).to_le_bytes().to_vec(),
@@ -153,8 +153,8 @@ impl HalfLink for Half {
     }
 
     fn take_answer(&mut self, peer: PeerAddress, _max_payload_bytes: usize) -> Result<(), String> {
-        let [event, board] = <[Fd; 2]>::try_from(peer.descriptors).map_err(|_| NO_EVENTS.to_owned())?;
-        self.events = Some(PeerEvents::new(event, &board)?);
+        let [event, bitmap] = <[Fd; 2]>::try_from(peer.descriptors).map_err(|_| NO_EVENTS.to_owned())?;
+        self.events = Some(PeerEvents::new(event, &bitmap)?);
         Ok(())
     }
 
@@ -168,8 +168,8 @@ impl HalfLink for Half {
         let Agreed { socket, max_payload_bytes, peer } = agreed;
         let peer_process = peer_process(&socket);
         let Half { region, side, events, .. } = *self;
-        let PeerEvents { event: peer_event, board: peer_board } = events.ok_or(NO_EVENTS)?;
-        let parts = Parts { region, side, socket, peer_event, peer_board, peer_process, max_payload_bytes, peer };
+        let PeerEvents { event: peer_event, bitmap: peer_bitmap } = events.ok_or(NO_EVENTS)?;
+        let parts = Parts { region, side, socket, peer_event, peer_bitmap, peer_process, max_payload_bytes, peer };
         Ok(Box::new(ShmLink::new(parts)))
     }
 }

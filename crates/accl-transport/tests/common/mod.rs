@@ -9,7 +9,7 @@ use accl_testkit::every_transport;
 use accl_transport::loopback::{self, Capacity};
 use accl_transport::{ConnectError, Endpoint, Poller, Settings, Watched};
 use accl_types::Error;
-use accl_wire::{EndpointInfo, HEAD_BYTES, Link, NewsBoard, Slot};
+use accl_wire::{EndpointInfo, EventBitmap, HEAD_BYTES, Link, Slot};
 
 /// Maximum time of a test; a lost wake-up exceeds it.
 pub const LIMIT: Duration = Duration::from_secs(30);
@@ -62,7 +62,7 @@ impl Host {
 pub struct Node {
     pub poller: Arc<Poller>,
     pub link: Box<dyn Watched>,
-    pub board: Arc<dyn NewsBoard>,
+    pub bitmap: Arc<dyn EventBitmap>,
     /// Slot on which the link's events are posted, if they are.
     pub slot: Option<Slot>,
     pub warnings: Vec<String>,
@@ -112,7 +112,7 @@ impl Node {
     /// Creates a node whose link a poller watches from now on.
     pub fn new(poller: Arc<Poller>, mut link: Box<dyn Watched>, warnings: Vec<String>) -> Self {
         let slot = poller.watch(&mut link).unwrap();
-        Self { board: poller.board(), poller, link, slot, warnings }
+        Self { bitmap: poller.bitmap(), poller, link, slot, warnings }
     }
 
     /// Sleeps until the link has an event. There is no timer: only a wake-up ends the sleep.
@@ -127,18 +127,18 @@ impl Node {
 
     /// Sleeps until an event is posted or seen, at most for `at_most`. The link is armed.
     pub fn sleep(&self, at_most: Duration) {
-        if !self.board.listen() {
+        if !self.bitmap.listen() {
             self.poller.wait(Some(at_most)).unwrap();
         }
-        self.board.mute();
-        self.board.take(&mut |_| {});
+        self.bitmap.mute();
+        self.bitmap.take(&mut |_| {});
     }
 
     pub fn try_send(&mut self, frame: &[u8]) -> Result<bool, Error> {
-        let Some(place) = self.link.try_reserve(frame.len())? else { return Ok(false) };
-        assert_eq!(place.payload.as_ptr() as usize % 8, 0);
-        *place.head = head_of(frame);
-        place.payload.copy_from_slice(frame);
+        let Some(slot) = self.link.try_reserve(frame.len())? else { return Ok(false) };
+        assert_eq!(slot.payload.as_ptr() as usize % 8, 0);
+        *slot.head = head_of(frame);
+        slot.payload.copy_from_slice(frame);
         self.link.commit();
         Ok(true)
     }

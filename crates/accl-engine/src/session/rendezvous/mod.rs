@@ -86,8 +86,8 @@ use accl_types::hash::hash_words;
 
 pub(crate) use texts::RankInfo;
 use texts::{
-    Notice, Phase, Why, refusal_from_text, refusal_to_text, roster_from_text, roster_to_text, settings_differ,
-    told_from_text, told_to_text,
+    Notice, Phase, Why, participants_from_text, participants_to_text, refusal_from_text, refusal_to_text,
+    settings_differ, texts_from_text, texts_to_text,
 };
 
 /// Subtracted from the count of a session that ended early; more than twice any world size.
@@ -97,7 +97,7 @@ const PAUSE_PART: u32 = 8;
 const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// Interval of checks for interrupts and for members that are gone.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Maximum time that the leader waits, after a failure, until the other ranks know the reason. The store usually
 /// belongs to the leader's process and ends with it.
 const LAST_QUESTIONS: Duration = Duration::from_secs(2);
@@ -113,7 +113,7 @@ pub(crate) enum Outcome {
 
 /// State that the rendezvous attempts of one process share.
 #[derive(Default)]
-pub(crate) struct Makings {
+pub(crate) struct Attempts {
     /// Number of groups that this process has confirmed.
     confirmed: AtomicU64,
     /// Names and keys of the groups that a thread is leading.
@@ -134,10 +134,10 @@ pub(crate) struct Meeting<'a> {
     session: Option<String>,
     /// Number of sessions that this rank has led.
     led: u64,
-    makings: &'a Makings,
+    attempts: &'a Attempts,
     /// Number of groups that this process had confirmed when this rank answered.
     confirmed_before: u64,
-    /// This rank's entry in `makings`, if it leads.
+    /// This rank's entry in `attempts`, if it leads.
     leads: Option<String>,
     /// Sessions that have ended for this rank.
     past: HashSet<String>,
@@ -149,7 +149,7 @@ pub(crate) struct Meeting<'a> {
     other_world: Option<u32>,
     began: Instant,
     deadline: Instant,
-    looked: Instant,
+    last_poll: Instant,
     /// Number of exchanges in this session, and the maximum of any session: their keys must be deleted.
     rounds: u32,
     most_rounds: u32,
@@ -169,7 +169,7 @@ impl<'a> Meeting<'a> {
         store: &'a dyn Store,
         mine: &'a RankInfo,
         label: &'a str,
-        makings: &'a Makings,
+        attempts: &'a Attempts,
         deadline: Instant,
     ) -> Self {
         let now = Instant::now();
@@ -183,7 +183,7 @@ impl<'a> Meeting<'a> {
             keys: format!("accl/{:016x}", hash_words(spec.global_ranks.iter().copied())),
             session: None,
             led: 0,
-            makings,
+            attempts,
             confirmed_before: 0,
             leads: None,
             past: HashSet::new(),
@@ -192,7 +192,7 @@ impl<'a> Meeting<'a> {
             other_world: None,
             began: now,
             deadline,
-            looked: now,
+            last_poll: now,
             rounds: 0,
             most_rounds: 0,
             concluded: false,
@@ -207,21 +207,21 @@ impl<'a> Meeting<'a> {
         self
     }
 
-    /// Returns all ranks' infos in rank order. `look` is called now and then during the wait, and ends it by returning
+    /// Returns all ranks' infos in rank order. `poll` is called now and then during the wait, and ends it by returning
     /// an error.
     ///
     /// # Errors
     /// * `Timeout` listing the ranks that did not arrive.
     /// * `Configuration` when settings differ.
     /// * `Rendezvous` when the store fails or two processes claim one rank.
-    /// * The cause of a rank that gave up, and errors of `look`.
-    pub(crate) fn gather(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
+    /// * The cause of a rank that gave up, and errors of `poll`.
+    pub(crate) fn gather(&mut self, poll: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
         let infos = if self.spec.world == 1 {
             vec![self.mine.clone()]
         } else if self.spec.rank.0 == 0 {
-            self.lead(look)?
+            self.lead(poll)?
         } else {
-            self.answer(look)?
+            self.answer(poll)?
         };
         self.complete.clone_from(&self.session);
         match infos.iter().position(|info| info.agreed != self.mine.agreed) {
@@ -252,29 +252,29 @@ impl<'a> Meeting<'a> {
     ///
     /// # Errors
     /// The errors of [`Meeting::gather`]; `Rendezvous` when the store holds something else.
-    pub(crate) fn exchange(&mut self, text: &str, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<String>>> {
+    pub(crate) fn exchange(&mut self, text: &str, poll: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<String>>> {
         let Some(session) = self.session.clone() else { return Ok(Some(vec![text.to_owned()])) };
         let rank = self.spec.rank.0;
         self.rounds += 1;
         self.most_rounds = self.most_rounds.max(self.rounds);
-        let round = told(&self.keys, &session, self.rounds);
-        let all = told_by_all(&round);
+        let round = exchange(&self.keys, &session, self.rounds);
+        let all = exchanged_texts(&round);
         if rank != 0 {
-            self.store.set(&told_by(&round, rank), text.as_bytes())?;
+            self.store.set(&exchanged_text(&round, rank), text.as_bytes())?;
         }
-        let mut told = vec![text.to_owned()];
+        let mut texts = vec![text.to_owned()];
         let pace = Pace::new();
         loop {
             if rank != 0 {
                 if let Some(text) = self.text(&all)? {
-                    told = told_from_text(&text)?;
+                    texts = texts_from_text(&text)?;
                     break;
                 }
-            } else if told.len() == self.spec.world as usize {
-                self.store.set(&all, told_to_text(&told).as_bytes())?;
+            } else if texts.len() == self.spec.world as usize {
+                self.store.set(&all, texts_to_text(&texts).as_bytes())?;
                 break;
-            } else if let Some(text) = self.text(&told_by(&round, told.len() as u32))? {
-                told.push(text);
+            } else if let Some(text) = self.text(&exchanged_text(&round, texts.len() as u32))? {
+                texts.push(text);
                 continue;
             }
             let standing = if pace.is_long() { self.standing_of_mine(&session)? } else { self.standing(&session)? };
@@ -283,27 +283,27 @@ impl<'a> Meeting<'a> {
                 Standing::Over(why) => return self.leave(why).map(|()| None),
             }
             if Instant::now() >= self.deadline + GRACE {
-                return Err(self.untold(&round));
+                return Err(self.texts_missing(&round));
             }
-            self.pause(&pace, look)?;
+            self.pause(&pace, poll)?;
         }
-        if told.len() != self.spec.world as usize || told[self.spec.rank.index()] != text {
+        if texts.len() != self.spec.world as usize || texts[self.spec.rank.index()] != text {
             return Err(Error::rendezvous("the store holds texts that the ranks of this group did not write"));
         }
-        Ok(Some(told))
+        Ok(Some(texts))
     }
 
     /// Reports that this rank has everything that the group needs, and waits until all ranks have reported that.
     ///
     /// # Errors
     /// The errors of [`Meeting::gather`].
-    pub(crate) fn confirm(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Outcome> {
+    pub(crate) fn confirm(&mut self, poll: &mut dyn FnMut() -> Result<()>) -> Result<Outcome> {
         let Some(session) = self.session.clone() else {
             self.concluded = true;
             return Ok(Outcome::Made);
         };
         let pace = Pace::new();
-        self.makings.confirmed.fetch_add(1, Ordering::SeqCst);
+        self.attempts.confirmed.fetch_add(1, Ordering::SeqCst);
         let is_last = self.store.add(&ready(&self.keys, &session), 1)? == i64::from(self.spec.world);
         let mut standing = if is_last { Standing::Over(Why::Complete) } else { self.standing(&session)? };
         loop {
@@ -311,7 +311,7 @@ impl<'a> Meeting<'a> {
                 Standing::Over(Why::Complete) => break,
                 Standing::Over(why) => return self.leave(why).map(|()| Outcome::Moved),
                 Standing::Open if Instant::now() >= self.deadline + GRACE => return Err(self.unconnected()),
-                Standing::Open => self.pause(&pace, look)?,
+                Standing::Open => self.pause(&pace, poll)?,
             }
             standing = if pace.is_long() { self.standing_of_mine(&session)? } else { self.standing(&session)? };
         }
@@ -337,9 +337,9 @@ impl<'a> Meeting<'a> {
 
     // ---- rank 0
 
-    fn lead(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
+    fn lead(&mut self, poll: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
         if self.led == 0 {
-            self.await_turn(look)?;
+            self.await_turn(poll)?;
             self.take_over()?;
         }
         loop {
@@ -348,20 +348,20 @@ impl<'a> Meeting<'a> {
             self.led += 1;
             (self.session, self.rounds) = (Some(session.clone()), 0);
             self.say(&session, Phase::Gathering)?;
-            if let Some(infos) = self.collect(&session, look)? {
+            if let Some(infos) = self.collect(&session, poll)? {
                 // The notice stays as it is: by now another leader may have replaced it.
-                self.store.set(&roster(&self.keys, &session), roster_to_text(&infos).as_bytes())?;
+                self.store.set(&participants(&self.keys, &session), participants_to_text(&infos).as_bytes())?;
                 return Ok(infos);
             }
         }
     }
 
     /// Waits until no other thread of this process leads over the same keys: their notices would overwrite each other.
-    fn await_turn(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    fn await_turn(&mut self, poll: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let pace = Pace::new();
         let what = format!("{} {}", self.spec.name, self.keys);
         loop {
-            if self.makings.led.lock().insert(what.clone()) {
+            if self.attempts.led.lock().insert(what.clone()) {
                 self.leads = Some(what);
                 return Ok(());
             }
@@ -369,7 +369,7 @@ impl<'a> Meeting<'a> {
                 let text = "another thread of this process, which is creating a group with the same store and name";
                 return Err(self.timed_out(text));
             }
-            self.pause(&pace, look)?;
+            self.pause(&pace, poll)?;
         }
     }
 
@@ -392,7 +392,7 @@ impl<'a> Meeting<'a> {
     }
 
     /// Collects the infos of all ranks; `None` when the session has moved.
-    fn collect(&mut self, session: &str, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<RankInfo>>> {
+    fn collect(&mut self, session: &str, poll: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<RankInfo>>> {
         let mut infos = vec![self.mine.clone()];
         let mut refusal = self.refusal.clone();
         let pace = Pace::new();
@@ -424,10 +424,10 @@ impl<'a> Meeting<'a> {
             if Instant::now() >= self.deadline {
                 return Err(self.incomplete(Some(session)));
             }
-            self.pause(&pace, look)?;
+            self.pause(&pace, poll)?;
         }
         if let Some(cause) = refusal {
-            self.store.set(&roster(&self.keys, session), refusal_to_text(&cause).as_bytes())?;
+            self.store.set(&participants(&self.keys, session), refusal_to_text(&cause).as_bytes())?;
             return self.refused(session, cause).map(|()| None);
         }
         Ok(Some(infos))
@@ -443,7 +443,7 @@ impl<'a> Meeting<'a> {
 
     // ---- the others
 
-    fn answer(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
+    fn answer(&mut self, poll: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
         let pace = Pace::new();
         loop {
             if let Some(infos) = self.follow()? {
@@ -453,7 +453,7 @@ impl<'a> Meeting<'a> {
                 let session = self.session.clone();
                 return Err(self.incomplete(session.as_deref()));
             }
-            self.pause(&pace, look)?;
+            self.pause(&pace, poll)?;
         }
     }
 
@@ -475,7 +475,7 @@ impl<'a> Meeting<'a> {
             };
             // All ranks were present, although this one has not read the list. The leader waits for the last request of
             // each rank.
-            if matches!(why, Why::Failed(_)) && self.text(&roster(&self.keys, &mine))?.is_some() {
+            if matches!(why, Why::Failed(_)) && self.text(&participants(&self.keys, &mine))?.is_some() {
                 self.complete = Some(mine);
             }
             self.leave(why)?;
@@ -489,8 +489,8 @@ impl<'a> Meeting<'a> {
         if self.past.contains(&notice.session) {
             return Ok(None);
         }
-        if let Some(text) = self.text(&roster(&self.keys, &notice.session))? {
-            return self.read_roster(&notice.session, &text);
+        if let Some(text) = self.text(&participants(&self.keys, &notice.session))? {
+            return self.read_participants(&notice.session, &text);
         }
         if self.session.is_none() {
             // The failure of an earlier attempt does not concern this one. Its leader may have died without cleaning
@@ -500,7 +500,7 @@ impl<'a> Meeting<'a> {
                 return Ok(None);
             }
             let key = info(&self.keys, &notice.session, self.spec.rank.0);
-            self.confirmed_before = self.makings.confirmed.load(Ordering::SeqCst);
+            self.confirmed_before = self.attempts.confirmed.load(Ordering::SeqCst);
             // Set before the request: even if it fails, giving up then notifies the other ranks.
             (self.session, self.rounds) = (Some(notice.session), 0);
             let text = self.refusal.as_ref().map_or_else(|| self.mine.to_text(), refusal_to_text);
@@ -509,7 +509,7 @@ impl<'a> Meeting<'a> {
         Ok(None)
     }
 
-    fn read_roster(&mut self, session: &str, text: &str) -> Result<Option<Vec<RankInfo>>> {
+    fn read_participants(&mut self, session: &str, text: &str) -> Result<Option<Vec<RankInfo>>> {
         if let Some(cause) = refusal_from_text(text)? {
             return match self.session.as_deref() == Some(session) {
                 true => self.refused(session, cause).map(|()| None),
@@ -519,7 +519,7 @@ impl<'a> Meeting<'a> {
                 }
             };
         }
-        let infos = roster_from_text(text)?;
+        let infos = participants_from_text(text)?;
         let Some(member) = infos.get(self.spec.rank.index()).filter(|_| infos.len() == self.spec.world as usize) else {
             return Err(Error::rendezvous(format!(
                 "participant list: got {} ranks, expected {}",
@@ -620,8 +620,8 @@ impl<'a> Meeting<'a> {
                 // An info that stays is harmless garbage.
                 let _ = self.store.delete(&info(&self.keys, session, self.spec.rank.0));
                 for round in 1..=self.rounds {
-                    let round = told(&self.keys, session, round);
-                    let _ = self.store.delete(&told_by(&round, self.spec.rank.0));
+                    let round = exchange(&self.keys, session, round);
+                    let _ = self.store.delete(&exchanged_text(&round, self.spec.rank.0));
                 }
             }
         }
@@ -634,7 +634,7 @@ impl<'a> Meeting<'a> {
             self.delete_session(&session)?;
             for rank in 1..world {
                 self.store.delete(&info(&self.keys, &session, rank))?;
-                self.delete_told_by(&session, rank)?;
+                self.delete_exchanged_text(&session, rank)?;
             }
         }
         // Before the list is deleted: a rank that finds the notice but no list answers. If this leader was stopped for
@@ -646,36 +646,36 @@ impl<'a> Meeting<'a> {
         }
         if rank != 0 {
             self.store.delete(&info(&self.keys, session, rank))?;
-            self.delete_told_by(session, rank)?;
+            self.delete_exchanged_text(session, rank)?;
         }
         if self.store.add(&ready(&self.keys, session), 1)? == 2 * i64::from(world) {
-            self.store.delete(&roster(&self.keys, session))?;
-            self.delete_told_by_all(session)?;
+            self.store.delete(&participants(&self.keys, session))?;
+            self.delete_exchanged_texts(session)?;
             self.store.delete(&ready(&self.keys, session))?;
         }
         Ok(())
     }
 
     fn delete_session(&self, session: &str) -> Result<()> {
-        self.store.delete(&roster(&self.keys, session))?;
-        self.delete_told_by_all(session)?;
+        self.store.delete(&participants(&self.keys, session))?;
+        self.delete_exchanged_texts(session)?;
         self.store.delete(&why_key(&self.keys, session))?;
         self.store.delete(&silent(&self.keys, session))?;
         self.store.delete(&ready(&self.keys, session)).map(drop)
     }
 
-    fn delete_told_by(&self, session: &str, rank: u32) -> Result<()> {
+    fn delete_exchanged_text(&self, session: &str, rank: u32) -> Result<()> {
         let rounds = 1..=self.most_rounds;
         rounds
-            .map(|round| told(&self.keys, session, round))
-            .try_for_each(|round| self.store.delete(&told_by(&round, rank)).map(drop))
+            .map(|round| exchange(&self.keys, session, round))
+            .try_for_each(|round| self.store.delete(&exchanged_text(&round, rank)).map(drop))
     }
 
-    fn delete_told_by_all(&self, session: &str) -> Result<()> {
+    fn delete_exchanged_texts(&self, session: &str) -> Result<()> {
         let rounds = 1..=self.most_rounds;
         rounds
-            .map(|round| told(&self.keys, session, round))
-            .try_for_each(|round| self.store.delete(&told_by_all(&round)).map(drop))
+            .map(|round| exchange(&self.keys, session, round))
+            .try_for_each(|round| self.store.delete(&exchanged_texts(&round)).map(drop))
     }
 
     /// Ends this rank's session. Store errors are ignored, because this rank gives up anyway.
@@ -733,10 +733,10 @@ impl<'a> Meeting<'a> {
         Ok(self.store.get(key)?.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()))
     }
 
-    fn pause(&mut self, pace: &Pace, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
-        if self.looked.elapsed() >= LOOK {
-            self.looked = Instant::now();
-            look()?;
+    fn pause(&mut self, pace: &Pace, poll: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        if self.last_poll.elapsed() >= POLL_INTERVAL {
+            self.last_poll = Instant::now();
+            poll()?;
         }
         pace.pause();
         Ok(())
@@ -762,15 +762,15 @@ impl<'a> Meeting<'a> {
             self.leave_session(&session);
         }
         // Probably another thread of this process created the group, and this thread takes its turn.
-        if self.makings.confirmed.load(Ordering::SeqCst) != self.confirmed_before {
+        if self.attempts.confirmed.load(Ordering::SeqCst) != self.confirmed_before {
             return Ok(None);
         }
         Err(self.taken("which has joined the group"))
     }
 
     /// Returns the error for a deadline that passed before all ranks had sent their texts.
-    fn untold(&self, round: &str) -> Error {
-        let is_missing = |rank: &u32| self.store.get(&told_by(round, *rank)).is_ok_and(|text| text.is_none());
+    fn texts_missing(&self, round: &str) -> Error {
+        let is_missing = |rank: &u32| self.store.get(&exchanged_text(round, *rank)).is_ok_and(|text| text.is_none());
         let mut missing: Vec<String> = (1..self.spec.world).filter(is_missing).map(|rank| rank.to_string()).collect();
         if missing.is_empty() {
             missing.push("0".to_owned());
@@ -846,7 +846,7 @@ impl Drop for Meeting<'_> {
         let cause = Cause { kind: accl_types::ErrorKind::Internal, origin: self.spec.rank, text };
         self.end_with(&Why::Failed(cause));
         if let Some(what) = self.leads.take() {
-            self.makings.led.lock().remove(&what);
+            self.attempts.led.lock().remove(&what);
         }
     }
 }
@@ -871,20 +871,20 @@ fn info(keys: &str, session: &str, rank: u32) -> String {
     format!("{keys}/{session}/info/{rank}")
 }
 
-fn roster(keys: &str, session: &str) -> String {
+fn participants(keys: &str, session: &str) -> String {
     format!("{keys}/{session}/roster")
 }
 
 /// Returns the prefix of the keys of an exchange round in a session.
-fn told(keys: &str, session: &str, round: u32) -> String {
+fn exchange(keys: &str, session: &str, round: u32) -> String {
     format!("{keys}/{session}/told/{round}")
 }
 
-fn told_by(round: &str, rank: u32) -> String {
+fn exchanged_text(round: &str, rank: u32) -> String {
     format!("{round}/{rank}")
 }
 
-fn told_by_all(round: &str) -> String {
+fn exchanged_texts(round: &str) -> String {
     format!("{round}/all")
 }
 
@@ -916,7 +916,7 @@ impl Pace {
 
     /// Returns whether the wait has lasted long enough that an additional request does not matter.
     fn is_long(&self) -> bool {
-        self.0.elapsed() >= LOOK
+        self.0.elapsed() >= POLL_INTERVAL
     }
 
     fn pause(&self) {

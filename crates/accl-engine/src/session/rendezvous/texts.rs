@@ -9,7 +9,7 @@ use accl_types::{Error, ErrorKind, Rank, Result};
 use accl_wire::frame::Cause;
 use accl_wire::{EndpointInfo, PROTOCOL_VERSION};
 
-use crate::session::cores::{Cores, Crowd};
+use crate::session::cores::{Cores, HostLoad};
 
 /// Start of the first line of a rank's info; the protocol version follows.
 const CARD_MAGIC: &str = "accl-group";
@@ -34,9 +34,9 @@ pub(crate) struct RankInfo {
     pub(crate) cores: Cores,
     /// Whether the number of useful lanes is to be computed from the ranks of its host.
     pub(crate) has_auto_lanes: bool,
-    /// The crowd on its host, as seen in groups created before: the ranks of a smaller group share the host with other
+    /// The load of its host, as seen in groups created before: the ranks of a smaller group share the host with other
     /// ranks.
-    pub(crate) crowd: Crowd,
+    pub(crate) host_load: HostLoad,
     /// The constants by which all ranks choose algorithms; only in the first rank's info.
     pub(crate) machine: Option<Machine>,
     /// Endpoint address of the rank.
@@ -52,7 +52,7 @@ impl RankInfo {
             self.agreed,
             self.cores,
             if self.has_auto_lanes { AUTO_LANES } else { FIXED_LANES },
-            self.crowd,
+            self.host_load,
             self.info.to_text()
         )
     }
@@ -64,26 +64,35 @@ impl RankInfo {
         let counter = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no counter"))?;
         let agreed = lines.next().ok_or_else(|| broken("no settings"))?.to_owned();
         let cores = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no cores"))?;
-        let (lanes, crowd) = lines.next().and_then(|line| line.split_once(' ')).ok_or_else(|| broken("no lanes"))?;
+        let (lanes, host_load) =
+            lines.next().and_then(|line| line.split_once(' ')).ok_or_else(|| broken("no lanes"))?;
         let has_auto_lanes = match lanes {
             AUTO_LANES => true,
             FIXED_LANES => false,
             _ => return Err(broken("no lanes")),
         };
-        let crowd = crowd.parse().map_err(|()| broken("no number of ranks"))?;
+        let host_load = host_load.parse().map_err(|()| broken("no number of ranks"))?;
         let machine = match lines.next().ok_or_else(|| broken("no constants"))? {
             "" => None,
             text => Some(text.parse().map_err(|why: String| broken(&why))?),
         };
         let info = EndpointInfo::from_text(lines.next().ok_or_else(|| broken("no address"))?)?;
-        Ok(Self { counter, agreed, cores, has_auto_lanes, crowd, machine, info })
+        Ok(Self { counter, agreed, cores, has_auto_lanes, host_load, machine, info })
     }
 
     /// Returns the info of a process that cannot create the group and that no link leads to.
     pub(crate) fn of_no_endpoint() -> Result<Self> {
         let info = accl_transport::process_info()?;
         let (agreed, cores) = (String::new(), Cores::of_this_process());
-        Ok(Self { counter: 0, agreed, cores, has_auto_lanes: false, crowd: Crowd::default(), machine: None, info })
+        Ok(Self {
+            counter: 0,
+            agreed,
+            cores,
+            has_auto_lanes: false,
+            host_load: HostLoad::default(),
+            machine: None,
+            info,
+        })
     }
 
     /// Returns the info of a process that does not exist.
@@ -102,7 +111,7 @@ impl RankInfo {
             lanes: 1,
         };
         let (agreed, cores) = (agreed.to_owned(), Cores::of_this_process());
-        Self { counter, agreed, cores, has_auto_lanes: false, crowd: Crowd::default(), machine: None, info }
+        Self { counter, agreed, cores, has_auto_lanes: false, host_load: HostLoad::default(), machine: None, info }
     }
 
     /// Returns whether this is the info of the same process for the same attempt to create a group.
@@ -147,21 +156,21 @@ pub(super) fn refusal_from_text(text: &str) -> Result<Option<Cause>> {
 }
 
 /// Formats all ranks' infos in rank order, each preceded by its length.
-pub(super) fn roster_to_text(infos: &[RankInfo]) -> String {
+pub(super) fn participants_to_text(infos: &[RankInfo]) -> String {
     joined(infos.iter().map(RankInfo::to_text))
 }
 
-pub(super) fn roster_from_text(text: &str) -> Result<Vec<RankInfo>> {
+pub(super) fn participants_from_text(text: &str) -> Result<Vec<RankInfo>> {
     let texts = split(text).ok_or_else(|| Error::rendezvous("the store holds an invalid participant list"))?;
     texts.into_iter().map(RankInfo::from_text).collect()
 }
 
 /// Formats the texts that all ranks exchange, in rank order.
-pub(super) fn told_to_text(told: &[String]) -> String {
-    joined(told.iter().map(String::as_str))
+pub(super) fn texts_to_text(texts: &[String]) -> String {
+    joined(texts.iter().map(String::as_str))
 }
 
-pub(super) fn told_from_text(text: &str) -> Result<Vec<String>> {
+pub(super) fn texts_from_text(text: &str) -> Result<Vec<String>> {
     let texts = split(text);
     let texts = texts.ok_or_else(|| Error::rendezvous("the store holds an invalid list of rank texts"))?;
     Ok(texts.into_iter().map(str::to_owned).collect())
@@ -316,9 +325,9 @@ mod tests {
             earlier in proptest::collection::vec(("[ -~]{1,20}", any::<u32>()), 0..5), process in "[ -~]{0,30}",
         ) {
             let infos = vec![info(counter, &agreed), info(3, "")];
-            prop_assert_eq!(roster_from_text(&roster_to_text(&infos)).unwrap(), infos);
-            let told = vec![agreed.clone(), String::new(), format!("{process}\n{session}")];
-            prop_assert_eq!(told_from_text(&told_to_text(&told)).unwrap(), told);
+            prop_assert_eq!(participants_from_text(&participants_to_text(&infos)).unwrap(), infos);
+            let texts = vec![agreed.clone(), String::new(), format!("{process}\n{session}")];
+            prop_assert_eq!(texts_from_text(&texts_to_text(&texts)).unwrap(), texts);
             for &(phase, _) in Phase::ALL {
                 let notice = Notice { session: session.clone(), world, phase, uuid, process: process.clone(), earlier: earlier.clone() };
                 prop_assert_eq!(Notice::from_text(&notice.to_text()).unwrap(), notice);
@@ -333,20 +342,20 @@ mod tests {
         #[test]
         fn anything_else_is_refused_without_a_panic(text: String, bytes: Vec<u8>) {
             prop_assert!(Notice::from_text(&text).is_err());
-            prop_assert!(text.is_empty() || roster_from_text(&text).is_err());
+            prop_assert!(text.is_empty() || participants_from_text(&text).is_err());
             prop_assert!(RankInfo::from_text(&text).is_err());
-            let _ = told_from_text(&text);
+            let _ = texts_from_text(&text);
             prop_assert_eq!(refusal_from_text(&text).unwrap(), None);
             let _ = refusal_from_text(&format!("{REFUSAL_MAGIC} {PROTOCOL_VERSION}\n{text}"));
             let _ = Why::from_bytes(&bytes);
         }
 
         #[test]
-        fn a_damaged_roster_does_not_panic(at in any::<prop::sample::Index>(), with: char, cut: bool) {
-            let mut text: Vec<char> = roster_to_text(&[info(1, "a=b"), info(2, "")]).chars().collect();
+        fn a_damaged_participant_list_does_not_panic(at in any::<prop::sample::Index>(), with: char, cut: bool) {
+            let mut text: Vec<char> = participants_to_text(&[info(1, "a=b"), info(2, "")]).chars().collect();
             let at = at.index(text.len());
             if cut { text.truncate(at) } else { text[at] = with }
-            let _ = roster_from_text(&text.into_iter().collect::<String>());
+            let _ = participants_from_text(&text.into_iter().collect::<String>());
         }
     }
 
@@ -356,8 +365,13 @@ mod tests {
         let agreed = Config::default().agreed_text();
         let machine = Some(Machine::default());
         let cores = "0-3,8/2".parse().unwrap();
-        let info =
-            RankInfo { machine, cores, has_auto_lanes: true, crowd: Crowd { ranks: 8, share: 4 }, ..info(7, &agreed) };
+        let info = RankInfo {
+            machine,
+            cores,
+            has_auto_lanes: true,
+            host_load: HostLoad { ranks: 8, share: 4 },
+            ..info(7, &agreed)
+        };
         let cause = Cause { kind: ErrorKind::Network, origin: Rank(2), text: "why".to_owned() };
         let earlier = vec![("before".to_owned(), 3)];
         let notice = Notice {
@@ -368,7 +382,7 @@ mod tests {
             process: "a b pid 1".to_owned(),
             earlier,
         };
-        let mut lines = vec![roster_to_text(&[info]), notice.to_text()];
+        let mut lines = vec![participants_to_text(&[info]), notice.to_text()];
         for why in [Why::Moved, Why::Complete, Why::Taken("there".to_owned()), Why::Failed(cause)] {
             lines.push(format!("why {:?}", String::from_utf8_lossy(&why.to_bytes())));
         }

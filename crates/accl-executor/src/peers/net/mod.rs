@@ -1,8 +1,8 @@
 //! The peers of this process. Each has one link, which all groups share and which is made when it is first needed.
 //!
 //! This module owns links, the queue of control frames that found no room, and the records of wanted links and of peers
-//! that are gone. `polling` decides which links a progress pass polls. This module makes no link and knows no calls. Read
-//! [`Net`] first.
+//! that are gone. `polling` decides which links a progress pass polls. This module makes no link and knows no calls.
+//! Read [`Net`] first.
 
 mod polling;
 
@@ -14,13 +14,13 @@ use std::time::Duration;
 
 use accl_types::{Error, Result};
 use accl_wire::frame::{Header, Kind};
-use accl_wire::{Answers, EndpointInfo, Frame, HEAD_BYTES, Link, NewsBoard, Place, Slot};
+use accl_wire::{Answers, EndpointInfo, EventBitmap, Frame, FrameSlot, HEAD_BYTES, Link, Slot};
 
 use super::traffic::Traffic;
 
 /// Number of consecutive polls without a frame after which a link is armed. Posting an event costs the peer more than a
 /// poll costs here.
-const LOOKS_BEFORE_ARMING: u32 = 256;
+const POLLS_BEFORE_ARMING: u32 = 256;
 
 /// Index of a peer process in [`Net`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -55,19 +55,19 @@ pub struct Peer {
     /// Value of `queued` after the latest frame that the peer needs even if this rank has left.
     relied_on: u64,
     info: EndpointInfo,
-    said_goodbye: bool,
+    has_disconnected: bool,
     /// Whether the disconnect message is only assumed, because no remaining process could have received it.
-    is_goodbye_assumed: bool,
+    is_disconnect_assumed: bool,
     gone: Option<Gone>,
     /// Whether a send found no room since the last pass.
     wants_room: bool,
-    /// Slot of the board to which the news of its link are posted. `None` means no slot; the link is then always
-    /// polled.
+    /// Slot of the event bitmap to which the events of its link are posted. `None` means no slot; the link is then
+    /// always polled.
     slot: Option<Slot>,
     /// Whether passes poll its link.
     is_polled: bool,
     /// Number of consecutive polls that found nothing.
-    idle_looks: u32,
+    idle_polls: u32,
     /// Whether a send waited for room when the link was last armed.
     is_armed_for_room: bool,
     /// Whether the peer is in `Net::dirty`, which a flush visits.
@@ -93,8 +93,8 @@ impl Peer {
     }
 
     /// Returns whether the disconnect message is only assumed, because no remaining process could have received it.
-    pub(crate) fn is_goodbye_assumed(&self) -> bool {
-        self.is_goodbye_assumed
+    pub(crate) fn is_disconnect_assumed(&self) -> bool {
+        self.is_disconnect_assumed
     }
 
     /// Returns the time for which the peer's host was unresponsive at the last check; `None` if it was responsive.
@@ -178,12 +178,12 @@ pub struct Net {
     linked: Vec<PeerId>,
     /// Peers whose links the passes poll.
     polled: Vec<PeerId>,
-    /// Board to which news of the other links are posted.
-    board: Option<Arc<dyn NewsBoard>>,
+    /// Event bitmap to which events of the other links are posted.
+    bitmap: Option<Arc<dyn EventBitmap>>,
     by_slot: HashMap<Slot, PeerId>,
     /// Number of times that a link was polled so far.
-    looks: u64,
-    looks_before_arming: u32,
+    polls: u64,
+    polls_before_arming: u32,
     /// Number of peers that have no link and are not gone.
     unlinked: usize,
     /// Whether links or notes were requested since the last [`Net::take_wanted`].
@@ -225,10 +225,10 @@ impl Default for Net {
             peers: Vec::new(),
             linked: Vec::new(),
             polled: Vec::new(),
-            board: None,
+            bitmap: None,
             by_slot: HashMap::new(),
-            looks: 0,
-            looks_before_arming: LOOKS_BEFORE_ARMING,
+            polls: 0,
+            polls_before_arming: POLLS_BEFORE_ARMING,
             unlinked: 0,
             has_wanted: false,
             wanted: Vec::new(),
@@ -283,13 +283,13 @@ impl Net {
             queued: 0,
             relied_on: 0,
             info: info.clone(),
-            said_goodbye: false,
-            is_goodbye_assumed: false,
+            has_disconnected: false,
+            is_disconnect_assumed: false,
             gone: None,
             wants_room: false,
             slot: None,
             is_polled: false,
-            idle_looks: 0,
+            idle_polls: 0,
             is_armed_for_room: false,
             is_dirty: false,
             is_unanswered: false,
@@ -299,14 +299,14 @@ impl Net {
         id
     }
 
-    /// Gives a peer its link, unless it has one or is gone. The poller must already watch the link's descriptors. News
-    /// of the link are posted at `slot` of the board.
+    /// Gives a peer its link, unless it has one or is gone. The poller must already watch the link's descriptors.
+    /// Events of the link are posted at `slot` of the event bitmap.
     pub fn attach(&mut self, id: PeerId, link: Box<dyn Link>, slot: Option<Slot>) {
         let peer = &mut self.peers[id.0 as usize];
         if peer.link.is_some() || peer.gone.is_some() {
             return;
         }
-        self.streams += usize::from(!link.is_cheap_to_look_at());
+        self.streams += usize::from(!link.polls_without_syscall());
         self.listeners += usize::from(link.needs_listener());
         self.unlinked -= 1;
         (peer.link, peer.slot, peer.is_polled) = (Some(link), slot, true);
@@ -405,7 +405,7 @@ impl Net {
 
     /// Adds a peer with its link: see [`Net::attach`].
     pub fn add(&mut self, info: &EndpointInfo, link: Box<dyn Link>, slot: Option<Slot>) -> PeerId {
-        let shares_memory = link.is_cheap_to_look_at();
+        let shares_memory = link.polls_without_syscall();
         let id = self.introduce(info, shares_memory);
         self.attach(id, link, slot);
         id
@@ -471,10 +471,10 @@ impl Net {
         self.release(id);
     }
 
-    /// Reserves a place for a frame with a payload of `payload_bytes` bytes. Returns `None` if there is no room now, no
+    /// Reserves a slot for a frame with a payload of `payload_bytes` bytes. Returns `None` if there is no room now, no
     /// link yet, or the peer is gone.
     #[inline(always)]
-    pub(crate) fn reserve(&mut self, id: PeerId, payload_bytes: usize) -> Option<Place<'_>> {
+    pub(crate) fn reserve(&mut self, id: PeerId, payload_bytes: usize) -> Option<FrameSlot<'_>> {
         if self.has_unlinked() {
             self.want(id);
         }
@@ -482,7 +482,7 @@ impl Net {
         let link = peer.link.as_deref_mut()?;
         // `check` detects a broken link; here it only has no room.
         match link.try_reserve(payload_bytes) {
-            Ok(Some(place)) => Some(place),
+            Ok(Some(slot)) => Some(slot),
             Ok(None) | Err(_) => {
                 peer.wants_room = true;
                 self.room_wanted = true;
@@ -501,9 +501,9 @@ impl Net {
     }
 
     /// Records that a peer has sent a disconnect message, or that this is only assumed.
-    pub(crate) fn note_goodbye(&mut self, id: PeerId, is_assumed: bool) {
+    pub(crate) fn note_disconnect(&mut self, id: PeerId, is_assumed: bool) {
         let peer = self.peer_mut(id);
-        (peer.said_goodbye, peer.is_goodbye_assumed) = (true, is_assumed);
+        (peer.has_disconnected, peer.is_disconnect_assumed) = (true, is_assumed);
     }
 
     /// Adds the counters of a group that has ended.
@@ -523,46 +523,46 @@ impl Net {
     }
 
     /// Returns whether polling this peer's link costs no system call, or will cost none.
-    pub(crate) fn is_cheap_to_look_at(&self, id: PeerId) -> bool {
+    pub(crate) fn polls_without_syscall(&self, id: PeerId) -> bool {
         let peer = self.peer(id);
         match &peer.link {
-            Some(link) => link.is_cheap_to_look_at(),
+            Some(link) => link.polls_without_syscall(),
             None => peer.shares_memory && peer.gone.is_none(),
         }
     }
 
-    /// Returns whether the system must be asked for news of some links.
+    /// Returns whether the system must be asked for events of some links.
     pub fn has_streams(&self) -> bool {
         self.streams > 0
     }
 
     /// Makes the next pass poll this peer's link, and ask the system even if no event was seen.
-    pub fn look_again(&mut self, id: PeerId) {
+    pub fn force_poll(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
-            link.look_again();
+            link.force_poll();
             self.poll_link(id);
         }
     }
 
-    /// Does the same as [`Net::look_again`] if the last poll of this peer's link found something.
-    pub(crate) fn look_again_if_flowing(&mut self, id: PeerId) {
+    /// Does the same as [`Net::force_poll`] if the last poll of this peer's link found something.
+    pub(crate) fn force_poll_if_flowing(&mut self, id: PeerId) {
         let peer = self.peer(id);
-        if peer.is_polled && peer.idle_looks == 0 {
-            self.look_again(id);
+        if peer.is_polled && peer.idle_polls == 0 {
+            self.force_poll(id);
         }
     }
 
-    /// Does the same as [`Net::look_again`] for all peers. A system call for each of them follows.
-    pub fn look_again_everywhere(&mut self) {
+    /// Does the same as [`Net::force_poll`] for all peers. A system call for each of them follows.
+    pub fn force_poll_all(&mut self) {
         for index in 0..self.linked.len() {
-            self.look_again(self.linked[index]);
+            self.force_poll(self.linked[index]);
         }
     }
 
-    /// Returns the next frame if it arrives within `looks` polls. Errors are left to a pass.
+    /// Returns the next frame if it arrives within `polls` polls. Errors are left to a pass.
     #[inline]
-    pub(crate) fn await_frame(&mut self, id: PeerId, looks: u32) -> Option<Frame<'_>> {
-        self.link(id)?.await_frame(looks).ok()?
+    pub(crate) fn await_frame(&mut self, id: PeerId, polls: u32) -> Option<Frame<'_>> {
+        self.link(id)?.await_frame(polls).ok()?
     }
 
     /// Commits like [`Net::commit`], for links that send without a flush. [`Net::wake`] must follow soon.
@@ -589,7 +589,7 @@ impl Net {
         }
     }
 
-    /// Frees the place of the peeked frame.
+    /// Frees the slot of the peeked frame.
     #[inline]
     pub(crate) fn release(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
@@ -604,10 +604,10 @@ impl Net {
         }
         self.want(id);
         if self.peer(id).outbox.is_empty()
-            && let Some(place) = self.reserve(id, payload.len())
+            && let Some(slot) = self.reserve(id, payload.len())
         {
-            header.emit(place.head);
-            place.payload.copy_from_slice(payload);
+            header.emit(slot.head);
+            slot.payload.copy_from_slice(payload);
             self.commit(id);
             self.peer_mut(id).traffic.add_sent(payload.len() as u64);
             return;
@@ -639,8 +639,8 @@ impl Net {
         let Some(link) = peer.link.as_mut() else { return (false, peer.outbox.is_empty()) };
         let (mut moved, mut is_broken) = (false, false);
         while let Some((head, payload)) = peer.outbox.front() {
-            let place = match link.try_reserve(payload.len()) {
-                Ok(Some(place)) => place,
+            let slot = match link.try_reserve(payload.len()) {
+                Ok(Some(slot)) => slot,
                 Ok(None) => {
                     peer.wants_room = true;
                     self.room_wanted = true;
@@ -653,8 +653,8 @@ impl Net {
                     break;
                 }
             };
-            *place.head = *head;
-            place.payload.copy_from_slice(payload);
+            *slot.head = *head;
+            slot.payload.copy_from_slice(payload);
             peer.traffic.add_sent(payload.len() as u64);
             link.commit();
             peer.outbox.pop_front();
@@ -750,7 +750,7 @@ impl Net {
     }
 
     /// Returns the peers whose hosts are unresponsive, and for how long.
-    pub(crate) fn look_for_answers(&mut self) -> Vec<(PeerId, Duration)> {
+    pub(crate) fn take_unresponsive(&mut self) -> Vec<(PeerId, Duration)> {
         let mut silent = Vec::new();
         let mut unanswered = std::mem::take(&mut self.unanswered);
         unanswered.retain(|&id| {
@@ -770,7 +770,7 @@ impl Net {
 
     /// Checks whether the peer still exists. The error describes how it disconnected.
     pub(crate) fn check(&mut self, id: PeerId) -> Result<()> {
-        self.looks += 1;
+        self.polls += 1;
         match self.link(id) {
             Some(link) => link.check_peer(),
             None => Ok(()),
@@ -792,7 +792,7 @@ impl Net {
         let peer = self.peer_mut(id);
         let is_new = peer.gone.is_none();
         if is_new {
-            peer.gone = Some(if peer.said_goodbye { Gone::Left } else { Gone::Lost(error) });
+            peer.gone = Some(if peer.has_disconnected { Gone::Left } else { Gone::Lost(error) });
         }
         let link = peer.link.take();
         let (slot, was_polled) = (peer.slot.take(), std::mem::take(&mut peer.is_polled));
@@ -809,7 +809,7 @@ impl Net {
             self.by_slot.remove(&slot);
         }
         if let Some(link) = &link {
-            self.streams -= usize::from(!link.is_cheap_to_look_at());
+            self.streams -= usize::from(!link.polls_without_syscall());
             self.listeners -= usize::from(link.needs_listener());
             self.linked.retain(|&linked| linked != id);
         }
@@ -878,7 +878,7 @@ impl Net {
         self.each_link(|link| {
             let _ = link.flush();
             link.close();
-            link.look_again();
+            link.force_poll();
             // Closing a socket with unread bytes resets the connection, which would discard bytes in flight to the
             // peer.
             while let Ok(Some(_)) = link.peek() {

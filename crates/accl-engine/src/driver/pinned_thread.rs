@@ -13,19 +13,19 @@ use crate::cpus;
 const NO_CPU: i64 = -1;
 
 /// A thread and its CPU; either may be known first.
-pub(crate) struct Place {
+pub(crate) struct PinnedThread {
     /// The thread's id in the system; 0 before the thread has started.
     thread: AtomicI32,
     cpu: AtomicI64,
 }
 
-impl Default for Place {
+impl Default for PinnedThread {
     fn default() -> Self {
         Self { thread: AtomicI32::new(0), cpu: AtomicI64::new(NO_CPU) }
     }
 }
 
-impl Place {
+impl PinnedThread {
     /// Registers the calling thread, and binds it if its CPU is known.
     pub(crate) fn begin(&self) {
         // Each side writes before it reads, so at least one of them sees the other's value.

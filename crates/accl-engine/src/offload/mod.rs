@@ -10,5 +10,5 @@ mod route;
 mod running;
 mod worker;
 
-pub(crate) use handle::{Sidestep, named};
+pub(crate) use handle::{LibraryOffload, named};
 pub(crate) use worker::{Found, Worker, Workers};

@@ -1,14 +1,14 @@
-//! The board of a process: a page on which its peers and its poller post which links have events.
+//! The event bitmap of a process: a page on which its peers and its poller post which links have events.
 //!
 //! The page holds a bit for each link, and a state word that says which lines hold bits and whether the process sleeps.
 //! A post writes memory twice. The result of the second write shows whether the posting side must wake the sleeper.
 //! The page lies in shared memory that peers have mapped. If there is no shared memory, the page is private and links
 //! over shared memory are not created.
-//! Owns no descriptor that wakes. Read [`Notices`] first.
+//! Owns no descriptor that wakes. Read [`EventBits`] first.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use accl_wire::{NewsBoard, Slot};
+use accl_wire::{EventBitmap, Slot};
 use rustix::io::Errno;
 
 use crate::fork::{Fd, fork_generation};
@@ -25,12 +25,12 @@ const LINES: usize = (PAGE - 128) / (WORDS_OF_A_LINE * size_of::<u64>());
 /// Number of links that can have a slot.
 pub(crate) const SLOTS: usize = LINES * WORDS_OF_A_LINE * BITS;
 
-const _: () = assert!(LINES < 63 && size_of::<Notices>() <= PAGE);
+const _: () = assert!(LINES < 63 && size_of::<EventBits>() <= PAGE);
 
 /// Content of the page. All zero is the initial state.
 #[repr(C, align(128))]
 #[derive(Debug)]
-pub(crate) struct Notices<const N: usize = LINES> {
+pub(crate) struct EventBits<const N: usize = LINES> {
     /// [`LISTENS`], and the lines in which something was posted.
     state: AtomicU64,
     /// Keeps the lines apart from the state's cache line, which is polled again and again.
@@ -38,10 +38,10 @@ pub(crate) struct Notices<const N: usize = LINES> {
     lines: [[AtomicU64; WORDS_OF_A_LINE]; N],
 }
 
-impl<const N: usize> Notices<N> {
+impl<const N: usize> EventBits<N> {
     pub(crate) fn new() -> Self {
         let line = |_| std::array::from_fn(|_| AtomicU64::new(0));
-        Notices { state: AtomicU64::new(0), _apart: [0; 15], lines: std::array::from_fn(line) }
+        EventBits { state: AtomicU64::new(0), _apart: [0; 15], lines: std::array::from_fn(line) }
     }
 
     /// Returns the words that are not 0, with their byte offsets.
@@ -66,7 +66,7 @@ impl<const N: usize> Notices<N> {
         self.state.fetch_or(1 << line, Ordering::AcqRel) == LISTENS
     }
 
-    /// See [`NewsBoard::take`].
+    /// See [`EventBitmap::take`].
     pub(crate) fn take(&self, found: &mut dyn FnMut(Slot)) {
         // Relaxed: what is posted meanwhile is seen the next time, or by `listen`.
         if self.state.load(Ordering::Relaxed) & !LISTENS == 0 {
@@ -91,12 +91,12 @@ impl<const N: usize> Notices<N> {
         }
     }
 
-    /// See [`NewsBoard::listen`].
+    /// See [`EventBitmap::listen`].
     pub(crate) fn listen(&self) -> bool {
         self.state.fetch_or(LISTENS, Ordering::AcqRel) & !LISTENS != 0
     }
 
-    /// See [`NewsBoard::mute`].
+    /// See [`EventBitmap::mute`].
     pub(crate) fn mute(&self) {
         // Relaxed: a peer that still sees the flag only wakes once too often.
         if self.state.load(Ordering::Relaxed) & LISTENS != 0 {
@@ -105,34 +105,36 @@ impl<const N: usize> Notices<N> {
     }
 }
 
-/// Location of a board's page.
+/// Location of a bitmap's page.
 #[derive(Debug)]
-enum Place {
+enum PageLocation {
     Shared(Mapping, Fd),
     /// A page of this process alone, and the reason why it is not shared.
-    Own(Box<Notices>, String),
+    Own(Box<EventBits>, String),
 }
 
-/// The board of this process.
+/// The bitmap of this process.
 #[derive(Debug)]
-pub(crate) struct Board {
-    place: Place,
-    /// Fork generation that created the board. In a forked child the page is the parent's.
+pub(crate) struct ProcessBitmap {
+    location: PageLocation,
+    /// Fork generation that created the bitmap. In a forked child the page is the parent's.
     generation: u64,
 }
 
-impl Board {
-    /// Creates an empty board.
-    pub(crate) fn new() -> Board {
-        let place =
-            shared().map_or_else(|why| Place::Own(Box::new(Notices::new()), why), |(page, fd)| Place::Shared(page, fd));
-        Board { place, generation: fork_generation() }
+impl ProcessBitmap {
+    /// Creates an empty bitmap.
+    pub(crate) fn new() -> ProcessBitmap {
+        let location = shared().map_or_else(
+            |why| PageLocation::Own(Box::new(EventBits::new()), why),
+            |(page, fd)| PageLocation::Shared(page, fd),
+        );
+        ProcessBitmap { location, generation: fork_generation() }
     }
 
-    fn notices(&self) -> &Notices {
-        match &self.place {
-            Place::Shared(page, _) => on(page),
-            Place::Own(notices, _) => notices,
+    fn bits(&self) -> &EventBits {
+        match &self.location {
+            PageLocation::Shared(page, _) => on(page),
+            PageLocation::Own(bits, _) => bits,
         }
     }
 
@@ -140,54 +142,54 @@ impl Board {
         self.generation == fork_generation()
     }
 
-    /// Returns the descriptor that peers pass to [`PeerBoard::open`].
+    /// Returns the descriptor that peers pass to [`PeerBitmap::open`].
     ///
     /// # Errors
     /// A clause with the reason why there is no descriptor.
     pub(crate) fn descriptor(&self) -> Result<BorrowedFd<'_>, String> {
-        match &self.place {
-            Place::Shared(_, fd) => Ok(fd.as_fd()),
-            Place::Own(_, why) => Err(format!("no event bitmap in shared memory: {why}")),
+        match &self.location {
+            PageLocation::Shared(_, fd) => Ok(fd.as_fd()),
+            PageLocation::Own(_, why) => Err(format!("no event bitmap in shared memory: {why}")),
         }
     }
 
     /// Posts an event of a link of this process. Returns `true` if the caller must wake the process.
     pub(crate) fn post(&self, slot: Slot) -> bool {
-        self.is_ours() && self.notices().post(slot)
+        self.is_ours() && self.bits().post(slot)
     }
 }
 
-impl NewsBoard for Board {
+impl EventBitmap for ProcessBitmap {
     fn take(&self, found: &mut dyn FnMut(Slot)) {
         if self.is_ours() {
-            self.notices().take(found);
+            self.bits().take(found);
         }
     }
 
     fn listen(&self) -> bool {
-        self.is_ours() && self.notices().listen()
+        self.is_ours() && self.bits().listen()
     }
 
     fn mute(&self) {
         if self.is_ours() {
-            self.notices().mute();
+            self.bits().mute();
         }
     }
 }
 
-/// The board of a peer.
+/// The bitmap of a peer.
 #[derive(Debug)]
-pub(crate) struct PeerBoard(Mapping);
+pub(crate) struct PeerBitmap(Mapping);
 
-impl PeerBoard {
+impl PeerBitmap {
     /// Maps the peer's page.
     ///
     /// # Errors
     /// A clause that names what does not fit or what the system refused.
-    pub(crate) fn open(fd: BorrowedFd<'_>) -> Result<PeerBoard, String> {
+    pub(crate) fn open(fd: BorrowedFd<'_>) -> Result<PeerBitmap, String> {
         let page = Mapping::open(fd, PAGE)?;
         fill(&page, fd)?;
-        Ok(PeerBoard(page))
+        Ok(PeerBitmap(page))
     }
 
     /// Posts an event of one of the peer's links. Returns `true` if the caller must wake the peer.
@@ -196,10 +198,10 @@ impl PeerBoard {
     }
 }
 
-fn on(page: &Mapping) -> &Notices {
+fn on(page: &Mapping) -> &EventBits {
     // SAFETY: the page is mapped, aligned, filled and large enough, and valid in every bit pattern. It holds only
     // atomics, and bytes that no code reads or writes.
-    unsafe { page.base().cast::<Notices>().as_ref() }
+    unsafe { page.base().cast::<EventBits>().as_ref() }
 }
 
 fn shared() -> Result<(Mapping, Fd), String> {
@@ -219,49 +221,49 @@ fn fill(page: &Mapping, fd: BorrowedFd<'_>) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    fn taken(notices: &Notices) -> Vec<u32> {
+    fn taken(bits: &EventBits) -> Vec<u32> {
         let mut slots = Vec::new();
-        notices.take(&mut |slot| slots.push(slot.0));
+        bits.take(&mut |slot| slots.push(slot.0));
         slots
     }
 
     #[test]
     fn what_is_posted_is_taken_once() {
-        let notices = Notices::<LINES>::new();
+        let bits = EventBits::<LINES>::new();
         let slots = [0, 1, 63, 64, 511, 512, 4097, SLOTS as u32 - 1];
-        slots.iter().chain(&slots).for_each(|&slot| assert!(!notices.post(Slot(slot)), "nobody listens"));
-        assert_eq!(taken(&notices), slots);
-        assert_eq!(taken(&notices), []);
+        slots.iter().chain(&slots).for_each(|&slot| assert!(!bits.post(Slot(slot)), "nobody listens"));
+        assert_eq!(taken(&bits), slots);
+        assert_eq!(taken(&bits), []);
     }
 
     #[test]
     fn the_first_post_to_a_listener_wakes_it_and_the_next_do_not() {
-        let notices = Notices::<LINES>::new();
-        assert!(!notices.listen());
-        assert!(notices.post(Slot(700)));
-        assert!(!notices.post(Slot(3)) && !notices.post(Slot(700)));
-        notices.mute();
-        assert_eq!(taken(&notices), [3, 700]);
-        assert!(!notices.post(Slot(700)), "it does not listen any more");
-        assert!(notices.listen(), "who begins to listen when something was posted must not sleep");
+        let bits = EventBits::<LINES>::new();
+        assert!(!bits.listen());
+        assert!(bits.post(Slot(700)));
+        assert!(!bits.post(Slot(3)) && !bits.post(Slot(700)));
+        bits.mute();
+        assert_eq!(taken(&bits), [3, 700]);
+        assert!(!bits.post(Slot(700)), "it does not listen any more");
+        assert!(bits.listen(), "who begins to listen when something was posted must not sleep");
     }
 
     #[test]
-    fn a_slot_that_there_is_not_is_nobodys() {
-        let notices = Notices::<LINES>::new();
-        notices.listen();
-        assert!(!notices.post(Slot(SLOTS as u32)) && !notices.post(Slot(u32::MAX)));
-        assert_eq!(taken(&notices), []);
+    fn a_slot_out_of_range_belongs_to_no_link() {
+        let bits = EventBits::<LINES>::new();
+        bits.listen();
+        assert!(!bits.post(Slot(SLOTS as u32)) && !bits.post(Slot(u32::MAX)));
+        assert_eq!(taken(&bits), []);
     }
 
     #[test]
     fn a_peer_posts_on_the_page_of_this_process() {
-        let board = Board::new();
-        let peer = PeerBoard::open(board.descriptor().unwrap()).unwrap();
-        assert!(!board.listen());
+        let bitmap = ProcessBitmap::new();
+        let peer = PeerBitmap::open(bitmap.descriptor().unwrap()).unwrap();
+        assert!(!bitmap.listen());
         assert!(peer.post(Slot(40)));
         let mut slots = Vec::new();
-        board.take(&mut |slot| slots.push(slot.0));
+        bitmap.take(&mut |slot| slots.push(slot.0));
         assert_eq!(slots, [40]);
     }
 }
@@ -278,7 +280,7 @@ mod loom_tests {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {
-            let shared = Arc::new((Notices::<1>::new(), Notify::new()));
+            let shared = Arc::new((EventBits::<1>::new(), Notify::new()));
             let peers: Vec<_> = (0..2)
                 .map(|peer| {
                     let shared = shared.clone();

@@ -12,7 +12,7 @@ use accl_executor::call::{ExternalCollective, ExternalTask};
 use accl_transport::collectives::{CollectiveCall, CollectiveGroup};
 use accl_types::{Error, ErrorKind};
 
-use super::request::{Memory, Request};
+use super::request::{OffloadRequest, RequestMemory};
 use crate::time;
 
 /// A command for the library.
@@ -55,12 +55,12 @@ struct Known {
 struct Running {
     group: u64,
     task: ExternalTask,
-    memory: Memory,
+    memory: RequestMemory,
     call: Box<dyn CollectiveCall>,
 }
 
 /// How a collective that was in flight has ended.
-enum End {
+enum TaskEnd {
     Done,
     Failed(String),
     Late,
@@ -100,7 +100,7 @@ impl Library {
         if let Some(why) = broken {
             return task.fail_as(ErrorKind::Network, format!("{name} runs no more collectives of this group: {why}"));
         }
-        let request = match Request::new(&task, membership.rank, membership.world) {
+        let request = match OffloadRequest::new(&task, membership.rank, membership.world) {
             Ok(Some(request)) if request.hold(&task) => request,
             // The call has failed here. The other ranks may have begun theirs, so the library's group is unusable.
             Ok(_) => {
@@ -128,7 +128,7 @@ impl Library {
         let mut has_ended = false;
         let mut index = 0;
         while let Some(running) = self.running.get_mut(index) {
-            match running.look() {
+            match running.poll() {
                 None => index += 1,
                 Some(end) => {
                     let running = self.running.remove(index);
@@ -140,31 +140,31 @@ impl Library {
         has_ended
     }
 
-    fn end(&mut self, running: Running, end: End) {
+    fn end(&mut self, running: Running, end: TaskEnd) {
         let Running { group, task, mut memory, call } = running;
         let Some(known) = self.groups.get_mut(&group) else {
             return abandon(task, memory, call, Error::internal("its group no longer exists"));
         };
         let name = known.membership.name;
         match end {
-            End::Done => {
+            TaskEnd::Done => {
                 known.membership.done.fetch_add(1, Ordering::Relaxed);
                 // If the task was cancelled, no thread waits for its result.
                 if memory.finish(&task) {
                     task.done();
                 }
             }
-            End::Failed(why) => {
+            TaskEnd::Failed(why) => {
                 known.broken.get_or_insert_with(|| why.clone());
                 let text = format!("the collective failed in {name}: {why}");
                 abandon(task, memory, call, Error::new(ErrorKind::Network, text));
             }
-            End::Late => {
+            TaskEnd::Late => {
                 known.broken.get_or_insert_with(|| "one of its collectives missed its deadline".to_owned());
                 let error = late_error(name, &task);
                 abandon(task, memory, call, error);
             }
-            End::Cancelled => {
+            TaskEnd::Cancelled => {
                 known.broken.get_or_insert_with(|| "one of its collectives was abandoned".to_owned());
                 let text = format!("{name} cannot be stopped");
                 abandon(task, memory, call, Error::new(ErrorKind::Network, text));
@@ -192,22 +192,22 @@ impl Library {
 
 impl Running {
     /// Returns how the collective has ended; `None` while it is in flight.
-    fn look(&mut self) -> Option<End> {
+    fn poll(&mut self) -> Option<TaskEnd> {
         match self.call.test() {
-            Ok(true) => return Some(End::Done),
+            Ok(true) => return Some(TaskEnd::Done),
             Ok(false) => {}
-            Err(why) => return Some(End::Failed(why)),
+            Err(why) => return Some(TaskEnd::Failed(why)),
         }
         if self.task.is_cancelled() {
-            return Some(End::Cancelled);
+            return Some(TaskEnd::Cancelled);
         }
         let deadline = self.task.collective().and_then(|collective| collective.deadline);
-        deadline.is_some_and(|deadline| time::now() >= deadline).then_some(End::Late)
+        deadline.is_some_and(|deadline| time::now() >= deadline).then_some(TaskEnd::Late)
     }
 }
 
 /// Ends a task with an error, and leaves its memory to the library.
-fn abandon(task: ExternalTask, memory: Memory, call: Box<dyn CollectiveCall>, error: Error) {
+fn abandon(task: ExternalTask, memory: RequestMemory, call: Box<dyn CollectiveCall>, error: Error) {
     call.abandon();
     let is_direct = memory.is_direct();
     // The copies are leaked too: the library may read one even where it writes to the caller's memory.

@@ -1,7 +1,7 @@
 //! A collective in the form that a library of C functions accepts, and its memory.
 //!
-//! Owns the translation of types and operators, and the copies of memory that is not contiguous. Read [`Request::new`]
-//! first.
+//! Owns the translation of types and operators, and the copies of memory that is not contiguous. Read
+//! [`OffloadRequest::new`] first.
 
 use accl_executor::call::{ExternalCollective, ExternalTask};
 use accl_executor::memory::CollectiveMemory;
@@ -20,15 +20,15 @@ struct Room {
 }
 
 /// The arguments for the library, and the memory that they point to.
-pub(super) struct Request {
+pub(super) struct OffloadRequest {
     pub(super) collective: CollectiveV1,
-    pub(super) memory: Memory,
+    pub(super) memory: RequestMemory,
 }
 
 /// The memory that a library works on.
 #[derive(Default)]
-pub(super) struct Memory {
-    /// Whether it is the caller's own memory, which the task holds from [`Request::hold`] on.
+pub(super) struct RequestMemory {
+    /// Whether it is the caller's own memory, which the task holds from [`OffloadRequest::hold`] on.
     is_direct: bool,
     /// If not, copies of the caller's memory.
     input: Room,
@@ -38,7 +38,7 @@ pub(super) struct Memory {
 /// Contiguous memory: its address and its length in bytes.
 type Piece = (*mut u8, u64);
 
-impl Request {
+impl OffloadRequest {
     /// Creates the request of a task's collective on this rank. Copies this rank's contribution if its memory is not
     /// contiguous, or if its position relative to the output is not allowed. Returns `None` if the task is cancelled.
     ///
@@ -75,7 +75,7 @@ impl Request {
                 input: std::ptr::null(),
                 output: std::ptr::null_mut(),
             },
-            memory: Memory::default(),
+            memory: RequestMemory::default(),
         };
         let nowhere: Piece = (std::ptr::NonNull::<u128>::dangling().as_ptr().cast(), 0);
         let own_block = |output: *mut u8| match what.collective {
@@ -133,7 +133,7 @@ impl Request {
     }
 }
 
-impl Memory {
+impl RequestMemory {
     /// Returns whether the library works on the caller's memory.
     pub(super) fn is_direct(&self) -> bool {
         self.is_direct

@@ -55,7 +55,7 @@ pub(crate) enum Found {
     /// A collective is in flight, or another thread polls.
     UnderWay,
     /// A collective has begun or ended.
-    News,
+    Events,
 }
 
 impl Workers {
@@ -127,19 +127,19 @@ impl Worker {
     }
 
     /// Carries out the queued commands and polls each collective in flight once.
-    fn look(&self, library: &mut Library) -> Found {
-        let mut has_news = false;
+    fn poll(&self, library: &mut Library) -> Found {
+        let mut has_events = false;
         loop {
             // One at a time, so that a thread that queues a command does not wait for the library.
             let Some(order) = self.due.lock().pop_front() else { break };
             library.obey(order);
-            has_news = true;
+            has_events = true;
         }
-        has_news |= library.move_on();
+        has_events |= library.move_on();
         let under_way = library.under_way() as u64;
         self.under_way.store(under_way, Ordering::Relaxed);
         match under_way {
-            _ if has_news => Found::News,
+            _ if has_events => Found::Events,
             0 => Found::Nothing,
             _ => Found::UnderWay,
         }
@@ -166,9 +166,9 @@ impl Worker {
                 // No thread waits for the collectives in flight.
                 return library.abandon_all();
             }
-            let found = self.look(&mut library);
+            let found = self.poll(&mut library);
             drop(library);
-            if found == Found::News {
+            if found == Found::Events {
                 (news, pause) = (Instant::now(), FIRST_PAUSE);
             } else if news.elapsed() < ATTENTION {
                 std::thread::yield_now();
@@ -185,9 +185,9 @@ pub(crate) struct Helping<'a>(&'a Worker);
 
 impl Helping<'_> {
     /// Polls the library once, unless another thread holds it.
-    pub(crate) fn look(&self) -> Found {
+    pub(crate) fn poll(&self) -> Found {
         match self.0.library.try_lock() {
-            Some(mut library) => self.0.look(&mut library),
+            Some(mut library) => self.0.poll(&mut library),
             None => Found::UnderWay,
         }
     }

@@ -1,7 +1,7 @@
 //! A group's side of the collectives that a transport's library does for it.
 //!
 //! Owns which calls go to the library, and the creation of the library's group. From then on `worker` calls the
-//! library. Read [`Sidestep::takes`] first.
+//! library. Read [`LibraryOffload::takes`] first.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use super::worker::{Worker, Workers};
 const MPI: &str = "mpi";
 
 /// Has a library do some of a group's collectives as a whole.
-pub(crate) struct Sidestep {
+pub(crate) struct LibraryOffload {
     named: Vec<Collective>,
     /// Key under which the worker knows the group.
     key: u64,
@@ -37,8 +37,8 @@ pub(crate) fn named(config: &Config, world: u32) -> Vec<Collective> {
     if world == 1 || config.deterministic {
         return Vec::new();
     }
-    let is_for_mpi = config.offload.iter().filter(|sidestep| sidestep.to == OffloadTo::Mpi);
-    is_for_mpi.map(|sidestep| sidestep.collective).collect()
+    let is_for_mpi = config.offload.iter().filter(|entry| entry.to == OffloadTo::Mpi);
+    is_for_mpi.map(|entry| entry.collective).collect()
 }
 
 /// Returns the library of this process; `None` if its transport was not registered or has no collectives.
@@ -51,7 +51,7 @@ fn refused(named: &[Collective], why: impl fmt::Display) -> Error {
     Error::configuration(format!("sidestep (ACCL_SIDESTEP): `{}` is not possible: {why}", all.join(",")))
 }
 
-impl Sidestep {
+impl LibraryOffload {
     /// Name that is reported for calls done by the library.
     pub(crate) const NAME: &'static str = MPI;
 
@@ -76,8 +76,8 @@ impl Sidestep {
         Ok(address.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// Creates the library's group from the addresses of all ranks, which `told` lists in rank order. Returns `None` if
-    /// the library does not do this group's collectives. That result is the same on all ranks, and rank 0 logs a
+    /// Creates the library's group from the addresses of all ranks, which `texts` lists in rank order. Returns `None`
+    /// if the library does not do this group's collectives. That result is the same on all ranks, and rank 0 logs a
     /// warning.
     ///
     /// # Errors
@@ -86,10 +86,10 @@ impl Sidestep {
         named: Vec<Collective>,
         (group, name): (u64, &str),
         rank: u32,
-        told: &[String],
+        texts: &[String],
         workers: &Workers,
     ) -> Result<Option<Arc<Self>>> {
-        let addresses: Option<Vec<Vec<u8>>> = told.iter().map(|text| bytes_of(text)).collect();
+        let addresses: Option<Vec<Vec<u8>>> = texts.iter().map(|text| bytes_of(text)).collect();
         let addresses = addresses.ok_or_else(|| Error::internal("a rank sent an invalid address"))?;
         let library =
             library().ok_or_else(|| Error::internal("the library of the transport mpi is no longer registered"))?;
@@ -153,7 +153,7 @@ fn bytes_of(text: &str) -> Option<Vec<u8>> {
     if digits.len().is_multiple_of(2) { digits.chunks(2).map(pair).collect() } else { None }
 }
 
-impl External for Sidestep {
+impl External for LibraryOffload {
     fn name(&self) -> &str {
         MPI
     }
@@ -163,13 +163,13 @@ impl External for Sidestep {
     }
 }
 
-impl fmt::Debug for Sidestep {
+impl fmt::Debug for LibraryOffload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{MPI} of group {}", self.key)
     }
 }
 
-impl Drop for Sidestep {
+impl Drop for LibraryOffload {
     fn drop(&mut self) {
         self.close(false);
     }

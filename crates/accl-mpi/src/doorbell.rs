@@ -1,4 +1,4 @@
-//! The doorbell of a link: words between its two ends over the socket of the bootstrap connection (`carrier`). With it
+//! The doorbell of a link: words between its two ends over the socket of the bootstrap connection, with which
 //! a process can sleep without polling MPI.
 //!
 //! Owns the socket's bytes and the frame counts in them. A process that goes to sleep reports how many frames it has
@@ -27,18 +27,18 @@ const LAST_FRAMES: Duration = Duration::from_millis(20);
 
 /// One end of the doorbell.
 #[derive(Debug)]
-pub(crate) struct Bell {
+pub(crate) struct Doorbell {
     socket: c_int,
     /// The first bytes of an incomplete word.
     begun: Vec<u8>,
     /// Bytes that the socket has not accepted yet.
-    unsaid: Vec<u8>,
+    unsent: Vec<u8>,
     /// Number of frames that the peer had received when it went to sleep; `None` if it is awake.
     peer_asleep: Option<u32>,
     /// The frame count of the sleep for which the peer was last rung.
     rung_for: Option<u32>,
     /// Whether the peer knows that this side sleeps.
-    has_told: bool,
+    has_reported: bool,
     /// Number of sent frames that the peer has announced.
     announced: u32,
     /// Whether the peer has announced that no more frames will follow.
@@ -47,15 +47,15 @@ pub(crate) struct Bell {
     gone: Option<Instant>,
 }
 
-impl Bell {
-    pub(crate) fn new(socket: c_int) -> Bell {
-        Bell {
+impl Doorbell {
+    pub(crate) fn new(socket: c_int) -> Doorbell {
+        Doorbell {
             socket,
             begun: Vec::new(),
-            unsaid: Vec::new(),
+            unsent: Vec::new(),
             peer_asleep: None,
             rung_for: None,
-            has_told: false,
+            has_reported: false,
             announced: 0,
             has_said_end: false,
             gone: None,
@@ -73,13 +73,13 @@ impl Bell {
     }
 
     /// Reports that this side sleeps, unless the peer knows it.
-    pub(crate) fn tell_asleep(&mut self, received: u32) {
-        if !std::mem::replace(&mut self.has_told, true) {
+    pub(crate) fn report_sleep(&mut self, received: u32) {
+        if !std::mem::replace(&mut self.has_reported, true) {
             self.say(ASLEEP, received);
         }
     }
 
-    pub(crate) fn tell_end(&mut self, sent: u32) {
+    pub(crate) fn report_end(&mut self, sent: u32) {
         self.say(END, sent);
     }
 
@@ -108,7 +108,7 @@ impl Bell {
     /// edge-triggered: words that another thread has already read would not wake it.
     pub(crate) fn listen_for_sleep(&mut self) {
         let mut bytes = [0; PEEKED_BYTES];
-        // SAFETY: the socket stays open until the link is destroyed, and the link owns this `Bell`.
+        // SAFETY: the socket stays open until the link is destroyed, and the link owns this `Doorbell`.
         let socket = unsafe { BorrowedFd::borrow_raw(self.socket) };
         // The thread that reads the words finds an end or an error.
         let Ok((count, _)) = recv(socket, &mut bytes[..], RecvFlags::DONTWAIT | RecvFlags::PEEK) else { return };
@@ -120,11 +120,11 @@ impl Bell {
     }
 
     /// Reads the peer's words.
-    pub(crate) fn hear(&mut self) {
+    pub(crate) fn receive(&mut self) {
         self.push();
         let mut bytes = [0; 16 * WORD_BYTES];
         while self.gone.is_none() {
-            // SAFETY: the socket stays open until the link is destroyed, and the link owns this `Bell`.
+            // SAFETY: the socket stays open until the link is destroyed, and the link owns this `Doorbell`.
             let socket = unsafe { BorrowedFd::borrow_raw(self.socket) };
             match recv(socket, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((0, _)) => self.gone = Some(Instant::now()),
@@ -151,7 +151,7 @@ impl Bell {
                 // This side has already rung for this sleep, before it read the word.
                 ASLEEP if self.rung_for == Some(count) => {}
                 ASLEEP => self.peer_asleep = Some(count),
-                RING => (self.announced, self.has_told) = (count, false),
+                RING => (self.announced, self.has_reported) = (count, false),
                 END => (self.announced, self.has_said_end) = (count, true),
                 // A word of a newer version, which this version may ignore.
                 _ => {}
@@ -162,30 +162,30 @@ impl Bell {
     fn say(&mut self, what: u8, count: u32) {
         let mut word = [what, 0, 0, 0, 0, 0, 0, 0];
         word[4..].copy_from_slice(&count.to_le_bytes());
-        self.unsaid.extend_from_slice(&word);
+        self.unsent.extend_from_slice(&word);
         self.push();
     }
 
     /// Sends pending words. The rest is sent at the next call if the socket does not accept them all.
     pub(crate) fn push(&mut self) {
-        while !self.unsaid.is_empty() {
-            // SAFETY: the socket stays open until the link is destroyed, and the link owns this `Bell`.
+        while !self.unsent.is_empty() {
+            // SAFETY: the socket stays open until the link is destroyed, and the link owns this `Doorbell`.
             let socket = unsafe { BorrowedFd::borrow_raw(self.socket) };
-            match send(socket, &self.unsaid, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+            match send(socket, &self.unsent, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(count) => {
-                    self.unsaid.drain(..count);
+                    self.unsent.drain(..count);
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => break,
                 // A peer that is gone receives nothing. Reading, not sending, finds out that it is gone.
-                Err(_) => self.unsaid.clear(),
+                Err(_) => self.unsent.clear(),
             }
         }
     }
 
     /// Whether words are still pending.
     pub(crate) fn is_stuck(&self) -> bool {
-        !self.unsaid.is_empty()
+        !self.unsent.is_empty()
     }
 }
 
@@ -201,39 +201,39 @@ mod tests {
 
     use super::*;
 
-    fn pair() -> (UnixStream, UnixStream, Bell, Bell) {
+    fn pair() -> (UnixStream, UnixStream, Doorbell, Doorbell) {
         let (one, other) = UnixStream::pair().unwrap();
         for side in [&one, &other] {
             side.set_nonblocking(true).unwrap();
         }
-        let bells = (Bell::new(one.as_raw_fd()), Bell::new(other.as_raw_fd()));
+        let bells = (Doorbell::new(one.as_raw_fd()), Doorbell::new(other.as_raw_fd()));
         (one, other, bells.0, bells.1)
     }
 
     #[test]
     fn who_sleeps_is_rung_once_for_what_it_lacks() {
         let (_one, _other, mut sleeper, mut sender) = pair();
-        sleeper.tell_asleep(3);
-        sleeper.tell_asleep(3);
-        sender.hear();
+        sleeper.report_sleep(3);
+        sleeper.report_sleep(3);
+        sender.receive();
         sender.ring(3);
-        sleeper.hear();
+        sleeper.receive();
         assert!(!sleeper.announces_more_than(3), "it has all that was sent");
         sender.ring(4);
         sender.ring(5);
-        sleeper.hear();
+        sleeper.receive();
         assert!(sleeper.announces_more_than(3) && !sleeper.announces_more_than(4), "the second one finds it awake");
-        sleeper.tell_asleep(4);
-        sender.hear();
+        sleeper.report_sleep(4);
+        sender.receive();
         sender.ring(5);
-        sleeper.hear();
-        assert!(sleeper.announces_more_than(4), "what was sent before it slept is told, too");
+        sleeper.receive();
+        assert!(sleeper.announces_more_than(4), "what was sent before it slept is reported, too");
     }
 
     #[test]
     fn who_sends_wakes_a_sleeper_once_and_leaves_what_was_said_to_who_listens() {
         let (_one, _other, mut sleeper, mut sender) = pair();
-        sleeper.tell_asleep(3);
+        sleeper.report_sleep(3);
         // This word must wake the sender's own waiting thread.
         sleeper.peer_asleep = Some(0);
         sleeper.ring(9);
@@ -242,39 +242,39 @@ mod tests {
             sender.ring(sent);
         }
         assert!(!sender.announces_more_than(0), "it has taken in nothing");
-        sleeper.hear();
+        sleeper.receive();
         assert!(sleeper.announces_more_than(3) && !sleeper.announces_more_than(4), "it is rung once");
-        sender.hear();
+        sender.receive();
         assert!(sender.announces_more_than(8) && sender.peer_asleep.is_none());
-        sleeper.tell_asleep(6);
+        sleeper.report_sleep(6);
         sender.listen_for_sleep();
         sender.ring(7);
-        sleeper.hear();
+        sleeper.receive();
         assert!(sleeper.announces_more_than(6), "its next sleep is another one");
     }
 
     #[test]
     fn counts_go_around() {
         let (_one, _other, mut sleeper, mut sender) = pair();
-        sleeper.tell_asleep(u32::MAX);
-        sender.hear();
+        sleeper.report_sleep(u32::MAX);
+        sender.receive();
         sender.ring(0);
-        sleeper.hear();
+        sleeper.receive();
         assert!(sleeper.announces_more_than(u32::MAX));
     }
 
     #[test]
     fn an_end_without_a_word_is_a_death() {
-        let (_one, other, mut bell, mut peer) = pair();
-        peer.tell_end(7);
+        let (_one, other, mut doorbell, mut peer) = pair();
+        peer.report_end(7);
         drop(other);
-        bell.hear();
-        assert!(!bell.has_died() && bell.announces_more_than(6));
-        let (_one, other, mut bell, _) = pair();
+        doorbell.receive();
+        assert!(!doorbell.has_died() && doorbell.announces_more_than(6));
+        let (_one, other, mut doorbell, _) = pair();
         drop(other);
-        bell.hear();
-        assert!(bell.has_died() && !bell.is_silent());
+        doorbell.receive();
+        assert!(doorbell.has_died() && !doorbell.is_silent());
         std::thread::sleep(LAST_FRAMES);
-        assert!(bell.is_silent());
+        assert!(doorbell.is_silent());
     }
 }

@@ -1,8 +1,8 @@
 //! The devices of an engine whose threads still run.
 //!
 //! Owns the rule that a device is reopened only after the thread of its earlier opening has ended. Most devices accept
-//! one user at a time. Also ends all devices with the process. Does not know what a device does. Read [`Attended::add`]
-//! first.
+//! one user at a time. Also ends all devices with the process. Does not know what a device does. Read
+//! [`OpenDevices::add`] first.
 
 use std::convert::Infallible;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -13,7 +13,7 @@ use accl_cclo::device::DeviceUrl;
 use accl_types::{Error, Moment, Result};
 
 use super::handle::Device;
-use super::shared::LOOK;
+use super::shared::POLL_INTERVAL;
 use crate::sync::Mutex;
 use crate::time;
 
@@ -22,7 +22,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// The devices of an engine.
 #[derive(Default)]
-pub(crate) struct Attended(Mutex<Vec<Thread>>);
+pub(crate) struct OpenDevices(Mutex<Vec<Thread>>);
 
 /// The thread of a device, with the device's URL and handle.
 struct Thread {
@@ -48,7 +48,7 @@ impl Thread {
     }
 }
 
-impl Attended {
+impl OpenDevices {
     /// Adds a device. Returns the value that its thread must hold for as long as it runs.
     pub(super) fn add(&self, device: &Arc<Device>) -> Ending {
         let (ending, over) = mpsc::channel();
@@ -60,25 +60,25 @@ impl Attended {
         ending
     }
 
-    /// Waits until the threads of this device that were left have ended. `look` is called now and then, and ends the
+    /// Waits until the threads of this device that were left have ended. `poll` is called now and then, and ends the
     /// wait by returning an error.
     ///
     /// # Errors
-    /// `Timeout` at the deadline; errors of `look`.
+    /// `Timeout` at the deadline; errors of `poll`.
     pub(super) fn await_left(
         &self,
         url: &DeviceUrl,
         deadline: Moment,
-        look: &mut dyn FnMut() -> Result<()>,
+        poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        let mut looked = time::now();
+        let mut last_poll = time::now();
         // The threads stay in the list meanwhile, so that `leave_all` finds them.
         while self.is_left(url) {
             std::thread::sleep(PAUSE);
             let now = time::now();
-            if now.since(looked) >= LOOK {
-                look()?;
-                looked = now;
+            if now.since(last_poll) >= POLL_INTERVAL {
+                poll()?;
+                last_poll = now;
             }
             if now > deadline {
                 return Err(Error::timeout(format!(
@@ -125,23 +125,23 @@ mod tests {
         let (tasks, _queue) = mpsc::channel();
         let port = Port::new(0, 1, 4096, 4096);
         let device = Arc::new(Device::new(url.clone(), settings, Vec::new(), Arc::default(), port, tasks));
-        let attended = Attended::default();
-        let ending = attended.add(&device);
+        let open_devices = OpenDevices::default();
+        let ending = open_devices.add(&device);
         device.close();
         std::thread::scope(|scope| {
             let making = scope.spawn(|| {
-                let mut looks = 0;
-                let mut look = || {
-                    looks += 1;
-                    if looks == 1 {
+                let mut polls = 0;
+                let mut poll = || {
+                    polls += 1;
+                    if polls == 1 {
                         // The process ends just now.
-                        let left = attended.leave_all(time::now());
+                        let left = open_devices.leave_all(time::now());
                         assert_eq!(left.len(), 1, "{left:?}");
                         return Err(Error::aborted("the process ends"));
                     }
                     Ok(())
                 };
-                attended.await_left(&url, time::now() + Duration::from_secs(20), &mut look)
+                open_devices.await_left(&url, time::now() + Duration::from_secs(20), &mut poll)
             });
             assert_eq!(making.join().unwrap().unwrap_err().message, "the process ends");
         });

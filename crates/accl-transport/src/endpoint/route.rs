@@ -1,8 +1,8 @@
-//! The ways from one process to another: a transport and the destination of its carrier. Also connects to a
-//! destination.
+//! The routes from one process to another: a transport and the destination of its bootstrap connection. Also connects
+//! to a destination.
 //!
-//! Owns the list of ways and the system calls of a connection that is being made. The caller decides when each way is
-//! tried.
+//! Owns the list of routes and the system calls of a connection that is being made. The caller decides when each route
+//! is tried.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -14,12 +14,12 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 use crate::credentials::peer_uid;
 use crate::fork::Fd;
 use crate::rows;
-use crate::transport::{Carrier, Transport};
+use crate::transport::{Bootstrap, Transport};
 use accl_wire::EndpointInfo;
 
-/// A transport, and the destination of its carrier.
+/// A transport, and the destination of its bootstrap connection.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Way {
+pub(super) struct Route {
     pub(super) row: &'static Transport,
     pub(super) to: Destination,
 }
@@ -68,26 +68,26 @@ impl Failed {
     }
 }
 
-/// Returns the ways from one process to another, in the order in which `from` tries them.
-pub(super) fn ways(from: &EndpointInfo, to: &EndpointInfo) -> Vec<Way> {
+/// Returns the routes from one process to another, in the order in which `from` tries them.
+pub(super) fn routes(from: &EndpointInfo, to: &EndpointInfo) -> Vec<Route> {
     let same_host = to.host_id == from.host_id;
-    let mut ways = Vec::new();
+    let mut routes = Vec::new();
     for row in from.transports.iter().filter(|name| to.transports.contains(name)).filter_map(|name| rows::find(name)) {
-        match row.carrier {
-            Carrier::Unix if same_host && to.uid == from.uid && !to.unix_name.is_empty() => {
-                ways.push(Way { row, to: Destination::Unix });
+        match row.bootstrap {
+            Bootstrap::Unix if same_host && to.uid == from.uid && !to.unix_name.is_empty() => {
+                routes.push(Route { row, to: Destination::Unix });
             }
-            Carrier::Unix => {}
-            Carrier::Tcp => {
+            Bootstrap::Unix => {}
+            Bootstrap::Tcp => {
                 // On the same host loopback is always up. From another host a loopback address would lead to another
                 // process.
                 let loopback = to.addresses.iter().filter(|a| same_host && a.ip().is_loopback());
                 let outside = to.addresses.iter().filter(|a| !a.ip().is_loopback());
-                ways.extend(loopback.chain(outside).map(|&address| Way { row, to: Destination::Tcp(address) }));
+                routes.extend(loopback.chain(outside).map(|&address| Route { row, to: Destination::Tcp(address) }));
             }
         }
     }
-    ways
+    routes
 }
 
 impl Destination {

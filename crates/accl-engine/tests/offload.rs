@@ -184,7 +184,7 @@ fn only_the_collectives_that_are_named_go_to_the_library() {
 }
 
 #[test]
-fn many_calls_in_flight_are_done_in_one_order_beside_those_of_the_host() {
+fn many_calls_in_flight_are_done_in_one_order_alongside_host_calls() {
     let turn = Turn::take();
     World::new(options(3)).run("g", |member| {
         for round in 0..20 {
@@ -223,7 +223,7 @@ fn ranks_that_make_different_calls_never_enter_the_library() {
     for error in errors {
         assert!(matches!(error.kind, ErrorKind::Mismatch | ErrorKind::Aborted), "{error}");
         assert!(error.message.contains("ranks disagree on call 0"), "{error}");
-        assert!(!error.context.holds_memory, "nobody had begun: {error}");
+        assert!(!error.context.must_leak_memory, "nobody had begun: {error}");
     }
     assert_eq!(turn.begun(), 0);
 }
@@ -277,10 +277,10 @@ fn a_failure_of_the_library_is_an_error_that_says_so_and_that_the_memory_stays()
         "{errors:?}"
     );
     // A rank that learned of the other rank's failure first may not have begun.
-    let held = errors.iter().filter(|error| error.context.holds_memory).count() as u64;
+    let held = errors.iter().filter(|error| error.context.must_leak_memory).count() as u64;
     assert!(held > 0 && held == turn.abandoned.load(Ordering::Relaxed), "{errors:?}");
     for error in errors {
-        assert_eq!(error.to_string().contains("never freed"), error.context.holds_memory, "{error}");
+        assert_eq!(error.to_string().contains("never freed"), error.context.must_leak_memory, "{error}");
     }
 }
 
@@ -293,7 +293,7 @@ fn a_refusal_of_the_library_holds_no_memory() {
         errors.iter().any(|error| error.message.contains("could not start the collective: it was set to refuse")),
         "{errors:?}"
     );
-    assert!(errors.iter().all(|error| !error.context.holds_memory), "{errors:?}");
+    assert!(errors.iter().all(|error| !error.context.must_leak_memory), "{errors:?}");
     assert_eq!(turn.abandoned.load(Ordering::Relaxed), 0);
 }
 
@@ -306,7 +306,7 @@ fn a_collective_that_the_library_never_ends_is_late_and_its_memory_stays() {
     });
     assert!(errors.iter().any(|error| error.kind == ErrorKind::Timeout), "{errors:?}");
     for error in errors {
-        assert!(error.context.holds_memory && error.to_string().contains("never freed"), "{error}");
+        assert!(error.context.must_leak_memory && error.to_string().contains("never freed"), "{error}");
     }
 }
 
@@ -329,7 +329,7 @@ fn a_rank_that_leaves_during_a_collective_of_the_library_ends_it_soon() {
     });
     for error in errors {
         assert_eq!(error.kind, ErrorKind::Aborted, "not at its deadline: {error}");
-        assert!(error.context.holds_memory && error.message.contains("cannot be stopped"), "{error}");
+        assert!(error.context.must_leak_memory && error.message.contains("cannot be stopped"), "{error}");
     }
     assert_eq!(turn.abandoned.load(Ordering::Relaxed), 3);
 }
@@ -353,7 +353,7 @@ fn a_library_may_go_on_with_a_gathering_in_place_that_was_given_up() {
             (member.call(desc).unwrap_err(), data)
         })
     });
-    assert!(kept.iter().all(|(error, _)| error.context.holds_memory), "{:?}", kept[0].0);
+    assert!(kept.iter().all(|(error, _)| error.context.must_leak_memory), "{:?}", kept[0].0);
     // The library reads its input and writes the output, which the callers have kept.
     turn.go_on();
     let all = [vec![1.0; count], vec![2.0; count]].concat();
@@ -376,7 +376,7 @@ fn copies_of_tensors_apart_are_given_back_when_their_collective_is_given_up() {
         })
     });
     for error in errors {
-        assert!(!error.context.holds_memory, "the library has copies: {error}");
+        assert!(!error.context.must_leak_memory, "the library has copies: {error}");
     }
 }
 
