@@ -12,7 +12,7 @@ fn is_current(name: &str, page: &str) {
     let committed = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(
         committed == page,
-        "docs/{name} is stale; ACCL_BLESS=1 cargo test -p accl-engine --test generated_pages writes it anew"
+        "docs/{name} is stale; ACCL_BLESS=1 cargo test -p accl-engine --test generated_pages writes it again"
     );
 }
 

@@ -223,7 +223,7 @@ fn ranks_that_make_different_calls_never_enter_the_library() {
     for error in errors {
         assert!(matches!(error.kind, ErrorKind::Mismatch | ErrorKind::Aborted), "{error}");
         assert!(error.message.contains("ranks disagree on call 0"), "{error}");
-        assert!(!error.context.must_leak_memory, "nobody had begun: {error}");
+        assert!(!error.context.must_leak_memory, "no call had begun: {error}");
     }
     assert_eq!(turn.begun(), 0);
 }

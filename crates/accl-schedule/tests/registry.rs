@@ -22,7 +22,7 @@ fn every_file_is_registered_under_its_name() {
     let missing: Vec<_> = files.difference(&rows).collect();
     assert!(missing.is_empty(), "files without a line in the table of src/algorithms/mod.rs: {missing:?}");
     let misnamed: Vec<_> = rows.difference(&files).collect();
-    assert!(misnamed.is_empty(), "rows whose name or collective is not that of their file: {misnamed:?}");
+    assert!(misnamed.is_empty(), "rows whose name or collective differs from their file: {misnamed:?}");
 }
 
 #[test]

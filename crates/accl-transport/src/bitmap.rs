@@ -231,7 +231,7 @@ mod tests {
     fn what_is_posted_is_taken_once() {
         let bits = EventBits::<LINES>::new();
         let slots = [0, 1, 63, 64, 511, 512, 4097, SLOTS as u32 - 1];
-        slots.iter().chain(&slots).for_each(|&slot| assert!(!bits.post(Slot(slot)), "nobody listens"));
+        slots.iter().chain(&slots).for_each(|&slot| assert!(!bits.post(Slot(slot)), "no thread listens"));
         assert_eq!(taken(&bits), slots);
         assert_eq!(taken(&bits), []);
     }

@@ -800,7 +800,7 @@ mod tests {
         let as_at_first = TransportV1 { size: TransportV1::LEAST_BYTES as u32, arm: Some(arm), ..whole() };
         assert!(
             refused(&TransportV1 { flags: 8, ..as_at_first }).contains("flags 8"),
-            "what is behind its end is no part of it"
+            "bytes behind its end do not belong to it"
         );
         assert!(refused(&TransportV1 { coll_abandon: Some(nothing), ..whole() }).contains("has no coll_address"));
         assert!(refused(&TransportV1 { arm: Some(arm), ..whole() }).contains("no attach or no arm; set both"));

@@ -283,7 +283,7 @@ fn a_flood_of_strangers_drops_no_connection_that_was_promised_a_link() {
         // More connections than the endpoint keeps: the first of them is dropped.
         let end = deadline();
         while !matches!(strangers[0].read(&mut [0; 1]), Ok(0)) {
-            assert!(Instant::now() < end, "nobody was dropped");
+            assert!(Instant::now() < end, "no peer was dropped");
             assert!(callee.endpoint.connect(std::slice::from_ref(&back), soon(), &mut || false).is_err());
         }
         let _link = connect_by(caller, callee, &info);

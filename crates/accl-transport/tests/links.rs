@@ -391,7 +391,7 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
             let before = a.link.system_calls() + b.link.system_calls();
             b.send(b"meanwhile");
             assert_eq!(posted(&a), [slot], "{kind}");
-            assert_eq!(a.link.system_calls() + b.link.system_calls(), before, "{kind} woke nobody");
+            assert_eq!(a.link.system_calls() + b.link.system_calls(), before, "{kind} woke no thread");
             // Later frames are not posted: the receiver has its event and polls.
             b.send(b"and this");
             assert_eq!(posted(&a), [], "{kind}");
@@ -409,7 +409,7 @@ fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
             let before = Instant::now();
             while a.link.peek().unwrap().is_none() {
                 a.poller.wait(Some(Duration::from_secs(15))).unwrap();
-                assert!(before.elapsed() < Duration::from_secs(10), "nobody woke {kind}");
+                assert!(before.elapsed() < Duration::from_secs(10), "no peer woke {kind}");
             }
             a.link.release();
             a.link.disarm();
@@ -444,7 +444,7 @@ fn the_end_of_a_peer_is_posted_by_the_thread_that_polls_the_system() {
         let before = Instant::now();
         while !posted(&a).contains(&slot) {
             a.poller.wait(Some(Duration::from_millis(100))).unwrap();
-            assert!(before.elapsed() < Duration::from_secs(10), "{kind}: nobody posts the end");
+            assert!(before.elapsed() < Duration::from_secs(10), "{kind}: no thread posts the end");
         }
     });
 }

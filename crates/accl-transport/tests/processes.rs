@@ -104,7 +104,7 @@ fn say(line: &str) {
 #[ignore = "a part of the other tests, which run it in a process of its own"]
 fn child() {
     let Some(part) = listen() else {
-        println!("skipped: nobody says which part to play");
+        println!("skipped: no variable says which part to play");
         return;
     };
     match part.as_str() {
@@ -450,7 +450,7 @@ fn without_descriptors_the_error_names_the_remedy_and_the_next_attempt_works() {
         let warnings = process.await_line("WARNINGS");
         assert!(
             warnings.starts_with("1 ") && warnings.contains("ulimit -Hn"),
-            "told once, with the remedy: {warnings}"
+            "reported once, with the remedy: {warnings}"
         );
         process.await_line("LINK");
         thread.join().unwrap();

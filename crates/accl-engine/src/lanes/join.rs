@@ -473,7 +473,7 @@ mod tests {
         assert!(!left(Mode::Blocking, small, later + Duration::from_micros(99)));
         assert!(left(Mode::Blocking, small, later + Duration::from_micros(100)));
         let cut = Cut::new(&sum_of(&mut tensor, Mode::Blocking), 2, small).unwrap();
-        assert!(!Driver::new(1 << 16, Some(0)).leaves_parts_to_waiter(&cut, later), "nobody spins");
+        assert!(!Driver::new(1 << 16, Some(0)).leaves_parts_to_waiter(&cut, later), "no thread spins");
     }
 
     #[test]

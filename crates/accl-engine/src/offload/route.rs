@@ -83,7 +83,7 @@ mod tests {
             assert!(of(dtype, ReduceOp::Sum).is_some(), "{dtype}");
         }
         assert_eq!(of(Dtype::I64, ReduceOp::Min), None);
-        assert!(of(Dtype::F32, ReduceOp::Min).is_some(), "NaN wins here, and nobody says so there");
+        assert!(of(Dtype::F32, ReduceOp::Min).is_some(), "NaN wins here, and no message says so there");
         assert_eq!(kept_by_host(&call(Collective::Broadcast, Dtype::BF16, ReduceOp::Sum), 2), None, "it is not added");
     }
 

@@ -215,7 +215,7 @@ impl World<'_> {
                 let knows = self.state(process, group).is_none_or(|state| state.failure().is_some());
                 if let Some((neighbour, _)) = self.informants(process, group).next().filter(|_| !knows) {
                     return Err(format!(
-                        "group {group} has failed on process {neighbour}, and its neighbour {process} was not told"
+                        "group {group} has failed on process {neighbour}, and its neighbour {process} was not notified"
                     ));
                 }
             }
@@ -561,7 +561,7 @@ impl World<'_> {
             let wanted = usize::from(made.call.is_some() && made.is_ended);
             if callbacks != wanted {
                 return Err(format!(
-                    "item {item} on process {process} has told of its end {callbacks} times, not {wanted}"
+                    "item {item} on process {process} has reported its end {callbacks} times, not {wanted}"
                 ));
             }
             if let Some(trespass) = made.tensors.trespass() {

@@ -103,7 +103,7 @@ fn a_stuck_device_is_not_opened_again_before_it_is_left() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(delay);
-            assert_eq!(open(&devices), 1, "another was opened beside the one that is stuck");
+            assert_eq!(open(&devices), 1, "another was opened next to the one that is stuck");
             devices.faults().is_stuck.store(NO_RANK, Ordering::SeqCst);
         });
         world.run("h", |member| add_up(&member));

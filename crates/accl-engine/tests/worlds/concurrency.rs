@@ -237,7 +237,7 @@ fn small_blocking_calls_during_a_pending_receive_wake_no_background_thread() {
             // From here on the background thread drives the receive.
             let patience = Instant::now() + Duration::from_secs(20);
             while parks().contains(&0) {
-                assert!(Instant::now() < patience, "nobody looks after the receive");
+                assert!(Instant::now() < patience, "no thread polls the receive");
                 std::thread::yield_now();
             }
             begun.wait();

@@ -542,7 +542,7 @@ fn a_call_made_after_its_peer_went_fails_at_once() {
     world.engines[2].shutdown();
     let patience = Instant::now() + Duration::from_secs(10);
     while !groups[0].group.describe().contains("no link") {
-        assert!(Instant::now() < patience, "nobody sees that rank 2 has gone");
+        assert!(Instant::now() < patience, "no rank sees that rank 2 has left");
         std::thread::sleep(Duration::from_millis(1));
     }
     let began = Instant::now();
@@ -625,7 +625,7 @@ fn numbers_that_are_given_up_fail_the_group_on_all_ranks() {
             let mut desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, accl_engine::Mode::Async);
             desc.seq = Some(first);
             let error = error_of(member.group.submit(desc).and_then(|call| finish(&call)));
-            assert!(began.elapsed() < Duration::from_secs(10), "{fabric:?}: told after {:?}", began.elapsed());
+            assert!(began.elapsed() < Duration::from_secs(10), "{fabric:?}: notified after {:?}", began.elapsed());
             error
         });
         for (rank, error) in errors.iter().enumerate() {

@@ -21,7 +21,7 @@ fn watch(call: &Call) -> Result<()> {
     let began = Instant::now();
     while !call.is_done() {
         if began.elapsed() > PATIENCE {
-            return Err(Error::timeout("nobody ended the call"));
+            return Err(Error::timeout("no thread ended the call"));
         }
         std::thread::sleep(Duration::from_millis(1));
     }

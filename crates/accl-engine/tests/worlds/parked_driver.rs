@@ -95,7 +95,7 @@ fn a_driver_learns_that_its_call_ended_in_the_pass_of_another_thread() {
     }
     assert!(awaited.is_done(), "the third thread has ended it");
     let decision = near.core.unwatch(NOW);
-    assert!(is_woken || decision != WakeDecision::KeepAsleep, "the driver sleeps on, and nobody will wake it");
+    assert!(is_woken || decision != WakeDecision::KeepAsleep, "the driver sleeps on, and no thread will wake it");
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn a_call_that_ends_in_a_poll_of_all_links_notifies_the_driver() {
     near.core.pass_whole(NOW);
     assert!(awaited.is_done());
     assert!(near.core.take_driver_unnotified());
-    assert!(!near.core.take_driver_unnotified(), "it is told once");
+    assert!(!near.core.take_driver_unnotified(), "it is notified once");
     near.core.unpark(NOW);
 }
 

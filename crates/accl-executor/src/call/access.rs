@@ -52,7 +52,7 @@ mod tests {
         assert!(access.begin());
         assert!(access.want_back() && !access.want_back() && access.is_wanted_back());
         assert!(!access.is_back(), "it is touched");
-        assert!(access.end(), "somebody waits");
+        assert!(access.end(), "a thread waits");
         assert!(access.is_back() && !access.begin() && access.is_back());
     }
 
@@ -63,7 +63,7 @@ mod tests {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     while access.begin() {
-                        *touched.try_lock().expect("nobody else touches it") += 1;
+                        *touched.try_lock().expect("no other thread touches it") += 1;
                         access.end();
                     }
                 });
@@ -74,7 +74,7 @@ mod tests {
                 while !access.is_back() {
                     std::thread::yield_now();
                 }
-                let held = touched.try_lock().expect("nobody touches it");
+                let held = touched.try_lock().expect("no thread touches it");
                 std::thread::yield_now();
                 drop(held);
             });

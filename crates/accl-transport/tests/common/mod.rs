@@ -120,7 +120,7 @@ impl Node {
         if !self.link.arm(wants_room) {
             let before = Instant::now();
             self.sleep(self.link.poll_interval().unwrap_or(LIMIT / 2));
-            assert!(before.elapsed() < LIMIT / 2, "nobody woke {}", self.link.describe());
+            assert!(before.elapsed() < LIMIT / 2, "no peer woke {}", self.link.describe());
         }
         self.link.disarm();
     }
