@@ -108,7 +108,10 @@ impl World<'_> {
         let (_, failed) = &self.failures[index];
         let Some(core) = &mut self.processes[node].core else { return };
         if self.scenario.traces {
-            println!("lane {node} hears that group {} has failed, {:?}: {}", failed.group, failed.notify, failed.error);
+            println!(
+                "lane {node} learns that group {} has failed, {:?}: {}",
+                failed.group, failed.notify, failed.error
+            );
         }
         if core.fail_with_lane(failed, node < self.scenario.processes, clock::now()) {
             core.net.flush_all();
