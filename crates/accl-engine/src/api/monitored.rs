@@ -28,7 +28,7 @@ const WITHDRAWN: u64 = 2 << 32;
 #[derive(Clone, PartialEq, Eq)]
 enum Presence {
     /// The rank has sent nothing in this barrier.
-    Absent,
+    NotArrived,
     /// The rank waits under this number.
     Waiting(u32),
     /// The rank arrived and has given up since: too late for a release, but not missing.
@@ -59,7 +59,7 @@ impl Group {
         let ranks_that = |wanted: fn(&Presence) -> bool| -> Vec<u32> {
             (1..).zip(&present).filter(|(_, presence)| wanted(presence)).map(|(rank, _)| rank).collect()
         };
-        let mut missing = ranks_that(|presence| matches!(presence, Presence::Absent | Presence::Gone(_)));
+        let mut missing = ranks_that(|presence| matches!(presence, Presence::NotArrived | Presence::Gone(_)));
         if missing.is_empty() {
             missing = ranks_that(|presence| *presence == Presence::GaveUp);
         }
@@ -97,7 +97,7 @@ impl Group {
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Presence>> {
-        let mut present = vec![Presence::Absent; self.caller.world.saturating_sub(1) as usize];
+        let mut present = vec![Presence::NotArrived; self.caller.world.saturating_sub(1) as usize];
         if timeout.is_zero() {
             return Ok(present);
         }
@@ -105,14 +105,14 @@ impl Group {
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
             self.receive_queued(rank, presence)?;
             if *presence == Presence::GaveUp {
-                *presence = Presence::Absent;
+                *presence = Presence::NotArrived;
             }
         }
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
-            if *presence == Presence::Absent {
+            if *presence == Presence::NotArrived {
                 self.receive(rank, presence, deadline, interrupt)?;
             }
-            if matches!(presence, Presence::Absent | Presence::Gone(_)) && !wait_all {
+            if matches!(presence, Presence::NotArrived | Presence::Gone(_)) && !wait_all {
                 break;
             }
         }

@@ -245,9 +245,9 @@ impl Helped {
         }
         self.has_begun = true;
         let begun = self.lane.jobs.run_for_another();
-        let with_pass = usize::from(self.pass(call, now).is_some());
+        let passed = usize::from(self.pass(call, now).is_some());
         // A job belonged to another call that no thread here waits for, or another thread holds the lane now.
-        if begun > with_pass {
+        if begun > passed {
             self.lane.hand_over(false);
         }
         begun > 0

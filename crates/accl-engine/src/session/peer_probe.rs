@@ -40,7 +40,7 @@ pub(crate) enum Found {
 /// Unreachable peers that other processes are asked about, and the questions in flight.
 #[derive(Default)]
 pub(crate) struct PeerProbe {
-    peer_probe: BTreeMap<Uuid, PeerInquiry>,
+    inquiries: BTreeMap<Uuid, PeerInquiry>,
     questions: HashMap<u64, Uuid>,
     found: Vec<(Uuid, Found)>,
 }
@@ -61,18 +61,18 @@ impl PeerProbe {
     /// the processes that know may be gone when they are asked again.
     pub(crate) fn begin(&mut self, peer: Uuid, error: Error, now: Moment) {
         let inquiry = || PeerInquiry { error, open: 0, is_somewhere: false, rounds: 0, again_at: Some(now) };
-        self.peer_probe.entry(peer).or_insert_with(inquiry);
+        self.inquiries.entry(peer).or_insert_with(inquiry);
     }
 
     /// Returns when the next questions are due; `None` if none are.
     pub(crate) fn next(&self) -> Option<Moment> {
-        self.peer_probe.values().filter_map(|inquiry| inquiry.again_at).min()
+        self.inquiries.values().filter_map(|inquiry| inquiry.again_at).min()
     }
 
     /// Records the answer to a question; `None` if there will be none.
     pub(crate) fn answer(&mut self, number: u64, fate: Option<PeerFate>, now: Moment) {
         let Some(uuid) = self.questions.remove(&number) else { return };
-        let Some(inquiry) = self.peer_probe.get_mut(&uuid) else { return };
+        let Some(inquiry) = self.inquiries.get_mut(&uuid) else { return };
         inquiry.open -= 1;
         match fate.unwrap_or(PeerFate::Unknown) {
             PeerFate::Left => return self.end(uuid, PeerFate::Left),
@@ -92,27 +92,27 @@ impl PeerProbe {
         }
     }
 
-    /// Returns the questions that are due. `neighbours_of` returns the processes that could know what happened to a
+    /// Returns the questions that are due. `neighbours` returns the processes that could know what happened to a
     /// peer; `number` returns a new question number.
     pub(crate) fn ask(
         &mut self,
         now: Moment,
-        mut neighbours_of: impl FnMut(&Uuid) -> Vec<EndpointInfo>,
+        mut neighbours: impl FnMut(&Uuid) -> Vec<EndpointInfo>,
         mut number: impl FnMut() -> u64,
     ) -> Vec<Question> {
         let mut asked = Vec::new();
         let mut unknown = Vec::new();
-        for (uuid, inquiry) in &mut self.peer_probe {
+        for (uuid, inquiry) in &mut self.inquiries {
             if inquiry.again_at.take_if(|at| *at <= now).is_none() {
                 continue;
             }
-            let neighbours_of = neighbours_of(uuid);
+            let neighbours = neighbours(uuid);
             inquiry.rounds += 1;
-            inquiry.open = neighbours_of.len();
-            if neighbours_of.is_empty() {
+            inquiry.open = neighbours.len();
+            if neighbours.is_empty() {
                 unknown.push(*uuid);
             }
-            for to in neighbours_of {
+            for to in neighbours {
                 let number = number();
                 self.questions.insert(number, *uuid);
                 let bytes = [&Header::new(Kind::PeerFate).to_bytes()[..], uuid].concat();
@@ -125,7 +125,7 @@ impl PeerProbe {
 
     fn end(&mut self, uuid: Uuid, fate: PeerFate) {
         self.questions.retain(|_, about| *about != uuid);
-        if let Some(PeerInquiry { error, .. }) = self.peer_probe.remove(&uuid) {
+        if let Some(PeerInquiry { error, .. }) = self.inquiries.remove(&uuid) {
             let found = match fate {
                 PeerFate::Left => Found::Left { is_assumed: false },
                 PeerFate::Unknown => Found::Left { is_assumed: true },

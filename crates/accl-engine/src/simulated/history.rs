@@ -49,7 +49,7 @@ fn play(scenario: &Scenario, bits: Bits) -> Result<(Seen, Bits), Violation> {
     let mut world = World::new(scenario);
     world.bits = bits;
     world.go()?;
-    world.check_events()?;
+    world.check_failure_reports()?;
     world.read_the_rest()?;
     world.check_rest()?;
     world.end()?;

@@ -22,7 +22,7 @@ use accl_executor::peers::{Gone, neighbours};
 const SLACK: Duration = Duration::from_millis(3);
 /// Maximum nanoseconds from the failure of a group on one rank until its neighbours know of it: see
 /// [`World::note_failures`].
-const EVENTS: u64 = (NOTE_DELAY.as_nanos() + GRACE.as_nanos() + SLACK.as_nanos()) as u64;
+const FAILURE_REPORT_DELAY: u64 = (NOTE_DELAY.as_nanos() + GRACE.as_nanos() + SLACK.as_nanos()) as u64;
 
 impl World<'_> {
     /// Whether the scenario has no faults.
@@ -141,7 +141,7 @@ impl World<'_> {
                 continue;
             }
             for (neighbour, failed_at) in self.informants(process, group) {
-                let late = now.saturating_sub(failed_at.max(made_at) + EVENTS);
+                let late = now.saturating_sub(failed_at.max(made_at) + FAILURE_REPORT_DELAY);
                 if late > 0 {
                     return Err(format!(
                         "process {process} learns of the failure of group {group} {late} ns later than it must from its neighbour \
@@ -209,7 +209,7 @@ impl World<'_> {
 
     /// Checks that every process knows of a failure that one of its neighbours knows of. Called when no event but
     /// deadlines is left, before idle links are polled.
-    pub(super) fn check_events(&self) -> Result<(), Violation> {
+    pub(super) fn check_failure_reports(&self) -> Result<(), Violation> {
         for (process, host) in self.living() {
             for &group in host.members.keys() {
                 let knows = self.state(process, group).is_none_or(|state| state.failure().is_some());

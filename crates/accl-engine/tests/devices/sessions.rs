@@ -136,16 +136,16 @@ fn all<R: Send>(world: u32, rank: impl Fn(u32) -> R + Sync) -> Vec<R> {
 /// these texts.
 fn assert_all_know_each_other(devices: &LocalDevices, world: u32) {
     let faults = devices.faults();
-    let exchanges: Vec<String> = faults.local_infos.lock().values().cloned().collect();
-    assert_eq!(exchanges.len(), world as usize);
+    let texts: Vec<String> = faults.local_infos.lock().values().cloned().collect();
+    assert_eq!(texts.len(), world as usize);
     let received = faults.received_infos.lock();
     let sessions = faults.sessions.lock();
     for rank in 0..world {
-        assert_eq!(received[&rank], exchanges, "rank {rank}");
+        assert_eq!(received[&rank], texts, "rank {rank}");
         for peer in 0..world {
             let line = format!("qp of rank {rank} for peer {peer}: {}\n", sessions[&(rank, peer)]);
             assert!(
-                exchanges[rank as usize].contains(&line),
+                texts[rank as usize].contains(&line),
                 "the driver of rank {rank} has set up another session: {line}"
             );
         }
@@ -309,8 +309,8 @@ fn when_a_rank_is_replaced_all_devices_are_opened_again_with_the_new_texts() {
         let groups = all(3, |rank| {
             if rank == dies {
                 let process = Process::new(&devices, rank, 3);
-                let mortal = DyingStore::new(&store, dies_of);
-                let error = process.make(&mortal, &mut || false).err().expect("it dies");
+                let store = DyingStore::new(&store, dies_of);
+                let error = process.make(&store, &mut || false).err().expect("it dies");
                 assert!(error.to_string().contains("this rank is dead"), "{when}: {error}");
                 drop(process);
             }

@@ -43,8 +43,8 @@ fn all_ranks_end_with_the_same_bits_near_the_exact_sum() {
                         let exact: Vec<f64> = (0..world).fold(vec![0.0; count], |sum, rank| {
                             sum.iter().zip(data(rank, count, 1)).map(|(sum, value)| sum + f64::from(value)).collect()
                         });
-                        // At most `2 * world` encodings contribute, each off by less than one level of a range of `2 *
-                        // world`.
+                        // At most `2 * world` encodings contribute, each off by less than one level of a range of
+                        // `2 * world`.
                         let level = 2.0 * world as f64 / f64::from((1u32 << bits) - 1);
                         let bound = 2.0 * world as f64 * level * 1.5;
                         let far =

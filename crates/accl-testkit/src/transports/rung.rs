@@ -81,8 +81,9 @@ unsafe fn rung<'a>(link: *mut c_void) -> &'a mut Rung {
 impl Rung {
     fn say(&self, word: u8) {
         if let Some(bootstrap) = self.bootstrap {
-            // A thrifty message waits for one of the other side, so there are few. If the socket has no room for a
-            // plain ring, the peer has unread ones. SAFETY: the bootstrap socket stays open as long as the link.
+            // A thrifty message waits for one of the other side, so there are few. If the socket has no room for a plain
+            // ring, the peer has unread ones.
+            // SAFETY: the bootstrap socket stays open as long as the link.
             let _ =
                 send(unsafe { BorrowedFd::borrow_raw(bootstrap) }, &[word], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
