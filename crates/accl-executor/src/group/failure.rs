@@ -68,6 +68,13 @@ impl Failure {
         self.cause.as_ref()
     }
 
+    /// Returns the kind of the error that refuses a call: the kind of the cause if no call has raised it.
+    ///
+    /// So the first error that the caller sees has the same kind whether the failure comes during a call or between two.
+    pub(super) fn kind_of_refusal(&self) -> ErrorKind {
+        self.cause.as_ref().filter(|_| !self.was_raised).map_or(ErrorKind::Aborted, |cause| cause.kind)
+    }
+
     /// Returns the cause if it is a disagreement that no call has raised.
     pub(super) fn unreported_mismatch(&self) -> Option<&Error> {
         self.cause.as_ref().filter(|cause| !self.was_raised && cause.kind == ErrorKind::Mismatch)
@@ -115,7 +122,9 @@ mod tests {
         failure.set(Error::mismatch("counts differ"), None);
         assert_eq!(failure.announcement(), None);
         assert_eq!(failure.unreported_mismatch(), Some(&Error::mismatch("counts differ")));
+        assert_eq!(failure.kind_of_refusal(), ErrorKind::Mismatch, "no call has raised it");
         assert!(failure.raise().is_some());
         assert_eq!(failure.unreported_mismatch(), None);
+        assert_eq!(failure.kind_of_refusal(), ErrorKind::Aborted);
     }
 }

@@ -1056,13 +1056,16 @@ impl GroupState {
         self.failure.unreported_mismatch().filter(|_| has_made_calls).cloned()
     }
 
-    /// Returns the error for calls issued after the group failed; `None` if it has not failed.
+    /// Returns the error for calls issued after the group failed; `None` if it has not failed. The first call to learn of
+    /// the failure gets the kind of its cause, later calls get `Aborted`.
     pub fn aborted(&mut self, collective: Option<Collective>) -> Option<Error> {
+        let kind = self.failure.kind_of_refusal();
         let cause = self.failure.raise()?;
-        let mut error = Error::aborted(format!(
+        let text = format!(
             "the group failed earlier and accepts no more calls; destroy it and create a new one. First cause: {}",
             brief(cause)
-        ))
+        );
+        let mut error = Error::new(kind, text)
         .in_group(&self.name)
         .on_rank(self.rank);
         if let Some(collective) = collective {
