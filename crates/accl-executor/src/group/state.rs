@@ -1065,9 +1065,7 @@ impl GroupState {
             "the group failed earlier and accepts no more calls; destroy it and create a new one. First cause: {}",
             brief(cause)
         );
-        let mut error = Error::new(kind, text)
-        .in_group(&self.name)
-        .on_rank(self.rank);
+        let mut error = Error::new(kind, text).in_group(&self.name).on_rank(self.rank);
         if let Some(collective) = collective {
             error = error.of(collective);
         }
