@@ -190,7 +190,7 @@ mod tests {
                 Network::Udp,
                 2,
                 Descriptor { streams: to_stream, tag: 247, ..tagged(Send, 1) },
-                "the number of a kernel stream: expected at most 246, got",
+                "its tag must be the number of a kernel stream: expected at most 246, got",
             ),
             (
                 Network::Rdma,

@@ -378,7 +378,7 @@ fn an_emulator_whose_driver_was_killed_is_there_for_the_next() {
     while looks.about().unwrap().unwrap().owner != "it" {
         assert!(begin.elapsed() < PATIENCE, "it has not taken the rank");
     }
-    assert!(looks.claim().unwrap().unwrap().starts_with("it, for "));
+    assert!(looks.claim().unwrap().unwrap().starts_with("it (for "));
     signal_to(owner.id(), "KILL");
     owner.wait().unwrap();
     drop(looks);
