@@ -2387,7 +2387,7 @@ def test_elements_of_a_type_that_mpi_lacks_fit_their_own_type_only(rank, world, 
         comm.Send(sent, dest=1, tag=1)
         comm.Send(sent, dest=1, tag=2)
         return
-    with pytest.raises(TypeError, match=f"rank 0 sent elements of {dtype}, and the buffer has torch.int32"):
+    with pytest.raises(TypeError, match=f"rank 0 sent elements of {dtype}, but the buffer has torch.int32"):
         comm.Recv(torch.zeros(4, dtype=torch.int32), source=0, tag=1)
     found = torch.zeros(4, dtype=dtype)
     comm.Recv(found, source=0, tag=2)

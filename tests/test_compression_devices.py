@@ -17,7 +17,7 @@ from torch_accl.compat import cgx
 from torch_accl.compression import Compression
 
 # Error message on a machine with such a device. A fake tensor has all of the device but the memory.
-REFUSAL = r"on cuda:0, which the group reduces with gloo: they would be sent uncompressed; train on the CPU, or omit"
+REFUSAL = r"on cuda:0, which the group reduces with gloo, uncompressed; train on the CPU, or omit"
 
 
 def elsewhere(*shape):

@@ -81,7 +81,7 @@ def test_the_death_of_a_peer_over_a_transport_of_another_package_is_noticed(libr
 def test_a_transport_that_was_not_registered_is_refused_with_those_that_there_are():
     import torch_accl
 
-    with pytest.raises(ValueError, match="ACCL_TRANSPORTS.*no transport `datagrams`.*expected .* shm, tcp"):
+    with pytest.raises(ValueError, match="ACCL_TRANSPORTS.*unknown transport `datagrams`.*expected .* shm, tcp"):
         torch_accl.Options(transports="datagrams,tcp")
 
 
