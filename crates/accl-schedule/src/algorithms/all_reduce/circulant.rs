@@ -1,5 +1,5 @@
 //! Circulant all_reduce: reduce_scatter over a circulant graph, then Bruck's all_gather.
-//! Steps about 2 log2(n) and bytes per rank 2(n-1)/n of the buffer, for any n: no rank acts for another. Wins for
+//! Steps about 2 log2(n) and bytes per rank 2(n-1)/n of the buffer, for any n: no ranks are folded. Wins for
 //! medium buffers in large worlds. J. L. Träff, arXiv 2410.14234 (2024).
 
 use crate::algorithms::prelude::*;

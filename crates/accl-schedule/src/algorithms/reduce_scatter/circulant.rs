@@ -1,5 +1,5 @@
 //! Circulant reduce_scatter: in each step every rank forwards the farther half of the partial sums that it holds.
-//! Steps about log2(n) and bytes per rank (n-1)/n of the input, for any n: no rank acts for another. Wins for small and
+//! Steps about log2(n) and bytes per rank (n-1)/n of the input, for any n: no ranks are folded. Wins for small and
 //! medium blocks in large worlds.
 
 use crate::algorithms::prelude::*;
