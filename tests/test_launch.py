@@ -105,8 +105,16 @@ def test_a_launcher_that_a_rank_starts_counts_and_not_the_copies_of_that_ranks_n
 
 
 def test_nested_mpi_launchers_are_refused_because_the_inner_one_is_unknown():
-    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_RANK=0 and PMI_RANK=1 come from two nested launchers"):
-        detect_launcher(RECORDINGS["openmpi"][0] | RECORDINGS["mpich"][1])
+    both = RECORDINGS["openmpi"][0] | RECORDINGS["mpich"][1]
+    with pytest.raises(
+        LaunchError, match="OMPI_COMM_WORLD_RANK=0 and PMI_RANK=1 come from two nested launchers"
+    ) as caught:
+        detect_launcher(both)
+    # The remedy helps in both directions.
+    for outer, inner in (("OMPI_COMM_WORLD_RANK", "mpich"), ("PMI_RANK", "openmpi")):
+        assert f"`env -u {outer} mpirun ...`" in str(caught.value)
+        found = detect_launcher({name: value for name, value in both.items() if name != outer})
+        assert summary(found) == summary(detect_launcher(RECORDINGS[inner][inner == "mpich"]))
 
 
 def test_a_batch_script_that_a_rank_has_submitted_is_no_rank():

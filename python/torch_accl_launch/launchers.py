@@ -134,8 +134,8 @@ def _check_nested(chosen: RankInfo, others: list[RankInfo]) -> None:
             and _rank_and_world(other) != _rank_and_world(chosen)
         ):
             raise LaunchError(
-                f"{chosen.rank_name}={chosen.rank} and {other.rank_name}={other.rank} come from two nested launchers; set RANK and WORLD_SIZE "
-                "to the inner launcher's values"
+                f"{chosen.rank_name}={chosen.rank} and {other.rank_name}={other.rank} come from two nested launchers; start the inner "
+                f"launcher without the outer one's variable: `env -u {chosen.rank_name} mpirun ...` or `env -u {other.rank_name} mpirun ...`"
             )
 
 
