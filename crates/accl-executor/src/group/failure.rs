@@ -70,7 +70,7 @@ impl Failure {
 
     /// Returns the kind of the error that refuses a call: the kind of the cause if no call has raised it.
     ///
-    /// So the first error that the caller sees has the same kind whether the failure comes during a call or between two.
+    /// The first error that the caller sees has the same kind whether the failure comes during a call or between two.
     pub(super) fn kind_of_refusal(&self) -> ErrorKind {
         self.cause.as_ref().filter(|_| !self.was_raised).map_or(ErrorKind::Aborted, |cause| cause.kind)
     }
