@@ -21,7 +21,7 @@ pub(super) const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Opens the device that a URL names.
 pub trait OpenBus: Send + Sync {
     /// Opens a connection to the device of a rank, which no other process has opened. If the devices exchange texts
-    /// ([`Bus::tell`]), the texts go over the group's store, after this call and before the setup. An engine in
+    /// ([`Bus::local_info`]), the texts go over the group's store, after this call and before the setup. An engine in
     /// software of this process reaches the engines of other ranks by `packets`, once the group is created. `go_on`
     /// returns whether there is time left.
     ///
