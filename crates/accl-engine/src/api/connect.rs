@@ -21,7 +21,8 @@ impl Group {
     ///
     /// # Errors
     /// `PeerLost` naming a rank that cannot be reached; `Timeout` after the group's timeout, naming the ranks without a
-    /// link. `Aborted` when the group failed or was destroyed, or `interrupt` returned true. `interrupt` is called
+    /// link. `Aborted` when the group failed or was destroyed (the kind of its cause if no call has raised that), or
+    /// `interrupt` returned true. `interrupt` is called
     /// about every 50 ms.
     pub fn connect_all(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
         let timeout = self.with_state(|group, context| {
@@ -37,8 +38,7 @@ impl Group {
             if self.missing_links()?.is_empty() {
                 return Ok(());
             }
-            let is_over = || self.missing_links().map_or(true, |missing| missing.is_empty());
-            connector.await_change(TICK, is_over);
+            connector.await_change(TICK, || self.has_all_links_or_failed());
             if interrupt() {
                 return Err(self.in_context(Error::aborted("interrupted while creating links")));
             }
@@ -46,6 +46,17 @@ impl Group {
                 return Err(self.in_context(self.unlinked(timeout, &self.missing_links()?)));
             }
         }
+    }
+
+    /// Whether there is nothing to wait for. Does not raise the group's failure, whose first error has its own kind.
+    fn has_all_links_or_failed(&self) -> bool {
+        let is_over = self.with_state(|group, context| {
+            let peers = || group.members().ranks().map(|rank| group.members().peer(rank));
+            group.failure().is_some()
+                || peers().any(|peer| context.net.why_gone(peer).is_some())
+                || peers().all(|peer| context.net.is_linked(peer))
+        });
+        is_over.unwrap_or(true)
     }
 
     /// Returns the ranks that have no link yet.

@@ -116,7 +116,7 @@ impl Group {
     ///
     /// # Errors
     /// `InvalidArgument`, `InvalidType`, `Unsupported`, `Configuration`, `Exhausted`: the call was refused, no sequence
-    /// number was consumed, and the group is usable. `Aborted`: the group failed earlier or was destroyed. All later
+    /// number was consumed, and the group is usable. `Aborted`, or the cause's kind for the first error: the group failed earlier or was destroyed. All later
     /// errors are reported by the call.
     pub fn submit(&self, desc: CallDesc) -> Result<Call> {
         make_phases(&desc);
@@ -362,7 +362,7 @@ impl Group {
     /// and returns the first. A barrier issued after this does not complete before [`Group::conclude_seqs`].
     ///
     /// # Errors
-    /// `Aborted` when the group failed or was destroyed.
+    /// `Aborted` when the group failed or was destroyed; the kind of the cause if no call has raised it.
     pub fn reserve_seqs(&self, count: u64) -> Result<u64> {
         self.with_state(|group, _| match group.aborted(None) {
             Some(error) => Err(error),

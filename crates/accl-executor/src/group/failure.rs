@@ -68,11 +68,22 @@ impl Failure {
         self.cause.as_ref()
     }
 
-    /// Returns the kind of the error that refuses a call: the kind of the cause if no call has raised it.
+    /// Returns the kind of the error that refuses a call: the kind of the cause if no call has raised it. Kinds of which
+    /// the caller takes the group for usable, such as a refused argument, become `Aborted`.
     ///
     /// The first error that the caller sees has the same kind whether the failure comes during a call or between two.
     pub(super) fn kind_of_refusal(&self) -> ErrorKind {
-        self.cause.as_ref().filter(|_| !self.was_raised).map_or(ErrorKind::Aborted, |cause| cause.kind)
+        match self.cause.as_ref().filter(|_| !self.was_raised).map(|cause| cause.kind) {
+            Some(
+                kind @ (ErrorKind::Mismatch
+                | ErrorKind::Timeout
+                | ErrorKind::PeerLost
+                | ErrorKind::Network
+                | ErrorKind::Protocol
+                | ErrorKind::Device),
+            ) => kind,
+            _ => ErrorKind::Aborted,
+        }
     }
 
     /// Returns the cause if it is a disagreement that no call has raised.

@@ -85,7 +85,8 @@ impl Caller {
     /// call. `observer` is notified when the call completes.
     ///
     /// # Errors
-    /// `Aborted` if the group has failed or was destroyed; `Exhausted` or `Internal`. In each case, no sequence number
+    /// `Aborted` if the group has failed or was destroyed, or the kind of the cause if no call has raised it; `Exhausted`
+    /// or `Internal`. In each case, no sequence number
     /// was consumed.
     pub fn start(
         &self,

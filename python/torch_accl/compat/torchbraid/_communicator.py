@@ -217,8 +217,9 @@ class Comm:
     Clone = Dup
 
     def Free(self) -> None:
-        """Destroys the group, unless it is the default group. Collective."""
+        """Waits until this rank's messages are sent, and destroys the group, unless it is the default group. Collective."""
         group = self.group
+        self._mailbox.flush()
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 
@@ -515,8 +516,8 @@ class Comm:
         self._send(_bytes_of(obj), dest, tag, OBJECT)
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Sends an object, and returns when it is sent. An object above `ACCL_EAGER_BYTES` waits for its receiver."""
-        self.isend(obj, dest, tag).wait()
+        """Sends an object, and returns when it is sent. A large object waits for its receiver, up to the group's timeout."""
+        self.isend(obj, dest, tag).wait_until_sent()
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Starts to send an object."""
@@ -565,7 +566,7 @@ class Comm:
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Sends the elements of a buffer, and returns when they are sent, as `ssend` does."""
-        self.Isend(buf, dest, tag).wait()
+        self.Isend(buf, dest, tag).wait_until_sent()
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Starts to send the elements of a buffer."""
@@ -586,8 +587,8 @@ class Comm:
         message = self._mailbox.take(self.group, receive, status)
         came, width = message.data.numel(), out.tensor.element_size()
         wanted = _kind_of(out.dtype)
-        # Bytes fit any type, on either side.
-        if message.kind != wanted and BYTES not in (message.kind, wanted):
+        # Bytes fit the elements of any type, on either side.
+        if message.kind != wanted and (message.kind == OBJECT or BYTES not in (message.kind, wanted)):
             what = "an object" if message.kind == OBJECT else f"elements of {KINDS[message.kind]}"
             raise TypeError(
                 f"Recv: rank {message.source} sent {what}, but the buffer has {out.dtype}; use recv for objects, and a buffer of the same type for elements"

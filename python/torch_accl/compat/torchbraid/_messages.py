@@ -6,7 +6,9 @@ and buffers, and turns objects and elements into bytes.
 
 from __future__ import annotations
 
+import atexit
 import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ __all__ = [
     "Request",
     "Status",
     "device_of",
+    "flush_all",
     "mailbox_of",
     "tag_of",
 ]
@@ -105,29 +108,47 @@ class Request:
         works: Sequence[dist.Work],
         kept: Sequence[Tensor],
         receive: Callable[[Status | None], Any] | None = None,
-        withdraw: Callable[[], None] | None = None,
+        withdraw: Callable[[], bool] | None = None,
+        leave: Callable[[Request], None] | None = None,
     ) -> None:
         self._works = list(works)
-        # Buffers of the message, which must not change until it is sent.
+        # The message's own memory, which must live until it is sent.
         self._kept = list(kept)
+        self.size_bytes = sum(tensor.nbytes for tensor in kept)
+        # Takes over a send whose caller does not wait until the message is sent.
+        self._leave = leave
         self._receive = receive
         self._withdraw = withdraw
         self._found: Any = None
 
     @property
     def is_over(self) -> bool:
-        """Whether the message is complete."""
-        return self._receive is None and all(work.is_completed() for work in self._works)
+        """Whether the message is complete.
+
+        Raises:
+            DistError: it failed.
+        """
+        if self._receive is not None or not all(work.is_completed() for work in self._works):
+            return False
+        self.wait_until_sent()
+        return True
 
     def wait(self, status: Status | None = None) -> Any:
-        """Waits for the message. Returns the received object; None for a send."""
+        """Waits for a receive, and returns its object. Returns None for a send, whose message has memory of its own: it
+        does not wait for the receiver, unless messages of many bytes do."""
+        if self._receive is not None:
+            self._found, self._receive = self._receive(status), None
+        elif self._works and self._leave is not None:
+            leave, self._leave = self._leave, None
+            leave(self)
+        return self._found
+
+    def wait_until_sent(self) -> None:
+        """Waits until the message of a send is sent."""
         for work in self._works:
             work.wait()
         self._works.clear()
         self._kept.clear()
-        if self._receive is not None:
-            self._found, self._receive = self._receive(status), None
-        return self._found
 
     def test(self) -> tuple[bool, Any]:
         """Returns whether the message is complete, and what `wait` would return.
@@ -142,14 +163,16 @@ class Request:
     Wait = wait
 
     def Cancel(self) -> None:
-        """Withdraws a receive that no message has matched, so that it takes none. A send cannot be cancelled.
+        """Withdraws a receive that no message has matched: it takes none, and its `wait` returns None. A send cannot be
+        cancelled.
 
         Raises:
             NotImplementedError: the request is a send.
         """
         if self._withdraw is None:
             raise NotImplementedError("Cancel() of a send: its message may have been sent; receive it")
-        self._withdraw()
+        if self._withdraw():
+            self._receive = None
 
     cancel = Cancel
 
@@ -191,10 +214,11 @@ class Receive:
         """Returns whether a message has the source and the tag of this receive."""
         return self.source in (ANY_SOURCE, message.source) and self.tag in (ANY_TAG, message.tag)
 
-    def withdraw(self) -> None:
-        """Lets no later message match this receive."""
+    def withdraw(self) -> bool:
+        """Lets no later message match this receive. Returns False if a message has matched it."""
         if self in self.mailbox.posted:
             self.mailbox.posted.remove(self)
+        return self.message is None
 
 
 class Mailbox:
@@ -205,25 +229,34 @@ class Mailbox:
         self.came: deque[Message] = deque()
         # Posted receives that no message has matched, in the order in which they were posted.
         self.posted: deque[Receive] = deque()
-        # Messages of `send` that are still being sent, with their bytes.
-        self._leaving: deque[tuple[Request, int]] = deque()
+        # Messages that are still being sent, and for which no caller waits.
+        self._leaving: deque[Request] = deque()
 
     def send(self, group: dist.ProcessGroup | None, data: Tensor, dest: int, tag: int, kind: int) -> None:
         """Sends a message. Returns at once, unless earlier messages of many bytes wait for their receivers."""
-        self._leaving.append((self.isend(group, data, dest, tag, kind), data.numel()))
-        self._leaving = deque((request, size) for request, size in self._leaving if not request.is_over)
-        while len(self._leaving) > 1 and sum(size for _, size in self._leaving) > _BUFFERED_BYTES:
-            self._leaving.popleft()[0].wait()
+        self.isend(group, data, dest, tag, kind).wait()
+
+    def _leave(self, request: Request) -> None:
+        """Takes over a send. Waits for earlier ones while they have many bytes."""
+        self._leaving.append(request)
+        self._leaving = deque(each for each in self._leaving if not each.is_over)
+        while len(self._leaving) > 1 and sum(each.size_bytes for each in self._leaving) > _BUFFERED_BYTES:
+            self._leaving.popleft().wait_until_sent()
+
+    def flush(self) -> None:
+        """Waits until all messages are sent."""
+        while self._leaving:
+            self._leaving.popleft().wait_until_sent()
 
     def isend(self, group: dist.ProcessGroup | None, data: Tensor, dest: int, tag: int, kind: int) -> Request:
-        """Starts to send a message, whose memory must not change until it is sent."""
+        """Starts to send a message. `data` must not change until it is sent."""
         if group is None or dest == group.rank():
             self._deliver(Message(dest, tag, kind, data.clone()))
             return Request([], [])
         device = device_of(group)
         parts = [torch.tensor([tag, kind, data.numel()], dtype=torch.int64, device=device), data.to(device)]
         works = [dist.isend(part, group=group, group_dst=dest, tag=_TORCHS_TAG) for part in parts if part.numel()]
-        return Request([work for work in works if work is not None], parts)
+        return Request([work for work in works if work is not None], parts, leave=self._leave)
 
     def post(self, source: int, tag: int) -> Receive:
         """Posts a receive, which takes the earliest unexpected message that it matches."""
@@ -254,8 +287,6 @@ class Mailbox:
         while receive.message is None:
             if receive.mailbox is not self:
                 raise RuntimeError("the group of this receive was destroyed before its message came; post it again")
-            if receive not in self.posted:
-                raise RuntimeError("the receive was cancelled")
             self._deliver(_next(group, self._source_for(receive)))
         message = receive.message
         if status is not None:
@@ -291,6 +322,21 @@ _MAILBOXES: WeakKeyDictionary[dist.ProcessGroup, Mailbox] = WeakKeyDictionary()
 def mailbox_of(group: dist.ProcessGroup) -> Mailbox:
     """Returns the mailbox of a group, an empty one at first."""
     return _MAILBOXES.setdefault(group, Mailbox())
+
+
+def flush_all() -> None:
+    """Waits until the messages of all groups are sent."""
+    for mailbox in list(_MAILBOXES.values()):
+        mailbox.flush()
+
+
+def _flush_at_exit() -> None:
+    # A program that ends by an exception does not wait for receivers that may never come.
+    if getattr(sys, "last_value", None) is None:
+        flush_all()
+
+
+atexit.register(_flush_at_exit)
 
 
 def tag_of(call: str, tag: Any, *, is_receive: bool) -> int:

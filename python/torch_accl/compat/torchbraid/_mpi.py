@@ -27,6 +27,7 @@ from ._communicator import (
     Request,
     Status,
 )
+from ._messages import flush_all
 from ._world import COMM_SELF, COMM_WORLD, begin
 
 __all__ = [
@@ -136,8 +137,9 @@ def Init(backend: str | None = None) -> None:
 
 
 def Finalize() -> None:
-    """Destroys torch's groups."""
+    """Waits until this rank's messages are sent, and destroys torch's groups."""
     if dist.is_initialized():
+        flush_all()
         dist.destroy_process_group()
 
 
