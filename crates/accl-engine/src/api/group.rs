@@ -116,8 +116,8 @@ impl Group {
     ///
     /// # Errors
     /// `InvalidArgument`, `InvalidType`, `Unsupported`, `Configuration`, `Exhausted`: the call was refused, no sequence
-    /// number was consumed, and the group is usable. `Aborted`, or the cause's kind for the first error: the group failed earlier or was destroyed. All later
-    /// errors are reported by the call.
+    /// number was consumed, and the group is usable. `Aborted`, or the cause's kind for the first error: the group failed
+    /// earlier or was destroyed. All later errors are reported by the call.
     pub fn submit(&self, desc: CallDesc) -> Result<Call> {
         make_phases(&desc);
         let default = self.default_codec_of(&desc);
