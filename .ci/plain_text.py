@@ -6,6 +6,7 @@ Owns how text is found in a file. The gates, `.ci/words` and `.ci/prose`, own wh
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -53,7 +54,13 @@ def tracked(*patterns: str) -> list[str]:
     return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
 
 
-def of_file(path: str, source: str) -> Iterator[Text]:
+@functools.cache
+def of_file(path: str, source: str) -> tuple[Text, ...]:
+    """Returns the comments or paragraphs of a file. Cached, because `.ci/prose` checks their form and their words."""
+    return tuple(_texts(path, source))
+
+
+def _texts(path: str, source: str) -> Iterator[Text]:
     """Yields the texts of a file, by the kind that its name or first line shows."""
     if path.endswith(".md"):
         yield from paragraphs(path, source)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ SUFFIXES = (*plain_text.C_LIKE, ".py", ".pyi", ".md", ".toml", "")
 NO_MESSAGES = re.compile(r"(^|/)tests/|/(simulated|loom_tests)\b|_tests?\.rs$|^\.ci/selftest\.py$")
 
 
-def findings(files: Iterable[str], whole: bool) -> Iterator[str]:
-    """Yields a line for each finding in files; with `whole`, the files are all of the repository."""
+def findings(named: Sequence[str]) -> Iterator[str]:
+    """Yields a line for each finding in the named files; without names, in all tracked ones."""
+    files = named or [path for path in plain_text.tracked(*plain_text.PATTERNS) if wanted(path)]
     table = tomllib.loads(TABLE.read_text())
     prose, names = [], []
     for path in files:
@@ -34,7 +35,7 @@ def findings(files: Iterable[str], whole: bool) -> Iterator[str]:
     used: set[int] = set()
     yield from check(prose, table, used)
     yield from check_names(names, table, used)
-    if whole:
+    if not named:
         yield from unused(table, used)
 
 
