@@ -538,7 +538,7 @@ def test_an_optional_feature_answers_and_does_not_crash(rank, name):
 
 
 @needs("enable_reconfigure")
-@on_ranks(2)
+@on_ranks(2, fresh=True)
 def test_a_group_that_cannot_be_reconfigured_warns_once_in_the_job(rank, world):
     store = dist.PrefixStore("reconfigured", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()

@@ -322,11 +322,21 @@ def _serve_pool(pipe: Connection) -> int:
 def _in_pool(body, **arguments):
     if not dist.is_initialized():
         init_group()
+    before = dist.group.WORLD
     value = body(**arguments)
     # A subgroup left behind would affect the next test.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    # So would another default group, or another timeout.
+    if dist.group.WORLD is not before:
+        raise AssertionError(
+            "this test ended or replaced the default group that later tests share: it needs fresh=True"
+        )
+    if before._get_backend(torch.device("cpu")).options._timeout != timedelta(seconds=GROUP_TIMEOUT):
+        raise AssertionError(
+            "this test changed the timeout of the default group that later tests share: it needs fresh=True"
+        )
     return value
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "Status",
     "device_of",
     "flush_all",
+    "flush_at_exit",
     "mailbox_of",
     "tag_of",
 ]
@@ -330,13 +331,13 @@ def flush_all() -> None:
         mailbox.flush()
 
 
-def _flush_at_exit() -> None:
-    # A program that ends by an exception does not wait for receivers that may never come.
+def flush_at_exit() -> None:
+    """Like `flush_all`, unless an exception ends the program: its receivers may never come."""
     if getattr(sys, "last_value", None) is None:
         flush_all()
 
 
-atexit.register(_flush_at_exit)
+atexit.register(flush_at_exit)
 
 
 def tag_of(call: str, tag: Any, *, is_receive: bool) -> int:

@@ -6,6 +6,7 @@ detects launchers.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from torch_accl_launch import detect_launcher
 
 from ..._from_mpi import init_from_mpi
 from ._communicator import Comm
+from ._messages import flush_at_exit
 
 __all__ = ["COMM_SELF", "COMM_WORLD", "begin", "communicator_of"]
 
@@ -37,6 +39,15 @@ def begin(backend: str | None = None) -> None:
     found = detect_launcher(os.environ)
     if found is not None and found.world > 1:
         dist.init_process_group(backend or _usual_backend())
+        if "accl" not in _backends():
+            atexit.register(_end_at_exit)
+
+
+def _end_at_exit() -> None:
+    """Destroys the groups, as MPI does at exit. A group of gloo that still exists then may abort the process."""
+    if dist.is_initialized():
+        flush_at_exit()
+        dist.destroy_process_group()
 
 
 def _backends() -> str:
