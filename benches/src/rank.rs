@@ -152,14 +152,14 @@ impl RunningRank {
             }
             desc
         };
-        let descs: Vec<CallDesc> = tensors.iter_mut().map(describe).collect();
+        let mut descs: Vec<CallDesc> = tensors.iter_mut().map(describe).collect();
         match order.run {
-            Some(run) => self.time(&group, &descs, run),
-            None => self.check(&group, &descs, order),
+            Some(run) => self.time(&group, &mut descs, run),
+            None => self.check(&group, &mut descs, order),
         }
     }
 
-    fn check(&self, group: &Arc<Group>, descs: &[CallDesc], order: &RankOrder) -> Result<()> {
+    fn check(&self, group: &Arc<Group>, descs: &mut [CallDesc], order: &RankOrder) -> Result<()> {
         let case = &order.case;
         self.board.meet(self.rank, self.ranks);
         let mark = self.board.mark(self.rank);
@@ -175,7 +175,7 @@ impl RunningRank {
         })
     }
 
-    fn time(&self, group: &Arc<Group>, descs: &[CallDesc], run: Run) -> Result<()> {
+    fn time(&self, group: &Arc<Group>, descs: &mut [CallDesc], run: Run) -> Result<()> {
         self.board.meet(self.rank, self.ranks);
         for _ in 0..run.batches * run.calls / 10 + 1 {
             call(group, descs)?;
@@ -227,14 +227,14 @@ impl Drop for RunningRank {
 }
 
 /// Runs the calls that count as one.
-fn call(group: &Arc<Group>, descs: &[CallDesc]) -> Result<()> {
+fn call(group: &Arc<Group>, descs: &mut [CallDesc]) -> Result<()> {
     match descs {
         [one] if one.mode == Mode::Blocking => finish_ran(&group.run(one)?),
         all if all.iter().all(|one| one.mode == Mode::Blocking) => {
-            all.iter().try_for_each(|one| finish_ran(&group.run(one)?))
+            all.iter_mut().try_for_each(|one| finish_ran(&group.run(one)?))
         }
         all => {
-            let begun: Vec<_> = all.iter().map(|one| group.run(one)).collect::<Result<_>>()?;
+            let begun: Vec<_> = all.iter_mut().map(|one| group.run(one)).collect::<Result<_>>()?;
             begun.iter().try_for_each(finish_ran)
         }
     }

@@ -209,7 +209,7 @@ impl CalibrationRank {
     fn run(mut self, timed_calls: &[TimedCalls], until: Instant, too_long: &AtomicBool) -> Result<Vec<u64>> {
         let mut took = Vec::with_capacity(timed_calls.len());
         for timed in timed_calls {
-            let desc = self.desc(timed);
+            let mut desc = self.desc(timed);
             let mut batches = Vec::with_capacity(timed.batches);
             for _ in 0..timed.batches {
                 if self.rank == 0 && Instant::now() > until {
@@ -222,7 +222,7 @@ impl CalibrationRank {
                 }
                 let start = Instant::now();
                 for _ in 0..timed.calls {
-                    self.call(&desc)?;
+                    self.call(&mut desc)?;
                 }
                 batches.push(start.elapsed().as_nanos() as u64 * 1000 / u64::from(timed.calls));
             }
@@ -279,10 +279,10 @@ impl CalibrationRank {
     }
 
     fn barrier(&self) -> Result<()> {
-        self.call(&CallDesc::new(Collective::Barrier, Dtype::U8))
+        self.call(&mut CallDesc::new(Collective::Barrier, Dtype::U8))
     }
 
-    fn call(&self, desc: &CallDesc) -> Result<()> {
+    fn call(&self, desc: &mut CallDesc) -> Result<()> {
         let call = match self.group.run(desc)? {
             Ran::Done(_) => return Ok(()),
             Ran::Pending(call) => *call,

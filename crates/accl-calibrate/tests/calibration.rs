@@ -97,8 +97,8 @@ fn ranks_with_conflicting_constants_take_those_of_the_first() {
             member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
             assert!(data.iter().all(|&sum| sum == 10.0));
         }
-        let desc = accl_engine::CallDesc::new(Collective::Barrier, accl_types::Dtype::U8);
-        finish_ran(&group.run(&desc).unwrap()).unwrap();
+        let mut desc = accl_engine::CallDesc::new(Collective::Barrier, accl_types::Dtype::U8);
+        finish_ran(&group.run(&mut desc).unwrap()).unwrap();
     });
 }
 

@@ -3,9 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use accl_engine::sync::Mutex;
 use accl_types::{Collective, Dtype, ReduceOp};
-
-use crate::sync::Mutex;
 
 /// Counts of the collectives that a device completed successfully.
 #[derive(Default)]

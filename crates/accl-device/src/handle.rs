@@ -1,29 +1,34 @@
-//! A device that does collectives of a group.
+//! A device that executes collectives of a group.
 //!
-//! Owns the connection from a group to the device's thread. Also owns the rule which calls the device takes, and the
-//! counts of what it has done. Only the thread (`worker`) talks to the bus, polls and checks deadlines.
+//! Owns the connection from a group to the device's thread. Also owns the rule which calls the device executes, and the
+//! counts of its calls. Only the thread (`worker`) talks to the bus, polls and checks deadlines.
 //! Nothing here waits under the engine's lock. The executor decides when a call may begin, and `opening` opens the
-//! device. Read [`Device::takes`] first.
+//! device. Read [`DeviceOffload`] first.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Sender};
 
+use accl_cclo::call::Operation;
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Settings;
-use accl_cclo::offload::{CollectiveRequest, Route, route};
-use accl_executor::call::{CallDesc, External, ExternalTask};
-use accl_executor::group::PacketSink;
+use accl_cclo::memory_map::{DataType, ReduceFunction};
+use accl_cclo::offload::{self, CollectiveRequest};
+use accl_engine::offload::{Offload, PacketLinks, Route};
+use accl_engine::sync::Mutex;
+use accl_engine::{CallDesc, External, ExternalTask, PacketSink};
 use accl_types::Collective;
 
 use super::port::Port;
 use super::shared::DeviceState;
-use crate::driver::Driver;
-use crate::sync::Mutex;
+
+/// The device of a group.
+#[derive(Debug)]
+pub(super) struct DeviceOffload(pub(super) Arc<Device>);
 
 /// A device that has been set up, for the group that it serves.
-pub(crate) struct Device {
+pub(super) struct Device {
     url: DeviceUrl,
     /// The settings, without the sessions, which only the thread knows.
     settings: Settings,
@@ -31,7 +36,27 @@ pub(crate) struct Device {
     shared: Arc<DeviceState>,
     port: Arc<Port>,
     /// `None` once the group was left: no more tasks are accepted.
-    tasks: Mutex<Option<Sender<ExternalTask>>>,
+    tasks: Mutex<Option<Sender<DeviceTask>>>,
+}
+
+/// The calls of a device that a collective becomes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct DeviceRoute {
+    pub(super) operation: Operation,
+    pub(super) elements: DataType,
+    pub(super) function: ReduceFunction,
+}
+
+/// A collective that the thread is to do.
+pub(super) struct DeviceTask {
+    pub(super) route: DeviceRoute,
+    pub(super) task: ExternalTask,
+}
+
+/// Passes one call to the device.
+struct DeviceCall {
+    device: Arc<Device>,
+    route: DeviceRoute,
 }
 
 impl Device {
@@ -43,31 +68,21 @@ impl Device {
         excluded: Vec<Collective>,
         shared: Arc<DeviceState>,
         port: Arc<Port>,
-        tasks: Sender<ExternalTask>,
+        tasks: Sender<DeviceTask>,
     ) -> Self {
         Self { url, settings, excluded, shared, port, tasks: Mutex::new(Some(tasks)) }
     }
 
-    /// Connects an engine in software to the engines of other ranks, after the group was created.
-    pub(crate) fn connect(&self, driver: &Arc<Driver>, group: u64) {
-        self.port.connect(driver, group);
-    }
-
-    /// Returns the receiver of packets from other ranks' devices.
-    pub(crate) fn sink(&self) -> Arc<dyn PacketSink> {
-        self.port.clone()
-    }
-
-    /// Returns whether the device or the host does a call; all ranks decide alike.
-    pub(crate) fn route(&self, desc: &CallDesc, world: u32) -> Route {
+    /// Returns the device's calls for a collective, or why the host executes it; all ranks decide alike.
+    fn route(&self, desc: &CallDesc) -> Result<DeviceRoute, &'static str> {
         if self.excluded.contains(&desc.collective) {
-            return Route::Host("`sidestep` assigns it to the host");
+            return Err("`sidestep` assigns it to the host");
         }
-        if desc.encoding(world).is_some() {
-            return Route::Host("it is encoded");
+        if desc.encoding(self.settings.world()).is_some() {
+            return Err("it is encoded");
         }
         if !desc.uses_host_memory() {
-            return Route::Host("its tensors are not in host memory");
+            return Err("its tensors are not in host memory");
         }
         let request = CollectiveRequest {
             collective: desc.collective,
@@ -77,13 +92,12 @@ impl Device {
             block_bytes: 0,
             equal_blocks: desc.has_equal_blocks(),
         };
-        route(&request, &self.settings)
-    }
-
-    /// Returns the same call, done by the device; `None` if the host does it.
-    pub(crate) fn takes(self: &Arc<Self>, desc: &CallDesc, world: u32) -> Option<CallDesc> {
-        let is_for_device = matches!(self.route(desc, world), Route::Device { .. });
-        is_for_device.then(|| CallDesc { offload: Some(self.clone()), ..desc.clone() })
+        match offload::route(&request, &self.settings) {
+            offload::Route::Device { operation, elements, function } => {
+                Ok(DeviceRoute { operation, elements, function })
+            }
+            offload::Route::Host(why) => Err(why),
+        }
     }
 
     pub(super) fn url(&self) -> &DeviceUrl {
@@ -92,7 +106,7 @@ impl Device {
 
     /// Closes the device: the group was left, or its creation failed. The thread ends when its tasks are done, even if
     /// a reference to the device remains. This function does not wait for a thread that is stuck.
-    pub(crate) fn close(&self) {
+    pub(super) fn close(&self) {
         self.shared.is_closed.store(true, Ordering::Relaxed);
         drop(self.tasks.lock().take());
     }
@@ -100,28 +114,62 @@ impl Device {
     pub(super) fn is_closed(&self) -> bool {
         self.shared.is_closed.load(Ordering::Relaxed)
     }
+}
 
-    /// Returns a readable description: what the device is and what it has done.
-    pub(crate) fn describe(&self) -> String {
-        let state = self.shared.dead.get().map_or(String::new(), |why| format!(", dead: {}", why.message));
-        format!("device {}: {}{state}\n", self.url, self.shared.counts)
+impl Offload for DeviceOffload {
+    fn name(&self) -> &'static str {
+        "device"
+    }
+
+    fn route(&self, desc: &CallDesc) -> Route {
+        match self.0.route(desc) {
+            Ok(route) => Route::Offload(Arc::new(DeviceCall { device: self.0.clone(), route })),
+            Err(why) => Route::Host(why),
+        }
+    }
+
+    /// Connects an engine in software to the engines of other ranks.
+    fn connect(&self, links: Arc<dyn PacketLinks>) -> Option<Arc<dyn PacketSink>> {
+        self.0.port.connect(links);
+        Some(self.0.port.clone())
+    }
+
+    fn takes_large_calls(&self) -> bool {
+        true
+    }
+
+    fn describe(&self) -> String {
+        let Device { url, shared, .. } = &*self.0;
+        let state = shared.dead.get().map_or(String::new(), |why| format!(", dead: {}", why.message));
+        format!("device {url}: {}{state}\n", shared.counts)
+    }
+
+    fn close(&self, _has_failed: bool) {
+        self.0.close();
     }
 }
 
-impl External for Device {
+impl External for DeviceCall {
     fn name(&self) -> &str {
-        self.url.scheme()
+        self.device.url.scheme()
     }
 
     fn begin(&self, task: ExternalTask) {
-        let unsent = match &*self.tasks.lock() {
+        let task = DeviceTask { route: self.route, task };
+        let unsent = match &*self.device.tasks.lock() {
             Some(tasks) => tasks.send(task).err().map(|mpsc::SendError(task)| task),
             None => Some(task),
         };
-        if let Some(task) = unsent {
+        if let Some(DeviceTask { task, .. }) = unsent {
             // The device was closed, or its thread has panicked.
-            task.fail(format!("the thread of {self:?} has ended; create a new group"));
+            task.fail(format!("the thread of {:?} has ended; create a new group", self.device));
         }
+    }
+}
+
+impl fmt::Debug for DeviceCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.device.fmt(f)
     }
 }
 

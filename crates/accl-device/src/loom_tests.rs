@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use accl_cclo::packets::Packets;
-use accl_executor::group::PacketSink;
+use accl_engine::PacketSink;
 use accl_types::Rank;
 use loom::thread;
 

@@ -10,19 +10,19 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use accl_cclo::device::DeviceUrl;
+use accl_engine::now;
+use accl_engine::sync::Mutex;
 use accl_types::{Error, Moment, Result};
 
 use super::handle::Device;
 use super::shared::POLL_INTERVAL;
-use crate::sync::Mutex;
-use crate::time;
 
 /// Pause between two checks of a thread that is to end.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// The devices of an engine.
 #[derive(Default)]
-pub(crate) struct OpenDevices(Mutex<Vec<Thread>>);
+pub(super) struct OpenDevices(Mutex<Vec<Thread>>);
 
 /// The thread of a device, with the device's URL and handle.
 struct Thread {
@@ -71,16 +71,16 @@ impl OpenDevices {
         deadline: Moment,
         poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        let mut last_poll = time::now();
+        let mut last_poll = now();
         // The threads stay in the list meanwhile, so that `leave_all` finds them.
         while self.is_left(url) {
             std::thread::sleep(PAUSE);
-            let now = time::now();
-            if now.since(last_poll) >= POLL_INTERVAL {
+            let time = now();
+            if time.since(last_poll) >= POLL_INTERVAL {
                 poll()?;
-                last_poll = now;
+                last_poll = time;
             }
-            if now > deadline {
+            if time > deadline {
                 return Err(Error::timeout(format!(
                     "device `{url}` is still busy with an earlier group, and cannot be reopened before the deadline of \
                      this group; reset it with `accl device reset`, or end this process"
@@ -98,14 +98,14 @@ impl OpenDevices {
 
     /// Closes all devices and waits for their threads, at most until `until`. Returns the URLs of the devices whose
     /// threads still run then.
-    pub(crate) fn leave_all(&self, until: Moment) -> Vec<DeviceUrl> {
+    pub(super) fn leave_all(&self, until: Moment) -> Vec<DeviceUrl> {
         let mut threads = std::mem::take(&mut *self.0.lock());
         for device in threads.iter().filter_map(|thread| thread.device.upgrade()) {
             device.close();
         }
         loop {
             threads.retain(|thread| !thread.is_over());
-            if threads.is_empty() || time::now() > until {
+            if threads.is_empty() || now() > until {
                 return threads.into_iter().map(|thread| thread.url).collect();
             }
             std::thread::sleep(PAUSE);
@@ -135,13 +135,13 @@ mod tests {
                     polls += 1;
                     if polls == 1 {
                         // The process ends just now.
-                        let left = open_devices.leave_all(time::now());
+                        let left = open_devices.leave_all(now());
                         assert_eq!(left.len(), 1, "{left:?}");
                         return Err(Error::aborted("the process ends"));
                     }
                     Ok(())
                 };
-                open_devices.await_left(&url, time::now() + Duration::from_secs(20), &mut poll)
+                open_devices.await_left(&url, now() + Duration::from_secs(20), &mut poll)
             });
             assert_eq!(making.join().unwrap().unwrap_err().message, "the process ends");
         });

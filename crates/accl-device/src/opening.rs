@@ -3,23 +3,24 @@
 //!
 //! Owns the steps of the thread that creates the group. That thread never blocks for longer than the interval of its
 //! checks; the device's thread does the rest (`worker`). How ranks exchange texts is not known here. Read
-//! [`Opening::begin`] first.
+//! [`DeviceOpening::begin`] first.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 
 use accl_cclo::device::DeviceUrl;
-use accl_types::{Collective, Error, Moment, Result};
+use accl_engine::now;
+use accl_engine::offload::OffloadGroup;
+use accl_types::{Error, Moment, Result};
 
-use super::handle::Device;
+use super::handle::{Device, DeviceOffload};
 use super::open_devices::OpenDevices;
 use super::port::Port;
 use super::shared::{DeviceState, LAST_WORDS, OpenBus, POLL_INTERVAL};
 use super::worker::{self, OpenEvent, OpenStep};
-use crate::time;
 
 /// A device that was reached but accepts no collectives yet.
-pub(crate) struct Opening {
+pub(super) struct DeviceOpening {
     device: Arc<Device>,
     steps: Receiver<Result<OpenStep>>,
     events: Sender<OpenEvent>,
@@ -27,21 +28,23 @@ pub(crate) struct Opening {
     deadline: Moment,
 }
 
-impl Opening {
+impl DeviceOpening {
     /// Reaches the device of a rank, on a thread of its own. If the device was left by an earlier group and its thread
     /// still runs, waits for that thread. `poll` is called now and then, and ends the wait by returning an error.
     ///
     /// # Errors
     /// Invalid settings; a device that is missing or does not answer before `deadline`; errors of `poll`.
-    pub(crate) fn begin(
+    pub(super) fn begin(
         url: DeviceUrl,
-        (rank, world): (u32, u32),
-        excluded: Vec<Collective>,
-        (opener, open_devices): (Arc<dyn OpenBus>, &OpenDevices),
-        frame_bytes: usize,
-        deadline: Moment,
+        group: &OffloadGroup<'_>,
+        opener: Arc<dyn OpenBus>,
+        open_devices: &OpenDevices,
         poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Self> {
+        let (spec, deadline) = (group.spec, group.deadline);
+        let (rank, world) = (spec.rank.0, spec.world);
+        let excluded = spec.config.redirects.iter().map(|redirect| redirect.collective).collect();
+        let frame_bytes = spec.config.segment_bytes as usize;
         let settings = url.settings(rank, world)?;
         url.check_sessions(&settings)?;
         open_devices.await_left(&url, deadline, poll)?;
@@ -76,7 +79,7 @@ impl Opening {
 
     /// Returns the text that this rank's device sends to the devices of all ranks; `None` if devices of its kind
     /// exchange no texts.
-    pub(crate) fn own_text(&self) -> Option<&str> {
+    pub(super) fn own_text(&self) -> Option<&str> {
         self.own_text.as_deref()
     }
 
@@ -84,7 +87,7 @@ impl Opening {
     ///
     /// # Errors
     /// Invalid texts; a device that is set up for another user or does not answer; errors of `poll`.
-    pub(crate) fn set_up(&self, texts: Option<Vec<String>>, poll: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    pub(super) fn set_up(&self, texts: Option<Vec<String>>, poll: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         if let Some(texts) = texts {
             self.notify(OpenEvent::AllTexts(texts));
         }
@@ -98,10 +101,10 @@ impl Opening {
     ///
     /// # Errors
     /// The device does not answer, or does not reach the devices of all ranks; errors of `poll`.
-    pub(crate) fn finish(self, poll: &mut dyn FnMut() -> Result<()>) -> Result<Arc<Device>> {
+    pub(super) fn finish(self, poll: &mut dyn FnMut() -> Result<()>) -> Result<DeviceOffload> {
         self.notify(OpenEvent::AllAreSetUp);
         match self.step(poll)? {
-            OpenStep::Open => Ok(self.device),
+            OpenStep::Open => Ok(DeviceOffload(self.device)),
             OpenStep::Reached(_) | OpenStep::SetUp => Err(self.out_of_turn()),
         }
     }
@@ -126,7 +129,7 @@ impl Opening {
                 }
                 Err(RecvTimeoutError::Timeout) => poll()?,
             }
-            if time::now() > self.deadline + LAST_WORDS {
+            if now() > self.deadline + LAST_WORDS {
                 return Err(Error::timeout(format!("{device:?} did not open before the deadline of the group")));
             }
         }

@@ -1,21 +1,19 @@
 //! Packets between an engine in software and the engines of other ranks, over the links that the ranks already have.
 //!
 //! Owns the packets that have arrived for the device's thread, the packets that are collected before they are sent, and
-//! the credits that bound both. Lock order: the driver's lock comes first, so this module never calls the driver while
-//! it holds its own lock. Read [`Port`] first.
+//! the credits that bound both. Lock order: the engine's lock comes first, so this module never sends while it
+//! holds its own lock. Read [`Port`] first.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use accl_cclo::packets::Packets;
 use accl_cclo::wire::MAX_PACKET_BYTES;
-use accl_executor::group::PacketSink;
+use accl_engine::PacketSink;
+use accl_engine::offload::{PacketFrame, PacketLinks};
+use accl_engine::sync::{Mutex, Thread, current_thread, park_timeout};
 use accl_types::{Error, Rank, Result};
-
-use crate::driver::Driver;
-use crate::sync::{Mutex, Thread, current_thread, park_timeout};
-use crate::time;
 
 /// Maximum bytes sent to a rank that it has not taken yet; beyond that an engine should send it no more.
 pub(super) const WINDOW: u64 = 1 << 20;
@@ -37,13 +35,7 @@ pub(super) struct Port {
     /// The thread that runs the engine.
     thread: OnceLock<Thread>,
     /// Set when the group is created, and replaced if its creation starts over.
-    way: Mutex<Option<Way>>,
-}
-
-#[derive(Clone)]
-struct Way {
-    driver: Weak<Driver>,
-    group: u64,
+    links: Mutex<Option<Arc<dyn PacketLinks>>>,
 }
 
 struct Inner {
@@ -80,7 +72,7 @@ impl Port {
         let inner = Mutex::new(Inner { ready: VecDeque::new(), owed: Vec::new(), peers });
         // Twice the limit: packets also have headers, lengths and padding, and engines send messages of their own.
         let most_kept = 2 * (WINDOW + message_bytes);
-        Arc::new(Self { rank, frame_bytes, most_kept, inner, thread: OnceLock::new(), way: Mutex::default() })
+        Arc::new(Self { rank, frame_bytes, most_kept, inner, thread: OnceLock::new(), links: Mutex::default() })
     }
 
     /// Registers the calling thread as the one that runs the engine and is woken for it.
@@ -88,30 +80,16 @@ impl Port {
         let _ = self.thread.set(current_thread());
     }
 
-    /// Sets the connection on which packets are sent, once the group is created.
-    pub(super) fn connect(&self, driver: &Arc<Driver>, group: u64) {
-        *self.way.lock() = Some(Way { driver: Arc::downgrade(driver), group });
+    /// Sets the links on which packets are sent, once the group is created.
+    pub(super) fn connect(&self, links: Arc<dyn PacketLinks>) {
+        *self.links.lock() = Some(links);
     }
 
-    /// Passes frames to the driver.
-    fn send_frames(&self, frames: Vec<(u32, u64, Vec<u8>)>) {
-        let Some(Way { driver, group }) = self.way.lock().clone() else { return };
-        let Some(driver) = driver.upgrade() else { return };
-        let now = time::now();
-        let is_unsent = driver.with_core(|core| {
-            core.guarded(|core| {
-                core.with_group(group, now, |group, context| {
-                    for (to, taken, packets) in &frames {
-                        group.send_packets(Rank(*to), *taken, packets, context);
-                    }
-                });
-                core.net.flush_all();
-                core.net.has_unsent()
-            })
-        });
-        // After a panic in that code every group has failed; the driver thread reports it.
-        if is_unsent.unwrap_or(true) {
-            driver.wake();
+    /// Sends frames over the links of the group, if it was created.
+    fn send_frames(&self, frames: &[PacketFrame]) {
+        let links = self.links.lock().clone();
+        if let Some(links) = links {
+            links.send(frames);
         }
     }
 }
@@ -164,10 +142,10 @@ impl Flow {
 
     /// Returns the frame to send now: collected packets, at most `most_bytes`, and the number of bytes taken from the
     /// other rank.
-    fn frame(&mut self, to: u32, most_bytes: usize) -> (u32, u64, Vec<u8>) {
+    fn frame(&mut self, to: u32, most_bytes: usize) -> PacketFrame {
         self.reported = self.taken_here;
         let rest = self.batch.split_off(self.batch.len().min(most_bytes));
-        (to, self.taken_here, std::mem::replace(&mut self.batch, rest))
+        PacketFrame { to: Rank(to), taken: self.taken_here, packets: std::mem::replace(&mut self.batch, rest) }
     }
 
     /// Keeps the packets that have arrived completely; a frame may begin and end within a packet. The error is the
@@ -218,7 +196,7 @@ impl Packets for Port {
         }
         drop(inner);
         if !full.is_empty() {
-            self.send_frames(full);
+            self.send_frames(&full);
         }
     }
 
@@ -240,7 +218,7 @@ impl Packets for Port {
         }
         drop(inner);
         if !frames.is_empty() {
-            self.send_frames(frames);
+            self.send_frames(&frames);
         }
     }
 
@@ -295,7 +273,7 @@ mod tests {
         let mut inner = from.inner.lock();
         let flow = &mut inner.peers[to.rank as usize];
         loop {
-            let (_, taken, packets) = flow.frame(to.rank, 1000);
+            let PacketFrame { taken, packets, .. } = flow.frame(to.rank, 1000);
             to.arrive(Rank(from.rank), taken, &packets).unwrap();
             if packets.is_empty() {
                 return;

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::offload::{Piece, PieceBuffer};
-use accl_executor::memory::CollectiveMemory;
+use accl_engine::CollectiveMemory;
 use accl_types::Result;
 
 /// Bytes copied between two checks whether the copy is still wanted.

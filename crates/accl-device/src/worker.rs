@@ -14,15 +14,14 @@ use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::{Driver, Pauses, Settings};
 use accl_cclo::memory_map::{DataType, ReduceFunction};
-use accl_cclo::offload::{CollectiveRequest, Piece, Pieces, Route, route};
-use accl_executor::call::{ExternalCollective, ExternalTask, TensorDesc};
-use accl_executor::memory::CollectiveMemory;
+use accl_cclo::offload::{CollectiveRequest, Piece, Pieces};
+use accl_engine::{CollectiveMemory, ExternalCollective, ExternalTask, TensorDesc, block_signals, now};
 use accl_types::{Collective, Error, ErrorKind, Moment, Result};
 
+use super::handle::{DeviceRoute, DeviceTask};
 use super::port::Port;
 use super::shared::{DeviceState, LAST_WORDS, OpenBus};
 use super::staging::{STAGING_BYTES, Segment, Staging, Until};
-use crate::{signals, time};
 
 /// Number of polls of a call that follow each other without a pause.
 const EAGER_POLLS: u32 = 8;
@@ -98,9 +97,9 @@ impl Start {
         opener: &dyn OpenBus,
         steps: &Sender<Result<OpenStep>>,
         events: &Receiver<OpenEvent>,
-        tasks: &Receiver<ExternalTask>,
+        tasks: &Receiver<DeviceTask>,
     ) {
-        signals::block_all();
+        block_signals();
         self.port.belongs_to_this_thread();
         let mut worker = match self.open(opener, steps, events) {
             Ok(Some(worker)) => worker,
@@ -125,7 +124,7 @@ impl Start {
     ) -> Result<Option<Worker>> {
         let Self { url, mut settings, shared, port, deadline } = self;
         let is_closed = shared.clone();
-        let mut go_on = || time::now() < deadline && !is_closed.is_closed.load(Ordering::Relaxed);
+        let mut go_on = || now() < deadline && !is_closed.is_closed.load(Ordering::Relaxed);
         let memory = settings.memory;
         let mut bus = opener.open(&url, &settings, port, &mut go_on)?;
         let own_text = bus.local_info(&settings)?;
@@ -154,12 +153,12 @@ impl Start {
 }
 
 impl Worker {
-    fn serve(&mut self, task: ExternalTask) {
+    fn serve(&mut self, DeviceTask { route, task }: DeviceTask) {
         let Some(mut tensors) = CollectiveMemory::of(&task) else {
             return task.fail(format!("{} runs only whole collectives", self.driver.bus().describe()));
         };
         let ExternalCollective { collective, dtype, op, .. } = *tensors.collective();
-        match self.perform(&task, &mut tensors) {
+        match self.perform(&task, route, &mut tensors) {
             Ok(()) => {
                 self.shared.counts.add(collective, dtype, op);
                 task.done();
@@ -186,17 +185,16 @@ impl Worker {
 
     /// Does a collective piece by piece: while the device works on one piece, the previous one is copied out and the
     /// next one in.
-    fn perform(&mut self, task: &ExternalTask, tensors: &mut CollectiveMemory<'_>) -> std::result::Result<(), Stop> {
+    fn perform(
+        &mut self,
+        task: &ExternalTask,
+        route: DeviceRoute,
+        tensors: &mut CollectiveMemory<'_>,
+    ) -> std::result::Result<(), Stop> {
         let collective = tensors.collective();
         let request = request(collective)?;
         let settings = self.driver.settings();
-        let Route::Device { operation, elements, function } = route(&request, settings) else {
-            return Err(Error::internal(format!(
-                "{} was passed to a device that does not support it",
-                collective.collective
-            ))
-            .into());
-        };
+        let DeviceRoute { operation, elements, function } = route;
         let root = if operation.row().has_root { request.root.0 } else { 0 };
         let calls = Calls { operation, elements, function, on_wire: self.url.wire().carries(elements), root };
         let mut pieces = Pieces::new(&request, operation, elements, settings, STAGING_BYTES).enumerate();
@@ -296,8 +294,8 @@ impl Worker {
     /// Gives the device up: nothing can stop its current call, so it accepts no more calls. The error contains the
     /// state that can be read from the device within `DIAGNOSIS`.
     fn give_up(&mut self, why: &str) -> Error {
-        let until = time::now() + DIAGNOSIS;
-        self.driver.give_up(why, || time::now() < until)
+        let until = now() + DIAGNOSIS;
+        self.driver.give_up(why, || now() < until)
     }
 
     /// Returns the error of a collective that missed its deadline, with the state that can be read from the device.
@@ -311,7 +309,7 @@ impl Worker {
 
 /// Waits for the next notification, until `until`. Returns `None` if the device is no longer wanted.
 fn next_event(events: &Receiver<OpenEvent>, until: Moment, bus: &dyn Bus) -> Result<Option<OpenEvent>> {
-    match events.recv_timeout(until.since(time::now())) {
+    match events.recv_timeout(until.since(now())) {
         Ok(event) => Ok(Some(event)),
         Err(RecvTimeoutError::Disconnected) => Ok(None),
         Err(RecvTimeoutError::Timeout) => Err(Error::timeout(format!(
@@ -328,7 +326,7 @@ fn until(task: &ExternalTask) -> Option<Until> {
         return None;
     }
     let Some(deadline) = task.collective().and_then(|collective| collective.deadline) else { return Some(Until(None)) };
-    let left = deadline.since(time::now());
+    let left = deadline.since(now());
     (!left.is_zero()).then(|| Until(Instant::now().checked_add(left.saturating_add(LATE_ANSWER))))
 }
 

@@ -14,10 +14,9 @@ use accl_types::config::{Config, WorkerCount};
 use accl_types::{Error, Moment, Result};
 use accl_wire::EndpointInfo;
 
-use crate::device::{OpenBus, OpenDevices};
 use crate::driver::waiting::{Delivery, lasting};
 use crate::driver::{Driver, Polling};
-use crate::offload::Workers;
+use crate::offload::OffloadKind;
 use crate::session::connector::Connector;
 use crate::session::cores::HostLoad;
 use crate::session::rendezvous::Attempts;
@@ -43,8 +42,8 @@ const PAUSE_AT_END: Duration = Duration::from_millis(1);
 const LOCK_AT_END: Duration = Duration::from_secs(1);
 /// Maximum time that the end of the process waits for the thread that makes links.
 const LAST_CONNECTIONS: Duration = Duration::from_secs(1);
-/// Maximum time that the end of the process waits for device threads, which may still be busy with a failed call.
-const LAST_DEVICES: Duration = Duration::from_millis(900);
+/// Maximum time that the end of the process waits for offloads, which may still be busy with a failed call.
+const LAST_OFFLOADS: Duration = Duration::from_millis(900);
 /// Maximum time that the end of the process waits for running callbacks.
 const LAST_CALLBACKS: Duration = Duration::from_secs(30);
 
@@ -70,11 +69,8 @@ pub struct Engine {
     pub(crate) machine: OnceLock<Machine>,
     /// Function that computes the machine's constants.
     pub(crate) find_machine: fn(&Config) -> Machine,
-    /// Opens devices.
-    opener: OnceLock<Arc<dyn OpenBus>>,
-    pub(crate) devices: OpenDevices,
-    /// Workers that have libraries do collectives.
-    pub(crate) offload_workers: Workers,
+    /// Kinds of components that execute whole calls, in the order of registration.
+    offload_kinds: Mutex<Vec<Arc<dyn OffloadKind>>>,
 }
 
 /// Parts of the engine that exist once the first group is created.
@@ -132,19 +128,18 @@ impl Engine {
             jobs: Mutex::default(),
             machine: OnceLock::new(),
             find_machine,
-            opener: OnceLock::new(),
-            devices: OpenDevices::default(),
-            offload_workers: Workers::default(),
+            offload_kinds: Mutex::default(),
         })
     }
 
-    /// Sets the opener that groups created later use for their devices. Only the first call has an effect.
-    pub fn open_devices_with(&self, opener: Arc<dyn OpenBus>) {
-        let _ = self.opener.set(opener);
+    /// Registers a kind of component that executes whole calls of the groups created later. All ranks must register the
+    /// same kinds in the same order.
+    pub fn add_offload(&self, kind: Arc<dyn OffloadKind>) {
+        self.offload_kinds.lock().push(kind);
     }
 
-    pub(crate) fn opener(&self) -> Option<Arc<dyn OpenBus>> {
-        self.opener.get().cloned()
+    pub(crate) fn offload_kinds(&self) -> Vec<Arc<dyn OffloadKind>> {
+        self.offload_kinds.lock().clone()
     }
 
     /// Returns the settings that the engine was created with.
@@ -367,8 +362,9 @@ impl Engine {
                 patience.as_millis()
             );
         }
-        for device in self.devices.leave_all(time::now() + LAST_DEVICES) {
-            tracing::warn!("exiting while device `{device}` is still busy: its current call cannot be stopped");
+        let until = time::now() + LAST_OFFLOADS;
+        for busy in self.offload_kinds().iter().flat_map(|kind| kind.shutdown(until)) {
+            tracing::warn!("exiting while {busy} is still busy: its current call cannot be stopped");
         }
         let until = time::now() + LAST_DISCONNECTS;
         self.lanes().for_each(|lane| send_the_rest(lane, until));

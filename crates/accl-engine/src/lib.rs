@@ -1,12 +1,11 @@
 //! Groups, plan cache, executor, progress and deadlines: the middle layer of torch-accl.
 //!
-//! This crate does not depend on torch, Python or MPI, and it opens devices only through [`OpenBus`]. Read [`Engine`],
-//! then [`Group::submit`] and [`Group::run`], then [`Call`].
+//! This crate does not depend on torch, Python or MPI. Devices and other libraries execute calls through [`offload`].
+//! Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
 
 mod api;
 mod completion;
 mod cpus;
-mod device;
 mod driver;
 mod election;
 mod engine;
@@ -15,12 +14,13 @@ mod events;
 mod in_flight;
 mod jobs;
 mod lanes;
-mod offload;
+pub mod offload;
 mod session;
 mod settings;
 mod signals;
 pub mod simulate;
-mod sync;
+#[doc(hidden)]
+pub mod sync;
 mod time;
 mod wanted;
 
@@ -30,20 +30,22 @@ pub use accl_executor::call::{
 };
 pub use accl_executor::call::{External, ExternalCollective, ExternalCopy, ExternalTask};
 pub use accl_executor::call::{PhaseTimes, Phases};
+pub use accl_executor::group::PacketSink;
 pub use accl_executor::group::Work;
+pub use accl_executor::memory::CollectiveMemory;
 pub use accl_executor::peers::Traffic;
 pub use api::call::Call;
 pub use api::error_stats::ErrorStats;
 pub use api::group::{Group, Ran};
 pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
 pub use api::spec::{GroupRole, GroupSpec};
-pub use device::OpenBus;
 pub use engine::Engine;
 pub use env::{cache_home, config_from_environment, unused_variables};
 pub use session::create::refuse_group;
 pub use session::store::{MemoryStore, Store, store_failed};
 pub use settings::{accepted, check_settings, settings_page};
 pub use signals::block_all as block_signals;
+pub use time::now;
 
 // Re-exports from the layers below, for listings: the layers above depend only on this crate.
 pub use accl_kernels::{codec, describe_isa, supports};

@@ -6,7 +6,6 @@
 
 use std::sync::Arc;
 
-use accl_cclo::device::DeviceUrl;
 use accl_kernels::codec::{self, Codec};
 use accl_schedule::cost::IntraNode;
 use accl_types::config::{self, Config};
@@ -21,13 +20,13 @@ pub(crate) fn codec_of(config: &Config) -> Result<Arc<dyn Codec>> {
         .map_err(|error| Error::configuration(format!("compression (ACCL_CODEC): {}", error.message)))
 }
 
-/// Refuses a setting that parses but cannot work: an unknown codec, transport or device.
+/// Refuses a setting that parses but cannot work: an unknown codec or transport. Settings of offloads are checked by
+/// their kinds.
 ///
 /// # Errors
 /// `Configuration`, naming the setting and the accepted values.
 pub fn check_settings(config: &Config) -> Result<()> {
     accl_transport::check(&config.transports)?;
-    DeviceUrl::parse(&config.device)?;
     codec_of(config).map(drop)
 }
 

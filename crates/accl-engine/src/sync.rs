@@ -1,12 +1,13 @@
-//! The engine's locks and the `park` of its device threads, in one module so that loom can replace them.
+//! Locks, and the `park` of threads, in one module so that loom can replace them. Also for crates that the engine's
+//! models cover.
 
 #[cfg(not(accl_loom))]
-pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+pub use parking_lot::{Condvar, Mutex, MutexGuard};
 #[cfg(not(accl_loom))]
-pub(crate) use std::thread::{Thread, current as current_thread, park_timeout};
+pub use std::thread::{Thread, current as current_thread, park_timeout};
 
 #[cfg(accl_loom)]
-pub(crate) use modelled::{Condvar, Mutex, MutexGuard, Thread, current_thread, park_timeout};
+pub use modelled::{Condvar, Mutex, MutexGuard, Thread, current_thread, park_timeout};
 
 /// Loom's locks with the interface of `parking_lot`. Time does not pass in a model, so a wait ends only when it is
 /// notified.
@@ -16,48 +17,48 @@ mod modelled {
     use std::time::{Duration, Instant};
 
     use loom::sync;
-    pub(crate) use loom::thread::{Thread, current as current_thread};
+    pub use loom::thread::{Thread, current as current_thread};
 
     const HELD: &str = "a guard is empty only inside a wait";
 
-    pub(crate) fn park_timeout(_at_most: Duration) {
+    pub fn park_timeout(_at_most: Duration) {
         loom::thread::park();
     }
 
     #[derive(Debug, Default)]
-    pub(crate) struct Mutex<T>(sync::Mutex<T>);
+    pub struct Mutex<T>(sync::Mutex<T>);
 
-    pub(crate) struct MutexGuard<'a, T>(Option<sync::MutexGuard<'a, T>>, &'a sync::Mutex<T>);
+    pub struct MutexGuard<'a, T>(Option<sync::MutexGuard<'a, T>>, &'a sync::Mutex<T>);
 
     /// Result of a wait that was notified.
-    pub(crate) struct Notified;
+    pub struct Notified;
 
     impl Notified {
-        pub(crate) fn timed_out(&self) -> bool {
+        pub fn timed_out(&self) -> bool {
             false
         }
     }
 
     impl<T> Mutex<T> {
-        pub(crate) fn new(value: T) -> Self {
+        pub fn new(value: T) -> Self {
             Self(sync::Mutex::new(value))
         }
 
-        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        pub fn lock(&self) -> MutexGuard<'_, T> {
             MutexGuard(Some(self.0.lock().unwrap_or_else(|error| error.into_inner())), &self.0)
         }
 
-        pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
             self.0.try_lock().ok().map(|guard| MutexGuard(Some(guard), &self.0))
         }
 
-        pub(crate) fn try_lock_for(&self, _at_most: Duration) -> Option<MutexGuard<'_, T>> {
+        pub fn try_lock_for(&self, _at_most: Duration) -> Option<MutexGuard<'_, T>> {
             Some(self.lock())
         }
     }
 
     impl<T> MutexGuard<'_, T> {
-        pub(crate) fn unlocked<R>(this: &mut Self, f: impl FnOnce() -> R) -> R {
+        pub fn unlocked<R>(this: &mut Self, f: impl FnOnce() -> R) -> R {
             this.0 = None;
             let result = f();
             this.0 = Some(this.1.lock().unwrap_or_else(|error| error.into_inner()));
@@ -80,36 +81,36 @@ mod modelled {
     }
 
     #[derive(Debug, Default)]
-    pub(crate) struct Condvar(sync::Condvar);
+    pub struct Condvar(sync::Condvar);
 
     impl Condvar {
-        pub(crate) fn new() -> Self {
+        pub fn new() -> Self {
             Self(sync::Condvar::new())
         }
 
-        pub(crate) fn notify_one(&self) {
+        pub fn notify_one(&self) {
             self.0.notify_one();
         }
 
-        pub(crate) fn notify_all(&self) {
+        pub fn notify_all(&self) {
             self.0.notify_all();
         }
 
-        pub(crate) fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+        pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
             let held = guard.0.take().expect(HELD);
             guard.0 = Some(self.0.wait(held).unwrap_or_else(|error| error.into_inner()));
         }
 
-        pub(crate) fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, _at_most: Duration) {
+        pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, _at_most: Duration) {
             self.wait(guard);
         }
 
-        pub(crate) fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, _until: Instant) -> Notified {
+        pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, _until: Instant) -> Notified {
             self.wait(guard);
             Notified
         }
 
-        pub(crate) fn wait_while_for<T>(
+        pub fn wait_while_for<T>(
             &self,
             guard: &mut MutexGuard<'_, T>,
             mut goes_on: impl FnMut(&mut T) -> bool,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use accl_types::Moment;
 
 /// Returns the current time of a monotonic clock.
-pub(crate) fn now() -> Moment {
+pub fn now() -> Moment {
     static ORIGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
     Moment::default() + ORIGIN.elapsed()
 }

@@ -1,8 +1,9 @@
-//! Collectives of a group that a transport's library does as a whole because a setting says so; usually MPI's.
+//! Whole collectives of another library, such as MPI's, for the calls that the setting `sidestep` gives to it.
 //!
-//! `route` decides which calls the library does, `request` translates a call for the library. `handle` is the group's
-//! side, `running` has the collectives in flight. `worker` calls the library: on a waiting thread, or on a thread that
-//! all groups of the process share.
+//! The library belongs to a transport, which offers its collectives. `route` decides which calls the library executes,
+//! `request` translates a call for the library. `handle` is the group's side, `running` has the collectives in flight.
+//! `worker` calls the library: on a waiting thread, or on a thread that all groups of the process share. Read
+//! [`LibraryKind`] first.
 
 mod handle;
 mod request;
@@ -10,5 +11,4 @@ mod route;
 mod running;
 mod worker;
 
-pub(crate) use handle::{LibraryOffload, named};
-pub(crate) use worker::{Found, Worker, Workers};
+pub use handle::LibraryKind;

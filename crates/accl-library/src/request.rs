@@ -3,8 +3,7 @@
 //! Owns the translation of types and operators, and the copies of memory that is not contiguous. Read
 //! [`OffloadRequest::new`] first.
 
-use accl_executor::call::{ExternalCollective, ExternalTask};
-use accl_executor::memory::CollectiveMemory;
+use accl_engine::{CollectiveMemory, ExternalCollective, ExternalTask};
 use accl_transport::CollectiveV1;
 use accl_types::{Collective, Dtype, Error, ReduceOp, Result};
 use accl_wire::table::{collectives, element_types, ops};

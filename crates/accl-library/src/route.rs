@@ -3,7 +3,7 @@
 //! Owns that rule. All ranks must decide alike, so it depends only on values that they agree on. Read [`kept_by_host`]
 //! first.
 
-use accl_executor::call::CallDesc;
+use accl_engine::CallDesc;
 use accl_types::{Collective, Dtype, DtypeClass, ReduceOp};
 
 /// Maximum bytes of a call, all blocks together, that goes to a library. Libraries count in 31 bits, and some of them
@@ -58,7 +58,7 @@ fn whole_bytes(desc: &CallDesc, world: u32) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use accl_executor::call::TensorDesc;
+    use accl_engine::TensorDesc;
     use accl_types::Elems;
 
     use super::*;

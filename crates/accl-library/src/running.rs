@@ -8,12 +8,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use accl_executor::call::{ExternalCollective, ExternalTask};
+use accl_engine::{ExternalCollective, ExternalTask, now};
 use accl_transport::collectives::{CollectiveCall, CollectiveGroup};
 use accl_types::{Error, ErrorKind};
 
 use super::request::{OffloadRequest, RequestMemory};
-use crate::time;
 
 /// A command for the library.
 pub(super) enum Order {
@@ -202,7 +201,7 @@ impl Running {
             return Some(TaskEnd::Cancelled);
         }
         let deadline = self.task.collective().and_then(|collective| collective.deadline);
-        deadline.is_some_and(|deadline| time::now() >= deadline).then_some(TaskEnd::Late)
+        deadline.is_some_and(|deadline| now() >= deadline).then_some(TaskEnd::Late)
     }
 }
 
@@ -223,7 +222,7 @@ fn late_error(name: &str, task: &ExternalTask) -> Error {
     let Some(ExternalCollective { collective, started, .. }) = task.collective() else {
         return Error::timeout(format!("{name} has not completed it"));
     };
-    let waited = time::now().since(*started).as_millis();
+    let waited = now().since(*started).as_millis();
     Error::timeout(format!(
         "Timed out waiting {waited}ms for {collective}: {name} has not completed it, although all ranks issued it; \
          check whether a rank is stopped or the network of {name} hangs, or choose the host with \

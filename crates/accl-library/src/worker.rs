@@ -11,11 +11,12 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use accl_engine::block_signals;
+use accl_engine::offload::Progress;
 use accl_types::{Error, Result};
+use parking_lot::{Condvar, Mutex};
 
 use super::running::{Library, Order};
-use crate::signals;
-use crate::sync::{Condvar, Mutex};
 
 /// After an event, the thread polls without sleeping for this long, but yields its core. All ranks take part in a
 /// collective in flight, and a library may make progress only while it is polled.
@@ -47,17 +48,6 @@ pub(crate) struct Worker {
     is_over: AtomicBool,
 }
 
-/// Result of one poll.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Found {
-    /// There is nothing to do.
-    Nothing,
-    /// A collective is in flight, or another thread polls.
-    UnderWay,
-    /// A collective has begun or ended.
-    Events,
-}
-
 impl Workers {
     /// Returns the worker, starting its thread if there is none.
     ///
@@ -80,7 +70,7 @@ impl Workers {
         std::thread::Builder::new()
             .name("accl-sidestep".to_owned())
             .spawn(move || {
-                signals::block_all();
+                block_signals();
                 served.serve();
             })
             .map_err(|why| Error::exhausted(format!("cannot start the thread for collectives of a library: {why}")))?;
@@ -119,15 +109,31 @@ impl Worker {
         self.wanted.notify_one();
     }
 
-    /// Registers the calling thread as a helper: it waits for a collective, and polls the library until the returned
-    /// value is dropped.
-    pub(crate) fn help(&self) -> Helping<'_> {
+    /// Registers the calling thread as a helper: it waits for a collective, and polls the library until it calls
+    /// [`Worker::end_help`].
+    pub(crate) fn begin_help(&self) {
         self.helpers.fetch_add(1, Ordering::Relaxed);
-        Helping(self)
+    }
+
+    /// Polls the library once, unless another thread holds it.
+    pub(crate) fn help(&self) -> Progress {
+        match self.library.try_lock() {
+            Some(mut library) => self.poll(&mut library),
+            None => Progress::UnderWay,
+        }
+    }
+
+    /// Ends the help of the calling thread.
+    pub(crate) fn end_help(&self) {
+        self.helpers.fetch_sub(1, Ordering::Relaxed);
+        let due = self.due.lock();
+        if !due.is_empty() || self.under_way.load(Ordering::Relaxed) > 0 {
+            self.wanted.notify_one();
+        }
     }
 
     /// Carries out the queued commands and polls each collective in flight once.
-    fn poll(&self, library: &mut Library) -> Found {
+    fn poll(&self, library: &mut Library) -> Progress {
         let mut has_events = false;
         loop {
             // One at a time, so that a thread that queues a command does not wait for the library.
@@ -139,9 +145,9 @@ impl Worker {
         let under_way = library.under_way() as u64;
         self.under_way.store(under_way, Ordering::Relaxed);
         match under_way {
-            _ if has_events => Found::Events,
-            0 => Found::Nothing,
-            _ => Found::UnderWay,
+            _ if has_events => Progress::Events,
+            0 => Progress::Idle,
+            _ => Progress::UnderWay,
         }
     }
 
@@ -166,9 +172,9 @@ impl Worker {
                 // No thread waits for the collectives in flight.
                 return library.abandon_all();
             }
-            let found = self.poll(&mut library);
+            let progress = self.poll(&mut library);
             drop(library);
-            if found == Found::Events {
+            if progress == Progress::Events {
                 (news, pause) = (Instant::now(), FIRST_PAUSE);
             } else if news.elapsed() < ATTENTION {
                 std::thread::yield_now();
@@ -176,29 +182,6 @@ impl Worker {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
-        }
-    }
-}
-
-/// A helping thread; see [`Worker::help`].
-pub(crate) struct Helping<'a>(&'a Worker);
-
-impl Helping<'_> {
-    /// Polls the library once, unless another thread holds it.
-    pub(crate) fn poll(&self) -> Found {
-        match self.0.library.try_lock() {
-            Some(mut library) => self.0.poll(&mut library),
-            None => Found::UnderWay,
-        }
-    }
-}
-
-impl Drop for Helping<'_> {
-    fn drop(&mut self) {
-        self.0.helpers.fetch_sub(1, Ordering::Relaxed);
-        let due = self.0.due.lock();
-        if !due.is_empty() || self.0.under_way.load(Ordering::Relaxed) > 0 {
-            self.0.wanted.notify_one();
         }
     }
 }

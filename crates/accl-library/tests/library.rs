@@ -7,6 +7,7 @@ use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use accl_engine::{Blocks, CallDesc, Mode, TensorDesc};
+use accl_library::LibraryKind;
 use accl_testkit::{Fabric, Library, Member, World, WorldOptions, calls, finish, library};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, ReduceOp};
 
@@ -53,6 +54,13 @@ impl Drop for Turn {
 
 fn options(world: u32) -> WorldOptions {
     WorldOptions::new(world).over(Fabric::Shm).with("sidestep", "all=mpi").timeout(Duration::from_secs(20))
+}
+
+/// Returns a world whose engines know the library.
+fn world_of(options: WorldOptions) -> World {
+    let world = World::new(options);
+    world.engines.iter().for_each(|engine| engine.add_offload(LibraryKind::new("mpi")));
+    world
 }
 
 /// Contribution of rank `rank`: small whole numbers, so that sums are exact in every order.
@@ -112,9 +120,9 @@ fn every_collective_gives_what_the_host_gives() {
     let turn = Turn::take();
     for count in [0, 1, 300, 70_000] {
         let before = turn.begun();
-        let by_library = World::new(options(3)).run("g", |member| every_collective(&member, count));
+        let by_library = world_of(options(3)).run("g", |member| every_collective(&member, count));
         assert_eq!(turn.begun() - before, 9 * 3, "all of them went to the library");
-        let by_host = World::new(options(3).with("sidestep", "")).run("g", |member| every_collective(&member, count));
+        let by_host = world_of(options(3).with("sidestep", "")).run("g", |member| every_collective(&member, count));
         assert_eq!(by_library, by_host, "{count} elements");
     }
     assert_eq!(turn.abandoned.load(Ordering::Relaxed), 0);
@@ -123,7 +131,7 @@ fn every_collective_gives_what_the_host_gives() {
 #[test]
 fn tensors_that_are_not_in_one_piece_are_gathered_from_and_scattered_to() {
     let turn = Turn::take();
-    World::new(options(2)).run("g", |member| {
+    world_of(options(2)).run("g", |member| {
         let mine = numbers(member.rank, 100);
         let mut apart = [vec![0.0_f32; 100], vec![1.0; 7], vec![0.0; 100]];
         let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
@@ -148,7 +156,7 @@ fn tensors_that_are_not_in_one_piece_are_gathered_from_and_scattered_to() {
 #[test]
 fn what_a_library_would_do_otherwise_stays_with_the_host() {
     let turn = Turn::take();
-    World::new(options(2)).run("g", |member| {
+    world_of(options(2)).run("g", |member| {
         member.barrier().unwrap();
         let mut data = [1.0_f32, f32::NAN];
         member.all_reduce(&mut data, ReduceOp::Min).unwrap();
@@ -160,17 +168,17 @@ fn what_a_library_would_do_otherwise_stays_with_the_host() {
         member.all_to_all(&[7_i32; 4], &counts.0, &mut output, &counts.1, false).unwrap();
         assert_eq!(output, [7; 4]);
     });
-    World::new(options(2).with("deterministic", "1")).run("g", |member| {
+    world_of(options(2).with("deterministic", "1")).run("g", |member| {
         member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap();
     });
-    World::new(options(1)).run("g", |member| member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap());
+    world_of(options(1)).run("g", |member| member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap());
     assert_eq!(turn.begun(), 0);
 }
 
 #[test]
 fn only_the_collectives_that_are_named_go_to_the_library() {
     let turn = Turn::take();
-    World::new(options(2).with("sidestep", "broadcast=mpi,all_gather=host")).run("g", |member| {
+    world_of(options(2).with("sidestep", "broadcast=mpi,all_gather=host")).run("g", |member| {
         member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap();
         member.broadcast(&mut [1.0_f32; 4], 0).unwrap();
         let text = member.group.describe();
@@ -186,7 +194,7 @@ fn only_the_collectives_that_are_named_go_to_the_library() {
 #[test]
 fn many_calls_in_flight_are_done_in_one_order_alongside_host_calls() {
     let turn = Turn::take();
-    World::new(options(3)).run("g", |member| {
+    world_of(options(3)).run("g", |member| {
         for round in 0..20 {
             let mut sums: Vec<Vec<f32>> = (0..8).map(|at| numbers(member.rank + at + round, 500)).collect();
             let mut means: Vec<Vec<f32>> = (0..8).map(|at| vec![(at + round) as f32; 40]).collect();
@@ -213,7 +221,7 @@ fn many_calls_in_flight_are_done_in_one_order_alongside_host_calls() {
 #[test]
 fn ranks_that_make_different_calls_never_enter_the_library() {
     let turn = Turn::take();
-    let errors = World::new(options(2)).run("g", |member| {
+    let errors = world_of(options(2)).run("g", |member| {
         if member.rank == 0 {
             member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap_err()
         } else {
@@ -232,7 +240,7 @@ fn ranks_that_make_different_calls_never_enter_the_library() {
 fn groups_that_a_library_does_nothing_for_are_done_by_the_host() {
     let turn = Turn::take();
     turn.leaves_to_host.store(true, Ordering::Relaxed);
-    World::new(options(2)).run("g", |member| {
+    world_of(options(2)).run("g", |member| {
         let mut data = [1.0_f32; 4];
         member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
         assert_eq!(data, [2.0; 4]);
@@ -271,7 +279,7 @@ fn errors_of_all_reduce(turn: &Turn, world: &World) -> Vec<Error> {
 fn a_failure_of_the_library_is_an_error_that_says_so_and_that_the_memory_stays() {
     let turn = Turn::take();
     turn.fails.store(true, Ordering::Relaxed);
-    let errors = errors_of_all_reduce(&turn, &World::new(options(2)));
+    let errors = errors_of_all_reduce(&turn, &world_of(options(2)));
     assert!(
         errors.iter().all(|error| error.message.contains("the collective failed in mpi: it was set to fail")),
         "{errors:?}"
@@ -288,7 +296,7 @@ fn a_failure_of_the_library_is_an_error_that_says_so_and_that_the_memory_stays()
 fn a_refusal_of_the_library_holds_no_memory() {
     let turn = Turn::take();
     turn.refuses.store(true, Ordering::Relaxed);
-    let errors = errors_of_all_reduce(&turn, &World::new(options(2)));
+    let errors = errors_of_all_reduce(&turn, &world_of(options(2)));
     assert!(
         errors.iter().any(|error| error.message.contains("could not start the collective: it was set to refuse")),
         "{errors:?}"
@@ -302,7 +310,7 @@ fn a_collective_that_the_library_never_ends_is_late_and_its_memory_stays() {
     let turn = Turn::take();
     turn.is_stuck.store(true, Ordering::Relaxed);
     let errors = with_all_ranks_in_the_library(&turn, |timeout| {
-        errors_of_all_reduce(&turn, &World::new(options(2).timeout(timeout)))
+        errors_of_all_reduce(&turn, &world_of(options(2).timeout(timeout)))
     });
     assert!(errors.iter().any(|error| error.kind == ErrorKind::Timeout), "{errors:?}");
     for error in errors {
@@ -314,7 +322,7 @@ fn a_collective_that_the_library_never_ends_is_late_and_its_memory_stays() {
 fn a_rank_that_leaves_during_a_collective_of_the_library_ends_it_soon() {
     let turn = Turn::take();
     turn.is_stuck.store(true, Ordering::Relaxed);
-    let world = World::new(options(3));
+    let world = world_of(options(3));
     let errors = world.run("g", |member| {
         let mut data = [1.0_f32; 8];
         if member.rank == 2 {
@@ -341,7 +349,7 @@ fn a_library_may_go_on_with_a_gathering_in_place_that_was_given_up() {
     // The buffer is larger than what allocators keep, so memory that is freed is unmapped.
     let (count, world) = (9 << 20, 2);
     let kept = with_all_ranks_in_the_library(&turn, |timeout| {
-        World::new(options(2).timeout(timeout)).run("g", |member| {
+        world_of(options(2).timeout(timeout)).run("g", |member| {
             let mut data = vec![0.0_f32; count * world];
             data[member.rank * count..][..count].fill(1.0 + member.rank as f32);
             let block = |at: usize| {
@@ -365,7 +373,7 @@ fn copies_of_tensors_apart_are_given_back_when_their_collective_is_given_up() {
     let turn = Turn::take();
     turn.is_stuck.store(true, Ordering::Relaxed);
     let errors = with_all_ranks_in_the_library(&turn, |timeout| {
-        World::new(options(2).timeout(timeout)).run("g", |member| {
+        world_of(options(2).timeout(timeout)).run("g", |member| {
             let mine = numbers(member.rank, 8);
             let mut apart = [vec![0.0_f32; 8], vec![1.0; 7], vec![0.0; 8]];
             let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
@@ -383,7 +391,7 @@ fn copies_of_tensors_apart_are_given_back_when_their_collective_is_given_up() {
 #[test]
 fn sums_and_gatherings_are_alike_on_ranks_whose_tensors_lie_otherwise() {
     let turn = Turn::take();
-    World::new(options(2)).run("g", |member| {
+    world_of(options(2)).run("g", |member| {
         // Each rank gives two tensors to one call. On rank 0 they are adjacent, on rank 1 apart.
         let mut data = numbers(member.rank, 300);
         let (first, rest) = data.split_at_mut(100);
@@ -408,7 +416,7 @@ fn sums_and_gatherings_are_alike_on_ranks_whose_tensors_lie_otherwise() {
 fn a_group_that_has_failed_is_left_as_one() {
     let turn = Turn::take();
     let done = Barrier::new(2);
-    World::new(options(2)).run("g", |member| {
+    world_of(options(2)).run("g", |member| {
         member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap();
         // If a rank aborts while the other rank's call runs, that call fails, so both wait here first.
         done.wait();
@@ -425,7 +433,7 @@ fn a_group_that_has_failed_is_left_as_one() {
 #[test]
 fn roots_are_those_of_the_group() {
     let turn = Turn::take();
-    let world = World::new(options(3));
+    let world = world_of(options(3));
     world.run_ranks("part", &[2, 0], |member| {
         let mut data = numbers(member.rank, 50);
         member.broadcast(&mut data, 1).unwrap();

@@ -17,9 +17,9 @@ use crate::bridge::ffi::{
     self, CallArgs, Described, GroupArgs, Numbered, Outcome, PhaseNanos, Profiled, Status, TensorView, Waited,
 };
 use crate::compression;
-use crate::devices::Opener;
 use crate::guard::{FromError, bridged};
 use crate::log;
+use crate::offloads;
 use crate::snapshot;
 use crate::status::INTERRUPTED;
 use crate::store::TorchStore;
@@ -100,7 +100,7 @@ impl Runtime {
 fn open(config: Config) -> Arc<Engine> {
     log::follow(config.log);
     let engine = accl_calibrate::engine(config);
-    engine.open_devices_with(Arc::new(Opener));
+    offloads::kinds().into_iter().for_each(|kind| engine.add_offload(kind));
     engine
 }
 
@@ -159,13 +159,13 @@ bridged! {
     /// Issues a call and waits for it; Python's signal handlers run meanwhile. When it returns, nothing accesses the
     /// call's tensors any more, unless the status says that their memory must be kept.
     fn group_call(group: &Group, args: &CallArgs) -> Waited {
-        complete(group.group()?, &call_desc(args, Mode::Blocking)?)
+        complete(group.group()?, &mut call_desc(args, Mode::Blocking)?)
     }
 
     /// Like [`group_call`], and returns the times of the phases if the arguments request them.
     fn group_call_profiled(group: &Group, args: &CallArgs) -> Profiled {
-        let desc = call_desc(args, Mode::Blocking)?;
-        let waited = complete(group.group()?, &desc).unwrap_or_else(Waited::from_error);
+        let mut desc = call_desc(args, Mode::Blocking)?;
+        let waited = complete(group.group()?, &mut desc).unwrap_or_else(Waited::from_error);
         Ok(Profiled { waited, phases: PhaseNanos::of(desc.phases.as_deref()) })
     }
 
@@ -280,7 +280,7 @@ fn unless_interrupted(wait: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<()>)
 }
 
 /// Issues a call and waits for it, for [`group_call`].
-pub(crate) fn complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<Waited> {
+pub(crate) fn complete(group: &accl_engine::Group, desc: &mut CallDesc) -> Result<Waited> {
     let call = match group.run(desc)? {
         Ran::Done(_) => return Ok(Waited::plain(Outcome::Done)),
         Ran::Pending(call) => *call,
@@ -320,7 +320,7 @@ fn config(args: &GroupArgs) -> Result<Config> {
         }
         config.set_option(&pair[0], &pair[1])?;
     }
-    accl_engine::check_settings(&config)?;
+    offloads::check_settings(&config)?;
     Ok(config)
 }
 

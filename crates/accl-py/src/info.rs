@@ -94,7 +94,7 @@ fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 #[pyfunction]
 fn check_option(option: &str, value: &str) -> PyResult<()> {
     let mut config = Config::default();
-    config.set_option(option, value).and_then(|()| accl_engine::check_settings(&config)).map_err(refused)
+    config.set_option(option, value).and_then(|()| crate::offloads::check_settings(&config)).map_err(refused)
 }
 
 fn refused(error: Error) -> PyErr {

@@ -13,6 +13,7 @@ mod guard;
 mod info;
 mod log;
 mod multigrid;
+mod offloads;
 mod repeat;
 mod simulate;
 mod snapshot;

@@ -33,16 +33,16 @@ bridged! {
     /// barrier precedes each sample.
     fn group_repeat(group: &Group, args: &CallArgs, samples: u32, calls: u32, fenced: bool) -> Repeated {
         let group = group.group()?;
-        let desc = call_desc(args, Mode::Blocking)?;
-        let fence = CallDesc { mode: Mode::Blocking, ..CallDesc::new(Collective::Barrier, Dtype::U8) };
+        let mut desc = call_desc(args, Mode::Blocking)?;
+        let mut fence = CallDesc { mode: Mode::Blocking, ..CallDesc::new(Collective::Barrier, Dtype::U8) };
         let mut nanos = Vec::with_capacity(ROOM.min(samples as usize));
         for _ in 0..samples {
             if fenced {
-                must_complete(group, &fence)?;
+                must_complete(group, &mut fence)?;
             }
             let begun = Instant::now();
             for _ in 0..calls {
-                must_complete(group, &desc)?;
+                must_complete(group, &mut desc)?;
             }
             nanos.push(i64::try_from(begun.elapsed().as_nanos()).unwrap_or(i64::MAX));
         }
@@ -51,7 +51,7 @@ bridged! {
 }
 
 /// Issues one call and waits for it; an interrupt is an error.
-fn must_complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<()> {
+fn must_complete(group: &accl_engine::Group, desc: &mut CallDesc) -> Result<()> {
     let status = complete(group, desc)?.status;
     let held = |error: Error| if status.must_leak_memory { error.leaking_memory() } else { error };
     status.to_error().map_or(Ok(()), |error| Err(held(error)))

@@ -62,8 +62,8 @@ impl Member {
     ///
     /// # Errors
     /// The error of the submission or of the call.
-    pub fn call(&self, desc: CallDesc) -> Result<()> {
-        finish_ran(&self.group.run(&desc)?)
+    pub fn call(&self, mut desc: CallDesc) -> Result<()> {
+        finish_ran(&self.group.run(&mut desc)?)
     }
 
     /// Reduces all ranks' data with `op`, in place.

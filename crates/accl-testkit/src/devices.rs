@@ -10,9 +10,9 @@ use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Settings;
 use accl_cclo::packets::Packets;
+use accl_device::OpenBus;
 use accl_emulator::local::{LocalBus, LocalEngines};
 use accl_emulator::sim::SimBus;
-use accl_engine::OpenBus;
 use accl_types::{Error, Result};
 use parking_lot::Mutex;
 

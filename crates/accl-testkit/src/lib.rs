@@ -6,6 +6,7 @@
 pub mod calls;
 pub mod devices;
 mod dir_store;
+pub mod pages;
 mod rigged;
 mod transports;
 mod world;

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
+use accl_device::DeviceKind;
 use accl_engine::{Blocks, CallDesc, Mode, TensorDesc, Waited};
 use accl_testkit::devices::{Faithful, LocalDevices, Network, SimDevices};
 use accl_testkit::{Fabric, Member, World, calls, finish};
@@ -347,7 +348,7 @@ fn ranks_with_other_devices_or_none_make_no_group() {
         let mine = options(2, Network::Udp);
         let devices = LocalDevices::new(Network::Udp, Faithful::default(), 2);
         let world = World::new(mine);
-        world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
+        world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())));
         let errors = world.try_run_with("g", |rank, config| {
             if rank == 1 {
                 config.set_option("device", theirs).unwrap();
@@ -379,7 +380,7 @@ fn engines_in_the_ranks_processes_reach_one_another_over_their_links() {
                 let options = options(ranks, network).over(fabric).with("segment_bytes", segment);
                 let world = World::new(options);
                 let devices = Arc::new(SimDevices(Faithful::all()));
-                world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
+                world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())));
                 world.run("g", |member| {
                     let n = member.world;
                     for count in [1, 1000, 300_000] {
@@ -451,7 +452,7 @@ fn what_a_rank_that_is_ahead_sends_does_not_keep_out_what_others_wait_for() {
         let options = options(3, network).with("device", &text);
         let world = World::new(options);
         let devices = Arc::new(SimDevices(Faithful::all()));
-        world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
+        world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())));
         world.run("g", |member| {
             for round in 0..20 {
                 let mut sums = values(member.rank, 30_000);

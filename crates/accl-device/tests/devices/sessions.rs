@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_cclo::call::ConfigFunction;
+use accl_device::DeviceKind;
 use accl_engine::{Engine, Group, GroupRole, GroupSpec, MemoryStore, Store};
 use accl_testkit::Member;
 use accl_testkit::devices::{Faithful, LocalDevices, Network};
@@ -93,7 +94,7 @@ struct Process {
 impl Process {
     fn new(devices: &Arc<LocalDevices>, rank: u32, world: u32) -> Self {
         let engine = accl_calibrate::engine(config());
-        engine.open_devices_with(devices.clone());
+        engine.add_offload(DeviceKind::new(devices.clone()));
         Self { engine, rank, world, timeout: TIMEOUT }
     }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use accl_device::DeviceKind;
 use accl_testkit::devices::{Faithful, LocalDevices, Network};
 use accl_testkit::{Fabric, World, WorldOptions};
 
@@ -25,7 +26,7 @@ pub fn options(world: u32, network: Network) -> WorldOptions {
 pub fn world_of(options: WorldOptions, network: Network) -> (World, Arc<LocalDevices>) {
     let devices = LocalDevices::new(network, Faithful::all(), options.world);
     let world = World::new(options);
-    world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
+    world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())));
     (world, devices)
 }
 

@@ -15,17 +15,16 @@ use super::call::Call;
 use super::default_codec::DefaultCodec;
 use super::planning::Planning;
 use super::spec::GroupSpec;
-use crate::device::Device;
 use crate::driver::Driver;
 use crate::driver::waiting::{Delivery, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
 use crate::lanes::{Announced, Cut, Lane, Least, Parts, Starter, parts_of};
-use crate::offload::LibraryOffload;
+use crate::offload::{Offload, Route};
 use crate::sync::MutexGuard;
 use crate::time;
-use accl_executor::call::CallDesc;
+use accl_executor::call::{CallDesc, External};
 use accl_executor::group::{
     Caller, Context, Core, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, WakeDecision,
 };
@@ -49,6 +48,9 @@ fn make_phases(desc: &CallDesc) {
     }
 }
 
+/// A component that executes a call, and its worker for the call.
+type Routed<'a> = (&'a Arc<dyn Offload>, Arc<dyn External>);
+
 fn pending(call: Call) -> Ran {
     Ran::Pending(Box::new(call))
 }
@@ -56,8 +58,7 @@ fn pending(call: Call) -> Ran {
 /// Components that a group's handle needs.
 pub(crate) struct Rules {
     pub(crate) default_codec: Option<DefaultCodec>,
-    pub(crate) device: Option<Arc<Device>>,
-    pub(crate) offload: Option<Arc<LibraryOffload>>,
+    pub(crate) offloads: Vec<Arc<dyn Offload>>,
     pub(crate) planner: Planner,
     /// Drivers of the lanes after the first.
     pub(crate) lanes: Vec<Arc<Driver>>,
@@ -73,10 +74,8 @@ pub struct Group {
     pub(crate) caller: Arc<Caller>,
     /// See [`DefaultCodec`].
     default_codec: Option<DefaultCodec>,
-    /// The device that does some of its collectives, if there is one.
-    device: Option<Arc<Device>>,
-    /// Has a library do other collectives, if a setting says so.
-    offload: Option<Arc<LibraryOffload>>,
+    /// Components that execute whole calls, in the order in which they are asked.
+    offloads: Vec<Arc<dyn Offload>>,
     planning: Planning,
     /// Drivers of the lanes after the first, which do parts of large calls.
     pub(crate) lanes: Vec<Arc<Driver>>,
@@ -89,7 +88,7 @@ pub struct Group {
 
 impl Group {
     pub(crate) fn new(engine: Arc<Engine>, id: u64, name: Arc<str>, spec: &GroupSpec, rules: Rules) -> Arc<Self> {
-        let Rules { default_codec, device, offload, planner, lanes, least } = rules;
+        let Rules { default_codec, offloads, planner, lanes, least } = rules;
         let (rank, world) = (spec.rank, spec.world);
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
         let driver = engine.driver.clone();
@@ -98,8 +97,7 @@ impl Group {
             driver,
             caller: Arc::new(Caller { group: id, name, rank, world, global_rank }),
             default_codec,
-            device,
-            offload,
+            offloads,
             planning: Planning::new(planner),
             takers: lanes.iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect(),
             lanes,
@@ -118,27 +116,33 @@ impl Group {
     /// `InvalidArgument`, `InvalidType`, `Unsupported`, `Configuration`, `Exhausted`: the call was refused, no sequence
     /// number was consumed, and the group is usable. `Aborted`, or the cause's kind for the first error: the group failed
     /// earlier or was destroyed. All later errors are reported by the call.
-    pub fn submit(&self, desc: CallDesc) -> Result<Call> {
+    pub fn submit(&self, mut desc: CallDesc) -> Result<Call> {
         make_phases(&desc);
         let default = self.default_codec_of(&desc);
-        match self.offloaded(&desc, default) {
-            Some(desc) => self.start_offloaded(&desc),
+        match self.route(&desc, default) {
+            Some(routed) => self.start_offloaded(&mut desc, routed),
             None => self.submit_with(&desc, default),
         }
     }
 
-    /// Returns the call for the group's device or for a library; `None` if the host does it.
+    /// Returns the component that executes a call, and its worker for the call; `None` if the host executes it.
     #[inline]
-    fn offloaded(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<CallDesc> {
-        if self.device.is_none() && self.offload.is_none() || default.is_some() {
+    fn route(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<Routed<'_>> {
+        if self.offloads.is_empty() || default.is_some() || desc.offload.is_some() {
             return None;
         }
-        let by_device = self.device.as_ref().and_then(|device| device.takes(desc, self.caller.world));
-        by_device.or_else(|| self.offload.as_ref()?.takes(desc))
+        self.offloads.iter().find_map(|offload| match offload.route(desc) {
+            Route::Offload(by) => Some((offload, by)),
+            Route::Host(_) => None,
+        })
     }
 
-    fn start_offloaded(&self, desc: &CallDesc) -> Result<Call> {
-        self.start(desc, None).map_err(|error| self.in_context(error))
+    fn start_offloaded(&self, desc: &mut CallDesc, (offload, by): Routed<'_>) -> Result<Call> {
+        desc.offload = Some(by);
+        let started = self.start(desc, None, Some(offload));
+        // The caller may issue the description again.
+        desc.offload = None;
+        started.map_err(|error| self.in_context(error))
     }
 
     /// Issues a call that the caller waits for. A small call with a known shape takes the fast path on this thread if
@@ -146,12 +150,13 @@ impl Group {
     ///
     /// # Errors
     /// The errors of [`Group::submit`].
-    pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
+    pub fn run(&self, desc: &mut CallDesc) -> Result<Ran> {
         make_phases(desc);
         let default = self.default_codec_of(desc);
-        if let Some(desc) = self.offloaded(desc, default) {
-            return self.start_offloaded(&desc).map(pending);
+        if let Some(routed) = self.route(desc, default) {
+            return self.start_offloaded(desc, routed).map(pending);
         }
+        let desc = &*desc;
         let goes = desc.may_take_fast_path()
             && default.is_none()
             && !self.driver.is_forked()
@@ -212,7 +217,7 @@ impl Group {
                 Ok(Ran::Done(seq))
             }
             Ok(Some(Err((algorithm, notifier, launched)))) => {
-                let call = self.launched(desc, Some(algorithm), notifier, launched);
+                let call = self.launched(desc, Some(algorithm), None, notifier, launched);
                 call.map(pending).map_err(|error| self.in_context(error))
             }
             Ok(None) => self.submit_with(desc, None).map(pending),
@@ -235,8 +240,8 @@ impl Group {
     fn start_measured(&self, desc: &CallDesc) -> Result<Call> {
         let sampled = desc.encoding(self.caller.world).map(|encoding| Sample::with_call(desc, encoding)).transpose();
         match sampled.map_err(|error| error.of(desc.collective))?.flatten() {
-            Some((desc, sample)) => self.start(&desc, Some(sample)),
-            None => self.start(desc, None),
+            Some((desc, sample)) => self.start(&desc, Some(sample), None),
+            None => self.start(desc, None, None),
         }
     }
 
@@ -245,7 +250,8 @@ impl Group {
         self.default_codec.as_ref().filter(|codec| codec.is_for(desc, self.caller.world))
     }
 
-    fn start(&self, desc: &CallDesc, sample: Option<Sample>) -> Result<Call> {
+    /// Starts a call. `offload` is the component that executes it, if there is one.
+    fn start(&self, desc: &CallDesc, sample: Option<Sample>, offload: Option<&Arc<dyn Offload>>) -> Result<Call> {
         self.check_usable(desc.collective)?;
         desc.check(self.caller.rank, self.caller.world)?;
         let cut = self.cut(desc);
@@ -267,7 +273,7 @@ impl Group {
         let starter = is_later.then(|| Announced::on(&self.driver)).transpose().map_err(in_context)?;
         let starter = starter.map(|starter| Box::new(starter) as Box<dyn Starter>);
         let now = time::now();
-        let algorithm = algorithm.map(|name| self.name_of(desc, name));
+        let algorithm = algorithm.map(|name| offload.map_or(name, |offload| offload.name()));
         let is_left_to_waiter =
             !is_later && cut.as_ref().is_some_and(|cut| self.driver.leaves_parts_to_waiter(cut, now));
         let launched =
@@ -279,7 +285,7 @@ impl Group {
         if let Some(cut) = cut.as_ref().filter(|_| launched.is_err()) {
             cut.join.give_up();
         }
-        let mut call = self.launched(desc, algorithm, notifier, launched)?;
+        let mut call = self.launched(desc, algorithm, offload, notifier, launched)?;
         call.state.is_left_to_waiter = is_left_to_waiter;
         Ok(call)
     }
@@ -302,16 +308,6 @@ impl Group {
         self.caller.prepare(desc, shape)
     }
 
-    /// Returns the name of what does a call: the algorithm of its plan, unless a library does it.
-    fn name_of(&self, desc: &CallDesc, name: &'static str) -> &'static str {
-        self.library_of(desc).map_or(name, |_| LibraryOffload::NAME)
-    }
-
-    /// Returns what has a library do the call; `None` if no library does.
-    fn library_of(&self, desc: &CallDesc) -> Option<&LibraryOffload> {
-        self.offload.as_deref().filter(|_| LibraryOffload::has(desc))
-    }
-
     fn refuse_if_aborted(&self, collective: Collective) -> Result<()> {
         let aborted = self.with_state(|group, _| group.aborted(Some(collective)));
         aborted.map_err(|error| error.of(collective))?.map_or(Ok(()), Err)
@@ -322,6 +318,7 @@ impl Group {
         &self,
         desc: &CallDesc,
         algorithm: Option<&'static str>,
+        offload: Option<&Arc<dyn Offload>>,
         notifier: Arc<Notifier>,
         launched: Result<Launched>,
     ) -> Result<Call> {
@@ -334,7 +331,7 @@ impl Group {
         }
         self.driver.submitted(&call);
         let mut state = InFlight::new(call, notifier);
-        state.worker = self.library_of(desc).map(LibraryOffload::worker);
+        state.offload = offload.cloned();
         Ok(Call { state, driver: Arc::downgrade(&self.driver) })
     }
 
@@ -348,12 +345,11 @@ impl Group {
         let usable = self.check_usable(desc.collective);
         let named = usable.and_then(|()| desc.check(self.caller.rank, self.caller.world)).and_then(|()| {
             let default = self.default_codec_of(desc);
-            let taken = match default {
-                Some(codec) => Some(codec.encoded(desc, 0)?),
-                None => self.offloaded(desc, None),
-            };
-            let desc = taken.as_ref().unwrap_or(desc);
-            self.planning.get(desc).map(|shape| self.name_of(desc, shape.plan.name))
+            if let Some((offload, _)) = self.route(desc, default) {
+                return Ok(offload.name());
+            }
+            let encoded = default.map(|codec| codec.encoded(desc, 0)).transpose()?;
+            self.planning.get(encoded.as_ref().unwrap_or(desc)).map(|shape| shape.plan.name)
         });
         named.map_err(|error| self.in_context(error.of(desc.collective)))
     }
@@ -406,7 +402,7 @@ impl Group {
     }
 
     /// Returns a readable description: name, rank, world and number of threads for parts of calls. Then follow a line
-    /// for each other rank with its process and link, and one each for the device and the library.
+    /// for each other rank with its process and link, and the descriptions of components that execute whole calls.
     pub fn describe(&self) -> String {
         let mut head = format!("group {}\nrank {}\nworld {}\n", self.caller.name, self.caller.rank, self.caller.world);
         if !self.lanes.is_empty() {
@@ -420,9 +416,8 @@ impl Group {
             };
             others.map(line).collect::<String>()
         });
-        let device = self.device.as_ref().map(|device| device.describe()).unwrap_or_default();
-        let offload = self.offload.as_ref().map(|offload| offload.describe()).unwrap_or_default();
-        head + &links.unwrap_or_default() + &device + &offload
+        let offloads = self.offloads.iter().map(|offload| offload.describe()).collect::<String>();
+        head + &links.unwrap_or_default() + &offloads
     }
 
     /// Returns the first error that made the group fail; `None` if it has not failed.
@@ -533,12 +528,7 @@ impl Group {
             let departure = lane.with_core(|core| core.leave_group(self.caller.group, time::now()));
             departures.extend(departure.map(|departure| (lane, departure)));
         }
-        if let Some(device) = &self.device {
-            device.close();
-        }
-        if let Some(offload) = &self.offload {
-            offload.close(has_failed);
-        }
+        self.offloads.iter().for_each(|offload| offload.close(has_failed));
         for lane in self.drivers() {
             lane.flush();
             lane.wake();

@@ -7,6 +7,7 @@
 
 mod lanes;
 mod links;
+pub(crate) mod packets;
 mod pinned_thread;
 pub(crate) mod waiting;
 

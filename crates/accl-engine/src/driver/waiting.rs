@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use super::{Driver, ROUNDS_BEFORE_POLL, handle_arrived};
 use crate::election::Waiter;
 use crate::in_flight::InFlight;
-use crate::offload::Found;
+use crate::offload::{Helping, Progress};
 use crate::time;
 
 /// Interval at which a waiter checks for signals, in milliseconds.
@@ -194,7 +194,7 @@ impl Driver {
         let mut poll_guard = PollGuard { driver: self, is_on: false };
         let mut needed: Option<SmallVec<[PeerId; 4]>> = None;
         let mut must_poll = false;
-        let helping = call.worker.as_ref().map(|worker| worker.help());
+        let helping = call.offload.as_deref().and_then(Helping::begin);
         for round in 0_u32.. {
             let now = time::now();
             if let Some(mut core) = self.try_lock() {
@@ -238,11 +238,11 @@ impl Driver {
                 }
                 return Some(outcome);
             }
-            // A library makes progress on what it has begun only while it is polled.
-            let found = helping.as_ref().map_or(Found::Nothing, |helping| helping.poll());
+            // Some components make progress on a call only while they are polled.
+            let progress = helping.as_ref().map_or(Progress::Idle, Helping::help);
             // For a cut call on cores of its own, the budget counts from the last event. The same holds if a link must
             // be polled, where no event would wake a sleeper. After one tick the waiter stops, to check for signals.
-            let is_over = if found != Found::Nothing && self.spin.is_none() {
+            let is_over = if progress != Progress::Idle && self.spin.is_none() {
                 now.since(start) >= Duration::from_millis(TICK_MS)
             } else if !must_poll && (shared || !call.is_cut) || self.spin.is_some() {
                 now.since(start) >= budget

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use accl_cclo::device::DeviceUrl;
 use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
-use accl_types::config::{Config, OffloadTo, WorkerCount};
+use accl_types::config::{Config, WorkerCount};
 use accl_types::{Error, Rank, Result};
 use accl_wire::EndpointInfo;
 
@@ -21,13 +20,13 @@ use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
 use crate::api::group::{Group, Rules};
 use crate::api::spec::{GroupRole, GroupSpec};
-use crate::device::{Device, Opening};
 use crate::driver::Driver;
+use crate::driver::packets::GroupLinks;
 use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
 use crate::lanes::Least;
-use crate::offload::{self, LibraryOffload};
+use crate::offload::{self, Offload, OffloadGroup, OffloadKind, Opening};
 use crate::settings::intra_node_of;
 use crate::time::{self, far};
 use accl_executor::peers::{Gone, PeerId, missing, neighbours};
@@ -43,33 +42,10 @@ const LOG_AFTER: Duration = Duration::from_secs(5);
 /// Maximum time that a rank that cannot create a group waits for the other ranks, which should learn the reason.
 const REFUSAL: Duration = Duration::from_secs(10);
 
-/// While a device opens, the store is asked at intervals of the elapsed time divided by `ASKED_PART`, at most
+/// While an offload opens, the store is asked at intervals of the elapsed time divided by `ASKED_PART`, at most
 /// `LONGEST_UNASKED`.
 const ASKED_PART: u32 = 4;
 const LONGEST_UNASKED: Duration = Duration::from_millis(400);
-
-/// Text that a rank sends to the other ranks once its device is set up.
-const IS_SET_UP: &str = "set up";
-
-/// The device of a group under creation.
-struct Devices {
-    url: Option<DeviceUrl>,
-    opened: Option<Arc<Device>>,
-}
-
-/// Returns the device that a group uses. Only the default process group uses one; other groups have none.
-fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
-    let url = DeviceUrl::parse(&spec.config.device)?;
-    if url.is_none()
-        && let Some(bare) = spec.config.offload.iter().find(|entry| entry.to == OffloadTo::Unnamed)
-    {
-        return Err(Error::configuration(format!(
-            "sidestep: `{0}` alone requires a group with a device; write {0}=host or {0}=mpi, or set a device",
-            bare.collective
-        )));
-    }
-    Ok(url.filter(|_| spec.role == GroupRole::Default))
-}
 
 /// Runs `act`, which takes long, and checks meanwhile whether the other ranks go on. The error of a rank that gives up
 /// is thus reported at once. Returns `None` if the session has ended.
@@ -92,10 +68,19 @@ fn while_it_goes_on<T>(
     if is_over { Ok(None) } else { done.map(Some) }
 }
 
-/// Returns everything that ranks must agree on. Of a device it includes the kind, not the instance.
-fn agreed_text(spec: &GroupSpec, url: Option<&DeviceUrl>) -> String {
-    let device = url.map_or_else(|| "none".to_owned(), DeviceUrl::agreed);
-    format!("{} device={device}", spec.config.agreed_text())
+/// Returns everything that ranks must agree on.
+///
+/// # Errors
+/// `Configuration` for settings with which no group can be created.
+fn agreed_text(spec: &GroupSpec, kinds: &[Arc<dyn OffloadKind>]) -> Result<String> {
+    offload::check(&spec.config, kinds)?;
+    let mut text = spec.config.agreed_text();
+    for kind in kinds {
+        if let Some(agreed) = kind.agreed(spec)? {
+            text += &format!(" {}={agreed}", kind.name());
+        }
+    }
+    Ok(text)
 }
 
 /// Makes the other ranks of a group fail with the error for which this rank cannot create it, once all ranks have
@@ -172,7 +157,8 @@ impl Engine {
             )));
         }
         let deadline = Instant::now().checked_add(spec.timeout).unwrap_or_else(far);
-        let (parts, mine, url) = match self.introduction(spec) {
+        let kinds = self.offload_kinds();
+        let (parts, mine) = match self.introduction(spec, &kinds) {
             Ok(introduction) => introduction,
             Err(error) => {
                 // In a forked child, the parent's rank meets the other ranks.
@@ -192,15 +178,14 @@ impl Engine {
             }
             self.check_lost(&members)
         };
-        let mut device = Devices { url, opened: None };
-        let Prepared { states, infos, rules } =
-            match self.meet(parts, spec, &mut meeting, deadline, &mut device, &mut poll) {
-                Ok(prepared) => prepared,
-                Err(error) => {
-                    meeting.give_up(&error);
-                    return Err(error);
-                }
-            };
+        let Prepared { states, infos, rules } = match self.meet(parts, spec, &mut meeting, deadline, &kinds, &mut poll)
+        {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                meeting.give_up(&error);
+                return Err(error);
+            }
+        };
         drop(meeting);
 
         let here = &infos[spec.rank.index()].info.host_id;
@@ -247,8 +232,8 @@ impl Engine {
         Ok(Group::new(self.clone(), id, name, spec, rules))
     }
 
-    /// Returns what the other ranks learn of this rank before they meet it, and the group's device.
-    fn introduction(&self, spec: &GroupSpec) -> Result<(Parts<'_>, RankInfo, Option<DeviceUrl>)> {
+    /// Returns what the other ranks learn of this rank before they meet it.
+    fn introduction(&self, spec: &GroupSpec, kinds: &[Arc<dyn OffloadKind>]) -> Result<(Parts<'_>, RankInfo)> {
         self.check_process_settings(&spec.config)?;
         let parts = self.parts(spec.master)?;
         let info = parts.info.clone();
@@ -258,11 +243,10 @@ impl Engine {
         }
         let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
         let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
-        let url = device_of(spec)?;
-        let (agreed, cores) = (agreed_text(spec, url.as_ref()), Cores::of_this_process());
+        let (agreed, cores) = (agreed_text(spec, kinds)?, Cores::of_this_process());
         let has_auto_lanes = self.config.worker_count == WorkerCount::Auto;
         let host_load = *self.host_load.lock();
-        Ok((parts, RankInfo { counter, agreed, cores, has_auto_lanes, host_load, machine, info }, url))
+        Ok((parts, RankInfo { counter, agreed, cores, has_auto_lanes, host_load, machine, info }))
     }
 
     /// Records a job if the new group is the job's own: the first group over its store that lists no ranks, or the
@@ -288,13 +272,13 @@ impl Engine {
         spec: &GroupSpec,
         meeting: &mut Meeting<'_>,
         deadline: Instant,
-        device: &mut Devices,
+        kinds: &[Arc<dyn OffloadKind>],
         poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Prepared> {
         loop {
             let infos = meeting.gather(poll)?;
             let id = group_id(meeting.session(), &infos);
-            let made = self.prepare(parts, spec, meeting, id, &infos, deadline, device, poll).and_then(|prepared| {
+            let made = self.prepare(parts, spec, meeting, id, &infos, deadline, kinds, poll).and_then(|prepared| {
                 let Some((states, rules)) = prepared else { return Ok(None) };
                 match meeting.confirm(poll)? {
                     Outcome::Made => Ok(Some((states, rules))),
@@ -327,7 +311,7 @@ impl Engine {
         id: u64,
         infos: &[RankInfo],
         deadline: Instant,
-        device: &mut Devices,
+        kinds: &[Arc<dyn OffloadKind>],
         poll: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<(LaneStates, Rules)>> {
         let topology = Topology::new(host_indices(infos));
@@ -335,10 +319,10 @@ impl Engine {
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
         let default_codec = DefaultCodec::of(&spec.config)?;
         let Some(peers) = self.connect(parts, spec, meeting, infos, deadline, poll)? else { return Ok(None) };
-        if !self.open_device(spec, meeting, device, deadline, poll)? {
-            return Ok(None);
-        }
-        let has_use_for_lanes = device.opened.is_none() && spec.world > 1;
+        let deadline = time::now() + deadline.saturating_duration_since(Instant::now());
+        let group = OffloadGroup { spec, id, deadline };
+        let Some(offloads) = open_offloads(group, kinds, meeting, poll)? else { return Ok(None) };
+        let has_use_for_lanes = spec.world > 1 && !offloads.iter().any(|offload| offload.takes_large_calls());
         let lanes = if has_use_for_lanes { Lanes::of(infos, &topology) } else { Lanes::ONE };
         let mut states = self.on_lanes(parts, spec, id, infos, peers, lanes)?;
         if has_use_for_lanes {
@@ -346,71 +330,15 @@ impl Engine {
         }
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
         let planner = Planner::new(chooser, spec.rank);
-        let device = device.opened.clone();
-        if let Some((device, first)) = device.as_ref().zip(states.first_mut()) {
-            device.connect(&self.driver, id);
-            first.take_packets_with(device.sink());
+        let first = states.first_mut().ok_or_else(|| Error::internal("a group has no lane"))?;
+        for offload in &offloads {
+            if let Some(sink) = offload.connect(GroupLinks::new(&self.driver, id)) {
+                first.take_packets_with(sink);
+            }
         }
-        let Some(offload) = self.open_offload(spec, meeting, id, poll)? else { return Ok(None) };
         let least = Least::of(lanes.have_own_cores);
         let lanes = self.other_lanes().iter().take(states.len() - 1).cloned().collect();
-        Ok(Some((states, Rules { default_codec, device, offload, planner, lanes, least })))
-    }
-
-    /// Opens the group's device, and reopens it when a session moves: the setup depends on the devices of the other
-    /// ranks, which are new then. Returns `false` if the session has ended.
-    fn open_device(
-        &self,
-        spec: &GroupSpec,
-        meeting: &mut Meeting<'_>,
-        device: &mut Devices,
-        deadline: Instant,
-        poll: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<bool> {
-        let Some(url) = &device.url else { return Ok(true) };
-        let deadline = time::now() + deadline.saturating_duration_since(Instant::now());
-        // The device can be reached again only after it was left.
-        drop(device.opened.take());
-        let opener = self
-            .opener()
-            .ok_or_else(|| Error::configuration(format!("device `{url}`: this engine cannot open devices")))?;
-        let rank = (spec.rank.0, spec.world);
-        let excluded = spec.config.offload.iter().map(|entry| entry.collective).collect();
-        let frame_bytes = self.config.segment_bytes as usize;
-        let begin = |poll: &mut dyn FnMut() -> Result<()>| {
-            Opening::begin(url.clone(), rank, excluded, (opener, &self.devices), frame_bytes, deadline, poll)
-        };
-        let Some(opening) = while_it_goes_on(meeting, poll, begin)? else { return Ok(false) };
-        let texts = match opening.own_text() {
-            None => None,
-            Some(text) => match meeting.exchange(text, poll)? {
-                Some(texts) => Some(texts),
-                None => return Ok(false),
-            },
-        };
-        let set_up = |poll: &mut dyn FnMut() -> Result<()>| opening.set_up(texts, poll);
-        if while_it_goes_on(meeting, poll, set_up)?.is_none() || meeting.exchange(IS_SET_UP, poll)?.is_none() {
-            return Ok(false);
-        }
-        device.opened = while_it_goes_on(meeting, poll, |poll| opening.finish(poll))?;
-        Ok(device.opened.is_some())
-    }
-
-    /// Prepares a library for collectives of the group, if the settings request that. The outer `None` means that the
-    /// session has ended.
-    fn open_offload(
-        &self,
-        spec: &GroupSpec,
-        meeting: &mut Meeting<'_>,
-        id: u64,
-        poll: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Option<Option<Arc<LibraryOffload>>>> {
-        let named = offload::named(&spec.config, spec.world);
-        if named.is_empty() {
-            return Ok(Some(None));
-        }
-        let Some(texts) = meeting.exchange(&LibraryOffload::address(&named)?, poll)? else { return Ok(None) };
-        LibraryOffload::open(named, (id, &spec.name), spec.rank.0, &texts, &self.offload_workers).map(Some)
+        Ok(Some((states, Rules { default_codec, offloads, planner, lanes, least })))
     }
 
     /// Returns the processes of a sub-group's ranks, as known from the job's group that met in the same store. Empty
@@ -523,7 +451,8 @@ impl Engine {
             if now >= deadline {
                 break Err(self.unlinked(&missing(), &peers));
             }
-            // A permanent cause, such as another MPI job, would otherwise be reported only at the deadline.
+            // A permanent cause, such as a peer in another job of a transport's library, would otherwise be reported only
+            // at the deadline.
             if !is_logged && now.saturating_duration_since(begin) >= LOG_AFTER {
                 is_logged = true;
                 let missing = missing();
@@ -587,6 +516,35 @@ impl Engine {
         let listed = self.driver.with_core(|core| missing::unlinked(&missing, &core.net));
         format!("{} of {} peers have no link: {listed}", missing.len(), peers.len() - 1)
     }
+}
+
+/// Opens the offloads of a group, in the order of registration. They are opened again when a session moves: a device, for
+/// example, is set up for the devices of all ranks, which are new then. Returns `None` if the session has ended.
+fn open_offloads(
+    group: OffloadGroup<'_>,
+    kinds: &[Arc<dyn OffloadKind>],
+    meeting: &mut Meeting<'_>,
+    poll: &mut dyn FnMut() -> Result<()>,
+) -> Result<Option<Vec<Arc<dyn Offload>>>> {
+    let mut offloads = Vec::new();
+    for kind in kinds {
+        let mut opening = while_it_goes_on(meeting, poll, |poll| kind.open(&group, poll))?;
+        loop {
+            match opening {
+                None => return Ok(None),
+                Some(Opening::Unused) => break,
+                Some(Opening::Open(offload)) => {
+                    offloads.push(offload);
+                    break;
+                }
+                Some(Opening::Exchange(text, next)) => {
+                    let Some(texts) = meeting.exchange(&text, poll)? else { return Ok(None) };
+                    opening = while_it_goes_on(meeting, poll, |poll| next(texts, poll))?;
+                }
+            }
+        }
+    }
+    Ok(Some(offloads))
 }
 
 /// Returns the chooser of algorithms, built only from values that are the same on all ranks: their infos and the agreed

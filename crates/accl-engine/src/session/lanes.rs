@@ -32,7 +32,7 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    /// Lanes of a group of one rank, or of a group whose device does the large calls.
+    /// Lanes of a group of one rank, or of a group with a component that executes the large calls.
     pub(super) const ONE: Self = Self { count: 1, have_own_cores: true };
 
     /// Returns the lanes of a group of these ranks: the number of the rank with the fewest. It is the same on all
@@ -165,7 +165,7 @@ pub(super) fn warn_if_bound(spec: &GroupSpec, infos: &[RankInfo]) {
     if could_have_more(infos, spec.rank.index(), cpus) {
         tracing::warn!(
             "ACCL_WORKER_COUNT=auto adds no thread to this rank, because the rank is bound to one of the machine's \
-             {cpus} CPUs; with Open MPI's mpirun, --bind-to none removes the binding"
+             {cpus} CPUs; let the launcher bind no ranks, with its option --bind-to none or --cpu-bind=none"
         );
     }
 }

@@ -99,23 +99,24 @@ pub enum ProfileNames {
 }
 
 /// The implementation that a collective is redirected to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OffloadTo {
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RedirectTo {
     /// No implementation was named. In a group with a device, the host runs the collective.
     Unnamed,
     /// The schedules of this engine, on the host.
     Host,
-    /// The MPI library of the job.
-    Mpi,
+    /// The kind of offload with this name, such as `mpi` for the MPI library of the job. Kinds are registered with the
+    /// engine, which refuses unknown names.
+    Offload(String),
 }
 
 /// A collective that is redirected to another implementation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Offload {
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Redirect {
     /// The collective.
     pub collective: Collective,
     /// The implementation that runs it.
-    pub to: OffloadTo,
+    pub to: RedirectTo,
 }
 
 /// The parsed settings of one process or group. They do not change once a group is created from them.
@@ -161,7 +162,7 @@ pub struct Config {
     /// `ACCL_DEVICE`: the device that runs collectives of the default process group, or `none`.
     pub device: String,
     /// `ACCL_SIDESTEP`: collectives that are redirected to another implementation, in the order of their codes.
-    pub offload: Vec<Offload>,
+    pub redirects: Vec<Redirect>,
     /// The option `compressed_calls`: ordinary calls are also compressed.
     pub compress_all: bool,
 }
@@ -188,7 +189,7 @@ impl Default for Config {
             profile_names: ProfileNames::Accl,
             codec: String::new(),
             device: String::new(),
-            offload: Vec::new(),
+            redirects: Vec::new(),
             compress_all: false,
         };
         for row in ROWS {
@@ -498,7 +499,7 @@ mod tests {
             ("timing", "2"),
             ("profile_names", "nccl"),
             ("device", "a device"),
-            ("sidestep", "broadcast=card"),
+            ("sidestep", "broadcast=a card"),
         ];
         for (option, value) in bad {
             let before = config.clone();

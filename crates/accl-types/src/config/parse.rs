@@ -1,6 +1,6 @@
 //! Parsers of setting values and their inverses. A parser's error is a clause such as ` (out of range)`, or empty.
 
-use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, Offload, OffloadTo, ProfileNames, WorkerCount};
+use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, ProfileNames, Redirect, RedirectTo, WorkerCount};
 use crate::{Collective, nearest, parse_cpus, parse_size, show_cpus, show_size};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
@@ -28,15 +28,15 @@ pub(super) fn device(text: &str) -> Result<String, String> {
 /// Stands for every collective that no other part of the list names.
 const ALL: &str = "all";
 
-pub(super) fn offload(text: &str) -> Result<Vec<Offload>, String> {
-    let mut named: Vec<Offload> = Vec::new();
-    let mut others: Option<OffloadTo> = None;
+pub(super) fn redirects(text: &str) -> Result<Vec<Redirect>, String> {
+    let mut named: Vec<Redirect> = Vec::new();
+    let mut others: Option<RedirectTo> = None;
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
         let (name, to) = part.split_once('=').map_or((part, None), |(name, to)| (name, Some(to)));
         let to = match to {
-            None => OffloadTo::Unnamed,
-            Some("host") => OffloadTo::Host,
-            Some("mpi") => OffloadTo::Mpi,
+            None => RedirectTo::Unnamed,
+            Some("host") => RedirectTo::Host,
+            Some(offload) if is_name(offload) => RedirectTo::Offload(offload.to_owned()),
             Some(other) => return Err(format!(" (`{other}` cannot run collectives)")),
         };
         let is_again = if name == ALL {
@@ -47,11 +47,11 @@ pub(super) fn offload(text: &str) -> Result<Vec<Offload>, String> {
                 let hint = nearest(name, known).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
                 format!(" (`{name}` is not a collective{hint})")
             })?;
-            if to == OffloadTo::Mpi && !moves_blocks(*collective) {
+            if matches!(to, RedirectTo::Offload(_)) && !moves_blocks(*collective) {
                 return Err(format!(" (`{part}`: every {name} runs on the host)"));
             }
             let is_again = named.iter().any(|known| known.collective == *collective);
-            named.push(Offload { collective: *collective, to });
+            named.push(Redirect { collective: *collective, to });
             is_again
         };
         if is_again {
@@ -61,10 +61,10 @@ pub(super) fn offload(text: &str) -> Result<Vec<Offload>, String> {
     if let Some(to) = others {
         let rest = Collective::ALL.iter().filter(|collective| moves_blocks(**collective));
         let rest = rest.filter(|collective| named.iter().all(|known| known.collective != **collective));
-        let rest: Vec<_> = rest.map(|&collective| Offload { collective, to }).collect();
+        let rest: Vec<_> = rest.map(|&collective| Redirect { collective, to: to.clone() }).collect();
         named.extend(rest);
     }
-    named.sort_unstable_by_key(|offload| offload.collective as u8);
+    named.sort_unstable_by_key(|redirect| redirect.collective as u8);
     Ok(named)
 }
 
@@ -73,11 +73,17 @@ fn moves_blocks(collective: Collective) -> bool {
     !collective.is_point_to_point() && collective != Collective::Barrier
 }
 
-pub(super) fn show_offload(all: &[Offload]) -> String {
-    let show = |Offload { collective, to }: &Offload| match to {
-        OffloadTo::Unnamed => collective.name().to_owned(),
-        OffloadTo::Host => format!("{collective}=host"),
-        OffloadTo::Mpi => format!("{collective}=mpi"),
+/// Whether this can be the name of a kind of offload.
+fn is_name(text: &str) -> bool {
+    text.starts_with(|first: char| first.is_ascii_lowercase())
+        && text.chars().all(|each| each.is_ascii_lowercase() || each.is_ascii_digit() || matches!(each, '_' | '-'))
+}
+
+pub(super) fn show_redirects(all: &[Redirect]) -> String {
+    let show = |Redirect { collective, to }: &Redirect| match to {
+        RedirectTo::Unnamed => collective.name().to_owned(),
+        RedirectTo::Host => format!("{collective}=host"),
+        RedirectTo::Offload(name) => format!("{collective}={name}"),
     };
     all.iter().map(show).collect::<Vec<_>>().join(",")
 }

@@ -302,8 +302,8 @@ pub const ROWS: &[Row] = &[
             "a comma-separated list of `collective=host` and `collective=mpi`, or of collectives alone in a group with a device; `all` stands for every collective that is not listed",
         ),
         effect: "Where a collective runs instead. `host`: in the engine's own schedules, if the group has a device; a collective alone means the same there. `mpi`: as a whole in the MPI library of the job ([MPI](mpi.md#collectives-of-the-mpi-library)).",
-        set: |c, v| parse::offload(v).map(|x| c.offload = x),
-        show: |c| parse::show_offload(&c.offload),
+        set: |c, v| parse::redirects(v).map(|x| c.redirects = x),
+        show: |c| parse::show_redirects(&c.redirects),
     },
     Row {
         name: "ACCL_TIMING",

@@ -777,7 +777,7 @@ impl<'a> Meeting<'a> {
         }
         let missing = missing.join(", ");
         self.timed_out(&format!(
-            "the addresses of all ranks for devices or MPI: ranks {missing} have not sent theirs; raise the timeout, \
+            "the texts of all ranks for offloaded collectives: ranks {missing} have not sent theirs; raise the timeout, \
              or check their logs"
         ))
     }
