@@ -303,6 +303,16 @@ class Layers(unittest.TestCase):
         crates = [package("accl-testkit"), package("accl-engine", ("accl-testkit", None))]
         self.assertEqual(len(list(layers.arrows(crates))), 1)
 
+    def test_the_engine_may_neither_use_nor_name_an_offload(self) -> None:
+        crates = [package("accl-cclo"), package("accl-engine", ("accl-cclo", None))]
+        self.assertRegex("\n".join(layers.arrows(crates)), r"accl-engine -> accl-cclo \(normal\)")
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder)
+            (source / "a.rs").write_text('// MPI in a comment\nfn compile() {}\nconst NAME: &str = "mpi";\n')
+            [problem] = layers.named("accl-engine", source)
+            self.assertRegex(problem, r"^accl-engine/src/a.rs:3: the code names `mpi`; put .* into its crate")
+            self.assertEqual(list(layers.named("accl-library", source)), [])
+
     def test_python_below_the_top_is_refused(self) -> None:
         self.assertEqual(len(list(layers.arrows([package("accl-engine", ("pyo3", None))]))), 1)
 

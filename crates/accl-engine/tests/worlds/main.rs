@@ -16,6 +16,7 @@ mod failures;
 mod lanes;
 mod links;
 mod messages;
+mod offloads;
 mod panics;
 mod parked_driver;
 mod rendezvous;
