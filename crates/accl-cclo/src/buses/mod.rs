@@ -5,7 +5,6 @@
 
 mod coyote;
 mod emulator;
-mod hostctrl;
 mod xrt;
 
 pub use coyote::CoyoteBus;

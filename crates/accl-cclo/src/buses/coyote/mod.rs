@@ -4,6 +4,7 @@
 //! real card. Instead, tests record the requests to the kernel and compare them with the reference. Read [`CoyoteBus::open`] first.
 
 mod calls;
+mod hostctrl;
 #[allow(unsafe_code)]
 mod kernel;
 mod queue_pair;
@@ -19,7 +20,6 @@ use std::path::Path;
 
 use accl_types::{Error, ErrorKind, Result};
 
-use super::hostctrl;
 use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
 use crate::driver::{Settings, claim};
